@@ -9,7 +9,7 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -192,7 +192,11 @@ class Channel:
         return run_on_gpu(self.gpu(device), program, x, op, self.timeout, async_op)
 
     def submit_on_gpu(
-        self, device: torch.device, job: Callable[[], Any], reads: Sequence[torch.Tensor | None], producers: set[int]
+        self,
+        device: torch.device,
+        job: Callable[[], Any],
+        reads: Sequence[torch.Tensor | None],
+        producers: Collection[int],
     ) -> GpuWork:
         """Call ``job`` now, with the communication stream of ``device`` as torch's current stream.
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 import pycomm
 import pycomm.horovod as hvd
-from pycomm.elastic import door, pulse
+from pycomm.elastic import join_requests, liveness
 from pycomm.launching.meeting import connect
 from pycomm.torch_internals import PrefixStore, Store
 from pycomm.transport import late_ranks, rendezvous
@@ -120,8 +120,8 @@ def _receive(here: Here, any_source: bool = False) -> None:
 
 def _ask_one_that_never_answers(here: Here) -> None:
     """A thread waits for a store, which nothing can interrupt."""
-    _kept.append(ledger := Worker("pycomm-ledger"))
-    ledger.submit(lambda: connect(here.port).get("a key that nobody sets"))
+    _kept.append(store := Worker("pycomm-store"))
+    store.submit(lambda: connect(here.port).get("a key that nobody sets"))
 
 
 def _receive_from_any(here: Here) -> None:
@@ -152,24 +152,24 @@ def _train(attach: Callable[..., Any], steps: int, **options: Any) -> None:
         optimizer.step()
 
 
-def _pulse(_: Here) -> None:
-    """The pulse of an elastic run looks for calls all the time."""
-    pulse._INTERVAL, pulse._LOOKS_PER_SECOND = 0.0, float("inf")
+def _heartbeat(_: Here) -> None:
+    """The heartbeat of an elastic run looks for calls all the time."""
+    liveness._INTERVAL, liveness._LOOKS_PER_SECOND = 0.0, float("inf")
     _train(pycomm.attach, steps=3, on_failure="shrink")
 
 
-def _door(_: Here) -> None:
-    """The door of an elastic run looks for newcomers all the time."""
-    look = door.Door._read
+def _join_listener(_: Here) -> None:
+    """The listener of an elastic run looks for newcomers all the time."""
+    look = join_requests.JoinListener._read
 
-    def look_for_long(self: door.Door) -> door.Request | None:
+    def look_for_long(self: join_requests.JoinListener) -> join_requests.Request | None:
         end = time.monotonic() + BUSY
         while time.monotonic() < end:
             look(self)
         return None
 
-    door._INTERVAL = 0.0
-    door.Door._read = look_for_long  # type: ignore[method-assign]
+    join_requests._INTERVAL = 0.0
+    join_requests.JoinListener._read = look_for_long  # type: ignore[method-assign]
     _train(pycomm.attach, steps=3, on_failure="shrink")
 
 
@@ -214,8 +214,8 @@ KINDS = {
     "receive from any rank": Kind(_receive_from_any, "pycomm", "abc"),
     "callbacks, shared memory": Kind(_wait_in_callbacks, "pycomm", "aa"),
     "callbacks, torch": Kind(_wait_in_callbacks, "pycomm"),
-    "pulse": Kind(_pulse),
-    "door": Kind(_door),
+    "heartbeat": Kind(_heartbeat),
+    "join listener": Kind(_join_listener),
     "center": Kind(_center),
     "late ranks": Kind(_late_ranks),
     "horovod, shared memory": Kind(_horovod, hosts="aa"),

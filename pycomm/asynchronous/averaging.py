@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 from pycomm import checks
 from pycomm.asynchronous.averager import Averager
-from pycomm.asynchronous.companions import Companions, Lines
 from pycomm.asynchronous.decoupled import DecoupledAverager, Pace
+from pycomm.asynchronous.elastic_group import ElasticGroup, Lines
 from pycomm.asynchronous.fragment import Fragment, Outer
 from pycomm.asynchronous.local_averager import LocalAverager, Rhythm
 from pycomm.asynchronous.loop import Known, Loop
-from pycomm.asynchronous.meeting import Meeting
 from pycomm.asynchronous.outer import DelayedNesterov, Elastic, Nesterov
+from pycomm.asynchronous.server_meeting import ServerMeeting
 from pycomm.communicator import Communicator
 from pycomm.compression import Compression, NoCompression
 from pycomm.cost.auto import Auto
@@ -270,10 +270,10 @@ def _average(
         for kind in ("setting", "parameter"):
             check_same_lines(communicator, [text for what, text in lines if what == kind], kind)
         share_tensors(communicator, named_tensors(model), src=0)
-        companions = Companions.found(communicator, lines) if settings.survives else None
+        group = ElasticGroup.found(communicator, lines) if settings.survives else None
         fragments, loop = settings.make_fragments(), settings.loop_of(optimizer, model)
         buffers = list(model.buffers())
-        return LocalAverager(communicator, optimizer, fragments, settings.rhythm, companions, buffers, loop)
+        return LocalAverager(communicator, optimizer, fragments, settings.rhythm, group, buffers, loop)
     except BaseException:
         communicator.close()
         raise
@@ -295,7 +295,7 @@ def _decouple(
         with Communicator(timeout=timeout) as communicator:
             outcome = agreed(communicator, outcome)
             check_same_lines(communicator, ["ranks meet one by one"], "setting")
-    meeting, every, outer, quorum = Meeting(timeout), *(options[name] for name in ("every", "outer", "quorum"))
+    meeting, every, outer, quorum = ServerMeeting(timeout), *(options[name] for name in ("every", "outer", "quorum"))
     if isinstance(outcome, Exception):
         meeting.compare([], outcome)  # raises it, on all ranks
     assert not isinstance(outcome, Exception)
@@ -342,18 +342,18 @@ def _join(
 ) -> LocalAverager:
     optimizer = checked_optimizer(optimizer, model, "local_sgd")
     settings = _checked(optimizer, model, request)
-    companions = Companions.join(request.options["join"], settings.lines(optimizer), timeout_seconds(timeout))
+    group = ElasticGroup.join(request.options["join"], settings.lines(optimizer), timeout_seconds(timeout))
     fragments, buffers, loop = settings.make_fragments(), list(model.buffers()), settings.loop_of(optimizer, model)
     made: LocalAverager | None = None
     try:
-        made = LocalAverager(companions.communicator, optimizer, fragments, settings.rhythm, companions, buffers, loop)
+        made = LocalAverager(group.communicator, optimizer, fragments, settings.rhythm, group, buffers, loop)
         made.share_state(is_newcomer=True)
         return made
     except BaseException:
         if made is not None:
             made.detach()
-        companions.close("it could not join")
-        companions.communicator.close()
+        group.close("it could not join")
+        group.communicator.close()
         raise
 
 

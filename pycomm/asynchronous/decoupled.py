@@ -15,11 +15,11 @@ from pycomm.asynchronous.averager import Averager
 from pycomm.asynchronous.compensation import Compensator
 from pycomm.asynchronous.core import Core
 from pycomm.asynchronous.loop import Loop
-from pycomm.asynchronous.meeting import Meeting
 from pycomm.asynchronous.memory import SharedMemory
 from pycomm.asynchronous.modes import Async, GraceQuorum
 from pycomm.asynchronous.outer import DelayedNesterov, Nesterov
 from pycomm.asynchronous.packing import Packer, Unpackers
+from pycomm.asynchronous.server_meeting import ServerMeeting
 from pycomm.asynchronous.serving import Serving
 from pycomm.asynchronous.shards import Piece, cut
 from pycomm.asynchronous.updates import ShardOptimizer
@@ -55,7 +55,9 @@ class Pace:
 class Center:
     """Center of the ranks: what they have in common, held by a thread of rank 0, which serves it to all."""
 
-    def __init__(self, meeting: Meeting, params: Sequence[torch.Tensor], pieces: Sequence[Piece], pace: Pace) -> None:
+    def __init__(
+        self, meeting: ServerMeeting, params: Sequence[torch.Tensor], pieces: Sequence[Piece], pace: Pace
+    ) -> None:
         dtype = params[0].dtype
         size = sum(piece.size for piece in pieces)
         self._memory = SharedMemory(size * dtype.itemsize)
@@ -66,12 +68,12 @@ class Center:
         mode = Async() if pace.quorum is None else GraceQuorum(pace.quorum)
         unpackers = None if pace.method is None else Unpackers(params, pace.method, dtype)
         core = Core(self.shard, mode, Compensator(None), dtype, unpackers)
-        self._door = meeting.open_door()
+        self._listener = meeting.open_listener()
         ranks = set(range(meeting.size))
         self.serving = Serving(
-            core, self._memory, self._door, rendezvous.host_identity(), ranks, pace.timeout, meeting.rank
+            core, self._memory, self._listener, rendezvous.host_identity(), ranks, pace.timeout, meeting.rank
         )
-        meeting.tell_address(0, self._door)
+        meeting.tell_address(0, self._listener)
         self._timeout = pace.timeout
         self._error: BaseException | None = None
         self._thread = threads.start(self._serve, "pycomm-center", self.serving.stopped.set)
@@ -90,7 +92,7 @@ class Center:
         """
         self._thread.join(self._timeout)
         is_over = not self._thread.is_alive()
-        self._door.close()
+        self._listener.close()
         self._memory.close()
         if is_over and self._error is not None:
             raise self._error
@@ -107,7 +109,7 @@ class DecoupledAverager(Averager):
 
     def __init__(
         self,
-        meeting: Meeting,
+        meeting: ServerMeeting,
         optimizer: torch.optim.Optimizer,
         named: Mapping[str, torch.Tensor],
         pace: Pace,

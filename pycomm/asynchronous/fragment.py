@@ -20,7 +20,7 @@ from pycomm.worker import Work
 
 Outer = Nesterov | Elastic | None
 
-CallRoll = Callable[[Communicator], float]
+Check = Callable[[Communicator], float]
 """Compares what the ranks have done, raises on all of them if they do not meet, and returns the sum of weights."""
 
 _LATE = 0.5
@@ -136,9 +136,9 @@ class Fragment:
     # A meeting.
 
     @torch.no_grad()
-    def launch(self, call_roll: CallRoll, weight: float, num_steps: int, then: Callable[[], None]) -> None:
+    def launch(self, check: Check, weight: float, num_steps: int, then: Callable[[], None]) -> None:
         """Begin a meeting; ``then`` is called in it, when this rank has the mean. All ranks must."""
-        self.launched, self._weight, self._call_roll = num_steps, weight, call_roll
+        self.launched, self._weight, self._check = num_steps, weight, check
         pull = self.outer.strength / self._communicator.size if isinstance(self.outer, Elastic) else 0.0
         for part in self._parts:
             part.fill(pull)
@@ -164,7 +164,7 @@ class Fragment:
             self._work = channel.submit(job)
 
     def _exchange(self, then: Callable[[], None]) -> None:
-        total, size = self._call_roll(self._communicator), self._communicator.size
+        total, size = self._check(self._communicator), self._communicator.size
         scaling = Scaling(size, relative=self._weight * size / total, step=self.num_meetings)
         for part in self._parts:
             assert part.exchange is not None
@@ -182,7 +182,7 @@ class Fragment:
         Raises:
             CommError: a rank was lost meanwhile.
             RuntimeError: a rank's parameters are not finite; on all ranks.
-            RuntimeError, ValueError: the ranks do not meet (:mod:`pycomm.asynchronous.roll`); on all ranks.
+            RuntimeError, ValueError: the ranks do not meet (:mod:`pycomm.asynchronous.meeting_check`); on all ranks.
         """
         if self.has_mean:
             return

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from pycomm.asynchronous.averager import Averager
-from pycomm.asynchronous.companions import Companions
+from pycomm.asynchronous.elastic_group import ElasticGroup
 from pycomm.asynchronous.fragment import Fragment
 from pycomm.asynchronous.loop import Loop
-from pycomm.asynchronous.roll import Roll
+from pycomm.asynchronous.meeting_check import MeetingCheck
 from pycomm.communicator import Communicator
 from pycomm.descriptions import counted, settings_text, tensors_text
 from pycomm.errors import CommError
@@ -82,11 +82,11 @@ class LocalAverager(Averager):
         optimizer: torch.optim.Optimizer,
         fragments: Sequence[Fragment],
         rhythm: Rhythm,
-        companions: Companions | None,
+        group: ElasticGroup | None,
         buffers: Sequence[torch.Tensor],
         loop: Loop,
     ) -> None:
-        self._communicator, self._rhythm, self._companions = communicator, rhythm, companions
+        self._communicator, self._rhythm, self._group = communicator, rhythm, group
         self._fragments, self._buffers = list(fragments), list(buffers)
         for fragment in self._fragments:
             fragment.open(communicator)
@@ -107,7 +107,7 @@ class LocalAverager(Averager):
     @property
     def world(self) -> tuple[int, ...]:
         """Ranks that meet, by the numbers that they got when they came; it changes only with "shrink"."""
-        return tuple(range(self._communicator.size)) if self._companions is None else self._companions.world
+        return tuple(range(self._communicator.size)) if self._group is None else self._group.world
 
     def _description(self) -> str:
         return _description(len(self.world), self._communicator, self._fragments, self._rhythm)
@@ -146,9 +146,9 @@ class LocalAverager(Averager):
         fragment = self._fragments[index]
         self._under_way.append((self._num_launched, fragment))
         report, steps = self._loop.report(), self._num_steps
-        roll = Roll(self._weight, self._num_launched, index, steps, self._num_skipped, self._is_new, report)
+        check = MeetingCheck(self._weight, self._num_launched, index, steps, self._num_skipped, self._is_new, report)
         fragment.launch(
-            lambda communicator: roll.call(communicator, self.world),
+            lambda communicator: check.compare(communicator, self.world),
             self._weight,
             steps,
             functools.partial(self._commit, self._num_launched),
@@ -156,8 +156,8 @@ class LocalAverager(Averager):
 
     def _commit(self, number: int) -> None:
         """Count that meeting, once all ranks have its mean; on the communication thread."""
-        if self._companions is not None:
-            self._invitations[number] = self._companions.commit()
+        if self._group is not None:
+            self._invitations[number] = self._group.commit()
         self._num_committed = number
 
     def _end_oldest(self, *, is_late: bool = False) -> None:
@@ -183,7 +183,7 @@ class LocalAverager(Averager):
 
     def _go_on_after(self, error: CommError) -> None:
         """Go on among the ranks that are left, and begin the meetings again that do not count; or raise ``error``."""
-        if self._companions is None:
+        if self._group is None:
             raise error
 
         def catch_up(committed: int) -> None:
@@ -191,7 +191,7 @@ class LocalAverager(Averager):
                 if number <= committed and not fragment.has_mean:
                     fragment.take_mean()
 
-        self._num_committed = self._companions.recover(error, self._num_committed, catch_up)
+        self._num_committed = self._group.recover(error, self._num_committed, catch_up)
         self._move()
 
     def _move(self) -> None:
@@ -207,9 +207,9 @@ class LocalAverager(Averager):
         number, self._invited = self._invited, 0
         for _, fragment in self._under_way:  # their meetings are with those that were there
             self._receive(fragment)
-        assert self._companions is not None
+        assert self._group is not None
         try:
-            self._companions.let_in(number)
+            self._group.let_in(number)
             self._move()
             self.share_state(is_newcomer=False)
         except CommError as error:
@@ -282,7 +282,7 @@ class LocalAverager(Averager):
             "bytes_sent": sum(fragment.bytes_sent for fragment in self._fragments),
             "wait_seconds": self._seconds,
         }
-        return stats if self._companions is None else {**stats, "changes": list(self._companions.events)}
+        return stats if self._group is None else {**stats, "changes": list(self._group.events)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return counters, and by parameter what it was at its last meeting, the outer velocity and residuals.
@@ -318,8 +318,8 @@ class LocalAverager(Averager):
         self._leave(f"it has ended its training (detach) after step {self._num_steps}")
 
     def _leave(self, reason: str) -> None:
-        if self._companions is not None:
-            self._companions.close(reason)
+        if self._group is not None:
+            self._group.close(reason)
         self._communicator.close(reason)
         self._finalizer.detach()
 

@@ -15,11 +15,11 @@ import torch
 
 from pycomm.asynchronous.compensation import Compensator, DelayCompensation
 from pycomm.asynchronous.core import Core
-from pycomm.asynchronous.meeting import Meeting
 from pycomm.asynchronous.memory import SharedMemory
 from pycomm.asynchronous.modes import mode_of
 from pycomm.asynchronous.packing import Packer, Unpackers
 from pycomm.asynchronous.server_files import ServerFiles, shards_of, wanted_by
+from pycomm.asynchronous.server_meeting import ServerMeeting
 from pycomm.asynchronous.serving import Serving
 from pycomm.asynchronous.settings import Settings, checked_parameters, checked_settings, lines_of
 from pycomm.asynchronous.shards import Piece, shard_dtype
@@ -115,7 +115,7 @@ def _meet(
     timeout: timedelta | float | None,
 ) -> ParameterServer:
     """Return the handle of ranks that agree. What is wrong on one of them is raised when all have been told."""
-    meeting, lines, problem = Meeting(timeout), list[str](), None
+    meeting, lines, problem = ServerMeeting(timeout), list[str](), None
     files: ServerFiles | None = None
     try:
         optimizer = checked_optimizer(optimizer, model, "parameter_server")
@@ -149,7 +149,7 @@ class ParameterServer:
 
     def __init__(
         self,
-        meeting: Meeting,
+        meeting: ServerMeeting,
         settings: Settings,
         optimizer: torch.optim.Optimizer,
         model: torch.nn.Module,
@@ -337,16 +337,14 @@ class ParameterServer:
             opened.callback(files.close)
             with meeting.telling(meeting.rank, meeting.size - settings.servers):
                 journal = files.begin(core)
-                door = meeting.open_door()
-                opened.callback(door.close)
+                listener = meeting.open_listener()
+                opened.callback(listener.close)
                 expected = set(core.mode.workers if meeting.is_late else range(settings.servers, meeting.size))
                 serving = Serving(
-                    *(core, self._memory, door, rendezvous.host_identity(), expected, settings.timeout, meeting.rank),
-                    journal=journal,
-                    trace=files.trace,
-                    replay=files.replay,
+                    *(core, self._memory, listener, rendezvous.host_identity(), expected),
+                    *(settings.timeout, meeting.rank, journal, files.trace, files.replay),
                 )
-            meeting.tell_address(meeting.rank, door)
+            meeting.tell_address(meeting.rank, listener)
             try:
                 serving.run()
             finally:

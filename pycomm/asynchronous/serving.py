@@ -20,8 +20,8 @@ from pycomm.asynchronous.memory import SharedMemory
 from pycomm.asynchronous.trace import Replay, Trace
 from pycomm.asynchronous.wire import (
     Connection,
-    Door,
     Message,
+    WorkerListener,
     as_array,
     hear,
     readable,
@@ -113,7 +113,7 @@ class Serving:
     Args:
         core: what happens.
         memory: in which the parameters are, for workers of this host.
-        door: where workers come in.
+        listener: where workers come in.
         host: identity of this host.
         expected: numbers of the workers that are to come, or to come back.
         timeout: for how long they may take, in seconds.
@@ -128,7 +128,7 @@ class Serving:
         self,
         core: Core,
         memory: SharedMemory,
-        door: Door,
+        listener: WorkerListener,
         host: str,
         expected: Iterable[int],
         timeout: float,
@@ -137,7 +137,7 @@ class Serving:
         trace: Trace | None = None,
         replay: Replay | None = None,
     ) -> None:
-        self._core, self._memory, self._door, self._host = core, memory, door, host
+        self._core, self._memory, self._listener, self._host = core, memory, listener, host
         self._expected, self._timeout, self._rank = set(expected), timeout, rank
         self._journal, self._trace, self._replay = journal, trace, replay
         self._workers: dict[Connection, _Worker] = {}
@@ -168,11 +168,11 @@ class Serving:
     def _serve(self) -> None:
         while not self.stopped.is_set() and (self._expected or self._workers or self._away):
             seconds = min(_TICK, self._core.mode.seconds_left())
-            ready, has_come = readable(self._workers, self._door.bell, seconds)
+            ready, has_come = readable(self._workers, self._listener.bell, seconds)
             for connection in ready:
                 if connection in self._workers:  # which another one may have ended meanwhile
                     self._listen(self._workers[connection])
-            for connection in self._door.admitted() if has_come else []:
+            for connection in self._listener.admitted() if has_come else []:
                 self._workers[connection] = _Worker(connection)
             with self.lock:
                 self._lose_patience()

@@ -230,7 +230,7 @@ class _Visitor:
         self.proof.connection.close()
 
 
-class Door:
+class WorkerListener:
     """Place where workers come in. One thread lets them in, and holds few connections that have proven nothing.
 
     Args:
@@ -269,7 +269,7 @@ class Door:
             self._ring.setblocking(False)
             self._visitors: dict[int, _Visitor] = {}  # by descriptor, the oldest first
             self._events: dict[int, int] = {}  # what each waits for
-            self._thread = threads.start(self._let_in, "pycomm-server-door", self._close.close)
+            self._thread = threads.start(self._let_in, "pycomm-worker-listener", self._close.close)
             on_error.pop_all()
 
     def admitted(self) -> list[Connection]:

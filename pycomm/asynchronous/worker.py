@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from pycomm import kernels
-from pycomm.asynchronous.meeting import Place
 from pycomm.asynchronous.memory import SharedMemory
 from pycomm.asynchronous.outbox import Gradients, Outbox
 from pycomm.asynchronous.packing import Packer
+from pycomm.asynchronous.server_meeting import Place
 from pycomm.asynchronous.shards import Piece, shard_dtype
 from pycomm.asynchronous.wire import Connection, Message, connect, connect_here, hear, receive_array, tell
 from pycomm.errors import CommError

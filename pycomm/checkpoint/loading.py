@@ -68,7 +68,7 @@ def load(path: str | os.PathLike[str], reducer: Reducer, /, **more: Any) -> dict
         RuntimeError: an accumulation window is open, or the reducer is detached. All of these on every rank.
     """
     reducer._require_attached()
-    reducer._engine.stand_down()
+    reducer._engine.policy.stand_down()
     communicator = reducer._communicator
     settle(reducer)
     folder = together(communicator, "load a checkpoint", lambda: _checked_folder(path, reducer, more))

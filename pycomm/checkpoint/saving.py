@@ -94,7 +94,7 @@ def _prepare(
     path: str | os.PathLike[str], reducer: Reducer, keep: int, more: Mapping[str, Any], error: BaseException | None
 ) -> Job:
     """Return all that is to be written by this rank. Collective."""
-    reducer._engine.stand_down()
+    reducer._engine.policy.stand_down()
     communicator = reducer._communicator
     folder, sections, shared = _agree(path, reducer, keep, more, error)
     if not reducer._settings.survives:  # else the next reductions find whose differ, and go on without them
@@ -107,7 +107,7 @@ def _prepare(
     try:
         together(communicator, "write its part", lambda: _enter(job))
         together(communicator, "copy what it saves", lambda: _copy(job, sections, shared))
-        job.vitals.meet(communicator, range(job.size))
+        job.watch.meet(communicator, range(job.size))
     except BaseException as failure:
         job.fail(failure)  # others may not see what this rank sees, and have begun to write
         raise

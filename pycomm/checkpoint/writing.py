@@ -22,7 +22,7 @@ import torch
 
 from pycomm.checkpoint.files import Reserve, read_part, sum_of, sync_directory, told_in, write_json, write_sealed
 from pycomm.checkpoint.folder import FORMAT, OWN, SHARED, part_of, prune, unfinished, whole
-from pycomm.elastic.vitals import Vitals
+from pycomm.elastic.liveness import ProcessWatch
 from pycomm.errors import CommError
 from pycomm.reducer import Reducer
 
@@ -46,7 +46,7 @@ class Job:
         keep: number of checkpoints to keep.
         part: what this rank writes to its part, without the indexes of tensors.
         own, shared: copies of the tensors that this rank writes.
-        vitals: the ranks' processes.
+        watch: the ranks' processes.
         patience: seconds without any progress of another rank after which it is given up.
         reducer: who knows whether ranks have been left behind.
     """
@@ -61,7 +61,7 @@ class Job:
     patience: float
     reducer: weakref.ref[Reducer]
     write_tensors: WriteTensors
-    vitals: Vitals = field(default_factory=Vitals)
+    watch: ProcessWatch = field(default_factory=ProcessWatch)
     part: dict[str, Any] = field(default_factory=dict)
     own: dict[str, torch.Tensor] = field(default_factory=dict)
     shared: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -260,7 +260,7 @@ def _looks(job: Job, progress: Callable[[], Any]) -> Iterator[None]:
 
 def _fate(job: Job, rank: int) -> str | None:
     """Return what has become of ``rank``, if it will not write any more."""
-    fate = job.vitals.fate_of(rank)
+    fate = job.watch.fate_of(rank)
     reducer = job.reducer()
     if fate is None and reducer is not None and job.world[rank] not in reducer.world:
         return "was left behind"

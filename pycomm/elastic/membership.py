@@ -22,11 +22,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pycomm.communicator import Communicator
-from pycomm.elastic.door import Request
-from pycomm.elastic.ledger import Ledger, open_file, open_ledger
-from pycomm.elastic.pulse import PATIENCE, Pulse, is_called, round_store
-from pycomm.elastic.roll import Roll, open_roll
-from pycomm.elastic.vitals import STOPPED_PATIENCE, Vitals
+from pycomm.elastic.agreement_store import AgreementStore, open_agreement_store, open_file
+from pycomm.elastic.join_requests import Request
+from pycomm.elastic.liveness import PATIENCE, STOPPED_PATIENCE, Heartbeat, ProcessWatch, is_called, round_store
+from pycomm.elastic.ready import ReadyCount, open_ready_count
 from pycomm.errors import CommError
 from pycomm.torch_internals import PrefixStore, Store
 from pycomm.transport.own_group import Place
@@ -58,11 +57,13 @@ class Decision:
 
 
 class _Round:
-    """Round of the agreement of ``world``, as it stands in the ledger and as this rank knows it."""
+    """Round of the agreement of ``world``, as it stands in the store and as this rank knows it."""
 
-    def __init__(self, ledger: Ledger, number: int, world: World, vitals: Vitals, patience: float) -> None:
-        self._ledger, self._world, self._vitals = ledger, world, vitals
-        self._store = round_store(ledger.store, number)
+    def __init__(
+        self, agreement: AgreementStore, number: int, world: World, watch: ProcessWatch, patience: float
+    ) -> None:
+        self._agreement, self._world, self._watch = agreement, world, watch
+        self._store = round_store(agreement.store, number)
         self._patience = patience
         self._begun = time.monotonic()
         self._alive: set[int] = set()
@@ -71,23 +72,23 @@ class _Round:
 
     def report(self, rank: int, content: dict[str, Any]) -> None:
         """Write the report of ``rank``."""
-        self._ledger.ask(lambda: self._store.set(f"report/{rank}", json.dumps(content)))
-        self._ledger.ask(lambda: self._store.set("called", ""))
+        self._agreement.ask(lambda: self._store.set(f"report/{rank}", json.dumps(content)))
+        self._agreement.ask(lambda: self._store.set("called", ""))
 
     def note_gone(self, rank: int, fate: str) -> None:
         """Write what became of ``rank``."""
         self._gone[rank] = fate
-        self._ledger.ask(lambda: self._store.set(f"gone/{rank}", fate))
+        self._agreement.ask(lambda: self._store.set(f"gone/{rank}", fate))
 
     def decision(self) -> Decision | None:
         """Return the decision, if there is one; read what others have written otherwise."""
-        return self._ledger.ask(self._look)
+        return self._agreement.ask(self._look)
 
     def is_over(self, *, out_of_patience: bool) -> bool:
         """Return whether every rank has reported, or will not: it has gone, or there is no more patience."""
         accused = {int(rank): why for report in self._reports.values() for rank, why in report["silent"].items()}
         for rank in self._silent():
-            fate = self._vitals.fate_of(rank) or accused.get(rank)
+            fate = self._watch.fate_of(rank) or accused.get(rank)
             if fate is None and (out_of_patience or self._is_mute(rank)):
                 fate = "did not answer"
             if fate is not None:
@@ -98,13 +99,13 @@ class _Round:
         """Propose those that have reported, unless a decision is there already."""
         committed = max(int(report["committed"]) for report in self._reports.values())
         text = json.dumps([sorted(self._reports), committed, self._gone])
-        self._ledger.ask(lambda: self._store.compare_set("decision", "", text))
+        self._agreement.ask(lambda: self._store.compare_set("decision", "", text))
 
     def _is_mute(self, rank: int) -> bool:
         """Return whether ``rank``, of another host, has had time to show that it is alive, and has not."""
-        if self._vitals.sees(rank) or rank in self._alive or time.monotonic() - self._begun < self._patience:
+        if self._watch.sees(rank) or rank in self._alive or time.monotonic() - self._begun < self._patience:
             return False
-        if self._ledger.ask(lambda: self._store.check([f"alive/{rank}"])):
+        if self._agreement.ask(lambda: self._store.check([f"alive/{rank}"])):
             self._alive.add(rank)
         return rank not in self._alive
 
@@ -129,36 +130,36 @@ class Membership:
     """Membership of this rank in a group that may lose ranks, and gain some.
 
     Args:
-        ledger: of the ranks; owned from now on.
+        agreement: of the ranks; owned from now on.
         first: where the first ranks have met.
         me: this rank's number.
         min_ranks: fewest ranks that go on.
         timeout: for how long a rank that is alive may be silent, in seconds.
-        calls_roll: whether ranks tell each other when they are ready.
+        counts_ready: whether ranks tell each other when they are ready.
 
     Attributes:
         world: ranks that belong to it, by the numbers that they got when they came.
         me: this rank's number.
         epoch: number of times that the world has changed.
-        vitals: their processes.
-        roll: of those that are ready, if it is called.
+        watch: their processes.
+        ready: of those that are ready, if it is called.
     """
 
-    roll: Roll | None = None
+    ready: ReadyCount | None = None
 
     def __init__(
-        self, ledger: Ledger, first: Place, me: int, min_ranks: int, timeout: float, calls_roll: bool = False
+        self, agreement: AgreementStore, first: Place, me: int, min_ranks: int, timeout: float, counts_ready: bool
     ) -> None:
         self.world: World = tuple(range(first.size))
         self.me = me
         self.epoch = 0
-        self.vitals = Vitals()
-        self._ledger, self._first = ledger, first
-        self._min_ranks, self._timeout, self._calls_roll = min_ranks, timeout, calls_roll
+        self.watch = ProcessWatch()
+        self._agreement, self._first = agreement, first
+        self._min_ranks, self._timeout, self._counts_ready = min_ranks, timeout, counts_ready
         self._round = 0
         self._meetings = 0  # since the last one in which all came
         self._numbers = first.size  # given so far
-        self._pulse: Pulse | None = None  # where ranks are on several hosts
+        self._heartbeat: Heartbeat | None = None  # where ranks are on several hosts
 
     @property
     def is_first(self) -> bool:
@@ -166,10 +167,10 @@ class Membership:
         return self.world[0] == self.me
 
     @classmethod
-    def found(cls, communicator: Communicator, min_ranks: int, calls_roll: bool) -> Membership:
+    def found(cls, communicator: Communicator, min_ranks: int, counts_ready: bool) -> Membership:
         """Make the membership of the first ranks, those of ``communicator``. Collective."""
-        timeout = communicator.channel.timeout
-        made = cls(open_ledger(communicator), communicator.place, communicator.rank, min_ranks, timeout, calls_roll)
+        store, first, timeout = open_agreement_store(communicator), communicator.place, communicator.channel.timeout
+        made = cls(store, first, communicator.rank, min_ranks, timeout, counts_ready)
         made._meet(communicator)
         return made
 
@@ -185,8 +186,8 @@ class Membership:
             CommError: this rank is left out, or too few are left; or the store is gone.
         """
         self._round += 1
-        if self._pulse is not None:
-            self._pulse.expect(self._round + 1)
+        if self._heartbeat is not None:
+            self._heartbeat.expect(self._round + 1)
         attempt = self._attempt(self._round)
         attempt.report(self.me, {"committed": committed, "silent": silent or {}, "why": why})
         start = time.monotonic()
@@ -203,13 +204,13 @@ class Membership:
             self._attempt(self._round + 1).note_gone(self.me, reason)
 
     def _attempt(self, number: int) -> _Round:
-        patience = PATIENCE if self._pulse is None else self._pulse.patience
-        return _Round(self._ledger, number, self.world, self.vitals, patience)
+        patience = PATIENCE if self._heartbeat is None else self._heartbeat.patience
+        return _Round(self._agreement, number, self.world, self.watch, patience)
 
     @property
     def is_on_one_host(self) -> bool:
         """Whether the ranks agree in memory of their host, on which all of them are."""
-        return bool(self._ledger.path)
+        return bool(self._agreement.path)
 
     @property
     def store(self) -> Store:
@@ -233,7 +234,7 @@ class Membership:
     def admit(self, request: Request) -> Place:
         """Add the newcomer that has made ``request`` to the world; return where they meet. On all ranks alike."""
         number, self._numbers = self._numbers, self._numbers + 1
-        self.vitals.processes[number] = request.process
+        self.watch.processes[number] = request.process
         self.world += (number,)
         return self._place(f"join/{request.number}", _TO_JOIN)
 
@@ -246,42 +247,42 @@ class Membership:
         return {
             "name": self._first.name,
             "backends": self._first.backends,
-            "ledger": [self._ledger.name, self._ledger.path],
+            "agreement": [self._agreement.name, self._agreement.path],
             "world": self.world,
             "round": self._round,
             "epoch": self.epoch,
             "numbers": self._numbers,
-            "processes": self.vitals.processes,
+            "processes": self.watch.processes,
         }
 
     @classmethod
     def accept(
-        cls, invitation: Mapping[str, Any], store: Store, min_ranks: int, timeout: float, calls_roll: bool
+        cls, invitation: Mapping[str, Any], store: Store, min_ranks: int, timeout: float, counts_ready: bool
     ) -> tuple[Membership, Place]:
         """Return the membership that an :meth:`invitation` means, found in ``store``, and where its ranks meet.
 
         Raises:
             CommError: the rank that has written it has died.
         """
-        name, path = invitation["ledger"]
+        name, path = invitation["agreement"]
         world = tuple(invitation["world"])
         try:
             file = open_file(path) if path else -1
         except OSError as error:
             raise CommError.during("join", f"the rank that let it in has died: {error}", rank=world[-1]) from error
-        ledger = Ledger(world[-1], store, name, file)
+        agreement = AgreementStore(world[-1], store, name, file)
         first = Place(invitation["name"], store, len(world) - 1, world, invitation["backends"])
-        made = cls(ledger, first, world[-1], min_ranks, timeout, calls_roll)
+        made = cls(agreement, first, world[-1], min_ranks, timeout, counts_ready)
         made.world, made._round, made.epoch = world, invitation["round"], invitation["epoch"]
         made._numbers = invitation["numbers"]
-        made.vitals.processes = {int(rank): process for rank, process in invitation["processes"].items()}
+        made.watch.processes = {int(rank): process for rank, process in invitation["processes"].items()}
         return made, made._place(f"join/{invitation['request']}", _TO_JOIN)
 
     def _place(self, name: str, patience: float) -> Place:
         return dataclasses.replace(
             self._first,
             name=f"{self._first.name}/{name}",
-            store=PrefixStore(name, self._ledger.store),
+            store=PrefixStore(name, self._agreement.store),
             rank=self.world.index(self.me),
             ranks=self.world,
             lost=self._lost,
@@ -290,26 +291,26 @@ class Membership:
 
     def _meet(self, communicator: Communicator) -> None:
         communicator.channel.transport.give_up_stopped_after(STOPPED_PATIENCE)
-        self.vitals.meet(communicator, self.world)
-        if self._pulse is None and not self.is_on_one_host:
-            self._pulse = Pulse(self._ledger.store, self.me, len(self.world))
-        if self._pulse is not None:
-            self._pulse.expect(self._round + 1)
-        if self._calls_roll:
-            self.roll = open_roll(communicator, self._ledger, communicator.place.name)
+        self.watch.meet(communicator, self.world)
+        if self._heartbeat is None and not self.is_on_one_host:
+            self._heartbeat = Heartbeat(self._agreement.store, self.me, len(self.world))
+        if self._heartbeat is not None:
+            self._heartbeat.expect(self._round + 1)
+        if self._counts_ready:
+            self.ready = open_ready_count(communicator, self._agreement, communicator.place.name)
 
     def close(self) -> None:
-        """Release the ledger."""
-        if self._pulse is not None:
-            self._pulse.stop()
-        self._ledger.close()
+        """Release the agreement."""
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
+        self._agreement.close()
 
     def _lost(self, position: int) -> str | None:
         """Return what became of the rank at ``position`` in the world, if it will not come."""
-        fate = self.vitals.fate_of(self.world[position])
+        fate = self.watch.fate_of(self.world[position])
         if fate is not None:
             return f"rank {self.world[position]} {fate}"
-        if self._ledger.ask(lambda: is_called(self._ledger.store, self._round + 1)):
+        if self._agreement.ask(lambda: is_called(self._agreement.store, self._round + 1)):
             return "another rank has begun anew"
         return None
 

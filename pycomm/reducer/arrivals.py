@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from pycomm.communicator import Communicator
-from pycomm.elastic.board import Board
-from pycomm.elastic.ledger import shared_file
+from pycomm.elastic.agreement_store import shared_file
+from pycomm.elastic.ready import ReadyPage
 from pycomm.recorder import Recorder
 from pycomm.transport import late_ranks
 
@@ -36,7 +36,7 @@ _WARN_EVERY = 60.0
 """Seconds from one warning about a rank to the next."""
 
 
-def open_board(communicator: Communicator, on_gpu: bool) -> Board | None:
+def open_board(communicator: Communicator, on_gpu: bool) -> ReadyPage | None:
     """Return the board of the ranks of ``communicator``. Collective.
 
     ``None`` if they are on several hosts; and on GPUs, where the host runs ahead of the gradients.
@@ -44,7 +44,7 @@ def open_board(communicator: Communicator, on_gpu: bool) -> Board | None:
     if on_gpu or communicator.size == 1 or communicator.transport != "shared_memory":
         return None
     file = shared_file(communicator, "pycomm-board", "Reducer.stats() does not say which rank is waited for")
-    return None if file < 0 else Board(file, communicator.rank, communicator.size)
+    return None if file < 0 else ReadyPage(file, communicator.rank, communicator.size)
 
 
 class Ranks(Protocol):
@@ -71,7 +71,7 @@ class Waits:
         seconds: time that this rank has waited, for whatever reason.
     """
 
-    def __init__(self, board: Board | None = None, ranks: Ranks | None = None) -> None:
+    def __init__(self, board: ReadyPage | None = None, ranks: Ranks | None = None) -> None:
         self.seconds = 0.0
         self._ranks = None if ranks is None else weakref.ref(ranks)
         if ranks is not None:

@@ -21,9 +21,9 @@ from pycomm.reducer.agreement import agreed
 from pycomm.reducer.arrivals import Waits, open_board
 from pycomm.reducer.attached_tensors import AttachedTensors
 from pycomm.reducer.broadcast import broadcast_state, check_same_lines, check_state_keys
-from pycomm.reducer.engine import Engine
+from pycomm.reducer.engine import Engine, StepPolicy
 from pycomm.reducer.joining import join as join_ranks
-from pycomm.reducer.joining import surviving_engine
+from pycomm.reducer.joining import surviving_policy
 from pycomm.reducer.lanes import open_lanes
 from pycomm.reducer.newcomers import checked_carry
 from pycomm.reducer.parameters import ParameterTable, table_of
@@ -303,9 +303,9 @@ def _attach_over(
     """Make a Reducer over the communicators ``lanes`` on all ranks, or on none of them."""
     board = open_board(lanes[0], table.on_gpu)
     try:
-        survives = settings.survives
-        engine = surviving_engine(lanes, table, settings, carry) if survives else Engine(table, lanes, settings)
-        engine.waits = Waits(board, engine)
+        policy = surviving_policy(lanes[0], table, settings, carry) if settings.survives else StepPolicy()
+        engine = Engine(table, lanes, settings, policy)
+        engine.statistics.waits = Waits(board, engine)
         if settings.shard is not None:
             table.partition = open_partition(lanes[0], table, settings)
         made: Reducer | Exception = Reducer(engine)

@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,9 @@ from pycomm.communicator import Communicator
 from pycomm.compression.base import State
 from pycomm.errors import CommError
 from pycomm.reducer.buckets import BucketInFlight, Slot
-from pycomm.reducer.surviving import SurvivingEngine
+from pycomm.reducer.engine import Engine, Grads, Launch
+from pycomm.reducer.survival import Survival
+from pycomm.reducer.surviving import SurvivingPolicy
 from pycomm.transport.gpu import GpuWork
 from pycomm.worker import Work
 
@@ -44,7 +46,7 @@ _LATE = "late"
 """Key of late gradients in saved state."""
 
 
-class Standin:
+class StandbyJob:
     """Job that runs the works of one step as they are added, and may go on by itself before they are.
 
     Args:
@@ -122,208 +124,199 @@ class Standin:
                     self._substitute()
 
 
-class BackupEngine(SurvivingEngine):
-    """Engine whose steps do not wait for the slowest ranks."""
+class LateGradients:
+    """Gradients of this rank that came too late for their step, which it contributes to the next one."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._standin: Standin | None = None
+    def __init__(self) -> None:
         self._absent: list[Slot] = []  # whose gradients come too late for this step
         self._pending: dict[Slot, torch.Tensor] = {}  # those gradients, once they are there: until averages are
         self._carried: dict[Slot, torch.Tensor] = {}  # those of the step before, which this one contributes
-        self._num_late = 0
+        self.num_steps = 0  # that went on without some
 
-    # On either thread, in turns.
+    def miss(self, slots: list[Slot]) -> None:
+        """Note that this step goes on without the gradients of ``slots``."""
+        self._absent = slots
 
-    @contextlib.contextmanager
-    def _turn(self) -> Iterator[bool]:
-        """Hold the turn; yield whether this step goes on without this rank."""
-        standin = self._standin
-        with contextlib.nullcontext() if standin is None else standin.turn:
-            yield standin is not None and standin.is_late
-
-    def stand_in(self) -> None:
-        """Have the next step go on without this rank if it is late; not if all ranks have something else to do first.
-
-        Steps that compare the replicas wait for all: a rank's parameters may be written to until its next forward.
-        """
-        steps, size = self.progress.num_reductions, self.communicator.size
-        is_due = self.comparison.replicas.is_due(steps)
-        if self._standin is not None or size == 1 or steps == 0 or is_due or self.survival.invited != 0:
-            return
-        self.window.fix_scales(with_next=True, step=self.outcome.committed_steps)
-        self._num_launched = 0
-        num_awaited = max(size - self.settings.backup, 1)
-        roll, worker = self.survival.membership.roll, self.communicator.channel.worker
-        assert roll is not None
-
-        def is_enough() -> bool:
-            try:
-                return roll.num_ready(steps) >= num_awaited
-            except CommError:  # without the ledger all are waited for, and its absence is named when it is needed
-                return False
-
-        this = weakref.ref(self)  # else a job that stands by would keep alive what nobody else does any more
-
-        def substitute() -> None:
-            engine = this()
-            if engine is not None:
-                engine._run_or_leave(engine._go_without)
-
-        self._standin = standin = Standin(is_enough, substitute, lambda: worker.is_stopped)
-        self.communicator.channel.submit(standin.run).when_done(standin.end)
-
-    def stand_down(self) -> None:
-        """Let other operations come first, unless this step is under way."""
-        if self._standin is not None and self._standin.cancel():
-            self._standin = None
-
-    def give_up(self) -> None:
-        """Have the job that stands by end with what it has been given: nothing will be added."""
-        standin, self._standin = self._standin, None
-        if standin is not None:
-            standin.complete()
-
-    def _go_without(self) -> None:
-        """Launch what is missing without gradients, on the communication thread."""
-        first = self._num_launched
-        flights = self.table.flights[first:]
-        for flight in flights:
-            flight.bucket.renew()
-        for number, flight in enumerate(flights, first + 1):
-            job = self._exchange_of(flight, [None] * len(flight.slots), number)
-            flight.work = self._submit(self.communicator, job, [], set())
-        self._num_launched = len(self.table.flights)
-        self._absent = [slot for flight in flights for slot in flight.slots]
-        self._launch_commit()
-
-    # A step.
-
-    def open_door(self) -> None:
-        """Let in a newcomer, unless it is the present step's commit that has announced it, before this rank's pass."""
-        if self._standin is None:
-            super().open_door()
-
-    def has_launched(self) -> bool:
-        """Return whether some of this pass's gradients have been sent; a step without any of them is none of it."""
-        with self._turn():
-            return super().has_launched() and len(self._absent) < len(self.table.slots())
-
-    def begin_pass(self, *, with_next: bool | None = True) -> None:
-        """Prepare for this pass's gradients, which may be late already."""
-        with self._turn() as is_late:
-            if not is_late:
-                super().begin_pass(with_next=with_next)
-                return
-            for flight in self.table.flights:
-                flight.counts.begin_pass()
-
-    def take(self, slot: Slot) -> None:
-        """Note that the gradient of ``slot`` has been accumulated; launch what is ready, unless it is too late."""
-        with self._turn() as is_late:
-            if is_late:
-                slot.fire()
-            else:
-                super().take(slot)
-
-    def may_count(self) -> bool:
-        """Return whether hooks may count by themselves: never, as another thread launches too."""
-        return False
-
-    def launch_rest(self) -> None:
-        """Launch the remaining buckets, in order, and the commit after them, unless that has been done."""
-        with self._turn():
-            super().launch_rest()
-
-    def _launch(self, flight: BucketInFlight, grads: list[torch.Tensor | None] | None = None) -> None:
-        roll = self.survival.membership.roll
-        if self._num_launched + 1 == len(self.table.flights) and roll is not None and not self._is_idle:
-            with contextlib.suppress(CommError):  # they wait for this rank then
-                roll.answer(self.progress.num_reductions)
-        super()._launch(flight, grads)
-
-    def _launch_commit(self) -> None:
-        super()._launch_commit()
-        if self._standin is not None:
-            self._standin.complete()
-
-    def _submit(self, communicator: Communicator, job: Callable[[], None], *rest: Any, **named: Any) -> Work | GpuWork:
-        if self._standin is not None:
-            work = self._standin.add(functools.partial(self._run_or_leave, job))
-            if work is not None:
-                return work
-        return super()._submit(communicator, job, *rest, **named)
-
-    def reduce(self) -> None:
-        """Wait for the averages, and hand them out; keep the gradients that came too late for them."""
-        self.launch_rest()
+    def collect(self) -> None:
+        """Keep the gradients that this step went on without, which are there now."""
         for slot in self._absent:
             if slot.owner.grad is not None:
                 self._pending[slot] = slot.owner.grad.detach()
-        self._num_late += bool(self._absent)
-        try:
-            super().reduce()
-        finally:
-            self._standin, self._absent, self._pending = None, [], {}
+        self.num_steps += bool(self._absent)
 
-    def _complete(self, flight: BucketInFlight, grads: list[torch.Tensor | None]) -> None:
-        """Add the gradients that were too late for the step before to ``grads``."""
+    def add(self, flight: BucketInFlight, grads: Grads, weight: float) -> Grads:
+        """Return ``grads``, each of ``weight`` in the average, with what was late in the step before."""
+        sent = list(grads)
         for i, slot in enumerate(flight.slots):
-            if slot not in self._carried:
-                continue
-            late = self._carried[slot] / self.window.scaling.weight
-            grad = grads[i]
-            grads[i] = (late if grad is None else grad + late).to(slot.local.dtype)
+            if slot in self._carried:
+                late, grad = self._carried[slot] / weight, sent[i]
+                sent[i] = (late if grad is None else grad + late).to(slot.local.dtype)
+        return sent
 
-    def _hand_out(self) -> None:
-        super()._hand_out()
-        weight = self.window.scaling.weight  # only known now, as ranks may have been lost since
+    def carry(self, weight: float) -> None:
+        """Contribute what was late in this step, each of ``weight`` in the average, to the next one."""
         self._carried = {  # of half types in float32, as its share may not be a number of them
             slot: (grad.float() if grad.dtype.itemsize < 4 else grad) * weight for slot, grad in self._pending.items()
         }
 
-    def _go_on(self, lanes: Sequence[Communicator]) -> None:
-        self._standin = None  # all that it had to run has failed
-        super()._go_on(lanes)
+    def end(self) -> None:
+        """Forget the step."""
+        self._absent, self._pending = [], {}
 
-    def release(self) -> None:
-        """Let go of memory that is not this object's, and of the job that stands by."""
-        self.stand_down()
-        super().release()
-
-    # What is carried to the next step.
-
-    def state(self) -> State:
-        """Return what this rank carries, its late gradients among it as their contribution to the average."""
-        state = super().state()
-        for slot in self.table.slots():
+    def save(self, state: State, slots: list[Slot]) -> None:
+        """Add what the next step contributes to ``state``."""
+        for slot in slots:
             late = self._carried.get(slot)
             state[slot.name] = {
                 **state.get(slot.name, {}),
                 _LATE: torch.zeros_like(slot.local, requires_grad=False) if late is None else late,
             }
-        return state
 
-    def load_state(self, state: State, num_steps: int) -> None:
-        """Load what :meth:`state` has returned.
+    def load(self, state: State, slots: list[Slot]) -> State:
+        """Take what :meth:`save` has added to ``state``; return the rest."""
+        self._carried = {
+            slot: state[slot.name][_LATE].to(slot.local.device, copy=True)
+            for slot in slots
+            if _LATE in state.get(slot.name, {}) and bool(state[slot.name][_LATE].any())
+        }
+        others = {name: {k: t for k, t in entry.items() if k != _LATE} for name, entry in state.items()}
+        return {name: entry for name, entry in others.items() if entry}
 
-        Raises:
-            RuntimeError: the next step has begun on other ranks.
+
+def _standby_job(policy: weakref.ref[BackupPolicy], survival: Survival, engine: Engine, steps: int) -> StandbyJob:
+    """Return the job that stands by in the step after ``steps``. It keeps neither the policy nor the engine alive."""
+    num_awaited = max(engine.communicator.size - engine.settings.backup, 1)
+    ready, worker = survival.membership.ready, engine.communicator.channel.worker
+    assert ready is not None
+
+    def is_enough() -> bool:
+        try:
+            return ready.num_ready(steps) >= num_awaited
+        except CommError:  # without the store all are waited for, and its absence is named when it is needed
+            return False
+
+    def substitute() -> None:
+        present = policy()
+        if present is not None:
+            present.survival.run_or_leave(present.go_without)
+
+    return StandbyJob(is_enough, substitute, lambda: worker.is_stopped)
+
+
+class BackupPolicy(SurvivingPolicy):
+    """Policy of ranks that do not wait for the slowest of them."""
+
+    def __init__(self, survival: Survival) -> None:
+        super().__init__(survival)
+        self._standby: StandbyJob | None = None
+        self._late = LateGradients()
+        self.lets_count = False  # as another thread launches too
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[bool]:
+        """Keep the other thread from launching meanwhile; yield whether this step goes on without this rank."""
+        standby = self._standby
+        with contextlib.nullcontext() if standby is None else standby.turn:
+            yield self._is_idle or (standby is not None and standby.is_late)
+
+    def stand_by(self) -> None:
+        """Have the next step go on without this rank if it is late; not if all ranks have something else to do first.
+
+        Steps that compare the replicas wait for all: a rank's parameters may be written to until its next forward.
         """
+        engine, steps, size = self.engine, self.engine.progress.num_reductions, self.engine.communicator.size
+        is_due = engine.comparison.replicas.is_due(steps)
+        if self._standby is not None or size == 1 or steps == 0 or is_due or self.survival.invited != 0:
+            return
+        engine.window.fix_scales(with_next=True, step=engine.outcome.committed_steps)
+        engine.forget_launched()
+        self._standby = standby = _standby_job(weakref.ref(self), self.survival, engine, steps)
+        engine.communicator.channel.submit(standby.run).when_done(standby.end)
+
+    def stand_down(self) -> None:
+        """Let other operations come first, unless this step is under way."""
+        if self._standby is not None and self._standby.cancel():
+            self._standby = None
+
+    def leave(self, reason: str) -> None:
+        """Tell the others that this rank takes part no more; the job that stands by ends with what it has."""
+        standby, self._standby = self._standby, None
+        if standby is not None:
+            standby.complete()  # nothing will be added
+        super().leave(reason)
+
+    def go_without(self) -> None:
+        """Launch what is missing without gradients, on the communication thread."""
+        self._late.miss(self.engine.launch_without())
+        self.launch_commit()
+
+    def admit_newcomer(self) -> None:
+        """Let in a newcomer, unless it is the present step's commit that has announced it, before this rank's pass."""
+        if self._standby is None:
+            super().admit_newcomer()
+
+    def launching(self, flight: BucketInFlight) -> None:
+        """Count this rank among those that have all their gradients, when it launches the last bucket."""
+        engine, ready = self.engine, self.survival.membership.ready
+        if engine.num_launched + 1 == len(engine.table.flights) and ready is not None and not self._is_idle:
+            with contextlib.suppress(CommError):  # they wait for this rank then
+                ready.answer(engine.progress.num_reductions)
+        super().launching(flight)
+
+    def launch_commit(self) -> None:
+        """Launch the exchange that ends the step; nothing is added to the job that stands by afterwards."""
+        super().launch_commit()
+        if self._standby is not None:
+            self._standby.complete()
+
+    def submit(self, job: Callable[[], None], launch: Launch) -> Work | GpuWork:
+        """Add ``job`` to the one that stands by, if there is one; else have it run by ``launch``."""
+        if self._standby is not None:
+            work = self._standby.add(functools.partial(self.survival.run_or_leave, job))
+            if work is not None:
+                return work
+        return super().submit(job, launch)
+
+    def receive(self) -> Mapping[int, float]:
+        """Wait for all results and hand them out; keep the gradients that came too late for them."""
+        self._late.collect()
+        return super().receive()
+
+    def ended(self) -> None:
+        """Forget the step, which has been handed out or has failed."""
+        super().ended()
+        self.lets_count = False
+        self._standby = None
+        self._late.end()
+
+    def contributed(self, flight: BucketInFlight, grads: Grads) -> Grads:
+        """Keep ``grads``; return them with those that were too late for the step before."""
+        return self._late.add(flight, super().contributed(flight, grads), self.engine.window.scaling.weight)
+
+    def hand_out(self) -> None:
+        """Hand out the averages; gradients that came too late are now this rank's to contribute."""
+        super().hand_out()
+        self._late.carry(self.engine.window.scaling.weight)  # only known now, as ranks may have been lost since
+
+    def go_on(self, lanes: Sequence[Communicator]) -> None:
+        """Go on over ``lanes``; all that the job that stands by had to run has failed."""
+        self._standby = None
+        super().go_on(lanes)
+
+    def save(self, state: State) -> None:
+        """Add late gradients to ``state``, as their contribution to the average."""
+        self._late.save(state, self.engine.table.slots())
+
+    def load(self, state: State) -> State:
+        """Take late gradients from ``state``; return the rest. RuntimeError if the next step has begun elsewhere."""
         self.stand_down()
-        if self._standin is not None:
+        if self._standby is not None:
             raise RuntimeError(
                 "load_state_dict() after the next step has begun without this rank (backup): call it before the first "
                 "step, or between backward() and optimizer.step()"
             )
-        self._carried = {
-            slot: state[slot.name][_LATE].to(slot.local.device, copy=True)
-            for slot in self.table.slots()
-            if _LATE in state.get(slot.name, {}) and bool(state[slot.name][_LATE].any())
-        }
-        others = {name: {k: t for k, t in entry.items() if k != _LATE} for name, entry in state.items()}
-        super().load_state({name: entry for name, entry in others.items() if entry}, num_steps)
+        return self._late.load(state, self.engine.table.slots())
 
     def stats(self) -> dict[str, Any]:
-        """Return the counters of ``Reducer.stats``, and in how many steps this rank was late."""
-        return {**super().stats(), "late": self._num_late}
+        """Return what happened to the world, and in how many steps this rank was late."""
+        return {**super().stats(), "late": self._late.num_steps}

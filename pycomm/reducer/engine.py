@@ -5,66 +5,159 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from pycomm.communicator import Communicator
-from pycomm.compression.base import Scaling
-from pycomm.reducer.answers import Answers
-from pycomm.reducer.arrivals import Waits
-from pycomm.reducer.buckets import BucketInFlight, Slot, round_gradients
-from pycomm.reducer.figures import CompressionFigures
+from pycomm.compression.base import Scaling, State
+from pycomm.errors import CommError
+from pycomm.reducer.buckets import BucketInFlight, Slot, round_gradients, state_of
+from pycomm.reducer.damage import DamageError
 from pycomm.reducer.gradient_checks import gradients_of, require_no_average, require_sendable
 from pycomm.reducer.module_buffers import BufferSync
-from pycomm.reducer.occasions import Occasions
 from pycomm.reducer.outcome import Outcome
 from pycomm.reducer.parameters import ParameterTable
-from pycomm.reducer.phases import Phases
 from pycomm.reducer.progress import Progress
 from pycomm.reducer.rank_comparison import RankComparison
 from pycomm.reducer.sample_weights import SampleWeights
 from pycomm.reducer.settings import Settings
-from pycomm.reducer.survival import Survival
+from pycomm.reducer.statistics import Statistics
 from pycomm.reducer.window import AccumulationWindow
 from pycomm.transport.gpu import GpuWork
 from pycomm.worker import Work
 
 
-class Engine(Answers, Occasions):
+class StepPolicy:
+    """What an engine does where ranks may be lost, come later, or need not be waited for.
+
+    These are the defaults, for a fixed set of ranks that wait for one another: most do nothing.
+
+    Attributes:
+        engine: the one that asks, which sets this.
+        survives: whether ranks may be lost, and others may come.
+        lets_count: whether hooks may count gradients without asking the engine.
+    """
+
+    engine: Engine
+    survives, lets_count = False, True
+
+    @property
+    def world(self) -> tuple[int, ...]:
+        """Ranks that take part, by the numbers that they got when they came."""
+        return tuple(range(self.engine.communicator.size))
+
+    # Launching.
+
+    def turn(self) -> AbstractContextManager[bool]:
+        """Keep other threads from launching meanwhile; yield whether this step goes on without this rank."""
+        return _ALONE
+
+    def submit(self, job: Callable[[], None], launch: Launch) -> Work | GpuWork:
+        """Have ``job`` run on the communication thread or stream, by ``launch`` or otherwise."""
+        return launch(job)
+
+    def launching(self, flight: BucketInFlight) -> None:
+        """Prepare for the launch of ``flight``."""
+
+    def launched(self) -> None:
+        """Follow the launch of the last bucket."""
+
+    def contributed(self, flight: BucketInFlight, grads: Grads) -> Grads:
+        """Return what is sent for ``grads``. On the communication thread."""
+        return grads
+
+    # Receiving.
+
+    def receive(self) -> Mapping[int, float]:
+        """Wait for all results and hand them out; return when ranks had all their gradients, as far as is known."""
+        self.engine.await_all(self.engine.outcome.share_source)
+        self.engine.hand_out()
+        return self.engine.statistics.waits.on_board()
+
+    def ended(self) -> None:
+        """Forget the step, which has been handed out or has failed."""
+
+    def recover(self, error: CommError) -> bool:
+        """Go on without lost ranks, and return whether the step has been handed out; else raise ``error``."""
+        raise error
+
+    # Between two steps.
+
+    def admit_newcomer(self) -> None:
+        """Let in a newcomer that waits."""
+
+    def stand_by(self) -> None:
+        """Prepare to go on without this rank's gradients in the next step."""
+
+    def stand_down(self) -> None:
+        """Let operations of the main thread come before the next step again."""
+
+    def leave(self, reason: str) -> None:
+        """Tell the others that this rank takes part no more."""
+
+    def close(self, reason: str) -> None:
+        """Leave, and release what the policy holds."""
+
+    # State.
+
+    def save(self, state: State) -> None:
+        """Add what this rank carries to the next step to ``state``."""
+
+    def load(self, state: State) -> State:
+        """Take what :meth:`save` has added to ``state``; return the rest."""
+        return state
+
+    def stats(self) -> dict[str, Any]:
+        """Return more counters for ``Reducer.stats``."""
+        return {}
+
+
+Grads = list[torch.Tensor | None]
+Launch = Callable[[Callable[[], None]], Work | GpuWork]
+_ALONE = contextlib.nullcontext(False)
+
+
+class Engine:
     """Engine that sends the gradients of a window, bucket by bucket, in the same order on all ranks.
 
     A bucket is launched, handed to the communication thread, which packs and exchanges it, when all its
     gradients have arrived and all buckets before it have been launched; at the end of backward if it has
     parameters that this step did not use. The very first pass only learns how often each gradient is
-    accumulated (several times, for a parameter shared between checkpointed pieces), and launches at its end.
-
-    On a GPU the communication thread is a stream, and that of ``backward()`` waits for it. The host waits only where
-    this rank lacks a gradient, to learn whether another one has it.
+    accumulated (several times, for a parameter shared between checkpointed pieces), and launches at its end. On a GPU
+    the communication thread is a stream; the host waits only where this rank lacks a gradient that others may have.
 
     Attributes:
         table: parameters and their buckets.
         communicator: the ranks to average over.
         lanes: communicators that buckets travel by, in turns; ``communicator`` first.
         settings: arguments of ``attach``.
+        policy: what happens where ranks may be lost, come later, or need not be waited for.
         window: accumulation window, the passes that make up a step.
         progress: counts of reductions and steps.
         firing: slot of the parameter whose hooks are running, if any.
+        num_launched: number of buckets launched in this reduction.
+        callbacks, told_world: called with the old and the new world when it has changed; the world that they know.
         buffers: synchronisation of the module's buffers, if they are kept equal.
         outcome: of the last reduction.
-        waits, phases: accounts of who was waited for, and of where the time goes.
-        figures: what compression leaves out.
+        statistics: who was waited for, where the time goes, what compression leaves out.
         comparison, flags: what this rank tells the others with each reduction, and hears of them.
         admit_new: called when all ranks have told of new parameters; makes buckets for them.
-        survival: what goes on without ranks that are lost; ``None`` here.
     """
 
-    survival: Survival | None = None
-
-    def __init__(self, table: ParameterTable, lanes: Sequence[Communicator], settings: Settings) -> None:
+    def __init__(
+        self,
+        table: ParameterTable,
+        lanes: Sequence[Communicator],
+        settings: Settings,
+        policy: StepPolicy,
+    ) -> None:
         self.lanes, self.settings, self.communicator = lanes, settings, lanes[0]
         self.table = table
+        self.policy = policy
         self.window = AccumulationWindow(self.communicator, settings, table.device, table.on_gpu)
         self.progress = Progress(table.device if table.on_gpu else None)
         self.comparison = RankComparison(
@@ -72,13 +165,38 @@ class Engine(Answers, Occasions):
         )
         self.flags = self.comparison.flags
         self.admit_new: Callable[[], None] = lambda: None
+        self.callbacks: list[Callable[[tuple[int, ...], tuple[int, ...]], None]] = []
         self.buffers: BufferSync | None = None
-        self.outcome = Outcome(table, settings, self.flags, self.progress, lambda: self.communicator.size)
-        self.waits, self.phases, self.figures = Waits(), Phases(), CompressionFigures()
+        self.outcome = Outcome(table, settings, self.flags, self.progress, self.communicator)
+        self.statistics = Statistics()
         self._buffer_work: Work | GpuWork | None = None
-        self._num_launched, self._has_sent = 0, False  # in this reduction: of buckets; whether with any gradient
+        self.num_launched, self._has_sent = 0, False  # in this reduction: of buckets; whether with any gradient
+        self._num_left_out = 0  # of these, launched without this rank's gradients as they came too late
         self.firing: Slot | None = None
         self._late: Slot | None = None  # its .grad becomes its view once all its hooks have run
+        policy.engine = self
+        self.told_world = self.world
+        if policy.survives:
+            self.flags.takes_new = False  # what is launched after a step's commit would not be part of it
+            self.flags.compares_loop = self.comparison.replicas.looks_soon = settings.backup == 0
+
+    @property
+    def world(self) -> tuple[int, ...]:
+        """Ranks that take part, by the numbers that they got when they came."""
+        return self.policy.world
+
+    def _named_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the buffers to compare; none if they are synchronised, which makes them equal only afterwards."""
+        return [] if self.buffers is not None else self.table.named_buffers()
+
+    def has_launched(self) -> bool:
+        """Return whether some of this pass's gradients have been sent."""
+        with self.policy.turn():
+            return self.num_launched > self._num_left_out
+
+    def is_waited_for(self) -> bool:
+        """Return whether any bucket is in flight."""
+        return any(flight.work is not None for flight in self.table.flights)
 
     # A pass.
 
@@ -88,24 +206,38 @@ class Engine(Answers, Occasions):
         Args:
             with_next: whether another pass, with its samples, is part of it; ``None`` if the scales have been fixed.
         """
-        self.phases.begin()
-        self.table.await_parameters()
-        self.expect_gradients()
-        if self.window.sending:
-            self.flags.require_suitable()
-            self._compare_previous()
-            if with_next is not None:
-                self.window.fix_scales(with_next=with_next, step=self.outcome.committed_steps)
+        with self.policy.turn() as is_left_out:
+            if is_left_out:
+                for flight in self.table.flights:
+                    flight.counts.begin_pass()
+                return
+            self.statistics.phases.begin()
+            self.table.await_parameters()
+            self.expect_gradients()
+            if self.window.sending:
+                self.flags.require_suitable()
+                try:
+                    self.comparison.compare_previous()
+                except DamageError as error:
+                    self.policy.recover(error)
+                if with_next is not None:
+                    self.window.fix_scales(with_next=with_next, step=self.outcome.committed_steps)
 
     def expect_gradients(self) -> None:
         """Prepare the buckets for another pass's gradients."""
-        self._num_launched, self._late, self._has_sent = 0, None, False
+        self.forget_launched()
+        self._late, self._has_sent = None, False
         for flight in self.table.flights:
             flight.begin_pass()
 
     def take(self, slot: Slot) -> None:
         """Note that the gradient of ``slot`` has been accumulated; launch the buckets that are ready."""
-        slot.fire()
+        with self.policy.turn() as is_left_out:
+            slot.fire()
+            if not is_left_out:
+                self._take(slot)
+
+    def _take(self, slot: Slot) -> None:
         require_sendable(slot)
         flight = slot.flight
         assert flight is not None
@@ -131,7 +263,7 @@ class Engine(Answers, Occasions):
 
     def may_count(self) -> bool:
         """Return whether hooks may count further gradients of this pass without :meth:`take`, until one is missing."""
-        if self.table.on_gpu or not self.window.sending or self._late is not None:
+        if self.table.on_gpu or not self.window.sending or self._late is not None or not self.policy.lets_count:
             return False
         return not self._next_is_ready()
 
@@ -140,41 +272,69 @@ class Engine(Answers, Occasions):
         for flight in self.table.flights:
             flight.abandon()
         self.table.drop_gradients()
-        self._num_launched = 0
+        self.forget_launched()
 
     # Launching.
+
+    def forget_launched(self) -> None:
+        """Expect all buckets to be launched anew."""
+        self.num_launched = self._num_left_out = 0
 
     def _launch_ready(self) -> None:
         firing = self.firing
         if firing is not None and firing.hook is not None and not firing.hook.is_last(firing.param):
             return  # a later hook may still change this gradient; launched with the next one, or at the end
         while self._next_is_ready():
-            self._launch(self.table.flights[self._num_launched])
+            self.launch(self.table.flights[self.num_launched])
 
     def _next_is_ready(self) -> bool:
         flights = self.table.flights
-        return self._num_launched < len(flights) and flights[self._num_launched].ready()
+        return self.num_launched < len(flights) and flights[self.num_launched].ready()
 
     def launch_rest(self) -> None:
-        """Launch the remaining buckets, in order."""
-        if self._num_launched == 0:
-            round_gradients(self.table.slots())
-            self.window.fix_clipping(self.table.slots(), self.table.shards)
-        while self._num_launched < len(self.table.flights):
-            self._launch(self.table.flights[self._num_launched])
-        if self.buffers is not None and self._buffer_work is None:
-            self._buffer_work = self._submit(self.communicator, self.buffers.run, [], set())
+        """Launch the remaining buckets, in order, and what follows them."""
+        with self.policy.turn():
+            if self.num_launched == 0:
+                round_gradients(self.table.slots())
+                self.window.fix_clipping(self.table.slots(), self.table.shards)
+            while self.num_launched < len(self.table.flights):
+                self.launch(self.table.flights[self.num_launched])
+            if self.buffers is not None and self._buffer_work is None:
+                self._buffer_work = self.submit(self.communicator, self.buffers.run)
+            self.policy.launched()
 
-    def _launch(self, flight: BucketInFlight, grads: list[torch.Tensor | None] | None = None) -> None:
+    def launch_without(self) -> list[Slot]:
+        """Launch the remaining buckets without this rank's gradients, into new memory; return whose those are.
+
+        On the communication thread, while autograd and the user may still use the old memory.
+        """
+        first, flights = self.num_launched, self.table.flights[self.num_launched :]
+        self._num_left_out = len(flights)
+        for flight in flights:
+            flight.bucket.renew()
+        for number, flight in enumerate(flights, first + 1):
+            flight.work = self.submit(self.communicator, self._exchange_of(flight, [None] * len(flight.slots), number))
+        self.num_launched = len(self.table.flights)
+        return [slot for flight in flights for slot in flight.slots]
+
+    def restart(self, lanes: Sequence[Communicator]) -> None:
+        """Expect all buckets of this step to be launched once more, over ``lanes``."""
+        self.lanes, self._buffer_work = lanes, None
+        self.forget_launched()
+        self.window.rescale()
+        self.hash_state()
+
+    def launch(self, flight: BucketInFlight, grads: Grads | None = None) -> None:
         """Launch ``flight``, with the gradients that its parameters have if none are given."""
-        self._num_launched += 1
-        if self._num_launched == len(self.table.flights):  # before it is launched: others may have it at once
-            self.waits.arrive(self.progress.num_reductions)
+        self.policy.launching(flight)
+        self.num_launched += 1
+        if self.num_launched == len(self.table.flights):  # before it is launched: others may have it at once
+            self.statistics.waits.arrive(self.progress.num_reductions)
         weights = self.window.weights
         if grads is None:
             if self.settings.accumulates:
                 round_gradients(flight.slots)
-            if not self.window.is_open and self._num_launched == 1:
+            if not self.window.is_open and self.num_launched == 1:
                 self.flags.loop.note_gradient(flight.slots[0])
             grads = gradients_of(flight, self.settings, is_first_pass=not self.window.is_open)
             if weights.is_zero or self.flags.skips:
@@ -184,8 +344,8 @@ class Engine(Answers, Occasions):
         self._has_sent |= any(grad is not None for grad in grads)
         if weights.in_use and self.table.on_gpu:
             weights.relative()  # waits on the host here, so that the job does not have to
-        job = self._exchange_of(flight, grads, self._num_launched)
-        flight.work = self._submit(flight.communicator, job, grads, flight.producers | self.window.streams)
+        job = self._exchange_of(flight, grads, self.num_launched)
+        flight.work = self.submit(flight.communicator, job, grads, flight.producers | self.window.streams)
         flight.producers = set()
         for slot in flight.slots:
             if slot is self.firing:
@@ -193,38 +353,44 @@ class Engine(Answers, Occasions):
             else:
                 slot.show_bucket()  # autograd's own allocation is freed as soon as it has been packed
 
-    def _exchange_of(self, flight: BucketInFlight, grads: list[torch.Tensor | None], number: int) -> Callable[[], None]:
+    def _exchange_of(self, flight: BucketInFlight, grads: Grads, number: int) -> Callable[[], None]:
         """Return the job that exchanges ``grads`` of the bucket launched as ``number``; its inputs are fixed now."""
         weights = self.window.weights if self.window.weights.in_use else None
         fingerprint = self.comparison.fingerprint_of(number)
         is_first = number <= len(self.lanes)  # on its lane
         # attach has compared all buckets: ranks that agree on a lane's first exchange agree on all after it.
-        run = functools.partial(_exchange, flight, grads, self.window.scaling, weights, fingerprint, is_first)
+        contributed = functools.partial(self.policy.contributed, flight, grads)
+        run = functools.partial(_exchange, flight, contributed, self.window.scaling, weights, fingerprint, is_first)
         recorder = None if self.table.on_gpu else flight.communicator.channel.recorder
-        return functools.partial(self.phases.exchange, number, recorder, run)
+        return functools.partial(self.statistics.phases.exchange, number, recorder, run)
 
-    def _submit(
+    def submit(
         self,
         communicator: Communicator,
         job: Callable[[], None],
-        reads: list[torch.Tensor | None],
-        producers: set[int],
+        reads: Sequence[torch.Tensor | None] = (),
+        producers: Collection[int] = frozenset(),
     ) -> Work | GpuWork:
-        if self.table.on_gpu:
-            return communicator.channel.submit_on_gpu(self.table.device, job, reads, producers)
-        return communicator.channel.submit(job)
+        """Have ``job`` run on the communication thread of ``communicator``, or on its stream.
+
+        On a GPU ``reads`` are tensors that it reads, and ``producers`` streams that it waits for.
+        """
+        channel = communicator.channel
+        if not self.table.on_gpu:
+            return self.policy.submit(job, channel.submit)
+        return self.policy.submit(job, lambda each: channel.submit_on_gpu(self.table.device, each, reads, producers))
 
     # Receiving.
 
     def reduce(self) -> None:
         """Launch the remaining buckets, wait for all, and hand out the averages."""
         self.launch_rest()
-        self.phases.end_backward()
-        self.waits.begin()
+        self.statistics.phases.end_backward()
+        self.statistics.waits.begin()
         self._late = None
         try:
-            self._receive()
-            self.waits.count(self._arrivals(), warn=self.communicator.rank == 0)
+            arrivals = self.policy.receive()
+            self.statistics.waits.count(arrivals, warn=self.communicator.rank == 0)
             self.table.stepper.forget()  # a factor left for a step that never came belonged to other gradients
         except BaseException:
             self.table.drop_gradients()  # they are no averages, and must not be mistaken for them
@@ -235,64 +401,86 @@ class Engine(Answers, Occasions):
             self._buffer_work = None
             self.flags.reduced()
             self.window.close()
-            self.waits.end()
-        self.phases.end_reduction()
+            self.statistics.waits.end()
+            self.policy.ended()
+        self.statistics.phases.end_reduction()
         self.hash_state()
+        old, self.told_world = self.told_world, self.world
+        if old != self.told_world:
+            for callback in list(self.callbacks):
+                callback(old, self.told_world)
 
-    def _receive(self) -> None:
-        """Wait for all results, and hand them out."""
-        self._await_all()
-        with self.phases.unpacking():
-            self._hand_out()
+    def await_all(self, then: Callable[[], None]) -> None:
+        """Wait for all results, those of parameters that are new among them; compare what the ranks have told.
 
-    def _await_all(self) -> None:
-        """Wait for all results, those of parameters that are new among them; compare what the ranks have told."""
-        with self.phases.waiting():
-            self._await_results()
-            self._share_sources()
+        ``then`` is called after each wait for buckets.
+        """
+        self._await_results(then)
         self.comparison.compare()
         if self.flags.heard.new:
             self.admit_new()
             self.launch_rest()
-            with self.phases.waiting():
-                self._await_results()
-                self._share_sources()
+            self._await_results(then)
 
-    def _share_sources(self) -> None:
-        self.outcome.source.share(self.table.flights, self.communicator)
-
-    def _arrivals(self) -> Mapping[int, float]:
-        return self.waits.on_board()
-
-    def _compare_previous(self) -> None:
-        self.comparison.compare_previous()
+    def works(self) -> list[Work | GpuWork]:
+        """Return what has been launched in this step: buckets, then the module's buffers."""
+        works = [*(flight.work for flight in self.table.flights), self._buffer_work]
+        return [work for work in works if work is not None]
 
     def hash_state(self) -> None:
         """Have the state of compression hashed, which has just changed, if it is to be looked at before it changes."""
         taken = self.comparison.taking()
         if taken is not None:
-            self._submit(self.communicator, taken.take, [], set())
+            self.submit(self.communicator, taken.take)
 
-    def _await_results(self) -> None:
+    def _await_results(self, then: Callable[[], None]) -> None:
+        with self.statistics.phases.waiting():
+            for flight in self.table.flights:
+                assert flight.work is not None
+                flight.work.wait()
+            if self._buffer_work is not None:
+                self._buffer_work.wait()
+            then()
+
+    def hand_out(self) -> None:
+        """Hand out the averages."""
+        with self.statistics.phases.unpacking():
+            self.outcome.hand_out(has_sent=self._has_sent)
+
+    # State that is carried from step to step.
+
+    def state(self) -> State:
+        """Return what this rank carries from step to step, by parameter (not copied)."""
+        state = state_of(self.table.flights)
+        self.policy.save(state)
+        return state
+
+    def load_state(self, state: State, num_steps: int) -> None:
+        """Load what :meth:`state` has returned, as it was after so many committed steps."""
+        state = self.policy.load(state)
         for flight in self.table.flights:
-            assert flight.work is not None
-            flight.work.wait()
-        if self._buffer_work is not None:
-            self._buffer_work.wait()
+            flight.exchange.load_state(state)
+        self.statistics.figures.forget()
+        self.outcome.committed_steps.fill_(num_steps)
+        self.hash_state()  # instead of the hashes that there may be of what it was
 
-    def _hand_out(self) -> None:
-        self.outcome.hand_out(has_sent=self._has_sent)
+    def stats(self) -> dict[str, Any]:
+        """Return the counters of ``Reducer.stats``."""
+        transport = "nccl" if self.table.on_gpu else self.communicator.transport
+        counters = self.statistics.report(self.table, self.progress.num_reductions, self.world)
+        return {**counters, "transport": transport, **self.outcome.stats(), **self.policy.stats()}
 
 
 def _exchange(
     flight: BucketInFlight,
-    grads: list[torch.Tensor | None],
+    contributed: Callable[[], Grads],
     scaling: Scaling,
     weights: SampleWeights | None,
     fingerprint: Callable[[], torch.Tensor] | None,
     is_compared: bool,
 ) -> None:
-    """Exchange ``grads``: a job on the communication thread or stream."""
+    """Exchange gradients: a job on the communication thread or stream."""
+    grads = contributed()  # first, as what follows may fail when a rank is lost
     if weights is not None:
         scaling = replace(scaling, relative=weights.relative())
     if fingerprint is not None:

@@ -8,20 +8,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pycomm.communicator import Communicator, communicator_at
-from pycomm.elastic.door import Door, Guest
+from pycomm.elastic.join_requests import JoinClient, JoinListener
+from pycomm.elastic.liveness import this_process
 from pycomm.elastic.membership import Membership
-from pycomm.elastic.vitals import this_process
 from pycomm.errors import CommError
 from pycomm.optim.attached import register
 from pycomm.reducer.arrivals import Waits
-from pycomm.reducer.backup import BackupEngine
+from pycomm.reducer.backup import BackupPolicy
+from pycomm.reducer.engine import Engine
 from pycomm.reducer.lanes import open_lanes
-from pycomm.reducer.newcomers import lines_of, share_state
+from pycomm.reducer.newcomers import Carried, lines_of, share_state
 from pycomm.reducer.parameters import ParameterTable
 from pycomm.reducer.reducer import Reducer
 from pycomm.reducer.settings import Settings
 from pycomm.reducer.survival import Survival
-from pycomm.reducer.surviving import SurvivingEngine
+from pycomm.reducer.surviving import SurvivingPolicy
 from pycomm.reducer.wrappers import watch_constructions
 from pycomm.torch_internals import Store
 
@@ -29,24 +30,21 @@ _indices = itertools.count()
 """Of the attaches of this process that can gain ranks: the n-th of a newcomer joins the n-th of the others."""
 
 
-def surviving_engine(
-    lanes: Sequence[Communicator], table: ParameterTable, settings: Settings, carry: Mapping[str, Any]
-) -> SurvivingEngine:
-    """Return the engine by which the ranks of ``lanes`` go on without lost ones, and with newcomers. Collective."""
-    communicator = lanes[0]
+def surviving_policy(
+    communicator: Communicator, table: ParameterTable, settings: Settings, carry: Mapping[str, Any]
+) -> SurvivingPolicy:
+    """Return the policy by which ranks go on without lost ones, and with newcomers. Collective."""
     membership = Membership.found(communicator, settings.min_ranks, settings.backup > 0)
     door = _door(membership, membership.store, next(_indices), lines_of(settings, table, carry))
-    survival = Survival(membership, communicator, table, settings, door, carry)
-    return _engine_class(settings)(table, lanes, settings, survival)
+    return _policy(settings, Survival(membership, communicator, table, settings, door, carry))
 
 
-def _engine_class(settings: Settings) -> type[SurvivingEngine]:
-    """Return the engine that ``settings`` want."""
-    return BackupEngine if settings.backup > 0 else SurvivingEngine
+def _policy(settings: Settings, survival: Survival) -> SurvivingPolicy:
+    return BackupPolicy(survival) if settings.backup > 0 else SurvivingPolicy(survival)
 
 
-def _door(membership: Membership, store: Store, index: int | str, lines: Sequence[tuple[str, str]]) -> Door:
-    return Door(store, index, lines, str(this_process()["host"]) if membership.is_on_one_host else "")
+def _door(membership: Membership, store: Store, index: int | str, lines: Sequence[tuple[str, str]]) -> JoinListener:
+    return JoinListener(store, index, lines, str(this_process()["host"]) if membership.is_on_one_host else "")
 
 
 def join(address: str, table: ParameterTable, settings: Settings, carry: Mapping[str, Any], timeout: float) -> Reducer:
@@ -58,38 +56,42 @@ def join(address: str, table: ParameterTable, settings: Settings, carry: Mapping
         ValueError: they refuse it; or ``address`` is malformed.
         CommError: they do not answer, or failed.
     """
-    guest = Guest(address, next(_indices), timeout)
+    client = JoinClient(address, next(_indices), timeout)
     while True:
         try:
-            return _join(guest, table, settings, carry, timeout)
+            return _join(client, table, settings, carry, timeout)
         except CommError:
-            if guest.is_late():
+            if client.is_late():
                 raise
 
 
-def _join(guest: Guest, table: ParameterTable, settings: Settings, carry: Mapping[str, Any], timeout: float) -> Reducer:
+def _join(
+    client: JoinClient, table: ParameterTable, settings: Settings, carry: Mapping[str, Any], timeout: float
+) -> Reducer:
     lines = lines_of(settings, table, carry)
-    answer = guest.ask(this_process(), lines)
-    membership, place = Membership.accept(answer, guest.store, settings.min_ranks, timeout, settings.backup > 0)
+    answer = client.ask(this_process(), lines)
+    membership, place = Membership.accept(answer, client.store, settings.min_ranks, timeout, settings.backup > 0)
     with contextlib.ExitStack() as until_joined:
         until_joined.callback(membership.close)
         communicator = communicator_at(place, timeout)
         until_joined.callback(communicator.close)
         lanes = open_lanes(communicator, settings, table.on_gpu)
         membership.settle(communicator)
-        door = _door(membership, guest.store, guest.index, lines)
+        door = _door(membership, client.store, client.index, lines)
         door.pass_by(answer["request"])
         until_joined.callback(door.close)
         survival = Survival(membership, communicator, table, settings, door, carry)
-        engine = _engine_class(settings)(table, lanes, settings, survival)
-        engine.waits = Waits(ranks=engine)
-        plain = share_state(communicator, engine.carried(), newcomer=True)
+        policy = _policy(settings, survival)
+        engine = Engine(table, lanes, settings, policy)
+        engine.statistics.waits = Waits(ranks=engine)
+        plain = share_state(communicator, Carried.of(engine, carry), newcomer=True)
         until_joined.pop_all()
     table.ranks = membership.world
     reducer = Reducer(engine)
-    engine.carried().take_compression(plain)
-    survival.welcome(membership.world[:-1], engine.progress.num_reductions, 0.0)
+    Carried.of(engine, carry).take_compression(plain)
+    engine.told_world = membership.world[:-1]
+    survival.welcome(engine.progress.num_reductions, 0.0)
     register(reducer)
     watch_constructions(reducer)
-    engine.enter()
+    policy.enter()
     return reducer

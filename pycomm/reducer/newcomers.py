@@ -22,6 +22,7 @@ from pycomm.reducer.attached_tensors import module_tensors, shared_parts
 from pycomm.reducer.broadcast import group_sizes, restructure_state, shared_parameters, signature, state_nodes
 from pycomm.reducer.buckets import state_of
 from pycomm.reducer.checkpoint import CONTRIBUTIONS
+from pycomm.reducer.engine import Engine
 from pycomm.reducer.parameters import ParameterTable
 from pycomm.reducer.plain_state import Node, decode, encode
 from pycomm.reducer.progress import Progress
@@ -87,6 +88,12 @@ class Carried:
     scaler: Any
     objects: Mapping[str, Any]
     weights: SampleWeights
+
+    @classmethod
+    def of(cls, engine: Engine, objects: Mapping[str, Any]) -> Carried:
+        """Return what a newcomer gets from ``engine``, and ``objects``."""
+        scaler, weights = engine.settings.loss_scaler, engine.window.weights
+        return cls(engine.table, engine.progress, engine.outcome.committed_steps, scaler, objects, weights)
 
     def plain(self) -> dict[str, Any]:
         """Return it as numbers, texts, tensors and containers of them."""

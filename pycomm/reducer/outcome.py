@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from pycomm.communicator import Communicator
 from pycomm.compression.base import Flag
 from pycomm.reducer import norms
 from pycomm.reducer.buckets import nonfinite_source
@@ -28,7 +28,7 @@ class Outcome:
         settings: arguments of ``attach``.
         flags: what the ranks have told one another.
         progress: counts of reductions and steps.
-        size: returns the number of ranks.
+        communicator: the ranks.
 
     Attributes:
         finite: whether the last step was finite; ``None`` if nothing needed to know.
@@ -45,9 +45,10 @@ class Outcome:
         settings: Settings,
         flags: RankFlags,
         progress: Progress,
-        size: Callable[[], int],
+        communicator: Communicator,
     ) -> None:
-        self._table, self._settings, self._flags, self._progress, self._size = table, settings, flags, progress, size
+        self._table, self._settings, self._flags, self._progress = table, settings, flags, progress
+        self._communicator = communicator
         self.finite: Flag | None = None
         self.not_finite: str | None = None
         self.nonfinite_steps = torch.zeros((), dtype=torch.int64, device=table.device)
@@ -56,6 +57,10 @@ class Outcome:
         self.vetoed_steps = 0
         self.last_veto: str | None = None
         self.source = NonfiniteSource()
+
+    def share_source(self) -> None:
+        """Have all ranks know which of them has a gradient that is not finite. Collective, if any has."""
+        self.source.share(self._table.flights, self._communicator)
 
     def hand_out(self, *, has_sent: bool) -> None:
         """Hand out the averages of all buckets, unless a rank has vetoed the step, or no rank had anything to send.
@@ -90,7 +95,7 @@ class Outcome:
 
     def _leave_out_skipping(self) -> None:
         """Turn the mean over all ranks into that over those that had a batch."""
-        num_skipping, size = len(self._flags.heard.skipping), self._size()
+        num_skipping, size = len(self._flags.heard.skipping), self._communicator.size
         if 0 < num_skipping < size and self._settings.average:
             for flight in self._table.flights:
                 flight.bucket.flat.mul_(size / (size - num_skipping))

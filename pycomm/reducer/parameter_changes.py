@@ -53,7 +53,7 @@ class ParameterChanges:
         """Admit parameters that were added or unfrozen. Collective, if there are any."""
         if not self._table.has_new():
             return
-        self._engine.stand_down()
+        self._engine.policy.stand_down()
         self._require_replaceable()
         with self._telling():
             try:

@@ -147,7 +147,7 @@ class Passes:
         if self._table.flights:
             self._engine.flags.loop.note_step(self._table.flights[0].slots[0])
         if not self._window.is_open and not self.stopped:
-            self._engine.stand_in()
+            self._engine.policy.stand_by()
 
     # Callbacks of autograd.
 
@@ -172,7 +172,7 @@ class Passes:
 
     def _begin(self) -> None:
         self.forget_abandoned()
-        self.open_door()
+        self.admit_newcomer()
         self._window.begin_pass()
         self.require_right_pass()
         self._engine.begin_pass()
@@ -197,7 +197,7 @@ class Passes:
         if self._window.sending:
             self.reduce()
         else:
-            self._engine.phases.end_backward()
+            self._engine.statistics.phases.end_backward()
         if self.model_hooks is not None:
             self.model_hooks.warn_of_uncovered()
 
@@ -213,11 +213,11 @@ class Passes:
         try:
             self._engine.reduce()
         except DamageError as error:
-            if self._engine.survival is not None and error.ranks:
+            if self._engine.policy.survives and error.ranks:
                 self.stopped = str(error)  # the others go on, and must not meet this rank again
             raise
         except CommError as error:
-            if self._engine.survival is None:  # else all ranks have agreed on what happened
+            if not self._engine.policy.survives:  # else all ranks have agreed on what happened
                 number, rank = self._progress.num_reductions + 1, self._communicator.rank
                 error.args = (f"{error}; rank {rank} was in reduction {number}",)
             raise
@@ -226,10 +226,10 @@ class Passes:
         self._window.complete = True
         self.changes.drop_replaced()
 
-    def open_door(self) -> None:
+    def admit_newcomer(self) -> None:
         """Let in a newcomer that waits, between two steps."""
         if not self._window.is_open and not self.stopped:
-            self._engine.open_door()
+            self._engine.policy.admit_newcomer()
 
     # Errors.
 
@@ -252,9 +252,7 @@ class Passes:
         if self.stopped or self._communicator.size == 1 or torch.compiler.is_compiling():
             return
         self.stopped = str(error)
-        self._engine.give_up()
-        if self._engine.survival is not None:
-            self._engine.survival.leave(f"gave up: {self.stopped}")
+        self._engine.policy.leave(f"gave up: {self.stopped}")
         self._communicator.channel.abandon(self.stopped, in_step=not self._engine.is_waited_for())
 
     def forget_abandoned(self) -> None:

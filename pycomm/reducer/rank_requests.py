@@ -23,7 +23,7 @@ def request_veto(engine: Engine, reason: str) -> None:
         raise ValueError(
             "veto_step() on a GPU, or with shard, requires attach(..., loss_scaler=...), which leaves out the step"
         )
-    if engine.has_launched_all():
+    if 0 < engine.num_launched == len(table.flights) and engine.is_waited_for():
         raise RuntimeError(
             "veto_step() too late: all gradients of this backward() have been sent; call it before backward(), or in a "
             "hook of a parameter"

@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from pycomm import checks
+from pycomm.descriptions import counted
 from pycomm.optim.attached import forget
 from pycomm.reducer import clipping
-from pycomm.reducer.attendance import Attendance
 from pycomm.reducer.autograd_hooks import ModelHooks
 from pycomm.reducer.buckets import scale_gradients
 from pycomm.reducer.checkpoint import gather_state, select_state
+from pycomm.reducer.description import description
 from pycomm.reducer.engine import Engine
 from pycomm.reducer.module_buffers import BufferSync
 from pycomm.reducer.passes import Passes
 from pycomm.reducer.progress import Progress
+from pycomm.reducer.rank_flags import StopRequest
+from pycomm.reducer.rank_requests import request_veto
 from pycomm.reducer.reducer_hooks import ReducerHooks
 from pycomm.reducer.step_trace import StepTrace
 from pycomm.reducer.without_backward import WithoutBackward
 from pycomm.reducer.wrappers import unwatch_constructions
-from pycomm.torch_internals import is_dtensor
+from pycomm.torch_internals import current_graph_task, is_dtensor
 
 
-class Reducer(Attendance):
+class Reducer:
     """Reducer that averages gradients over the ranks while backward runs. Made by :func:`pycomm.attach`.
 
     It lives as long as the optimizer or the attached module, whose hooks refer to it (parameters' hooks do not).
@@ -37,20 +40,22 @@ class Reducer(Attendance):
     """
 
     def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
+        self._engine = engine
+        self._detached = False
+        self._last_stats: dict[str, Any] = {}
         communicator, settings = engine.communicator, engine.settings
         self._communicator, self._settings = communicator, settings
         self._table, self._window, self._progress = engine.table, engine.window, engine.progress
         self.optimizer, self.module = engine.table.optimizer, engine.table.module
         self._passes = Passes(engine)
         self._without_backward = WithoutBackward(engine, self._passes)
-        self._say_at_the_end("its optimizer and model are gone, or its process has ended")
+        _say_at_the_end(engine, "its optimizer and model are gone, or its process has ended")
         self._lone_factor = clipping.LoneFactor(engine.table)
-        engine.phases.trace = StepTrace.wanted(communicator.channel.recorder.global_rank, communicator.size)
+        engine.statistics.phases.trace = StepTrace.wanted(communicator.channel.recorder.global_rank, communicator.size)
         # One rank that compresses nothing has nothing to do.
         # (With DTensors it has: gradients that are still to be summed over their mesh.)
         self._idle = communicator.size == 1 and not settings.compression.transactional and not settings.clip_local_norm
-        self._idle = self._idle and engine.survival is None and self._table.partition is None
+        self._idle = self._idle and not engine.policy.survives and self._table.partition is None
         self._idle = self._idle and not any(is_dtensor(param) for _, param in self._table.named())
         if self._idle:
             self._table.admit()
@@ -65,7 +70,7 @@ class Reducer(Attendance):
         self._idle = False
         self._passes.changes.hook(self._table.slots())
         self._passes.changes.hook(self._table.admit())
-        hooks = ReducerHooks(self, self._passes, self._engine.progress, self._engine.phases)
+        hooks = ReducerHooks(self, self._passes, self._engine.progress, self._engine.statistics.phases)
         self._passes.model_hooks = ModelHooks(self.optimizer, self.module, hooks)
         if self.module is not None and self._settings.buffers != "local":
             self._engine.buffers = BufferSync(
@@ -75,6 +80,156 @@ class Reducer(Attendance):
     def _uninstall(self) -> None:
         self._passes.unhook()
         self._engine.buffers = None
+
+    def __repr__(self) -> str:
+        if self._detached:
+            return f"Reducer(detached after {counted(self._last_stats['steps'], 'reduction')})"
+        return f"Reducer({description(self._engine)})"
+
+    @property
+    def world(self) -> tuple[int, ...]:
+        """Ranks that take part, by the numbers that they got when they came; it changes with ``on_failure="shrink"``.
+
+        The first ones have the numbers of their ranks, newcomers the next ones. This process's place among them is its
+        rank now.
+        """
+        return self._engine.world
+
+    def on_change(self, callback: Callable[[tuple[int, ...], tuple[int, ...]], None]) -> None:
+        """Call ``callback(old_world, new_world)`` on each rank that is left whenever :attr:`world` has changed.
+
+        It is called at the end of the ``backward()`` in which that happened, before ``optimizer.step()``: the place
+        to divide samples anew, or to scale the learning rate. Never called with ``on_failure="raise"``.
+        """
+        self._require_attached()
+        self._engine.callbacks.append(callback)
+
+    def stats(self) -> dict[str, Any]:
+        """Return the counters since ``attach``. On any thread, also while ``backward()`` waits.
+
+        Sends nothing and waits for no rank; on a GPU it waits for the work that it has been given.
+
+        Returns:
+            A dict. Always: ``steps``, ``bytes_sent``, ``compression_ratio``, ``num_buckets``, ``transport``,
+            ``wait_seconds``, ``pack_seconds``, ``wire_seconds``, ``unpack_seconds``, ``hidden_share``, ``waits``,
+            ``nonfinite_steps``, ``last_nonfinite``, ``vetoed_steps``, ``last_veto``. With error feedback also
+            ``residual_norm`` and ``compression_error``; with TopK and DGC ``selections``, ``selections_missed``,
+            ``miss_rate``; if ranks may be lost ``recoveries``, ``joins`` and ``late``. The reference has a table of
+            what each of them means.
+        """
+        if self._detached:
+            return dict(self._last_stats)
+        return self._engine.stats()
+
+    def reduce(self) -> None:
+        """Average what is in ``.grad`` now, in place of a ``backward()``. Collective.
+
+        For gradients that ``backward()`` did not make: ``torch.autograd.grad``, ``torch.func.grad``, evolution
+        strategies, clipping by sample. Write them to ``.grad``, call this, then ``optimizer.step()``. Afterwards
+        ``.grad`` is as after ``backward()``, with every method of compression and every scaler. Frozen parameters that
+        have a gradient take part, if they have one on all ranks; a parameter without one counts as zeros. It ends an
+        accumulation window, and counts as its last pass. Other ranks may call ``backward()`` meanwhile.
+
+        Raises:
+            RuntimeError: inside ``backward()``, or the gradients have been averaged already.
+            ValueError: frozen parameters have gradients on some ranks only; on every rank.
+        """
+        self._require_attached()
+        if current_graph_task() != -1:
+            raise RuntimeError("reduce() inside backward(): call it when backward() has returned")
+        if not self._idle:
+            self._without_backward.reduce_written()
+
+    def veto_step(self, reason: str = "") -> None:
+        """Have this step left out on all ranks. Call it on any rank, before or during its ``backward()``.
+
+        The averages of this step are discarded on all ranks like those that are not finite: compression keeps what it
+        had. All ranks go on as usual. With a loss scaler the scaler leaves out the step. Otherwise ``.grad`` is
+        ``None`` everywhere, so that ``optimizer.step()`` has nothing to do. It costs nothing unless a rank asks for it.
+        :class:`pycomm.LossScaler` keeps its scale, torch's GradScaler lowers it. In an accumulation window the whole
+        window is left out. ``stats()`` has ``vetoed_steps`` and ``last_veto``.
+
+        Raises:
+            RuntimeError: this step's gradients have been sent, or averaged.
+            ValueError: with ``backup``; or without a ``loss_scaler`` on a GPU or with ``shard``.
+        """
+        self._require_attached()
+        request_veto(self._engine, str(reason))
+        if self._idle:
+            self._install()
+
+    def skip_batch(self) -> None:
+        """Take part in this step without a batch, in place of forward and backward; ``.grad`` gets the average.
+
+        The average is that of the ranks that have a batch, as if this rank's weight were zero. The step is the same on
+        all ranks: call ``optimizer.step()`` afterwards. If no rank has a batch, ``.grad`` is ``None``. Methods that
+        keep residuals weight them in this step as the gradients.
+
+        Raises:
+            RuntimeError: after ``backward()``, or in an accumulation window that has gradients already.
+            ValueError: on a GPU, with ``on_failure="shrink"`` or ``full_grad=None``, unless :meth:`set_weight` is in
+                use.
+        """
+        self._require_attached()
+        if self._idle:
+            self._engine.table.drop_gradients()
+        else:
+            self._without_backward.skip_batch()
+
+    def request_stop(self, reason: str = "") -> None:
+        """Ask all ranks to end the training together. Call it on any rank and thread, or in a signal handler.
+
+        The request travels with the next reduction, and :attr:`stop_requested` becomes true on all ranks when that
+        reduction returns (on a GPU two reductions later). So all can save and leave after the same step. Nothing is
+        ended by it.
+        """
+        self._require_attached()
+        flags = self._engine.flags
+        if self._idle and not flags.stop_requested:
+            flags.stop_requested = StopRequest(self._engine.communicator.rank, str(reason))
+        elif flags.stop is None:
+            flags.stop = str(reason)
+
+    @property
+    def stop_requested(self) -> StopRequest:
+        """Request to stop that all ranks have heard of: true, with ``rank`` and ``reason``; false before that."""
+        return self._engine.flags.stop_requested
+
+    @property
+    def is_vetoed(self) -> bool:
+        """Whether a rank has vetoed the last step; see :meth:`veto_step`."""
+        return bool(self._engine.flags.heard.veto)
+
+    def reduce_now(self) -> None:
+        """Average the gradients that there are, whoever made them, unless their averages wait for a step already.
+
+        What ``backward()`` does when it returns, for a rank whose ``.grad`` was set by hand, whose window ends early,
+        or which has nothing in this step: it goes with the other ranks' ``backward()`` or ``reduce_now()``. A
+        parameter without a gradient counts as zeros. Collective. :mod:`pycomm.horovod` calls it in each step.
+
+        Raises:
+            RuntimeError: a gradient was set after the others had been averaged.
+        """
+        self._require_attached()
+        if not self._idle:
+            self._without_backward.reduce_now()
+
+    def stay_absent(self) -> int:
+        """Take part in the other ranks' reductions without data, until all ranks have called this.
+
+        Averages still divide by the number of all ranks. Gradients are dropped, and parameters remain what they are.
+
+        Returns:
+            How many reductions of the others this rank has been absent from.
+        """
+        self._require_attached()
+        if self._idle:
+            return 0
+        table, count = self._engine.table, 0
+        with torch.no_grad(), torch.cuda.device(table.device if table.on_gpu else -1):
+            while not self._without_backward.take_part(absent=True):
+                count += 1
+        return count
 
     def knows(self, param: torch.Tensor) -> bool:
         """Return whether the gradient of ``param`` is averaged here, or will be once it is unfrozen."""
@@ -237,11 +392,6 @@ class Reducer(Attendance):
         chosen, steps = select_state(state, current, method, self._communicator, strict, self._table.labels())
         self._engine.load_state(chosen, steps)
 
-    def _say_at_the_end(self, how: str) -> None:
-        """Have ranks that wait for this one told that it has ended its training, and after which step."""
-        for lane in self._engine.lanes:
-            lane.channel.farewell = functools.partial(_farewell, self._progress, how)  # which keeps nothing else alive
-
     def detach(self) -> None:
         """Undo ``attach``: remove all hooks, move ``.grad`` to ordinary memory, release shared memory. Idempotent."""
         if self._detached:
@@ -250,21 +400,32 @@ class Reducer(Attendance):
         self._detached = True
         self._lone_factor.remove()
         self._uninstall()
-        self._engine.release()
+        self._engine.policy.stand_down()
+        self._engine.comparison.replicas.state_hashes.forget()
+        self._engine.statistics.waits.close()
         for slot in self._table.slots():
             slot.leave_bucket()
         if self._table.partition is not None:
             self._table.partition.move_out()
         forget(self)
         unwatch_constructions(self)
-        self._say_at_the_end("detach")
-        if self._engine.survival is not None:
-            self._engine.survival.close(self._passes.stopped or _farewell(self._progress, "detach"))
+        _say_at_the_end(self._engine, "detach")
+        self._engine.policy.close(self._passes.stopped or _farewell(self._progress, "detach"))
         self._communicator.close(self._passes.stopped or None)
         if self._table.partition is not None:
             self._table.partition.release()
         # Cleared now, so that shared memory is released with its last view and not when this object is collected.
         self._table.clear()
+
+    def _require_attached(self) -> None:
+        if self._detached:
+            raise RuntimeError("this Reducer is detached")
+
+
+def _say_at_the_end(engine: Engine, how: str) -> None:
+    """Have ranks that wait for this one told that it has ended its training, and after which step."""
+    for lane in engine.lanes:
+        lane.channel.farewell = functools.partial(_farewell, engine.progress, how)  # which keeps nothing else alive
 
 
 def _farewell(progress: Progress, how: str) -> str:

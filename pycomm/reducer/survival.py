@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from pycomm.communicator import Communicator
-from pycomm.elastic.door import Door
+from pycomm.elastic.join_requests import JoinListener
 from pycomm.elastic.membership import Decision, Membership
 from pycomm.elastic.reconvene import reconvene
 from pycomm.errors import CommError
@@ -55,7 +55,7 @@ class Survival:
         communicator: Communicator,
         table: ParameterTable,
         settings: Settings,
-        door: Door,
+        door: JoinListener,
         carry: Mapping[str, Any],
     ) -> None:
         self.membership, self.carry, self.invited = membership, carry, 0
@@ -66,12 +66,6 @@ class Survival:
         self.joins: list[dict[str, Any]] = []
         self._has_left = False
         self.arrivals: dict[int, float] = {}
-        self._callbacks: list[Callable[[World, World], None]] = []
-        self._changed_from: World | None = None
-
-    def on_change(self, callback: Callable[[World, World], None]) -> None:
-        """Call ``callback(old, new)`` whenever the world has changed."""
-        self._callbacks.append(callback)
 
     def stats(self) -> dict[str, Any]:
         """Return what happened to the world so far."""
@@ -112,6 +106,11 @@ class Survival:
         here = zip(self.membership.world, words[1:].tolist(), strict=True)
         self.arrivals = {rank: -1e-6 * microseconds for rank, microseconds in here if microseconds > 0}
 
+    def take_arrivals(self) -> dict[int, float]:
+        """Return when ranks had all their gradients of the last step, as they told in its commit; forget it."""
+        arrivals, self.arrivals = self.arrivals, {}
+        return arrivals
+
     # Losing ranks.
 
     def leave(self, reason: str) -> None:
@@ -126,6 +125,19 @@ class Survival:
         self.leave(reason)
         self.membership.close()
 
+    def run_or_leave(self, job: Callable[[], None]) -> None:
+        """Run ``job``; leave if it fails by itself: the next one would send what the others take for this one's."""
+        try:
+            job()
+        except (CommError, ValueError):  # the latter is raised by all ranks alike
+            raise
+        except BaseException as error:
+            try:
+                self.leave(f"failed: {error}")
+            finally:
+                self._communicator.close(f"it failed: {error}")
+            raise
+
     def recover(self, error: CommError, num_committed: int, complete: Callable[[], None]) -> tuple[bool, Any]:
         """Go on among those that are left. Collective among them.
 
@@ -138,8 +150,13 @@ class Survival:
             Whether ``complete`` was called, and the lanes to go on with.
 
         Raises:
-            CommError: this rank is left behind, or too few are left.
+            CommError: this rank is left behind, or is damaged, or too few are left.
         """
+        if isinstance(error, DamageError) and not error.spares(self.membership.me):
+            if error.ranks:
+                self.leave("is damaged")
+                self._communicator.close(str(error))
+            raise error
         start, old = time.monotonic(), self.membership.world
         found = reconvene(
             self.membership,
@@ -155,13 +172,6 @@ class Survival:
         self._note(old, found.decision, num_committed, time.monotonic() - start)
         return is_complete, found.opened
 
-    def tell(self) -> None:
-        """Call the callbacks, if the world has changed."""
-        old, self._changed_from = self._changed_from, None
-        if old is not None:
-            for callback in list(self._callbacks):
-                callback(old, self.membership.world)
-
     # Gaining ranks.
 
     def let_in(self, carried: Carried) -> list[Communicator]:
@@ -171,7 +181,7 @@ class Survival:
             CommError: it did not come, or a rank was lost meanwhile.
             ValueError: its state does not fit.
         """
-        start, old = time.monotonic(), self.membership.world
+        start = time.monotonic()
         number, self.invited = self.invited, 0
         self._door.pass_by(number)
         place = self.membership.admit(self._door.read(number))
@@ -186,14 +196,13 @@ class Survival:
         except BaseException:
             self.membership.dismiss()
             raise
-        self.welcome(old, carried.progress.num_reductions, time.monotonic() - start)
+        self.welcome(carried.progress.num_reductions, time.monotonic() - start)
         return lanes
 
-    def welcome(self, old: World, step: int, seconds: float) -> None:
+    def welcome(self, step: int, seconds: float) -> None:
         """Note that the newest rank has come."""
         newcomer = self.membership.world[-1]
         self._newcomers.add(newcomer)
-        self._changed_from = old if self._changed_from is None else self._changed_from
         self.joins.append({"seconds": seconds, "step": step, "rank": newcomer, "world": self.membership.world})
         if self.membership.is_first:
             _LOG.warning("rank %d has come: %d ranks go on at step %d", newcomer, len(self.membership.world), step)
@@ -211,7 +220,6 @@ class Survival:
         for rank in self.membership.world:
             del left[rank]
         self.recoveries.append({"seconds": seconds, "step": step, "left": left, "world": self.membership.world})
-        self._changed_from = old if self._changed_from is None else self._changed_from
         if self.membership.is_first:
             fates = ", ".join(f"rank {rank} {fate}" for rank, fate in left.items())
             count = len(self.membership.world)

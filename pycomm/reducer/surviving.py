@@ -1,42 +1,33 @@
-"""Engine that goes on when ranks are lost, and when others come."""
+"""Steps that go on when ranks are lost, and when others come (``attach(..., on_failure="shrink")``).
+
+Each step ends with an exchange, the commit, after which every rank is known to have all results; only then are they
+handed out. If an operation fails, the ranks that are left reduce the step again, from the gradients that backward made.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
-
-import torch
 
 from pycomm.communicator import Communicator
 from pycomm.errors import CommError
-from pycomm.reducer.buckets import BucketInFlight, Slot
-from pycomm.reducer.damage import DamageError
-from pycomm.reducer.engine import Engine
+from pycomm.reducer.buckets import BucketInFlight
+from pycomm.reducer.engine import Grads, Launch, StepPolicy
 from pycomm.reducer.newcomers import Carried
-from pycomm.reducer.parameters import ParameterTable
-from pycomm.reducer.settings import Settings
 from pycomm.reducer.survival import Survival
 from pycomm.transport.gpu import GpuWork
 from pycomm.worker import Work
 
 
-class SurvivingEngine(Engine):
-    """Engine whose steps are whole: all ranks have the averages before any of them hands them out.
+class SurvivingPolicy(StepPolicy):
+    """Policy of ranks that go on without those that are lost, and with newcomers; ``survival`` has them meet again."""
 
-    Each step ends with an exchange, the commit, after which every rank is known to have all results. If an operation
-    fails, the ranks that are left reduce the step again, from the gradients that backward has made.
-    """
+    survives = True
 
-    survival: Survival
-
-    def __init__(
-        self, table: ParameterTable, lanes: Sequence[Communicator], settings: Settings, survival: Survival
-    ) -> None:
-        super().__init__(table, lanes, settings)
+    def __init__(self, survival: Survival) -> None:
         self.survival = survival
-        self.flags.takes_new = False  # what is launched after a step's commit would not be part of it
-        self.flags.compares_loop = self.comparison.replicas.looks_soon = settings.backup == 0
         self._commit_work: Work | GpuWork | None = None
         self._is_idle = False  # whether this step was launched without gradients, before its passes
 
@@ -45,194 +36,136 @@ class SurvivingEngine(Engine):
         """Ranks that take part, by the numbers that they got when they came."""
         return self.survival.membership.world
 
-    # A step, with its gradients kept.
+    def turn(self) -> AbstractContextManager[bool]:
+        """Yield whether this step has been launched without this rank's gradients."""
+        return nullcontext(self._is_idle)
 
-    def begin_pass(self, *, with_next: bool | None = True) -> None:
-        """Prepare for this pass's gradients, unless the step has been launched without them."""
-        if not self._is_idle:
-            super().begin_pass(with_next=with_next)
-
-    def take(self, slot: Slot) -> None:
-        """Note that the gradient of ``slot`` has been accumulated; see :meth:`Engine.take`."""
-        if self._is_idle:
-            slot.fire()
-        else:
-            super().take(slot)
-
-    def may_count(self) -> bool:
-        """Return whether hooks may count by themselves; see :meth:`Engine.may_count`."""
-        return not self._is_idle and super().may_count()
-
-    def _launch(self, flight: BucketInFlight, grads: list[torch.Tensor | None] | None = None) -> None:
-        # What was kept of the last step goes only now. If all went when that step ended, the allocator would give the
-        # pages back, and autograd would touch new ones in every step.
+    def launching(self, flight: BucketInFlight) -> None:
+        """Forget what was kept of the last step; if all went at its end, autograd would touch new pages each time."""
         for slot in flight.slots:
             slot.kept = None
-        super()._launch(flight, grads)
 
-    def launch_rest(self) -> None:
-        """Launch the remaining buckets, in order, and the commit after them."""
-        if self.buffers is not None:
-            self.buffers.keeps = True
-        super().launch_rest()
+    def contributed(self, flight: BucketInFlight, grads: Grads) -> Grads:
+        """Keep ``grads``, and return them."""
+        self.survival.keep(flight, grads)
+        return grads
+
+    def launched(self) -> None:
+        """Launch the commit after the last bucket."""
         if self._commit_work is None:
-            self._launch_commit()
+            self.launch_commit()
 
-    def _launch_commit(self) -> None:
-        self._commit_work = self._submit(self.communicator, self._commit_job(), [], set())
+    def launch_commit(self) -> None:
+        """Launch the exchange that ends the step."""
+        self._commit_work = self.engine.submit(self.engine.communicator, self._commit_job())
 
     def _commit_job(self) -> Callable[[], None]:
-        works = [flight.work for flight in self.table.flights] + [self._buffer_work]
+        engine, works = self.engine, self.engine.works()
 
         def job() -> None:
             for work in works:
-                if work is not None:
-                    work.wait()  # at once, but for those of other lanes; raises if it failed
-            self.outcome.source.share(self.table.flights, self.communicator)  # before the commit: a rank may be lost
-            is_known = not self._is_idle and not self.table.on_gpu  # there the host runs ahead of the gradients
-            self.survival.commit(self.waits.microseconds_here() if is_known else 0)
+                work.wait()  # at once, but for those of other lanes; raises if it failed
+            engine.outcome.share_source()  # before the commit: a rank may be lost in it
+            is_known = not self._is_idle and not engine.table.on_gpu  # there the host runs ahead of the gradients
+            self.survival.commit(engine.statistics.waits.microseconds_here() if is_known else 0)
 
         return job
 
-    def _exchange_of(self, flight: BucketInFlight, grads: list[torch.Tensor | None], number: int) -> Callable[[], None]:
-        sent = list(grads)
-        exchange = super()._exchange_of(flight, sent, number)
+    def submit(self, job: Callable[[], None], launch: Launch) -> Work | GpuWork:
+        """Have ``job`` run by ``launch``; this rank leaves if it fails."""
+        return launch(functools.partial(self.survival.run_or_leave, job))
 
-        def job() -> None:
-            self.survival.keep(flight, grads)
-            self._complete(flight, sent)
-            exchange()
-
-        return job
-
-    def _complete(self, flight: BucketInFlight, grads: list[torch.Tensor | None]) -> None:
-        """Add to ``grads``, which are about to be sent, what else this rank has to contribute."""
-
-    def _submit(self, communicator: Communicator, job: Callable[[], None], *rest: Any, **named: Any) -> Work | GpuWork:
-        return super()._submit(communicator, functools.partial(self._run_or_leave, job), *rest, **named)
-
-    def _run_or_leave(self, job: Callable[[], None]) -> None:
-        """Run ``job``; leave if it fails by itself: the next one would send what the others take for this one's."""
-        try:
-            job()
-        except (CommError, ValueError):  # the latter is raised by all ranks alike
-            raise
-        except BaseException as error:
-            try:
-                self.survival.leave(f"failed: {error}")
-            finally:
-                self.communicator.close(f"it failed: {error}")
-            raise
-
-    def reduce(self) -> None:
-        """Launch the remaining buckets, wait for all, and hand out the averages; with the ranks that are left then."""
-        try:
-            super().reduce()
-        finally:
-            self._commit_work = None
-            if self._is_idle:
-                self._is_idle = False
-                self.window.weights.forget_passes()
-        self.survival.tell()
-
-    def _receive(self) -> None:
+    def receive(self) -> Mapping[int, float]:
+        """Wait for all results and hand them out; reduce the step again if ranks are lost meanwhile."""
+        engine = self.engine
         while True:
             try:
-                self._await_all()
+                engine.await_all(self._wait)
             except CommError as error:
                 if not self.recover(error):
                     self._launch_again()
                     continue
             else:
-                with self.phases.unpacking():
-                    self._hand_out()
+                self.hand_out()
             self.survival.forget_newcomers()
-            self.window.num_idle = 0
-            return
+            engine.window.num_idle = 0
+            return self.survival.take_arrivals()
 
-    def _share_sources(self) -> None:
-        """Do nothing: the commit has done it, as a rank may be lost in it."""
-
-    def _await_results(self) -> None:
-        super()._await_results()
+    def _wait(self) -> None:
         assert self._commit_work is not None
         self._commit_work.wait()
+
+    def hand_out(self) -> None:
+        """Hand out the averages."""
+        self.engine.hand_out()
+
+    def ended(self) -> None:
+        """Forget the step, which has been handed out or has failed."""
+        self._commit_work = None
+        if self._is_idle:
+            self._is_idle, self.lets_count = False, True
+            self.engine.window.weights.forget_passes()
 
     # Losing ranks.
 
     def recover(self, error: CommError) -> bool:
         """Go on among the ranks that are left; return whether they count this step, which has been handed out then."""
-        if isinstance(error, DamageError) and not error.spares(self.survival.membership.me):
-            if error.ranks:
-                self.survival.leave("is damaged")
-                self.communicator.close(str(error))
-            raise error
-        works = [*(flight.work for flight in self.table.flights), self._buffer_work, self._commit_work]
-        was_complete, lanes = self.survival.recover(error, self.progress.num_reductions, self._hand_out)
-        self._go_on(lanes)
+        engine = self.engine
+        works = [*engine.works(), self._commit_work]
+        was_complete, lanes = self.survival.recover(error, engine.progress.num_reductions, self.hand_out)
+        self.go_on(lanes)
         for work in works:
             if isinstance(work, Work):
                 work.forget_trace()  # else the memory of the old world would stay mapped until it is collected
         return was_complete
 
-    def _go_on(self, lanes: Sequence[Communicator]) -> None:
-        self.lanes = lanes
-        self.window.num_idle = self.survival.num_newcomers()
-        self.window.rescale()
-        self._num_launched = 0
-        self._buffer_work = self._commit_work = None
-        self.hash_state()
-
-    def _arrivals(self) -> Mapping[int, float]:
-        arrivals, self.survival.arrivals = self.survival.arrivals, {}
-        return arrivals
-
-    def _compare_previous(self) -> None:
-        try:
-            super()._compare_previous()
-        except DamageError as error:
-            self.recover(error)
+    def go_on(self, lanes: Sequence[Communicator]) -> None:
+        """Go on over ``lanes``, whose ranks are those of the new world."""
+        self.engine.window.num_idle = self.survival.num_newcomers()
+        self._commit_work = None
+        self.engine.restart(lanes)
 
     def _launch_again(self) -> None:
         """Launch all buckets with what was kept of their gradients."""
-        if self.window.weights.in_use:
-            self.window.weights.sum_again()
-        if self.buffers is not None:
-            self.buffers.restore()
-        for flight in self.table.flights:
-            self._launch(flight, self.survival.kept(flight))
-        self.launch_rest()
+        engine = self.engine
+        if engine.window.weights.in_use:
+            engine.window.weights.sum_again()
+        if engine.buffers is not None:
+            engine.buffers.restore()
+        for flight in engine.table.flights:
+            engine.launch(flight, self.survival.kept(flight))
+        engine.launch_rest()
 
-    # Gaining ranks.
-
-    def open_door(self) -> None:
+    def admit_newcomer(self) -> None:
         """Let in the newcomer that the last commit has announced, if any. Collective then; between two steps."""
         if self.survival.invited == 0:
             return
         try:
-            self._go_on(self.survival.let_in(self.carried()))
+            self.go_on(self.survival.let_in(Carried.of(self.engine, self.survival.carry)))
         except (RuntimeError, ValueError) as error:  # CommError is the former, and so is what the store raises
             what = f"the newcomer was not let in: {error}"
-            self.recover(CommError.during("join", what, rank=self.communicator.rank))
-
-    def carried(self) -> Carried:
-        """Return what a newcomer gets besides parameters."""
-        scaler, carry = self.settings.loss_scaler, self.survival.carry
-        return Carried(self.table, self.progress, self.outcome.committed_steps, scaler, carry, self.window.weights)
+            self.recover(CommError.during("join", what, rank=self.engine.communicator.rank))
 
     def enter(self) -> None:
         """Take part in the present step without gradients, as a newcomer does, whose first pass only gets averages."""
-        self.expect_gradients()
-        self.flags.has_pass = False
-        self.window.num_idle = self.survival.num_newcomers()
-        self.window.fix_scales(with_next=True, step=self.outcome.committed_steps)
-        self._is_idle = True
-        for flight in self.table.flights:
-            self._launch(flight, [None] * len(flight.slots))
-        self.launch_rest()
+        engine = self.engine
+        engine.expect_gradients()
+        engine.flags.has_pass = False
+        engine.window.num_idle = self.survival.num_newcomers()
+        engine.window.fix_scales(with_next=True, step=engine.outcome.committed_steps)
+        self._is_idle, self.lets_count = True, False
+        for flight in engine.table.flights:
+            engine.launch(flight, [None] * len(flight.slots))
+        engine.launch_rest()
 
-    # Questions from users.
+    def leave(self, reason: str) -> None:
+        """Tell the others that this rank takes part no more."""
+        self.survival.leave(reason)
+
+    def close(self, reason: str) -> None:
+        """Leave, and release what the agreement needs."""
+        self.survival.close(reason)
 
     def stats(self) -> dict[str, Any]:
-        """Return the counters of ``Reducer.stats``, and what happened to the world."""
-        return {**super().stats(), **self.survival.stats()}
+        """Return what happened to the world."""
+        return self.survival.stats()

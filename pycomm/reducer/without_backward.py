@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from pycomm.errors import CommError
 from pycomm.reducer.engine import Engine
 from pycomm.reducer.passes import Passes
@@ -86,7 +88,8 @@ class WithoutBackward:
         Returns:
             Whether all ranks are absent.
         """
-        self._engine.set_absent(absent)
+        replicas = self._engine.comparison.replicas
+        replicas.absent = absent  # its parameters and steps are not compared then
         self._engine.flags.has_pass = not absent
         try:
             if absent:
@@ -97,14 +100,48 @@ class WithoutBackward:
             if absent:
                 self._table.drop_gradients()
                 self._progress.stepped()
-            return self._engine.agree_on_end(absent)
+            return self._all_absent(absent)
         finally:
-            self._engine.set_absent(False)
+            replicas.absent = False
+
+    def _all_absent(self, absent: bool) -> bool:
+        """Return whether all ranks are ``absent``, after a reduction that came to nothing; adopt their last step then.
+
+        No message is sent after reductions in which any rank had a gradient, as all ranks know that. Collective.
+        """
+        if any(any(flight.exchange.used()) for flight in self._table.flights):
+            return False
+        found = torch.tensor([not absent, self._progress.num_steps])
+        self._engine.communicator.all_reduce(found, "max")
+        if found[0]:
+            return False
+        self._progress.num_steps = int(found[1])
+        self._engine.comparison.replicas.forget_seen()
+        return True
+
+    def reduce_now(self) -> None:
+        """Reduce the gradients that there are, unless their averages wait for a step; see ``Reducer.reduce_now``."""
+        there = any(slot.owner.grad is not None for slot in self._table.slots())
+        if there and not self._window.is_open and not self._progress.is_used:
+            self._require_all_averaged()
+        else:
+            self.take_part(absent=False)
+
+    def _require_all_averaged(self) -> None:
+        """Raise RuntimeError if a parameter that no rank had a gradient of has got one since."""
+        for flight in self._table.flights:
+            for slot, used in zip(flight.slots, flight.exchange.used(), strict=True):
+                grad = slot.owner.grad
+                if not used and grad is not None and bool(grad.any()):
+                    raise RuntimeError(
+                        f"the gradient of {slot.name!r} has not been averaged: it was set after the others had been. "
+                        "Set .grad before backward(), on all ranks, or leave backward() out and set all of them"
+                    )
 
     def _prepare(self) -> None:
         self._passes.require_taking_part()
-        self._engine.stand_down()
-        self._passes.open_door()
+        self._engine.policy.stand_down()
+        self._passes.admit_newcomer()
 
     def _any_passes(self) -> bool:
         """Fix the scales of a window that ends early; return whether any rank has had a pass in it. Collective."""
@@ -113,7 +150,7 @@ class WithoutBackward:
             try:
                 return self._window.weights.any_passes()
             except CommError as error:
-                self._engine.recover(error)  # raises it, if no rank may be lost
+                self._engine.policy.recover(error)  # raises it, if no rank may be lost
                 self._window.weights.sum_again()
 
     def _reduce(self, *, with_next: bool | None) -> None:

@@ -17,7 +17,7 @@ from pycomm.asynchronous.modes import mode_of
 from pycomm.asynchronous.serving import Serving
 from pycomm.asynchronous.shards import cut
 from pycomm.asynchronous.updates import ShardOptimizer
-from pycomm.asynchronous.wire import Door
+from pycomm.asynchronous.wire import WorkerListener
 
 SIZE = 8
 
@@ -35,11 +35,11 @@ class Story:
 
     def __init__(self, mode: str, folder: Path, workers: Collection[int] = (1, 2)) -> None:
         self.core = core_of(mode)
-        door, memory = Door(), SharedMemory(SIZE * 8)
+        listener, memory = WorkerListener(), SharedMemory(SIZE * 8)
         self.journal = Journal(folder, self.core)
-        Serving(self.core, memory, door, "host", set(workers), 1.0, 0, journal=self.journal)
+        Serving(self.core, memory, listener, "host", set(workers), 1.0, 0, journal=self.journal)
         memory.close()
-        door.close()
+        listener.close()
         self.past = [self.core.shard.memory.clone()]
 
     def tell(self, **event: Any) -> None:

@@ -143,19 +143,19 @@ def test_nobody_listens() -> None:
 @pytest.mark.parametrize("host", ["::1", "127.0.0.1"])
 def test_the_listener_of_workers(host: str) -> None:
     """A stranger is refused, a worker comes in, and it closes."""
-    door = wire.Door(host, b"secret")
-    assert door.address[0] == host
+    listener = wire.WorkerListener(host, b"secret")
+    assert listener.address[0] == host
     name = r"\[::1\]" if host == "::1" else host
     with pytest.raises(OSError, match=rf"{name}:\d+: it was refused there: PYCOMM_SECRET differs"):
-        wire.connect(door.address, b"another")
-    connection = wire.connect(door.address, b"secret")
+        wire.connect(listener.address, b"another")
+    connection = wire.connect(listener.address, b"secret")
     wire.tell(connection, hello=1)
-    (inside,) = door.admitted()
+    (inside,) = listener.admitted()
     assert wire.hear(inside) == {"hello": 1}
-    for one in (connection, inside, door):
+    for one in (connection, inside, listener):
         one.close()
     with pytest.raises(OSError):  # noqa: PT011  # refused, or reset
-        wire.connect(door.address, b"secret")
+        wire.connect(listener.address, b"secret")
 
 
 ONLY_IPV6 = """
@@ -188,7 +188,7 @@ def test_a_host_without_ipv4(tmp_path: Path) -> None:
 
 
 def test_a_store_at_an_address_of_ipv6_is_found_again() -> None:
-    """The door of newcomers connects anew to the store that it was given."""
+    """The listener of newcomers connects anew to the store that it was given."""
     port = free_port()
     keeper = TCPStore("::1", port, is_master=True, wait_for_workers=False)
     assert keeper.host == "::1"

@@ -192,10 +192,10 @@ def test_tls(monkeypatch: pytest.MonkeyPatch, certificates: Callable[[str], dict
     set_all(monkeypatch, ours)
     access = authentication.Access.read()
     assert str(access).endswith("with TLS")
-    door = wire.Door("127.0.0.1", KEY, access.context(server=True))
-    worker = wire.connect(door.address, KEY, access.context(server=False))
-    assert wire.readable([], door.bell, 10.0)[1]
-    (inside,) = door.admitted()
+    listener = wire.WorkerListener("127.0.0.1", KEY, access.context(server=True))
+    worker = wire.connect(listener.address, KEY, access.context(server=False))
+    assert wire.readable([], listener.bell, 10.0)[1]
+    (inside,) = listener.admitted()
     big, out = torch.randn(1_000_000), torch.empty(1_000_000)
 
     def send() -> None:
@@ -206,22 +206,22 @@ def test_tls(monkeypatch: pytest.MonkeyPatch, certificates: Callable[[str], dict
     sending = threading.Thread(target=send)
     sending.start()
     assert wire.hear(inside) == {"a": 1}
-    assert wire.readable([inside], door.bell, 10.0)[0] == [inside], "what TLS has read ahead is seen"
+    assert wire.readable([inside], listener.bell, 10.0)[0] == [inside], "what TLS has read ahead is seen"
     assert wire.hear(inside) == {"b": 2}
     wire.receive_array(inside, out)
     sending.join()
     assert torch.equal(out, big)
     with pytest.raises(OSError, match="127.0.0.1"):  # in clear
-        wire.connect(door.address, KEY)
+        wire.connect(listener.address, KEY)
     set_all(monkeypatch, {**theirs, authentication.TLS[2]: ours[authentication.TLS[2]]})
     foreign = authentication.Access.read().context(server=False)
     with pytest.raises(OSError, match="127.0.0.1"):  # it believes the server, which does not believe its certificate
-        wire.connect(door.address, KEY, foreign)
+        wire.connect(listener.address, KEY, foreign)
     set_all(monkeypatch, theirs)
     with pytest.raises(OSError, match="certificate verify failed"):
-        wire.connect(door.address, KEY, authentication.Access.read().context(server=False))
-    assert not wire.readable([], door.bell, 0.2)[1]
-    for one in (worker, inside, door):
+        wire.connect(listener.address, KEY, authentication.Access.read().context(server=False))
+    assert not wire.readable([], listener.bell, 0.2)[1]
+    for one in (worker, inside, listener):
         one.close()
     monkeypatch.delenv(authentication.TLS[1])
     with pytest.raises(ValueError, match="PYCOMM_TLS_KEY must be set"):

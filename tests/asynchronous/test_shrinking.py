@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import pycomm
 from pycomm import CommError
-from pycomm.asynchronous.companions import Companions
+from pycomm.asynchronous.elastic_group import ElasticGroup
 from tests.asynchronous.averaged import HALVES, Course, flat
 from tests.asynchronous.runs import loss_of, model_of
 from tests.hosts import on_hosts
@@ -34,11 +34,11 @@ def options_of(course: Course) -> dict[str, Any]:
     return {"every": course.every, "fragments": fragments, "on_failure": "shrink", "timeout": 30, **options}
 
 
-def dies_in_commit(before: bool, times: int) -> Callable[[Companions], int]:
+def dies_in_commit(before: bool, times: int) -> Callable[[ElasticGroup], int]:
     """A commit in which this rank dies the ``times``-th time, before it has told the others, or after."""
-    left, commit = [times], Companions.commit
+    left, commit = [times], ElasticGroup.commit
 
-    def dying(self: Companions) -> int:
+    def dying(self: ElasticGroup) -> int:
         left[0] -= 1
         if left[0] == 0 and before:
             die()
@@ -61,7 +61,7 @@ def lose_here(course: Course, moment: str) -> dict[str, Any]:
     optimizer = torch.optim.Adam(model.parameters(), 0.02)
     with pytest.MonkeyPatch.context() as patch:
         if rank in course.lost and "commit" in moment:
-            patch.setattr(Companions, "commit", dies_in_commit(moment == "before the commit", 2))
+            patch.setattr(ElasticGroup, "commit", dies_in_commit(moment == "before the commit", 2))
         handle = pycomm.local_sgd(optimizer, model, **options_of(course))
         handle.set_weight(rank + 1)
         found = []
@@ -188,8 +188,8 @@ def test_one_that_comes_begins_with_what_the_others_have(new_ranks: Pools, delay
     members = new_ranks(2)
     with ThreadPoolExecutor() as threads:
         first = threads.submit(members.outcomes, stay, course, timeout=TIMEOUT)
-        guest = threads.submit(new_ranks(1).outcomes, come, course, members.port, timeout=TIMEOUT)
-        outcomes = [*first.result(), *guest.result()]
+        newcomer = threads.submit(new_ranks(1).outcomes, come, course, members.port, timeout=TIMEOUT)
+        outcomes = [*first.result(), *newcomer.result()]
     for outcome in outcomes:
         assert outcome.error is None, outcome.trace
         assert outcome.result["world"] == (0, 1, 2)
@@ -236,8 +236,8 @@ def test_one_with_other_settings_is_refused_and_harms_nobody(new_ranks: Pools, t
     course, members, flag = Course(2, 0, weighted=False), new_ranks(2), str(tmp_path / "over")
     with ThreadPoolExecutor() as threads:
         first = threads.submit(members.outcomes, stay_until, course, flag, timeout=TIMEOUT)
-        guest = threads.submit(new_ranks(1).outcomes, come_otherwise, course, members.port, flag, timeout=TIMEOUT)
-        outcomes = [*first.result(), *guest.result()]
+        newcomer = threads.submit(new_ranks(1).outcomes, come_otherwise, course, members.port, flag, timeout=TIMEOUT)
+        outcomes = [*first.result(), *newcomer.result()]
     for outcome in outcomes:
         assert outcome.error is None, outcome.trace
     assert outcomes[0].result == outcomes[1].result == (0, 1)

@@ -31,17 +31,17 @@ REAL = socket.create_connection
 
 
 @pytest.fixture
-def door() -> Iterator[wire.Door]:
-    made = wire.Door("127.0.0.1", KEY)
+def listener() -> Iterator[wire.WorkerListener]:
+    made = wire.WorkerListener("127.0.0.1", KEY)
     yield made
     made.close()
 
 
-def come_in(door: wire.Door) -> None:
+def come_in(listener: wire.WorkerListener) -> None:
     """Come in as a worker of another host does, and leave."""
-    with contextlib.closing(wire.connect(door.address, KEY)) as worker:
-        assert wire.readable([], door.bell, 10.0)[1]
-        (inside,) = door.admitted()
+    with contextlib.closing(wire.connect(listener.address, KEY)) as worker:
+        assert wire.readable([], listener.bell, 10.0)[1]
+        (inside,) = listener.admitted()
         wire.tell(worker, hello=1)
         assert wire.hear(inside) == {"hello": 1}
         inside.close()
@@ -51,12 +51,12 @@ def come_in(door: wire.Door) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_who_knows_the_secret_comes_in_and_nobody_else(door: wire.Door) -> None:
-    come_in(door)
+def test_who_knows_the_secret_comes_in_and_nobody_else(listener: wire.WorkerListener) -> None:
+    come_in(listener)
     with pytest.raises(OSError, match="it was refused there: PYCOMM_SECRET differs"):
-        wire.connect(door.address, b"another secret")
-    come_in(door)
-    assert not wire.readable([], door.bell, 0.0)[1]
+        wire.connect(listener.address, b"another secret")
+    come_in(listener)
+    assert not wire.readable([], listener.bell, 0.0)[1]
 
 
 def answer(behave: Callable[[socket.socket], None]) -> tuple[str, int]:
@@ -110,12 +110,12 @@ def test_a_foreign_answer_is_a_failed_attempt(
 
 
 @pytest.mark.timeout(60)
-def test_the_proof_of_a_worker_is_of_no_use_at_another_address(door: wire.Door) -> None:
+def test_the_proof_of_a_worker_is_of_no_use_at_another_address(listener: wire.WorkerListener) -> None:
     """A stranger holds the port of a server that has died, and passes everything on to another server of the job."""
     passed = []
 
     def relay(victim: socket.socket) -> None:
-        with REAL(door.address) as server:
+        with REAL(listener.address) as server:
             for source, target, num_bytes in ((server, victim, 40), (victim, server, 64), (server, victim, 32)):
                 content = source.recv(num_bytes, socket.MSG_WAITALL)
                 passed.append(len(content))
@@ -124,13 +124,13 @@ def test_the_proof_of_a_worker_is_of_no_use_at_another_address(door: wire.Door) 
     with pytest.raises(OSError, match="it was refused there"):
         wire.connect(answer(relay), KEY)
     assert passed == [40, 64, 32]
-    assert not wire.readable([], door.bell, 0.2)[1]
-    come_in(door)
+    assert not wire.readable([], listener.bell, 0.2)[1]
+    come_in(listener)
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_the_kernel_tells_users_apart_on_one_host(door: wire.Door) -> None:
+def test_the_kernel_tells_users_apart_on_one_host(listener: wire.WorkerListener) -> None:
     """A stranger connects to the server's Unix socket; and a worker to the stranger's."""
     ours, theirs = socket.socketpair()
     child = os.fork()
@@ -140,14 +140,14 @@ def test_the_kernel_tells_users_apart_on_one_host(door: wire.Door) -> None:
             os.setgid(12345)
             os.setuid(12345)
             with socket.socket(socket.AF_UNIX) as one:
-                one.connect(door.name)
+                one.connect(listener.name)
                 try:
                     one.sendall(b"hello")
                     ended_well = one.recv(1) == b""
                 except ConnectionError:
                     ended_well = True
             with socket.socket(socket.AF_UNIX) as one:
-                one.bind(door.name + b"-stranger")
+                one.bind(listener.name + b"-stranger")
                 one.listen()
                 theirs.send(b"!")
                 theirs.recv(1)
@@ -155,10 +155,10 @@ def test_the_kernel_tells_users_apart_on_one_host(door: wire.Door) -> None:
             os._exit(0 if ended_well else 1)
     assert ours.recv(1) == b"!"
     with pytest.raises(ConnectionError, match="another user listens there"):
-        wire.connect_here(door.name + b"-stranger")
+        wire.connect_here(listener.name + b"-stranger")
     ours.send(b"!")
     assert os.waitpid(child, 0)[1] == 0
-    assert not wire.readable([], door.bell, 0.2)[1]
+    assert not wire.readable([], listener.bell, 0.2)[1]
     ours.close()
     theirs.close()
 
@@ -167,27 +167,31 @@ def test_the_kernel_tells_users_apart_on_one_host(door: wire.Door) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_connections_that_prove_nothing_take_little(door: wire.Door) -> None:
+def test_connections_that_prove_nothing_take_little(listener: wire.WorkerListener) -> None:
     """500 of them, and 100,000 random bytes."""
     rng = random.Random(0)
     before, flood = len(os.listdir("/proc/self/fd")), []
     for _ in range(500):
-        one = socket.create_connection(door.address)
+        one = socket.create_connection(listener.address)
         one.sendall(rng.randbytes(200))
         flood.append(one)
-        assert [thread.name for thread in threading.enumerate() if "pycomm" in thread.name] == ["pycomm-server-door"]
-    come_in(door)
+        assert [thread.name for thread in threading.enumerate() if "pycomm" in thread.name] == [
+            "pycomm-worker-listener"
+        ]
+    come_in(listener)
     assert len(os.listdir("/proc/self/fd")) - before - len(flood) <= 64 + 1
     for one in flood:
         one.close()
-    come_in(door)
+    come_in(listener)
 
 
 @pytest.mark.timeout(60)
-def test_what_is_slow_to_prove_itself_is_turned_away(monkeypatch: pytest.MonkeyPatch, door: wire.Door) -> None:
+def test_what_is_slow_to_prove_itself_is_turned_away(
+    monkeypatch: pytest.MonkeyPatch, listener: wire.WorkerListener
+) -> None:
     """One byte now and then does not make more time."""
     monkeypatch.setattr(wire, "_TO_PROVE", 0.5)
-    with socket.create_connection(door.address) as slow:
+    with socket.create_connection(listener.address) as slow:
         slow.settimeout(10.0)
         assert len(slow.recv(40, socket.MSG_WAITALL)) == 40
         until = time.monotonic() + 10.0
@@ -202,19 +206,19 @@ WITHOUT_DESCRIPTORS = """
 import os, resource, socket, sys, threading, time
 import encodings.idna
 from pycomm.asynchronous import wire
-door = wire.Door("127.0.0.1", b"a secret of the job")
-held = [socket.create_connection(door.address) for _ in range(10)]
+listener = wire.WorkerListener("127.0.0.1", b"a secret of the job")
+held = [socket.create_connection(listener.address) for _ in range(10)]
 time.sleep(0.3)
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), hard))  # one more, for that of the list
 late = socket.socket()
-late.connect(door.address)  # there is no descriptor left to accept it with
+late.connect(listener.address)  # there is no descriptor left to accept it with
 begun = time.process_time()
 time.sleep(1.0)
 spent = time.process_time() - begun
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-wire.connect(door.address, b"a secret of the job")
-print(spent < 0.5, len(door.admitted()))
+wire.connect(listener.address, b"a secret of the job")
+print(spent < 0.5, len(listener.admitted()))
 """
 
 
@@ -233,12 +237,12 @@ def test_without_a_descriptor_left_it_pauses_and_goes_on() -> None:
 class Server:
     """Server in a thread of this process."""
 
-    door: wire.Door
+    listener: wire.WorkerListener
     serving: Serving
     thread: threading.Thread
 
     def worker(self, number: int, process: int = 0, **more: Any) -> wire.Connection:
-        connection = wire.connect_here(self.door.name)
+        connection = wire.connect_here(self.listener.name)
         hello: dict[str, Any] = {
             "worker": number,
             "life": f"life {number}",
@@ -273,13 +277,13 @@ def serve() -> Iterator[Callable[..., Server]]:
     with contextlib.ExitStack() as ended:
 
         def start(*expected: int, mode: str = "async", timeout: float = 30.0) -> Server:
-            door, memory = wire.Door(), SharedMemory(SIZE * 8)
-            serving = Serving(core_of(mode), memory, door, "here", set(expected), timeout, 0)
+            listener, memory = wire.WorkerListener(), SharedMemory(SIZE * 8)
+            serving = Serving(core_of(mode), memory, listener, "here", set(expected), timeout, 0)
             thread = threading.Thread(target=serving.run, daemon=True)
             thread.start()
             ended.callback(memory.close)
-            ended.callback(door.close)
-            return Server(door, serving, thread)
+            ended.callback(listener.close)
+            return Server(listener, serving, thread)
 
         yield start
 
@@ -311,7 +315,7 @@ def test_who_is_malformed_is_dropped_by_name_and_the_others_go_on(
     good = (server := serve(1)).worker(1)
     for number, message in enumerate(MALFORMED):
         for is_known in (False, True):
-            connection = server.worker(100 + number) if is_known else wire.connect_here(server.door.name)
+            connection = server.worker(100 + number) if is_known else wire.connect_here(server.listener.name)
             with caplog.at_level(logging.WARNING, "pycomm"):
                 wire.tell(connection, **message)
                 with pytest.raises((EOFError, OSError)):
@@ -367,7 +371,7 @@ def test_who_says_nothing_does_not_hold_up_the_end(
 ) -> None:
     monkeypatch.setattr("pycomm.asynchronous.serving._TO_GREET", 0.5)
     server = serve(1)
-    silent = wire.connect_here(server.door.name)
+    silent = wire.connect_here(server.listener.name)
     good = server.worker(1)
     server.step(good, 1)
     server.end(good)

@@ -269,13 +269,13 @@ def test_compiled_blocks_keep_the_overlap() -> None:
     for block in (model.first, model.second, model.third):
         block.compile(backend="aot_eager", fullgraph=True)
     optimizer = sgd(model)
-    original = Engine._launch
+    original = Engine.launch
 
     def launch(*args: Any) -> None:
         events.append("launch")
         original(*args)
 
-    with patch.object(Engine, "_launch", launch):
+    with patch.object(Engine, "launch", launch):
         with attached(optimizer, model, bucket_mb=1e-5) as reducer:
             buckets = reducer.stats()["num_buckets"]
             for step in range(3):

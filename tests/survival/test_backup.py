@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
-from pycomm.reducer.backup import BackupEngine, Standin
+from pycomm.reducer.backup import BackupPolicy, StandbyJob
 from tests.hosts import on_hosts
 from tests.on_ranks import Pools
 from tests.survival.training import METHODS, die, digest, loss_of, small_model
@@ -264,7 +264,7 @@ def test_late_gradients_are_saved_and_sent_by_fewer_ranks(new_ranks: Pools, tmp_
 def test_a_job_that_stands_by_ends_with_its_worker() -> None:
     """Otherwise a process that ends without detach() would wait for a step that does not come."""
     stopped = False
-    standin = Standin(lambda: False, lambda: None, lambda: stopped)
+    standin = StandbyJob(lambda: False, lambda: None, lambda: stopped)
     stopped = True
     standin.run()
     assert standin.add(lambda: None) is None
@@ -274,7 +274,7 @@ def test_works_of_a_job_that_failed_end_nevertheless() -> None:
     def fail() -> None:
         raise OSError("no memory")
 
-    standin = Standin(lambda: True, fail, lambda: False)
+    standin = StandbyJob(lambda: True, fail, lambda: False)
     with pytest.raises(OSError, match="no memory"):
         standin.run()
     work = standin.add(lambda: 3)
@@ -292,8 +292,8 @@ def train_without_end() -> int:
         optimizer.zero_grad()
         nn.functional.mse_loss(model(torch.ones(1, 20)), torch.full((1, 5), float(step))).backward()
         optimizer.step()
-    assert isinstance(reducer._engine, BackupEngine)
-    assert reducer._engine._standin is not None
+    assert isinstance(reducer._engine.policy, BackupPolicy)
+    assert reducer._engine.policy._standby is not None
     return os.getpid()
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
-from pycomm.reducer.backup import BackupEngine, Standin
+from pycomm.reducer.backup import BackupPolicy, StandbyJob
 from pycomm.worker import Worker
 from tests.on_ranks import Pools
 from tests.survival.test_backup import wait_for_the_others
@@ -140,15 +140,15 @@ def test_a_backward_that_failed_before_anything_was_sent_is_repeated(new_ranks: 
 def lose_a_rank_while_late() -> tuple[dict[str, torch.Tensor], Any, str]:
     """Rank 1 dies when it has all averages of a step that goes on without rank 2."""
     model, optimizer, reducer = begin()
-    rank, engine = dist.get_rank(), reducer._engine
-    assert isinstance(engine, BackupEngine)
+    rank, policy = dist.get_rank(), reducer._engine.policy
+    assert isinstance(policy, BackupPolicy)
     for step in range(3):
         take_step(model, optimizer, step)
     if rank == 1:
-        engine.survival.commit = lambda *_: die()  # type: ignore[method-assign]
+        policy.survival.commit = lambda *_: die()  # type: ignore[method-assign]
     elif rank == 2:
         deadline = time.monotonic() + 60.0
-        while engine._standin is None or not engine._standin.is_late:
+        while policy._standby is None or not policy._standby.is_late:
             assert time.monotonic() < deadline
             time.sleep(0.002)
     own: dict[str, torch.Tensor] = {}
@@ -195,7 +195,7 @@ def test_a_forked_child_leaves_what_is_under_way_to_its_parent() -> None:
         begun.set()
         may_end.wait()
 
-    standin, worker = Standin(lambda: False, lambda: None, lambda: False), Worker("a job stands by")
+    standin, worker = StandbyJob(lambda: False, lambda: None, lambda: False), Worker("a job stands by")
     standin.add(hold)
     standin.add(lambda: ran.append(os.getpid()))
     work = worker.submit(standin.run)

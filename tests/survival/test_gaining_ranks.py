@@ -45,7 +45,7 @@ def attach(plan: Plan, model: nn.Module, **options: Any) -> tuple[pycomm.Reducer
 
 def go_on(plan: Plan, reducer: pycomm.Reducer, scheduler: Any, model: nn.Module, size: int) -> dict[str, Any]:
     """Train until the world has had ``size`` ranks, and ``AFTERWARDS`` steps more."""
-    number, first = reducer._engine.survival.membership.me, reducer.stats()["steps"]  # type: ignore[union-attr]
+    number, first = reducer._engine.policy.survival.membership.me, reducer.stats()["steps"]  # type: ignore[attr-defined]
     worlds: list[tuple[int, ...]] = []
     step, left, begun = first, AFTERWARDS, time.monotonic()
     while left > 0:

@@ -1,4 +1,4 @@
-"""Companions: the ranks that meet, where some may be lost and others come (``on_failure="shrink"``)."""
+"""ElasticGroup: the ranks that meet, where some may be lost and others come (``on_failure="shrink"``)."""
 
 from __future__ import annotations
 
@@ -11,61 +11,61 @@ from typing import Any
 import numpy as np
 
 from pycomm.communicator import Communicator, communicator_at
-from pycomm.elastic.door import Door, Guest
+from pycomm.elastic.join_requests import JoinClient, JoinListener
+from pycomm.elastic.liveness import this_process
 from pycomm.elastic.membership import Membership
 from pycomm.elastic.reconvene import reconvene
-from pycomm.elastic.vitals import this_process
 from pycomm.errors import CommError
 
 _LOG = logging.getLogger("pycomm")
 _MIN_RANKS = 1
 _numbers = itertools.count()
-"""Of the groups of companions of this process: a newcomer's n-th joins the n-th of the others."""
+"""Numbers of this process's elastic groups: a newcomer's n-th joins the n-th of the others."""
 
 Lines = Sequence[tuple[str, str]]
-"""What companions must have in common: kinds and texts."""
+"""What the ranks of a group must have in common: kinds and texts."""
 
 
-class Companions:
+class ElasticGroup:
     """Ranks that meet, over ``communicator``, which moves with them. Make it by :meth:`found` or :meth:`join`.
 
     Attributes:
         events: what happened to the world, a dict each: see ``LocalAverager.stats``.
     """
 
-    def __init__(self, communicator: Communicator, membership: Membership, door: Door) -> None:
-        self.communicator, self._membership, self._door = communicator, membership, door
+    def __init__(self, communicator: Communicator, membership: Membership, listener: JoinListener) -> None:
+        self.communicator, self._membership, self._listener = communicator, membership, listener
         self.events: list[dict[str, Any]] = []
 
     @classmethod
-    def found(cls, communicator: Communicator, lines: Lines) -> Companions:
-        """Return the companions that the ranks of ``communicator`` are. Collective."""
-        membership = Membership.found(communicator, _MIN_RANKS, calls_roll=False)
-        return cls(communicator, membership, _door_of(membership, lines))
+    def found(cls, communicator: Communicator, lines: Lines) -> ElasticGroup:
+        """Make the group of the ranks of ``communicator``. Collective."""
+        membership = Membership.found(communicator, _MIN_RANKS, counts_ready=False)
+        return cls(communicator, membership, _listener_of(membership, lines))
 
     @classmethod
-    def join(cls, address: str, lines: Lines, timeout: float) -> Companions:
+    def join(cls, address: str, lines: Lines, timeout: float) -> ElasticGroup:
         """Join those whose store listens at ``address``; asks again where a rank is lost meanwhile.
 
         Raises:
             ValueError: they refuse, or ``address`` is malformed.
             CommError: they do not answer, or failed.
         """
-        guest = Guest(address, f"averager/{next(_numbers)}", timeout)
+        client = JoinClient(address, f"averager/{next(_numbers)}", timeout)
         while True:
-            answer = guest.ask(this_process(), lines)
-            membership, place = Membership.accept(answer, guest.store, _MIN_RANKS, timeout, False)
+            answer = client.ask(this_process(), lines)
+            membership, place = Membership.accept(answer, client.store, _MIN_RANKS, timeout, False)
             try:
                 communicator = communicator_at(place, timeout)
                 membership.settle(communicator)
             except CommError:
                 membership.close()
-                if guest.is_late():
+                if client.is_late():
                     raise
                 continue
-            door = Door(guest.store, guest.index, lines, _host_of(membership))
-            door.pass_by(answer["request"])
-            return cls(communicator, membership, door)
+            listener = JoinListener(client.store, client.index, lines, _host_of(membership))
+            listener.pass_by(answer["request"])
+            return cls(communicator, membership, listener)
 
     @property
     def world(self) -> tuple[int, ...]:
@@ -75,7 +75,7 @@ class Companions:
     def commit(self) -> int:
         """Return once all ranks have the results of a meeting, with the number of a newcomer that waits; 0 for none."""
         word = np.zeros(1, np.int64)
-        if self._membership.is_first and (waiting := self._door.waiting()) is not None:
+        if self._membership.is_first and (waiting := self._listener.waiting()) is not None:
             word[0] = waiting.number
         with self.communicator.channel.skip_checks():
             self.communicator.all_reduce(word, "max")
@@ -109,11 +109,11 @@ class Companions:
         Raises:
             CommError: it did not come, or a rank was lost meanwhile; the world is as before.
         """
-        self._door.pass_by(number)
-        place = self._membership.admit(self._door.read(number))
+        self._listener.pass_by(number)
+        place = self._membership.admit(self._listener.read(number))
         try:
             if self._membership.is_first:
-                self._door.answer(number, self._membership.invitation())
+                self._listener.answer(number, self._membership.invitation())
             self.communicator.move(place)
             self._membership.settle(self.communicator)
         except BaseException:
@@ -125,13 +125,13 @@ class Companions:
 
     def close(self, reason: str) -> None:
         """Leave."""
-        self._door.close()
+        self._listener.close()
         self._membership.leave(reason)
         self._membership.close()
 
 
-def _door_of(membership: Membership, lines: Lines) -> Door:
-    return Door(membership.store, f"averager/{next(_numbers)}", lines, _host_of(membership))
+def _listener_of(membership: Membership, lines: Lines) -> JoinListener:
+    return JoinListener(membership.store, f"averager/{next(_numbers)}", lines, _host_of(membership))
 
 
 def _host_of(membership: Membership) -> str:

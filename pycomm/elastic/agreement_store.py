@@ -1,4 +1,4 @@
-"""Ledger: the store in which ranks agree on who is left. It must outlive every one of them.
+"""Store in which ranks agree on who is left. It must outlive every one of them.
 
 Ranks of one host share a file that has no name, in memory: it lasts as long as one of them, and nobody has to
 serve it. Between hosts it is the store of the process group, which somebody serves: torchrun's agent, or rank 0,
@@ -31,13 +31,13 @@ _LOG = logging.getLogger("pycomm")
 T = TypeVar("T")
 
 
-class Ledger:
-    """Ledger of some ranks.
+class AgreementStore:
+    """Store in which some ranks agree.
 
     Args:
         rank: this one.
         store: the process group's store, or the one that it is a part of.
-        name: name of the ledger in it.
+        name: name of this part of it.
         file: descriptor of the file to use instead, which is owned from now on; -1 for none.
 
     Attributes:
@@ -48,10 +48,10 @@ class Ledger:
 
     def __init__(self, rank: int, store: Store, name: str, file: int = -1) -> None:
         self._rank, self.name = rank, name
-        self._worker = Worker(f"pycomm-ledger-{rank}")
+        self._worker = Worker(f"pycomm-agreement-{rank}")
         self.path = "" if file < 0 else f"/proc/{os.getpid()}/fd/{file}"
         self.store: Store = (
-            PrefixStore(f"pycomm/ledger/{name}", root_store(store))
+            PrefixStore(f"pycomm/membership/{name}", root_store(store))
             if file < 0
             else FileStore(f"/proc/self/fd/{file}", -1)
         )
@@ -88,13 +88,13 @@ class Ledger:
         self._worker.stop(patience=1.0)
 
 
-def open_ledger(communicator: Communicator) -> Ledger:
-    """Return the ledger of the ranks of ``communicator``. Collective."""
+def open_agreement_store(communicator: Communicator) -> AgreementStore:
+    """Return the store of the ranks of ``communicator``. Collective."""
     name = communicator.channel.all_gather_bytes(secrets.token_hex(8).encode())[0].decode()
     otherwise = "the ranks can agree on who is left only while the process group's own store is there"
     is_local = communicator.transport == "shared_memory"
-    file = shared_file(communicator, "pycomm-ledger", otherwise) if is_local else -1
-    return Ledger(communicator.rank, communicator.place.store, name, file)
+    file = shared_file(communicator, "pycomm-agreement", otherwise) if is_local else -1
+    return AgreementStore(communicator.rank, communicator.place.store, name, file)
 
 
 def shared_file(communicator: Communicator, name: str, otherwise: str) -> int:
@@ -127,7 +127,7 @@ def shared_file(communicator: Communicator, name: str, otherwise: str) -> int:
 
 
 def open_file(path: str) -> int:
-    """Return a descriptor of another process's ledger, whose ``path`` that process told.
+    """Return a descriptor of another process's file, whose ``path`` that process told.
 
     Raises:
         OSError: it cannot be opened, or is something else.

@@ -1,4 +1,4 @@
-"""The door by which newcomers come in: who may, and what happens when a connection or a rank breaks."""
+"""The listener by which newcomers come in: who may, and what happens when a connection or a rank breaks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pycomm import CommError
-from pycomm.elastic.door import Door, Guest, Request
+from pycomm.elastic.join_requests import JoinClient, JoinListener, Request
+from pycomm.elastic.liveness import this_process
 from pycomm.elastic.membership import Membership
-from pycomm.elastic.vitals import this_process
 from pycomm.torch_internals import Store
 from tests.ranks import free_port
 
@@ -43,27 +43,27 @@ def break_connections(port: int) -> None:
 
 
 def test_a_broken_connection_to_the_store_is_made_anew(store: TCPStore) -> None:
-    door = Door(store, 0, [], "")
-    door.answer(1, {"a": 1})
+    listener = JoinListener(store, 0, [], "")
+    listener.answer(1, {"a": 1})
     break_connections(store.port)
     with pytest.raises(RuntimeError):
         store.check(["something"])
-    door.answer(2, {"a": 2})
-    assert door._store.check(["answer/1", "answer/2"])
-    door.close()
+    listener.answer(2, {"a": 2})
+    assert listener._store.check(["answer/1", "answer/2"])
+    listener.close()
 
 
 def test_a_newcomer_whose_host_has_died_meanwhile_learns_it(store: TCPStore) -> None:
-    invitation = {"ledger": ["name", "/proc/999999999/fd/3"], "world": [0, 1]}
+    invitation = {"agreement": ["name", "/proc/999999999/fd/3"], "world": [0, 1]}
     with pytest.raises(CommError, match="the rank that let it in has died"):
-        Membership.accept(invitation, store, 1, 1.0, calls_roll=False)
+        Membership.accept(invitation, store, 1, 1.0, counts_ready=False)
 
 
 LINES = [("setting", "every=1"), ("parameter", "weight: [2]")]
 ANSWER = {
     "name": "group",
     "backends": "cpu:gloo",
-    "ledger": ["ledger", ""],
+    "agreement": ["agreement", ""],
     "world": [0, 1, 2],
     "round": 0,
     "epoch": 1,
@@ -73,19 +73,19 @@ ANSWER = {
 
 
 @pytest.fixture
-def door(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
-    """Return the door of ranks that know a secret."""
+def listener(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[JoinListener]:
+    """Return the listener of ranks that know a secret."""
     monkeypatch.setenv("PYCOMM_SECRET", "what the ranks know")
-    made = Door(store, 0, LINES, "")
+    made = JoinListener(store, 0, LINES, "")
     yield made
     made.close()
 
 
-def look(door: Door, seconds: float = 10.0) -> Request | None:
+def look(listener: JoinListener, seconds: float = 10.0) -> Request | None:
     """Return the request that fits, if one comes."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        if (found := door.waiting()) is not None:
+        if (found := listener.waiting()) is not None:
             return found
         time.sleep(0.01)
     return None
@@ -93,73 +93,73 @@ def look(door: Door, seconds: float = 10.0) -> Request | None:
 
 def ask(store: TCPStore, process: dict[str, Any], lines: list[tuple[str, str]] = LINES) -> Future[dict[str, Any]]:
     """Ask as a newcomer does that knows what the environment says now."""
-    guest = Guest(f"127.0.0.1:{store.port}", 0, 20.0)
+    client = JoinClient(f"127.0.0.1:{store.port}", 0, 20.0)
     executor = ThreadPoolExecutor(1)
-    asked = executor.submit(guest.ask, process, lines)
+    asked = executor.submit(client.ask, process, lines)
     executor.shutdown(wait=False)
     return asked
 
 
-def test_who_knows_the_secret_is_let_in_and_knows_the_ranks(store: TCPStore, door: Door) -> None:
+def test_who_knows_the_secret_is_let_in_and_knows_the_ranks(store: TCPStore, listener: JoinListener) -> None:
     elsewhere = {**this_process(), "host": "another"}
     asked = ask(store, elsewhere)
-    request = look(door)
+    request = look(listener)
     assert request is not None
     assert request.process == elsewhere
-    door.answer(request.number, ANSWER)
+    listener.answer(request.number, ANSWER)
     assert asked.result(20.0) == {**ANSWER, "request": request.number}
 
 
 @pytest.mark.parametrize("known", [None, "what others know of it"])
 def test_who_does_not_is_refused(
-    store: TCPStore, door: Door, monkeypatch: pytest.MonkeyPatch, known: str | None
+    store: TCPStore, listener: JoinListener, monkeypatch: pytest.MonkeyPatch, known: str | None
 ) -> None:
     if known is None:
         monkeypatch.delenv("PYCOMM_SECRET")
     else:
         monkeypatch.setenv("PYCOMM_SECRET", known)
     asked = ask(store, this_process())
-    assert look(door, 1.0) is None
+    assert look(listener, 1.0) is None
     with pytest.raises(ValueError, match="it does not know PYCOMM_SECRET"):
         asked.result(20.0)
 
 
-def test_a_request_of_another_number_or_another_process_is_not_signed(store: TCPStore, door: Door) -> None:
+def test_a_request_of_another_number_or_another_process_is_not_signed(store: TCPStore, listener: JoinListener) -> None:
     """A stranger who has seen a request writes it once more, as it is and with a process of its own."""
     asked = ask(store, this_process())
-    request = look(door)
+    request = look(listener)
     assert request is not None
-    door.pass_by(request.number)
-    door.answer(request.number, ANSWER)
+    listener.pass_by(request.number)
+    listener.answer(request.number, ANSWER)
     asked.result(20.0)
-    seen = json.loads(door._store.get(f"request/{request.number}"))
+    seen = json.loads(listener._store.get(f"request/{request.number}"))
     for change in ({}, {"process": {**seen["process"], "host": "of the stranger"}}, {"proof": None}, {"nonce": "x"}):
-        number = door._store.add("requests", 1)
-        door._store.set(f"request/{number}", json.dumps({**seen, **change}))
-        assert look(door, 0.5) is None
-        assert "refused" in json.loads(door._store.get(f"answer/{number}"))["content"]
+        number = listener._store.add("requests", 1)
+        listener._store.set(f"request/{number}", json.dumps({**seen, **change}))
+        assert look(listener, 0.5) is None
+        assert "refused" in json.loads(listener._store.get(f"answer/{number}"))["content"]
 
 
 def test_an_answer_of_somebody_else_is_not_believed(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYCOMM_SECRET", "what the newcomer knows")
     asked = ask(store, this_process())
     monkeypatch.delenv("PYCOMM_SECRET")
-    stranger = Door(store, 0, LINES, "")
+    stranger = JoinListener(store, 0, LINES, "")
     request = look(stranger)
     assert request is not None
-    stranger.answer(request.number, {**ANSWER, "ledger": ["x", "/etc/passwd"]})
+    stranger.answer(request.number, {**ANSWER, "agreement": ["x", "/etc/passwd"]})
     with pytest.raises(ValueError, match="who answers at .* does not know PYCOMM_SECRET"):
         asked.result(20.0)
     stranger.close()
 
 
 def test_without_a_secret_only_processes_of_this_user_and_host_are_let_in(store: TCPStore) -> None:
-    door = Door(store, 0, LINES, "")
+    listener = JoinListener(store, 0, LINES, "")
     asked = ask(store, this_process())
-    request = look(door)
+    request = look(listener)
     assert request is not None
-    door.pass_by(request.number)
-    door.answer(request.number, ANSWER)
+    listener.pass_by(request.number)
+    listener.answer(request.number, ANSWER)
     asked.result(20.0)
     for change, message in (
         ({"host": "another"}, "not on the host of the first rank, .*; set PYCOMM_SECRET on all ranks"),
@@ -169,20 +169,20 @@ def test_without_a_secret_only_processes_of_this_user_and_host_are_let_in(store:
         ({"pid": -1}, "the request is malformed: process.pid is"),
     ):
         asked = ask(store, {**this_process(), **change})
-        assert look(door, 1.0) is None
+        assert look(listener, 1.0) is None
         with pytest.raises(ValueError, match=message):
             asked.result(20.0)
-    door.close()
+    listener.close()
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "5", "", "\0", "{}", '{"process": {}, "lines": {}}'])
-def test_a_malformed_request_is_refused(store: TCPStore, door: Door, text: str) -> None:
-    number = door._store.add("requests", 1)
-    door._store.set(f"request/{number}", text)
-    assert look(door, 0.5) is None
-    assert "the request is" in json.loads(door._store.get(f"answer/{number}"))["content"]["refused"]
+def test_a_malformed_request_is_refused(store: TCPStore, listener: JoinListener, text: str) -> None:
+    number = listener._store.add("requests", 1)
+    listener._store.set(f"request/{number}", text)
+    assert look(listener, 0.5) is None
+    assert "the request is" in json.loads(listener._store.get(f"answer/{number}"))["content"]["refused"]
     asked = ask(store, this_process())
-    assert look(door) is not None
-    door.answer(number + 1, {"refused": "there is no room"})
+    assert look(listener) is not None
+    listener.answer(number + 1, {"refused": "there is no room"})
     with pytest.raises(ValueError, match="refused this process: there is no room"):
         asked.result(20.0)

@@ -1,4 +1,4 @@
-"""Roll call: what ranks tell one another when a meeting begins, before anything is sent that changes parameters.
+"""Check of a meeting: what ranks exchange when it begins, before anything is sent that changes parameters.
 
 | word | what                                                                           | if ranks differ             |
 |------|--------------------------------------------------------------------------------|-----------------------------|
@@ -36,8 +36,8 @@ _LEFT_OUT = (
 
 
 @dataclass(frozen=True)
-class Roll:
-    """What this rank tells when a meeting begins; see the table above.
+class MeetingCheck:
+    """What this rank sends when a meeting begins; see the table above.
 
     Attributes:
         skipped: how many of the steps a loss scaler, or ``skip_step``, has left out.
@@ -51,7 +51,7 @@ class Roll:
     is_new: bool
     report: Report
 
-    def call(self, communicator: Communicator, world: Sequence[int]) -> float:
+    def compare(self, communicator: Communicator, world: Sequence[int]) -> float:
         """Return the sum of all weights. Collective.
 
         Args:

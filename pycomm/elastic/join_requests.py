@@ -1,4 +1,4 @@
-"""Door: where processes that come later ask to be let in, in the store of the process group.
+"""Requests to join, which processes that come later write to the store of the process group.
 
 Whoever reaches the store can write a request there. So where the job has a secret, requests and answers are signed with
 it; without one, only processes of this user on the first rank's host are let in, and nobody from another host.
@@ -38,7 +38,7 @@ _REQUEST = {"process": _PROCESS, "lines": ListOf(ListOf(str, length=2)), "nonce"
 _INVITATION = {
     "name": str,
     "backends": str,
-    "ledger": ListOf(str, length=2),
+    "agreement": ListOf(str, length=2),
     "world": ListOf(COUNT),
     "round": COUNT,
     "epoch": COUNT,
@@ -56,19 +56,19 @@ class Request:
 
     Attributes:
         number: its number among all requests, from 1.
-        process: its process, see :class:`Vitals`.
+        process: its process, see :class:`ProcessWatch`.
     """
 
     number: int
     process: dict[str, Any]
 
 
-def _door(store: Store, index: int | str) -> PrefixStore:
-    return PrefixStore(f"pycomm/door/{index}", root_store(store))
+def _requests_in(store: Store, index: int | str) -> PrefixStore:
+    return PrefixStore(f"pycomm/join/{index}", root_store(store))
 
 
-class Door:
-    """The ranks' side of the door.
+class JoinListener:
+    """The ranks' side: looks for requests, and answers them.
 
     Args:
         store: the process group's store.
@@ -78,10 +78,10 @@ class Door:
     """
 
     def __init__(self, store: Store, index: int | str, lines: Sequence[tuple[str, str]], host: str) -> None:
-        self._store, self._index = _door(store, index), index
+        self._store, self._index = _requests_in(store, index), index
         self._lines, self._host, self._signer = lines, host, Signer(secret())
         self._nonces: dict[int, str] = {}  # of requests, by their numbers
-        self._worker = Worker("pycomm-door")
+        self._worker = Worker("pycomm-join-listener")
         self._next = 1
         self._look: Work | None = None
         self._looked = time.monotonic()
@@ -170,7 +170,7 @@ class Door:
             if not isinstance(old, TCPStore):
                 raise
         new = TCPStore(old.host, old.port, is_master=False, wait_for_workers=False)
-        self._store = _door(new, self._index)
+        self._store = _requests_in(new, self._index)
         return question(self._store)
 
     def _problem(self, wanted: dict[str, Any]) -> str:
@@ -198,12 +198,12 @@ def _user_of(pid: int) -> int:
         return -1
 
 
-class Guest:
-    """The newcomer's side of the door: asks at the store that listens at ``address``.
+class JoinClient:
+    """The newcomer's side: asks at the store that listens at ``address``.
 
     Args:
         address: "host:port" of the store; "[::1]:29500" for an address of IPv6.
-        index: see :class:`Door`.
+        index: see :class:`JoinListener`.
         timeout: limit of the whole, in seconds.
     """
 
@@ -217,7 +217,7 @@ class Guest:
             )
         except RuntimeError as error:  # torch's DistNetworkError is one
             raise self._failed(f"no store listens at {address}: {error}") from error
-        self._door, self._signer = _door(self.store, index), Signer(secret())
+        self._requests, self._signer = _requests_in(self.store, index), Signer(secret())
 
     def ask(self, process: dict[str, Any], lines: Sequence[tuple[str, str]]) -> dict[str, Any]:
         """Return the ranks' answer, with the number of the request under "request".
@@ -226,17 +226,17 @@ class Guest:
             ValueError: they refuse, or do not know the secret that this process knows.
             CommError: they do not answer.
         """
-        number, nonce = self._door.add("requests", 1), secrets.token_hex(16)
+        number, nonce = self._requests.add("requests", 1), secrets.token_hex(16)
         wanted = [process, [list(line) for line in lines]]
         proof = self._signer.sign("request", *_bound(self.index, number, nonce, wanted))
         request = {"process": wanted[0], "lines": wanted[1], "nonce": nonce, "proof": proof}
-        self._door.set(f"request/{number}", json.dumps(request))
-        while not self._door.check([f"answer/{number}"]):
+        self._requests.set(f"request/{number}", json.dumps(request))
+        while not self._requests.check([f"answer/{number}"]):
             if time.monotonic() > self._deadline:
                 raise self._failed(f"the ranks that meet at {self._address} did not answer")
             time.sleep(_POLL)
         told = parse(
-            self._door.get(f"answer/{number}"), _ANSWER, f"the answer of the ranks that meet at {self._address}"
+            self._requests.get(f"answer/{number}"), _ANSWER, f"the answer of the ranks that meet at {self._address}"
         )
         answer: dict[str, Any] = told["content"]
         parts = _bound(self.index, number, nonce, answer)

@@ -1,4 +1,4 @@
-"""Meeting of the ranks of a parameter server in the store of their process group, without a process group.
+"""ServerMeeting of the ranks of a parameter server in the store of their process group, without a process group.
 
 What is agreed there stays: a process that comes later, or in the place of one that has died, finds it.
 """
@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from pycomm.asynchronous.wire import Door
+from pycomm.asynchronous.wire import WorkerListener
 from pycomm.errors import CommError
 from pycomm.torch_internals import PrefixStore, Store, root_store, store_of
 from pycomm.transport import rendezvous
@@ -56,8 +56,8 @@ class Place:
     port: int
 
 
-class Meeting:
-    """Meeting of the ranks.
+class ServerMeeting:
+    """ServerMeeting of the ranks.
 
     Args:
         timeout: limit of every wait for a rank; seconds or ``timedelta``, ``None`` for the process group's own.
@@ -139,15 +139,19 @@ class Meeting:
         self._hosts = {one["host"] for one in told} | {rendezvous.host_identity()}
         return told
 
-    def open_door(self) -> Door:
+    def open_listener(self) -> WorkerListener:
         """Return where workers come in: from other hosts only if there is a secret, and a way from them."""
         key, address = self.access.key, self.own_address()
         is_reached = len(self._hosts) > 1 or not ipaddress.ip_address(address.partition("%")[0]).is_loopback
-        return Door() if key is None or not is_reached else Door(address, key, self.access.context(server=True))
+        return (
+            WorkerListener()
+            if key is None or not is_reached
+            else WorkerListener(address, key, self.access.context(server=True))
+        )
 
-    def tell_address(self, server: int, door: Door) -> None:
+    def tell_address(self, server: int, listener: WorkerListener) -> None:
         """Tell where ``server`` is."""
-        place = Place(rendezvous.host_identity(), door.name.hex(), *door.address)
+        place = Place(rendezvous.host_identity(), listener.name.hex(), *listener.address)
         self._store.set(f"server/{server}", json.dumps(asdict(place)))
 
     @contextlib.contextmanager

@@ -1,0 +1,117 @@
+"""Signs of life: what the operating system shows of ranks of this host, and a thread that answers other hosts.
+
+A rank that finds an operation failed calls the others through the agreement's store. One that computes does not hear
+that until its next operation; but a thread of its own looks for calls now and then, and answers. A rank that does not
+answer has died, is stopped or cannot be reached.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from pycomm import threads
+from pycomm.communicator import Communicator
+from pycomm.torch_internals import PrefixStore, Store
+from pycomm.transport import processes, rendezvous
+
+STOPPED_PATIENCE = 0.5
+"""Seconds for which a process may be stopped before it is left behind."""
+
+_STOPPED = "is stopped"
+
+Process = dict[str, Any]
+"""Process of a rank: its ``host``, ``pid`` and ``start``, by which it is told from a later one with its id."""
+
+
+def this_process() -> Process:
+    """Return this process."""
+    return {"host": rendezvous.host_identity(), "pid": os.getpid(), "start": processes.start_of(os.getpid())}
+
+
+class ProcessWatch:
+    """Processes of ranks, by which it is known whether those of this host are alive.
+
+    Attributes:
+        processes: of each rank, by its number.
+    """
+
+    def __init__(self) -> None:
+        self._here = rendezvous.host_identity()
+        self.processes: dict[int, Process] = {}
+        self._stopped: dict[int, float] = {}
+
+    def meet(self, communicator: Communicator, ranks: Iterable[int]) -> None:
+        """Learn the processes of ``ranks``, by which the communicator's are called here. Collective."""
+        everyones = communicator.channel.all_gather_bytes(json.dumps(this_process()).encode())
+        self.processes = {rank: json.loads(text) for rank, text in zip(ranks, everyones, strict=True)}
+
+    def sees(self, rank: int) -> bool:
+        """Return whether ``rank`` is on this host."""
+        return rank in self.processes and self.processes[rank]["host"] == self._here
+
+    def fate_of(self, rank: int) -> str | None:
+        """Return what has become of ``rank``, if it can no longer take part; ``None`` if it can, for all one knows."""
+        if not self.sees(rank):
+            return None
+        process = self.processes[rank]
+        fate = processes.fate_of(process["pid"])
+        if fate != _STOPPED:
+            self._stopped.pop(rank, None)
+            return fate or (None if processes.start_of(process["pid"]) == process["start"] else "died")
+        since = self._stopped.setdefault(rank, time.monotonic())
+        return fate if time.monotonic() - since > STOPPED_PATIENCE else None
+
+
+PATIENCE = 3.0
+"""Seconds after which a rank that does not answer a call is left behind."""
+
+_INTERVAL = 0.25  # seconds between two looks, for a few ranks
+_LOOKS_PER_SECOND = 500.0  # of all ranks together, which one store can well answer
+
+
+class Heartbeat:
+    """Thread of rank ``me``, one of ``size``, that answers calls in ``store``."""
+
+    def __init__(self, store: Store, me: int, size: int) -> None:
+        self._store, self._me = store, me
+        self._interval = max(_INTERVAL, size / _LOOKS_PER_SECOND)
+        self.patience = PATIENCE + 2 * self._interval
+        self._round = 1
+        self._stopped = threading.Event()
+        threads.start(self._run, f"pycomm-heartbeat-{me}", self.stop)
+
+    def expect(self, number: int) -> None:
+        """Look for calls of the round with that number from now on."""
+        self._round = number
+
+    def stop(self) -> None:
+        """Answer no more."""
+        self._stopped.set()
+
+    def _run(self) -> None:
+        answered = 0
+        while not self._stopped.wait(self._interval):
+            number = self._round
+            if number == answered:
+                continue
+            try:
+                if is_called(self._store, number):
+                    round_store(self._store, number).set(f"alive/{self._me}", "")
+                    answered = number
+            except RuntimeError:  # the store has gone
+                return
+
+
+def round_store(store: Store, number: int) -> PrefixStore:
+    """Return the part of the agreement's store that belongs to a round of the agreement."""
+    return PrefixStore(f"round/{number}", store)
+
+
+def is_called(store: Store, number: int) -> bool:
+    """Return whether a rank has called the others to that round."""
+    return bool(round_store(store, number).check(["called"]))
