@@ -34,9 +34,9 @@ def slow_network(reports: Reports) -> str:
     parameters = " or ".join(dict.fromkeys(f"{report['parameters'] / 1e6:.1f} M" for report in reports.values()))
     made = "this report" if len(reports) == 1 else f"`{next(iter(reports))}`"
     text = (
-        f"A byte-level language model of {parameters} parameters; hosts are network namespaces "
-        "with one rank each, if it does not say otherwise, and a token bucket on their link. They share the machine's "
-        "cores. In brackets: how many "
+        f"A byte-level language model of {parameters} parameters. Hosts are network namespaces "
+        "with one rank each, unless the table says otherwise. A token bucket limits their link. They share the "
+        "machine's cores. In brackets: how many "
         "times the rate of DistributedDataParallel on the same link; below 1 is slower. [Slow networks]"
         f"(slow_network.md) has every command that made {made}, the bytes on the wire, the spread, the losses.\n"
     )
@@ -79,11 +79,11 @@ def training(reports: Reports) -> str:
     """Show steps of a perceptron, memory, and what ``attach`` costs one rank, for each number of ranks."""
     parts = [
         heading("Training steps on one host", reports, _RUN_OPTIONS, "bench.training"),
-        "Steps of a perceptron, one thread per rank; a step's time is its slowest rank's. Where each core has a "
-        "rank to run, packing and summing take time from backward; what ranks reach that exchange no data, but "
-        "wait for the later one after each backward, is the most that averaging alone can reach. `sent` is the "
-        "payload that a rank hands to its transport. Memory is what a rank has between steps beyond model, "
-        "gradients and the optimizer's state, also as a part of the gradients.\n",
+        "Steps of a perceptron, one thread per rank; the slowest rank's time counts. If every core runs a rank, "
+        "packing and summing slow backward down. With a barrier after backward, ranks exchange no data but wait for "
+        "each other: averaging alone cannot be faster. `sent` is the payload that a rank hands to its transport. "
+        "Memory is a rank's memory between steps without model, gradients and the optimizer's state, also as a share "
+        "of the gradients.\n",
     ]
     labelled = several(reports)
     for (ranks, parameters, batch, busy), group in grouped(reports, _training_setup).items():
@@ -139,8 +139,8 @@ def sharding(reports: Reports) -> str:
     parts = [
         heading("Sharded optimizer", reports, _RUN_OPTIONS, "bench.sharding"),
         "Reduction and step of Adam in float32, one thread per rank: from gradients in their buckets to the new "
-        "parameters of all ranks. Compared with ranks that each take the whole step, which is the first line. "
-        "[Sharded optimizer](sharding.md) says what the others are.\n",
+        "parameters of all ranks. In the first line each rank takes the whole step. "
+        "[Sharded optimizer](sharding.md) describes the others.\n",
     ]
     for (ranks, millions, busy), group in grouped(reports, _sharding_setup).items():
         corner = f"{_ranks(ranks, busy)}, {millions:g} M parameters"
