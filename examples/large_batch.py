@@ -8,8 +8,8 @@ The recipe (Jia et al. 2018, "Highly Scalable Deep Learning Training System with
 - float16 parameters and gradients, float32 master weights, loss scaling: master_weights, LossScaler
 - LARS on the masters; no weight decay on biases and norm parameters: LARS, whose default leaves these out
 - gradients fused into buckets, averaged while backward runs: attach (this model fits into one bucket)
-- an all-reduce that suits the network: attach(algorithm="auto") reads the file of `pycomm plan calibrate` that
-  PYCOMM_NETWORK names; "hierarchical(4,8)" means four hosts of eight ranks
+- an all-reduce that suits the network: pycomm.Tuning(algorithm="auto") reads the file of `pycomm plan calibrate`
+  that PYCOMM_NETWORK names; "hierarchical(4,8)" means four hosts of eight ranks
 - gradual warm-up, then polynomial decay: WarmupLR, PolynomialDecay
 
 The baseline is SGD with Nesterov momentum in float32; the shape of the schedule, momentum, weight decay, epochs and
