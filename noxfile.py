@@ -75,7 +75,10 @@ def oldest_torch(session: nox.Session) -> None:
 
 @nox.session(python=["3.10", "3.11", "3.12", "3.13", "3.14"])
 def pythons(session: nox.Session) -> None:
-    """The quick part of the tests on every Python that is supported and on PATH, such as pyenv's or the system's."""
+    """The quick part of the tests on every Python that is supported and on PATH; nox says which ones it does not find.
+
+    Of pyenv's it finds those that are active: `PYENV_VERSION=3.11.7:3.10.13:3.13.0 nox -s pythons`, the first for nox.
+    """
     session.install("-c", "constraints.txt", ".[demo,test]")
     session.run("pytest", *session.posargs)
 

@@ -97,6 +97,11 @@ def exchanged(
     messages = gather(json.dumps(mine).encode())
     if isinstance(told, Exception):
         raise told
+    return results_in(messages, what, words)
+
+
+def results_in(messages: Sequence[bytes], what: str, words: Words = Words()) -> list[Any]:
+    """Return what every rank has told in ``messages``, those of :func:`exchanged`; raise an error if one has failed."""
     everyones = [parse(text, _MESSAGE, f"what rank {rank} has told") for rank, text in enumerate(messages)]
     for rank, message in enumerate(everyones):
         if message["kind"]:

@@ -118,11 +118,7 @@ class Channel:
         return None
 
     def submit(self, job: Callable[[], Any]) -> Work:
-        """Run ``job`` on the communication thread after all jobs submitted before.
-
-        ``async_op`` operations run on the same thread. A job may call operations of the communicator, which
-        are then executed at once.
-        """
+        """Run ``job`` on the communication thread, after all operations before; those that it calls run at once."""
         return self.worker.submit(from_here(job))
 
     @contextlib.contextmanager
@@ -191,8 +187,7 @@ class Channel:
         """Return the ``mine``, an integer of 64 bits, of every rank, in rank order: one message."""
         gathered = np.empty(self.size, np.int64)
         self.run("all_gather", False, gathered, np.array([mine], np.int64))
-        numbers: list[int] = gathered.tolist()
-        return numbers
+        return [int(number) for number in gathered]
 
     # Arrays on GPUs.
 

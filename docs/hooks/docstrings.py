@@ -27,6 +27,8 @@ from griffe import (
     Function,
     Module,
     Object,
+    Parameter,
+    Parameters,
 )
 
 _ROLE = re.compile(r":(?:class|func|meth|mod|attr|data|exc):`~?([\w.]+)`")
@@ -155,9 +157,12 @@ def functions_of_table(module: Module) -> list[Function]:
     made = []
     for name, member in list(module.members.items()):
         value = member.value if isinstance(member, Attribute) else None
-        if isinstance(value, ExprCall) and str(value.function) == "_function":
+        if isinstance(value, ExprCall) and str(value.function) in ("_function", "_grouped"):
             _, form, way, doc = map(str, value.arguments)
-            arguments, returns = module[form].parameters, module[way].returns
+            first, *others = module[form].parameters
+            if str(value.function) == "_grouped":
+                first = Parameter("tensors", annotation="Tensors", kind=first.kind)
+            arguments, returns = Parameters(first, *others), module[way].returns
             function = Function(name, parameters=arguments, returns=returns, lineno=member.lineno, parent=module)
             function.docstring = Docstring(inspect.cleandoc(ast.literal_eval(doc)), parent=function)
             module.members[name] = function

@@ -37,20 +37,20 @@ class Averager(ABC):
 
     @abstractmethod
     def _stepped(self) -> None:
-        """Do what is to be done after a step."""
+        """Run after each step."""
 
     @abstractmethod
     def _skipped(self) -> None:
-        """Do what is to be done when a loss scaler leaves out a step of this rank."""
+        """Run when a loss scaler skips a step of this rank."""
 
     @abstractmethod
     def _refused(self, problem: str) -> None:
-        """Tell those that wait for this rank that it raises an error, about its parameters."""
+        """Report to the waiting ranks that this one raises an error about its parameters."""
 
     @property
     @abstractmethod
     def world(self) -> tuple[int, ...]:
-        """Ranks that take part, by the numbers that they got when they came."""
+        """Ranks that take part, by the numbers they were given when they joined."""
 
     @abstractmethod
     def meet(self) -> None:
@@ -101,10 +101,10 @@ class Averager(ABC):
             self._release()
 
     def skip_step(self) -> None:
-        """Leave out a step of this rank, whose batch cannot be used: in place of the rest of it, before the next one.
+        """Skip this step, because its batch cannot be used. Call it in place of the rest of the step.
 
-        It counts as a step all the same, so that ranks meet after equally many batches. Steps that a
-        ``pycomm.LossScaler`` or torch's ``GradScaler`` leaves out count without a call.
+        It still counts as a step, so that ranks meet after equally many batches. Steps that a
+        ``pycomm.LossScaler`` or torch's ``GradScaler`` skips count without a call.
         """
         self._require_attached()
         self._loop.excuse()

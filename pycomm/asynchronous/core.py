@@ -176,9 +176,9 @@ class ShardOptimizer:
         return part
 
     def collect(self, gradient: torch.Tensor, samples: float, rate: float) -> None:
-        """Add ``gradient`` to the next update, whose learning rate it wants to be multiplied by ``rate``.
+        """Add ``gradient`` to the next update; ``rate`` scales the learning rate for it.
 
-        It must stay as it is until :meth:`update` if it is the only one.
+        If it is the only one, it must not change until :meth:`update`.
         """
         weight = samples * rate
         self._all_samples += samples
@@ -365,7 +365,7 @@ class Wanted:
 
 
 class Core:
-    """State machine of a server. Everything follows from the order in which its methods are called.
+    """State machine of a server. Its state depends only on the order of calls.
 
     Args:
         shard: parameters and their optimizer.

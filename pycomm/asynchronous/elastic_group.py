@@ -68,11 +68,11 @@ class ElasticGroup:
 
     @property
     def world(self) -> tuple[int, ...]:
-        """Ranks that belong to it, by the numbers that they got when they came."""
+        """Its ranks, by the numbers they were given when they joined."""
         return self._membership.world
 
     def commit(self) -> int:
-        """Return once all ranks have the results of a meeting, with the number of a newcomer that waits; 0 for none."""
+        """Return, once all ranks have the results of a meeting, the number of a waiting newcomer; 0 for none."""
         word = np.zeros(1, np.int64)
         if self._membership.is_first and (waiting := self._listener.waiting()) is not None:
             word[0] = waiting.number

@@ -197,8 +197,8 @@ class Recovery:
 
     Attributes:
         base: number of the checkpoint that is taken; 0 if there is none yet.
-        last: number of the last journal that counts.
-        end: bytes of that journal that count.
+        last: number of the last valid journal.
+        end: number of its valid bytes.
 
     Raises:
         ValueError: it is of another model or optimizer, or of other settings; no checkpoint can be used, or what a
@@ -240,8 +240,8 @@ class Recovery:
     def _follow(self, checkpoints: set[int]) -> list[int]:
         """Return the numbers of the journals that follow each other, the first on top of the checkpoint.
 
-        Later ones are those of checkpoints that are damaged or gone. One that nothing was written to, and that has no
-        checkpoint, belongs to a server that died before it had made that.
+        Later ones belong to checkpoints that are damaged or gone. An empty one without a checkpoint belongs to a server
+        that died before it had written the checkpoint.
         """
         later = [
             number
@@ -286,7 +286,7 @@ class Recovery:
         return end
 
     def _require_next(self, event: Event, number: int, end: int) -> None:
-        """Raise ValueError unless ``event`` says that its journal goes on where that of ``number`` ends."""
+        """Raise ValueError unless the journal of ``event`` continues where journal ``number`` ends."""
         content = event.content
         if not event.is_begin or (content["journal"], content["bytes"]) != (number, end):
             path, why = journal_of(self._folder, number), "; ".join(self._damages.values()) or "a checkpoint is missing"
@@ -309,7 +309,7 @@ class Recovery:
 
 
 def _require_known(event: Event, known: set[int]) -> None:
-    """Raise ValueError if ``event`` is of a worker that is not known, as only one that has joined pulls and pushes."""
+    """Raise ValueError if ``event`` is of an unknown worker: only those that have joined pull and push."""
     kind = event.content["event"]
     if kind == "join":
         known.add(event.content["worker"])

@@ -54,7 +54,7 @@ class Progress:
 
 
 def _end(communicator: Communicator, progress: Progress) -> None:
-    """Tell those that still wait for this rank that its averager, or its process, is over."""
+    """Tell the ranks that still wait for this one that its averager or its process has ended."""
     communicator.close(f"it has ended its training after step {progress.num_steps}")
 
 
@@ -105,7 +105,7 @@ class LocalAverager(Averager):
 
     @property
     def world(self) -> tuple[int, ...]:
-        """Ranks that meet, by the numbers that they got when they came; it changes only with "shrink"."""
+        """Ranks that meet, by the numbers they were given when they joined; it changes only with "shrink"."""
         return tuple(range(self._communicator.size)) if self._group is None else self._group.world
 
     def _description(self) -> str:
@@ -181,7 +181,7 @@ class LocalAverager(Averager):
                 self._go_on_after(_in_meeting(error, self._num_steps))
 
     def _go_on_after(self, error: CommError) -> None:
-        """Go on among the ranks that are left, and begin the meetings again that do not count; or raise ``error``."""
+        """Go on among the remaining ranks, and repeat the meetings that did not count; or raise ``error``."""
         if self._group is None:
             raise error
 
@@ -271,8 +271,8 @@ class LocalAverager(Averager):
         """Return ``steps``, ``meetings`` (of fragments), ``bytes_sent`` and ``wait_seconds``, those in meetings.
 
         ``skipped`` of the steps were left out, by a loss scaler or :meth:`skip_step`.
-        With "shrink" also ``changes``, a dict for each change of the ranks: ``world`` after it, and ``joined``, the
-        rank that has come, or ``left``, what became of the others by rank, and ``seconds``, how long that took.
+        With "shrink" also ``changes``, a dict for each change of the ranks. It has ``world``, the ranks after it; and
+        either ``joined``, the new rank, or ``left``, the fates of lost ranks, with ``seconds``, the time it took.
         """
         stats = {
             "steps": self._num_steps,

@@ -138,7 +138,7 @@ class GroupNumbers:
         return self._reader.groups()
 
     def digest(self) -> int:
-        """Return 63 bits that hardly are equal where the numbers are not."""
+        """Return a hash of the numbers, of 63 bits."""
         text = repr([sorted(numbers.items()) for numbers in self.groups()])
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
@@ -156,7 +156,7 @@ class Report:
         zero_grads: how often gradients were cleared; likewise.
         digest: of the groups' numbers.
         groups: these.
-        own: names of those that the optimizer changes by itself, and that are not compared.
+        own: names of numbers that the optimizer itself changes; they are not compared.
         problem: what is wrong with the parameters; "" if nothing is.
     """
 
@@ -261,7 +261,7 @@ class Loop:
 
 
 class Strangers:
-    """Watch over what steps parameters in place of their optimizer, so that nobody would ever meet."""
+    """Detects that something other than the optimizer steps the parameters: ranks would never meet."""
 
     def __init__(self, known: Known) -> None:
         self._advice = known.advice
@@ -346,7 +346,7 @@ class MeetingCheck:
         return not alike or bool(rows[:, 6].any())
 
     def _explain(self, communicator: Communicator, rows: Mapping[int, list[int]]) -> None:
-        """Raise the error that says what is wrong; return if nothing is but numbers that are a rank's own."""
+        """Raise the error that names the difference; return if only numbers of ``per_rank`` differ."""
         report = self.report
         groups = None if self.is_new else report.groups
         mine = json.dumps([report.problem, self.skipped, groups, sorted(report.own)]).encode()
@@ -414,7 +414,7 @@ def _raise_different(groups: Mapping[int, list[Numbers] | None]) -> None:
 
 
 class Trained:
-    """Parameters of a worker, looked after from pull to push. Copies of ``model`` refuse to be trained.
+    """Parameters of a worker, checked between pull and push. Training a copy of ``model`` is an error.
 
     Args:
         model, optimizer: those of the worker, which never steps.
@@ -431,7 +431,7 @@ class Trained:
         self.remember_numbers()
 
     def remember_numbers(self) -> None:
-        """Take the numbers of the parameter groups for those of the servers."""
+        """Remember the numbers of the parameter groups as the servers'."""
         self._numbers = self._reader.groups()
 
     def require_known(self) -> None:
@@ -440,7 +440,7 @@ class Trained:
             raise ValueError(problem)
 
     def require_same(self) -> None:
-        """Raise ValueError if parameters are other ones, or have numbers that the servers do not know of."""
+        """Raise ValueError if parameters were replaced, or their groups' numbers differ from the servers'."""
         self.require_known()
         found = first_difference([self._numbers, self._reader.groups()])
         if found is not None:
@@ -451,6 +451,6 @@ class Trained:
             )
 
     def close(self) -> None:
-        """Let copies be trained, and the parameters be averaged by something else."""
+        """Stop checking: copies may be trained, and something else may average the parameters."""
         forget_averaged(self._known)
         self._copies.remove()

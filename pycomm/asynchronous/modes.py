@@ -134,10 +134,10 @@ class SoftSync(Mode):
 class Sync(Mode):
     """One gradient of each worker is an update by their mean; all but ``backup`` of them suffice (Chen et al., 2016).
 
-    Gradients that come after that are dropped.
+    Later gradients are dropped.
 
     Args:
-        backup: number of workers that need not be waited for, below that of all workers.
+        backup: number of workers that an update does not wait for; less than the number of workers.
 
     Raises:
         TypeError, ValueError: ``backup`` is wrong.
@@ -231,7 +231,7 @@ class Rules(ABC):
         return True
 
     def seconds_left(self) -> float:
-        """Return for how long :meth:`is_due` stays as it is if nothing happens."""
+        """Return for how many seconds :meth:`is_due` cannot change without an event."""
         return math.inf
 
     @abstractmethod
@@ -278,7 +278,7 @@ class StaleSynchronousRules(AsyncRules):
         self._clocks: dict[int, int] = {}
 
     def join(self, worker: int) -> None:
-        """Note that ``worker`` takes part from now on, as far as the slowest one is."""
+        """Note that ``worker`` takes part from now on, as far along as the slowest one."""
         if worker not in self.workers:
             self._clocks[worker] = min((self._clocks[w] for w in self.workers), default=0)
         super().join(worker)

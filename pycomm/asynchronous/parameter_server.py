@@ -270,7 +270,7 @@ class ParameterServer:
             On a worker ``steps`` (pushes), ``bytes_sent`` and ``wait_seconds`` of its own, and ``servers``, a list
             with those of each server. On a serving rank its own: ``updates``, ``pushes``, ``dropped`` (gradients that
             came too late in mode "sync"), ``duplicates``, ``staleness`` (how many gradients were so many updates old,
-            by that number as text) and ``workers`` (those that take part).
+            by that number as text) and ``workers`` (their numbers).
         """
         if self._is_closed:
             return dict(self._last_stats)

@@ -1,6 +1,6 @@
 """Meeting of the ranks of a parameter server in the store of their process group, without a process group.
 
-What is agreed there stays: a process that comes later, or in the place of one that has died, finds it.
+The store keeps what was agreed, for processes that come later or replace one that has died.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from pycomm.agreement import Words, exchanged, require_same, results_in
 from pycomm.asynchronous.wire import WorkerListener
 from pycomm.errors import CommError
 from pycomm.torch_internals import PrefixStore, Store, root_store, store_of
@@ -26,7 +27,7 @@ from pycomm.transport import rendezvous
 from pycomm.transport.addresses import address_towards, loopback
 from pycomm.transport.authentication import SECRET, SECRET_FILE, Access
 from pycomm.transport.own_group import timeout_seconds
-from pycomm.untrusted import ListOf, Number, OneOf, parse
+from pycomm.untrusted import ListOf, Number, OneOf, parse, require
 
 _POLL = 0.01  # seconds
 _PATIENCE = 5.0  # seconds for others to read what is wrong
@@ -37,7 +38,11 @@ _VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 _LAST_PORT = 65535
 _PLACE = {"host": str, "name": str, "address": str, "port": Number(0, _LAST_PORT, whole=True)}
 _FAILURE = {"failure": str}
-_REPORT = {"problem": str, "lines": ListOf(str), "host": str, "secret": str}
+_REPORT = {"lines": ListOf(str), "host": str, "secret": str}
+_WORDS = Words(
+    failed="rank {rank}: {problem}", differ="the ranks disagree: {here!r} on rank {rank}, {there!r} on rank 0"
+)
+_WORDS_OF_LATE = Words(differ="the ranks disagree: {here!r} on this process, {there!r} on rank 0")
 
 
 @dataclass(frozen=True)
@@ -99,43 +104,53 @@ class ServerMeeting:
         """Raise an error on all ranks if their ``lines`` or secrets differ, or one of them has a ``problem``.
 
         Raises:
-            ValueError: see above, from the ``problem`` on the rank that has it. A process that is late is compared
-                with rank 0.
+            ValueError: as above, caused by the ``problem`` where there is one. A late process is compared with rank 0.
             CommError: a rank did not come.
         """
+        outcome: list[str] | Exception = list(lines)
         problem = self._problem or problem
+        if problem is not None:
+            outcome = ValueError(_words(problem))
+            outcome.__cause__ = problem
         if self.is_late:
-            if problem is not None:
-                raise ValueError(_words(problem)) from problem
-            self._compare_with_first(lines)
+            if isinstance(outcome, Exception):
+                raise outcome
+            self._compare_with_first(outcome)
             return
-        mine = {"problem": "" if problem is None else _words(problem), "lines": list(lines)}
-        self._store.set(f"lines/{self.rank}", json.dumps({**mine, **_safety(self.access)}))
-        everyones = self._reports()
-        self._store.set("begun", "")
-        self._store.add("read", 1)
         try:
-            if problem is not None:
-                raise ValueError(_words(problem)) from problem
-            for rank, report in enumerate(everyones):
-                if report["problem"]:
-                    raise ValueError(f"rank {rank}: {report['problem']}")
-            for rank, report in enumerate(everyones):
-                _require_same(report["lines"], everyones[0]["lines"], f"rank {rank}")
-                _require_safe(report, everyones[0], rank)
+            reports = self._checked(exchanged(self._gather, outcome, "meet", self._report, _WORDS))
+            require_same([{"": report["lines"]} for report in reports], "meet", _WORDS)
+            for rank, report in enumerate(reports):
+                _require_safe(report, reports[0], rank)
         except ValueError:
             if self.rank == 0:
                 self._await("read", self.size)
             raise
 
-    def _compare_with_first(self, lines: Sequence[str]) -> None:
-        first = self._reports()[0]
-        _require_same([line for line in lines if not line.startswith("values")], first["lines"], "this process")
-        _require_safe(_safety(self.access), first, self.worker)
+    def _compare_with_first(self, lines: list[str]) -> None:
+        first = self._checked(results_in(self._messages(), "meet", _WORDS))[0]
+        wanted, mine = ([line for line in each if not line.startswith("values")] for each in (first["lines"], lines))
+        require_same([{"": wanted}, {"": mine}], "meet", _WORDS_OF_LATE)
+        _require_safe(self._report(mine), first, self.worker)
 
-    def _reports(self) -> list[dict[str, Any]]:
-        """Return the reports of all ranks."""
-        reports = [parse(self._get(f"lines/{p}", p), _REPORT, f"the report of rank {p}") for p in range(self.size)]
+    def _report(self, lines: list[str]) -> dict[str, Any]:
+        """Return ``lines`` and what tells whether connections can be proven: this host, a fingerprint of the secret."""
+        return {"lines": lines, "host": rendezvous.host_identity(), "secret": str(self.access)}
+
+    def _gather(self, mine: bytes) -> list[bytes]:
+        self._store.set(f"lines/{self.rank}", mine.decode())
+        messages = self._messages()
+        self._store.set("begun", "")
+        self._store.add("read", 1)
+        return messages
+
+    def _messages(self) -> list[bytes]:
+        return [self._get(f"lines/{rank}", rank) for rank in range(self.size)]
+
+    def _checked(self, reports: list[Any]) -> list[dict[str, Any]]:
+        """Return the reports of all ranks, and note their hosts. Raises ValueError if one is malformed."""
+        for rank, report in enumerate(reports):
+            require(report, _REPORT, f"the report of rank {rank}")
         self._hosts = {report["host"] for report in reports} | {rendezvous.host_identity()}
         return reports
 
@@ -220,20 +235,6 @@ def _from_environment(timeout: float) -> tuple[Store, int, int]:
     host, port, size = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["WORLD_SIZE"])
     store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False)
     return store, int(os.environ.get("RANK", "-1")), size
-
-
-def _require_same(lines: Sequence[str], first: Sequence[str], who: str) -> None:
-    wanted = [line for line in first if len(lines) == len(first) or not line.startswith("values")]
-    for i in range(max(len(lines), len(wanted))):
-        here = lines[i] if i < len(lines) else "nothing"
-        there = wanted[i] if i < len(wanted) else "nothing"
-        if here != there:
-            raise ValueError(f"the ranks disagree: {here!r} on {who}, {there!r} on rank 0")
-
-
-def _safety(access: Access) -> dict[str, str]:
-    """Return what tells whether connections can be proven: this host, and a fingerprint of the secret."""
-    return {"host": rendezvous.host_identity(), "secret": str(access)}
 
 
 def _require_safe(report: dict[str, Any], first: dict[str, Any], rank: int) -> None:

@@ -1,4 +1,4 @@
-"""Serving: the loop of a server, which lets workers in and answers what they ask, in the order in which it comes."""
+"""The loop of a server: it lets workers in, and answers their requests in order."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ _LONGEST, _TIMES_SHARD = 1 << 16, 4
 """Bytes of the longest message into which gradients are packed: so many, and so many times those of the shard."""
 
 _TO_GREET = 10.0
-"""Seconds in which who was let in says which worker it is."""
+"""Seconds within which a new connection must say which worker it is."""
 
 _LOST = (EOFError, OSError, ValueError)
-"""What a connection raises that is of no more use: it has ended, or is malformed."""
+"""What a broken connection raises: it has ended, or what it carries is malformed."""
 
 _TINY = sys.float_info.min
 _MEMORY = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
@@ -71,8 +71,8 @@ class _Worker:
     Attributes:
         number: its own; -1 until it has said it.
         process: its id, where it is on this host; else 0.
-        slot: where its gradients are: memory that it shares, or this server's, or the message that it has sent.
-        since: when it was given the parameters that it is reading; 0 if it is not.
+        slot: its gradients: in memory that it shares, in this server's memory, or in its message.
+        since: when it began to read the parameters; 0 if it does not read them now.
         rate: how many steps a second it makes, as far as it says so.
         last_message: when its last message came.
     """

@@ -26,14 +26,14 @@ from pycomm.transport.choice import version
 from pycomm.untrusted import COUNT, OneOf, open_output, parse, reading
 
 KEYS = ("event", "worker", "number")
-"""What tells an event from the others of its worker."""
+"""What identifies an event of a worker."""
 
 _EVENT = {"event": OneOf("pull", "push", "leave"), "worker": COUNT, "number?": COUNT}
 _LARGEST = 512 << 20  # bytes: ten million events
 
 
 class Trace:
-    """Trace that is written to ``path``, an event a line. What was in that file stays until :meth:`begin`.
+    """Trace written to ``path``, one event a line. The file keeps its old content until :meth:`begin`.
 
     Raises:
         ValueError: it is no regular file.
@@ -58,7 +58,7 @@ class Trace:
 
 
 class Replay:
-    """Order that was traced at ``path``, in which events shall happen again.
+    """Order of events, read from a trace at ``path``, in which they are repeated.
 
     Raises:
         ValueError: the file is no trace.
@@ -85,7 +85,7 @@ class Replay:
 
 
 def _order(event: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what tells ``event`` from the others."""
+    """Return what identifies ``event``."""
     return tuple(event.get(key) for key in KEYS)
 
 
@@ -163,7 +163,7 @@ def checked_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module)
         raise TypeError(f"model is a {type(model).__name__}, wanted a torch.nn.Module")
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ValueError(f"{type(optimizer).__name__} wants a closure, which a server cannot evaluate")
+        raise ValueError(f"{type(optimizer).__name__} requires a closure, which a server cannot evaluate")
     names = {id(p): name for name, p in model.named_parameters()}
     named: dict[str, torch.Tensor] = {}
     for p in optimizer_parameters(optimizer):
@@ -199,7 +199,7 @@ def lines_of(settings: Settings, optimizer: torch.optim.Optimizer, named: dict[s
 
 
 class ServerFiles:
-    """Files of one server. Making it reads what is there, compares it with what the server can take, and changes none.
+    """Files of one server. The constructor reads and checks them, and changes none.
 
     Args:
         settings: which files there are.
@@ -207,8 +207,8 @@ class ServerFiles:
         wanted: what it can take.
 
     Attributes:
-        trace: order of what happens, if it is to be written.
-        replay: order in which it shall happen.
+        trace: where the order of events is written, if it is.
+        replay: order in which it is repeated.
 
     Raises:
         ValueError: a file is damaged, or of another model or other settings. It is named.
@@ -232,7 +232,7 @@ class ServerFiles:
             self._opened = opened.pop_all()
 
     def begin(self, core: Core) -> Journal | None:
-        """Let happen to ``core`` what the folder tells; return the journal that goes on, if there is to be one.
+        """Apply the folder's events to ``core``; return the journal that continues them, if there is one.
 
         Raises as :class:`Journal`.
         """

@@ -75,13 +75,13 @@ class SharedMemory:
 
 _LONGEST = 1 << 20  # bytes of a message
 _STALLED = 10.0
-"""Seconds after which a connection is lost on which nothing moves in the middle of a message: the peer is stopped."""
+"""Seconds without progress inside a message, after which the connection counts as lost: the peer is stopped."""
 _TO_PROVE = 5.0
-"""Seconds in which who has connected must have proven that it may come in."""
+"""Seconds within which a new connection must prove itself."""
 _MOST_UNPROVEN = 64
-"""Connections that have not proven anything yet. One more takes the place of the oldest."""
+"""Most connections that have not proven themselves yet. One more replaces the oldest."""
 _PAUSE = 0.1
-"""Seconds for which nobody is let in where the process has no descriptor left."""
+"""Seconds without new connections once the process has no descriptor left."""
 _IN_ONE_PACKET = 1 << 16  # bytes of a message that is copied behind its length
 _OBJECT = MapOf(ANYTHING)
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
@@ -259,7 +259,7 @@ def connect_here(name: bytes) -> Connection:
 
 @dataclass(eq=False)
 class _Visitor:
-    """Connection that has not proven yet that it may come in."""
+    """Connection that has not proven itself yet."""
 
     proof: Proof
     step: Step = field(init=False)
@@ -276,7 +276,7 @@ class _Visitor:
 
 
 class WorkerListener:
-    """Place where workers come in. One thread lets them in, and holds few connections that have proven nothing.
+    """Accepts connections of workers on a thread, and holds few that have not proven themselves.
 
     Args:
         host: address to listen at for other hosts; ``None``: workers of this host only.
@@ -286,7 +286,7 @@ class WorkerListener:
     Attributes:
         name: of the Unix socket.
         address: where it listens for other hosts; ("", 0) if it does not.
-        bell: becomes readable when somebody has come; :meth:`admitted` then returns them.
+        bell: becomes readable when a worker was admitted; see :meth:`admitted`.
     """
 
     def __init__(
@@ -318,7 +318,7 @@ class WorkerListener:
             on_error.pop_all()
 
     def admitted(self) -> list[Connection]:
-        """Return those who have come since the last call."""
+        """Return the connections admitted since the last call."""
         self.bell.recv(1024)
         found = []
         while not self._inside.empty():
@@ -326,7 +326,7 @@ class WorkerListener:
         return found
 
     def close(self) -> None:
-        """Let nobody in any more. Idempotent."""
+        """Stop listening. Idempotent."""
         self._close.close()  # wakes the thread
         self._thread.join()
         while not self._inside.empty():

@@ -332,15 +332,8 @@ class ServerLink:
 
     def _greet(self, connection: Connection) -> None:
         self._connection = connection
-        send(
-            connection,
-            ask="hello",
-            worker=self._meeting.worker,
-            life=self._life,
-            host=self._host,
-            process=os.getpid(),
-            memory=self._outbox.path,
-        )
+        me = {"worker": self._meeting.worker, "life": self._life, "host": self._host, "process": os.getpid()}
+        send(connection, ask="hello", memory=self._outbox.path, **me)
         if not connection.poll(self._timeout):
             raise OSError("it does not greet")
         answer = receive(connection, _GREETED)

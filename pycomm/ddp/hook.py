@@ -17,10 +17,9 @@ from pycomm.agreement import agreed
 from pycomm.broadcasting import signature
 from pycomm.communicator import Communicator
 from pycomm.compression import Compression
-from pycomm.compression.base import method_stats
 from pycomm.compression.saved_state import gather_state, select_state
 from pycomm.ddp.exchanges import Sorting
-from pycomm.ddp.settings import Settings, checked_settings
+from pycomm.ddp.progress import Progress, Settings, checked_settings
 from pycomm.ddp.steps import Steps, weighting_of
 from pycomm.errors import attempt
 from pycomm.optim.parameter_checks import check_parameters
@@ -190,7 +189,8 @@ class HookHandle:
         by_id = {id(param): name for name, param in names.items()}
         self._sorting = Sorting(by_id, settings.method, communicator, settings.algorithm)
         device = next(p.device for p in self._params if p.requires_grad)
-        self._steps = Steps(self._sorting, communicator, settings, device)
+        self._progress = Progress([communicator], settings, device)
+        self._steps = Steps(self._sorting, communicator, self._progress)
         for bucket in zero_buckets(ddp_model):  # so that state can be loaded before the first step
             self._sorting.of(bucket.index(), bucket.parameters())
 
@@ -217,19 +217,8 @@ class HookHandle:
         """
         if self._is_removed:
             return dict(self._last_stats)
-        steps, parts = self._steps, list(self._sorting.parts())
-        nonfinite_steps = int(steps.counts.nonfinite)
-        source = steps.source.of(parts) or ("a sum over the ranks" if nonfinite_steps else None)
-        return {
-            "bytes_sent": self._sorting.bytes_sent,
-            "steps": steps.num_steps,
-            "wait_seconds": steps.wait_seconds,
-            "nonfinite_steps": nonfinite_steps,
-            "last_nonfinite": source,
-            "num_buckets": len(self._sorting),
-            "transport": "nccl" if self._params[0].is_cuda else self.communicator.transport,
-            **method_stats(part.exchange for part in parts),
-        }
+        sorting = self._sorting
+        return self._progress.stats(list(sorting.parts()), sorting.bytes_sent, len(sorting), "a sum over the ranks")
 
     def request_stop(self, reason: str = "") -> None:
         """Ask all ranks to end the training together; see :meth:`pycomm.Reducer.request_stop`.
@@ -250,9 +239,8 @@ class HookHandle:
         The format is that of ``Reducer.state_dict``, with the names of ``ddp_model.module``: what one
         has saved, the other loads. It loads with ``torch.load(weights_only=True)``.
         """
-        self._require_between_steps("state_dict")
-        steps = int(self._steps.counts.committed)
-        return gather_state(self._sorting.state(), self.method, self.communicator, steps)
+        self._progress.require_between_steps("state_dict", self._is_removed)
+        return gather_state(self._sorting.state(), self.method, self.communicator, int(self._progress.committed))
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]], *, strict: bool = True) -> None:
         """Load state that :meth:`state_dict`, or ``Reducer.state_dict``, returned.
@@ -267,12 +255,12 @@ class HookHandle:
         Raises:
             ValueError: a single dict is of another rank or world size, or method, names or shapes do not match.
         """
-        self._require_between_steps("load_state_dict")
+        self._progress.require_between_steps("load_state_dict", self._is_removed)
         given = state if isinstance(state, dict) else list(state)
         current, method = self._sorting.state(), self.method
         chosen, steps = select_state(given, current, method, self.communicator, strict)
         self._sorting.load_state(chosen)
-        self._steps.counts.committed.fill_(steps)
+        self._progress.committed.fill_(steps)
 
     def remove(self) -> None:
         """Leave averaging to DistributedDataParallel's own all-reduce again, and release all resources. Idempotent.
@@ -285,15 +273,9 @@ class HookHandle:
         self._last_stats = self.stats()
         assert self._slot is not None
         self._slot.handle, self._slot = None, None
-        self.communicator.close(self._steps.stopped or None)
+        self._progress.close()
         self._sorting.clear()
 
     @property
     def _is_removed(self) -> bool:
         return self._slot is None
-
-    def _require_between_steps(self, what: str) -> None:
-        if self._is_removed:
-            raise RuntimeError(f"{what}() after remove()")
-        if self._steps.is_open and not self._steps.stopped:
-            raise RuntimeError(f"{what}() inside backward: call it between steps")

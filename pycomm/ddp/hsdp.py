@@ -15,10 +15,9 @@ from pycomm.agreement import agreed
 from pycomm.broadcasting import broadcast_tensors, share_tensors
 from pycomm.communicator import Communicator
 from pycomm.compression import Compression
-from pycomm.compression.base import method_stats
 from pycomm.compression.saved_state import gather_state, select_state
+from pycomm.ddp.progress import Progress, Settings, checked_settings
 from pycomm.ddp.replicas import ReplicaSteps, Shards, state_of
-from pycomm.ddp.settings import Settings, checked_settings
 from pycomm.errors import attempt
 from pycomm.optim.loop_index import LoopIndex
 from pycomm.optim.module_hooks import AfterForward
@@ -179,13 +178,15 @@ class HsdpHandle:
         settings: Settings,
         group: dist.ProcessGroup,
     ) -> None:
-        self._communicator, self._shard_communicator, self._settings = communicator, shard_communicator, settings
+        self._communicator, self._shard_communicator, self._method = communicator, shard_communicator, settings.method
         self._group = group
         self._shards = {m: Shards(each, names, communicator, settings) for m, (names, each) in modules.items()}
         device = next(iter(self._shards.values())).exchanges.params[0].device
         loop = LoopIndex()
         all_shards = list(self._shards.values())
-        self._steps = ReplicaSteps(all_shards, loop, communicator, shard_communicator, settings, device)
+        self._progress = Progress([communicator, shard_communicator], settings, device)
+        transactional = self._method.transactional
+        self._steps = ReplicaSteps(all_shards, loop, communicator, shard_communicator, self._progress, transactional)
         self._forwards = model.register_forward_hook(AfterForward(loop.note_forward))
         for module, shards in self._shards.items():
             module.set_all_reduce_hook(_Average(self, shards))  # type: ignore[operator]
@@ -200,20 +201,9 @@ class HsdpHandle:
         """
         if self._removed:
             return dict(self._last_stats)
-        steps = self._steps
         parts = [part for shards in self._shards.values() for part in shards.exchanges.parts]
-        nonfinite_steps = int(steps.counts.nonfinite)
-        source = steps.source.of(parts) or ("another shard, or a sum" if nonfinite_steps else None)
-        return {
-            "bytes_sent": sum(part.exchange.bytes_sent for part in parts),
-            "steps": steps.num_steps,
-            "wait_seconds": steps.seconds,
-            "nonfinite_steps": nonfinite_steps,
-            "last_nonfinite": source,
-            "num_buckets": len(self._shards),
-            "transport": "nccl" if steps.counts.committed.is_cuda else self._communicator.transport,
-            **method_stats(part.exchange for part in parts),
-        }
+        bytes_sent = sum(part.exchange.bytes_sent for part in parts)
+        return self._progress.stats(parts, bytes_sent, len(self._shards), "another shard, or a sum")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that compression carries on *this* rank, to be saved by every rank of the mesh.
@@ -221,9 +211,9 @@ class HsdpHandle:
         As ``HookHandle.state_dict``, with tensors of the shards' shapes, and two more keys: ``shard`` and
         ``num_shards``. Ranks under ``ranks`` are those of the group of replicas.
         """
-        self._require_between_steps("state_dict")
-        steps, shard = int(self._steps.counts.committed), self._shard_communicator
-        state = gather_state(state_of(self._shards), self._settings.method, self._communicator, steps)
+        self._progress.require_between_steps("state_dict", self._removed)
+        steps, shard = int(self._progress.committed), self._shard_communicator
+        state = gather_state(state_of(self._shards), self._method, self._communicator, steps)
         return {**state, "shard": shard.rank, "num_shards": shard.size}
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]], *, strict: bool = True) -> None:
@@ -238,18 +228,18 @@ class HsdpHandle:
             ValueError: it is of another shard or number of shards, or of another rank or world size, or method,
                 names or shapes do not match.
         """
-        self._require_between_steps("load_state_dict")
+        self._progress.require_between_steps("load_state_dict", self._removed)
         given = [state] if isinstance(state, dict) else list(state)
         here = {"shard": self._shard_communicator.rank, "num_shards": self._shard_communicator.size}
         for each in given:
             for key, wanted in here.items():
                 if isinstance(each, dict) and each.get(key) != wanted:
                     raise ValueError(f"state[{key!r}] is {each.get(key)!r}, wanted {wanted}: shards are not cut anew")
-        current, method = state_of(self._shards), self._settings.method
+        current, method = state_of(self._shards), self._method
         chosen, steps = select_state(given, current, method, self._communicator, strict)
         for shards in self._shards.values():
             shards.exchanges.load_state(chosen)
-        self._steps.counts.committed.fill_(steps)
+        self._progress.committed.fill_(steps)
 
     def remove(self) -> None:
         """Leave the averages to torch's plain all-reduce over the same group, and release all resources. Idempotent.
@@ -264,11 +254,4 @@ class HsdpHandle:
         for module in self._shards:
             module.set_all_reduce_hook(_PlainMean(self._group))  # type: ignore[operator]
         self._shards.clear()
-        for communicator in (self._communicator, self._shard_communicator):
-            communicator.close(self._steps.stopped or None)
-
-    def _require_between_steps(self, what: str) -> None:
-        if self._removed:
-            raise RuntimeError(f"{what}() after remove()")
-        if self._steps.is_open and not self._steps.stopped:
-            raise RuntimeError(f"{what}() inside backward: call it between steps")
+        self._progress.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,15 +11,11 @@ import torch
 
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Flag, Scaling, State
-from pycomm.compression.nonfinite import NonfiniteSource
 from pycomm.ddp.exchanges import BucketExchanges
-from pycomm.ddp.pass_end import at_pass_end
-from pycomm.ddp.settings import Settings
-from pycomm.ddp.verdict import StepCounts, all_finite
+from pycomm.ddp.progress import Progress, Settings, all_finite, at_pass_end
 from pycomm.descriptions import name_ranks
 from pycomm.errors import HALF_SENT
 from pycomm.optim.loop_index import LoopIndex
-from pycomm.optim.loss_scaler import loss_scale_of
 from pycomm.torch_internals import ShardedGroup, accumulation_hooks, dtensor_around, local_of
 
 _END = -1
@@ -113,7 +108,8 @@ class ReplicaSteps:
         loop: what this rank's loop has left out since the last pass.
         communicator: this rank's replicas.
         shard_communicator: the ranks that the parameters are sharded over, whose verdicts count too.
-        device: device of the gradients.
+        progress: of this registration.
+        transactional: whether the method carries state.
     """
 
     def __init__(
@@ -122,40 +118,27 @@ class ReplicaSteps:
         loop: LoopIndex,
         communicator: Communicator,
         shard_communicator: Communicator,
-        settings: Settings,
-        device: torch.device,
+        progress: Progress,
+        transactional: bool,
     ) -> None:
         self._modules, self._loop, self._is_first = list(modules), loop, True
-        self._communicator, self._shard_communicator = communicator, shard_communicator
-        self._device, self._on_gpu = device, device.type == "cuda"
-        self._loss_scale = loss_scale_of(settings.loss_scaler)
-        self._transactional = settings.method.transactional
+        self._communicator, self._shard_communicator, self._progress = communicator, shard_communicator, progress
+        self._transactional = transactional
         self._scaling = Scaling(communicator.size)
         self._verdicts: list[Flag] = []
         self._seen: dict[int, Shards] = {}  # in this step
-        self.is_open = False
-        self.counts, self.source = StepCounts(device), NonfiniteSource()
-        self.num_steps = 0
-        self.seconds = 0.0
-        self.stopped = ""
 
     @torch.no_grad()
     def average(self, shards: Shards, reduced: torch.Tensor) -> None:
         """Replace ``reduced``, the flat gradients of a module's shards, by their averages over the replicas."""
-        if self.stopped:
-            raise RuntimeError(f"pycomm's hook no longer takes part after an earlier error: {self.stopped}")
-        start = time.perf_counter()
-        if not self.is_open:
+        self._progress.require_taking_part()
+        if not self._progress.is_open:
             self._begin()
         grads = shards.views(reduced)
-        try:
+        with self._progress.waiting():
             self._stand_in_until(self._modules.index(shards))
             self._exchange(shards, grads)
             shards.exchanges.write(grads)
-        except BaseException as error:
-            self.stop(error)
-            raise
-        self.seconds += time.perf_counter() - start
 
     def _stand_in_until(self, place: int) -> None:
         """Take part in averages of other modules until it is the turn of the one in ``place``; -1: until none has."""
@@ -167,7 +150,7 @@ class ReplicaSteps:
     def _next_turn(self, place: int) -> int:
         """Return the place of the module that is averaged next; -1 if all replicas have ended the pass."""
         unused = self._loop.num_unused if self._is_first else 0
-        words = np.array([place, self.num_steps, unused], np.int64)
+        words = np.array([place, self._progress.num_steps, unused], np.int64)
         gathered = np.empty(self._communicator.size * len(words), np.int64)
         self._communicator.all_gather(gathered, words)
         rows = gathered.reshape(-1, len(words))
@@ -182,60 +165,47 @@ class ReplicaSteps:
             shards.remember()
         exchanges = shards.exchanges
         exchanges.exchange(grads, self._scaling)
-        self.source.share(exchanges.parts, self._communicator)
+        self._progress.source.share(exchanges.parts, self._communicator)
         finite: Flag = True
         if self._transactional:
             finite = all_finite([part.exchange for part in exchanges.parts])
             self._verdicts.append(finite)
-            self.source.count(finite)
+            self._progress.source.count(finite)
         exchanges.finish(finite)
 
     def _begin(self) -> None:
-        self.is_open = self._is_first = True
+        self._progress.is_open = self._is_first = True
         self._verdicts, self._seen = [], {}
-        loss_scale = self._loss_scale.current(self._device, self._on_gpu)
-        self._scaling = Scaling(self._communicator.size, loss_scale=loss_scale, step=self.counts.next_number)
+        self._scaling = self._progress.scaling()
         at_pass_end(self, self.end)
 
     @torch.no_grad()
     def end(self) -> None:
         """Keep or take back the state of the step, as all ranks' gradients are finite or not."""
-        start = time.perf_counter()
         try:
-            self._stand_in_until(_END)
-            self._loop.restart()
-            if self._transactional:
-                finite = self._verdict()
-                self.counts.count(finite)
-                for shards in self._seen.values():
-                    shards.settle(finite)
-            self.num_steps += 1
-        except BaseException as error:
-            self.stop(error)
-            raise
+            with self._progress.waiting():
+                self._stand_in_until(_END)
+                self._loop.restart()
+                if self._transactional:
+                    finite = self._verdict()
+                    self._progress.count(finite)
+                    for shards in self._seen.values():
+                        shards.settle(finite)
+                self._progress.num_steps += 1
         finally:
-            self.is_open, self._seen = False, {}
-            self.seconds += time.perf_counter() - start
+            self._progress.is_open, self._seen = False, {}
 
     def _verdict(self) -> Flag:
         mine = torch.stack([torch.as_tensor(flag) for flag in self._verdicts]).all()
-        failures = (~mine).to(device=self._device, dtype=torch.float32).reshape(1)
+        failures = (~mine).to(device=self._progress.device, dtype=torch.float32).reshape(1)
         self._shard_communicator.all_reduce(failures, "max")
-        return (failures == 0.0)[0] if self._on_gpu else not failures.item()
+        return (failures == 0.0)[0] if self._progress.on_gpu else not failures.item()
 
     def fail(self) -> None:
         """Note that the backward pass has ended with an exception."""
-        if self.is_open:
-            self.is_open = False
-            self.stop(RuntimeError(HALF_SENT))
-
-    def stop(self, error: BaseException) -> None:
-        """Stop taking part, and tell the ranks that wait for this one."""
-        if self.stopped or (self._communicator.size == 1 and self._shard_communicator.size == 1):
-            return
-        self.stopped = str(error) or type(error).__name__
-        for communicator in (self._communicator, self._shard_communicator):
-            communicator.channel.abandon(self.stopped, in_step=False)
+        if self._progress.is_open:
+            self._progress.is_open = False
+            self._progress.stop(RuntimeError(HALF_SENT))
 
 
 def _check_same_loop(rows: np.ndarray) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,19 +10,19 @@ from typing import Any
 
 import torch
 
+from pycomm.bucket import FINGERPRINT_BITS
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Flag, Scaling
-from pycomm.compression.nonfinite import NonfiniteSource
-from pycomm.ddp.exchanges import Sorting
-from pycomm.ddp.pass_end import at_pass_end
-from pycomm.ddp.settings import Settings
-from pycomm.ddp.stopping import Stopping
-from pycomm.ddp.verdict import StepCounts, all_finite
+from pycomm.ddp.exchanges import Part, Sorting
+from pycomm.ddp.progress import Progress, all_finite, at_pass_end
 from pycomm.errors import HALF_SENT
-from pycomm.optim.loss_scaler import loss_scale_of
+from pycomm.reducer import StopRequest
 from pycomm.torch_internals import GradBucket, current_graph_task, current_node
 from pycomm.transport.gpu import GpuWork
 from pycomm.worker import Work
+
+_STOP = FINGERPRINT_BITS - 1
+"""Number of the bit that asks to stop."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +53,50 @@ class Weighting:
     joined: bool = False
 
 
+class Stopping:
+    """Flag of one bit, by which all ranks hear of a request of any of them at the same step.
+
+    Attributes:
+        requested: the request that all ranks have heard of; see ``pycomm.Reducer.stop_requested``.
+    """
+
+    def __init__(self, communicator: Communicator, device: torch.device) -> None:
+        self._communicator, self._on_gpu = communicator, device.type == "cuda"
+        self._none = torch.zeros(FINGERPRINT_BITS, dtype=torch.bool, device=device)
+        self._mine: str | None = None
+        self._sent: str | None = None
+        self.requested = StopRequest()
+
+    def request(self, reason: str) -> None:
+        """Ask all ranks to stop.
+
+        Raises:
+            ValueError: on a GPU, where the host does not wait for what others tell.
+        """
+        if self._on_gpu:
+            raise ValueError("request_stop() on a GPU requires pycomm.attach() in place of pycomm.ddp.register()")
+        if self._mine is None:
+            self._mine = reason
+
+    def flags(self) -> torch.Tensor:
+        """Return what this rank tells with this step."""
+        self._sent = None if self.requested else self._mine
+        if self._sent is None:
+            return self._none
+        flags = self._none.clone()
+        flags[_STOP] = True
+        return flags
+
+    def hear(self, parts: Sequence[Part]) -> None:
+        """Take note of what the ranks have told with the first bucket, of these ``parts``. Collective if one asks."""
+        if self._on_gpu or not (self._sent is not None or bool(parts[0].exchange.differing()[_STOP])):
+            return
+        mine = b"" if self._sent is None else b"!" + self._sent.encode()
+        reasons = self._communicator.channel.all_gather_bytes(mine)
+        rank = next(rank for rank, reason in enumerate(reasons) if reason)
+        self.requested = StopRequest(rank, reasons[rank][1:].decode())
+
+
 class Steps:
     """Steps of one model. Methods named ``_on_...`` run on the communication thread.
 
@@ -64,25 +107,20 @@ class Steps:
 
     Args:
         sorting: exchanges by bucket.
-        device: device of the gradients.
+        progress: of this registration.
+
+    Attributes:
+        stopping: what this rank and others ask for.
     """
 
-    def __init__(self, sorting: Sorting, communicator: Communicator, settings: Settings, device: torch.device) -> None:
-        self._sorting, self._communicator = sorting, communicator
-        self._device = device
-        self._on_gpu = device.type == "cuda"
-        self._loss_scale = loss_scale_of(settings.loss_scaler)
+    def __init__(self, sorting: Sorting, communicator: Communicator, progress: Progress) -> None:
+        self._sorting, self._communicator, self._progress = sorting, communicator, progress
+        self._device, self._on_gpu = progress.device, progress.on_gpu
         self._scaling = Scaling(communicator.size)
         self._weighting = Weighting()
         self._taken: list[Taken] = []
-        self._is_open = False
         self._error: BaseException | None = None
-        self.counts, self.source = StepCounts(device), NonfiniteSource()
-        self.stopping = Stopping(communicator, device)
-        self.num_steps = 0
-        self.wait_seconds = 0.0
-        self.stopped = ""
-        """Error after which this rank no longer takes part; empty while it does."""
+        self.stopping = Stopping(communicator, progress.device)
 
     def take(
         self, bucket: GradBucket, weighting: Weighting, zeros_are_unused: bool
@@ -98,7 +136,7 @@ class Steps:
         taken = self._taken_over(bucket)
         if index == 0:
             self._begin(weighting)
-        elif not self._is_open or index != len(self._taken):
+        elif not self._progress.is_open or index != len(self._taken):
             raise RuntimeError(f"bucket {index} came after {len(self._taken)} others of its step, wanted all in order")
         self._taken.append(taken)
         self._submit(lambda: self._on_bucket(index, taken, zeros_are_unused), [taken.buffer])
@@ -111,8 +149,7 @@ class Steps:
         return taken.future.then(_average_or_error)
 
     def _taken_over(self, bucket: GradBucket) -> Taken:
-        if self.stopped:
-            raise RuntimeError(f"pycomm's hook no longer takes part after an earlier error: {self.stopped}")
+        self._progress.require_taking_part()
         buffer = bucket.buffer()
         if buffer.is_sparse:
             raise ValueError("a gradient is sparse; pycomm reduces dense gradients")
@@ -122,18 +159,16 @@ class Steps:
         return Taken(bucket.parameters(), bucket.gradients(), buffer, future)
 
     def _begin(self, weighting: Weighting) -> None:
-        if self._is_open:
+        if self._progress.is_open:
             self._require_alone()
-        self._is_open, self._error = True, None
+        self._progress.is_open, self._error = True, None
         self._taken = []
-        self._weighting = weighting
-        loss_scale = self._loss_scale.current(self._device, self._on_gpu)
-        self._scaling = Scaling(self._communicator.size, loss_scale=loss_scale, step=self.counts.next_number)
+        self._weighting, self._scaling = weighting, self._progress.scaling()
 
     def _require_alone(self) -> None:
         """Go on after a pass that failed half-way if there are no other ranks; else stop, and raise RuntimeError."""
         if self._communicator.size > 1:
-            self._stop(RuntimeError(HALF_SENT))
+            self._progress.stop(RuntimeError(HALF_SENT))
             raise RuntimeError(HALF_SENT)
         self._submit(lambda: None, []).wait()
 
@@ -145,32 +180,16 @@ class Steps:
 
     def wait(self, work: Work | GpuWork) -> None:
         """Wait for the end of the step, and raise what went wrong in it."""
-        start = time.perf_counter()
         try:
-            work.wait()
-        except BaseException as error:
-            self._stop(error)
-            raise
+            with self._progress.waiting():
+                work.wait()
         finally:
-            self._is_open = False
-            self.wait_seconds += time.perf_counter() - start
+            self._progress.is_open = False
 
     def fail(self) -> None:
         """Note that the backward pass has ended with an exception."""
-        if self._is_open and self._communicator.size > 1:
-            self._stop(RuntimeError(HALF_SENT))
-
-    def _stop(self, error: BaseException) -> None:
-        """Stop taking part, and tell the ranks that wait for this one."""
-        if self.stopped or self._communicator.size == 1:
-            return
-        self.stopped = str(error) or type(error).__name__
-        self._communicator.channel.abandon(self.stopped, in_step=False)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether buckets have been taken of a step that has not ended."""
-        return self._is_open
+        if self._progress.is_open and self._communicator.size > 1:
+            self._progress.stop(RuntimeError(HALF_SENT))
 
     # Jobs, on the communication thread.
 
@@ -222,14 +241,14 @@ class Steps:
     def _finish(self, taken: Sequence[Taken]) -> None:
         mine = [self._sorting[index] for index in range(len(taken))]
         parts = [part for each in mine for part in each.parts]
-        self.source.share(parts, self._communicator)
+        self._progress.source.share(parts, self._communicator)
         self.stopping.hear(mine[0].parts)
         finite: Flag = True
         if any(part.exchange.transactional for part in parts):
             finite = all_finite([part.exchange for part in parts])
-            self.counts.count(finite)
-            self.source.count(finite)
-        self.num_steps += 1
+            self._progress.count(finite)
+            self._progress.source.count(finite)
+        self._progress.num_steps += 1
         for each in mine:
             each.finish(finite)
         for each, one in zip(mine, taken, strict=True):

@@ -1,8 +1,8 @@
-"""Signs of life: what the operating system shows of ranks of this host, and a thread that answers other hosts.
+"""Signs of life: the operating system's about ranks of this host, and a thread's answers for other hosts.
 
-A rank that finds an operation failed calls the others through the agreement's store. One that computes does not hear
-that until its next operation; but a thread of its own looks for calls now and then, and answers. A rank that does not
-answer has died, is stopped or cannot be reached.
+A rank that finds an operation failed calls the others through the agreement's store. One that computes
+notices that only at its next operation; so a thread of each rank looks for calls now and then, and answers them. A rank
+that does not answer has died, is stopped or cannot be reached.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STOPPED_PATIENCE = 0.5
 _STOPPED = "is stopped"
 
 Process = dict[str, Any]
-"""Process of a rank: its ``host``, ``pid`` and ``start``, by which it is told from a later one with its id."""
+"""Process of a rank: its ``host``, ``pid`` and ``start``, which distinguishes it from a later one with its id."""
 
 
 def this_process() -> Process:
@@ -34,7 +34,7 @@ def this_process() -> Process:
 
 
 class ProcessWatch:
-    """Processes of ranks, by which it is known whether those of this host are alive.
+    """Processes of ranks, and whether those of this host are alive.
 
     Attributes:
         processes: of each rank, by its number.
@@ -55,7 +55,7 @@ class ProcessWatch:
         return rank in self.processes and self.processes[rank]["host"] == self._here
 
     def fate_of(self, rank: int) -> str | None:
-        """Return what has become of ``rank``, if it can no longer take part; ``None`` if it can, for all one knows."""
+        """Return why ``rank`` can no longer take part; ``None`` if nothing is known against it."""
         if not self.sees(rank):
             return None
         process = self.processes[rank]

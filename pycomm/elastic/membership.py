@@ -1,6 +1,6 @@
-"""Agreement of the ranks that are left on who they are, and on the last step that counts.
+"""Agreement of the remaining ranks on who they are, and on the last step that counts.
 
-Every rank that finds an operation failed writes a report: the last step that it has committed. Once each
+Every rank whose operation fails writes a report: the last step that it has committed. Once each
 rank has reported or is known to be gone, any of them proposes the world to go on with; the store takes the
 first proposal of an epoch, and all read that one. A decision binds nobody by itself: its ranks meet, and if
 one of them does not come, the next epoch decides again. So a death at any time, of any rank, during this
@@ -34,7 +34,7 @@ _POLL = 0.002  # seconds
 
 _TO_MEET = 2.0
 _TO_MEET_PER_RANK = 0.02
-"""Seconds in which ranks that have just agreed to meet do so. After that they agree anew, and give each other more."""
+"""Seconds within which ranks meet once they have agreed. After that they agree again, with more time."""
 _TO_JOIN = 10.0
 """Seconds in which a newcomer that has asked to be let in comes."""
 
@@ -138,7 +138,7 @@ class Membership:
         counts_ready: whether ranks tell each other when they are ready.
 
     Attributes:
-        world: ranks that belong to it, by the numbers that they got when they came.
+        world: its ranks, by the numbers they were given when they joined.
         me: this rank's number.
         epoch: number of times that the world has changed.
         watch: their processes.

@@ -42,7 +42,7 @@ class ReadyPage:
         self._words[self._rank, event % _SLOTS] = word
 
     def read(self, event: int) -> dict[int, float]:
-        """Return when ranks have come to ``event``, in seconds of a clock that all share; those that have."""
+        """Return the times at which ranks came to ``event``, in seconds of a shared clock, for those that have."""
         words = self._words[:, event % _SLOTS].tolist()
         number, mask = _number(event), (1 << _TIME_BITS) - 1
         return {rank: (word & mask) * 1e-6 for rank, word in enumerate(words) if word >> _TIME_BITS == number}

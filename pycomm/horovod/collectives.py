@@ -35,7 +35,7 @@ _COMPLEX = (torch.complex64, torch.complex128)
 
 Tensors = Sequence[torch.Tensor]
 Call = tuple["Collective", Any]
-"""Collective, and the tensors that it is called with."""
+"""Collective, and the tensor or tensors that it is called with."""
 
 
 class Submission:
@@ -171,18 +171,19 @@ class Collective:
 
     Attributes:
         kind: of the operation.
+        alone: whether it is called with one tensor, and has one result.
         in_place: whether results overwrite the tensors.
         splits: of an all-to-all: rows for each rank.
         parts, received: see :class:`Request`; of a call that has ended.
     """
 
     kind = ""
+    alone = True
     in_place = False
     splits: Any = None
 
     def __init__(self, name: str | None, process_set: ProcessSet, compression: Any = Compression.none) -> None:
         self.name, self.process_set, self.compression = name, process_set, compression
-        self._alone = False
         self.parts: list[list[int]] = []
         self.received: Any = None
 
@@ -199,15 +200,6 @@ class Collective:
         with Submission(self.kind, self.name, self.process_set) as submission:
             submission.submit(self.request(submission, tensors), wake)
         return submission
-
-    def one(self, tensor: Any) -> Call:
-        """Return this call with ``tensor``, whose result is one, too."""
-        self._alone = True
-        return self, [tensor]
-
-    def all(self, tensors: Any) -> Call:
-        """Return this call with ``tensors``."""
-        return self, tensors
 
     def run(self, tensors: Any) -> tuple[torch.Tensor, ...]:
         """Begin, wait for the end, and return the outputs."""
@@ -226,7 +218,7 @@ class Collective:
 
     def result(self, outputs: tuple[torch.Tensor, ...]) -> Any:
         """Return what the caller gets of the ``outputs``."""
-        return outputs[0] if self._alone else outputs
+        return outputs[0] if self.alone else outputs
 
     def finish(self, request: Request) -> Any:
         """Return the result of a request that has ended."""

@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from pycomm import agreement
 from pycomm.broadcasting import encode, restructure_state
 from pycomm.checkpoint import values
-from pycomm.errors import attempt, text_of
+from pycomm.errors import attempt
 from pycomm.horovod.collectives import AllGather, check_root, check_tensor, synchronize_all
 from pycomm.horovod.names import InvalidRequestError
 from pycomm.horovod.operations import allgather, broadcast_, broadcast_async_
@@ -19,6 +20,12 @@ from pycomm.horovod.process_sets import ProcessSet, global_process_set, members_
 from pycomm.optim.parameters import checked_optimizer
 
 T = TypeVar("T")
+
+_WORDS = agreement.Words(
+    failed="{what}: rank {rank} of the set cannot take part: {problem}",
+    differ="{what}: the ranks disagree: {here!r} on rank {rank} of the set, {there!r} on rank 0 of it",
+    error=InvalidRequestError,
+)
 
 _SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 _MAPPINGS: dict[str, type] = {"dict": dict, "ordered": OrderedDict}
@@ -42,27 +49,13 @@ def agreed(
         InvalidRequestError: on every rank: another rank had an error, or another description, of which the first line
             that differs is named. This rank's own error is raised as it is.
     """
-    own = outcome if isinstance(outcome, Exception) else attempt(lambda: list(lines(outcome)))
-    said = [text_of(own), []] if isinstance(own, Exception) else ["", own]
-    mine = torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8)
-    call = AllGather(f"agreement on {what}", process_set)
-    (texts,) = call.run([mine])
-    everyone = [json.loads(part.numpy().tobytes()) for part in torch.split(texts, call.parts[0])]
-    if isinstance(outcome, Exception):
-        raise outcome
-    if isinstance(own, Exception):
-        raise own
-    for rank, (problem, _) in enumerate(everyone):
-        if problem:
-            raise InvalidRequestError(f"{what}: rank {rank} of the set cannot take part: {problem}")
-    for rank, (_, theirs) in enumerate(everyone):
-        if theirs != everyone[0][1]:
-            pairs = zip(everyone[0][1], theirs, strict=False)
-            first, other = next(((a, b) for a, b in pairs if a != b), ("fewer or more", "of them"))
-            raise InvalidRequestError(
-                f"{what}: the ranks disagree: {other!r} on rank {rank} of the set, {first!r} on rank 0 of it"
-            )
-    return outcome
+
+    def gather(mine: bytes) -> list[bytes]:
+        call = AllGather(f"agreement on {what}", process_set)
+        (texts,) = call.run([torch.frombuffer(bytearray(mine), dtype=torch.uint8)])
+        return [part.numpy().tobytes() for part in torch.split(texts, call.parts[0])]
+
+    return agreement.agreed(gather, outcome, what, lambda made: {"": list(lines(made))}, _WORDS)
 
 
 def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = global_process_set) -> None:

@@ -12,7 +12,7 @@ import gc
 import inspect
 from collections.abc import Callable, Iterator
 from types import FunctionType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -45,12 +45,12 @@ from pycomm.horovod.requests import ALLGATHER, BARRIER, JOIN, Request, Terms
 from pycomm.reducer import Reducer
 
 P = ParamSpec("P")
-R = TypeVar("R")
+R = TypeVar("R", covariant=True)
 
 _PATIENCE = 5.0  # seconds
 
 
-# Forms: what arguments a function takes.
+# Forms: what arguments a function takes, and the collective and the tensor or tensors that these stand for.
 
 
 def _reduction(
@@ -62,19 +62,7 @@ def _reduction(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Call:
-    return AllReduce(name, process_set, op_or_error(op, average), prescale_factor, postscale_factor).one(tensor)
-
-
-def _reductions(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Any = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Call:
-    return AllReduce(name, process_set, op_or_error(op, average), prescale_factor, postscale_factor).all(tensors)
+    return AllReduce(name, process_set, op_or_error(op, average), prescale_factor, postscale_factor), tensor
 
 
 def _reduction_compressed(
@@ -88,41 +76,23 @@ def _reduction_compressed(
     process_set: ProcessSet = global_process_set,
 ) -> Call:
     chosen = op_or_error(op, average)
-    return AllReduce(name, process_set, chosen, prescale_factor, postscale_factor, compression).one(tensor)
-
-
-def _reductions_compressed(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: Any = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Call:
-    chosen = op_or_error(op, average)
-    return AllReduce(name, process_set, chosen, prescale_factor, postscale_factor, compression).all(tensors)
+    return AllReduce(name, process_set, chosen, prescale_factor, postscale_factor, compression), tensor
 
 
 def _gather(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Call:
-    return AllGather(name, process_set).one(tensor)
-
-
-def _gathers(tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set) -> Call:
-    return AllGather(name, process_set).all(tensors)
+    return AllGather(name, process_set), tensor
 
 
 def _root(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Call:
-    return Broadcast(name, process_set, root_rank).one(tensor)
+    return Broadcast(name, process_set, root_rank), tensor
 
 
 def _exchange(
     tensor: torch.Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Call:
-    return AllToAll(name, process_set, splits).one(tensor)
+    return AllToAll(name, process_set, splits), tensor
 
 
 def _scatter(
@@ -133,18 +103,7 @@ def _scatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Call:
-    return ReduceScatter(name, process_set, op, prescale_factor, postscale_factor).one(tensor)
-
-
-def _scatters(
-    tensors: Tensors,
-    name: str | None = None,
-    op: Any = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Call:
-    return ReduceScatter(name, process_set, op, prescale_factor, postscale_factor).all(tensors)
+    return ReduceScatter(name, process_set, op, prescale_factor, postscale_factor), tensor
 
 
 def _scatter_compressed(
@@ -156,19 +115,7 @@ def _scatter_compressed(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Call:
-    return ReduceScatter(name, process_set, op, prescale_factor, postscale_factor, compression).one(tensor)
-
-
-def _scatters_compressed(
-    tensors: Tensors,
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: Any = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Call:
-    return ReduceScatter(name, process_set, op, prescale_factor, postscale_factor, compression).all(tensors)
+    return ReduceScatter(name, process_set, op, prescale_factor, postscale_factor, compression), tensor
 
 
 # Ways: what a function does with the collective and the tensors that a form has made of its arguments.
@@ -207,19 +154,43 @@ def _rows_and_splits(call: Collective, tensors: Any) -> Any:
 
 def _function(name: str, form: Callable[P, Call], way: Callable[[Collective, Any], R], doc: str) -> Callable[P, R]:
     """Return the function ``name`` of this module: it takes what ``form`` does, and returns what ``way`` does."""
+    made: Callable[P, R] = _made(name, form, way, doc)
+    return made
 
-    call = FunctionType(form.__code__, form.__globals__, name, form.__defaults__)  # errors of arguments say whose
+
+class _Grouped(Protocol[P, R]):
+    def __call__(self, tensors: Tensors, *args: P.args, **kwargs: P.kwargs) -> R: ...
+
+
+def _grouped(
+    name: str, form: Callable[Concatenate[torch.Tensor, P], Call], way: Callable[[Collective, Any], R], doc: str
+) -> _Grouped[P, R]:
+    """Return such a function that takes ``tensors`` in the place of ``tensor``."""
+    made: _Grouped[P, R] = _made(name, form, way, doc, grouped=True)
+    return made
+
+
+def _made(name: str, form: Any, way: Any, doc: str, grouped: bool = False) -> Any:
+    """Return a function that has the name, signature and docstring of one that is written down."""
+    code, signature, returns = form.__code__, inspect.signature(form), way.__annotations__["return"]
+    first, *others = signature.parameters.values()
+    if grouped:
+        first = first.replace(name="tensors", annotation="Tensors")
+        code = code.replace(co_varnames=("tensors", *code.co_varnames[1:]))
+    call = FunctionType(code, form.__globals__, name, form.__defaults__)  # errors of arguments say whose
     call.__qualname__ = name
 
-    def function(*args: P.args, **kwargs: P.kwargs) -> R:
-        return way(*call(*args, **kwargs))
+    def function(*args: Any, **kwargs: Any) -> Any:
+        collective, given = call(*args, **kwargs)
+        collective.alone = not grouped
+        return way(collective, given if grouped else [given])
 
-    returns = way.__annotations__["return"]
     function.__name__ = function.__qualname__ = name
     function.__doc__ = doc
-    function.__annotations__ = {**form.__annotations__, "return": returns}
-    function.__signature__ = inspect.signature(form).replace(return_annotation=returns)  # type: ignore[attr-defined]
-    return function
+    function.__annotations__ = {each.name: each.annotation for each in (first, *others)} | {"return": returns}
+    made: Any = function
+    made.__signature__ = signature.replace(parameters=[first, *others], return_annotation=returns)
+    return made
 
 
 # The table: name, form, way and docstring of each function.
@@ -255,23 +226,23 @@ allreduce_async_ = _function(
 allreduce_ = _function(
     "allreduce_", _reduction, _in_place, "Reduce ``tensor`` in place, and return it. See :func:`allreduce`."
 )
-grouped_allreduce = _function(
+grouped_allreduce = _grouped(
     "grouped_allreduce",
-    _reductions_compressed,
+    _reduction_compressed,
     _differentiated_all,
     "Return the reductions of ``tensors``, of all or none. See :func:`allreduce`.",
 )
-grouped_allreduce_async = _function(
-    "grouped_allreduce_async", _reductions, _begin, "Begin to reduce ``tensors``, all or none; return a handle."
+grouped_allreduce_async = _grouped(
+    "grouped_allreduce_async", _reduction, _begin, "Begin to reduce ``tensors``, all or none; return a handle."
 )
-grouped_allreduce_async_ = _function(
+grouped_allreduce_async_ = _grouped(
     "grouped_allreduce_async_",
-    _reductions,
+    _reduction,
     _begin_in_place,
     "Begin to reduce ``tensors`` in place, all or none; return a handle.",
 )
-grouped_allreduce_ = _function(
-    "grouped_allreduce_", _reductions, _in_place_all, "Reduce ``tensors`` in place, all or none, and return them."
+grouped_allreduce_ = _grouped(
+    "grouped_allreduce_", _reduction, _in_place_all, "Reduce ``tensors`` in place, all or none, and return them."
 )
 allgather = _function(
     "allgather",
@@ -284,14 +255,14 @@ allgather = _function(
     """,
 )
 allgather_async = _function("allgather_async", _gather, _begin, "Begin an :func:`allgather`; return a handle.")
-grouped_allgather = _function(
+grouped_allgather = _grouped(
     "grouped_allgather",
-    _gathers,
+    _gather,
     _differentiated_all,
     "Return all ranks' rows of each of ``tensors``. See :func:`allgather`.",
 )
-grouped_allgather_async = _function(
-    "grouped_allgather_async", _gathers, _begin, "Begin to gather the rows of each of ``tensors``; return a handle."
+grouped_allgather_async = _grouped(
+    "grouped_allgather_async", _gather, _begin, "Begin to gather the rows of each of ``tensors``; return a handle."
 )
 broadcast = _function(
     "broadcast",
@@ -351,14 +322,14 @@ reducescatter = _function(
 reducescatter_async = _function(
     "reducescatter_async", _scatter, _begin, "Begin a :func:`reducescatter`; return a handle."
 )
-grouped_reducescatter = _function(
+grouped_reducescatter = _grouped(
     "grouped_reducescatter",
-    _scatters_compressed,
+    _scatter_compressed,
     _differentiated_all,
     "Return this rank's rows of each reduction. See :func:`reducescatter`.",
 )
-grouped_reducescatter_async = _function(
-    "grouped_reducescatter_async", _scatters, _begin, "Begin a :func:`grouped_reducescatter`; return a handle."
+grouped_reducescatter_async = _grouped(
+    "grouped_reducescatter_async", _scatter, _begin, "Begin a :func:`grouped_reducescatter`; return a handle."
 )
 
 
@@ -492,7 +463,7 @@ def sparse_allreduce_async(
     form = f"of a sparse tensor {list(tensor.shape)}"
     parts = (mine.indices().t().contiguous(), mine.values())
     indices, values = (
-        _begin(*AllGather(label, process_set, form).one(part)) for label, part in zip(labels, parts, strict=True)
+        _begin(AllGather(label, process_set, form), [part]) for label, part in zip(labels, parts, strict=True)
     )
     size = process_set.size() or 1
     return SparseHandle(tensor, (indices, values), size if chosen == Average else 1)

@@ -354,7 +354,7 @@ def make(options: dict[str, Any]) -> None:
         ({"mode": "sync", "compensation": "lr"}, "in which no gradient is stale"),
         ({"compression": "topk"}, "compression is 'topk'"),
         ({"compensation": "more"}, "compensation is 'more'"),
-        ({"optimizer": torch.optim.LBFGS}, "wants a closure"),
+        ({"optimizer": torch.optim.LBFGS}, "requires a closure"),
         ({"dtype": torch.complex64}, "parameters are torch.complex64 on cpu"),
         ({"compression": "auto"}, "name a method"),
         ({"compression": pycomm.DGC(0.1, 0.9), "momentum": 0.9}, "would apply momentum twice"),

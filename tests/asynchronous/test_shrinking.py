@@ -224,7 +224,7 @@ def come_otherwise(course: Course, port: int, flag: str) -> None:
     try:
         with pytest.raises(ValueError, match="every=4"):
             pycomm.local_sgd(optimizer, model, join=f"127.0.0.1:{port}", **{**options_of(course), "every": 5})
-        with pytest.raises(ValueError, match="join wants"):
+        with pytest.raises(ValueError, match="join requires"):
             pycomm.local_sgd(optimizer, model, every=4, join=f"127.0.0.1:{port}")
         with pytest.raises(CommError, match="no store listens"):
             pycomm.local_sgd(optimizer, model, join="127.0.0.1:1", **{**options_of(course), "timeout": 1})

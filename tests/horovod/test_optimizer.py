@@ -335,7 +335,7 @@ def test_arguments_that_are_refused() -> None:
             ({"groups": [[named[0][1]], [named[0][1]]]}, ValueError, "groups has a parameter twice"),
             ({"groups": "two"}, TypeError, "groups is a str"),
             ({"compression": 16}, TypeError, "compression is 16"),
-            ({"compression": pycomm.TopK(0.1), "op": hvd.Max}, ValueError, "wants op=Average or Sum"),
+            ({"compression": pycomm.TopK(0.1), "op": hvd.Max}, ValueError, "requires op=Average or Sum"),
             ({"process_set": 3}, TypeError, "process_set is a int"),
         ]
         for arguments, kind, message in refused:

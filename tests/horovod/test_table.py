@@ -57,6 +57,8 @@ def test_a_function_of_the_table_is_like_any_other(name: str) -> None:
 def test_a_wrong_argument_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match=r"^allreduce_\(\) got an unexpected keyword argument 'tensors'"):
         hvd.allreduce_(tensors=[])  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"^grouped_allreduce_async\(\) got an unexpected keyword argument 'tensor'"):
+        hvd.grouped_allreduce_async(tensor=[])  # type: ignore[call-arg]
 
 
 def test_the_reference_shows_functions_of_the_table() -> None:

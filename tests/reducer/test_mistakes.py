@@ -119,6 +119,12 @@ def test_wrong_arguments() -> None:
     for kind, says, call in bad:
         with pytest.raises(kind, match=says):
             call()
+
+
+@on_ranks(2)
+def test_parameters_that_cannot_be_averaged() -> None:
+    model = make_model()
+    optimizer = sgd(model)
     other = nn.Linear(2, 2).to(torch.complex64)
     with pytest.raises(TypeError, match="parameter 'weight' has dtype torch.complex64"):
         pycomm.attach(sgd(other), other)

@@ -214,9 +214,8 @@ def attach_with(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"backup": 2}, "backup=2 wants more ranks than the 2 that there are"),
+        ({"backup": 2}, "backup=2 requires more ranks than the 2 that there are"),
         ({"backup": -1}, "backup"),
-        ({"on_failure": "raise"}, 'on_failure="raise"'),
         ({"accumulate": 2}, "accumulate=2"),
         ({"clip_local_norm": 1.0}, "clip_local_norm=1.0"),
         ({"buffers": "average"}, 'buffers="average"'),

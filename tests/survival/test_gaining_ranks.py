@@ -17,7 +17,7 @@ from torch import nn
 
 import pycomm
 from pycomm import CommError
-from pycomm.reducer import joining, surviving
+from pycomm.reducer import joining, newcomers, surviving
 from tests.hosts import on_hosts
 from tests.on_ranks import Pools
 from tests.ranks import Outcome
@@ -158,7 +158,7 @@ def come_and_die(plan: Plan, size: int, port: int) -> None:
         elif moment == "state":
             patch.setattr(joining, "share_state", lambda *_, **__: die())
         elif moment == "hashes":
-            patch.setattr(joining, "_compare", lambda *_: die())
+            patch.setattr(newcomers, "_compare", lambda *_: die())
         model = small_model()
         attach(replace(plan, options={}), model, join=f"127.0.0.1:{port}")
         next(iter(model.parameters())).register_hook(lambda _: die())
@@ -212,7 +212,7 @@ def other(plan: Plan, size: int, port: int) -> None:
     what = plan.options["differs"]
     with pytest.MonkeyPatch.context() as patch:
         if what == "version":
-            patch.setattr(joining, "version", lambda: "0.0.1")
+            patch.setattr(newcomers, "version", lambda: "0.0.1")
         model = nn.Sequential(*small_model(), nn.Linear(5, 5)) if what == "model" else small_model()
         kind = torch.optim.AdamW if what == "optimizer" else torch.optim.SGD
         optimizer = kind(model.parameters(), lr=0.05)

@@ -1,0 +1,184 @@
+"""Progress of a registration: its settings, its counts, whether this rank still takes part, and how a pass ends."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from pycomm.communicator import Communicator
+from pycomm.compression import Compression
+from pycomm.compression.base import Exchange, Flag, Scaling, method_stats
+from pycomm.compression.nonfinite import NonfiniteSource, Sent
+from pycomm.cost.auto import checked_method
+from pycomm.optim.loss_scaler import checked_scaler, loss_scale_of
+from pycomm.optim.parameters import unwrapped
+from pycomm.torch_internals import queue_final_callback
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Arguments of a registration; equal on all ranks."""
+
+    method: Compression
+    loss_scaler: Any
+    algorithm: str
+
+    def lines(self) -> list[str]:
+        """Return one line per setting, to be compared between the ranks."""
+        return [
+            f"compression={self.method!r}",
+            f"loss_scaler={type(self.loss_scaler).__name__}",
+            f"algorithm={self.algorithm}",
+        ]
+
+
+def checked_settings(compression: Any, loss_scaler: Any, optimizer: Any, algorithm: Any) -> Settings:
+    """Return the arguments of a registration as checked settings.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong, or the method does not suit the optimizer.
+    """
+    if not isinstance(algorithm, str):
+        raise TypeError(f"algorithm is {algorithm!r}, wanted a name")
+    settings = Settings(checked_method(compression), checked_scaler(loss_scaler), algorithm)
+    if optimizer is not None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer is a {type(optimizer).__name__}, wanted a torch.optim.Optimizer or None")
+        settings.method.check(unwrapped(optimizer))
+    return settings
+
+
+class Progress:
+    """Progress of the steps of a model.
+
+    Args:
+        communicators: those that this rank leaves after an error; gradients are averaged over the first.
+        settings: of the registration.
+        device: device of the gradients.
+
+    Attributes:
+        committed, nonfinite: numbers of steps that changed state, and of those that were not finite: 0-d int64 tensors
+            on ``device``.
+        source: names the last gradient that was not finite.
+        num_steps: number of backward passes that were averaged.
+        wait_seconds: time for which communication held up ``backward()``.
+        is_open: whether gradients have come of a step that has not ended.
+        stopped: error after which this rank no longer takes part; empty while it does.
+    """
+
+    def __init__(self, communicators: Sequence[Communicator], settings: Settings, device: torch.device) -> None:
+        self._communicators, self.device, self.on_gpu = communicators, device, device.type == "cuda"
+        self._loss_scale = loss_scale_of(settings.loss_scaler)
+        self.committed = torch.zeros((), dtype=torch.int64, device=device)
+        self.nonfinite = torch.zeros((), dtype=torch.int64, device=device)
+        self.source = NonfiniteSource()
+        self.num_steps, self.wait_seconds = 0, 0.0
+        self.is_open, self.stopped = False, ""
+
+    def scaling(self) -> Scaling:
+        """Return the scaling of the step that begins."""
+        # A copy on a GPU: the count may be incremented before the GPU has read it for this step.
+        step = self.committed.clone() if self.on_gpu else int(self.committed)
+        loss_scale = self._loss_scale.current(self.device, self.on_gpu)
+        return Scaling(self._communicators[0].size, loss_scale=loss_scale, step=step)
+
+    def count(self, finite: Flag) -> None:
+        """Count one more step of a method with state."""
+        self.committed += torch.as_tensor(finite, device=self.device)
+        self.nonfinite += ~torch.as_tensor(finite, device=self.device)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Measure the time inside. After an error there, this rank no longer takes part."""
+        start = time.perf_counter()
+        try:
+            yield
+        except BaseException as error:
+            self.stop(error)
+            raise
+        finally:
+            self.wait_seconds += time.perf_counter() - start
+
+    def require_taking_part(self) -> None:
+        """Raise RuntimeError after an error that has ended this rank's part."""
+        if self.stopped:
+            raise RuntimeError(f"pycomm's hook no longer takes part after an earlier error: {self.stopped}")
+
+    def stop(self, error: BaseException) -> None:
+        """Stop taking part, and tell the ranks that wait for this one."""
+        if self.stopped or all(communicator.size == 1 for communicator in self._communicators):
+            return
+        self.stopped = str(error) or type(error).__name__
+        for communicator in self._communicators:
+            communicator.channel.abandon(self.stopped, in_step=False)
+
+    def require_between_steps(self, what: str, is_removed: bool) -> None:
+        """Raise RuntimeError inside a step, or after ``remove()``; ``what`` is the method that was called."""
+        if is_removed:
+            raise RuntimeError(f"{what}() after remove()")
+        if self.is_open and not self.stopped:
+            raise RuntimeError(f"{what}() inside backward: call it between steps")
+
+    def stats(self, parts: Sequence[Sent], bytes_sent: int, num_buckets: int, otherwise: str) -> dict[str, Any]:
+        """Return the counters for ``HookHandle.stats``; ``otherwise`` stands for a source that is not known."""
+        nonfinite_steps = int(self.nonfinite)
+        return {
+            "bytes_sent": bytes_sent,
+            "steps": self.num_steps,
+            "wait_seconds": self.wait_seconds,
+            "nonfinite_steps": nonfinite_steps,
+            "last_nonfinite": self.source.of(parts) or (otherwise if nonfinite_steps else None),
+            "num_buckets": num_buckets,
+            "transport": "nccl" if self.on_gpu else self._communicators[0].transport,
+            **method_stats(part.exchange for part in parts),
+        }
+
+    def close(self) -> None:
+        """Close the communicators."""
+        for communicator in self._communicators:
+            communicator.close(self.stopped or None)
+
+
+def all_finite(exchanges: Sequence[Exchange]) -> Flag:
+    """Return whether all that was received is finite; the same on all ranks, since all have received the same bits."""
+    flags = [torch.as_tensor(exchange.finite()) for exchange in exchanges]
+    finite = torch.stack(flags).all()
+    return finite if finite.is_cuda else bool(finite)
+
+
+class Watcher(Protocol):
+    """Object that wants to know how a backward pass ends."""
+
+    def fail(self) -> None:
+        """Note that the pass has ended with an exception."""
+
+
+class _PassEnd:
+    """Final callback of a backward pass; autograd drops it without a call if the pass ends with an exception."""
+
+    def __init__(self, watcher: Watcher, action: Callable[[], None] | None) -> None:
+        self._watcher = weakref.ref(watcher)
+        self._action = action
+        self._called = False
+
+    def __call__(self) -> None:
+        self._called = True
+        action, self._action = self._action, None
+        if action is not None:
+            action()
+
+    def __del__(self) -> None:
+        watcher = None if self._called else self._watcher()
+        if watcher is not None:
+            watcher.fail()
+
+
+def at_pass_end(watcher: Watcher, action: Callable[[], None] | None = None) -> None:
+    """Call ``action`` at the end of the running backward pass; ``watcher.fail()`` if that ends with an exception."""
+    queue_final_callback(_PassEnd(watcher, action))
