@@ -21,9 +21,9 @@ _PAGE = """# Tested optimizers
 
 <!-- Written by python docs/optimizers.py from docs/tested_optimizers.json: changes here are lost. -->
 
-{equal} of {number} optimizers come to **equal** parameters, to the last bit, with and without pycomm. None of the
-others ran and came to something else. Each took {steps} steps twice, in float32: on two ranks with different samples,
-where `pycomm.attach` averages the gradients; and alone, with the mean of both ranks' gradients. To repeat it:
+{equal} of {number} optimizers give **equal** parameters, to the last bit, with and without pycomm. The others did not
+run; none gave different parameters. Each took {steps} steps twice, in float32: on two ranks with different samples,
+averaged by `pycomm.attach`, and alone, with the mean of both ranks' gradients. To repeat it:
 
 ```sh
 python -m tests.integrations.optimizers
@@ -31,8 +31,8 @@ python -m tests.integrations.optimizers
 
 Versions: {versions}.
 
-Optimizers that require a closure got one. Those that use the value of the loss got the mean over the ranks, which a
-script has to compute itself. Optimizers of the Muon kind were told which parameters are matrices, or got only these.
+Optimizers that require a closure got one. Those that use the value of the loss got the mean over the ranks; a script
+must compute it. Optimizers like Muon got a list of the matrices, or only these.
 
 {tables}"""
 

@@ -1,10 +1,10 @@
-"""DistributedDataParallel over pycomm: an ordinary script, whose one word of ours is the backend's name.
+"""DistributedDataParallel over pycomm: an ordinary script, except for the backend's name and the import.
 
     torchrun --nproc-per-node 2 examples/ddp.py
-    torchrun --nproc-per-node 2 examples/ddp.py --backend gloo      # the same over torch's own, to compare
+    torchrun --nproc-per-node 2 examples/ddp.py --backend gloo      # the same over Gloo, to compare
 
-A perceptron learns to tell ten noisy pictures apart, which are made here. Where there are GPUs, each rank takes one.
-See several_hosts.md beside this file for more than one host.
+A perceptron learns to distinguish ten noisy pictures, which the script makes. With GPUs, each rank takes one.
+several_hosts.md in this folder has the commands for several hosts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-import pycomm  # for the backend before torch 2.14, which finds it by itself; here for its counters, too
+import pycomm  # registers the backend (from torch 2.14 on, torch finds it); used here for its counters, too
 
 NUM_SAMPLES, NUM_FEATURES, NUM_CLASSES = 8192, 784, 10
 
@@ -74,7 +74,7 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
 def main() -> None:
     arguments = parse()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["LOCAL_WORLD_SIZE"])))
-    dist.init_process_group(arguments.backend)  # the word
+    dist.init_process_group(arguments.backend)  # "pycomm"
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

@@ -1,14 +1,14 @@
-"""Training that goes on when a process dies: torchrun starts the ranks anew, and they load the last checkpoint.
+"""Training that continues when a process dies: torchrun starts all ranks again, and they load the last checkpoint.
 
     torchrun --standalone --nproc-per-node=2 --max-restarts=3 examples/elastic.py
     torchrun --standalone --nproc-per-node=2 --max-restarts=3 examples/elastic.py --fail-at 60    # rank 0 kills itself
     torchrun --standalone --nproc-per-node=2 examples/elastic.py --stop-at 60    # SIGTERM to one rank stops all
     torchrun --nnodes 1:4 --nproc-per-node=2 --max-restarts=3 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \
-        examples/elastic.py --folder /shared/run    # hosts come and go; the folder is one for all of them
+        examples/elastic.py --folder /shared/run    # hosts may leave and join; all see this folder
 
-A perceptron with dropout learns to tell ten noisy pictures apart. Each step takes the same samples, whatever the number
-of ranks: a batch is shared out among those that there are. With the same number, the last line shows the same loss to
-the last digit, however often the training was interrupted.
+A perceptron with dropout learns to distinguish ten noisy pictures. Each step takes the same samples with any number of
+ranks: the ranks divide the batch. With the same number of ranks, the last line shows the same loss to the last digit,
+however often the training was interrupted.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def parse() -> argparse.Namespace:
 
 
 class Sampler:
-    """Sampler that knows where it is: the batches of an epoch follow from its number."""
+    """Sampler that saves its position; the batches of an epoch follow from the epoch's number."""
 
     def __init__(self, num_samples: int, batch: int) -> None:
         self._num_samples, self._batch = num_samples, batch
@@ -67,7 +67,7 @@ class Sampler:
 
 
 class Progress:
-    """Note of how far the training has ever come, to tell how many steps were repeated."""
+    """Highest step that the training has ever reached, to count repeated steps."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "progress.json"
@@ -94,7 +94,7 @@ def make_data() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def resume(folder: Path, reducer: pycomm.Reducer, **more: Any) -> int:
-    """Load the last checkpoint, if there is one; return the number of steps that are done."""
+    """Load the last checkpoint, if there is one; return the number of completed steps."""
     try:
         return int(pycomm.load(folder, reducer, **more)["step"])
     except FileNotFoundError:
@@ -119,14 +119,14 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
     progress.resume(start)
     if start > 0:
         say(f"resumed after step {start}, having been as far as {progress.reached}, on {size} ranks")
-    pycomm.stop_on_signal(reducer, signal.SIGTERM)  # one rank gets it: all leave after the same step
+    pycomm.stop_on_signal(reducer, signal.SIGTERM)  # if one rank gets it, all leave after the same step
     saved, step = None, start - 1
     for step in range(start, arguments.steps):
         send_signals(arguments, step)
         share = sampler.share(rank, size)
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(x[share]), y[share])
-        reducer.set_weight(len(share))  # the average is over samples, however they are shared out
+        reducer.set_weight(len(share))  # every sample counts the same
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         scheduler.step()
@@ -149,7 +149,7 @@ def num_restarts() -> int:
 
 
 def send_signals(arguments: argparse.Namespace, step: int) -> None:
-    """Do to this process what `--fail-at` and `--stop-at` ask for."""
+    """Send this process the signals of `--fail-at` and `--stop-at`."""
     if dist.get_rank() == 0 and num_restarts() == 0 and step == arguments.fail_at:
         os.kill(os.getpid(), signal.SIGKILL)
     if dist.get_rank() == dist.get_world_size() - 1 and step == arguments.stop_at:
@@ -169,9 +169,9 @@ def say(line: str) -> None:
 
 
 def join(backend: str) -> None:
-    """Make the process group, in a part of torchrun's store that no earlier start of the ranks has written to.
+    """Make the process group, in a part of torchrun's store that earlier starts have not used.
 
-    torchrun gives all starts the same store. Gloo would find the addresses of dead ranks there, and try to reach them.
+    All starts have the same store. Otherwise Gloo would find the addresses of dead ranks there and try to reach them.
     """
     store, rank, size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
     prefix = f"start/{num_restarts()}/of/{size}"

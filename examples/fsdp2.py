@@ -1,11 +1,11 @@
-"""FSDP2 over pycomm: an ordinary script, whose one word of ours is the backend's name.
+"""FSDP2 over pycomm: an ordinary script, except for the backend's name and the import.
 
     torchrun --nproc-per-node 2 examples/fsdp2.py
-    torchrun --nproc-per-node 2 examples/fsdp2.py --backend gloo    # the same over torch's own, to compare
+    torchrun --nproc-per-node 2 examples/fsdp2.py --backend gloo    # the same over Gloo, to compare
 
 A small transformer learns to continue sequences that count in steps. Every rank keeps its shard of each parameter and
-of the optimizer's state. Where there are GPUs, each rank takes one. See several_hosts.md beside this file for more than
-one host.
+of the optimizer's state. With GPUs, each rank takes one. several_hosts.md in this folder has the commands for several
+hosts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-import pycomm  # for the backend before torch 2.14, which finds it by itself; here for its counters, too
+import pycomm  # registers the backend (from torch 2.14 on, torch finds it); used here for its counters, too
 
 VOCABULARY, LENGTH = 64, 32
 
@@ -58,12 +58,12 @@ class Model(nn.Module):
 
 
 def shard(model: Model, device: torch.device) -> None:
-    """Shard each layer, and what is around them, over all ranks."""
+    """Shard each layer, and the rest of the model, over all ranks."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for module in (*model.layers, model):
         fully_shard(module, mesh=mesh)
     for module in model.modules():
-        # Gathered parameters and gradients lie where all ranks of the host reach them. In torch 2.9 or newer.
+        # Gathered parameters and gradients are in memory that all ranks of the host reach. Requires torch 2.9.
         if isinstance(module, FSDPModule) and hasattr(module, "set_allocate_memory_from_process_group_for_comm"):
             module.set_allocate_memory_from_process_group_for_comm(True)
 
@@ -102,7 +102,7 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
 def main() -> None:
     arguments = parse()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["LOCAL_WORLD_SIZE"])))
-    dist.init_process_group(arguments.backend)  # the word
+    dist.init_process_group(arguments.backend)  # "pycomm"
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

@@ -1,11 +1,11 @@
 """Data, tensor and pipeline parallelism at once, with compressed gradients between the replicas.
 
     torchrun --nproc-per-node 8 examples/hybrid.py                            # 2 replicas x 2 stages x 2 parts
-    torchrun --nproc-per-node 4 examples/hybrid.py --dp 2 --pp 2 --tp 1       # the batch halved on each of two pairs
+    torchrun --nproc-per-node 4 examples/hybrid.py --dp 2 --pp 2 --tp 1       # two pairs, each with half of the batch
     torchrun --nproc-per-node 4 examples/hybrid.py --dp 2 --pp 1 --tp 2 --compression dgc
 
-A deep perceptron learns to tell ten noisy pictures apart. Four lines are about devices: the mesh, the pipeline, the
-split and the averaging; the rest is what any script has.
+A deep perceptron learns to distinguish ten noisy pictures. Four lines are about devices: the mesh, the pipeline, the
+split and the averaging. The rest is an ordinary script.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def train(arguments: argparse.Namespace) -> None:
             print(f"step {step}  loss {loss.item():.4f}  {speed:.0f} samples/s\n", end="", flush=True)
     stats = reducer.stats()
     sent = stats["bytes_sent"] / stats["steps"] / 1e3
-    print(f"rank {dist.get_rank()}: {sent:.0f} KB sent per step\n", end="", flush=True)  # a whole line at once
+    print(f"rank {dist.get_rank()}: {sent:.0f} KB sent per step\n", end="", flush=True)  # in one write
 
 
 def main() -> None:

@@ -3,11 +3,11 @@
     python examples/im2col.py
     python examples/im2col.py --threads 1 2 4 --channels 128
 
-im2col writes every patch that the kernel will see as a column; the convolution is then one product, weights
+im2col writes every patch under the kernel as a column. The convolution is then one product: weights
 ``[out channels, in channels * kernel * kernel]`` times columns ``[in channels * kernel * kernel, positions]``
-(Chellapilla, Puri and Simard 2006, section 3). Each row of that product, an output channel, needs only its own row of
-the weights and all columns: so each core takes a part of the rows and nothing has to be added up. Over devices the same
-split is called "columns", since torch stores a layer's weights transposed: see examples/split_layer.py.
+(Chellapilla, Puri and Simard 2006, section 3). Each row of that product, an output channel, requires only its own row
+of the weights and all columns. So each core computes some of the rows, and nothing has to be summed. Over devices the
+same split is called "columns", because torch stores a layer's weights transposed: see examples/split_layer.py.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main() -> None:
     columns = im2col(x, kernel)
     expected = functional.conv2d(x.double(), weight.double(), padding=kernel // 2).transpose(0, 1).flatten(1)
     seconds: dict[int, list[float]] = {count: [] for count in arguments.threads}
-    # Each thread has one of torch's own: the threads here are the only ones.
+    # torch uses one thread in each of these threads, so no others compute.
     with ThreadPoolExecutor(max(arguments.threads), initializer=torch.set_num_threads, initargs=(1,)) as pool:
         for _ in range(arguments.rounds):
             for count in seconds:

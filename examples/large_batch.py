@@ -1,4 +1,4 @@
-"""Large batches: the recipe of "four-minute ImageNet" on scikit-learn's digits, beside a tuned Nesterov baseline.
+"""Large batches: the recipe of "four-minute ImageNet" on scikit-learn's digits, against tuned Nesterov.
 
     torchrun --nproc-per-node 2 examples/large_batch.py [--quick]
     python examples/large_batch.py --ranks 2                       # the same, started by torchrun's own launcher
@@ -8,15 +8,15 @@ The recipe (Jia et al. 2018, "Highly Scalable Deep Learning Training System with
 - float16 parameters and gradients, float32 master weights, loss scaling: master_weights, LossScaler
 - LARS on the masters; no weight decay on biases and norm parameters: LARS, whose default leaves these out
 - gradients fused into buckets, averaged while backward runs: attach (this model fits into one bucket)
-- an all-reduce that suits the network: attach(algorithm="auto") goes by the file that `pycomm plan calibrate` wrote
-  and PYCOMM_NETWORK names; "hierarchical(4,8)" insists on four hosts of eight ranks
+- an all-reduce that suits the network: pycomm.Tuning(algorithm="auto") reads the file of `pycomm plan calibrate`
+  that PYCOMM_NETWORK names; "hierarchical(4,8)" means four hosts of eight ranks
 - gradual warm-up, then polynomial decay: WarmupLR, PolynomialDecay
 
 The baseline is SGD with Nesterov momentum in float32; the shape of the schedule, momentum, weight decay, epochs and
-batches are the same. At every batch size both get the same search, over as many learning rates and warm-ups, by the
-loss on validation samples; then the choice trains on all training samples, with other seeds. Two rows are not tuned
-and say so: the baseline by linear scaling of the small batch's learning rate, and the recipe's choice in float32.
-Digits are a toy, 1,797 pictures of 8 x 8 pixels: what is seen here need not hold elsewhere.
+batches are the same. At every batch size both get the same search over learning rates and warm-ups, by the
+loss on validation samples. The best setting then trains on all training samples, with other seeds. Two rows are not
+tuned and say so: the baseline with linear scaling of the small batch's learning rate, and the recipe's settings in
+float32. Digits are a small problem, 1,797 pictures of 8 x 8 pixels: results may differ elsewhere.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ import pycomm
 Samples = tuple[torch.Tensor, torch.Tensor]
 
 NUM_TEST, NUM_VALIDATION = 360, 287
-NUM_TUNING = 1797 - NUM_TEST - NUM_VALIDATION  # what the search trains on; afterwards all but the test samples
+NUM_TUNING = 1797 - NUM_TEST - NUM_VALIDATION  # for the search; the final training uses all but the test samples
 MOMENTUM, WEIGHT_DECAY, START, POWER = 0.9, 5e-4, 0.1, 2.0
-TRUST = 0.05  # set by hand, of 0.02, 0.05 and 0.1; not 0.001, since biases and norms are stepped with the same rates
+TRUST = 0.05  # by hand, of 0.02, 0.05 and 0.1; 0.001 is too small, as biases and norms have the same rates
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Plan:
     reference: int = 64  # the small batch
     batches: tuple[int, ...] = (192, 384)
     epochs: int = 10
-    first_rate: int = 0  # of each way's; those before it are left out
+    first_rate: int = 0  # index of each way's first rate; earlier ones are left out
     warmups: tuple[float, ...] = (0.1, 0.25)
     tuning_seeds: int = 3
     seeds: int = 5
@@ -170,7 +170,7 @@ def train(setting: Setting, samples: Samples, epochs: int, seed: int) -> tuple[n
 
 @torch.no_grad()
 def evaluate(model: nn.Module, samples: Samples, communicator: pycomm.Communicator) -> tuple[float, float]:
-    """Mean loss and accuracy; to the bit the same on every rank, since what is done next depends on them."""
+    """Mean loss and accuracy, with the same bits on every rank, because the next decisions depend on them."""
     x, y = pycomm.optim.shard_batch(samples).data
     out = outputs(model, x)
     loss = nn.functional.cross_entropy(out, y, reduction="sum")
@@ -187,7 +187,7 @@ class Result:
 
 
 class Table:
-    """Measures rows, and prints each as it comes, on rank 0."""
+    """Measures rows, and prints each on rank 0 when it is ready."""
 
     def __init__(self, data: Data, plan: Plan, communicator: pycomm.Communicator) -> None:
         self._data, self._plan, self._communicator = data, plan, communicator
@@ -239,7 +239,7 @@ def compare(batch: int, recipe: Result, baseline: Result) -> str:
 
 def run(plan: Plan) -> None:
     start = time.perf_counter()
-    torch.set_num_threads(1)  # per rank, so that ranks do not fight over the cores
+    torch.set_num_threads(1)  # per rank: ranks share the cores
     dist.init_process_group("gloo")
     with pycomm.Communicator() as communicator:
         table = Table(load_data(), plan, communicator)
@@ -260,7 +260,7 @@ def run(plan: Plan) -> None:
 
 
 def parse() -> tuple[Plan, int | None]:
-    """The plan, and how many ranks to start: ``None`` where this is one of them."""
+    """The plan, and how many ranks to start; ``None`` if this process is a rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one batch size, a small search, two seeds")
     parser.add_argument("--ranks", type=int, help="processes to start where torchrun did not (default 2)")

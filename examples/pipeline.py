@@ -2,11 +2,11 @@
 
     torchrun --nproc-per-node 4 examples/pipeline.py
     torchrun --nproc-per-node 2 examples/pipeline.py --schedule zero_bubble_v --microbatches 8
-    python examples/pipeline.py --show one_f_one_b --ranks 4           # only the table, its proof and its price
+    python examples/pipeline.py --show one_f_one_b --ranks 4           # only the table, its check and simulated time
 
-A deep perceptron learns to tell ten noisy pictures apart. Each rank keeps the layers of its own stages and nothing of
-the others'. What is printed first needs no ranks: the table is proven (every microbatch passes every stage in order,
-and no two ranks wait for each other), and simulated with a backward that takes twice a forward's time.
+A deep perceptron learns to distinguish ten noisy pictures. Each rank keeps only the layers of its own stages. The first
+lines need no ranks. They show that the table is correct (every microbatch passes every stage in order, and no two ranks
+wait for each other), and a simulation in which a backward takes twice as long as a forward.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def make_layers(width: int, count: int) -> list[nn.Module]:
 
 
 def stages_of(layers: list[nn.Module], num_stages: int) -> list[nn.Module]:
-    """Return the layers in ``num_stages`` stages, as even as they come."""
+    """Return the layers in ``num_stages`` stages, as even as possible."""
     bounds = [len(layers) * number // num_stages for number in range(num_stages + 1)]
     return [nn.Sequential(*layers[begin:end]) for begin, end in pairwise(bounds)]
 
@@ -74,7 +74,7 @@ def train(arguments: argparse.Namespace) -> None:
     optimizer = torch.optim.SGD(pipeline.module.parameters(), lr=0.05, momentum=0.9)
     count = sum(parameter.numel() for parameter in pipeline.module.parameters())
     own = list(pipeline.stages)
-    print(f"rank {dist.get_rank()}: stages {own}, {count:,} parameters\n", end="", flush=True)  # a whole line at once
+    print(f"rank {dist.get_rank()}: stages {own}, {count:,} parameters\n", end="", flush=True)  # in one write
     generator = torch.Generator().manual_seed(0)
     pictures = torch.randn(NUM_CLASSES, NUM_FEATURES, generator=generator)
     start = time.perf_counter()

@@ -1,8 +1,8 @@
-"""The recommended stack in one script: synchronous SGD with all that the authors of large-scale training recommend.
+"""The recommended stack: synchronous SGD with what papers on large-scale training recommend, in one script.
 
     python examples/recommended_stack.py                              # three ranks on this host, by pycomm.launch
     torchrun --nproc-per-node 3 examples/recommended_stack.py         # the same
-    python examples/recommended_stack.py --without dgc float16        # what is it worth without?
+    python examples/recommended_stack.py --without dgc float16        # without two ingredients
     python examples/recommended_stack.py --plain                      # DistributedDataParallel and SGD, tuned alike
     python examples/recommended_stack.py --all                        # every ingredient left out in turn
 
@@ -10,15 +10,15 @@ The ingredients, each of which can be left out:
 
 - dgc       deep gradient compression: the largest 1 % of what has accumulated, with momentum correction and warm-up
 - float16   half-precision parameters and gradients
-- masters   float32 originals of them, which are what is stepped; without them there is no loss scale either
+- masters   float32 originals of them, which the optimizer steps; without them there is no loss scale either
 - scaling   a loss scale, so that half-precision gradients do not underflow
 - lars      steps in proportion to each layer's norm, for large batches
 - warmup    a learning rate that rises over the first tenth of the run
-- blocks    all-reduce by binary blocks, for numbers of ranks that are no power of two, of whatever travels dense
+- blocks    all-reduce of dense data by binary blocks, for numbers of ranks that are not a power of two
 
-A perceptron of 176,650 parameters learns scikit-learn's digits, 1,797 pictures of 8 x 8 pixels: a toy, on which every
-combination runs in seconds. docs/recommended_stack.md says what each ingredient buys on slow links, and which of them
-do not get on. The learning rates below were chosen there, for each combination by the same search.
+A perceptron of 176,650 parameters learns scikit-learn's digits, 1,797 pictures of 8 x 8 pixels. Every combination runs
+in seconds. docs/recommended_stack.md says what each ingredient gains on slow links, and which do not combine well. The
+learning rates below come from there: the same search for each combination.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Training:
         return self._epochs * (len(self._samples[1]) // BATCH)
 
     def epochs(self) -> Iterator[int]:
-        """Train; yield the number of epochs that are done after each."""
+        """Train; after each epoch, yield the number of completed epochs."""
         generator = torch.Generator().manual_seed(self._seed)
         for epoch in range(1, self._epochs + 1):
             for x, y in self._batches(generator):
@@ -152,7 +152,7 @@ class Training:
 
     @torch.no_grad()
     def evaluate(self, samples: Samples) -> tuple[float, float]:
-        """Return mean loss and accuracy, by which all ranks find the same: their models are equal."""
+        """Return mean loss and accuracy; all ranks get the same, because their models are equal."""
         x, y = samples
         out = self._outputs(x)
         loss = float(nn.functional.cross_entropy(out, y))
@@ -177,11 +177,11 @@ def make_model() -> nn.Sequential:
 
 
 def make_optimizer(model: nn.Module, recipe: Recipe, rate: float) -> torch.optim.Optimizer:
-    """Return an optimizer; without momentum where DGC has it."""
+    """Return an optimizer; without momentum if DGC applies it."""
     momentum = 0.0 if recipe.has("dgc") else MOMENTUM
     if not recipe.has("lars"):
         return torch.optim.SGD(model.parameters(), rate, momentum, weight_decay=WEIGHT_DECAY)
-    # What DGC hands over has momentum in it: it is 1 / (1 - momentum) times as large, and LARS divides by its norm.
+    # DGC's output includes momentum: it is 1 / (1 - momentum) times as large, and LARS divides by its norm.
     trust = TRUST / (1 - MOMENTUM) if recipe.has("dgc") else TRUST
     return pycomm.LARS(model.parameters(), rate, momentum, WEIGHT_DECAY, trust)
 
@@ -189,7 +189,7 @@ def make_optimizer(model: nn.Module, recipe: Recipe, rate: float) -> torch.optim
 def make_compression(recipe: Recipe, steps: int) -> pycomm.compression.Compression:
     if recipe.has("dgc"):
         return pycomm.DGC(DENSITY, MOMENTUM, warmup_steps=steps // 4)
-    # Means of half-precision gradients are made in float32, and between hosts they travel so, unless they are told to.
+    # Means of half-precision gradients are made in float32; without FP16() they are sent so between hosts, too.
     return pycomm.FP16() if recipe.has("float16") else pycomm.NoCompression()
 
 
@@ -207,7 +207,7 @@ def load_data() -> dict[str, Samples]:
 
 
 def outcome(training: Training, data: dict[str, Samples]) -> dict[str, float]:
-    """Return what came of it on this rank, and stop averaging."""
+    """Return the results of this rank, and stop averaging."""
     whole = 4 * training.num_steps * sum(p.numel() for p in training.model.parameters())
     sent = whole if training.reducer is None else training.reducer.stats()["bytes_sent"]
     training.close()

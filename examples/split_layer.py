@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 4 examples/split_layer.py
     torchrun --nproc-per-node 2 examples/split_layer.py --width 4096 --style rows
 
-Every rank computes with its own columns (or rows) of the weights. What is printed is the memory of each rank's part,
-and how far output and gradients are from those of the whole layer in one process.
+Every rank computes with its own columns (or rows) of the weights. The script prints the memory of each rank's part, and
+the difference of output and gradients from those of the whole layer in one process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Training that goes on whatever happens to its ranks: ``attach(on_failure="shrink", join=...)`` under random faults.
+"""Training that goes on whatever happens to its ranks: ``pycomm.Survive`` and ``pycomm.join`` under random faults.
 
     python -m bench.chaos [--faults 200] [--seed 0] [--ranks 3,4,5,6] [--methods dense,topk,dgc,powersgd]
                           [--hosts one|two] [--json FILE]

@@ -17,7 +17,7 @@ from pycomm.compression.dense import reduce_message
 
 WHOLE = "all_reduce, fused step"
 OPTIMIZER = 'shard="optimizer"'
-FULL = 'shard=pycomm.Sharding("optimizer", grads="full")'
+FULL = 'shard="optimizer", grads="full"'
 PARAMETERS = 'shard="parameters"'
 ZERO = "ZeroRedundancyOptimizer over Gloo"
 LATER = 'shard="optimizer", grads="local"'

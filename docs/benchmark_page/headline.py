@@ -88,7 +88,7 @@ def sentence(reports: Reports) -> str:
     """
     rows = sorted(compared(reports), key=lambda row: min(row.speedups()))
     said = [f"{span(row.speedups(), times)} as fast as {row.whose} ({row.what})" for row in (rows[-1], rows[0])]
-    return f"**In these five, pycomm is at best {said[0]}, and at worst {said[1]}.**\n"
+    return f"**Best of these five: {said[0]}. Worst: {said[1]}.**\n"
 
 
 def _figures() -> Iterator[_Figure]:
@@ -131,4 +131,4 @@ def _machines(benches: Mapping[str, Reports]) -> str:
     numbers = {report["environment"]["cores"] for report in reports.values()}
     cores = f"{span(numbers, str)} cores"
     kinds = len({label_of(report) for report in reports.values()})
-    return cores if kinds == 1 else f"{cores}, {kinds} kinds of processor"
+    return cores if kinds == 1 else f"{cores}, {kinds} machines"

@@ -32,8 +32,7 @@ def collectives(reports: Reports) -> str:
         floors = on_each(here, lambda group: duration(group["memcpy"]["seconds"]["median"]), labelled=len(found) > 1)
         copied = size(next(iter(here.values()))["memcpy"]["bytes"])
         parts.append(
-            f"All {ranks} ranks copying {copied} at once take {floors}: "
-            "the floor for that size, as far as memcpy goes.\n"
+            f"All {ranks} ranks copying {copied} at once take {floors}: a lower bound for that size with memcpy.\n"
         )
     return "\n".join(parts)
 
@@ -82,10 +81,10 @@ def kernels(reports: Reports) -> str:
         reads = on_each(speeds, lambda speed: f"{speed['read'] / 1e9:.1f} GB/s", labelled)
         parts.append(
             f"On {elements / 1e6:.1f} M elements, the gradients of ResNet-50; {count(threads, 'thread')}. The floor is "
-            "the time that the bytes which have to move take at the speed of a copy "
+            "the time to move the necessary bytes at the speed of a copy "
             f"({copies}{';' if labelled else ' here,'} read and written) or of reading alone ({reads}), "
-            "measured in the same run. A copy also "
-            "reads the lines that it writes, which our kernels avoid: that is why some are below 1.\n"
+            "measured in the same run. Some times are below the floor: a copy also reads the cache lines that it "
+            "writes, and our kernels do not.\n"
         )
         show, corner = (_kernels_of_several, "kernel, and torch's way") if labelled else (_kernels_of_one, "kernel")
         parts.append(beside(corner, found, show, labelled))

@@ -40,7 +40,7 @@ def recommended_stack(reports: Reports) -> str:
     text = (
         "Deep gradient compression, float16 with masters and a loss scale, LARS, warm-up and binary blocks together, "
         f"against DistributedDataParallel with tuned SGD, on {report['settings']['hosts']} hosts. [The recommended "
-        "stack](recommended_stack.md) says what each ingredient buys, and which do not get on.\n"
+        "stack](recommended_stack.md) says what each ingredient gains, and which do not combine well.\n"
     )
     return "\n".join([heading("The recommended stack", reports), text, _links(report, (PLAIN, STACK))])
 

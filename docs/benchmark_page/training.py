@@ -21,6 +21,13 @@ _METHODS = {
     "dgc": "pycomm, DGC(0.001)",
     "auto": 'pycomm, "auto"',
 }
+_NOW = {
+    "pycomm, on_failure=shrink": "pycomm, survive",
+    'shard="optimizer", full_grad=None': 'shard="optimizer", grads="local"',
+    'shard="optimizer", full_grad=True': 'shard="optimizer", grads="full"',
+    'shard="parameters", full_grad=None': 'shard="parameters", grads="local"',
+}
+"""Ways of earlier reports, whose arguments have other names now."""
 _DDP = "DDP"
 _WHOLE = "all_reduce, fused step"
 _RUN_OPTIONS = ("ranks", "rounds", "steps", "count", "batch", "millions", "widths", "busy", "nice")
@@ -34,9 +41,9 @@ def slow_network(reports: Reports) -> str:
     parameters = " or ".join(dict.fromkeys(f"{report['parameters'] / 1e6:.1f} M" for report in reports.values()))
     made = "this report" if len(reports) == 1 else f"`{next(iter(reports))}`"
     text = (
-        f"A byte-level language model of {parameters} parameters; hosts are network namespaces "
-        "with one rank each, if it does not say otherwise, and a token bucket on their link. They share the machine's "
-        "cores. In brackets: how many "
+        f"A byte-level language model of {parameters} parameters. Hosts are network namespaces "
+        "with one rank each, unless the table says otherwise. A token bucket limits their link. They share the "
+        "machine's cores. In brackets: how many "
         "times the rate of DistributedDataParallel on the same link; below 1 is slower. [Slow networks]"
         f"(slow_network.md) has every command that made {made}, the bytes on the wire, the spread, the losses.\n"
     )
@@ -79,11 +86,11 @@ def training(reports: Reports) -> str:
     """Show steps of a perceptron, memory, and what ``attach`` costs one rank, for each number of ranks."""
     parts = [
         heading("Training steps on one host", reports, _RUN_OPTIONS, "bench.training"),
-        "Steps of a perceptron, one thread per rank; a step's time is its slowest rank's. Where each core has a "
-        "rank to run, packing and summing take time from backward; what ranks reach that exchange no data, but "
-        "wait for the later one after each backward, is the most that averaging alone can reach. `sent` is the "
-        "payload that a rank hands to its transport. Memory is what a rank has between steps beyond model, "
-        "gradients and the optimizer's state, also as a part of the gradients.\n",
+        "Steps of a perceptron, one thread per rank; the slowest rank's time counts. If every core runs a rank, "
+        "packing and summing slow backward down. With a barrier after backward, ranks exchange no data but wait for "
+        "each other: averaging alone cannot be faster. `sent` is the payload that a rank hands to its transport. "
+        "Memory is a rank's memory between steps without model, gradients and the optimizer's state, also as a share "
+        "of the gradients.\n",
     ]
     labelled = several(reports)
     for (ranks, parameters, batch, busy), group in grouped(reports, _training_setup).items():
@@ -113,7 +120,7 @@ def _ranks(ranks: int, busy: int) -> str:
 def _steps(report: Report) -> Part:
     seconds = {row["way"]: row["seconds"]["median"] for row in report["steps"]}
     rows = {
-        row["way"]: [
+        _NOW.get(row["way"], row["way"]): [
             duration(seconds[row["way"]]),
             times(seconds[_DDP] / seconds[row["way"]]) if _DDP in seconds else MISSING,
             megabytes(row["bytes_sent"]) if row["bytes_sent"] else MISSING,
@@ -139,8 +146,8 @@ def sharding(reports: Reports) -> str:
     parts = [
         heading("Sharded optimizer", reports, _RUN_OPTIONS, "bench.sharding"),
         "Reduction and step of Adam in float32, one thread per rank: from gradients in their buckets to the new "
-        "parameters of all ranks. Compared with ranks that each take the whole step, which is the first line. "
-        "[Sharded optimizer](sharding.md) says what the others are.\n",
+        "parameters of all ranks. In the first line each rank takes the whole step. "
+        "[Sharded optimizer](sharding.md) describes the others.\n",
     ]
     for (ranks, millions, busy), group in grouped(reports, _sharding_setup).items():
         corner = f"{_ranks(ranks, busy)}, {millions:g} M parameters"
@@ -156,7 +163,7 @@ def _sharding_setup(report: Report) -> tuple[Any, ...]:
 def _phases(report: Report) -> Part:
     measured = {way: found for way, found in report.items() if isinstance(found, dict) and "median" in found}
     seconds = {way: found["median"] for way, found in measured.items()}
-    rows = {way: [duration(each), times(seconds[_WHOLE] / each)] for way, each in seconds.items()}
+    rows = {_NOW.get(way, way): [duration(each), times(seconds[_WHOLE] / each)] for way, each in seconds.items()}
     return Part(["time", "times as fast"], rows)
 
 

@@ -41,12 +41,11 @@ _REFERENCE = _DOCS / "reference"
 
 GROUPS = {
     "pycomm.reducer.attach.attach": {
-        "What is averaged": "optimizer model_or_named_parameters process_group average all_parameters ignore buffers "
-        "optimizer_state per_rank",
+        "What is averaged": "optimizer model process_group average all_parameters buffers",
         "Batches, precision and clipping": "accumulate loss_scaler clip_local_norm",
-        "Compression and speed": "compression bucket_mb algorithm",
-        "Sharded optimizer": "shard full_grad",
-        "Failures and checks": "timeout check_replicas on_failure min_ranks backup join carry",
+        "Compression and tuning": "compression tuning",
+        "Sharded optimizer": "shard",
+        "Lost ranks": "survive",
     }
 }
 """Arguments of functions that have too many for one list: names by the title of their group."""

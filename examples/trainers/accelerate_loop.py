@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/trainers/accelerate_loop.py
 
-A perceptron learns to tell noisy pictures apart, with accumulation, clipping and checkpoints. The model is prepared,
-and in a DistributedDataParallel therefore; with `--unwrapped` it is not. Wants the extra [frameworks].
+A perceptron learns to distinguish noisy pictures, with accumulation, clipping and checkpoints. Accelerate wraps the
+model in DistributedDataParallel, except with `--unwrapped`. Requires the extra [frameworks].
 """
 
 import argparse

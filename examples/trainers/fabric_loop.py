@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/trainers/fabric_loop.py
 
-A perceptron learns to tell noisy pictures apart, with accumulation, clipping and checkpoints. Wants the extra
+A perceptron learns to distinguish noisy pictures, with accumulation, clipping and checkpoints. Requires the extra
 [frameworks].
 """
 

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/trainers/lightning_trainer.py
 
-A perceptron learns to tell noisy pictures apart, with accumulation, clipping and checkpoints. Wants the extra
+A perceptron learns to distinguish noisy pictures, with accumulation, clipping and checkpoints. Requires the extra
 [frameworks].
 """
 
@@ -69,7 +69,7 @@ def main() -> None:
         accumulate_grad_batches=arguments.accumulate,
         gradient_clip_val=0.5,
         callbacks=[lightning.pytorch.callbacks.ModelCheckpoint(arguments.folder, "{epoch}", save_top_k=-1)],
-        use_distributed_sampler=False,  # which would shuffle
+        use_distributed_sampler=False,  # it would shuffle
         enable_progress_bar=False,
         enable_model_summary=False,
         logger=False,

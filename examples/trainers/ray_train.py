@@ -2,7 +2,7 @@
 
     python examples/trainers/ray_train.py --workers 2
 
-A perceptron learns to tell noisy pictures apart; checkpoints go into Ray's storage. Wants the extra [frameworks].
+A perceptron learns to distinguish noisy pictures; checkpoints go into Ray's storage. Requires the extra [frameworks].
 """
 
 import argparse

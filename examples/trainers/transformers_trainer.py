@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/trainers/transformers_trainer.py
 
-A small language model, made here, learns to count modulo 20. Wants the extra [frameworks].
+A small language model learns to count modulo 20. Requires the extra [frameworks].
 """
 
 import argparse

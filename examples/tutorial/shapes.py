@@ -1,4 +1,4 @@
-"""The tutorial's data and model: pictures of six shapes, and a small convolutional net that tells them apart."""
+"""The tutorial's data and model: pictures of six shapes, and a small convolutional net that distinguishes them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _pictures(count: int, generator: torch.Generator) -> TensorDataset:
 
 
 def accuracy(model: nn.Module, data: TensorDataset) -> float:
-    """Return the share of pictures that the model tells right."""
+    """Return the share of pictures that the model classifies correctly."""
     x, y = data.tensors
     with torch.no_grad():
         return float((model(x).argmax(1) == y).float().mean())

@@ -1,4 +1,4 @@
-"""Step 7 of docs/tutorial.md: a rank is killed, and the other trains on."""
+"""Step 7 of docs/tutorial.md: a rank is killed, and the other continues."""
 
 import os
 import signal

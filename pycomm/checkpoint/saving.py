@@ -56,7 +56,7 @@ def save(path: str | os.PathLike[str], reducer: Reducer, /, *, keep: int = 2, **
 
     Returns:
         A :class:`pycomm.checkpoint.PendingSave`, whose ``wait()`` returns once the checkpoint is whole. With
-        ``attach(..., on_failure="shrink")``, if a rank is lost during this call or before the end, that is
+        ``attach(..., survive=pycomm.Survive())``, if a rank is lost during this call or before the end, that is
         logged and raised by ``wait()`` only; the next call saves with the ranks that are left.
 
     Raises:
@@ -65,7 +65,7 @@ def save(path: str | os.PathLike[str], reducer: Reducer, /, *, keep: int = 2, **
         OSError: ``path`` cannot be written, or is not the same directory on all ranks; or the previous checkpoint
             could not be written, and no ``wait()`` has raised that.
         RuntimeError: an accumulation window is open, the reducer is detached, or the ranks' parameters differ
-            (``attach(..., check_replicas=)``).
+            (``pycomm.Tuning(check_replicas=...)``).
         CommError: a rank is gone. All of these on every rank.
     """
     survives = reducer.attached.survives

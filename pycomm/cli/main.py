@@ -21,7 +21,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="pycomm", description="Fast data-parallel training for PyTorch.")
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    info = commands.add_parser("info", help="this build, its surroundings and the transports that can be used")
+    info = commands.add_parser("info", help="show this build, what was found here, and the usable transports")
     info.set_defaults(run=later("pycomm.cli.info", whole=True))
     for command in (demo, plan, bench, trace, explain):
         command.add_parser(commands)

@@ -1,4 +1,4 @@
-"""Steps that go on without the slowest ranks, whose gradients come one step later (``attach(..., backup=b)``).
+"""Steps that go on without the slowest ranks, whose gradients come one step later (``pycomm.Survive(backup=b)``).
 
 Synchronous SGD with backup workers (Chen et al., "Revisiting Distributed Synchronous SGD", 2016) drops what
 the slowest ranks have computed. Here it is kept, and added to what the same rank contributes next.

@@ -127,7 +127,7 @@ def test_three_sentences_follow_the_figures() -> None:
     assert lost == "Not gained: by pycomm dense over the link of 300 Mbit/s (1.00x)."
     assert write.startswith('Write: pycomm.attach(optimizer, model, shard="optimizer") on one host; over slow links')
     assert "compression=pycomm.DGC(0.01, momentum=0.9)" in write
-    assert "on_failure" not in write
+    assert "survive" not in write
 
 
 def test_sentences_claim_nothing_that_is_not_clear() -> None:

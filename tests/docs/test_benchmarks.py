@@ -181,7 +181,7 @@ class TestTwoProcessors:
             (topk,) = (row for row in both[name]["rows"] if row["kernel"] == "topk, 0.1 %")
             topk["pycomm"]["median"], topk["torch"]["median"] = ours, theirs
         _, readme = render(benchmarks, both)
-        assert "| Benchmark (2 cores, 2 kinds of processor) | pycomm |" in readme
+        assert "| Benchmark (2 cores, 2 machines) | pycomm |" in readme
         assert cells(readme, "the largest 0.1 % of 25.6 M elements, exact") == [
             *("8-10 ms", "300-320 ms, torch", "30-40\N{MULTIPLICATION SIGN}", "`bench.kernels`")
         ]

@@ -25,9 +25,9 @@ _FOR_RANKS = {
     "PYCOMM_FLIGHT_DIR": "",  # the death is meant: no file of it
 }
 _DESCRIPTION = """\
-Trains a byte-level language model on the Python standard library's own source text, on local ranks: on this host by
-torch's DistributedDataParallel over Gloo and by pycomm, then over a slow link between network namespaces of your own,
-there with compression too. Shows what was gained in a table and a picture. Takes about a minute on two cores.
+Trains a byte-level language model on the source of Python's standard library, on local ranks. It compares pycomm with
+DistributedDataParallel over Gloo, first on this host, then over a slow link between network namespaces, where it also
+compresses gradients. It shows the gain in a table and a picture. Takes about a minute on two cores.
 """
 
 
@@ -43,8 +43,8 @@ def add_parser(commands: Any) -> None:
     add("--ranks", type=integer(2), default=2, help="processes, each with one thread")
     add("--yes", action="store_true", help=f"allow more than {_RANKS_PER_CORE} ranks per core")
     add("--link", type=_link, default="300mbit", help="rate of the slow link, such as 300mbit or 1gbit")
-    add("--kill", action="store_true", help="also kill a rank while it trains; the others go on")
-    add("--seconds", type=integer(2), default=30, help="of training, all runs together")
+    add("--kill", action="store_true", help="also kill a rank while it trains; the others continue")
+    add("--seconds", type=integer(2), default=30, help="seconds of training, all runs together")
     add(
         "--seed",
         type=integer(0, largest=_MOST_SEED),

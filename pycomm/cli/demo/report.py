@@ -67,7 +67,7 @@ def _rows_of_death(death: Death) -> list[list[str]]:
         (f" rank {death.ranks - 1} is killed", [death.seconds[death.step - 1]], 1, losses[death.step - 1]),
         (f" {death.ranks - 1} ranks", after, len(after), losses[-1]),
     )
-    head = ['on_failure="shrink"', *[""] * (len(_HEADER) - 1)]
+    head = ["survive=pycomm.Survive()", *[""] * (len(_HEADER) - 1)]
     return [
         head,
         *([name, _duration(statistics.median(s)), "", "", str(n), "-", f"{x:.3f}"] for name, s, n, x in parts),
@@ -118,7 +118,7 @@ def _to_write(results: Results) -> str:
     return (
         'Write: pycomm.attach(optimizer, model, shard="optimizer") on one host; over slow links compression='
         f"{dgc} in its place, with an SGD optimizer without momentum"
-        + ('; on_failure="shrink" where ranks may die.' if results.death is not None else ".")
+        + ("; survive=pycomm.Survive() where ranks may die." if results.death is not None else ".")
     )
 
 

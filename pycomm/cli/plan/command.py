@@ -15,43 +15,44 @@ from pycomm.cli.terminal import complain
 from pycomm.transport import TRANSPORTS
 
 _RANKS = """\
-Prices every all-reduce algorithm on a described network, by simulation: prints their ranking for one size and the
-fastest for each range of sizes; with --plot it draws time against size. Nothing is sent.
+Simulates every all-reduce algorithm on a described network. Prints their ranking for one size, and the fastest for each
+range of sizes. --plot draws time against size. Nothing is sent.
 """
 _COMPRESSION = """\
-Says whether compressing gradients pays: the cost of each method, measured here and simulated on the network, and the
-bandwidth below which it is faster than none.
+Says whether compressing gradients pays. Measures each method's cost on this machine, simulates the network, and prints
+the bandwidth below which the method is faster than uncompressed gradients.
 """
 _CALIBRATE = """\
-Measures the cost of messages between the ranks of the running group, and the time that the algorithms take. Under
-torchrun that group is the one torchrun started; otherwise --ranks processes of this host. The file that it writes is a
-network for --network, for Communicator(network=...) and for the environment variable PYCOMM_NETWORK.
+Measures the cost of messages and the time of each algorithm, between the ranks that torchrun started or between --ranks
+processes of this host. Writes a file for --network, Communicator(network=...) and the environment variable
+PYCOMM_NETWORK.
 """
 _LAYERS = """\
-Says which layers of given sizes go to which devices: all of them to each (data parallelism), whole layers to different
-devices (inter-operator), layers cut over devices (intra-operator), or both.
+Places layers of given sizes on devices: all layers on each (data parallelism), whole layers on different devices
+(inter-operator), each layer split over devices (intra-operator), or both.
 """
 _MODEL = """\
-Plans the training of a model: FILE.py has a function that makes it, make_batch(samples), which returns its arguments,
-unless there is --input, and optionally loss(output). The model is traced without memory; how its layers can be split
-over devices, made stages of a pipeline, and replicated, is priced by memory and time.
+Plans how to train a model on several devices. Estimates memory and time of splitting its layers, of pipeline stages and
+of replicas. FILE.py has a FUNCTION that makes the model, make_batch(samples) that returns its arguments (or give
+--input), and optionally loss(output). The model is traced without allocating memory.
 """
 _SCALING = """\
-Fits the efficiency e of T = S N e (throughput of one device, number of devices) to measured --points, in Amdahl's form,
-Gustafson's and others, or predicts it from --step, the time that one device computes, and the network.
+Predicts throughput and efficiency of many devices. Fits T = S N e to measured --points, in the forms of Amdahl,
+Gustafson and others: T is the throughput of N devices, S that of one, e the efficiency. Or predicts e from --step, the
+time that one device computes, and the network.
 """
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("plan", help="price algorithms, compression or splits of a model on a network")
+    parser = commands.add_parser("plan", help="estimate time and memory: algorithms, compression, splits of a model")
     parser.in_todays_form = in_todays_form
     plans = parser.add_subparsers(dest="plan", required=True, metavar="WHAT")
     add = partial(_add, plans)
     _add_ranks(add("ranks", "rank all-reduce algorithms on a network", _RANKS))
     _add_compression(add("compression", "whether compressing gradients pays on a network", _COMPRESSION, whole=True))
-    _add_calibrate(add("calibrate", "measure a network that the others can take", _CALIBRATE))
+    _add_calibrate(add("calibrate", "measure a network, for the other commands", _CALIBRATE))
     _add_layers(add("layers", "place layers of given sizes on devices", _LAYERS, whole=True))
-    _add_model(add("model", "how to train a model on a number of devices", _MODEL, whole=True))
+    _add_model(add("model", "plan how to train a model on several devices", _MODEL, whole=True))
     _add_scaling(add("scaling", "throughput and efficiency of up to 4096 devices", _SCALING, whole=True))
 
 
@@ -97,7 +98,7 @@ def _add_compression(parser: Parser) -> None:
 def _add_calibrate(parser: Parser) -> None:
     add = parser.add_argument
     add("--ranks", type=integer(1), help="processes to start (default: those of torchrun)")
-    add("--transport", choices=TRANSPORTS, default="auto", help="what messages travel by (default auto)")
+    add("--transport", choices=TRANSPORTS, default="auto", help="transport of messages (default auto)")
     add("--output", type=Path, default=Path("network.json"), metavar="FILE", help="file (default network.json)")
     _add_force(add)
 
@@ -120,8 +121,8 @@ def _add_model(parser: Parser) -> None:
     add("--flops", type=rate, help="FLOPs per second of a device, such as 19.5T (default: measured here)")
     add("--memory-bandwidth", type=rate, help="bytes per second of its memory, such as 900G, with --flops")
     add("--cores", type=integer(1), help="devices that can compute at once, if they share the cores of one host")
-    add("--overlap", type=share, default=0.0, help="hidden part of communication, 0 to 1 (default 0)")
-    add("--write", type=Path, metavar="FILE", help="file for the plan that is chosen, which split() takes")
+    add("--overlap", type=share, default=0.0, help="hidden share of communication, 0 to 1 (default 0)")
+    add("--write", type=Path, metavar="FILE", help="file for the best plan, which split() takes")
     _add_force(add)
     _add_network(parser)
 
@@ -138,12 +139,12 @@ def _add_scaling(parser: Parser) -> None:
 
 
 def _add_bytes(add: Callable[..., Any]) -> None:
-    add("--bytes", type=size, default=100e6, metavar="SIZE", help="of the gradients: 64KiB ... (default 100MB)")
+    add("--bytes", type=size, default=100e6, metavar="SIZE", help="size of the gradients, such as 64KiB; default 100MB")
 
 
 def _add_devices(add: Callable[..., Any]) -> None:
     add("--devices", type=integer(1), required=True, help="number of devices")
-    add("--memory", type=positive_size, required=True, metavar="SIZE", help="of each device, such as 80GB")
+    add("--memory", type=positive_size, required=True, metavar="SIZE", help="memory of each device, such as 80GB")
 
 
 def _add_network(parser: Parser) -> None:
@@ -165,4 +166,4 @@ def _add_plot(parser: Parser) -> None:
 
 
 def _add_force(add: Callable[..., Any]) -> None:
-    add("--force", action="store_true", help="replace a file that is there")
+    add("--force", action="store_true", help="replace an existing file")

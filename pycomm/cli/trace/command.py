@@ -16,9 +16,9 @@ from pycomm.cli.terminal import complain, say
 from pycomm.recorder.traces import DEFAULT_STEP, FOLDER, STEP
 
 _DESCRIPTION = f"""\
-Draws one training step of a script that calls pycomm.attach: forward, backward, buckets on the communication thread,
-collectives, waiting, of all ranks. Runs the script under torchrun on this host; or, given a folder, draws what ranks of
-several hosts have written there, started with {FOLDER}=FOLDER and {STEP}=N in their environment.
+Draws one training step of all ranks: forward, backward, buckets on the communication thread, collectives, waiting. Runs
+a script that calls pycomm.attach under torchrun on this host. For several hosts, start the script yourself with
+{FOLDER}=FOLDER and {STEP}=N in its environment, then give this command the folder.
 """
 
 
@@ -37,16 +37,21 @@ def add_parser(commands: Any) -> None:
     )
     add = parser.add_argument
     add("--ranks", type=integer(1), default=2, help="processes to start (default 2)")
-    add("--step", type=integer(1), default=DEFAULT_STEP, help=f"number of the reduction (default {DEFAULT_STEP})")
+    add(
+        "--step",
+        type=integer(1),
+        default=DEFAULT_STEP,
+        help=f"number of the step, counted in reductions (default {DEFAULT_STEP})",
+    )
     add(
         "-o",
         "--out",
         type=Path,
         default=Path("pycomm_trace"),
-        help="beginning of the files' names, or one of them (default pycomm_trace)",
+        help="name of the picture, with or without suffix (default pycomm_trace)",
     )
     add("script", type=Path, help="the script, or a folder of files that ranks have written")
-    add("arguments", nargs=argparse.REMAINDER, help="of the script")
+    add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     parser.set_defaults(run=run)
 
 

@@ -63,8 +63,8 @@ class PartitionTerms:
         communicator: the ranks.
         stepper: what steps the optimizer by kernels.
         module: the attached module, if there is one.
-        full_grad: whether every rank gets all of the reduced gradients, or its own part only (``False``), or none of
-            them, as they are reduced in the step (``None``).
+        grads: which reduced gradients a rank gets: "full": all; "part": its own part; "local": none, as they are
+            reduced in the step.
         average: whether gradients are averaged over the ranks, or summed.
         most_writes: how often a gradient may be written to after it was handed out.
         was_fused_here: whether ``stepper`` is to be detached with the partition.
