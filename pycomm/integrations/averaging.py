@@ -53,7 +53,7 @@ TRAINERS_OWN = ("process_group", "accumulate", "loss_scaler", "join")
 """Arguments of ``attach`` that a trainer answers itself, or that go with no trainer."""
 
 ATTACH_OPTIONS = frozenset(attach.__kwdefaults__ or ()) - {*TRAINERS_OWN, "model_or_named_parameters"}
-"""Arguments of ``attach`` that integrations pass on, where no DistributedDataParallel is around the model; old ones too.
+"""Arguments of ``attach``, old ones too, that integrations pass on if no DistributedDataParallel is around the model.
 
 ``algorithm`` and ``timeout`` are the integrations' own, as they go with both.
 """
@@ -77,7 +77,7 @@ def check_options(options: Mapping[str, Any], allowed: Iterable[str], whose: str
 
 
 def for_attach(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of ``attach`` for ``options``: ``algorithm`` and ``timeout`` are fields of ``tuning`` there."""
+    """Return the arguments of ``attach`` for ``options``, whose ``algorithm`` and ``timeout`` belong to ``tuning`` there."""
     both = {name: options[name] for name in ("algorithm", "timeout") if options.get(name) is not None}
     rest = {name: value for name, value in options.items() if name not in ("algorithm", "timeout")}
     return {**rest, "tuning": replace(options.get("tuning") or Tuning(), **both)} if both else rest

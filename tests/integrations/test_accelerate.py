@@ -103,7 +103,7 @@ def autocast() -> None:
     acc = accelerator(mixed_precision="bf16")
     model = make_model(dtype=torch.float32)
     optimizer = acc.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
-    attach(acc, model, optimizer, tuning=pycomm.Tuning(timeout=30))
+    attach(acc, model, optimizer, timeout=30)
     seen: list[torch.dtype] = []
     model[0].register_forward_hook(lambda _module, _args, out: seen.append(out.dtype))
     x, y = batch_of(dist.get_rank(), 0, torch.float32)
@@ -137,7 +137,7 @@ def compiled() -> None:
     model, plain = make_model(), make_model()
     optimizer = acc.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
     fast = acc.prepare_model(model, evaluation_mode=True)
-    inner: Any = attach(acc, fast, optimizer, tuning=pycomm.Tuning(timeout=30)).inner
+    inner: Any = attach(acc, fast, optimizer, timeout=30).inner
     assert list(inner.named_parameters()) == [name for name, _ in model.named_parameters()]
     x, y = batch_of(dist.get_rank(), 0)
     acc.backward(((fast(x) - y) ** 2).mean())
@@ -171,16 +171,16 @@ def elsewhere(acc: Any, attach: Any, kind: str) -> None:
 
 def twice(acc: Any, attach: Any) -> None:
     model, optimizer = pair(acc, prepared=True)
-    first = attach(acc, model, optimizer, tuning=pycomm.Tuning(timeout=30))
+    first = attach(acc, model, optimizer, timeout=30)
     try:
-        attach(acc, model, optimizer, tuning=pycomm.Tuning(timeout=30))
+        attach(acc, model, optimizer, timeout=30)
     finally:
         first.detach()
 
 
 def wrapped_later(acc: Any, attach: Any) -> None:
     model, optimizer = pair(acc)
-    first = attach(acc, model, optimizer, tuning=pycomm.Tuning(timeout=30))
+    first = attach(acc, model, optimizer, timeout=30)
     try:
         DistributedDataParallel(model)
     finally:
@@ -203,7 +203,7 @@ MISTAKES: dict[str, Any] = {
     "wrapped later": wrapped_later,
     "unknown option": lambda acc, attach: attach(acc, *pair(acc), compresion=METHOD),
     "own option": lambda acc, attach: attach(acc, *pair(acc), accumulate=2),
-    "option of attach": lambda acc, attach: attach(acc, *pair(acc, prepared=True), tuning=pycomm.Tuning(bucket_mb=4)),
+    "option of attach": lambda acc, attach: attach(acc, *pair(acc, prepared=True), bucket_mb=4),
     "compiles": compiles,
     "FSDP": lambda acc, attach: elsewhere(acc, attach, "FSDP"),
     "DEEPSPEED": lambda acc, attach: elsewhere(acc, attach, "DEEPSPEED"),

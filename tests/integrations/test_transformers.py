@@ -249,7 +249,7 @@ def refused(case: str, folder: str) -> str:
     ("case", "says"),
     [
         ("unknown argument", r"TypeError: .*unexpected keyword argument 'compresion'"),
-        ("no method", "TypeError: compression is 'topk', wanted an object such as pycomm.TopK"),
+        ("no method", "ValueError: compression is 'topk', wanted one of 'auto'"),
         ("late", "RuntimeError: PycommCallback was added after training had begun"),
         ("own train", r"RuntimeError: PycommCallback goes with Trainer.train, .* call pycomm.ddp.register\(model\)"),
         ("attached", "ValueError: parameter 'layers.0.weight' belongs to a DistributedDataParallel, which averages"),

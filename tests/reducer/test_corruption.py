@@ -13,7 +13,7 @@ import torch.distributed as dist
 import pycomm
 from pycomm.reducer.buckets import state_of
 from tests.on_ranks import Pools, on_ranks
-from tests.reducer.attaching import assert_replicas_equal
+from tests.reducer.attaching import assert_replicas_equal, grouped
 from tests.reducer.models import loss_of, make_model, sgd
 
 STATEFUL = [pycomm.TopK(0.1), pycomm.DGC(0.1, momentum=0.9), pycomm.PowerSGD(2), pycomm.OneBit()]
@@ -47,7 +47,7 @@ class Training:
         self.optimizer = sgd(self.model)
         self.scaler = options.get("loss_scaler")
         self.reducer = pycomm.attach(
-            self.optimizer, self.model, compression=compression, tuning=pycomm.Tuning(timeout=30), **options
+            self.optimizer, self.model, compression=compression, **grouped(timeout=30, **options)
         )
         self.steps = 0
 

@@ -280,5 +280,5 @@ def test_replaced_where_ranks_step_together_is_refused() -> None:
     with attached(optimizer, model, shard="optimizer"):
         model[2].weight = nn.Parameter(model[2].weight.detach().clone())
         optimizer.param_groups[0]["params"] = list(model.parameters())
-        with pytest.raises(RuntimeError, match="'2.weight' of the optimizer has been replaced.*shard='optimizer'"):
+        with pytest.raises(RuntimeError, match="'2.weight' of the optimizer has been replaced.*Sharding.'optimizer'"):
             loss_of(model, rank, 0).backward()

@@ -179,7 +179,10 @@ def wrong_on_one_rank(mistake: str) -> str:
     [
         ("other model", "6 parameter(s) of the optimizer are not among"),
         ("swapped", "optimizer is a Sequential, wanted a torch.optim.Optimizer; attach(optimizer, model): swapped?"),
-        ("bucket_size_mb", "attach got an unknown argument 'bucket_size_mb': did you mean bucket_mb?"),
+        (
+            "bucket_size_mb",
+            "attach got an unknown argument 'bucket_size_mb': did you mean tuning=pycomm.Tuning(bucket_mb=...)?",
+        ),
         ("compression", "compression is 'no_such_method', wanted one of 'auto', 'fp16', 'bf16', 'int8', 'onebit',"),
     ],
 )

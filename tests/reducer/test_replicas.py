@@ -89,7 +89,9 @@ def test_not_looked_where_not_asked() -> None:
                 model[0].weight.data += 1.0
     with pytest.raises(ValueError, match="check_replicas is -1, wanted at least 0"):
         pycomm.attach(optimizer, model, tuning=pycomm.Tuning(check_replicas=-1))
-    with pytest.raises(ValueError, match="the ranks disagree: setting 8 is 'check_replicas=6' on rank 1"):
+    with pytest.raises(
+        ValueError, match="the ranks disagree: setting 9 is 'tuning=Tuning.check_replicas=6.' on rank 1"
+    ):
         pycomm.attach(optimizer, model, tuning=pycomm.Tuning(check_replicas=5 + rank))
 
 
@@ -202,7 +204,7 @@ def test_bad_buffers() -> None:
     model = Flagged()
     with pytest.raises(ValueError, match="buffers is 'sum', wanted one of local, broadcast, average"):
         pycomm.attach(sgd(model), model, buffers="sum")
-    with pytest.raises(ValueError, match="buffers='average' wants the module itself"):
+    with pytest.raises(ValueError, match="buffers='average' requires the module itself"):
         pycomm.attach(sgd(model), model.named_parameters(), buffers="average")
 
 

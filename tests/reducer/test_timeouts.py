@@ -54,7 +54,7 @@ SERVERS: dict[str, Body] = {  # which meet in the default group
 
 def test_no_public_function_has_a_default_of_its_own() -> None:
     functions: list[Any] = [
-        *(Communicator, pycomm.attach, pycomm.ddp.register, pycomm.ddp.register_hsdp, pycomm.parameter_server),
+        *(Communicator, pycomm.Tuning, pycomm.ddp.register, pycomm.ddp.register_hsdp, pycomm.parameter_server),
         *(pycomm.local_sgd, pycomm.decoupled_sgd, pycomm.elastic_averaging, pycomm.gossip),
     ]
     assert {function: inspect.signature(function).parameters["timeout"].default for function in functions} == (
