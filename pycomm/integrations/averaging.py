@@ -77,7 +77,7 @@ def check_options(options: Mapping[str, Any], allowed: Iterable[str], whose: str
 
 
 def for_attach(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of ``attach`` for ``options``, whose ``algorithm`` and ``timeout`` belong to ``tuning`` there."""
+    """Return the arguments of ``attach`` for ``options``: ``algorithm`` and ``timeout`` belong to ``tuning`` there."""
     both = {name: options[name] for name in ("algorithm", "timeout") if options.get(name) is not None}
     rest = {name: value for name, value in options.items() if name not in ("algorithm", "timeout")}
     return {**rest, "tuning": replace(options.get("tuning") or Tuning(), **both)} if both else rest
