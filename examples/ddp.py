@@ -74,7 +74,7 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
 def main() -> None:
     arguments = parse()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["LOCAL_WORLD_SIZE"])))
-    dist.init_process_group(arguments.backend)  # "pycomm"
+    dist.init_process_group(arguments.backend)
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

@@ -15,7 +15,7 @@ import pycomm
 
 def test_names_that_scripts_rely_on() -> None:
     signature = inspect.signature(pycomm.attach)
-    assert list(signature.parameters)[:2] == ["optimizer", "model_or_named_parameters"]
+    assert list(signature.parameters)[:2] == ["optimizer", "model"]
     keywords = {name: p.default for name, p in signature.parameters.items() if p.kind is p.KEYWORD_ONLY}
     assert keywords == {
         "compression": None,

@@ -61,6 +61,10 @@ class ServerPlace:
     port: int
 
 
+class _WrongTypeError(TypeError, ValueError):
+    """Problem of this rank with the type of an argument; ranks that have another one get a ValueError."""
+
+
 class ServerMeeting:
     """Meeting of the ranks of a parameter server.
 
@@ -110,7 +114,7 @@ class ServerMeeting:
         outcome: list[str] | Exception = list(lines)
         problem = self._problem or problem
         if problem is not None:
-            outcome = ValueError(_words(problem))
+            outcome = (_WrongTypeError if isinstance(problem, TypeError) else ValueError)(_words(problem))
             outcome.__cause__ = problem
         if self.is_late:
             if isinstance(outcome, Exception):

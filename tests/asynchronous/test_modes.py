@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from typing import Any, cast
 
 import pytest
@@ -90,13 +91,14 @@ def test_old_keywords_go_on_working() -> None:
 
 
 @on_ranks(2)
-def test_traces_have_an_entry_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_traces_have_an_entry_of_their_own() -> None:
     model, call = model_of(), cast(Any, pycomm.parameter_server)
-    path = str(tmp_path_factory.mktemp(f"trace-{dist.get_rank()}") / "trace")
-    paths: list[str] = [path, ""]
-    dist.broadcast_object_list(paths, src=0)
-    with pytest.warns(DeprecationWarning, match=r"write pycomm.asynchronous.parameter_server.traced\(..., trace="):
-        call(torch.optim.SGD(model.parameters(), 0.1), model, trace=paths[0]).close()
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [folder]
+        dist.broadcast_object_list(paths, src=0)
+        with pytest.warns(DeprecationWarning, match=r"write pycomm.asynchronous.parameter_server.traced\(..., trace="):
+            call(torch.optim.SGD(model.parameters(), 0.1), model, trace=f"{paths[0]}/trace").close()
+        dist.barrier()
 
 
 def test_the_old_form_is_what_the_new_one_says() -> None:

@@ -19,5 +19,5 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[plans.StepPlan]:
             super().__init__(*arguments)
             found.append(self)
 
-    monkeypatch.setattr(plans, "Plan", Counted)
+    monkeypatch.setattr(plans, "StepPlan", Counted)
     return found
