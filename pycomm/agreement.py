@@ -43,12 +43,14 @@ class Words:
         differ: says that line ``{index}`` of the ``{kind}`` is ``{here!r}`` on ``{rank}``, ``{there!r}`` on rank 0.
         error: class of these errors.
         keeps_kind: whether another rank's error is quoted in one of the same kind (OSError, say).
+        tells_lost: whether a CommError is told as well. It cannot be where ranks gather by what has failed.
     """
 
     failed: str = "rank {rank} could not {what}: {problem}"
     differ: str = "the ranks disagree: {kind} {index} is {here!r} on rank {rank}, {there!r} on rank 0"
     error: type[Exception] = ValueError
     keeps_kind: bool = False
+    tells_lost: bool = False
 
 
 def agreed(
@@ -88,7 +90,7 @@ def exchanged(
     Arguments and errors are those of :func:`agreed`.
     """
     told = outcome if isinstance(outcome, Exception) else attempt(lambda: tell(outcome))
-    if isinstance(told, CommError):
+    if isinstance(told, CommError) and not words.tells_lost:
         raise told  # the other ranks cannot be told
     if isinstance(told, Exception):
         mine = {"problem": text_of(told), "kind": _kind_of(told), "told": None}

@@ -145,7 +145,8 @@ def _wait_in_callbacks(here: Here) -> None:
 def _train(attach: Callable[..., Any], steps: int, **options: Any) -> None:
     model = torch.nn.Linear(512, 512)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    _kept.extend([model, attach(optimizer, model, **grouped(timeout=LONGEST, **options))])
+    given = {"timeout": LONGEST, **options}
+    _kept.extend([model, attach(optimizer, model, **(grouped(**given) if attach is pycomm.attach else given))])
     dist.barrier()
     for _ in range(steps):
         optimizer.zero_grad()

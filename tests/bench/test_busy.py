@@ -51,7 +51,8 @@ def test_none() -> None:
 
 
 def test_they_end_with_a_process_that_is_killed(tmp_path: Path) -> None:
-    script = "from bench.harness.busy import busy\nwith busy(1, 0) as pids:\n print(*pids, flush=True); input()"
+    script = f"import sys; sys.path.append({str(ROOT)!r})\nfrom bench.harness.busy import busy\n"
+    script += "with busy(1, 0) as pids:\n print(*pids, flush=True); input()"
     pipe, command = subprocess.PIPE, [sys.executable, "-c", script]
     with subprocess.Popen(command, cwd=tmp_path, stdin=pipe, stdout=pipe, text=True) as parent:
         assert parent.stdout is not None
