@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -193,30 +194,37 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     if groups is None:
         groups = num_groups or None
 
-    def checked() -> tuple[torch.optim.Optimizer, Arguments]:
-        if misplaced is not None:
-            raise misplaced
-        _require_no_others(unknown)
-        inner = checked_optimizer(optimizer)
-        named = _named_parameters_of(inner, named_parameters)
-        _require_unwrapped(inner)
-        _require_groups(groups)
-        _require_passes(backward_passes_per_step)
-        chosen = checked_op(op)
-        _require_factor(gradient_predivide_factor, chosen)
-        _require_compression(compression)
-        return inner, Arguments(
-            *(named, compression, backward_passes_per_step, chosen, groups, bool(sparse_as_dense), process_set),
-            *(sparse_parameters(inner, named), loss_scaler),
-        )
-
-    outcome = attempt(checked)
+    kept = (compression, backward_passes_per_step, op, groups, sparse_as_dense, process_set)
+    given = Arguments([], *kept, loss_scaler=loss_scaler)
+    outcome: tuple[torch.optim.Optimizer, Arguments] | Exception
+    if misplaced is None:
+        factor = gradient_predivide_factor
+        outcome = attempt(lambda: _checked(optimizer, named_parameters, given, factor, unknown))
+    else:
+        outcome = misplaced
     if ranks.included():
         outcome = agreed(outcome, "DistributedOptimizer", ranks, lambda made: _lines(made[1]))
     if isinstance(outcome, Exception):
         raise outcome
     _wrap(optimizer, *outcome)
     return optimizer
+
+
+def _checked(
+    optimizer: Any, named_parameters: Any, given: Arguments, predivide_factor: Any, unknown: Collection[str]
+) -> tuple[torch.optim.Optimizer, Arguments]:
+    """Return the optimizer inside a proxy, and the checked arguments; raise what is wrong with one."""
+    _require_no_others(unknown)
+    inner = checked_optimizer(optimizer)
+    named = _named_parameters_of(inner, named_parameters)
+    _require_unwrapped(inner)
+    _require_groups(given.groups)
+    _require_passes(given.passes)
+    chosen = checked_op(given.op)
+    _require_factor(predivide_factor, chosen)
+    _require_compression(given.compression)
+    is_dense, sparse = bool(given.sparse_as_dense), sparse_parameters(inner, named)
+    return inner, replace(given, named=named, op=chosen, sparse_as_dense=is_dense, sparse=sparse)
 
 
 def _named_parameters_of(optimizer: torch.optim.Optimizer, given: Iterable[Any] | None) -> Named:

@@ -86,11 +86,22 @@ def launch(
     _check_backend(backend, ranks)
     variables = _variables(environment)
     threads = _threads(threads, ranks, variables)
+    variables.setdefault(_OMP, str(threads))
     seconds = math.inf if timeout is None else checks.seconds_of(timeout)
     call = function, _arguments(args), _keywords(kwargs)
+    job = _job_of(call, backend, timedelta(seconds=checks.seconds_of(patience, "patience")), threads)
+    return _results_of(job, ranks, variables, output, seconds)
+
+
+def _job_of(call: tuple[Any, ...], backend: str | None, patience: timedelta, threads: int) -> RankJob:
     packed = cargo.pack("function, with args and kwargs,", call), cargo.interactive_sources()
-    job = RankJob(_call, packed, backend, timedelta(seconds=checks.seconds_of(patience, "patience")), threads)
-    variables.setdefault(_OMP, str(threads))
+    return RankJob(_call, packed, backend, patience, threads)
+
+
+def _results_of(
+    job: RankJob, ranks: int, variables: dict[str, str], output: str | int | None, seconds: float
+) -> list[Any]:
+    """Return what ``job`` returns on each rank. The ranks are started here, and gone when this returns or raises."""
     if not any(os.environ.get(name) or variables.get(name) for name in (SECRET, SECRET_FILE)):
         variables[SECRET] = secrets.token_hex(32)
     try:

@@ -210,18 +210,7 @@ def attach(
             or a parameter cannot be averaged (on every rank, naming the first one). Nothing is left behind in that
             case.
     """
-    given = {
-        "compression": compression,
-        "accumulate": accumulate,
-        "loss_scaler": loss_scaler,
-        "average": average,
-        "clip_local_norm": clip_local_norm,
-        "buffers": buffers,
-        "all_parameters": all_parameters,
-        "survive": survive,
-        "shard": shard,
-        "tuning": tuning,
-    }
+    given = _settings_in(locals())
     communicator = Communicator(process_group, tuning.timeout if isinstance(tuning, Tuning) else None)
     try:
         check = functools.partial(_checked, optimizer, model, unknown, communicator.place.ranks, **given)
@@ -272,22 +261,8 @@ def join(
     """
     if not isinstance(address, str):
         raise TypeError(f"address is {shown(address)}, wanted a text such as 'host:port'")
-    attached = _checked(
-        optimizer,
-        model,
-        unknown,
-        (),
-        compression=compression,
-        accumulate=accumulate,
-        loss_scaler=loss_scaler,
-        average=average,
-        clip_local_norm=clip_local_norm,
-        buffers=buffers,
-        all_parameters=all_parameters,
-        survive=Survive() if survive is None else survive,
-        shard=None,
-        tuning=tuning,
-    )
+    survive, shard = Survive() if survive is None else survive, None  # a newcomer has no part of the others' step
+    attached = _checked(optimizer, model, unknown, (), **_settings_in(locals()))
     settings = attached.settings
     assert settings.survive is not None
     timeout = timeout_seconds(None if tuning is None else tuning.timeout)
@@ -304,6 +279,11 @@ class _Attached(NamedTuple):
     def lines(self) -> dict[str, list[str]]:
         """Return what the ranks must have set alike."""
         return {"setting": self.settings.lines()}
+
+
+def _settings_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of a call's ``arguments`` that are settings."""
+    return {field.name: arguments[field.name] for field in fields(AttachSettings)}
 
 
 def _checked(optimizer: Any, model: Any, unknown: Mapping[str, Any], ranks: Sequence[int], **given: Any) -> _Attached:
