@@ -21,6 +21,17 @@ from pycomm.torch_internals import Store
 from tests.ranks import free_port
 
 
+def let_in(store: TCPStore, listener: JoinListener) -> int:
+    """Have this process ask, and be answered; return the number of its request."""
+    asked = ask(store, this_process())
+    request = look(listener)
+    assert request is not None
+    listener.pass_by(request.number)
+    listener.answer(request.number, ANSWER)
+    asked.result(20.0)
+    return request.number
+
+
 @pytest.fixture
 def store() -> Iterator[Store]:
     port = free_port()
@@ -126,13 +137,8 @@ def test_who_does_not_is_refused(
 
 def test_a_request_of_another_number_or_another_process_is_not_signed(store: TCPStore, listener: JoinListener) -> None:
     """A stranger who has seen a request writes it once more, as it is and with a process of its own."""
-    asked = ask(store, this_process())
-    request = look(listener)
-    assert request is not None
-    listener.pass_by(request.number)
-    listener.answer(request.number, ANSWER)
-    asked.result(20.0)
-    seen = json.loads(listener._store.get(f"request/{request.number}"))
+    number = let_in(store, listener)
+    seen = json.loads(listener._store.get(f"request/{number}"))
     for change in ({}, {"process": {**seen["process"], "host": "of the stranger"}}, {"proof": None}, {"nonce": "x"}):
         number = listener._store.add("requests", 1)
         listener._store.set(f"request/{number}", json.dumps({**seen, **change}))
@@ -155,12 +161,7 @@ def test_an_answer_of_somebody_else_is_not_believed(store: TCPStore, monkeypatch
 
 def test_without_a_secret_only_processes_of_this_user_and_host_are_let_in(store: TCPStore) -> None:
     listener = JoinListener(store, 0, LINES, "")
-    asked = ask(store, this_process())
-    request = look(listener)
-    assert request is not None
-    listener.pass_by(request.number)
-    listener.answer(request.number, ANSWER)
-    asked.result(20.0)
+    let_in(store, listener)
     for change, message in (
         ({"host": "another"}, "not on the host of the first rank, .*; set PYCOMM_SECRET on all ranks"),
         ({"pid": 1 << 22}, "it has ended, or belongs to another user"),
