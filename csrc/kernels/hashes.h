@@ -1,9 +1,9 @@
 // hashes: hashes the bits of the elements of each of many arrays to 64 bits, so that replicas compare 8 bytes.
 //
 // The sum, modulo 2^64, over the elements i of (low(x[i]) + a(i)) * (high(x[i]) + b(i)), where low and high are the two
-// halves of the element's bits as a 64-bit number and a, b follow from i alone (hash_term in random.h). 0 for an empty
-// array. After NH (Black et al., "UMAC", 1999, section 3), with keys that are no secret: against errors, not against
-// forgers.
+// halves of the element's bits as a 64-bit number and a, b follow from i alone: sums of a key of i % 1024 and one of
+// i / 1024 (random.h), so that a processor reads most of them from its first cache. 0 for an empty array. After NH
+// (Black et al., "UMAC", 1999, section 3), with keys that are no secret: against errors, not against forgers.
 //
 // The arrays may be of any types, in any mixture. Sums of whole numbers depend on no order, so every instruction set,
 // number of threads and device gives the same bits, and so does an array that lies elsewhere. Equal elements have equal

@@ -12,7 +12,7 @@
 
 namespace pycomm {
 
-PYCOMM_EVERYWHERE uint32_t scrambled(uint32_t x) {  // Wellons' "lowbias32"
+PYCOMM_EVERYWHERE constexpr uint32_t scrambled(uint32_t x) {  // Wellons' "lowbias32"
     x ^= x >> 16;
     x *= 0x7feb352du;
     x ^= x >> 15;
@@ -40,11 +40,28 @@ PYCOMM_EVERYWHERE float uniform(const Seed& seed, int64_t i) {
     return static_cast<float>(scrambled(x + seed.parts[1]) >> 8) * 0x1p-24f;
 }
 
-// Term of the element with these bits, the i-th one, in the hash of its array; see hashes.h.
+// Keys of hashes (hashes.h): element i, the j-th one of block n, has the sum of the keys of j and of n.
+struct HashKeys {
+    uint32_t a, b;
+};
+
+inline constexpr int64_t kHashBlock = 1024;  // elements
+
+PYCOMM_EVERYWHERE constexpr HashKeys hash_keys(uint32_t x) {
+    uint32_t a = scrambled(x);
+    return {a, a * 0x9e3779b1u + 0x85ebca6bu};
+}
+PYCOMM_EVERYWHERE HashKeys hash_keys_of_block(int64_t n) { return hash_keys(~static_cast<uint32_t>(n)); }
+
+// Term of an element with these bits.
+PYCOMM_EVERYWHERE uint64_t hash_term(uint64_t bits, HashKeys block, HashKeys element) {
+    return static_cast<uint64_t>(static_cast<uint32_t>(bits) + block.a + element.a) *
+           (static_cast<uint32_t>(bits >> 32) + block.b + element.b);
+}
+
+// Term of the element with these bits, the i-th one, in the hash of its array.
 PYCOMM_EVERYWHERE uint64_t hash_term(uint64_t bits, int64_t i) {
-    uint32_t a = scrambled(static_cast<uint32_t>(i));
-    uint32_t b = a * 0x9e3779b1u + 0x85ebca6bu;
-    return static_cast<uint64_t>(static_cast<uint32_t>(bits) + a) * (static_cast<uint32_t>(bits >> 32) + b);
+    return hash_term(bits, hash_keys_of_block(i / kHashBlock), hash_keys(static_cast<uint32_t>(i % kHashBlock)));
 }
 
 }  // namespace pycomm

@@ -39,6 +39,11 @@ def scrambled(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint32(16))
 
 
+def keys(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    a = scrambled(x)
+    return a, a * np.uint32(0x9E3779B1) + np.uint32(0x85EBCA6B)
+
+
 def wanted(tensor: torch.Tensor) -> int:
     """The contract's formula, as a signed number."""
     raw = tensor.contiguous().view(-1)
@@ -46,8 +51,9 @@ def wanted(tensor: torch.Tensor) -> int:
         return 0
     unsigned = np.dtype(f"u{tensor.element_size()}")
     bits = raw.view(torch.uint8).numpy().view(unsigned).astype(np.uint64)
-    a = scrambled(np.arange(len(bits), dtype=np.uint32))
-    b = a * np.uint32(0x9E3779B1) + np.uint32(0x85EBCA6B)
+    numbers = np.arange(len(bits), dtype=np.uint32)
+    (a, b), (block_a, block_b) = keys(numbers % np.uint32(1024)), keys(~(numbers // np.uint32(1024)))
+    a, b = a + block_a, b + block_b
     low = ((bits & np.uint64(0xFFFFFFFF)).astype(np.uint32) + a).astype(np.uint64)
     high = ((bits >> np.uint64(32)).astype(np.uint32) + b).astype(np.uint64)
     return int((low * high).sum(dtype=np.uint64).view(np.int64))

@@ -1,17 +1,56 @@
 #include "kernels/cpu/loops/members.h"
+#include "kernels/cpu/loops/simd.h"
 #include "kernels/random.h"
 
 namespace pycomm::PYCOMM_ISA {
 namespace {
 
-// The compiler makes vectors of it.
+// Keys of the elements of a block, apart so that they are loaded as vectors.
+struct KeysOfElements {
+    uint32_t a[kHashBlock], b[kHashBlock];
+};
+
+constexpr KeysOfElements make_keys() {
+    KeysOfElements keys{};
+    for (uint32_t j = 0; j < kHashBlock; ++j) {
+        keys.a[j] = hash_keys(j).a;
+        keys.b[j] = hash_keys(j).b;
+    }
+    return keys;
+}
+
+constexpr KeysOfElements kKeys = make_keys();
+
+template <class Bits>
+inline uint64_t term(const char* x, HashKeys block, int64_t j) {
+    Bits bits;
+    __builtin_memcpy(&bits, x, sizeof(Bits));
+    return hash_term(bits, block, {kKeys.a[j], kKeys.b[j]});
+}
+
+// The sum of one block's elements from `begin` to `end`, which begin at x. The compiler makes vectors of it.
+template <class Bits>
+uint64_t sum_in_block(const char* x, HashKeys block, int64_t begin, int64_t end) {
+    constexpr int64_t kGroup = 64, kBytes = sizeof(Bits);
+    uint64_t sum = 0;
+    int64_t j = begin;
+    for (; j + kGroup <= end; j += kGroup, x += kGroup * kBytes) {
+        prefetch_ahead(x, kGroup * kBytes);
+        for (int64_t u = 0; u < kGroup; ++u) sum += term<Bits>(x + u * kBytes, block, j + u);
+    }
+    for (; j < end; ++j, x += kBytes) sum += term<Bits>(x, block, j);
+    return sum;
+}
+
 template <class Bits>
 uint64_t hash_of(const char* x, int64_t count, int64_t first) {
     uint64_t sum = 0;
-    for (int64_t i = 0; i < count; ++i) {
-        Bits bits;
-        __builtin_memcpy(&bits, x + i * static_cast<int64_t>(sizeof(Bits)), sizeof(Bits));
-        sum += hash_term(bits, first + i);
+    for (int64_t i = first; i < first + count;) {
+        int64_t begin = i % kHashBlock, left = first + count - i;
+        int64_t end = begin + left < kHashBlock ? begin + left : kHashBlock;
+        sum += sum_in_block<Bits>(x + (i - first) * static_cast<int64_t>(sizeof(Bits)),
+                                  hash_keys_of_block(i / kHashBlock), begin, end);
+        i += end - begin;
     }
     return sum;
 }
