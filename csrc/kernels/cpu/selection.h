@@ -8,9 +8,9 @@
 
 namespace pycomm {
 
-// Writes the k candidates of largest key, in the order in which they lie, which is by index; their values are read from
-// x, float32. Returns the k-th magnitude.
-float select_from(const Candidate* candidates, int64_t num_candidates, const Buffer& x, int64_t k, const Buffer& values,
+// Writes the k candidates of largest key, in the order in which they lie, which is by index. Returns the k-th
+// magnitude.
+float select_from(const Candidate* candidates, int64_t num_candidates, int64_t k, const Buffer& values,
                   int32_t* indices);
 
 }  // namespace pycomm

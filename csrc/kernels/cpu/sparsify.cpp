@@ -108,7 +108,7 @@ class Sparsification {
             std::vector<Candidate> joined;
             if (join(j, joined) && static_cast<int64_t>(joined.size()) >= k) {
                 selection_.thresholds[j] =
-                    select_from(joined.data(), static_cast<int64_t>(joined.size()), x, k, values, indices);
+                    select_from(joined.data(), static_cast<int64_t>(joined.size()), k, values, indices);
             } else {
                 selection_.missed[j] = true;
                 selection_.thresholds[j] = 0.0f;

@@ -33,7 +33,7 @@ struct FloatKeys {
 };
 struct CandidateKeys {
     using Key = uint32_t;
-    static Key of(const void* x, int64_t i) { return canonical(load<Candidate>(x, i).key); }
+    static Key of(const void* x, int64_t i) { return canonical(load<Candidate>(x, i).bits & 0x7fffffffu); }
 };
 struct F16Keys {
     using Key = uint32_t;
@@ -193,7 +193,7 @@ float select(const Buffer& x, int64_t k, const Buffer& values, int32_t* indices,
         }
         default: {
             auto found = find_candidates(x, k, earlier, num_threads);
-            if (found) return select_from(found->data.get(), found->count, x, k, values, indices);
+            if (found) return select_from(found->data.get(), found->count, k, values, indices);
             return bits_float(select_all<FloatKeys, float>(x, k, values, indices));
         }
     }
@@ -201,13 +201,13 @@ float select(const Buffer& x, int64_t k, const Buffer& values, int32_t* indices,
 
 }  // namespace
 
-float select_from(const Candidate* candidates, int64_t num_candidates, const Buffer& x, int64_t k, const Buffer& values,
+float select_from(const Candidate* candidates, int64_t num_candidates, int64_t k, const Buffer& values,
                   int32_t* indices) {
     int64_t out = 0;
     Threshold<uint32_t> threshold = select_kth<CandidateKeys>(candidates, num_candidates, k);
     for_selected<CandidateKeys>(candidates, num_candidates, threshold, [&](int64_t i) {
         auto index = static_cast<int32_t>(candidates[i].index);
-        std::memcpy(values.bytes() + 4 * out, x.bytes() + 4 * static_cast<int64_t>(index), 4);
+        std::memcpy(values.bytes() + 4 * out, &candidates[i].bits, 4);
         std::memcpy(indices + out, &index, 4);
         ++out;
     });

@@ -27,7 +27,7 @@ inline void append(Collector& collector, Vec v, uint32_t hits, int64_t at) {
             return;
         }
         int i = __builtin_ctz(hits);
-        collector.list[collector.count++] = {float_bits(lanes[i]) & 0x7fffffffu,
+        collector.list[collector.count++] = {float_bits(lanes[i]),
                                              collector.first_index + static_cast<uint32_t>(at + i)};
     }
 }

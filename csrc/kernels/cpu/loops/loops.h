@@ -22,9 +22,9 @@ inline constexpr double kNoLimit = __builtin_inf();
 // Stores go past the caches, for outputs that will not be read again before they would have been evicted.
 enum class Store : uint8_t { kCached, kStreaming };
 
-// Candidates of a top-k selection: key = bits of |x|, index = position in the array.
+// Candidates of a top-k selection: bits of the element, and its position in the array.
 struct Candidate {
-    uint32_t key;
+    uint32_t bits;
     uint32_t index;
 };
 
