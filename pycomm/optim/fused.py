@@ -17,7 +17,7 @@ from pycomm.optim.lars import LARS
 from pycomm.optim.parameters import optimizer_parameters, unwrapped
 from pycomm.optim.partition import Partition
 from pycomm.optim.plans import Rule, forget_plans, step_by_rule
-from pycomm.optim.step_override import Factor, StepOverride, evaluate
+from pycomm.optim.step_override import Factor, StepOverride, evaluate, require_own_step
 from pycomm.torch_internals import local_of, take_scale
 
 RULES: dict[type[torch.optim.Optimizer], Rule] = {
@@ -50,12 +50,18 @@ def fuse(optimizer: torch.optim.Optimizer) -> FusedStep:
         RuntimeError: the ``step`` of the optimizer has already been replaced.
     """
     optimizer = unwrapped(optimizer)
-    rule_of(optimizer)
+    require_fusable(optimizer)
     for p in optimizer_parameters(optimizer):
         if p.dtype not in (torch.float32, torch.float64):
             raise TypeError(f"a parameter has dtype {p.dtype}, wanted float32 or float64: see pycomm.master_weights")
         require_dense(local_of(p))
     return FusedStep(optimizer)
+
+
+def require_fusable(optimizer: torch.optim.Optimizer) -> None:
+    """Raise TypeError, ValueError or RuntimeError if :func:`fuse` would, whatever the parameters."""
+    rule_of(optimizer)
+    require_own_step(optimizer)
 
 
 class KernelStep(StepOverride):

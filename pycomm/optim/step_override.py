@@ -97,13 +97,8 @@ class StepOverride(Stepper):
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer)
+        require_own_step(optimizer)
         self._before = before = vars(optimizer).get("step")
-        if step_override_of(optimizer) is not None:
-            raise RuntimeError(f"the step of this {type(optimizer).__name__} has already been replaced by pycomm's")
-        if before is not None and not _is_schedulers(before, optimizer):
-            raise RuntimeError(
-                f"the step of this {type(optimizer).__name__} has been replaced by {before!r}: call pycomm before that"
-            )
 
         def step(self_: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> Any:
             if step_override_of(self_) is not self:  # detached, but a wrapper around this function still calls it
@@ -132,10 +127,16 @@ class StepOverride(Stepper):
             attributes["step"] = self._before
 
 
-def _is_schedulers(step: Any, optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether ``step`` is a scheduler's wrapper around the optimizer's own ``step`` or around pycomm's."""
-    wrapped = wrapped_by_scheduler(step)
-    return wrapped is not None and (wrapped is type(optimizer).step or wrapped in _steps)
+def require_own_step(optimizer: torch.optim.Optimizer) -> None:
+    """Raise RuntimeError if the optimizer's ``step`` has been replaced, other than by a scheduler's wrapper."""
+    before = vars(optimizer).get("step")
+    if step_override_of(optimizer) is not None:
+        raise RuntimeError(f"the step of this {type(optimizer).__name__} has already been replaced by pycomm's")
+    wrapped = None if before is None else wrapped_by_scheduler(before)
+    if before is not None and (wrapped is None or (wrapped is not type(optimizer).step and wrapped not in _steps)):
+        raise RuntimeError(
+            f"the step of this {type(optimizer).__name__} has been replaced by {before!r}: call pycomm before that"
+        )
 
 
 def own_step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> Any:
