@@ -25,7 +25,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 class Stepper:
-    """Interface of pycomm to an optimizer's step; this base class is for the optimizer's own ``step``.
+    """pycomm's interface to an optimizer's step. This base class is for the optimizer's own ``step``.
 
     Attributes:
         has_masters: whether half-precision parameters have float32 masters.
@@ -41,17 +41,17 @@ class Stepper:
         return False
 
     def factor_left(self) -> Factor:
-        """Return the product of the factors that are left for the next step; ``.grad`` does not have it yet."""
+        """Return the product of the pending factors, by which ``.grad`` is not multiplied yet."""
         return 1.0
 
     def drop_factor(self) -> None:
-        """Drop the factors left for a step that will not be taken."""
+        """Drop the pending factors, as the step will not be taken."""
 
     def forget(self) -> None:
-        """Drop all that is left for a step that will not be taken."""
+        """Drop all pending state, as the step will not be taken."""
 
     def masters(self, leaves_out: Callable[[torch.Tensor], bool] = lambda _: False) -> list[torch.Tensor]:
-        """Return the float32 masters, updated with values written to the parameters since, but for some parameters."""
+        """Return the masters, updated by writes to their parameters, except those of parameters to leave out."""
         return []
 
     def restore(self) -> None:
@@ -89,7 +89,7 @@ class Stepper:
 
 
 class StepOverride(Stepper):
-    """Override that makes ``optimizer.step()`` call :meth:`run` from now on, between the optimizer's own hooks.
+    """Override by which ``optimizer.step()`` calls :meth:`run`, between the optimizer's own hooks.
 
     Raises:
         RuntimeError: ``step`` has already been replaced.
