@@ -273,7 +273,7 @@ def server(folder: Path) -> Reader:
 
 
 def other_events(path: Path) -> Remake:
-    events = list(read_events(path, core_of("ssp").wanted()))
+    events = list(read_events(path, core_of("ssp").state_spec()))
 
     def make(chance: random.Random) -> bytes:
         at, parts = chance.randrange(len(events)), []

@@ -17,11 +17,6 @@ LONGEST_FILE = 600
 LONGEST_CLASS = 350
 LONGEST_WITH_BASES = 350
 MOST_METHODS_WITH_BASES = 30
-STILL_LARGER_WITH_BASES = {
-    "pycomm.asynchronous.local_averager.LocalAverager",
-    "pycomm.optim.master_weights.MasterWeights",
-}
-"""Classes that are larger than that together with their bases. Remove each one that no longer is."""
 LONGEST_FUNCTION = 45
 USUAL_FUNCTION = 16
 """Nine of ten functions of pycomm have at most so many lines."""
@@ -147,14 +142,13 @@ def test_no_class_is_long_with_its_bases() -> None:
     Methods that a table makes, such as those of torch that a process group forwards, are a line each of that table.
     """
     sizes = sizes_with_bases(python_files())
-    assert any(lines > LONGEST_CLASS for lines, _ in sizes.values())  # bases are found
+    assert sizes["pycomm.optim.fused.FusedStep"][1] > 10  # it has one method of its own: bases are found
     larger = {
         name: (lines, methods)
         for name, (lines, methods) in sizes.items()
         if lines > LONGEST_WITH_BASES or methods > MOST_METHODS_WITH_BASES
     }
-    assert not {name: size for name, size in larger.items() if name not in STILL_LARGER_WITH_BASES}
-    assert set(larger) == STILL_LARGER_WITH_BASES, "a class has become small enough: remove it from the list"
+    assert not larger
 
 
 def test_bases_are_found_through_imports(tmp_path: Path) -> None:

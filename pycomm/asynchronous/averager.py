@@ -1,4 +1,4 @@
-"""What ranks that average less often have in common: their handle, and checks of what they are given."""
+"""Averager: the common interface of the handles of ``local_sgd`` and ``decoupled_sgd``, and checks of arguments."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from pycomm.optim.parameters import optimizer_parameters
 
 
 class Averager(ABC):
-    """Handle of :func:`local_sgd` and its kin, kept alive by the optimizer's hook.
+    """Handle of :func:`local_sgd`, :func:`elastic_averaging` and :func:`decoupled_sgd`. The optimizer keeps it alive.
 
     Attributes:
-        optimizer: the one after whose steps ranks meet.
+        optimizer: ranks meet after its steps.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, loop: Loop) -> None:
@@ -33,7 +33,7 @@ class Averager(ABC):
 
     @abstractmethod
     def _description(self) -> str:
-        """Return who meets, about what, and how, in the words of ``repr``."""
+        """Return what ``repr`` shows: ranks, parameters and settings."""
 
     @abstractmethod
     def _stepped(self) -> None:
@@ -45,12 +45,12 @@ class Averager(ABC):
 
     @abstractmethod
     def _refused(self, problem: str) -> None:
-        """Report to the waiting ranks that this one raises an error about its parameters."""
+        """Report to the waiting ranks that this rank raises an error about its parameters."""
 
     @property
     @abstractmethod
     def world(self) -> tuple[int, ...]:
-        """Ranks that take part, by the numbers they were given when they joined."""
+        """Ranks that take part, by the numbers that they got when they joined."""
 
     @abstractmethod
     def meet(self) -> None:
@@ -58,11 +58,11 @@ class Averager(ABC):
 
     @abstractmethod
     def take_center(self) -> None:
-        """Overwrite the parameters with what the ranks have in common."""
+        """Overwrite the parameters with the common ones."""
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:
-        """Return counters: ``steps``, ``meetings``, ``bytes_sent`` and ``wait_seconds`` among them."""
+        """Return counters, among them ``steps``, ``meetings``, ``bytes_sent`` and ``wait_seconds``."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -74,12 +74,12 @@ class Averager(ABC):
 
     @abstractmethod
     def _release(self) -> None:
-        """Leave the others, and release what they had in common."""
+        """Leave the group of ranks, and release shared memory and connections."""
 
     def set_weight(self, num_samples: float) -> None:
-        """Count so many samples or tokens for this rank in the meetings from now on; all ranks count alike at first.
+        """Weight this rank by its number of samples or tokens in later meetings. All ranks start with equal weights.
 
-        With :func:`decoupled_sgd` they count for each of its steps.
+        With :func:`decoupled_sgd` the number is per step.
 
         Raises:
             TypeError, ValueError: ``num_samples`` is not a positive number.
@@ -88,12 +88,12 @@ class Averager(ABC):
         self._weight = checks.positive("num_samples", num_samples)
 
     def detach(self) -> None:
-        """Meet no more; release the memory. Idempotent.
+        """End the averaging and release its memory. Idempotent.
 
         With :func:`decoupled_sgd`, rank 0 waits until all other ranks have detached.
 
         Raises:
-            CommError: they have not within the timeout.
+            CommError: another rank did not detach within the timeout.
         """
         if self._is_attached:
             self._is_attached = False
@@ -103,11 +103,11 @@ class Averager(ABC):
     def skip_step(self) -> None:
         """Skip this step, because its batch cannot be used. Call it in place of the rest of the step.
 
-        It still counts as a step, so that ranks meet after equally many batches. Steps that a
-        ``pycomm.LossScaler`` or torch's ``GradScaler`` skips count without a call.
+        The step still counts, so that ranks meet after equally many batches. Steps that a ``pycomm.LossScaler`` or
+        torch's ``GradScaler`` skips need no call.
         """
         self._require_attached()
-        self._loop.excuse()
+        self._loop.exclude_counts()
         self._skipped()
 
     def _require_attached(self) -> None:
@@ -133,8 +133,8 @@ def checked_parameters(
     alone = next((p for p in optimizer_parameters(optimizer) if p.requires_grad and id(p) not in there), None)
     if alone is not None:
         raise ValueError(
-            f"the optimizer has a parameter of shape {list(alone.shape)} that is not in the model, and would stay each "
-            "rank's own: pass a module that has all of them"
+            f"the optimizer has a parameter of shape {list(alone.shape)} that is not in the model, so it would not be "
+            "averaged: pass a module that has all of them"
         )
     kinds = sorted({f"{p.dtype} on {p.device}" for p in named.values()})
     if len(kinds) != 1 or next(iter(named.values())).dtype not in (torch.float32, torch.float64):
@@ -142,18 +142,21 @@ def checked_parameters(
     return named
 
 
-def named_method(compression: Any) -> Compression | None:
-    """Return the method, ``None`` for none at all."""
+SELDOM = "measures many steps, and ranks that meet this seldom have few"
+
+
+def named_method(compression: Any, why_not_auto: str = SELDOM) -> Compression | None:
+    """Return the method; ``None`` for no compression. Raise ValueError for "auto", with the reason."""
     method = checked_method(compression)
     if isinstance(method, Auto):
-        raise ValueError('compression="auto" measures many steps, and ranks that meet this seldom have few: name one')
+        raise ValueError(f'compression="auto" {why_not_auto}: name a method')
     return None if isinstance(method, NoCompression) else method
 
 
-def copied(value: Any) -> Any:
+def clone_tensors(value: Any) -> Any:
     """Return a state with copies of the tensors in it."""
     if isinstance(value, dict):
-        return {key: copied(each) for key, each in value.items()}
+        return {key: clone_tensors(each) for key, each in value.items()}
     if isinstance(value, list):
-        return [copied(each) for each in value]
+        return [clone_tensors(each) for each in value]
     return value.clone() if isinstance(value, torch.Tensor) else value

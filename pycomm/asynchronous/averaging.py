@@ -1,4 +1,4 @@
-"""Averaging less often: ranks step by themselves, and meet every so many steps (local SGD, DiLoCo, EASGD)."""
+"""Averaging less often: ranks step by themselves and meet every N steps (local SGD, DiLoCo, EASGD)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from pycomm.asynchronous.averager import Averager, checked_parameters, named_met
 from pycomm.asynchronous.decoupled import decoupled_sgd
 from pycomm.asynchronous.elastic_group import ElasticGroup, Lines
 from pycomm.asynchronous.fragment import DelayedNesterov, Elastic, Fragment, Nesterov, Outer
-from pycomm.asynchronous.local_averager import LocalAverager, Rhythm
-from pycomm.asynchronous.loop import Known, Loop
+from pycomm.asynchronous.local_averager import LocalAverager, MeetingSchedule
+from pycomm.asynchronous.loop import Loop, TrackedParameters
 from pycomm.broadcasting import named_tensors, share_tensors, signature
 from pycomm.communicator import Communicator
 from pycomm.compression import Compression, NoCompression
@@ -30,11 +30,11 @@ from pycomm.transport.choice import version
 from pycomm.transport.own_group import timeout_seconds
 
 _DEFAULTS = {"fragments": 1, "delay": 0, "on_failure": "raise", "join": None, "per_rank": ()}
-"""Options that only ranks have that wait for each other."""
+"""Options of ``local_sgd`` that :func:`decoupled_sgd` does not have."""
 
 
 class _Quorum(NamedTuple):
-    """What ``local_sgd`` was given for :func:`decoupled_sgd`."""
+    """Deprecated arguments of ``local_sgd`` that :func:`decoupled_sgd` takes."""
 
     outer: Any
     quorum: Any
@@ -45,7 +45,7 @@ def _with_quorum(quorum: Any, outer: Any = None) -> Any:
 
 
 def _to_decoupled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of :func:`decoupled_sgd` that those of ``local_sgd`` mean."""
+    """Convert the arguments of ``local_sgd`` to those of :func:`decoupled_sgd`."""
     rest, outer = dict(kwargs), kwargs["outer"]
     if isinstance(outer, _Quorum):
         rest |= outer._asdict()
@@ -78,43 +78,43 @@ def local_sgd(
     process_group: dist.ProcessGroup | None = None,
     timeout: timedelta | float | None = None,
 ) -> Averager:
-    """Let each rank step by itself, and average the parameters over the ranks every so many steps.
+    """Let each rank step by itself, and average the parameters over the ranks after every ``every`` steps.
 
-    The loop stays ``zero_grad``, ``backward``, ``step``: what there is to do is done at the end of
-    ``optimizer.step()``. The state of ``optimizer`` stays each rank's own. Collective: rank 0's parameters are first
-    copied to all ranks. Do not wrap the model, and do not ``attach`` the optimizer as well.
+    The loop stays ``zero_grad``, ``backward``, ``step``: ranks meet at the end of ``optimizer.step()``. Each rank
+    keeps its own optimizer state. Collective: rank 0's parameters are first copied to all ranks. Do not wrap the
+    model, and do not ``attach`` the optimizer as well.
 
     Args:
         optimizer: any torch optimizer.
         model: its parameters must all belong to the optimizer, and be all float32 or all float64, on one device.
-        every: number of steps from one meeting to the next; equal on all ranks, which must make equally many.
-        outer: what is done with the mean. ``None``: it becomes the parameters (local SGD; post-local SGD, if this is
-            called after a beginning with ``attach``, which must be detached). ``pycomm.Nesterov()``: DiLoCo.
-        fragments: number of parts, of about as many bytes, that meet in turns, each every ``every`` steps: then the
-            same bytes travel in smaller portions (Douillard et al., "Streaming DiLoCo", 2025).
-        delay: number of steps, below ``every``, that ranks make while a mean is on its way. What it comes to is then
-            mixed, half and half, with where the parameters have gone meanwhile (there, section 3.2). 0: ranks wait.
-        compression: how far a rank has gone travels by this method, an object or a name such as "fp16"; what it leaves
-            over is added at the next meeting.
-        on_failure: treatment of ranks that are lost: that die, are stopped or do not come within the timeout. "raise":
-            ``optimizer.step()`` raises a CommError on the others. "shrink": they go on, and the meeting is made again
-            without it; and others may join. In CPU memory only. With a ``delay`` that takes another copy of the
-            parameters.
-        join: address, "host:port" or "[::1]:port", of the store in which other ranks have met, to become one more of
-            them after their next meeting. Such a process calls no ``init_process_group``; it begins with their
-            parameters, and with the state that ``optimizer`` has. Requires "shrink", on all ranks.
-        per_rank: names of numbers of parameter groups, such as "lr", that may differ between ranks. All others are
-            compared in each meeting, but for those that the optimizer changes in its own steps.
+        every: number of steps between meetings; the same on all ranks, which must all make equally many steps.
+        outer: how the mean is applied. ``None``: it becomes the parameters (local SGD; with ``attach`` for the first
+            steps and then ``detach()``, post-local SGD). ``pycomm.Nesterov()``: DiLoCo.
+        fragments: number of parts of about equal size, which meet in turns, each of them every ``every`` steps. The
+            same bytes then travel in smaller portions (Douillard et al., "Streaming DiLoCo", 2025).
+        delay: number of steps, below ``every``, that ranks make while a mean is being computed. The result is then
+            mixed half and half with the parameters of that moment (same paper, section 3.2). 0: ranks wait.
+        compression: method, an object or a name such as "fp16", by which the change of the parameters travels. Its
+            residual is added at the next meeting.
+        on_failure: what happens when a rank dies, stops or does not come within the timeout. "raise":
+            ``optimizer.step()`` raises a CommError on the others. "shrink": the others repeat the meeting without it
+            and continue, and new ranks may join. "shrink" requires CPU memory, and with a ``delay`` another copy of
+            the parameters.
+        join: address, "host:port" or "[::1]:port", of the store of a running group. This process joins it after its
+            next meeting: it does not call ``init_process_group``, takes the group's parameters, and keeps the state
+            of its own ``optimizer``. Requires "shrink" on all ranks.
+        per_rank: keys of parameter groups, such as "lr", whose numbers may differ between ranks. All others are
+            compared in each meeting, except those that the optimizer itself changes.
         process_group: the ranks; the default group if ``None``.
         timeout: limit of every wait for a peer; seconds or ``timedelta``. ``None``: the process group's own.
 
     Raises:
-        TypeError, ValueError: an argument is wrong, or the ranks differ in them or in names, shapes or dtypes of
-            parameters: on every rank. From ``optimizer.step()``: parameters are no longer those of ``model`` and
-            ``optimizer``, or the ranks' numbers of parameter groups differ.
+        TypeError, ValueError: an argument is wrong, or arguments or names, shapes or dtypes of parameters differ
+            between ranks: on every rank. From ``optimizer.step()``: ``model`` or ``optimizer`` has other parameters
+            now, or hyperparameters differ between ranks.
         CommError: a rank did not come. ``optimizer.step()`` raises it, too, if one is lost.
-        RuntimeError: from ``optimizer.step()``, on every rank: a parameter of one of them is not finite; or the ranks
-            have made different numbers of steps, or one of them has left out a batch (see ``skip_step`` of the handle).
+        RuntimeError: from ``optimizer.step()``, on every rank: a parameter of some rank is not finite; or the ranks
+            have made different numbers of steps, or one has left out a batch (see ``skip_step`` of the handle).
     """
     given = dict[str, Any](fragments=fragments, delay=delay, compression=compression, on_failure=on_failure)
     checked = partial(_checked, "local_sgd", optimizer, model, partial(_checked_outer, outer), every, per_rank, **given)
@@ -133,20 +133,19 @@ def elastic_averaging(
     process_group: dist.ProcessGroup | None = None,
     timeout: timedelta | float | None = None,
 ) -> LocalAverager:
-    """Let each rank step by itself, held by a spring to a center that all ranks have in common (EASGD).
+    """Let each rank step by itself, and pull it towards a common center after every ``every`` steps (EASGD).
 
-    Every so many steps rank i's parameters x_i and the center c move towards each other, with a = strength / ranks:
-    x_i becomes x_i - a (x_i - c), and c becomes c + a times the sum of (x_i - c) (Zhang, Choromanska and LeCun, "Deep
-    learning with Elastic Averaging SGD", 2015). With momentum in ``optimizer`` it is EAMSGD. The ranks stay different,
-    which explores more; in the end :meth:`LocalAverager.take_center` makes the center everybody's parameters.
+    With a = strength / ranks, rank i's parameters x_i become x_i - a (x_i - c), and the center c becomes c plus a
+    times the sum of (x_i - c) (Zhang, Choromanska and LeCun, "Deep learning with Elastic Averaging SGD", 2015). With
+    momentum in ``optimizer`` this is EAMSGD. The ranks stay different, which explores more. At the end of training,
+    :meth:`LocalAverager.take_center` copies the center to all ranks' parameters.
 
     Args:
-        optimizer, model, per_rank, process_group, timeout: as of :func:`local_sgd`.
-        every: number of steps from one meeting to the next; equal on all ranks, which must make equally many.
+        optimizer, model, every, per_rank, process_group, timeout: as for :func:`local_sgd`.
         strength: beta, above 0 and at most 1; the paper has 0.9.
 
     Raises:
-        TypeError, ValueError, CommError, RuntimeError: as of :func:`local_sgd`.
+        TypeError, ValueError, CommError, RuntimeError: as from :func:`local_sgd`.
     """
 
     def outer() -> Outer:
@@ -159,22 +158,22 @@ def elastic_averaging(
 
 @dataclass(frozen=True)
 class _Settings:
-    """What was asked for, checked."""
+    """Checked arguments."""
 
     call: str
     optimizer: torch.optim.Optimizer
     model: torch.nn.Module
     outer: Outer
     method: Compression
-    rhythm: Rhythm
+    schedule: MeetingSchedule
     survives: bool
     named: dict[str, torch.Tensor]
     per_rank: tuple[str, ...]
 
     def lines(self) -> Lines:
-        """Return what ranks must have in common."""
+        """Return what must be the same on all ranks."""
         settings = [
-            *(f"every={self.rhythm.every}", f"delay={self.rhythm.delay}", f"fragments={len(self.rhythm.turns)}"),
+            *(f"every={self.schedule.every}", f"delay={self.schedule.delay}", f"fragments={len(self.schedule.turns)}"),
             *(f"per_rank={list(self.per_rank)}", f"outer={self.outer!r}", f"compression={self.method!r}"),
             f"on_failure shrinks: {self.survives}",
         ]
@@ -186,14 +185,13 @@ class _Settings:
         ]
 
     def averager(self, communicator: Communicator, group: ElasticGroup | None) -> LocalAverager:
-        """Make the handle of ranks that have agreed."""
-        keeps = self.survives and self.rhythm.delay > 0
-        parts = _split(self.named, len(self.rhythm.turns))
+        """Make the handle, once the ranks have agreed."""
+        keeps = self.survives and self.schedule.delay > 0
+        parts = _split(self.named, len(self.schedule.turns))
         fragments = [Fragment(part, self.outer, self.method, keeps) for part in parts]
-        known = Known(self.model, self.optimizer, self.named, f"{self.call}()")
-        loop = Loop(known, self.model, self.optimizer, self.per_rank)
+        loop = Loop(TrackedParameters(self.model, self.optimizer, self.named, f"{self.call}()"), self.per_rank)
         buffers = list(self.model.buffers())
-        return LocalAverager(communicator, self.optimizer, fragments, self.rhythm, group, buffers, loop)
+        return LocalAverager(communicator, self.optimizer, fragments, self.schedule, group, buffers, loop)
 
 
 def _checked_outer(outer: Any) -> Outer:
@@ -227,13 +225,12 @@ def _checked(
     if survives and next(iter(named.values())).device.type != "cpu":
         raise ValueError('on_failure="shrink" requires parameters in CPU memory')
     if survives:
-        secret()  # newcomers prove themselves by it: what is wrong with it is reported to all ranks
+        secret()  # newcomers authenticate with it: a malformed one is reported to all ranks
     if join is not None and not survives:
         raise ValueError('join requires on_failure="shrink", as the ranks that are there have it')
-    # Fragment i meets so many steps after the last meeting of all.
-    rhythm = Rhythm(every, delay, tuple(every * (i + 1) // fragments for i in range(fragments)))
+    schedule = MeetingSchedule(every, delay, tuple(every * (i + 1) // fragments for i in range(fragments)))
     names = _checked_per_rank(per_rank, optimizer)
-    return _Settings(call, optimizer, model, merges, method, rhythm, survives, named, names)
+    return _Settings(call, optimizer, model, merges, method, schedule, survives, named, names)
 
 
 def _checked_per_rank(per_rank: Any, optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
@@ -283,7 +280,7 @@ def _join(settings: _Settings, address: str, timeout: timedelta | float | None) 
 
 
 def _split(named: Mapping[str, torch.Tensor], count: int) -> list[dict[str, torch.Tensor]]:
-    """Return ``named`` in ``count`` groups of about equal size, none of which is empty; in their order."""
+    """Return ``named``, in its order, in ``count`` groups of about equal size. None is empty."""
     groups: list[dict[str, torch.Tensor]] = []
     left = sum(p.numel() for p in named.values())
     rest = list(named.items())

@@ -1,4 +1,4 @@
-"""Core of a server: its shard of the parameters, the optimizer that steps it, and what pulls and pushes do to both."""
+"""Core of a server: its shard of the parameters, the optimizer that steps it, and the effect of pulls and pushes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pycomm.untrusted import ANYTHING, COUNT, INTEGER, ListOf, MapOf, OneOf, Pai
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a parameter that one server holds: elements ``begin`` to ``end`` of parameter ``index``."""
+    """Elements ``begin`` to ``end`` of parameter ``index``, held by one server."""
 
     index: int
     begin: int
@@ -31,7 +31,6 @@ class Piece:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return self.end - self.begin
 
 
@@ -41,11 +40,9 @@ def shard_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def cut(sizes: Sequence[int], num_shards: int, *, anywhere: bool) -> list[list[Piece]]:
-    """Return the pieces of each shard, in order; parameters have ``sizes`` elements.
+    """Return the pieces of each shard, in order, for parameters with ``sizes`` elements.
 
-    Args:
-        anywhere: whether a cut may go through a parameter, as it may where each element is updated by itself. Otherwise
-            it is at the border of two parameters that is nearest.
+    Without ``anywhere``, a cut through a parameter moves to the nearest border between two parameters.
     """
     ends = list(itertools.accumulate(sizes))
     total = ends[-1] if ends else 0
@@ -69,7 +66,7 @@ _ELEMENTWISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adama
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether ``optimizer`` is known to update each element by itself: then parameters may be cut anywhere."""
+    """Return whether ``optimizer`` is known to update each element independently: then parameters may be cut."""
     kind = type(optimizer)
     return any(kind is getattr(torch.optim, name, None) for name in _ELEMENTWISE)
 
@@ -85,43 +82,42 @@ def group_sizes(optimizer: torch.optim.Optimizer, pieces: Sequence[Piece]) -> tu
 
 
 @contextlib.contextmanager
-def _named(what: str) -> Iterator[None]:
-    """Name what does not take its state: a foreign object may raise anything."""
+def explained(text: str) -> Iterator[None]:
+    """Turn any error inside, such as that of a user's object, into a ValueError that begins with ``text``."""
     try:
         yield
     except Exception as error:
-        raise ValueError(f"{what} does not take what was saved: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{text}: {type(error).__name__}: {error}") from error
+
+
+_LEAST_PACKED, _TIMES_SHARD = 1 << 16, 4
+
+
+def packed_limit(shard_bytes: int) -> int:
+    """Return how many bytes a packed push may have at most."""
+    return _LEAST_PACKED + _TIMES_SHARD * shard_bytes
 
 
 @dataclass
 class _Schedule:
-    """Schedule of the learning rate, and how often it was stepped."""
-
     scheduler: Any
     samples: float | None
     num_steps: int = 0
-
-    def follow(self, due: float) -> None:
-        """Step until it has been stepped ``due`` times."""
-        while self.num_steps + 1 <= due:
-            self.scheduler.step()
-            self.num_steps += 1
 
 
 class ShardOptimizer:
     """Optimizer of the pieces of one shard, which lie one after the other in ``memory``.
 
-    The given optimizer is the one that steps: its groups keep their options, but have only what lies in the shard from
-    now on. A whole parameter stays the object that it was, with its values in ``memory``; a part of one becomes a flat
-    parameter of its own, and one of a half type, for which ``memory`` is float32, one of its shape.
+    The user's optimizer itself steps: its groups keep their options, but from now on hold the shard's parameters only.
+    A whole parameter remains the same object, with its values in ``memory``. A part of a parameter becomes a flat
+    parameter; a half-precision one becomes a float32 parameter of its shape.
 
     Args:
         optimizer: the user's.
-        pieces: of the optimizer's parameters, counted in the order of its groups.
-        memory: flat, for all elements; gets the parameters' values.
+        pieces: pieces of the optimizer's parameters, numbered in the order of its groups.
+        memory: flat tensor for all elements, which is overwritten with the parameters' values.
 
     Attributes:
-        memory: the parameters.
         num_updates: number of steps.
     """
 
@@ -176,9 +172,9 @@ class ShardOptimizer:
         return part
 
     def collect(self, gradient: torch.Tensor, samples: float, rate: float) -> None:
-        """Add ``gradient`` to the next update; ``rate`` scales the learning rate for it.
+        """Add ``gradient`` to the next update, with the learning rate scaled by ``rate``.
 
-        If it is the only one, it must not change until :meth:`update`.
+        The gradient must not change until :meth:`update`, or :meth:`copy_collected`.
         """
         weight = samples * rate
         self._all_samples += samples
@@ -193,13 +189,13 @@ class ShardOptimizer:
         self._weight += weight
         self._samples += samples
 
-    def own(self) -> None:
-        """Copy what was collected, if it is the memory of somebody else."""
+    def copy_collected(self) -> None:
+        """Copy the collected gradient if it still is the caller's tensor."""
         if self._count == 1 and self._sum is not None:
             self._sum = self._sum.clone()
 
     def update(self) -> None:
-        """Step by the weighted mean of what was collected."""
+        """Step by the weighted mean of the collected gradients."""
         gradient, weight = self._sum, self._weight
         assert gradient is not None
         if self._count > 1:
@@ -222,19 +218,20 @@ class ShardOptimizer:
             for p in self._params:
                 p.grad = None
         self.num_updates += 1
-        for schedule in self._schedules:
-            schedule.follow(self.num_updates if schedule.samples is None else self._all_samples / schedule.samples)
+        for each in self._schedules:
+            due = self.num_updates if each.samples is None else self._all_samples / each.samples
+            while each.num_steps + 1 <= due:
+                each.scheduler.step()
+                each.num_steps += 1
 
     def schedule(self, scheduler: Any, samples: float | None) -> None:
-        """Step ``scheduler`` after each update, or each time that so many ``samples`` more were counted."""
+        """Step ``scheduler`` after each update, or after every ``samples`` samples."""
         self._schedules.append(_Schedule(scheduler, samples))
 
     def group_sizes(self) -> tuple[int, ...]:
-        """Return the number of parameters in each of the optimizer's groups."""
         return tuple(len(group["params"]) for group in self._optimizer.param_groups)
 
     def state(self) -> dict[str, Any]:
-        """Return what a server that begins again has to know."""
         return {
             "memory": self.memory,
             "updates": self.num_updates,
@@ -244,27 +241,23 @@ class ShardOptimizer:
             "schedules": [[each.scheduler.state_dict(), each.num_steps] for each in self._schedules],
         }
 
-    def take_back(self, memory: torch.Tensor, optimizer: dict[str, Any]) -> None:
-        """Take back parameters and the optimizer's state."""
+    def restore(self, memory: torch.Tensor, optimizer: dict[str, Any]) -> None:
+        """Restore the parameters and the optimizer's state."""
         self._optimizer.load_state_dict(optimizer)
         self.memory.copy_(memory)
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take back what :meth:`state` gave.
-
-        Raises:
-            ValueError: it is of another model or optimizer.
-        """
+        """Load the result of :meth:`state`. Raise ValueError if it is of another model or optimizer."""
         if len(state["schedules"]) != len(self._schedules):
             raise ValueError(
                 f"the checkpoint has {len(state['schedules'])} schedules, this server {len(self._schedules)}"
             )
-        with _named("the optimizer"):
-            self.take_back(state["memory"], state["optimizer"])
+        with explained("the optimizer does not take what was saved"):
+            self.restore(state["memory"], state["optimizer"])
         self.num_updates, self._sum = state["updates"], state["sum"]
         self._count, self._weight, self._samples, self._all_samples = state["collected"]
         for each, (own, num_steps) in zip(self._schedules, state["schedules"], strict=True):
-            with _named(f"a {type(each.scheduler).__name__}"):
+            with explained(f"a {type(each.scheduler).__name__} does not take what was saved"):
                 each.scheduler.load_state_dict(own)
             each.num_steps = num_steps
 
@@ -297,15 +290,15 @@ _SHAPE = {
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What a server can take.
+class StateSpec:
+    """Form of the state and of the pushes that a server accepts.
 
     Attributes:
-        settings: what updates depend on.
+        settings: settings that updates depend on.
         size, dtype: of its shard of the parameters.
         groups: number of parameters in each group of its optimizer.
-        mode: names of what its mode has to know.
-        push_bytes: bytes of what a push brings; ``None`` if that is packed.
+        mode: keys of the mode's state.
+        push_bytes: bytes of each push; ``None`` if pushes are packed.
     """
 
     settings: str
@@ -316,11 +309,11 @@ class Wanted:
     push_bytes: int | None
 
     def check(self, state: Any, what: str) -> None:
-        """Compare ``state``, which ``what`` holds.
+        """Check ``state``; ``what`` names it in errors.
 
         Raises:
-            ValueError: it is of another model, optimizer, or of other settings.
-            DamagedError: it is no state.
+            ValueError: it is of another model, of another optimizer, or of other settings.
+            DamagedError: it is malformed.
         """
         checked(state, {"settings": str, "shard": {"memory": torch.Tensor}}, what)
         if state["settings"] != self.settings:
@@ -338,7 +331,7 @@ class Wanted:
             raise DamagedError(f"{what} is malformed: {problem}")
 
     def _check_groups(self, optimizer: dict[Any, Any], what: str) -> None:
-        """Compare the groups of an optimizer whose state has the form that torch's optimizers give it."""
+        """Compare the sizes of the groups, if the state has the form of torch's optimizers."""
         groups = optimizer.get("param_groups")
         if not isinstance(groups, list) or not all(isinstance(g, dict) and "params" in g for g in groups):
             return
@@ -348,7 +341,7 @@ class Wanted:
             raise ValueError(f"{what}: the checkpoint is of an optimizer with groups of {found} parameters, {here}")
 
     def _problem(self, state: dict[str, Any]) -> str:
-        """Return in what parts of ``state`` contradict each other, or the server; "" if they do not."""
+        """Return how parts of ``state`` contradict each other or the server; "" if they do not."""
         mode, shard, then = state["mode"], state["shard"], state["compensator"]["then"]
         flat = [shard["sum"], state["compensator"]["squares"], *then.values()]
         if any(each is not None and (tuple(each.shape), each.dtype) != ((self.size,), self.dtype) for each in flat):
@@ -369,15 +362,15 @@ class Core:
 
     Args:
         shard: parameters and their optimizer.
-        mode: which gradients count, and who waits.
-        compensator: what is done to stale ones.
+        mode: rules that say which gradients count, and which workers wait.
+        compensator: corrects stale gradients.
         wire: dtype of parameters and gradients on the workers.
-        unpackers: of gradients that do not travel as they are.
-        settings: what a server that begins again must have in common with this one.
+        unpackers: unpack compressed gradients; ``None`` without compression.
+        settings: settings that a restarted server must share with this one.
 
     Attributes:
-        staleness: number of gradients by their staleness: the updates since their parameters were pulled.
-        counts: "pushes", those that were "dropped" because they came too late, and "duplicates".
+        staleness: number of gradients by staleness, the number of updates since their parameters were pulled.
+        counts: "pushes", "dropped" (pushes that came too late), and "duplicates".
     """
 
     def __init__(
@@ -393,18 +386,14 @@ class Core:
         self.unpackers, self._settings = unpackers, settings
         self.staleness: Counter[int] = Counter()
         self.counts: Counter[str] = Counter(pushes=0, dropped=0, duplicates=0)
-        self._lives: dict[int, str] = {}  # of workers: each process has one of its own
+        self._lives: dict[int, str] = {}  # unique token of each worker's process
         self._last: dict[int, int] = {}  # number of each worker's last push
         self._pulled: dict[int, int] = {}  # number of updates when it pulled
 
     def join(self, worker: int, life: str) -> int:
-        """Let ``worker`` take part; return the number of its last push that has arrived, 0 for none.
-
-        Args:
-            life: tells its process from another one that had its number.
-        """
+        """Add ``worker``, whose process has the token ``life``; return the number of its last push, 0 for none."""
         if self._lives.get(worker) != life:
-            if worker in self._lives:  # the first process with that number counts from the server's beginning
+            if worker in self._lives:  # the mode knows the first process with that number from the start
                 self.mode.leave(worker)
             self._forget(worker)
             self._pulled.pop(worker, None)
@@ -413,7 +402,7 @@ class Core:
         return self._last[worker]
 
     def leave(self, worker: int) -> None:
-        """Note that ``worker`` is gone, which others may have waited for; it may come again."""
+        """Remove ``worker``, and update if others waited for it only. It may join again."""
         self.mode.leave(worker)
         self._forget(worker)
         self.update_if_due()
@@ -424,17 +413,17 @@ class Core:
             self.unpackers.forget(worker)
 
     def pull(self, worker: int) -> int:
-        """Note that ``worker`` gets the parameters as they are; return how many updates they have had."""
+        """Note that ``worker`` gets the present parameters; return the number of updates so far."""
         self._pulled[worker] = self.shard.num_updates
         self._compensator.pulled(worker, self.shard.memory)
         self.mode.pulled(worker)
         return self.shard.num_updates
 
     def gradient_of(self, worker: int, number: int, sent: torch.Tensor) -> torch.Tensor:
-        """Return the gradients in what ``worker`` has sent with that push, flat; it may be the same memory.
+        """Return the gradients in the data ``sent`` with a push, flat. They may share its memory.
 
         Raises:
-            ValueError: it is a malformed message.
+            ValueError: the message is malformed.
         """
         if self.unpackers is not None:
             return self.unpackers.unpack(worker, number, sent)
@@ -442,10 +431,7 @@ class Core:
 
     @torch.no_grad()
     def push(self, worker: int, number: int, samples: float, gradient: torch.Tensor) -> None:
-        """Take the push of ``worker`` with that ``number``: once, however often it comes.
-
-        The worker must take part.
-        """
+        """Apply push ``number`` of ``worker``, which has joined. Ignore it if it has been applied before."""
         if number <= self._last[worker]:
             self.counts["duplicates"] += 1
             return
@@ -459,10 +445,10 @@ class Core:
         gradient = self._compensator.compensate(worker, gradient, self.shard.memory)
         self.shard.collect(gradient, samples, self._compensator.weight(staleness))
         if not self.update_if_due():
-            self.shard.own()
+            self.shard.copy_collected()
 
     def update_if_due(self) -> bool:
-        """Update with what was collected, if that is due; return whether it was."""
+        """Update with the collected gradients if the mode says so; return whether it did."""
         is_due = self.mode.num_collected > 0 and self.mode.is_due()
         if is_due:
             self.shard.update()
@@ -470,7 +456,6 @@ class Core:
         return is_due
 
     def state(self) -> dict[str, Any]:
-        """Return everything, for a server that begins again."""
         return {
             "settings": self._settings,
             "shard": self.shard.state(),
@@ -483,16 +468,16 @@ class Core:
             "pulled": dict(self._pulled),
         }
 
-    def wanted(self) -> Wanted:
-        """Return what :meth:`load_state` takes."""
+    def state_spec(self) -> StateSpec:
+        """Return the form of state that :meth:`load_state` accepts."""
         memory = self.shard.memory
         size = None if self.unpackers is not None else len(memory) * self.wire.itemsize
         groups, mode = self.shard.group_sizes(), self.mode.state().keys()
-        return Wanted(self._settings, len(memory), memory.dtype, groups, mode, size)
+        return StateSpec(self._settings, len(memory), memory.dtype, groups, mode, size)
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take back what :meth:`state` gave. Raises ValueError if it is of another model, optimizer, or settings."""
-        self.wanted().check(state, "the state")
+        """Load the result of :meth:`state`. Raise ValueError if it is of another model, optimizer, or settings."""
+        self.state_spec().check(state, "the state")
         self.shard.load_state(state["shard"])
         self.mode.load_state(state["mode"])
         self._compensator.load_state(state["compensator"])

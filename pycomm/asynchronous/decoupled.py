@@ -1,4 +1,4 @@
-"""Decoupled averaging: ranks of different speed hand in how far they have gone, and go on from the center."""
+"""Decoupled averaging: ranks of different speeds push their parameter changes to a center, and continue from it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from torch import nn
 
 from pycomm import checks, threads
 from pycomm.agreement import agreed
-from pycomm.asynchronous.averager import Averager, checked_parameters, copied, named_method
+from pycomm.asynchronous.averager import Averager, checked_parameters, clone_tensors, named_method
 from pycomm.asynchronous.core import Core, Piece, ShardOptimizer, cut
 from pycomm.asynchronous.fragment import DelayedNesterov, Nesterov
-from pycomm.asynchronous.loop import Known, Loop
+from pycomm.asynchronous.loop import Loop, TrackedParameters
 from pycomm.asynchronous.modes import AsyncRules, Compensator, Rules
 from pycomm.asynchronous.packing import Packer, Unpackers
 from pycomm.asynchronous.server_meeting import ServerMeeting
@@ -44,12 +44,12 @@ _REMEMBERED = 32
 
 @dataclass
 class _RankPace:
-    """What is known of a rank.
+    """Recent rounds of a rank, each from its pull to its push.
 
     Attributes:
-        since: when it began what it is doing.
-        durations: how long it took lately, in seconds.
-        samples: how many it has handed in after these.
+        since: start of the present round.
+        durations: seconds of the last rounds.
+        samples: samples of the last rounds.
     """
 
     since: float
@@ -58,44 +58,41 @@ class _RankPace:
 
     @property
     def rate(self) -> float:
-        """Samples a second; 0 if nothing is known."""
+        """Samples per second; 0 if nothing is known."""
         total = sum(self.durations)
         return sum(self.samples) / total if total > 0 else 0.0
 
     def remaining(self, now: float) -> float:
-        """Return for how long it will still take, on average of the times that it took longer than now; else inf."""
+        """Return the expected seconds until the push: a mean over the rounds longer than now; ``inf`` without any."""
         taken = now - self.since
         longer = [duration for duration in self.durations if duration > taken]
         return mean(longer) - taken if longer else math.inf
 
 
 class RankArrivals:
-    """Arrivals of ranks so far, in seconds of any clock."""
+    """Times at which ranks began and ended their rounds, in seconds of any clock."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, _RankPace] = {}
 
     def begin(self, rank: int, now: float) -> None:
-        """Note that ``rank`` has begun to work."""
         self._ranks.setdefault(rank, _RankPace(now)).since = now
 
     def arrive(self, rank: int, now: float, samples: float) -> None:
-        """Note that ``rank`` hands in what it has done since it began."""
         known = self._ranks.setdefault(rank, _RankPace(now))
         if now > known.since:
             known.durations.append(now - known.since)
             known.samples.append(samples)
 
     def forget(self, rank: int) -> None:
-        """Forget ``rank``, which is gone."""
         self._ranks.pop(rank, None)
 
     def worth_waiting(self, here: Collection[int], quorum: int, now: float) -> float:
-        """Return for how many seconds those that are ``here`` had better wait; 0 for not at all.
+        """Return how many seconds a merge should wait so that the ranks lose the fewest samples; 0 for not at all.
 
         Args:
-            here: ranks that have handed in.
-            quorum: number of ranks that the next merge will want.
+            here: ranks that have pushed.
+            quorum: number of ranks that the next merge requires.
             now: the time.
         """
         late = sorted(
@@ -114,24 +111,24 @@ class RankArrivals:
         return best
 
     def _undone(self, merged: list[int], late: list[tuple[float, int]], after: float, quorum: int) -> float:
-        """Return what ``late`` ranks leave undone while they wait for the merge that follows the one ``after`` seconds.
+        """Return how many samples the ``late`` ranks lose while they wait for the next merge but one.
 
-        That one comes when as many as the quorum are there again, of those ``merged`` and those that are late.
+        The next merge is in ``after`` seconds. The one after it requires a quorum of the ``merged`` and late ranks.
         """
         again = [after + mean(self._ranks[rank].durations) for rank in merged if self._ranks[rank].durations]
         arrivals = sorted([*again, *(at for at, _ in late)])
         if len(arrivals) < quorum:
-            return 0.0  # nothing is known of when that will be
+            return 0.0  # its time is unknown
         following = arrivals[quorum - 1]
         return sum(self._ranks[rank].rate * max(0.0, following - at) for at, rank in late)
 
 
 class GraceQuorum(Rules):
-    """Contributions of ``quorum`` workers are an update by their mean; and of others, if they are worth waiting for.
+    """An update takes the mean of at least ``quorum`` workers' contributions, and waits for others while that pays.
 
     Args:
-        quorum: fewest workers; if there are fewer, all of them.
-        clock: seconds.
+        quorum: fewest workers; all workers if there are fewer.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, quorum: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -185,30 +182,31 @@ def decoupled_sgd(
     compression: Compression | str | None = None,
     timeout: timedelta | float | None = None,
 ) -> Averager:
-    """Let ranks of different speed step by themselves, and meet about every so many steps without a wait for all.
+    """Let ranks of different speeds step by themselves, and merge their changes without waiting for all ranks.
 
-    The loop stays ``zero_grad``, ``backward``, ``step``, as with :func:`local_sgd`. Each rank hands in how far it has
-    gone, and goes on from what that has come to. Slower ranks do so after fewer steps, in about the same time (dynamic
-    local updates: Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024). Rank 0 holds what the
-    ranks have in common in a thread. A rank that is lost harms nobody; if rank 0 is lost, all others get a CommError.
+    The loop stays ``zero_grad``, ``backward``, ``step``, as with :func:`local_sgd`. At a meeting, a rank pushes the
+    change of its parameters to the center, a thread on rank 0, and continues from the center's new parameters. Slower
+    ranks meet after fewer steps, in about the same time (dynamic local updates: Liu et al., "Asynchronous Local-SGD
+    Training for Language Modeling", 2024). Training continues if a rank is lost; if rank 0 is lost, all others get a
+    CommError.
 
     Args:
         optimizer: any torch optimizer.
         model: its parameters must all belong to the optimizer, be all float32 or all float64, and in CPU memory.
-        every: number of steps of the fastest rank from one meeting to its next.
-        outer: what is done with a contribution. ``pycomm.DelayedNesterov()``: each counts by itself, when it comes;
-            ``pycomm.Nesterov()``: with a ``quorum``. ``None``: whichever of them goes with ``quorum``.
-        quorum: number of ranks whose contributions are averaged. Others are waited for no longer than is worth it, by
-            when they have come so far; the rest come to a later average. Ranks count by their steps, or by what
-            ``set_weight`` says ("Decoupled DiLoCo", 2026).
-        compression: how far a rank has gone travels by this method, an object or a name such as "fp16"; what it leaves
-            over is added at the next meeting.
+        every: number of steps of the fastest rank between its meetings.
+        outer: how contributions are applied. ``pycomm.DelayedNesterov()``: one by one, as they arrive;
+            ``pycomm.Nesterov()``: by their mean, with a ``quorum``. ``None``: whichever of them goes with ``quorum``.
+        quorum: number of ranks whose contributions are averaged. The center waits for others while that pays, judged
+            by their past arrivals; the rest take part in a later average. Ranks are weighted by their steps, times the
+            number given to ``set_weight`` ("Decoupled DiLoCo", 2026).
+        compression: method, an object or a name such as "fp16", by which the change of the parameters travels. Its
+            residual is added at the next meeting.
         timeout: limit of every wait for a peer; seconds or ``timedelta``. ``None``: the process group's own.
 
     Raises:
-        TypeError, ValueError: an argument is wrong, or the ranks differ in them or in names, shapes or dtypes of
-            parameters: on every rank. From ``optimizer.step()``: parameters are no longer those of ``model`` and
-            ``optimizer``.
+        TypeError, ValueError: an argument is wrong, or arguments or names, shapes or dtypes of parameters differ
+            between ranks: on every rank. From ``optimizer.step()``: ``model`` or ``optimizer`` has other parameters
+            now.
         CommError: a rank did not come. ``optimizer.step()`` raises it, too, if rank 0 is lost.
         RuntimeError: from ``optimizer.step()``: a parameter of this rank is not finite.
     """
@@ -223,20 +221,20 @@ def decoupled_sgd(
         method = named_method(compression)
         lines = [f"pycomm {version()}", f"every={every}", f"outer={merges!r}", f"quorum={quorum}", f"{method!r}"]
         lines += [f"{name}: {signature(p)}" for name, p in named.items()]
-    except Exception as error:  # a foreign object may raise anything
+    except Exception as error:  # a user's object may raise anything
         problem = error
-    if dist.is_initialized():  # a rank that has called local_sgd() opens a communicator, too
+    if dist.is_initialized():  # a rank that has called local_sgd() instead opens a communicator, too
         with Communicator(timeout=timeout) as communicator:
             same = {"setting": ["ranks meet one by one"]}
             agreed(communicator.channel.all_gather_bytes, problem, lines=lambda _: same)
     meeting = ServerMeeting(timeout)
     meeting.compare(lines, problem)
-    loop = Loop(Known(model, optimizer, named, "decoupled_sgd()"), model, optimizer)
+    loop = Loop(TrackedParameters(model, optimizer, named, "decoupled_sgd()"))
     return DecoupledAverager(meeting, optimizer, named, Pace(every, quorum, merges, method, meeting.timeout), loop)
 
 
 def _checked_outer(outer: Any, quorum: Any) -> DelayedNesterov | Nesterov:
-    """Return what merges. Raise TypeError or ValueError if it does not go with ``quorum``, or that is too high."""
+    """Return the outer optimizer. Raise TypeError or ValueError if it does not go with ``quorum``."""
     if quorum is None:
         if outer is not None and not isinstance(outer, DelayedNesterov):
             kind = ValueError if isinstance(outer, Nesterov) else TypeError
@@ -252,15 +250,7 @@ def _checked_outer(outer: Any, quorum: Any) -> DelayedNesterov | Nesterov:
 
 @dataclass(frozen=True)
 class Pace:
-    """How ranks of different speed meet.
-
-    Attributes:
-        every: number of steps of the fastest rank from one meeting to its next; others make as many as take as long.
-        quorum: ranks that a merge wants; ``None``: each contribution is merged by itself, when it comes.
-        outer: what merges.
-        method: by which contributions travel, if not as they are.
-        timeout: limit of every wait, in seconds.
-    """
+    """Checked arguments of :func:`decoupled_sgd`, with the timeout in seconds."""
 
     every: int
     quorum: int | None
@@ -270,7 +260,7 @@ class Pace:
 
 
 class Center:
-    """Center of the ranks: what they have in common, held by a thread of rank 0, which serves it to all."""
+    """The ranks' common parameters, served by a thread of rank 0."""
 
     def __init__(
         self, meeting: ServerMeeting, params: Sequence[torch.Tensor], pieces: Sequence[Piece], pace: Pace
@@ -298,15 +288,11 @@ class Center:
     def _serve(self) -> None:
         try:
             self.serving.run()
-        except BaseException as error:  # raised by close(); the ranks learn that nobody serves them
+        except BaseException as error:  # close() raises it; the ranks' connections end
             self._error = error
 
     def close(self) -> None:
-        """Wait until all ranks have ended.
-
-        Raises:
-            CommError: they have not within the timeout.
-        """
+        """Wait until all ranks have ended. Raise CommError if they have not within the timeout."""
         self._thread.join(self._timeout)
         is_over = not self._thread.is_alive()
         self._listener.close()
@@ -319,9 +305,9 @@ class Center:
 
 
 class DecoupledAverager(Averager):
-    """Averager of ranks of different speed, none of which waits for all (``DelayedNesterov``, or a quorum).
+    """Handle of :func:`decoupled_sgd`.
 
-    A rank that is lost costs what it did since its last meeting; but rank 0, which holds the center, must stay.
+    With a rank that is lost, only its steps since its last meeting are lost. Rank 0, which holds the center, must stay.
     """
 
     def __init__(
@@ -354,10 +340,10 @@ class DecoupledAverager(Averager):
     # Meetings.
 
     def _skipped(self) -> None:
-        """Do nothing: contributions count by the steps that were made."""
+        """Do nothing: contributions are weighted by the steps that were made."""
 
     def _refused(self, problem: str) -> None:
-        """Do nothing: nobody waits for this rank."""
+        """Do nothing: no rank waits for this one."""
 
     def _stepped(self) -> None:
         self._num_steps += 1
@@ -367,17 +353,17 @@ class DecoupledAverager(Averager):
 
     @torch.no_grad()
     def meet(self) -> None:
-        """Hand in how far this rank has gone, and go on from the center. Not collective.
+        """Push the change of this rank's parameters, and continue from the center. Not collective.
 
-        In the end, when all ranks have met for the last time, :meth:`take_center` makes them equal.
+        At the end, when all ranks have met for the last time, :meth:`take_center` makes them equal.
 
         Raises:
             CommError: rank 0 is lost, or nothing was merged within the timeout.
             RuntimeError: a parameter of this rank is not finite.
-            ValueError: its parameters are no longer those of module and optimizer.
+            ValueError: the module or the optimizer has other parameters now.
         """
         self._require_attached()
-        if problem := self._loop.known.problem():
+        if problem := self._loop.tracked.problem():
             raise ValueError(problem)
         if self._since == 0:
             return
@@ -387,7 +373,7 @@ class DecoupledAverager(Averager):
             self._link.unload()
             found = zip(self._names, self._params, strict=True)
             name = next((n for n, p in found if not torch.isfinite(p).all()), "a parameter")
-            raise RuntimeError(f"{name!r} is not finite, and was not handed in")
+            raise RuntimeError(f"{name!r} is not finite, and was not pushed")
         self._link.push(self._weight * self._since)
         self._num_meetings += 1
         self._pull()
@@ -402,7 +388,7 @@ class DecoupledAverager(Averager):
         self._since, self._begun = 0, time.monotonic()
 
     def take_center(self) -> None:
-        """Overwrite the parameters with the center; what was done since the last meeting is lost."""
+        """Overwrite the parameters with the center. The steps since the last meeting are lost."""
         self._require_attached()
         self._pull()
 
@@ -417,9 +403,9 @@ class DecoupledAverager(Averager):
         """Return counters.
 
         Returns:
-            ``steps``, ``meetings``, ``bytes_sent``, ``wait_seconds``; ``every``, the number of steps to the next
-            meeting (dynamic local updates); and of the center ``updates``, and ``staleness``: contributions by the
-            updates that it has had since they were begun, as text.
+            ``steps``, ``meetings``, ``bytes_sent``, ``wait_seconds``, and ``every``, the present number of steps
+            between meetings (dynamic local updates). Of the center: ``updates``, and ``staleness``, the number of
+            contributions by the number of updates since they were begun (as text).
         """
         stats: dict[str, Any] = {
             "steps": self._num_steps,
@@ -434,14 +420,14 @@ class DecoupledAverager(Averager):
         return {**stats, **self._last}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank had at its last meeting; on rank 0 with the center and the outer optimizer's state."""
+        """Return the parameters of the last meeting; on rank 0 also the center and the outer optimizer's state."""
         self._require_attached()
         anchors = {name: anchor.clone() for name, anchor in zip(self._names, self._anchors, strict=True)}
         state: dict[str, Any] = {"format": _FORMAT, "since": self._since, "anchors": anchors}
         if self._center is not None:
             with self._center.serving.lock:
                 found = self._center.shard.state()
-                state["center"] = {"memory": found["memory"].clone(), "optimizer": copied(found["optimizer"])}
+                state["center"] = {"memory": found["memory"].clone(), "optimizer": clone_tensors(found["optimizer"])}
         return state
 
     @torch.no_grad()
@@ -449,7 +435,7 @@ class DecoupledAverager(Averager):
         """Load what :meth:`state_dict` has returned on this rank. The parameters stay as they are.
 
         Raises:
-            ValueError: it is of other parameters, or of another rank; nothing is changed then.
+            ValueError: it is of other parameters, or of another rank. Nothing is changed then.
         """
         self._require_attached()
         mine = {name: anchor.shape for name, anchor in zip(self._names, self._anchors, strict=True)}
@@ -464,7 +450,7 @@ class DecoupledAverager(Averager):
         self._since, self._begun = int(state["since"]), time.monotonic()
         if self._center is not None:
             with self._center.serving.lock:
-                self._center.shard.take_back(state["center"]["memory"], copied(state["center"]["optimizer"]))
+                self._center.shard.restore(state["center"]["memory"], clone_tensors(state["center"]["optimizer"]))
 
     def _release(self) -> None:
         self._link.close()

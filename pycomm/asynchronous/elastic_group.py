@@ -1,4 +1,4 @@
-"""ElasticGroup: the ranks that meet, where some may be lost and others come (``on_failure="shrink"``)."""
+"""ElasticGroup: a group that ranks may leave and join (``on_failure="shrink"``)."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from pycomm.errors import CommError
 _LOG = logging.getLogger("pycomm")
 _MIN_RANKS = 1
 _numbers = itertools.count()
-"""Numbers of this process's elastic groups: a newcomer's n-th joins the n-th of the others."""
+"""Numbers of this process's elastic groups: the n-th of a new rank joins the n-th of the others."""
 
 Lines = Sequence[tuple[str, str]]
-"""What the ranks of a group must have in common: kinds and texts."""
+"""Settings that must be the same on all ranks: pairs of a kind and a text."""
 
 
 class ElasticGroup:
-    """Ranks that meet, over ``communicator``, which moves with them. Make it by :meth:`found` or :meth:`join`.
+    """Group of ranks that changes, with the ``communicator`` that follows it. Made by :meth:`found` or :meth:`join`.
 
     Attributes:
-        events: what happened to the world, a dict each: see ``LocalAverager.stats``.
+        events: changes of the group, a dict each: see ``LocalAverager.stats``.
     """
 
     def __init__(self, communicator: Communicator, membership: Membership, listener: JoinListener) -> None:
@@ -40,15 +40,16 @@ class ElasticGroup:
     def found(cls, communicator: Communicator, lines: Lines) -> ElasticGroup:
         """Make the group of the ranks of ``communicator``. Collective."""
         membership = Membership.found(communicator, _MIN_RANKS, counts_ready=False)
-        return cls(communicator, membership, _listener_of(membership, lines))
+        name = f"averager/{next(_numbers)}"
+        return cls(communicator, membership, JoinListener(membership.store, name, lines, _host_of(membership)))
 
     @classmethod
     def join(cls, address: str, lines: Lines, timeout: float) -> ElasticGroup:
-        """Join those whose store listens at ``address``; asks again where a rank is lost meanwhile.
+        """Join the group whose store listens at ``address``; ask again if a rank is lost meanwhile.
 
         Raises:
-            ValueError: they refuse, or ``address`` is malformed.
-            CommError: they do not answer, or failed.
+            ValueError: the group refuses, or ``address`` is malformed.
+            CommError: the group does not answer, or has failed.
         """
         client = JoinClient(address, f"averager/{next(_numbers)}", timeout)
         while True:
@@ -68,11 +69,11 @@ class ElasticGroup:
 
     @property
     def world(self) -> tuple[int, ...]:
-        """Its ranks, by the numbers they were given when they joined."""
+        """Ranks of the group, by the numbers that they got when they joined."""
         return self._membership.world
 
     def commit(self) -> int:
-        """Return, once all ranks have the results of a meeting, the number of a waiting newcomer; 0 for none."""
+        """Wait until all ranks have a meeting's result; return the number of a waiting join request, 0 for none."""
         word = np.zeros(1, np.int64)
         if self._membership.is_first and (waiting := self._listener.waiting()) is not None:
             word[0] = waiting.number
@@ -81,13 +82,9 @@ class ElasticGroup:
         return int(word[0])
 
     def recover(self, error: CommError, committed: int, catch_up: Callable[[int], None]) -> int:
-        """Go on among those that are left; return how many meetings count. Collective among them.
+        """Continue among the remaining ranks; return how many meetings count. Collective among them.
 
-        Args:
-            error, committed, catch_up: see :func:`reconvene`.
-
-        Raises:
-            CommError: this rank is left behind.
+        Arguments as of :func:`reconvene`. Raises CommError if the others have excluded this rank.
         """
         start, old = time.monotonic(), self.world
         found = reconvene(
@@ -102,11 +99,11 @@ class ElasticGroup:
             _LOG.warning("%s: %d ranks go on", fates, len(self.world))
         return found.committed
 
-    def let_in(self, number: int) -> None:
-        """Let in the newcomer whose request has that ``number``. Collective, with it.
+    def admit(self, number: int) -> None:
+        """Admit the new rank of join request ``number``. Collective, with the new rank.
 
         Raises:
-            CommError: it did not come, or a rank was lost meanwhile; the world is as before.
+            CommError: it did not come, or a rank was lost meanwhile. The group is as before.
         """
         self._listener.pass_by(number)
         place = self._membership.admit(self._listener.read(number))
@@ -120,19 +117,14 @@ class ElasticGroup:
             raise
         self.events.append({"joined": self.world[-1], "world": self.world})
         if self._membership.is_first:
-            _LOG.warning("rank %d has come: %d ranks go on", self.world[-1], len(self.world))
+            _LOG.warning("rank %d has joined: %d ranks go on", self.world[-1], len(self.world))
 
     def close(self, reason: str) -> None:
-        """Leave."""
         self._listener.close()
         self._membership.leave(reason)
         self._membership.close()
 
 
-def _listener_of(membership: Membership, lines: Lines) -> JoinListener:
-    return JoinListener(membership.store, f"averager/{next(_numbers)}", lines, _host_of(membership))
-
-
 def _host_of(membership: Membership) -> str:
-    """Return the host that all ranks must be on, or nothing."""
+    """Return the host that all ranks must be on; "" if they may be on any."""
     return str(this_process()["host"]) if membership.is_on_one_host else ""

@@ -1,4 +1,4 @@
-"""Fragments: parameters that meet at once, what is kept of their last meeting, and outer optimizers."""
+"""Fragments: parameters that are averaged together, their state between meetings, and outer optimizers."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from pycomm.worker import Work
 
 @dataclass(frozen=True)
 class Nesterov:
-    """Outer optimizer of DiLoCo: SGD with Nesterov momentum, whose gradient is how far the ranks have gone on average.
+    """Outer optimizer of DiLoCo: SGD with Nesterov momentum on the mean change of the ranks' parameters.
 
-    With d the mean over the ranks of (parameters at the last meeting - parameters now): v = momentum * v + d, and
-    the parameters become those at the last meeting - lr * (d + momentum * v) (Douillard et al., "DiLoCo", 2023).
+    With w the parameters of the last meeting, and d the mean over the ranks of (w - parameters now):
+    v = momentum * v + d, and the parameters become w - lr * (d + momentum * v) (Douillard et al., "DiLoCo", 2023).
 
     Args:
         lr: positive; the paper has 0.7.
@@ -43,30 +43,30 @@ class Nesterov:
         checks.real("momentum", self.momentum, 0.0, 1.0)
 
     def step(self, anchor: torch.Tensor, velocity: torch.Tensor, moved: torch.Tensor) -> None:
-        """Step ``anchor`` and ``velocity`` by the mean ``moved``, which may be overwritten; flat, of one size."""
+        """Step the flat ``anchor`` and ``velocity`` by the mean change ``moved``, which may be overwritten."""
         velocity.mul_(self.momentum).add_(moved)
         anchor.sub_(moved.add_(velocity, alpha=self.momentum), alpha=self.lr)
 
     def optimizer(self, params: Iterable[torch.Tensor], num_ranks: int) -> torch.optim.Optimizer:
-        """Return a torch optimizer that does the same with ``.grad``."""
+        """Return a torch optimizer that takes the same steps with ``.grad``."""
         return torch.optim.SGD(params, self.lr, self.momentum, nesterov=self.momentum > 0)
 
 
 @dataclass(frozen=True)
 class DelayedNesterov:
-    """Outer optimizer for ranks that hand in what they did one by one: momentum is delayed until several have come.
+    """Outer optimizer for contributions that arrive one by one: the momentum is updated after several of them.
 
-    Every contribution g moves the parameters at once, by lr * (g / n + c * momentum * v), where n is the number of
-    contributions between two changes of the velocity v. Every n-th one also changes it, to momentum * v plus the mean
-    of the last n, and moves the parameters by lr * (g / n + (1 - c * n + c) * momentum * v) with the new v. Momentum
-    that is applied n times as often, to contributions that are each behind, makes training diverge (Liu et al.,
-    "Asynchronous Local-SGD Training for Language Modeling", 2024, arXiv:2401.09135, algorithm 3).
+    The velocity v changes after every n contributions. Each contribution g moves the parameters at once, by
+    lr * (g / n + c * momentum * v). Every n-th contribution first changes v to momentum * v plus the mean of the last
+    n, and then moves the parameters by lr * (g / n + (1 - c * n + c) * momentum * v). With full momentum at each
+    contribution, which are all stale, training diverges (Liu et al., "Asynchronous Local-SGD Training for Language
+    Modeling", 2024, arXiv:2401.09135, algorithm 3).
 
     Args:
         lr: positive.
         momentum: from 0 to below 1.
         buffer: n, at least 1; the number of ranks if ``None``.
-        activation: c, from 0 to 1 / n: share of the momentum that is applied at each contribution. The paper has 0.
+        activation: c, from 0 to 1 / n: share of the momentum applied at each contribution. The paper has 0.
 
     Raises:
         TypeError, ValueError: an argument is wrong; it is named.
@@ -88,13 +88,11 @@ class DelayedNesterov:
         )
 
     def optimizer(self, params: Iterable[torch.Tensor], num_ranks: int) -> torch.optim.Optimizer:
-        """Return a torch optimizer that steps by it, ``.grad`` being a contribution."""
+        """Return a torch optimizer that takes such a step for the contribution in ``.grad``."""
         return _DelayedNesterov(params, self, self.buffer or num_ranks)
 
 
 class _DelayedNesterov(torch.optim.Optimizer):
-    """Steps of :class:`DelayedNesterov`; groups hold its numbers, state a velocity and a sum of gradients."""
-
     def __init__(self, params: Iterable[torch.Tensor], settings: DelayedNesterov, buffer: int) -> None:
         activation = min(settings.activation, 1.0 / buffer)
         super().__init__(
@@ -103,7 +101,6 @@ class _DelayedNesterov(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step every parameter by its gradient."""
         loss = None if closure is None else closure()
         for group in self.param_groups:
             lr, momentum, count, share = (group[key] for key in ("lr", "momentum", "buffer", "activation"))
@@ -128,7 +125,7 @@ class _DelayedNesterov(torch.optim.Optimizer):
 
 @dataclass(frozen=True)
 class Elastic:
-    """Outer optimizer of elastic averaging: ``strength`` is beta, the ranks' pull on their center together."""
+    """Outer optimizer of elastic averaging; ``strength`` is beta."""
 
     strength: float
 
@@ -136,19 +133,19 @@ class Elastic:
 Outer = Nesterov | Elastic | None
 
 Check = Callable[[Communicator], float]
-"""Compares what the ranks have done, raises on all of them if they do not meet, and returns the sum of weights."""
+"""Compares the ranks' loops; raises on all ranks if they do not match, else returns the sum of the weights."""
 
 _LATE = 0.5
-"""Share of what was agreed on in parameters that have gone on (Douillard et al., "Streaming DiLoCo", 2025)."""
+"""Share of a late mean in the mix with parameters stepped meanwhile (Douillard et al., "Streaming DiLoCo", 2025)."""
 
 
 class _FragmentPart:
-    """Parameters of a fragment that travel by one method.
+    """Parameters of a fragment that share one compression method.
 
     Attributes:
-        anchor: what they were after the last meeting, or the center to which they are held; flat, as the bucket is.
-        velocity: of the outer optimizer, flat; ``None`` if it has none.
-        mean: what a meeting has come to that is not applied yet, in the bucket's memory or in its own.
+        anchor: parameters of the last meeting, or the center of elastic averaging; flat, as the bucket is.
+        velocity: velocity of the outer optimizer, flat; ``None`` if it has none.
+        mean: result of a meeting that is not applied yet, in the bucket's memory or in its own.
     """
 
     def __init__(
@@ -164,7 +161,7 @@ class _FragmentPart:
         self._kept: torch.Tensor | None = None
 
     def open(self, communicator: Communicator) -> None:
-        """Travel among the ranks of ``communicator`` from now on; what is kept stays."""
+        """Make bucket and exchange for ``communicator``; anchor, velocity and residuals are kept."""
         state: State = {} if self.exchange is None else self.exchange.state()
         self.bucket = Bucket(self.names, [p.detach() for p in self.params], communicator)
         if self.exchange is None:
@@ -176,42 +173,39 @@ class _FragmentPart:
         self.exchange.load_state(state)
 
     def views_of(self, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return a view of ``flat`` for each parameter, with the parameter."""
+        """Return each parameter with its view of ``flat`` before it."""
         return [(view_like(x, p), p.detach()) for x, p in zip(self.bucket.parts(flat), self.params, strict=True)]
 
     def fill(self, pull: float) -> None:
-        """Write how far the parameters have gone to the bucket; pull them back by that times ``pull``."""
+        """Write anchor minus parameters to the bucket; add ``pull`` times that to the parameters."""
         for view, (before, p) in zip(self.bucket.views, self.views_of(self.anchor), strict=True):
             torch.sub(before, p, out=view)
             if pull:
                 p.add_(view, alpha=pull)
 
     def keep(self) -> None:
-        """Keep what was filled in, for :meth:`restore`."""
+        """Keep a copy of the bucket, for :meth:`restore`."""
         flat = self.bucket.flat
         self._kept = flat.clone() if self._kept is None else self._kept.copy_(flat)
 
     def restore(self) -> None:
-        """Fill in again what was kept."""
         assert self._kept is not None
         self.bucket.flat.copy_(self._kept)
 
 
 class Fragment:
-    """Parameters that meet at once.
+    """Parameters that are averaged together.
 
     Args:
         named: the parameters.
-        outer: what is made of the mean.
-        method: how it travels.
-        keeps: whether a meeting may have to begin again when the parameters have gone on: what they send is kept.
+        outer: outer optimizer, which applies the mean.
+        method: compression of the exchange.
+        keeps: whether to keep what was sent, because a meeting may be repeated after further steps.
 
     Attributes:
-        names: of the parameters.
-        outer, method: as above.
-        launched: number of steps after which the meeting began that is not over; ``None`` if there is none.
-        num_meetings: number of those that are over.
-        met_at: number of steps at the end of the last one, if none was made while it lasted; -1 before.
+        launched: number of steps at the start of the meeting under way; ``None`` if there is none.
+        num_meetings: number of completed meetings.
+        met_at: number of steps at the last meeting that had no delay; -1 before.
     """
 
     def __init__(self, named: Mapping[str, torch.Tensor], outer: Outer, method: Compression, keeps: bool) -> None:
@@ -231,7 +225,7 @@ class Fragment:
 
     @torch.no_grad()
     def open(self, communicator: Communicator) -> None:
-        """Meet among the ranks of ``communicator`` from now on."""
+        """Use ``communicator`` from now on."""
         self._communicator = communicator
         self._sent_before += self._sent()
         for part in self._parts:
@@ -239,7 +233,6 @@ class Fragment:
 
     @property
     def params(self) -> list[torch.Tensor]:
-        """The parameters."""
         return [param for part in self._parts for param in part.params]
 
     def _sent(self) -> int:
@@ -247,14 +240,18 @@ class Fragment:
 
     @property
     def bytes_sent(self) -> int:
-        """Number of bytes that were handed to the transport so far."""
         return self._sent_before + self._sent()
+
+    def steps_since_launch(self, num_steps: int) -> int:
+        """Return how many of ``num_steps`` steps were made since the meeting under way began."""
+        assert self.launched is not None
+        return num_steps - self.launched
 
     # A meeting.
 
     @torch.no_grad()
     def launch(self, check: Check, weight: float, num_steps: int, then: Callable[[], None]) -> None:
-        """Begin a meeting; ``then`` is called in it, when this rank has the mean. All ranks must."""
+        """Begin a meeting; the communication thread calls ``then`` when it has the mean. Collective."""
         self.launched, self._weight, self._check = num_steps, weight, check
         pull = self.outer.strength / self._communicator.size if isinstance(self.outer, Elastic) else 0.0
         for part in self._parts:
@@ -265,11 +262,11 @@ class Fragment:
 
     @torch.no_grad()
     def launch_again(self, then: Callable[[], None]) -> None:
-        """Begin the meeting again that is not over, with what this rank had to say then."""
+        """Repeat the meeting under way with the same contribution of this rank."""
         for part in self._parts:
             if self._keeps:
                 part.restore()
-            else:  # it was waited for, so that the parameters are as they were
+            else:  # without a delay, the parameters have not changed
                 part.fill(0.0)
         self._submit(lambda: self._exchange(then))
 
@@ -290,25 +287,23 @@ class Fragment:
 
     @property
     def has_mean(self) -> bool:
-        """Return whether the mean of a meeting that has begun was received."""
+        """Whether the mean of the meeting under way was received."""
         return self._parts[0].mean is not None
 
     def receive(self) -> None:
-        """Wait for the mean, once.
+        """Wait for the mean.
 
         Raises:
             CommError: a rank was lost meanwhile.
-            RuntimeError: a rank's parameters are not finite; on all ranks.
-            RuntimeError, ValueError: the ranks do not meet (:mod:`pycomm.asynchronous.loop`); on all ranks.
+            RuntimeError, ValueError: on all ranks: a rank's parameters are not finite, or the ranks' loops do not
+                match (:mod:`pycomm.asynchronous.loop`).
         """
-        if self.has_mean:
-            return
         assert self._work is not None
         try:
             self._work.wait()
         except CommError:
             if isinstance(self._work, Work):
-                self._work.forget_trace()  # else the memory of the old world would stay mapped until it is collected
+                self._work.forget_trace()  # it would keep the old communicator's memory mapped
             raise
         except (RuntimeError, ValueError):
             self._work = self.launched = None
@@ -316,7 +311,7 @@ class Fragment:
         self.take_mean()
 
     def take_mean(self) -> None:
-        """Take what the meeting has left, which all ranks have."""
+        """End the exchanges of a meeting that all ranks have completed, and keep the mean."""
         exchanges = [part.exchange for part in self._parts if part.exchange is not None]
         finite = all(bool(exchange.finite()) for exchange in exchanges)
         for exchange in exchanges:
@@ -339,8 +334,8 @@ class Fragment:
         return "they are finite, but too large to be added"
 
     @torch.no_grad()
-    def land(self, *, is_late: bool) -> None:
-        """Go on from the mean, which must have been received; ``is_late``: steps were made since it was asked for."""
+    def apply_mean(self, *, is_late: bool) -> None:
+        """Apply the received mean; ``is_late``: the parameters were stepped since the meeting began."""
         self.launched = None
         for part in self._parts:
             moved, part.mean = part.mean, None
@@ -353,11 +348,11 @@ class Fragment:
             else:
                 part.anchor.sub_(moved)
         if not isinstance(self.outer, Elastic):
-            self.go_to_anchor(share=_LATE if is_late else 1.0)
+            self.move_to_anchor(share=_LATE if is_late else 1.0)
 
     @torch.no_grad()
-    def go_to_anchor(self, share: float = 1.0) -> None:
-        """Let the parameters go to the anchor, or that share of the way."""
+    def move_to_anchor(self, share: float = 1.0) -> None:
+        """Move the parameters to the anchor, or by a ``share`` of the way."""
         for part in self._parts:
             for value, p in part.views_of(part.anchor):
                 if share == 1.0:
@@ -369,14 +364,14 @@ class Fragment:
 
     @torch.no_grad()
     def move(self, communicator: Communicator) -> None:
-        """Meet among the ranks of ``communicator``; one whose mean is there goes on, another begins again."""
+        """Use the changed ``communicator``; a mean that was received is kept."""
         for part in self._parts:
             if part.mean is not None:
                 part.mean = part.mean.clone()
         self.open(communicator)
 
     def state(self) -> dict[str, Any]:
-        """Return anchors, velocities, means that were not applied and this rank's residuals, by parameter: views."""
+        """Return views of anchors, velocities, unapplied means and this rank's residuals, by parameter."""
         found: dict[str, Any] = {"anchors": {}, "velocities": {}, "means": {}, "compression": {}}
         for part in self._parts:
             for what, flat in (("anchors", part.anchor), ("velocities", part.velocity), ("means", part.mean)):
@@ -388,19 +383,19 @@ class Fragment:
         return found
 
     def shared(self) -> list[torch.Tensor]:
-        """Return what is equal on all ranks."""
+        """Return the tensors that are equal on all ranks."""
         flats = [flat for part in self._parts for flat in (part.anchor, part.velocity, part.mean)]
         return [flat for flat in flats if flat is not None]
 
     def resume(self, launched: int | None, num_meetings: int) -> None:
-        """Take counters over; where a meeting is under way, there is room for its mean then, to be written to."""
+        """Set the counters, and allocate the mean of a meeting under way, for :meth:`load_state` to fill."""
         self.launched, self.num_meetings = launched, num_meetings
         for part in self._parts:
             part.mean = None if launched is None else torch.empty_like(part.anchor)
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what :meth:`state` gave, of all fragments, after :meth:`resume`."""
+        """Load the states of all fragments, as :meth:`state` returns them, after :meth:`resume`."""
         for part in self._parts:
             for what, flat in (("anchors", part.anchor), ("velocities", part.velocity), ("means", part.mean)):
                 if flat is not None:

@@ -1,4 +1,4 @@
-"""Gossip: ranks that mix with a few neighbours in each step, and so, over the steps, with all (D-PSGD, push-sum)."""
+"""Gossip: each rank mixes its parameters with a few neighbours, and over several rounds with all (D-PSGD, push-sum)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from pycomm import schedule
 from pycomm.agreement import agreed
 from pycomm.asynchronous.averager import checked_parameters
-from pycomm.asynchronous.loop import Known
+from pycomm.asynchronous.loop import TrackedParameters
 from pycomm.broadcasting import named_tensors, share_tensors, signature
 from pycomm.communicator import Communicator
 from pycomm.descriptions import counted, tensors_text
@@ -23,7 +23,7 @@ from pycomm.optim.module_hooks import watch_copies
 from pycomm.optim.parameters import checked_optimizer
 
 _SEGMENT_BYTES = 4 << 20
-"""So much is mixed at a time: messages may be buffered only up to a limit, however large the model is."""
+"""Bytes mixed at a time, so that buffered messages stay small for any model."""
 
 
 def gossip(
@@ -38,27 +38,28 @@ def gossip(
 ) -> Gossip:
     """Let each rank step by itself, and mix its parameters with a few others' after each ``every`` steps.
 
-    Decentralised parallel SGD (Lian et al., 2017): what a rank sends does not grow with the number of ranks, and nobody
-    waits for more than its neighbours. The loop stays ``zero_grad``, ``backward``, ``step``. The ranks' parameters
-    differ, but are drawn towards their mean, which mixing does not change. Collective: rank 0's are first copied.
+    Decentralised parallel SGD (Lian et al., 2017): the bytes a rank sends do not grow with the number of ranks, and a
+    rank waits for its neighbours only. The loop stays ``zero_grad``, ``backward``, ``step``. The ranks' parameters
+    differ, but mixing draws them towards their mean without changing it. Collective: rank 0's parameters are first
+    copied to all ranks.
 
     Args:
-        optimizer: any torch optimizer, whose state stays each rank's own.
+        optimizer: any torch optimizer; each rank keeps its own state.
         model: its parameters must all belong to the optimizer, and be all float32 or all float64, in CPU memory.
-        topology: "ring": both neighbours and oneself, a third each. "exponential": half from a rank that is 1, 2, 4,
-            ... ranks away, in turns (Assran et al., 2019). "random": in pairs, of which 64 drawings take turns. Or a
-            matrix of weights, or several that take turns: ``w[i][j]`` is what rank i takes of rank j's. Columns must
-            sum to 1. If rows do not, what is mixed is weighed by push-sum, so that the ranks still come to their mean.
-            Whatever it is, :func:`pycomm.schedule.verify` proves it.
-        every: number of steps from one mixing to the next; equal on all ranks, which must make equally many.
-        seed: of "random".
+        topology: "ring": a third each from both neighbours and this rank. "exponential": half from a rank that is 1,
+            2, 4, ... ranks away, in turns (Assran et al., 2019). "random": pairs, from 64 random pairings in turns. Or
+            a matrix of weights, or several that take turns, where ``w[i][j]`` is rank i's weight for rank j's
+            parameters. Columns must sum to 1. If rows do not, push-sum corrects the weights, so that the ranks still
+            approach their mean. :func:`pycomm.schedule.verify` proves every topology.
+        every: number of steps between mixings; the same on all ranks, which must all make equally many steps.
+        seed: seed of "random".
         process_group: the ranks; the default group if ``None``.
         timeout: limit of every wait for a peer; seconds or ``timedelta``. ``None``: the process group's own.
 
     Raises:
-        TypeError, ValueError: an argument is wrong: weights that are negative, or whose columns do not sum to 1, or by
-            which some ranks never hear of others; or the ranks differ. On every rank.
-        CommError: a rank did not come. ``optimizer.step()`` raises it, too, if a neighbour is lost, or has got one.
+        TypeError, ValueError: on every rank: an argument is wrong (weights are negative, columns do not sum to 1, or
+            some ranks are never mixed with others), or the ranks differ.
+        CommError: a rank did not come. ``optimizer.step()`` raises it, too, if a neighbour is lost or has failed.
     """
     communicator = Communicator(process_group, timeout)
     try:
@@ -81,8 +82,8 @@ def gossip(
         gather = communicator.channel.all_gather_bytes
         optimizer, named, mixing = agreed(gather, attempt(checked), "gossip", lines)
         share_tensors(communicator, named_tensors(model), src=0)
-        known = Known(model, optimizer, named, "gossip()")
-        return Gossip(communicator, optimizer, known, mixing, every)
+        tracked = TrackedParameters(model, optimizer, named, "gossip()")
+        return Gossip(communicator, tracked, mixing, every)
     except BaseException:
         communicator.close()
         raise
@@ -92,18 +93,13 @@ class Gossip:
     """Handle of :func:`gossip`, kept alive by the optimizer's hook."""
 
     def __init__(
-        self,
-        communicator: Communicator,
-        optimizer: torch.optim.Optimizer,
-        known: Known,
-        mixing: schedule.Mixing,
-        every: int,
+        self, communicator: Communicator, tracked: TrackedParameters, mixing: schedule.Mixing, every: int
     ) -> None:
-        params = list(known.named.values())
+        params = list(tracked.named.values())
         self._communicator, self._params, self._mixing, self._every = communicator, params, mixing, every
-        self._known = known
-        # Push-sum: the parameters are what is mixed, divided by a mass, its last element, which starts as 1. It is
-        # mixed with them, and so rounded as they are: also where weights like 1/3, rounded, do not quite sum to 1.
+        self._tracked = tracked
+        # Push-sum: the last element is a mass that starts as 1 and is mixed like the others; the parameters are the
+        # other elements divided by it. So this is exact also for weights such as 1/3, whose rounded sum is not 1.
         flat = [p.detach().reshape(-1) for p in params]
         self._mixed = torch.cat([*flat, torch.ones(1, dtype=flat[0].dtype)])
         parts = torch.split(self._mixed[:-1], [p.numel() for p in params])
@@ -112,9 +108,9 @@ class Gossip:
         self._incoming = torch.empty_like(self._segments[0])
         self._num_steps = self._num_mixings = self._bytes = 0
         self._seconds = 0.0
-        self._hook: Any = optimizer.register_step_post_hook(self._stepped)
-        self._copies = watch_copies(known.model)
-        register_averaged(known)
+        self._hook: Any = tracked.optimizer.register_step_post_hook(self._stepped)
+        self._copies = watch_copies(tracked.model)
+        register_averaged(tracked)
 
     def __repr__(self) -> str:
         if self._hook is None:
@@ -132,21 +128,23 @@ class Gossip:
 
     @torch.no_grad()
     def mix(self) -> None:
-        """Mix with this round's neighbours. All ranks must.
+        """Mix with this round's neighbours. Collective.
+
+        After an error this rank can mix no more, and its neighbours get a CommError.
 
         Raises:
-            CommError: a neighbour is lost. This rank's neighbours are told, as it can mix no more.
-            ValueError: this rank's parameters are no longer those of module and optimizer. Likewise.
+            CommError: a neighbour is lost.
+            ValueError: the module or the optimizer has other parameters now.
         """
         self._require_attached()
         try:
-            if problem := self._known.problem():
+            if problem := self._tracked.problem():
                 raise ValueError(problem)
             self._catch_up()
             receivers, kept, sources = self._mixing.round_at(self._num_mixings).part_of(self._communicator.rank)
             for segment in self._segments:
                 self._mix_segment(segment, receivers, kept, sources)
-        except BaseException as error:  # some of it may be mixed, and some not
+        except BaseException as error:  # some segments may be mixed, and others not
             self._communicator.close(f"its mixing failed: {error}")
             raise
         self._num_mixings += 1
@@ -166,8 +164,8 @@ class Gossip:
             segment.add_(incoming, alpha=weight)
 
     def _catch_up(self) -> None:
-        """Add to what is mixed the steps that were made since: on the parameters, p = part / mass, not on it."""
-        before = 1 - 1 / float(self._mixed[-1])  # part + (p - part / mass)
+        """Add the steps since the last mixing: part becomes part + (p - part / mass)."""
+        before = 1 - 1 / float(self._mixed[-1])
         for part, p in zip(self._parts, self._params, strict=True):
             torch.add(p, part, alpha=before, out=part)
 
@@ -178,7 +176,7 @@ class Gossip:
 
     @torch.no_grad()
     def average(self) -> None:
-        """Make the mean of all ranks' parameters everybody's: in the end, or before an evaluation. Collective."""
+        """Set all ranks' parameters to their mean, at the end or before an evaluation. Collective."""
         self._require_attached()
         self._catch_up()
         self._communicator.all_reduce(self._mixed, "mean")
@@ -186,7 +184,7 @@ class Gossip:
         self._show()
 
     def stats(self) -> dict[str, Any]:
-        """Return ``steps``, ``mixings``, ``bytes_sent`` and ``wait_seconds``, those of mixing."""
+        """Return ``steps``, ``mixings``, ``bytes_sent`` and ``wait_seconds``, the time spent mixing."""
         return {
             "steps": self._num_steps,
             "mixings": self._num_mixings,
@@ -195,9 +193,9 @@ class Gossip:
         }
 
     def detach(self) -> None:
-        """Mix no more; release the communicator. Idempotent, not collective."""
+        """End the mixing, and release the communicator. Idempotent, not collective."""
         if self._hook is not None:
-            forget_averaged(self._known)
+            forget_averaged(self._tracked)
             self._hook.remove()
             self._hook = None
             self._copies.remove()

@@ -1,9 +1,11 @@
-"""The loop of a rank that averages less often: which parameters it trains, and what it has left out."""
+"""Training loop of a rank that averages less often: checks of its parameters, and of batches that it left out."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,59 +24,55 @@ from pycomm.torch_internals import Places, current_graph_task, version_of
 
 _ATTACH = "detach(), and call {} again with the module and the optimizer that are trained now"
 _LOOKED_AT = 8
-"""Number of parameters whose versions are compared, about."""
+"""Approximate number of parameters whose versions are compared."""
 _MOST_WRITES = 8
-"""Number of times that parameters may change between two steps: SAM and Reptile do that on purpose."""
+"""Most changes of the parameters between two steps: SAM and Reptile make some on purpose."""
 
 
-class Known:
-    """Parameters that ranks average, of one module and one optimizer.
+class TrackedParameters:
+    """Parameters of one module and one optimizer that ranks average.
 
     Args:
-        model, optimizer: owners.
-        named: the parameters that are averaged.
-        what: name of the function that was given them, for errors.
-
-    Attributes:
-        what: as above.
+        named: the parameters by name.
+        what: name of the public function that averages them, for errors.
     """
 
     def __init__(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, named: Mapping[str, torch.Tensor], what: str
     ) -> None:
-        self.model, self._optimizer, self.named, self.what = model, optimizer, dict(named), what
+        self.model, self.optimizer, self.named, self.what = model, optimizer, dict(named), what
         self.advice = _ATTACH.format(what)
         self._own = {id(p) for p in named.values()}
         self._places = Places(model)
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
 
     def knows(self, param: torch.Tensor) -> bool:
-        """Return whether ``param`` is one of them."""
         return id(param) in self._own
 
     def problem_of_optimizer(self) -> str:
         """Return what is wrong with the parameters in the optimizer's groups; "" if nothing is."""
-        groups = [group["params"] for group in self._optimizer.param_groups]
-        if len(groups) == len(self._groups) and all(map(_same, groups, self._groups)):
+        groups = [group["params"] for group in self.optimizer.param_groups]
+        same_sizes = list(map(len, groups)) == list(map(len, self._groups))
+        if same_sizes and all(map(operator.is_, itertools.chain(*groups), itertools.chain(*self._groups))):
             return ""
         held = {id(p) for group in groups for p in group}
         known = self._own | {id(p) for group in self._groups for p in group}
         new = [p for group in groups for p in group if id(p) not in known]
         if new:
             what = f"the optimizer has {len(new)} parameters that are not averaged, the first of shape"
-            return f"{what} {list(new[0].shape)}: they have come since. {self.advice}"
+            return f"{what} {list(new[0].shape)}: they were added since. {self.advice}"
         lost = [name for name, p in self.named.items() if id(p) not in held]
         if lost:
             return f"parameter {lost[0]!r} is averaged, and no longer in the optimizer. {self.advice}"
-        self._groups = [list(group) for group in groups]  # they were sorted anew
+        self._groups = [list(group) for group in groups]  # only their order has changed
         return ""
 
     def problem_at_forward(self) -> str:
-        """Return what is wrong with the parameters that the module had before; "" if nothing is. Cheap."""
+        """Return what is wrong with the module's parameters; "" if nothing is. Cheap while none was replaced."""
         if self._places.are_unchanged():
             return ""
         problem = self.problem_of_model()
-        if not problem:  # they have other names now, as parametrizations and pruning give them
+        if not problem:  # parametrizations and pruning have renamed some
             self._places = Places(self.model)
         return problem
 
@@ -82,34 +80,26 @@ class Known:
         """Return what is wrong with the module's parameters; "" if nothing is."""
         here = dict(self.model.named_parameters())
         ids = {id(p) for p in here.values()}
-        gone = [name for name, p in self.named.items() if id(p) not in ids]
+        lost = [name for name, p in self.named.items() if id(p) not in ids]
         new = [name for name, p in here.items() if p.requires_grad and id(p) not in self._own]
-        if gone and gone[0] in here:
-            what = f"parameter {gone[0]!r} of the module is another one than the one that is averaged"
+        if lost and lost[0] in here:
+            what = f"parameter {lost[0]!r} of the module is another one than the one that is averaged"
             return f"{what}: it was replaced. {self.advice}"
         if new:
             return f"parameter {new[0]!r} of the module is trained, and not averaged: it is new. {self.advice}"
-        if gone:
-            return f"parameter {gone[0]!r} is averaged, and no longer in the module. {self.advice}"
+        if lost:
+            return f"parameter {lost[0]!r} is averaged, and no longer in the module. {self.advice}"
         return ""
 
     def problem(self) -> str:
-        """Return what is wrong with either; "" if nothing is."""
         return self.problem_of_optimizer() or self.problem_of_model()
 
 
-def _same(ones: Collection[Any], others: Collection[Any]) -> bool:
-    return len(ones) == len(others) and all(map(_is, ones, others))
-
-
-def _is(one: Any, other: Any) -> bool:
-    return one is other
-
-
 class GroupNumbers:
-    """Numbers of the optimizer's groups, but for those that it changes in its own steps (the ``d`` of Prodigy).
+    """Numbers of the optimizer's groups that must be the same on all ranks.
 
-    These follow from gradients, which are a rank's own while ranks step by themselves.
+    Numbers that the optimizer itself changes (the ``d`` of Prodigy) are left out: they follow from gradients, which
+    differ between ranks.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, per_rank: Iterable[str]) -> None:
@@ -119,11 +109,10 @@ class GroupNumbers:
         self.own: set[str] = set()
 
     def before_step(self) -> None:
-        """Remember what they are."""
         self._before = [_plain(group) for group in self._optimizer.param_groups]
 
     def after_step(self) -> None:
-        """Note which have changed."""
+        """Leave out the numbers that the step has changed."""
         changed: set[str] = set()
         for before, group in zip(self._before, self._optimizer.param_groups, strict=False):
             after = _plain(group)
@@ -134,11 +123,10 @@ class GroupNumbers:
             self._reader = Hyperparameters(self._optimizer, self._per_rank | self.own)
 
     def groups(self) -> list[Numbers]:
-        """Return the numbers."""
         return self._reader.groups()
 
     def digest(self) -> int:
-        """Return a hash of the numbers, of 63 bits."""
+        """Return a 63-bit hash of the numbers."""
         text = repr([sorted(numbers.items()) for numbers in self.groups()])
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
@@ -149,14 +137,14 @@ def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class MeetingReport:
-    """What a loop has done since the last report.
+    """State of a rank's loop at a meeting.
 
     Attributes:
-        unused: number of forwards that led to no backward; -1 if they are not to be compared.
-        zero_grads: how often gradients were cleared; likewise.
-        digest: of the groups' numbers.
-        groups: these.
-        own: names of numbers that the optimizer itself changes; they are not compared.
+        unused: number of forwards without a backward since the last meeting; -1 to skip the comparison.
+        zero_grads: number of calls of ``zero_grad`` since the last meeting; -1 to skip the comparison.
+        digest: hash of ``groups``.
+        groups: numbers of the optimizer's groups.
+        own: keys of numbers that the optimizer itself changes, which are not compared.
         problem: what is wrong with the parameters; "" if nothing is.
     """
 
@@ -169,32 +157,32 @@ class MeetingReport:
 
 
 class Loop:
-    """Loop of this rank, seen through hooks: of the optimizer, its ``zero_grad``, the module and loss scalers.
+    """Loop of this rank, watched by hooks of the optimizer, its ``zero_grad``, the module and loss scalers.
 
     Args:
-        known: the parameters.
-        model, optimizer: what the loop trains.
-        per_rank: names of numbers of groups that may differ between ranks.
+        tracked: the parameters, with their module and optimizer.
+        per_rank: keys of groups whose numbers may differ between ranks.
     """
 
-    def __init__(
-        self, known: Known, model: torch.nn.Module, optimizer: torch.optim.Optimizer, per_rank: Iterable[str] = ()
-    ) -> None:
-        self.known, self.numbers = known, GroupNumbers(optimizer, per_rank)
-        self._model, self._optimizer = model, optimizer
-        self._index, self._in_step, self._is_excused = LoopIndex(), False, False
-        self._strangers = Strangers(known)
+    def __init__(self, tracked: TrackedParameters, per_rank: Iterable[str] = ()) -> None:
+        self.tracked, self.numbers = tracked, GroupNumbers(tracked.optimizer, per_rank)
+        self._model, self._optimizer = tracked.model, tracked.optimizer
+        self._index, self._in_step, self._is_excluded = LoopIndex(), False, False
+        self._foreign_writes = ForeignWrites(tracked)
         self._handles: list[Any] = []
         self._refused: Callable[[str], None] = lambda _: None
 
     def watch(self, stepped: Callable[[], None], skipped: Callable[[], None], refused: Callable[[str], None]) -> None:
-        """Call ``stepped`` after each step, ``skipped`` when a loss scaler leaves one out (a method: held weakly).
+        """Install the hooks.
 
-        ``refused`` is called with what is wrong before this rank gets an error about its parameters.
+        Args:
+            stepped: called after each step.
+            skipped: called when a loss scaler skips a step; a bound method, held weakly.
+            refused: called with the problem before this rank raises an error about its parameters.
         """
 
         def before(*_: object) -> None:
-            self._require(self.known.problem_of_optimizer())
+            self._require(self.tracked.problem_of_optimizer())
             self._in_step = True
             self.numbers.before_step()
 
@@ -202,7 +190,7 @@ class Loop:
             self._in_step = False
             self.numbers.after_step()
             stepped()
-            self._strangers.begin()
+            self._foreign_writes.begin()
 
         self._refused = refused
         forget_original(self._model)
@@ -214,11 +202,11 @@ class Loop:
             ZeroGradHook(self._optimizer, self._zeroed),
         ]
         listen_to_skips(self._optimizer, skipped)
-        register_averaged(self.known)
+        register_averaged(self.tracked)
 
     def close(self) -> None:
-        """Take the hooks away."""
-        forget_averaged(self.known)
+        """Remove the hooks."""
+        forget_averaged(self.tracked)
         for handle in self._handles:
             handle.remove()
         stop_listening(self._optimizer)
@@ -230,13 +218,13 @@ class Loop:
 
     def _before_forward(self) -> None:
         if current_graph_task() < 0 and self._is_training():
-            self._require(self.known.problem_at_forward() or self._strangers.problem())
+            self._require(self.tracked.problem_at_forward() or self._foreign_writes.problem())
 
     def _is_training(self) -> bool:
         return self._model.training and torch.is_grad_enabled() and not self._in_step
 
     def _zeroed(self) -> None:
-        if not self._in_step:  # closures are evaluated as often as their optimizer likes
+        if not self._in_step:  # an optimizer may evaluate a closure any number of times
             self._index.num_zero_grads += 1
 
     def _forwarded(self, output: Any) -> None:
@@ -244,40 +232,36 @@ class Loop:
             self._index.note_forward(output)
 
     def report(self) -> MeetingReport:
-        """Return what a meeting has to know; what is counted begins anew."""
-        numbers, (unused, zero_grads) = self.numbers, self._take_counts()
-        own = frozenset(numbers.own)
-        return MeetingReport(unused, zero_grads, numbers.digest(), numbers.groups(), own, self.known.problem())
-
-    def _take_counts(self) -> tuple[int, int]:
-        counts = (-1, -1) if self._is_excused else (self._index.num_unused, self._index.num_zero_grads)
+        """Return the loop's state, and restart its counts."""
+        numbers, own = self.numbers, frozenset(self.numbers.own)
+        unused, zero_grads = (-1, -1) if self._is_excluded else (self._index.num_unused, self._index.num_zero_grads)
         self._index.restart()
-        self._is_excused = False
-        return counts
+        self._is_excluded = False
+        return MeetingReport(unused, zero_grads, numbers.digest(), numbers.groups(), own, self.tracked.problem())
 
-    def excuse(self) -> None:
-        """Let what was left out since the last report not be compared: the user has said so."""
-        self._is_excused = True
+    def exclude_counts(self) -> None:
+        """Exclude the counts since the last report from the next comparison."""
+        self._is_excluded = True
 
 
-class Strangers:
-    """Detects that something other than the optimizer steps the parameters: ranks would never meet."""
+class ForeignWrites:
+    """Detects that something other than the optimizer steps the parameters, so that ranks would never meet."""
 
-    def __init__(self, known: Known) -> None:
-        self._advice = known.advice
-        params = list(known.named.values())
+    def __init__(self, tracked: TrackedParameters) -> None:
+        self._advice = tracked.advice
+        params = list(tracked.named.values())
         self._some = params[:: max(1, len(params) // _LOOKED_AT)]
         self.begin()
 
     def begin(self) -> None:
-        """Begin anew, after a step of their own optimizer."""
+        """Restart the count, after a step of the optimizer."""
         self._num_writes, self._version = 0, self._versions()
 
     def _versions(self) -> int:
         return sum(map(version_of, self._some))
 
     def problem(self) -> str:
-        """Return what is wrong before a forward; "" if nothing is."""
+        """Count a change since the last call; return what is wrong, "" if nothing is."""
         version = self._versions()
         if version == self._version:
             return ""
@@ -291,7 +275,6 @@ class Strangers:
         )
 
 
-_WORDS = 8
 _LEFT_OUT = (
     "Ranks would average what they made of other batches. A rank without a usable batch calls averager.skip_step() "
     "in place of the rest of its step. A forward that is no training step belongs in torch.no_grad(), or after "
@@ -301,10 +284,13 @@ _LEFT_OUT = (
 
 @dataclass(frozen=True)
 class MeetingCheck:
-    """What this rank sends when a meeting begins; see the table above.
+    """Message of this rank at the beginning of a meeting.
+
+    Its row of int64: the weight's float64 bits, meeting number and fragment in one word, steps, forwards without
+    backward, calls of ``zero_grad``, digest of the hyperparameters, whether there is a problem, whether it is new.
 
     Attributes:
-        skipped: how many of the steps a loss scaler, or ``skip_step``, has left out.
+        skipped: number of steps that a loss scaler or ``skip_step`` has skipped.
     """
 
     weight: float
@@ -320,19 +306,20 @@ class MeetingCheck:
 
         Args:
             communicator: the ranks.
-            world: their names.
+            world: their numbers, for errors.
 
         Raises:
-            RuntimeError, ValueError: this meeting is none, as the table says; on all ranks.
+            RuntimeError, ValueError: on all ranks: their rows do not match, or one has a problem.
         """
-        gathered = np.empty(communicator.size * _WORDS, np.int64)
-        communicator.all_gather(gathered, self._words())
-        rows = gathered.reshape(-1, _WORDS)
+        row = self._row()
+        gathered = np.empty(communicator.size * len(row), np.int64)
+        communicator.all_gather(gathered, row)
+        rows = gathered.reshape(-1, len(row))
         if self._differ(rows):
             self._explain(communicator, dict(zip(world, rows.tolist(), strict=True)))
         return float(rows[:, 0].copy().view(np.float64).sum())
 
-    def _words(self) -> np.ndarray:
+    def _row(self) -> np.ndarray:
         weight = int(np.array([self.weight]).view(np.int64)[0])
         where = self.meeting << 16 | self.fragment
         report = self.report
@@ -346,12 +333,12 @@ class MeetingCheck:
         return not alike or bool(rows[:, 6].any())
 
     def _explain(self, communicator: Communicator, rows: Mapping[int, list[int]]) -> None:
-        """Raise the error that names the difference; return if only numbers of ``per_rank`` differ."""
+        """Raise the error that names the difference; return if only numbers differ that ``own`` excludes."""
         report = self.report
         groups = None if self.is_new else report.groups
         mine = json.dumps([report.problem, self.skipped, groups, sorted(report.own)]).encode()
-        told = [json.loads(words) for words in communicator.channel.all_gather_bytes(mine)]
-        by_rank = dict(zip(rows, told, strict=True))
+        received = [json.loads(message) for message in communicator.channel.all_gather_bytes(mine)]
+        by_rank = dict(zip(rows, received, strict=True))
         for rank, (problem, *_) in by_rank.items():
             if problem:
                 raise ValueError(f"rank {rank}: {problem}")
@@ -364,7 +351,7 @@ class MeetingCheck:
             behind = [rank for rank, count in steps.items() if count < max(steps.values())]
             raise RuntimeError(
                 f"ranks meet that have made different numbers of steps: {name_ranks(behind)} "
-                f"{_are(behind)} behind. Steps made: {made}. {_LEFT_OUT}"
+                f"{'is' if len(behind) == 1 else 'are'} behind. Steps made: {made}. {_LEFT_OUT}"
             )
         _raise_left_out({rank: row[3] for rank, row in rows.items()}, made, "forwards that no backward() followed")
         _raise_left_out({rank: row[4] for rank, row in rows.items()}, made, "calls of optimizer.zero_grad()")
@@ -373,10 +360,6 @@ class MeetingCheck:
             raise RuntimeError(f"ranks are in different meetings: {meetings} by rank. Steps made: {made}")
         own = {key for *_, keys in by_rank.values() for key in keys}
         _raise_different({rank: _without(groups, own) for rank, (_, _, groups, _) in by_rank.items()})
-
-
-def _are(ranks: Sequence[int]) -> str:
-    return "is" if len(ranks) == 1 else "are"
 
 
 def _raise_left_out(counts: Mapping[int, int], made: str, what: str) -> None:
@@ -413,35 +396,30 @@ def _raise_different(groups: Mapping[int, list[Numbers] | None]) -> None:
     )
 
 
-class Trained:
-    """Parameters of a worker, checked between pull and push. Training a copy of ``model`` is an error.
-
-    Args:
-        model, optimizer: those of the worker, which never steps.
-        named: the parameters.
-    """
+class WorkerParameters:
+    """Parameters of a parameter server's worker, checked between pull and push. A worker never steps its optimizer."""
 
     def __init__(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, named: Mapping[str, torch.Tensor]
     ) -> None:
-        self._known = Known(model, optimizer, named, "parameter_server()")
+        self._tracked = TrackedParameters(model, optimizer, named, "parameter_server()")
         self._reader = Hyperparameters(optimizer)
         self._copies = watch_copies(model)
-        register_averaged(self._known)
+        register_averaged(self._tracked)
         self.remember_numbers()
 
     def remember_numbers(self) -> None:
-        """Remember the numbers of the parameter groups as the servers'."""
+        """Take the present numbers of the parameter groups for the servers'."""
         self._numbers = self._reader.groups()
 
-    def require_known(self) -> None:
-        """Raise ValueError if the parameters are no longer those of module and optimizer."""
-        if problem := self._known.problem():
+    def require_unchanged(self) -> None:
+        """Raise ValueError if the module or the optimizer has other parameters now."""
+        if problem := self._tracked.problem():
             raise ValueError(problem)
 
-    def require_same(self) -> None:
-        """Raise ValueError if parameters were replaced, or their groups' numbers differ from the servers'."""
-        self.require_known()
+    def require_same_numbers(self) -> None:
+        """Raise ValueError if parameters were replaced, or the groups' numbers differ from the servers'."""
+        self.require_unchanged()
         found = first_difference([self._numbers, self._reader.groups()])
         if found is not None:
             index, key, (before, now) = found
@@ -451,6 +429,6 @@ class Trained:
             )
 
     def close(self) -> None:
-        """Stop checking: copies may be trained, and something else may average the parameters."""
-        forget_averaged(self._known)
+        """Stop the checks: copies may be trained, and something else may average the parameters."""
+        forget_averaged(self._tracked)
         self._copies.remove()

@@ -1,7 +1,7 @@
-"""Modes of a parameter server: which gradients make an update, who has to wait for whom, and what stale ones are worth.
+"""Modes of a parameter server: which gradients make an update, which workers wait, and how stale gradients count.
 
-Users pass a frozen dataclass; each server makes its own rules from it. Rules know nothing of tensors or of connections:
-a server asks them, and tells them what it has done.
+Users pass a frozen dataclass, from which each server makes its own rules. Rules know no tensors and no connections:
+a server asks them, and notifies them of what it has done.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pycomm import checks
 class DelayCompensation:
     """DC-ASGD (Zheng et al., "Asynchronous SGD with Delay Compensation", 2017): g + λ g⊙g⊙(w_now - w_then).
 
-    The product g⊙g stands for the diagonal of the Hessian. The server keeps the parameters that each worker has pulled.
+    The product g⊙g approximates the diagonal of the Hessian. The server keeps the parameters that each worker pulled.
 
     Args:
         strength: λ; with ``adaptive``, λ₀, not negative.
@@ -45,7 +45,7 @@ class DelayCompensation:
 
 
 def _check_compensation(mode: Async | StaleSynchronous | SoftSync) -> None:
-    """Put an object in place of the name "dc"."""
+    """Check ``mode.compensation``, and replace "dc" by an object."""
     value: Any = mode.compensation
     if not (value is None or isinstance(value, DelayCompensation)):
         if not isinstance(value, str) or value not in ("lr", "dc"):
@@ -55,7 +55,7 @@ def _check_compensation(mode: Async | StaleSynchronous | SoftSync) -> None:
 
 
 class Mode(ABC):
-    """What :func:`pycomm.parameter_server` takes as ``mode``."""
+    """Base class of the ``mode`` of :func:`pycomm.parameter_server`."""
 
     @abstractmethod
     def rules(self) -> Rules:
@@ -64,12 +64,12 @@ class Mode(ABC):
 
 @dataclass(frozen=True)
 class Async(Mode):
-    """Every gradient is an update, and nobody waits.
+    """Every gradient is an update, and no worker waits.
 
     Args:
-        compensation: of gradients whose parameters have been updated since they were pulled. "lr": the learning rate is
-            divided by the number of updates (Zhang et al., "Staleness-aware Async-SGD", 2016). "dc", or a
-            :class:`pycomm.DelayCompensation`: DC-ASGD.
+        compensation: correction of stale gradients, whose parameters were updated after they were pulled. "lr": the
+            learning rate is divided by the number of those updates (Zhang et al., "Staleness-aware Async-SGD", 2016).
+            "dc", or a :class:`pycomm.DelayCompensation`: DC-ASGD.
 
     Raises:
         ValueError: ``compensation`` is something else.
@@ -109,7 +109,7 @@ class StaleSynchronous(Mode):
 
 @dataclass(frozen=True)
 class SoftSync(Mode):
-    """Every ``quorum`` gradients, of whichever workers, are an update by their mean (Zhang et al., 2016).
+    """Every ``quorum`` gradients, of any workers, make an update by their mean (Zhang et al., 2016).
 
     Args:
         quorum: number of gradients, at least 1.
@@ -132,7 +132,7 @@ class SoftSync(Mode):
 
 @dataclass(frozen=True)
 class Sync(Mode):
-    """One gradient of each worker is an update by their mean; all but ``backup`` of them suffice (Chen et al., 2016).
+    """An update is the mean of one gradient from each worker, or from all but ``backup`` of them (Chen et al., 2016).
 
     Later gradients are dropped.
 
@@ -158,7 +158,7 @@ _EXAMPLES = {"ssp": "StaleSynchronous(3)", "softsync": "SoftSync(4)"}
 
 
 def checked_mode(mode: Any) -> Mode:
-    """Return ``mode``, an object or the name of one without options. Raise TypeError or ValueError if it is neither."""
+    """Return ``mode``, or the mode of that name if it needs no options. Raise TypeError or ValueError otherwise."""
     if isinstance(mode, Mode):
         return mode
     name = mode if isinstance(mode, str) else ""
@@ -166,14 +166,14 @@ def checked_mode(mode: Any) -> Mode:
         return _SHORT[name]
     wanted = '"async", "sync", a pycomm.Async, StaleSynchronous, SoftSync or Sync'
     if name in _EXAMPLES:
-        wanted = f"an object that has its number, such as pycomm.{_EXAMPLES[name]}"
+        wanted = f"an object with its option, such as pycomm.{_EXAMPLES[name]}"
     raise (ValueError if isinstance(mode, str) else TypeError)(f"mode is {checks.shown(mode)}, wanted {wanted}")
 
 
 def mode_of(
     mode: Any = "async", staleness: Any = None, compensation: Any = None, quorum: Any = None, backup: Any = 0
 ) -> Mode:
-    """Return the mode that a name and options mean, as ``parameter_server`` took them before.
+    """Return the mode for the deprecated keywords of ``parameter_server``.
 
     Raises:
         TypeError, ValueError: they do not go together, or one is wrong.
@@ -201,8 +201,8 @@ class Rules(ABC):
     """Rules of one server.
 
     Attributes:
-        workers: those that take part, by their numbers.
-        num_collected: number of gradients that wait for an update.
+        workers: numbers of the workers that take part.
+        num_collected: number of gradients collected for the next update.
     """
 
     def __init__(self) -> None:
@@ -210,23 +210,21 @@ class Rules(ABC):
         self.num_collected = 0
 
     def join(self, worker: int) -> None:
-        """Note that ``worker`` takes part from now on."""
         self.workers.add(worker)
 
     def leave(self, worker: int) -> None:
-        """Note that ``worker`` does not take part any more."""
         self.workers.discard(worker)
 
     def may_pull(self, worker: int) -> bool:
-        """Return whether ``worker`` may have the parameters now, or has to wait."""
+        """Return whether ``worker`` may get the parameters now, or must wait."""
         return True
 
     def pulled(self, worker: int) -> None:
-        """Note that ``worker`` has the parameters."""
+        """Note that ``worker`` got the parameters."""
         return
 
     def push(self, worker: int, staleness: int, samples: float) -> bool:
-        """Return whether a gradient of ``worker`` counts, whose parameters are ``staleness`` updates old."""
+        """Return whether a gradient counts that was computed ``staleness`` updates ago."""
         self.num_collected += 1
         return True
 
@@ -236,30 +234,28 @@ class Rules(ABC):
 
     @abstractmethod
     def is_due(self) -> bool:
-        """Return whether what was collected makes an update now."""
+        """Return whether the collected gradients make an update now."""
 
     def updated(self) -> None:
         """Note that the update was made."""
         self.num_collected = 0
 
     def state(self) -> dict[str, Any]:
-        """Return what a server that begins again has to know."""
         return {"collected": self.num_collected, "workers": sorted(self.workers)}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take back what :meth:`state` gave."""
         self.num_collected, self.workers = state["collected"], set(state["workers"])
 
 
 class AsyncRules(Rules):
-    """Every gradient is an update, and nobody waits."""
+    """Rules of :class:`Async`."""
 
     def is_due(self) -> bool:
         return self.num_collected > 0
 
 
 class SoftSyncRules(Rules):
-    """Every ``count`` gradients, of whichever workers, are an update by their mean (Zhang et al., 2016)."""
+    """Rules of :class:`SoftSync`."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -270,7 +266,7 @@ class SoftSyncRules(Rules):
 
 
 class StaleSynchronousRules(AsyncRules):
-    """Every gradient is an update; no worker is more than ``bound`` gradients ahead of another (Ho et al., 2013)."""
+    """Rules of :class:`StaleSynchronous`."""
 
     def __init__(self, bound: int) -> None:
         super().__init__()
@@ -278,7 +274,7 @@ class StaleSynchronousRules(AsyncRules):
         self._clocks: dict[int, int] = {}
 
     def join(self, worker: int) -> None:
-        """Note that ``worker`` takes part from now on, as far along as the slowest one."""
+        """Add ``worker``, with as many gradients as the slowest one."""
         if worker not in self.workers:
             self._clocks[worker] = min((self._clocks[w] for w in self.workers), default=0)
         super().join(worker)
@@ -303,10 +299,7 @@ class StaleSynchronousRules(AsyncRules):
 
 
 class SyncRules(Rules):
-    """One gradient of each worker is an update by their mean; all but ``backup`` of them suffice (Chen et al., 2016).
-
-    Gradients of earlier parameters do not count.
-    """
+    """Rules of :class:`Sync`: gradients of earlier parameters do not count."""
 
     def __init__(self, backup: int) -> None:
         super().__init__()
@@ -342,11 +335,7 @@ class SyncRules(Rules):
 
 
 class Compensator:
-    """What a server does to stale gradients.
-
-    Args:
-        kind: see :class:`Async`.
-    """
+    """Correction of stale gradients on a server; ``kind`` is the ``compensation`` of :class:`Async`."""
 
     def __init__(self, kind: DelayCompensation | str | None) -> None:
         self._delay = kind if isinstance(kind, DelayCompensation) else None
@@ -355,7 +344,7 @@ class Compensator:
         self._squares: torch.Tensor | None = None
 
     def pulled(self, worker: int, now: torch.Tensor) -> None:
-        """Note that ``worker`` has the parameters ``now``."""
+        """Note that ``worker`` got the parameters ``now``."""
         if self._delay is None:
             return
         if worker in self._then:
@@ -364,7 +353,6 @@ class Compensator:
             self._then[worker] = now.clone()
 
     def leave(self, worker: int) -> None:
-        """Forget ``worker``."""
         self._then.pop(worker, None)
 
     def weight(self, staleness: int) -> float:
@@ -372,7 +360,7 @@ class Compensator:
         return 1.0 / max(staleness, 1) if self._by_rate else 1.0
 
     def compensate(self, worker: int, gradient: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
-        """Return the gradient that ``worker`` would have had with the parameters ``now``, as far as one can tell."""
+        """Return an approximation of the gradient of ``worker`` with the parameters ``now``."""
         if self._delay is None:
             return gradient
         delay, square = self._delay, gradient * gradient
@@ -386,9 +374,7 @@ class Compensator:
         return gradient if then is None else gradient + strength * square * (now - then)
 
     def state(self) -> dict[str, Any]:
-        """Return what a server that begins again has to know."""
         return {"then": dict(self._then), "squares": self._squares}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take back what :meth:`state` gave."""
         self._then, self._squares = dict(state["then"]), state["squares"]

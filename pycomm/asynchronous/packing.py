@@ -1,9 +1,9 @@
-"""Packing: gradients as any compression method sends them, from one worker to one server.
+"""Packing: gradients compressed by any method, from one worker to one server.
 
-A method's exchange is a collective. Here a worker runs it in a group of one, and what it hands to each collective is
-recorded: that is the message. The server runs the same exchange of nothing, and plays the message back as what the
-collectives come to: what comes out is what the worker has sent. Residuals, velocities and whatever else is kept from
-step to step stay with the worker; unpacking depends on the message and its number alone.
+A method's exchange is a collective. A worker runs it in a group of one and records the inputs of its collectives: they
+are the message. The server runs the same exchange without gradients, with the message as the collectives' results, and
+so gets the worker's gradients. Residuals, velocities and other state stay with the worker; unpacking depends on the
+message and its number alone.
 """
 
 from __future__ import annotations
@@ -21,32 +21,29 @@ from pycomm.compression.base import Exchange, Scaling
 from pycomm.compression.by_method import by_method
 
 
-class _Alone:
-    """Stands in for the communicator of a group of one."""
+class _GroupOfOne:
+    """Substitute for the communicator of a group of one."""
 
     rank, size = 0, 1
 
     def empty(self, shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> torch.Tensor:
-        """Return uninitialised memory."""
         return torch.empty(shape, dtype=dtype)
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        """Write what everyone has to ``out``."""
         self._pass(x, out)
 
     def all_reduce(self, x: torch.Tensor, op: str = "sum", algorithm: str = "auto") -> None:
-        """Reduce ``x`` over everyone."""
         self._pass(x, x)
 
     def own_share(self, x: torch.Tensor, algorithm: str) -> None:
-        """Return what need not be packed: nothing, as all of it goes to somebody else."""
+        """Return ``None``: every element must be packed, as this rank keeps none."""
 
     def _pass(self, x: torch.Tensor, out: torch.Tensor) -> None:
         raise NotImplementedError
 
 
-class _Recorder(_Alone):
-    """Records what is handed to collectives."""
+class _Recorder(_GroupOfOne):
+    """Records the inputs of collectives."""
 
     def __init__(self) -> None:
         self.parts: list[torch.Tensor] = []
@@ -57,8 +54,8 @@ class _Recorder(_Alone):
             _bytes_of(out).copy_(_bytes_of(x))
 
 
-class _Player(_Alone):
-    """Plays a message back as what collectives come to."""
+class _Player(_GroupOfOne):
+    """Returns a recorded message as the results of collectives."""
 
     def __init__(self) -> None:
         self.message, self.position = torch.empty(0, dtype=torch.uint8), 0
@@ -77,24 +74,18 @@ def _bytes_of(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Exchanges:
-    """Exchanges of ``params`` in a group of one.
+    """Exchanges of contiguous ``params`` in a group of one; only their shapes and dtypes count."""
 
-    Args:
-        params: contiguous; only their shapes and dtypes count.
-        method: of compression.
-        alone: stands in for the communicator.
-    """
-
-    def __init__(self, params: Sequence[torch.Tensor], method: Compression, alone: _Alone) -> None:
-        communicator: Any = alone
+    def __init__(self, params: Sequence[torch.Tensor], method: Compression, group: _GroupOfOne) -> None:
+        communicator: Any = group
         self.parts: list[tuple[list[int], Bucket, Exchange]] = []
         for chosen, indices in by_method(method, params):
-            # Random numbers depend on these names, so that they must be the same on both sides.
+            # Random numbers depend on these names, which must therefore be the same on both sides.
             bucket = Bucket([str(i) for i in indices], [params[i].detach() for i in indices], communicator)
             self.parts.append((indices, bucket, chosen.make(bucket, communicator)))
 
     def exchange(self, grads: Sequence[torch.Tensor | None], number: int) -> bool:
-        """Exchange; return whether all is finite. ``finish`` must follow."""
+        """Return whether all gradients are finite. :meth:`finish` must follow."""
         scaling = Scaling(1, step=number - 1)
         for indices, _, exchange in self.parts:
             exchange.exchange([grads[i] for i in indices], scaling)
@@ -102,18 +93,18 @@ class _Exchanges:
         return all(verdicts)
 
     def finish(self, finite: bool) -> None:
-        """Keep what is kept from step to step, if ``finite``."""
+        """Update the methods' state if ``finite``, else leave it as it was."""
         for _, _, exchange in self.parts:
             exchange.finish(finite)
 
 
 class Packer:
-    """Worker's side: packs gradients, and keeps what they leave over.
+    """Packs gradients on a worker, and keeps their residuals.
 
     Args:
-        params: of the shard, in the order of its pieces.
-        method: of compression.
-        worker: number of the worker, of which its random numbers depend.
+        params: parameters of the shard, in the order of its pieces.
+        method: compression method.
+        worker: number of the worker, on which its random numbers depend.
     """
 
     def __init__(self, params: Sequence[torch.Tensor], method: Compression, worker: int) -> None:
@@ -122,27 +113,27 @@ class Packer:
         self._exchanges = _Exchanges(params, seeded(method, worker), self._recorder)
 
     def pack(self, grads: Sequence[torch.Tensor | None], number: int) -> torch.Tensor | None:
-        """Return the message of push ``number``, uint8; ``None`` if a gradient is not finite. See :meth:`finish`."""
+        """Return the message of push ``number``; ``None`` if a gradient is not finite. :meth:`finish` must follow."""
         self._recorder.parts.clear()
-        # Not as unused ones: what earlier gradients have left over goes out all the same, and must not come back.
+        # Zeros for missing gradients: residuals are sent all the same, and must not be restored as for unused ones.
         filled = [zero.contiguous() if grad is None else grad for grad, zero in zip(grads, self._zeros, strict=True)]
         if not self._exchanges.exchange(filled, number):
             return None
         parts = self._recorder.parts
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)  # of a server that holds nothing
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)  # the shard may be empty
 
     def finish(self, sent: bool) -> None:
-        """Keep what the message has left over, if it is ``sent``; else stay as before :meth:`pack`."""
+        """Keep the residuals of the message if it is ``sent``, else those before :meth:`pack`."""
         self._exchanges.finish(sent)
 
 
 class Unpackers:
-    """Server's side: unpacks the messages of all workers.
+    """Unpacks the messages of all workers on a server.
 
     Args:
-        params: of the shard, in the order of its pieces.
-        method: of compression.
-        dtype: of the gradients that come out.
+        params: parameters of the shard, in the order of its pieces.
+        method: compression method.
+        dtype: dtype of the unpacked gradients.
     """
 
     def __init__(self, params: Sequence[torch.Tensor], method: Compression, dtype: torch.dtype) -> None:
@@ -152,14 +143,10 @@ class Unpackers:
         self._by_worker: dict[int, tuple[_Player, _Exchanges]] = {}
 
     def unpack(self, worker: int, number: int, message: torch.Tensor) -> torch.Tensor:
-        """Return the gradients in push ``number`` of ``worker``; flat.
-
-        Raises:
-            ValueError: the message is malformed.
-        """
+        """Return the flat gradients in push ``number`` of ``worker``. Raise ValueError if it is malformed."""
         if worker not in self._by_worker:
             player = _Player()
-            params = [torch.zeros_like(p, device="cpu") for p in self._params]  # which methods with a decay read
+            params = [torch.zeros_like(p, device="cpu") for p in self._params]  # methods with a weight decay read them
             self._by_worker[worker] = player, _Exchanges(params, seeded(self._method, worker), player)
         player, exchanges = self._by_worker[worker]
         player.message, player.position = message, 0
@@ -180,7 +167,7 @@ class Unpackers:
 
 
 def seeded(method: Compression, worker: int) -> Compression:
-    """Return ``method`` with random numbers of this ``worker``'s own, if it has any."""
+    """Return ``method`` with a seed of this ``worker``, if it has a seed."""
     if not hasattr(method, "seed"):
         return method
     chosen: Any = method

@@ -1,4 +1,4 @@
-"""Parameter server: some ranks hold the parameters, the others compute gradients, each at its own pace."""
+"""Parameter server: some ranks hold the parameters; the others compute gradients, each at its own speed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from pycomm.asynchronous.core import Core, Piece, ShardOptimizer, shard_dtype
-from pycomm.asynchronous.loop import Trained
+from pycomm.asynchronous.loop import WorkerParameters
 from pycomm.asynchronous.modes import Compensator, Mode, mode_of
 from pycomm.asynchronous.packing import Packer, Unpackers
 from pycomm.asynchronous.server_meeting import ServerMeeting
@@ -25,7 +25,7 @@ from pycomm.asynchronous.settings import (
     checked_settings,
     lines_of,
     shards_of,
-    wanted_by,
+    state_spec_of,
 )
 from pycomm.asynchronous.wire import SharedMemory
 from pycomm.asynchronous.worker import ServerLink
@@ -35,6 +35,7 @@ from pycomm.compression.by_method import method_text
 from pycomm.deprecated import Moved, Old, renamed
 from pycomm.descriptions import counted, settings_text, tensors_text
 from pycomm.optim.attached import refuse_second_average
+from pycomm.optim.fused import RULES, require_fusable
 from pycomm.optim.parameters import checked_optimizer
 from pycomm.transport import rendezvous
 
@@ -55,36 +56,36 @@ def parameter_server(
     checkpoint: str | Path | None = None,
     timeout: timedelta | float | None = None,
 ) -> ParameterServer:
-    """Train with a parameter server: ranks 0 to ``servers - 1`` hold the parameters and step them, the others work.
+    """Train with a parameter server: ranks 0 to ``servers - 1`` hold and step the parameters, the others are workers.
 
-    A worker calls ``pull()``, ``loss.backward()`` and ``push()``, or all of it in ``with server.step():``; it never
-    steps its own optimizer. A serving rank calls ``close()``, and serves until every worker has closed. Called on
-    every rank; equal arguments, and equal models. A process that was started later becomes one more worker: it needs
-    no process group, but ``MASTER_ADDR``, ``MASTER_PORT`` and ``WORLD_SIZE`` in its environment, as torchrun sets
-    them. One with the ``RANK`` of a process that has died takes its place.
+    Call it on every rank, with equal arguments and equal models. A worker calls ``pull()``, ``loss.backward()`` and
+    ``push()``, or runs its step inside ``with server.step():``; it never steps its own optimizer. A serving rank calls
+    ``close()``, which serves until every worker has closed. A process that starts later becomes another worker: it
+    requires no process group, but ``MASTER_ADDR``, ``MASTER_PORT`` and ``WORLD_SIZE`` in its environment, as torchrun
+    sets them. With the ``RANK`` of a process that has died, it takes that process's place.
 
     Args:
-        optimizer: steps on the servers, by pycomm's kernels where :func:`pycomm.fuse` has them. A serving rank's
-            optimizer has only what lies in its shard from then on.
-        model: its parameters must all belong to the optimizer, be of one dtype and in CPU memory. Of float16 and
-            bfloat16 parameters the servers hold and step float32 ones, which workers get rounded.
-        servers: number of serving ranks. Each holds an equal part of the parameters' bytes; parameters are cut only
-            where the optimizer is known to update each element by itself.
-        mode: which gradients make an update, and who waits: :class:`pycomm.Async`, :class:`pycomm.StaleSynchronous`,
-            :class:`pycomm.SoftSync` or :class:`pycomm.Sync`. "async" and "sync" are short for the first and the last
-            without options.
-        compression: method by which gradients travel, or its name, over the connection even on one host. What it
-            leaves over stays with the worker, for its next push. Takes a server about as much memory for each worker
-            as the method's state and a bucket, 8 bytes a parameter for most. Parameters are then cut only at their
-            borders.
-        checkpoint: folder in which servers write down what has happened before they acknowledge it. A server that is
-            started again goes on from there, without any loss, and workers wait for it. All ranks name the same folder.
+        optimizer: steps on the servers, by pycomm's kernels where :func:`pycomm.fuse` supports its class. From then
+            on, a serving rank's optimizer holds the parameters of its shard only.
+        model: its parameters must all belong to the optimizer, be of one dtype and in CPU memory. For float16 and
+            bfloat16 parameters, the servers hold and step float32 ones, and workers get them rounded.
+        servers: number of serving ranks. Each holds an equal part of the parameters' bytes. Parameters themselves are
+            cut only if the optimizer is known to update each element independently.
+        mode: which gradients make an update, and which workers wait: :class:`pycomm.Async`,
+            :class:`pycomm.StaleSynchronous`, :class:`pycomm.SoftSync` or :class:`pycomm.Sync`. "async" and "sync" are
+            short for the first and the last without options.
+        compression: method, or its name, by which gradients travel; over the connection even on one host. Residuals
+            stay with the worker. For each worker, a server requires the memory of the method's state and a bucket, 8
+            bytes per parameter for most methods. Parameters are then cut only at their borders.
+        checkpoint: folder in which servers record each event before they acknowledge it. A restarted server continues
+            from there without loss, and workers wait for it. All ranks must name the same folder.
         timeout: limit of every wait for a peer; seconds or ``timedelta``. ``None``: the process group's own.
 
     Raises:
-        RuntimeError: there is neither a process group nor what torchrun sets.
-        TypeError, ValueError: an argument is wrong, or the ranks differ in them, in names, shapes, dtypes or values of
-            parameters: on every rank. Or a server cannot open one of its files, or it is damaged: the error names it.
+        RuntimeError: there is neither a process group nor the environment of torchrun.
+        TypeError, ValueError: on every rank: an argument is wrong; arguments, or names, shapes, dtypes or values of
+            parameters differ between ranks; a serving rank's optimizer has a replaced ``step``, as after an earlier
+            ``parameter_server``; or a server cannot open one of its files, or it is damaged (the error names it).
         CommError: a rank did not come.
     """
     return traced(
@@ -106,12 +107,12 @@ def traced(
     timeout: timedelta | float | None = None,
     **options: Any,
 ) -> ParameterServer:
-    """Do as :func:`parameter_server` does, with servers that write traces, or repeat them. For tests and debugging.
+    """Do the same as :func:`parameter_server`, and write or replay traces. For tests and debugging.
 
     Args:
-        optimizer, model, timeout, options: as of :func:`parameter_server`.
-        trace: file to which a server writes the order of events; its number is added to the name.
-        replay: such a file, in whose order they shall happen again: to the bit.
+        optimizer, model, timeout, options: as for :func:`parameter_server`.
+        trace: file to which a server writes the order of events. The server's number is added to the name.
+        replay: such a file; the servers repeat its order of events, with the same bits.
     """
     meeting, lines, problem = ServerMeeting(timeout), list[str](), None
     files: ServerFiles | None = None
@@ -125,10 +126,12 @@ def traced(
         lines = lines_of(settings, optimizer, named)
         shards = shards_of(settings, optimizer, list(named.values()))
         if 0 <= meeting.rank < settings.servers:
+            if type(optimizer) in RULES:  # the server will fuse it
+                require_fusable(optimizer)
             dtype = next(iter(named.values())).dtype
-            wanted = wanted_by(settings, optimizer, shards[meeting.rank], dtype)
+            wanted = state_spec_of(settings, optimizer, shards[meeting.rank], dtype)
             files = ServerFiles(settings, meeting.rank, wanted)
-    except Exception as error:  # a foreign object may raise anything
+    except Exception as error:  # a user's object may raise anything
         problem = error
     try:
         meeting.compare(lines, problem)
@@ -143,7 +146,7 @@ class ParameterServer:
     """Handle of :func:`parameter_server`, on servers and workers.
 
     Attributes:
-        is_worker: whether this rank works; otherwise it serves.
+        is_worker: whether this rank is a worker; otherwise it serves.
     """
 
     def __init__(
@@ -164,7 +167,7 @@ class ParameterServer:
         self._num_steps = 0
         self._last_stats: dict[str, Any] = {}
         if self.is_worker:
-            self._trained = Trained(model, optimizer, named)
+            self._trained = WorkerParameters(model, optimizer, named)
             self._open_links()
         else:
             self._core, self._memory = self._make_core()
@@ -191,19 +194,19 @@ class ParameterServer:
             self._links.append(link)
 
     def pull(self) -> None:
-        """Overwrite the model's parameters with the servers', once the mode lets this worker have them.
+        """Overwrite the model's parameters with the servers', as soon as the mode permits.
 
         Raises:
             RuntimeError: this rank serves, or has closed.
-            ValueError: parameters are no longer those of module and optimizer.
+            ValueError: the module or the optimizer has other parameters now.
             CommError: a server has ended or does not answer.
         """
         self._require_worker("pull")
-        self._trained.require_known()
+        self._trained.require_unchanged()
         for link in self._links:
             link.ask_to_pull()
         left = list(self._links)
-        while left:  # whichever answers first, as a server that has answered waits for this worker to read
+        while left:  # the first to answer first, as a server that has answered waits until this worker has read
             by_descriptor = {link.fileno(): link for link in left}
             for descriptor in wait(list(by_descriptor), self._settings.timeout) or list(by_descriptor):
                 assert isinstance(descriptor, int)
@@ -212,25 +215,25 @@ class ParameterServer:
         self._has_pulled = True
 
     def push(self, samples: float = 1.0) -> None:
-        """Hand the gradients in ``.grad`` to the servers. They have them when this returns; the update may come later.
+        """Send the gradients in ``.grad`` to the servers. The update may come after this returns.
 
-        A parameter without a gradient counts as one whose gradient is zero.
+        A parameter without a gradient has a gradient of zero.
 
         Args:
-            samples: weight of this gradient where an update takes the mean of several.
+            samples: weight of this gradient in an update by the mean of several.
 
         Raises:
-            ValueError: nothing was pulled since the last push; ``samples`` is not a positive number; or a gradient is
-                sparse or not finite, which is named. Or parameters are no longer those of module and optimizer; or a
-                number of this worker's parameter groups was changed, which no server would know. Nothing was pushed
-                then, to any server.
-            RuntimeError, CommError: as of :meth:`pull`.
+            ValueError: nothing was pulled since the last push; ``samples`` is not a positive number; a gradient is
+                sparse or not finite (it is named); the module or the optimizer has other parameters now; or a number
+                of this worker's parameter groups was changed, which the servers do not see. Nothing was pushed then,
+                to any server.
+            RuntimeError, CommError: as from :meth:`pull`.
         """
         self._require_worker("push")
         samples = bounded("samples", samples, "a positive, finite number", lambda n: 0 < n < math.inf)
         if not self._has_pulled:
             raise ValueError("push() before pull(): the servers could not know what the gradient belongs to")
-        self._trained.require_same()
+        self._trained.require_same_numbers()
         self._load()
         for link in self._links:
             link.push(samples)
@@ -238,7 +241,7 @@ class ParameterServer:
         self._num_steps += 1
 
     def _load(self) -> None:
-        """Prepare a push to all servers; raise ValueError, and prepare none, if a gradient is sparse or not finite."""
+        """Prepare a push to all servers. Raise ValueError, and prepare none, if a gradient is sparse or not finite."""
         gradients = [p.grad for p in self._params]
         named = list(zip(self._names, gradients, strict=True))
         for name, gradient in named:
@@ -256,7 +259,7 @@ class ParameterServer:
 
     @contextlib.contextmanager
     def step(self, samples: float = 1.0) -> Iterator[None]:
-        """Pull, clear the gradients, run the block, which computes new ones, and push them; nothing if it raises."""
+        """Pull, clear the gradients, run the block, and push its gradients. Nothing is pushed if the block raises."""
         self.pull()
         for p in self._params:
             p.grad = None
@@ -267,10 +270,10 @@ class ParameterServer:
         """Return counters.
 
         Returns:
-            On a worker ``steps`` (pushes), ``bytes_sent`` and ``wait_seconds`` of its own, and ``servers``, a list
-            with those of each server. On a serving rank its own: ``updates``, ``pushes``, ``dropped`` (gradients that
-            came too late in mode "sync"), ``duplicates``, ``staleness`` (how many gradients were so many updates old,
-            by that number as text) and ``workers`` (their numbers).
+            On a worker: its ``steps`` (pushes), ``bytes_sent`` and ``wait_seconds``, and ``servers``, a list of each
+            server's counters. On a serving rank: ``updates``, ``pushes``, ``dropped`` (gradients that came too late in
+            mode "sync"), ``duplicates``, ``staleness`` (number of gradients by their age in updates, as text) and
+            ``workers`` (their numbers).
         """
         if self._is_closed:
             return dict(self._last_stats)
@@ -284,12 +287,12 @@ class ParameterServer:
         }
 
     def schedule(self, scheduler: Any, *, samples: float | None = None) -> None:
-        """Step ``scheduler``, of this rank's optimizer, on the servers: before ``close()``, on every rank alike.
+        """Step ``scheduler``, of this rank's optimizer, on the servers. Call it before ``close()`` on every rank.
 
         Args:
             scheduler: a torch schedule, or an object with its ``step``, ``state_dict`` and ``load_state_dict``. On
-                a worker, whose optimizer never steps, it is left as it is.
-            samples: after each so many samples, as :meth:`push` says them; after each update if ``None``.
+                a worker, whose optimizer never steps, it is not stepped.
+            samples: step after every ``samples`` samples, as given to :meth:`push`; after each update if ``None``.
 
         Raises:
             ValueError: ``samples`` is not a positive number.
@@ -297,7 +300,7 @@ class ParameterServer:
         if samples is not None:
             samples = positive("samples", samples)
         if self.is_worker:
-            self._trained.remember_numbers()  # making it has changed them
+            self._trained.remember_numbers()  # the scheduler's constructor has changed them
         else:
             self._core.shard.schedule(scheduler, samples)
 
@@ -345,7 +348,7 @@ class ParameterServer:
 
     @torch.no_grad()
     def _write_back(self) -> None:
-        """Write this server's shard to the model, where parameters that were cut do not lie in it."""
+        """Write this server's shard to the model, whose cut parameters are not views of it."""
         begin = 0
         for piece in self._shards[self._meeting.rank]:
             values = self._core.shard.memory[begin : begin + piece.size]
@@ -353,7 +356,7 @@ class ParameterServer:
             begin += piece.size
 
     def close(self) -> None:
-        """Tell the servers that this worker has ended; on a serving rank, serve until all workers have. Idempotent."""
+        """End this worker; on a serving rank, serve until all workers have ended. Idempotent."""
         if self._is_closed:
             return
         try:
@@ -366,7 +369,7 @@ class ParameterServer:
                 self._serve()
         finally:
             self._is_closed = True
-            for link in self._links:  # after an error: servers that are still there need not wait for this worker
+            for link in self._links:  # after an error, so that the other servers do not wait for this worker
                 link.abandon()
             if not self.is_worker:
                 self._memory.close()

@@ -1,6 +1,6 @@
-"""Meeting of the ranks of a parameter server in the store of their process group, without a process group.
+"""Agreement of a parameter server's ranks through the store of their process group, without the group itself.
 
-The store keeps what was agreed, for processes that come later or replace one that has died.
+The store keeps the agreed settings, for processes that start later or replace one that has died.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pycomm.agreement import Words, exchanged, require_same, results_in
 from pycomm.asynchronous.wire import WorkerListener
-from pycomm.errors import CommError
+from pycomm.errors import CommError, text_of
 from pycomm.torch_internals import PrefixStore, Store, root_store, store_of
 from pycomm.transport import rendezvous
 from pycomm.transport.addresses import address_towards, loopback
@@ -30,9 +30,9 @@ from pycomm.transport.own_group import timeout_seconds
 from pycomm.untrusted import ListOf, Number, OneOf, parse, require
 
 _POLL = 0.01  # seconds
-_PATIENCE = 5.0  # seconds for others to read what is wrong
+_PATIENCE = 5.0  # seconds for others to read an error
 _numbers = itertools.count()
-"""Of the parameter servers of this process: the n-th call of one rank meets the n-th of the others."""
+"""Numbers of this process's parameter servers: the n-th call of one rank meets the n-th of the others."""
 
 _VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 _LAST_PORT = 65535
@@ -47,12 +47,12 @@ _WORDS_OF_LATE = Words(differ="the ranks disagree: {here!r} on this process, {th
 
 @dataclass(frozen=True)
 class ServerPlace:
-    """Place of a server.
+    """Address of a server.
 
     Attributes:
         host: identity of its host.
-        name: of its Unix socket, in hexadecimal digits.
-        address, port: where it listens for other hosts; "" and 0 if it does not.
+        name: name of its Unix socket, in hexadecimal digits.
+        address, port: its TCP address for other hosts; "" and 0 if it has none.
     """
 
     host: str
@@ -62,7 +62,7 @@ class ServerPlace:
 
 
 class _WrongTypeError(TypeError, ValueError):
-    """Problem of this rank with the type of an argument; ranks that have another one get a ValueError."""
+    """TypeError of this rank, which the other ranks get as a ValueError."""
 
 
 class ServerMeeting:
@@ -73,13 +73,13 @@ class ServerMeeting:
 
     Attributes:
         rank, size: of the process group, or of torchrun's environment variables.
-        worker: number of this process if it is a worker: its rank, or a new one if it has none.
-        is_late: whether the others have met before, and this process comes later.
+        worker: number of this process as a worker: its rank, or a new number if it has none.
+        is_late: whether the others met before this process started.
         timeout: limit of every wait for a rank, in seconds.
-        access: what this process can prove to those of other hosts.
+        access: credentials for connections between hosts.
 
     Raises:
-        RuntimeError: there is neither a process group nor what torchrun sets.
+        RuntimeError: there is neither a process group nor the environment of torchrun.
     """
 
     def __init__(self, timeout: timedelta | float | None) -> None:
@@ -105,16 +105,16 @@ class ServerMeeting:
             self.worker = self.size + self._store.add("newcomers", 1) - 1
 
     def compare(self, lines: Sequence[str], problem: Exception | None = None) -> None:
-        """Raise an error on all ranks if their ``lines`` or secrets differ, or one of them has a ``problem``.
+        """Compare the ranks' ``lines`` and secrets. A late process compares itself with rank 0.
 
         Raises:
-            ValueError: as above, caused by the ``problem`` where there is one. A late process is compared with rank 0.
+            ValueError: on all ranks: lines or secrets differ, or a rank has a ``problem``, which is the cause there.
             CommError: a rank did not come.
         """
         outcome: list[str] | Exception = list(lines)
         problem = self._problem or problem
         if problem is not None:
-            outcome = (_WrongTypeError if isinstance(problem, TypeError) else ValueError)(_words(problem))
+            outcome = (_WrongTypeError if isinstance(problem, TypeError) else ValueError)(text_of(problem))
             outcome.__cause__ = problem
         if self.is_late:
             if isinstance(outcome, Exception):
@@ -138,7 +138,7 @@ class ServerMeeting:
         _require_safe(self._report(mine), first, self.worker)
 
     def _report(self, lines: list[str]) -> dict[str, Any]:
-        """Return ``lines`` and what tells whether connections can be proven: this host, a fingerprint of the secret."""
+        """Return ``lines`` with this host and a fingerprint of the secret, which decide whether ranks can connect."""
         return {"lines": lines, "host": rendezvous.host_identity(), "secret": str(self.access)}
 
     def _gather(self, mine: bytes) -> list[bytes]:
@@ -152,14 +152,14 @@ class ServerMeeting:
         return [self._get(f"lines/{rank}", rank) for rank in range(self.size)]
 
     def _checked(self, reports: list[Any]) -> list[dict[str, Any]]:
-        """Return the reports of all ranks, and note their hosts. Raises ValueError if one is malformed."""
+        """Return the reports of all ranks, and note their hosts. Raise ValueError if one is malformed."""
         for rank, report in enumerate(reports):
             require(report, _REPORT, f"the report of rank {rank}")
         self._hosts = {report["host"] for report in reports} | {rendezvous.host_identity()}
         return reports
 
     def open_listener(self) -> WorkerListener:
-        """Return where workers come in: from other hosts only if there is a secret, and a way from them."""
+        """Return a listener for workers: of other hosts, too, if there is a secret and they can reach this one."""
         key, address = self.access.key, self.own_address()
         is_reached = len(self._hosts) > 1 or not ipaddress.ip_address(address.partition("%")[0]).is_loopback
         if key is None or not is_reached:
@@ -167,33 +167,33 @@ class ServerMeeting:
         return WorkerListener(address, key, self.access.context(server=True))
 
     def publish_address(self, server: int, listener: WorkerListener) -> None:
-        """Write to the store where ``server`` is."""
+        """Write the address of ``server`` to the store."""
         place = ServerPlace(rendezvous.host_identity(), listener.name.hex(), *listener.address)
         self._store.set(f"server/{server}", json.dumps(asdict(place)))
 
     @contextlib.contextmanager
     def reporting(self, server: int, num_workers: int) -> Iterator[None]:
-        """Report an error inside the block to the ``num_workers`` that wait for ``server``, which will not come."""
+        """Report an error inside the block to the ``num_workers`` workers that wait for ``server``."""
         try:
             yield
         except Exception as error:
-            if not self.is_late:  # else they wait for one that takes its place
-                self._store.set(f"server/{server}", json.dumps({"failure": _words(error)}))
+            if not self.is_late:  # else they wait for another process in its place
+                self._store.set(f"server/{server}", json.dumps({"failure": text_of(error)}))
                 self._await(f"read_failure/{server}", num_workers)
             raise
 
     def _await(self, key: str, count: int) -> None:
-        """Wait until ``key`` is ``count``: with this process the store may go in which others find what is wrong."""
+        """Wait until ``key`` is ``count``, as the store may end with this process before others have read an error."""
         start = time.monotonic()
-        with contextlib.suppress(RuntimeError):  # the store is gone: torch's DistNetworkError is one
+        with contextlib.suppress(RuntimeError):  # the store has ended: torch's DistNetworkError is one
             while self._store.add(key, 0) < count and time.monotonic() - start < _PATIENCE:
                 time.sleep(_POLL)
 
     def address_of(self, server: int) -> ServerPlace | None:
-        """Return where ``server`` is, or was last; ``None`` if that is not known yet.
+        """Return the last address of ``server``; ``None`` if there is none yet.
 
         Raises:
-            CommError: it has said that it will not come, or the store is gone.
+            CommError: the server could not begin, or the store has ended.
         """
         try:
             if not self._store.check([f"server/{server}"]):
@@ -207,12 +207,12 @@ class ServerMeeting:
         except CommError:
             raise
         except RuntimeError as error:  # torch's DistNetworkError is one
-            what = f"the store in which servers say where they are is gone: {error}"
+            what = f"the store with the servers' addresses cannot be reached: {error}"
             raise CommError.during("find a server", what, rank=self.worker, peer=server) from error
         return ServerPlace(**{name: found[name] for name in _PLACE})
 
     def own_address(self) -> str:
-        """Return this host's address as the others reach it: that from which it reaches the store."""
+        """Return the address from which this host reaches the store; others reach the host there."""
         return address_towards(self._host)
 
     def _get(self, key: str, rank: int) -> bytes:
@@ -225,15 +225,11 @@ class ServerMeeting:
         return bytes(self._store.get(key))
 
 
-def _words(problem: Exception) -> str:
-    return str(problem) or type(problem).__name__
-
-
 def _from_environment(timeout: float) -> tuple[Store, int, int]:
     missing = [name for name in _VARIABLES if name not in os.environ and name != "RANK"]
     if missing:
         raise RuntimeError(
-            "torch.distributed is not initialised, and the environment does not say where the others are: "
+            "torch.distributed is not initialised, and the environment does not name the other ranks' address: "
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set"
         )
     host, port, size = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["WORLD_SIZE"])
@@ -242,7 +238,7 @@ def _from_environment(timeout: float) -> tuple[Store, int, int]:
 
 
 def _require_safe(report: dict[str, Any], first: dict[str, Any], rank: int) -> None:
-    """Raise ValueError if ``rank`` and the first one cannot prove to each other who they are."""
+    """Raise ValueError if ``rank`` and rank 0 cannot authenticate each other."""
     if report["secret"] != first["secret"]:
         raise ValueError(
             f"the ranks disagree about {SECRET} or certificates: {report['secret']} on rank {rank}, "
@@ -251,6 +247,6 @@ def _require_safe(report: dict[str, Any], first: dict[str, Any], rank: int) -> N
     if report["host"] != first["host"] and report["secret"] == str(Access()):
         raise ValueError(
             f"rank {rank} and rank 0 are on different hosts, or belong to different users or containers, and have no "
-            f"secret by which they know each other: without one, servers listen on their own host only. Set {SECRET} "
-            f"or {SECRET_FILE} on all ranks"
+            f"secret to authenticate with: without one, servers listen on their own host only. Set {SECRET} or "
+            f"{SECRET_FILE} on all ranks"
         )

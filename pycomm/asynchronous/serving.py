@@ -1,8 +1,9 @@
-"""The loop of a server: it lets workers in, and answers their requests in order."""
+"""Loop of a server, which admits workers and answers their requests in order."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import re
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from pycomm.asynchronous.core import Core
+from pycomm.asynchronous.core import Core, packed_limit
 from pycomm.asynchronous.journal import Journal
 from pycomm.asynchronous.settings import Replay, Trace
 from pycomm.asynchronous.wire import (
@@ -35,20 +36,17 @@ from pycomm.untrusted import COUNT, Number, OneOf, require
 
 _LOG = logging.getLogger("pycomm")
 _TICK = 0.25  # seconds
-_TO_READ = 10.0
-"""Seconds in which a worker copies the parameters that it was given; the others' pushes wait for it."""
+_READ_LIMIT = 10.0
+"""Seconds in which a worker must copy the shared parameters; the others' pushes wait for it."""
 
-_TO_RETURN = 5.0
-"""Seconds in which a worker that has lost its connection, and may be alive, comes again."""
+_RETURN_LIMIT = 5.0
+"""Seconds in which a worker that has lost its connection, and may be alive, may connect again."""
 
-_LONGEST, _TIMES_SHARD = 1 << 16, 4
-"""Bytes of the longest message into which gradients are packed: so many, and so many times those of the shard."""
-
-_TO_GREET = 10.0
-"""Seconds within which a new connection must say which worker it is."""
+_HANDSHAKE = 10.0
+"""Seconds within which a new connection must name its worker."""
 
 _LOST = (EOFError, OSError, ValueError)
-"""What a broken connection raises: it has ended, or what it carries is malformed."""
+"""Errors of a broken connection: it has ended, or a message is malformed."""
 
 _TINY = sys.float_info.min
 _MEMORY = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
@@ -61,20 +59,20 @@ _SHAPES: dict[str, Any] = {
     "stats": {},
     "close": {},
 }
-"""Shapes of what workers ask."""
+"""Shapes of workers' requests."""
 
 
 @dataclass(eq=False)
 class _Worker:
-    """Worker that is connected.
+    """Connected worker.
 
     Attributes:
-        number: its own; -1 until it has said it.
-        process: its id, where it is on this host; else 0.
+        number: its number; -1 before its "hello".
+        process: id of its process if that is on this host, else 0.
         slot: its gradients: in memory that it shares, in this server's memory, or in its message.
-        since: when it began to read the parameters; 0 if it does not read them now.
-        rate: how many steps a second it makes, as far as it says so.
-        last_message: when its last message came.
+        since: time at which it began to read the shared parameters; 0 if it is not reading.
+        rate: its steps per second, if it reports them.
+        last_message: time of its last message.
     """
 
     connection: Connection
@@ -87,7 +85,7 @@ class _Worker:
     last_message: float = field(default_factory=time.monotonic)
 
     def open(self, core: Core, path: str | None) -> None:
-        """Open the memory that it shares, at ``path``, or make one for what it sends."""
+        """Open the memory that the worker shares at ``path``, or allocate memory for its pushes."""
         wire, size = core.wire, 0 if core.unpackers is not None else len(core.shard.memory)
         if path is not None:
             with contextlib.suppress(OSError):  # /proc may hide other processes
@@ -98,10 +96,9 @@ class _Worker:
             self.slot = torch.empty(size, dtype=wire)
 
     def receive(self, core: Core) -> None:
-        """Receive what it pushes, unless it is in memory that it shares."""
+        """Receive the data of a push, unless it is in shared memory."""
         if core.unpackers is not None:
-            limit = _LONGEST + _TIMES_SHARD * core.shard.memory.nbytes
-            self.slot = as_array(self.connection.recv_bytes(limit))
+            self.slot = as_array(self.connection.recv_bytes(packed_limit(core.shard.memory.nbytes)))
         elif not self.is_local:
             assert self.slot is not None
             receive_array(self.connection, self.slot)
@@ -111,17 +108,17 @@ class Serving:
     """Service of one server until all its workers have ended.
 
     Args:
-        core: what happens.
-        memory: in which the parameters are, for workers of this host.
-        listener: where workers come in.
+        core: state machine of the server.
+        memory: memory of the parameters, which workers of this host read.
+        listener: accepts the workers' connections.
         host: identity of this host.
-        expected: numbers of the workers that are to come, or to come back.
-        timeout: for how long they may take, in seconds.
-        rank: of this process, for errors.
+        expected: numbers of the workers that must connect, or connect again.
+        timeout: seconds that they may take.
+        rank: rank of this process, for errors.
 
     Attributes:
-        lock: held while anything happens to ``core``.
-        stopped: set by another thread, so that :meth:`run` returns soon, whoever is left.
+        lock: held while ``core`` is used.
+        stopped: set by another thread to make :meth:`run` return soon.
     """
 
     def __init__(
@@ -141,16 +138,16 @@ class Serving:
         self._expected, self._timeout, self._rank = set(expected), timeout, rank
         self._journal, self._trace, self._replay = journal, trace, replay
         self._workers: dict[Connection, _Worker] = {}
-        self._queue: list[tuple[_Worker, Message]] = []  # what was asked, in order
+        self._queue: list[tuple[_Worker, Message]] = []  # requests, in order
         self._begun = time.monotonic()
         self.lock, self.stopped = threading.RLock(), threading.Event()
-        self._served = 0 if self._expected else 1  # nobody is to come to a server that goes on when all have ended
-        self._away: dict[int, float] = {}  # workers that may come again, and until when
+        self._served = 0 if self._expected else 1  # a server restarted after all workers ended expects none
+        self._away: dict[int, float] = {}  # until when workers may connect again
         for number in core.mode.workers - self._expected:  # of an earlier run
             core.leave(number)
-        for number in self._expected:  # they count from the beginning
+        for number in self._expected:  # the mode waits for them from the start
             core.mode.join(number)
-        if journal is not None:  # after that, as no event in it tells of them
+        if journal is not None:  # after these changes, for which there are no events
             journal.checkpoint()
 
     def run(self) -> None:
@@ -161,27 +158,27 @@ class Serving:
         """
         try:
             self._serve()
-        finally:  # after an error, whose traceback keeps them, workers learn at once that nobody serves them
+        finally:  # at once, even if a traceback keeps the connections alive
             for connection in self._workers:
                 connection.close()
 
     def _serve(self) -> None:
         while not self.stopped.is_set() and (self._expected or self._workers or self._away):
             seconds = min(_TICK, self._core.mode.seconds_left())
-            ready, has_come = readable(self._workers, self._listener.bell, seconds)
+            ready, has_come = readable(self._workers, self._listener.wakeup, seconds)
             for connection in ready:
-                if connection in self._workers:  # which another one may have ended meanwhile
-                    self._listen(self._workers[connection])
+                if connection in self._workers:  # an earlier one in the loop may have replaced it
+                    self._read_message(self._workers[connection])
             for connection in self._listener.admitted() if has_come else []:
                 self._workers[connection] = _Worker(connection)
             with self.lock:
-                self._lose_patience()
-                self._work()
+                self._apply_timeouts()
+                self._process_queue()
         if self._served == 0 and not self.stopped.is_set():
             what = f"no worker came in {self._timeout:g} s"
             raise CommError.during("serve", what, rank=self._rank, elapsed=self._timeout)
 
-    def _listen(self, worker: _Worker) -> None:
+    def _read_message(self, worker: _Worker) -> None:
         try:
             message = _checked(receive(worker.connection, _ASKS), worker)
             worker.last_message = time.monotonic()
@@ -195,9 +192,9 @@ class Serving:
                         worker.receive(self._core)
                     self._queue.append((worker, message))
         except _LOST as error:
-            self._lose(worker, error)
+            self._disconnect(worker, error)
 
-    def _greet(self, worker: _Worker, message: Message) -> None:
+    def _admit(self, worker: _Worker, message: Message) -> None:
         number, is_here = message["worker"], message["host"] == self._host
         worker.number = number
         worker.open(self._core, message["memory"] if is_here else None)
@@ -206,7 +203,7 @@ class Serving:
         self._away.pop(number, None)
         self._served += 1
         life = message["life"]
-        self._note({"event": "join", "worker": number, "life": life})
+        self._record({"event": "join", "worker": number, "life": life})
         last = self._core.join(number, life)
         path = self._memory.path if worker.is_local else None
         self._answer(worker, memory=path, last=last)
@@ -219,27 +216,27 @@ class Serving:
             if array is not None:
                 send_array(worker.connection, array)
         except OSError as error:
-            self._lose(worker, error)
+            self._disconnect(worker, error)
 
-    def _lose(self, worker: _Worker, error: Exception) -> None:
-        """Go on without ``worker``; what it has asked before is still done, as far as it can be."""
+    def _disconnect(self, worker: _Worker, error: Exception) -> None:
+        """Disconnect ``worker``; pushes that it has sent still count."""
         if self._workers.pop(worker.connection, None) is None:
             return
         worker.connection.close()
         self._queue = [(w, m) for w, m in self._queue if w is not worker or m["ask"] == "push"]
         if worker.number >= 0:
-            _LOG.warning("worker %d is gone, the others go on: %s", worker.number, error or type(error).__name__)
+            _LOG.warning("worker %d is lost, the others go on: %s", worker.number, error or type(error).__name__)
             self._queue.append((worker, {"ask": "leave"}))
             if not worker.process or not processes.fate_of(worker.process):
-                self._away[worker.number] = time.monotonic() + _TO_RETURN
+                self._away[worker.number] = time.monotonic() + _RETURN_LIMIT
 
-    def _lose_patience(self) -> None:
+    def _apply_timeouts(self) -> None:
         now = time.monotonic()
-        for worker in [w for w in self._workers.values() if w.since and now - w.since > _TO_READ]:
-            self._lose(worker, TimeoutError(f"it has read parameters for {_TO_READ:g} s"))
+        for worker in [w for w in self._workers.values() if w.since and now - w.since > _READ_LIMIT]:
+            self._disconnect(worker, TimeoutError(f"it has read parameters for {_READ_LIMIT:g} s"))
         queue, everyone = self._queue, self._workers.values()
-        for worker in [w for w in everyone if _is_silent(w, now, self._timeout, queue, everyone)]:
-            self._lose(worker, TimeoutError(f"it has said nothing for {now - worker.last_message:.3g} s"))
+        for worker in [w for w in everyone if _has_timed_out(w, now, self._timeout, queue, everyone)]:
+            self._disconnect(worker, TimeoutError(f"it has sent nothing for {now - worker.last_message:.3g} s"))
         for number in [number for number, until in self._away.items() if now > until]:
             del self._away[number]
         if self._expected and now - self._begun > self._timeout:
@@ -248,59 +245,59 @@ class Serving:
                 self._leave({"event": "leave", "worker": number})
             self._expected.clear()
 
-    # What was asked.
+    # Requests.
 
-    def _work(self) -> None:
-        """Do what was asked, as far as it can be done now."""
+    def _process_queue(self) -> None:
+        """Handle the requests that are ready."""
         while True:
-            if not any(w.since for w in self._workers.values()):  # they read the parameters
+            if not self._has_readers():
                 self._core.update_if_due()
-            self._displace()
-            may = (i for i, (worker, message) in enumerate(self._queue) if self._may(worker, message))
-            index = next(may, None)
+            self._replace_old_connections()
+            ready = (i for i, (worker, message) in enumerate(self._queue) if self._is_ready(worker, message))
+            index = next(ready, None)
             if index is None:
                 return
-            self._do(*self._queue.pop(index))
+            self._handle(*self._queue.pop(index))
             if self._journal is not None and self._journal.is_long():
                 self._journal.checkpoint()
 
-    def _may(self, worker: _Worker, message: Message) -> bool:
-        """Return whether it is the turn of ``message``."""
+    def _has_readers(self) -> bool:
+        """Return whether a worker is reading the shared parameters."""
+        return any(worker.since for worker in self._workers.values())
+
+    def _is_ready(self, worker: _Worker, message: Message) -> bool:
+        """Return whether ``message`` can be handled now."""
         ask = message["ask"]
         if ask == "hello":
-            number = message["worker"]  # once nothing is left to do of an earlier connection
+            number = message["worker"]  # after the requests of an earlier connection
             return not any(w.number == number for w, m in self._queue if m is not message)
-        if ask != "pull" and any(w.since for w in self._workers.values()):
-            return False  # they read the parameters
+        if ask != "pull" and self._has_readers():
+            return False
         if ask == "pull":
-            # Behind pushes that wait for readers, or these would wait for ever.
-            first_push = next((m for _, m in self._queue if m["ask"] == "push"), None)
-            is_behind = first_push is not None and self._is_before(first_push, message)
+            # After earlier pushes, which wait for readers: else further pulls could delay them for ever.
+            earlier = itertools.takewhile(lambda each: each[1] is not message, self._queue)
+            is_behind = self._replay is None and any(m["ask"] == "push" for _, m in earlier)
             if is_behind or not self._core.mode.may_pull(worker.number):
                 return False
         return self._replay is None or self._replay.is_next(_event(worker, message))
 
-    def _displace(self) -> None:
-        """Lose the earlier connections of workers that have come again."""
+    def _replace_old_connections(self) -> None:
+        """Disconnect the earlier connections of workers that have connected again."""
         again = {message["worker"] for _, message in self._queue if message["ask"] == "hello"}
         for worker in [w for w in self._workers.values() if w.number in again]:
-            self._lose(worker, ConnectionError("it has come again"))
+            self._disconnect(worker, ConnectionError("it has connected again"))
 
-    def _is_before(self, first: Message, second: Message) -> bool:
-        order = [id(message) for _, message in self._queue]
-        return self._replay is None and order.index(id(first)) < order.index(id(second))
-
-    def _do(self, worker: _Worker, message: Message) -> None:
+    def _handle(self, worker: _Worker, message: Message) -> None:
         if message["ask"] == "hello":
             try:
                 if worker.connection in self._workers:
-                    self._greet(worker, message)
+                    self._admit(worker, message)
             except _LOST as error:
-                self._lose(worker, error)
+                self._disconnect(worker, error)
             return
         event = _event(worker, message)
         if message["ask"] == "pull":
-            self._note(event)
+            self._record(event)
             version = self._core.pull(worker.number)
             worker.since = time.monotonic() if worker.is_local else 0.0
             fastest = max(w.rate for w in self._workers.values())
@@ -321,19 +318,19 @@ class Serving:
         try:
             gradient = self._core.gradient_of(worker.number, event["number"], worker.slot)
         except ValueError as error:
-            self._lose(worker, error)
+            self._disconnect(worker, error)
             return
-        self._note(event, worker.slot)
+        self._record(event, worker.slot)
         worker.rate = rate
         self._core.push(worker.number, event["number"], event["samples"], gradient)
         self._answer(worker, pushed=event["number"])
 
     def _leave(self, event: dict[str, Any]) -> None:
-        self._note(event)
+        self._record(event)
         self._core.leave(event["worker"])
 
-    def _note(self, event: dict[str, Any], sent: torch.Tensor | None = None) -> None:
-        """Write ``event`` down before it happens, with what a push has brought."""
+    def _record(self, event: dict[str, Any], sent: torch.Tensor | None = None) -> None:
+        """Write ``event`` to trace and journal before it is applied, with the data of a push."""
         if event["event"] != "join" and self._trace is not None:
             self._trace.write(event)
         if event["event"] != "join" and self._replay is not None:
@@ -342,7 +339,7 @@ class Serving:
             self._journal.write(event, sent)
 
     def stats(self) -> dict[str, Any]:
-        """Return what has happened so far."""
+        """Return the counters."""
         return {
             **self._core.counts,
             "updates": self._core.shard.num_updates,
@@ -351,15 +348,16 @@ class Serving:
         }
 
 
-def _is_silent(
+def _has_timed_out(
     worker: _Worker, now: float, timeout: float, queue: list[tuple[_Worker, Message]], everyone: Collection[_Worker]
 ) -> bool:
-    """Return whether ``worker`` is waited for in vain: it is stopped, or on another host, and has said nothing.
+    """Return whether ``worker`` has been silent for too long: its process is stopped, or on another host.
 
-    One that takes long for a step is no hindrance, unless others wait for it, or it is the last.
+    A worker of this host may take any time for a step. One of another host may while no request waits, unless all are
+    silent.
     """
     if worker.number < 0:
-        return now - worker.last_message > _TO_GREET
+        return now - worker.last_message > _HANDSHAKE
     if now - worker.last_message <= timeout or any(w is worker for w, _ in queue):
         return False
     if worker.process:
@@ -368,11 +366,11 @@ def _is_silent(
 
 
 def _checked(message: Message, worker: _Worker) -> Message:
-    """Return ``message``. Raises ValueError if it is malformed, or not what comes at this time."""
+    """Return ``message``. Raise ValueError if it is malformed, or comes at the wrong time."""
     ask = message["ask"]
     require(message, _SHAPES[ask], f"{ask!r}")
     if (ask == "hello") != (worker.number < 0) and ask != "stats":
-        raise ValueError(f"{ask!r} came {'again' if ask == 'hello' else 'before who it is from'}")
+        raise ValueError(f"{ask!r} came {'again' if ask == 'hello' else 'before hello'}")
     if ask == "hello" and message["memory"] is not None and not _MEMORY.fullmatch(message["memory"]):
         raise ValueError(f"'hello' names no memory, but {message['memory'][:80]!r}")
     return message

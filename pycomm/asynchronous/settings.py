@@ -1,4 +1,4 @@
-"""Arguments of a parameter server, checked, and the files that they name."""
+"""Checked arguments of a parameter server, and the files that they name."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from typing import Any
 import torch
 
 from pycomm import kernels
-from pycomm.asynchronous.core import Core, Piece, Wanted, cut, group_sizes, is_elementwise, shard_dtype
+from pycomm.asynchronous.averager import named_method
+from pycomm.asynchronous.core import Core, Piece, StateSpec, cut, group_sizes, is_elementwise, shard_dtype
 from pycomm.asynchronous.journal import Journal, Recovery
 from pycomm.asynchronous.modes import MODES, Mode, Sync, checked_mode
 from pycomm.checks import count
-from pycomm.compression import Compression, NoCompression
-from pycomm.cost.auto import Auto, checked_method
+from pycomm.compression import Compression
 from pycomm.deprecated import settled
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.transport.choice import version
 from pycomm.untrusted import COUNT, OneOf, open_output, parse, reading
 
 KEYS = ("event", "worker", "number")
-"""What identifies an event of a worker."""
+"""Keys that identify an event of a worker."""
 
 _EVENT = {"event": OneOf("pull", "push", "leave"), "worker": COUNT, "number?": COUNT}
 _LARGEST = 512 << 20  # bytes: ten million events
 
 
 class Trace:
-    """Trace written to ``path``, one event a line. The file keeps its old content until :meth:`begin`.
+    """Trace written to ``path``, one event per line. The file keeps its old content until :meth:`begin`.
 
     Raises:
         ValueError: it is no regular file.
@@ -48,17 +48,15 @@ class Trace:
         self._file.truncate(0)
 
     def write(self, event: dict[str, Any]) -> None:
-        """Write what is about to happen."""
         self._file.write(json.dumps({key: event[key] for key in KEYS if key in event}).encode() + b"\n")
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
 class Replay:
-    """Order of events, read from a trace at ``path``, in which they are repeated.
+    """Order of events to repeat, read from a trace at ``path``.
 
     Raises:
         ValueError: the file is no trace.
@@ -76,16 +74,14 @@ class Replay:
         self._next = 0
 
     def is_next(self, event: dict[str, Any]) -> bool:
-        """Return whether ``event`` is the one to happen now. After the last one, any is."""
+        """Return whether ``event`` is the next one of the trace. After the last one, any event is."""
         return self._next >= len(self._events) or _order(event) == self._events[self._next]
 
     def advance(self) -> None:
-        """Note that the next event has happened."""
         self._next += 1
 
 
 def _order(event: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what identifies ``event``."""
     return tuple(event.get(key) for key in KEYS)
 
 
@@ -94,7 +90,7 @@ _DTYPES = torch.float32, torch.float64, torch.float16, torch.bfloat16
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Arguments of ``parameter_server``, checked; equal on all ranks."""
+    """Checked arguments of ``parameter_server``, equal on all ranks."""
 
     servers: int
     mode: Mode
@@ -106,20 +102,16 @@ class ServerSettings:
 
     @property
     def compensation(self) -> Any:
-        """What is done to stale gradients."""
         return getattr(self.mode, "compensation", None)
 
     def of_updates(self) -> str:
-        """Return what updates depend on, in the words of the first release, whose checkpoints are compared with it."""
+        """Return the settings that updates depend on, as the first release wrote them to its checkpoints."""
         name = next(name for name, kind in MODES.items() if type(self.mode) is kind)
         staleness, quorum = (getattr(self.mode, option, None) for option in ("staleness", "quorum"))
         return (
             f"mode={name}, staleness={staleness}, compensation={self.compensation}, compression={self.compression}, "
             f"quorum={quorum}, backup={getattr(self.mode, 'backup', 0)}, servers={self.servers}"
         )
-
-    def lines(self) -> list[str]:
-        return [f"{name}={value}" for name, value in vars(self).items()]
 
 
 def checked_settings(
@@ -138,17 +130,11 @@ def checked_settings(
         raise ValueError(f"servers={servers} of {size} ranks leaves none to work")
     mode = checked_mode(settled(mode))
     if isinstance(mode, Sync) and mode.backup >= num_workers:
-        raise ValueError(f"backup={mode.backup} requires more workers than the {num_workers} that there are")
+        raise ValueError(f"backup={mode.backup} requires more workers than the {num_workers} of this job")
     paths = {"checkpoint": checkpoint, "trace": trace, "replay": replay}
     checked = {name: _path(name, path) for name, path in paths.items()}
-    return ServerSettings(servers, mode, _method(compression), timeout=timeout, **checked)
-
-
-def _method(compression: Any) -> Compression | None:
-    method = checked_method(compression)
-    if isinstance(method, Auto):
-        raise ValueError('compression="auto" compares what collectives cost, which a server has none of: name a method')
-    return None if isinstance(method, NoCompression) else method
+    method = named_method(compression, "compares the costs of collectives, and a server has none")
+    return ServerSettings(servers, mode, method, timeout=timeout, **checked)
 
 
 def _path(name: str, value: str | Path | None) -> Path | None:
@@ -186,12 +172,12 @@ def checked_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module)
 
 
 def lines_of(settings: ServerSettings, optimizer: torch.optim.Optimizer, named: dict[str, torch.Tensor]) -> list[str]:
-    """Return what all ranks must have in common."""
+    """Return what must be the same on all ranks."""
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     hashes = kernels.hashes([p.detach().view(-1) for p in named.values() if p.numel() > 0])
     return [
         f"pycomm {version()}",
-        *settings.lines(),
+        *(f"{name}={value}" for name, value in vars(settings).items()),
         f"{type(optimizer).__name__}{groups}",
         *(f"{name}: {list(p.shape)} {p.dtype}" for name, p in named.items()),
         f"values {hashes.tolist()}",
@@ -202,20 +188,20 @@ class ServerFiles:
     """Files of one server. The constructor reads and checks them, and changes none.
 
     Args:
-        settings: which files there are.
+        settings: settings that name the files.
         server: number of the server.
-        wanted: what it can take.
+        wanted: form of state that the server accepts.
 
     Attributes:
-        trace: where the order of events is written, if it is.
-        replay: order in which it is repeated.
+        trace: trace to write, or ``None``.
+        replay: order of events to repeat, or ``None``.
 
     Raises:
-        ValueError: a file is damaged, or of another model or other settings. It is named.
-        OSError: one cannot be read or written.
+        ValueError: a file is damaged, or of another model or of other settings. The error names it.
+        OSError: a file cannot be read or written.
     """
 
-    def __init__(self, settings: ServerSettings, server: int, wanted: Wanted) -> None:
+    def __init__(self, settings: ServerSettings, server: int, wanted: StateSpec) -> None:
         self._folder: Path | None = None
         self._recovery: Recovery | None = None
         self.trace: Trace | None = None
@@ -232,10 +218,7 @@ class ServerFiles:
             self._opened = opened.pop_all()
 
     def begin(self, core: Core) -> Journal | None:
-        """Apply the folder's events to ``core``; return the journal that continues them, if there is one.
-
-        Raises as :class:`Journal`.
-        """
+        """Apply the saved state and events to ``core``; return the journal that continues them, if there is one."""
         if self.trace is not None:
             self.trace.begin()
         if self._folder is None:
@@ -245,7 +228,6 @@ class ServerFiles:
         return journal
 
     def close(self) -> None:
-        """Close them."""
         self._opened.close()
 
 
@@ -257,17 +239,17 @@ def shards_of(
     settings: ServerSettings, optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
 ) -> list[list[Piece]]:
     """Return the pieces of the parameters that each server holds."""
-    anywhere = is_elementwise(optimizer) and settings.compression is None  # whose methods look at shapes
+    anywhere = is_elementwise(optimizer) and settings.compression is None  # compression depends on shapes
     return cut([p.numel() for p in params], settings.servers, anywhere=anywhere)
 
 
-def wanted_by(
+def state_spec_of(
     settings: ServerSettings, optimizer: torch.optim.Optimizer, pieces: Sequence[Piece], dtype: torch.dtype
-) -> Wanted:
-    """Return what the server of ``pieces`` of the optimizer's parameters, of ``dtype``, will be able to take."""
+) -> StateSpec:
+    """Return the form of state of the server that will hold ``pieces`` of parameters of ``dtype``."""
     size = sum(piece.size for piece in pieces)
     push_bytes = None if settings.compression is not None else size * dtype.itemsize
     groups = group_sizes(optimizer, pieces)
-    return Wanted(
+    return StateSpec(
         settings.of_updates(), size, shard_dtype(dtype), groups, settings.mode.rules().state().keys(), push_bytes
     )

@@ -1,8 +1,8 @@
-"""Connections between workers and servers: who may come in, short messages in JSON, and arrays after them.
+"""Connections between workers and servers: authentication, short messages in JSON, and arrays.
 
-A server listens on a Unix socket, for workers of its host: the kernel says that they are processes of the same user.
-If the job has a secret, it also listens for other hosts, at the one address by which they reach it, and lets in who
-proves that it knows the secret (:mod:`pycomm.transport.authentication`).
+A server listens on a Unix socket for workers of its host; the kernel tells whether they are processes of the same user.
+If the job has a secret, the server also listens at its address for other hosts, and admits workers that prove that they
+know the secret (:mod:`pycomm.transport.authentication`).
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _ACCESS = os.O_RDWR | os.O_CLOEXEC
 
 
 class SharedMemory:
-    """Piece of memory, made here or opened by the path that another process told.
+    """Memory that processes of one host share.
 
     Args:
         num_bytes: its size, positive.
-        path: where it is; made anew if it is ``None``.
+        path: path of another process's memory to open; new memory if ``None``.
 
     Attributes:
-        path: by which another process of this host opens it, as long as this one has it.
+        path: path by which other processes of this host can open the memory until :meth:`close`.
 
     Raises:
-        OSError: there is none, or it is smaller.
+        OSError: there is no memory at ``path``, or it is smaller.
     """
 
     def __init__(self, num_bytes: int, path: str | None = None) -> None:
@@ -63,11 +63,11 @@ class SharedMemory:
         self.path = f"/proc/{os.getpid()}/fd/{descriptor}"
 
     def tensor(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return all of it as a flat tensor, which keeps the memory, but not its path."""
+        """Return all of it as a flat tensor, which keeps the memory alive, but not its path."""
         return torch.frombuffer(self._memory, dtype=dtype)
 
     def close(self) -> None:
-        """Let go of its path. Idempotent."""
+        """Release the path. Idempotent."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -76,13 +76,13 @@ class SharedMemory:
 _LONGEST = 1 << 20  # bytes of a message
 _STALLED = 10.0
 """Seconds without progress inside a message, after which the connection counts as lost: the peer is stopped."""
-_TO_PROVE = 5.0
+_PROOF_LIMIT = 5.0
 """Seconds within which a new connection must prove itself."""
 _MOST_UNPROVEN = 64
-"""Most connections that have not proven themselves yet. One more replaces the oldest."""
+"""Most connections that have not proven themselves yet. Another one replaces the oldest."""
 _PAUSE = 0.1
 """Seconds without new connections once the process has no descriptor left."""
-_IN_ONE_PACKET = 1 << 16  # bytes of a message that is copied behind its length
+_IN_ONE_PACKET = 1 << 16  # most bytes of a message that is copied to send it together with its length
 _OBJECT = MapOf(ANYTHING)
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _LENGTH = struct.Struct("!Q")
@@ -92,11 +92,7 @@ Address = tuple[str, int]
 
 
 class Connection:
-    """Connection that carries messages of bytes, each behind its length. Not for several threads at once.
-
-    Args:
-        one: the socket, by TCP, a Unix socket, or TLS; owned from now on.
-    """
+    """Connection for length-prefixed messages over a TCP, Unix or TLS socket, which it owns. Not thread-safe."""
 
     def __init__(self, one: socket.socket) -> None:
         self._socket = one
@@ -105,11 +101,10 @@ class Connection:
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small messages travel at once
 
     def fileno(self) -> int:
-        """Return the descriptor, -1 after :meth:`close`."""
         return self._socket.fileno()
 
     def poll(self, seconds: float = 0.0) -> bool:
-        """Return whether there is something to read, or the end, within ``seconds``."""
+        """Return whether data, or the end, can be read within ``seconds``."""
         if self.has_read_ahead():
             return True
         poll = select.poll()
@@ -117,7 +112,7 @@ class Connection:
         return bool(poll.poll(seconds * 1e3))
 
     def has_read_ahead(self) -> bool:
-        """Return whether TLS has decrypted more than was asked for, which the descriptor does not show."""
+        """Return whether TLS has decrypted data that was not read yet, which the descriptor does not show."""
         return isinstance(self._socket, ssl.SSLSocket) and self._socket.pending() > 0
 
     def send_bytes(self, content: bytes | memoryview) -> None:
@@ -149,7 +144,7 @@ class Connection:
         self._socket.close()
 
     def _send(self, content: memoryview) -> None:
-        while content:  # not sendall(), whose limit of time is for all of it
+        while content:  # not sendall(), whose timeout is for the whole content
             content = content[self._socket.send(content) :]
 
     def _receive_length(self) -> int:
@@ -166,19 +161,18 @@ class Connection:
             out = out[num_bytes:]
 
 
-def readable(connections: Collection[Connection], bell: socket.socket, seconds: float) -> tuple[list[Connection], bool]:
-    """Return the connections that have something to read, or have ended, and whether the ``bell`` has rung.
-
-    Waits for one of them, at most ``seconds``.
-    """
+def readable(
+    connections: Collection[Connection], wakeup: socket.socket, seconds: float
+) -> tuple[list[Connection], bool]:
+    """Wait up to ``seconds``; return the connections to read, ended ones too, and whether ``wakeup`` is readable."""
     ahead = [connection for connection in connections if connection.has_read_ahead()]
     poll = select.poll()
     by_descriptor = {connection.fileno(): connection for connection in connections}
-    for descriptor in (bell.fileno(), *by_descriptor):
+    for descriptor in (wakeup.fileno(), *by_descriptor):
         poll.register(descriptor, select.POLLIN)
     ready = [descriptor for descriptor, _ in poll.poll(0 if ahead else seconds * 1e3)]
     found = [by_descriptor[descriptor] for descriptor in ready if descriptor in by_descriptor]
-    return [*found, *(one for one in ahead if one not in found)], bell.fileno() in ready
+    return [*found, *(one for one in ahead if one not in found)], wakeup.fileno() in ready
 
 
 def send(connection: Connection, **content: Any) -> None:
@@ -187,10 +181,9 @@ def send(connection: Connection, **content: Any) -> None:
 
 
 def receive(connection: Connection, shape: Any = _OBJECT) -> Message:
-    """Return the next message. Raises EOFError or OSError if the connection is lost, ValueError if it is malformed.
+    """Return the next message, of the given shape (:func:`pycomm.untrusted.parse`).
 
-    Args:
-        shape: that it must have, see :func:`pycomm.untrusted.parse`.
+    Raises EOFError or OSError if the connection is lost, ValueError if the message is malformed.
     """
     message: Message = parse(bytes(connection.recv_bytes(_LONGEST)), shape, "a message")
     return message
@@ -219,18 +212,14 @@ def receive_array(connection: Connection, out: torch.Tensor) -> None:
 
 
 def connect(address: Address, key: bytes, context: ssl.SSLContext | None = None) -> Connection:
-    """Return a connection to the server of another host at ``address``, once both sides know who they are.
-
-    Args:
-        key: the secret of the job.
-        context: of TLS.
+    """Return a connection to the server of another host at ``address``, after mutual authentication with ``key``.
 
     Raises:
-        OSError: nobody answers there, or somebody who does not know the secret.
+        OSError: no process answers there, or it does not know the secret.
     """
-    proof = Proof(socket.create_connection(address, _TO_PROVE), key, context)
+    proof = Proof(socket.create_connection(address, _PROOF_LIMIT), key, context)
     try:
-        prove_as_client(proof, _TO_PROVE)
+        prove_as_client(proof, _PROOF_LIMIT)
     except BaseException as error:
         proof.connection.close()
         if isinstance(error, OSError):
@@ -240,14 +229,10 @@ def connect(address: Address, key: bytes, context: ssl.SSLContext | None = None)
 
 
 def connect_here(name: bytes) -> Connection:
-    """Return a connection to the server of this host whose Unix socket has that ``name``.
-
-    Raises:
-        OSError: nobody answers there, or another user.
-    """
+    """Return a connection to this host's server with the Unix socket ``name``. Raise OSError if there is none."""
     one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        one.settimeout(_TO_PROVE)
+        one.settimeout(_PROOF_LIMIT)
         one.connect(name)
         if process_behind(one) is None:
             raise ConnectionError("another user listens there")
@@ -258,7 +243,7 @@ def connect_here(name: bytes) -> Connection:
 
 
 @dataclass(eq=False)
-class _Visitor:
+class _Pending:
     """Connection that has not proven itself yet."""
 
     proof: Proof
@@ -267,7 +252,7 @@ class _Visitor:
     descriptor: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.step, self.until = self.proof.as_server(), time.monotonic() + _TO_PROVE
+        self.step, self.until = self.proof.as_server(), time.monotonic() + _PROOF_LIMIT
         self.descriptor = self.proof.connection.fileno()  # TLS keeps it
 
     def close(self) -> None:
@@ -276,17 +261,17 @@ class _Visitor:
 
 
 class WorkerListener:
-    """Accepts connections of workers on a thread, and holds few that have not proven themselves.
+    """Accepts connections of workers on a thread. Few may be pending that have not proven themselves.
 
     Args:
         host: address to listen at for other hosts; ``None``: workers of this host only.
-        key: secret of the job, needed with ``host``.
-        context: of TLS, for other hosts.
+        key: secret of the job, required with ``host``.
+        context: TLS context for other hosts.
 
     Attributes:
-        name: of the Unix socket.
-        address: where it listens for other hosts; ("", 0) if it does not.
-        bell: becomes readable when a worker was admitted; see :meth:`admitted`.
+        name: name of the Unix socket.
+        address: TCP address for other hosts; ("", 0) if there is none.
+        wakeup: becomes readable when a worker was admitted; see :meth:`admitted`.
     """
 
     def __init__(
@@ -308,35 +293,35 @@ class WorkerListener:
             for listener in self._listeners:
                 listener.listen(128)
                 listener.setblocking(False)
-            self._inside: queue.SimpleQueue[Connection] = queue.SimpleQueue()
-            self.bell, self._ring = map(on_error.enter_context, socket.socketpair())
+            self._accepted: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+            self.wakeup, self._wakeup_sender = map(on_error.enter_context, socket.socketpair())
             self._closing, self._close = map(on_error.enter_context, socket.socketpair())
-            self._ring.setblocking(False)
-            self._visitors: dict[int, _Visitor] = {}  # by descriptor, the oldest first
-            self._events: dict[int, int] = {}  # what each waits for
-            self._thread = threads.start(self._let_in, "pycomm-worker-listener", self._close.close)
+            self._wakeup_sender.setblocking(False)
+            self._pending: dict[int, _Pending] = {}  # by descriptor, the oldest first
+            self._events: dict[int, int] = {}  # events to poll each of them for
+            self._thread = threads.start(self._run, "pycomm-worker-listener", self._close.close)
             on_error.pop_all()
 
     def admitted(self) -> list[Connection]:
         """Return the connections admitted since the last call."""
-        self.bell.recv(1024)
+        self.wakeup.recv(1024)
         found = []
-        while not self._inside.empty():
-            found.append(self._inside.get())
+        while not self._accepted.empty():
+            found.append(self._accepted.get())
         return found
 
     def close(self) -> None:
         """Stop listening. Idempotent."""
         self._close.close()  # wakes the thread
         self._thread.join()
-        while not self._inside.empty():
-            self._inside.get().close()
-        for one in (*self._listeners, self._closing, self._ring, self.bell):
+        while not self._accepted.empty():
+            self._accepted.get().close()
+        for one in (*self._listeners, self._closing, self._wakeup_sender, self.wakeup):
             one.close()
 
     # On the thread.
 
-    def _let_in(self) -> None:
+    def _run(self) -> None:
         poll, resume = select.poll(), 0.0
         poll.register(self._closing, select.POLLIN | select.POLLHUP)
         listeners = {listener.fileno(): listener for listener in self._listeners}
@@ -350,19 +335,19 @@ class WorkerListener:
             if self._closing.fileno() in ready:
                 break
             for descriptor in ready:
-                if descriptor in self._visitors:
-                    self._go_on(poll, self._visitors[descriptor])
-            for visitor in [v for v in self._visitors.values() if time.monotonic() > v.until]:
-                self._turn_away(poll, visitor)
+                if descriptor in self._pending:
+                    self._advance(poll, self._pending[descriptor])
+            for pending in [v for v in self._pending.values() if time.monotonic() > v.until]:
+                self._reject(poll, pending)
             for descriptor in ready:
                 if descriptor in listeners and not self._accept(poll, listeners[descriptor]):
                     resume = time.monotonic() + _PAUSE
-        for visitor in self._visitors.values():
-            visitor.close()
+        for pending in self._pending.values():
+            pending.close()
 
     def _milliseconds(self, now: float, resume: float) -> float | None:
-        """Return for how long nothing has to be done unless a socket has something."""
-        ends = [visitor.until for visitor in self._visitors.values()] + [resume] * (resume > now)
+        """Return the timeout of the next poll; ``None`` for no timeout."""
+        ends = [pending.until for pending in self._pending.values()] + [resume] * (resume > now)
         return None if not ends else max(0.0, min(ends) - now) * 1e3 + 1.0
 
     def _accept(self, poll: select.poll, listener: socket.socket) -> bool:
@@ -379,41 +364,41 @@ class WorkerListener:
                     self._admit(one)
                 return True
             assert self._key is not None
-            if len(self._visitors) >= _MOST_UNPROVEN:
-                self._turn_away(poll, next(iter(self._visitors.values())))
-            visitor = _Visitor(Proof(one, self._key, self._context))
-            self._visitors[visitor.descriptor] = visitor
-            self._go_on(poll, visitor)
+            if len(self._pending) >= _MOST_UNPROVEN:
+                self._reject(poll, next(iter(self._pending.values())))
+            pending = _Pending(Proof(one, self._key, self._context))
+            self._pending[pending.descriptor] = pending
+            self._advance(poll, pending)
         except OSError:  # it has ended already
             one.close()
         return True
 
-    def _go_on(self, poll: select.poll, visitor: _Visitor) -> None:
-        """Go on with the proof of ``visitor`` as far as it can without waiting."""
+    def _advance(self, poll: select.poll, pending: _Pending) -> None:
+        """Continue the proof of ``pending`` as far as possible without waiting."""
         try:
-            self._events[visitor.descriptor] = next(visitor.step)
+            self._events[pending.descriptor] = next(pending.step)
         except StopIteration:
-            self._forget(poll, visitor)
-            self._admit(visitor.proof.connection)
+            self._forget(poll, pending)
+            self._admit(pending.proof.connection)
         except OSError:  # ssl.SSLError is one
-            self._turn_away(poll, visitor)
+            self._reject(poll, pending)
 
-    def _forget(self, poll: select.poll, visitor: _Visitor) -> None:
-        descriptor = visitor.descriptor
-        del self._visitors[descriptor]
+    def _forget(self, poll: select.poll, pending: _Pending) -> None:
+        descriptor = pending.descriptor
+        del self._pending[descriptor]
         if self._events.pop(descriptor, None) is not None:
             with contextlib.suppress(KeyError):  # it was never polled
                 poll.unregister(descriptor)
 
-    def _turn_away(self, poll: select.poll, visitor: _Visitor) -> None:
-        self._forget(poll, visitor)
-        visitor.close()
+    def _reject(self, poll: select.poll, pending: _Pending) -> None:
+        self._forget(poll, pending)
+        pending.close()
 
     def _admit(self, one: socket.socket) -> None:
         try:
-            self._inside.put(Connection(one))
+            self._accepted.put(Connection(one))
         except OSError:  # it has ended already
             one.close()
             return
-        with contextlib.suppress(BlockingIOError):  # the bell is readable already
-            self._ring.send(b"!")
+        with contextlib.suppress(BlockingIOError):  # wakeup is readable already
+            self._wakeup_sender.send(b"!")

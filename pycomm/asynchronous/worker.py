@@ -1,4 +1,4 @@
-"""Workers: they pull parameters from servers, and push gradients."""
+"""A worker's links to servers, over which it pulls parameters and pushes gradients."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ Gradients = Sequence[torch.Tensor | None]
 
 
 class Outbox:
-    """Outbox for one server.
+    """Buffer for the next push to one server.
 
     Args:
         pieces: the server's shard.
-        dtype: of the gradients.
-        packer: packs them into messages, if they do not travel as they are.
+        dtype: dtype of the gradients.
+        packer: compresses them; ``None`` without compression.
 
     Attributes:
-        num_bytes: of the push that was loaded last.
+        num_bytes: bytes of the last push that was loaded.
     """
 
     def __init__(self, pieces: Sequence[Piece], dtype: torch.dtype, packer: Packer | None) -> None:
         self._pieces, self._packer = list(pieces), packer
         size = 0 if packer is not None else sum(piece.size for piece in pieces)
-        # What is packed goes over the connection; then this memory only tells a server that it is on this host.
+        # Packed pushes go over the connection; then the memory only shows a server that it is on this host.
         self._memory = SharedMemory(max(1, size) * dtype.itemsize)
         self._slot = self._memory.tensor(dtype)[:size]
         self._message = torch.empty(0, dtype=torch.uint8)
@@ -56,12 +56,11 @@ class Outbox:
 
     @property
     def path(self) -> str:
-        """Path of the memory."""
         return self._memory.path
 
     @torch.no_grad()
     def load(self, gradients: Gradients, number: int) -> bool:
-        """Prepare push ``number``, of ``gradients`` of all parameters; return whether they are finite.
+        """Prepare push ``number`` of all parameters' ``gradients``; return whether they are finite.
 
         :meth:`commit` or :meth:`unload` must follow.
         """
@@ -86,29 +85,27 @@ class Outbox:
         return finite
 
     def unload(self) -> None:
-        """Forget what was loaded."""
+        """Drop the push that was loaded."""
         if self._packer is not None:
             self._packer.finish(sent=False)
 
     def commit(self) -> None:
-        """Keep what the push has left over, for the next one."""
+        """Keep the residuals of the push for the next one."""
         if self._packer is not None:
             self._packer.finish(sent=True)
 
     def send(self, connection: Connection, is_shared: bool) -> None:
-        """Send what was loaded, unless the server has it because the memory ``is_shared``."""
+        """Send the push that was loaded, unless the memory ``is_shared`` with the server."""
         if self._packer is not None:
             send_array(connection, self._message)
         elif not is_shared:
             send_array(connection, self._slot)
 
     def close(self) -> None:
-        """Let go of the memory's path. Idempotent."""
         self._memory.close()
 
 
 def _part(gradient: torch.Tensor | None, piece: Piece) -> torch.Tensor:
-    """Return what ``piece`` has of a gradient."""
     assert gradient is not None
     return gradient.reshape(-1)[piece.begin : piece.end]
 
@@ -121,27 +118,27 @@ _ANSWERS = {
     "pushed": {"pushed": COUNT},
     "updates": {"updates": COUNT},
 }
-"""What a server answers to a pull, a push, and the question for its counters."""
+"""Answers of a server to a pull, a push, and a request for its counters."""
 
 
 class ServerLink:
-    """Link of a worker to one server: to another process in its place, if the first one dies and comes back.
+    """Link of a worker to one server, which reconnects if the server is restarted.
 
     Args:
         server: number of the server.
-        meeting: which knows where the server is, and what this worker can prove to other hosts.
+        meeting: has the server's address, and this worker's credentials for other hosts.
         pieces: the server's shard.
         params: all parameters, in the optimizer's order.
         timeout: limit of every wait, in seconds.
-        comes_back: where the server's checkpoints are, if it may come back.
-        packer: packs gradients into messages, if they do not travel as they are.
+        checkpoints: folder of the server's checkpoints; "" if the server has none and cannot be restarted.
+        packer: compresses gradients; ``None`` without compression.
 
     Attributes:
-        version: number of updates that the parameters here have had.
-        bytes_sent: bytes of gradients that were handed over.
+        version: number of updates that the parameters here include.
+        bytes_sent: bytes of gradients that were sent.
         seconds: time for which this worker has waited.
-        rate: number of steps a second that this worker makes, if it tells the server; set by the caller.
-        fastest: the largest of those that workers have told, as of the last pull.
+        rate: this worker's steps per second, which pushes report; set by the caller.
+        fastest: the largest rate of all workers, as of the last pull.
     """
 
     def __init__(
@@ -151,11 +148,11 @@ class ServerLink:
         pieces: Sequence[Piece],
         params: Sequence[torch.Tensor],
         timeout: float,
-        comes_back: str = "",
+        checkpoints: str = "",
         packer: Packer | None = None,
     ) -> None:
         self._server, self._meeting, self._host = server, meeting, rendezvous.host_identity()
-        self._timeout, self._comes_back, self._life = timeout, comes_back, secrets.token_hex(8)
+        self._timeout, self._checkpoints, self._life = timeout, checkpoints, secrets.token_hex(8)
         self._pieces, self._params = pieces, params
         count = sum(piece.size for piece in pieces)
         self._count, self._dtype = count, params[0].dtype
@@ -170,21 +167,19 @@ class ServerLink:
         self.bytes_sent, self.seconds = 0, 0.0
         self.rate = self.fastest = 0.0
 
-    # What a worker does.
-
     def fileno(self) -> int:
         """Return the descriptor of the connection, which is readable when the server has answered."""
         return self._require().fileno()
 
     def ask_to_pull(self) -> None:
-        """Ask for the parameters, after what was pushed; :meth:`pull` then gets them."""
+        """Request the parameters, after the last push is acknowledged; :meth:`pull` receives them."""
         self.settle()
         self._pulls += 1
         self._ask({"ask": "pull", "number": self._pulls})
 
     @torch.no_grad()
     def pull(self) -> None:
-        """Overwrite the parameters with the server's, once it lets this worker have them."""
+        """Overwrite the parameters with the server's, when it answers."""
         while True:
             answer = self._await("version")
             try:
@@ -195,7 +190,7 @@ class ServerLink:
         self.version, self.fastest, self._unanswered = answer["version"], answer["fastest"], None
 
     def _read(self) -> None:
-        """Copy what was answered. Raises OSError or EOFError if it may be torn: it has to be asked for once more."""
+        """Copy the parameters. Raise OSError or EOFError if the copy may be torn, so that it must be repeated."""
         connection = self._require()
         if self._there is None:
             receive_array(connection, self._values)
@@ -204,23 +199,23 @@ class ServerLink:
             kernels.unpack(self._values, targets)
         if self._there is not None:
             send(connection, ask="read")
-            if connection.poll(0):  # nothing else can come: the server has closed it, before it went on
+            if connection.poll(0):  # the server sends nothing now, so it has closed the connection
                 raise EOFError("the server did not wait for this worker to read")
 
     def load(self, gradients: Gradients) -> bool:
-        """Prepare the push of ``gradients`` of all parameters; return whether they are finite.
+        """Prepare the push of all parameters' ``gradients``; return whether they are finite.
 
-        Waits until the push before was acknowledged. :meth:`push` or :meth:`unload` must follow.
+        Waits until the previous push is acknowledged. :meth:`push` or :meth:`unload` must follow.
         """
         self.settle()
         return self._outbox.load(gradients, self._pushed + 1)
 
     def unload(self) -> None:
-        """Forget what was loaded."""
+        """Drop the push that was loaded."""
         self._outbox.unload()
 
     def push(self, samples: float) -> None:
-        """Hand over what was loaded."""
+        """Send the push that was loaded."""
         self._outbox.commit()
         self._pushed += 1
         self._samples = samples
@@ -231,7 +226,7 @@ class ServerLink:
         return {"ask": "push", "number": self._pushed, "samples": self._samples, "rate": self.rate}
 
     def settle(self) -> None:
-        """Wait until the last push was acknowledged."""
+        """Wait until the last push is acknowledged."""
         if self._acknowledged < self._pushed:
             self._acknowledged = int(self._await("pushed")["pushed"])
             self._unanswered = None
@@ -250,7 +245,7 @@ class ServerLink:
             return
         try:
             self.settle()
-            with contextlib.suppress(*_LOST):  # all that counts was acknowledged
+            with contextlib.suppress(*_LOST):  # all pushes were acknowledged
                 self._send({"ask": "close"})
                 if self._require().poll(self._timeout):
                     receive(self._require())
@@ -258,7 +253,7 @@ class ServerLink:
             self.abandon()
 
     def abandon(self) -> None:
-        """Let go of the connection and of what is shared, whatever the server is doing. Idempotent."""
+        """Release the connection and the shared memory at once. Idempotent."""
         self._drop()
         self._outbox.close()
 
@@ -270,7 +265,7 @@ class ServerLink:
 
     def _require(self) -> Connection:
         if self._connection is None:
-            raise self._error("it was given up, after an earlier error", time.monotonic())
+            raise self._error("the link was closed after an earlier error", time.monotonic())
         return self._connection
 
     def _ask(self, message: Message) -> None:
@@ -293,7 +288,7 @@ class ServerLink:
             while True:
                 try:
                     if not self._require().poll(max(0.0, start + self._timeout - time.monotonic())):
-                        self._drop()  # or what it answers later would be taken for the answer to something else
+                        self._drop()  # else a late answer would be taken for that to another request
                         raise self._error(f"it has not answered for {self._timeout:g} s", start)
                     return receive(self._require(), _ANSWERS[what])
                 except _LOST as error:
@@ -302,27 +297,27 @@ class ServerLink:
             self.seconds += time.monotonic() - start
 
     def _reconnect(self, error: Exception | None) -> None:
-        """Connect, to another process in the server's place if there was one, and ask once more what has no answer."""
+        """Connect, after an ``error`` to the restarted server, and repeat the unanswered request."""
         start, last = time.monotonic(), self._drop()
         while True:
             place = self._meeting.address_of(self._server)
-            if place is not None and (error is None or self._comes_back):
+            if place is not None and (error is None or self._checkpoints):
                 try:
-                    self._greet(self._connected(place))
+                    self._handshake(self._connected(place))
                     return
                 except _LOST as another:
                     last = str(another) or type(another).__name__
                     self._drop()
-            if error is not None and not self._comes_back:
-                what = f"it has ended ({error or type(error).__name__}), and no checkpoint was asked for"
+            if error is not None and not self._checkpoints:
+                what = f"it has ended ({error or type(error).__name__}), and there is no checkpoint to restart it from"
                 raise self._error(what, start) from error
             if time.monotonic() - start > self._timeout:
-                where = f"; its last checkpoint is in {self._comes_back}" if self._comes_back else ""
+                where = f"; its last checkpoint is in {self._checkpoints}" if self._checkpoints else ""
                 raise self._error(f"it cannot be reached ({last}){where}", start) from error
             time.sleep(_RETRY)
 
     def _connected(self, place: ServerPlace) -> Connection:
-        """Return a connection to the server at ``place``. Raises OSError if there is none."""
+        """Return a connection to the server at ``place``. Raise OSError if there is none."""
         if place.host == self._host:
             return connect_here(bytes.fromhex(place.name))
         access = self._meeting.access
@@ -330,12 +325,12 @@ class ServerLink:
             raise OSError("it is on another host, and there is no secret: see PYCOMM_SECRET")
         return connect((place.address, place.port), access.key, access.context(server=False))
 
-    def _greet(self, connection: Connection) -> None:
+    def _handshake(self, connection: Connection) -> None:
         self._connection = connection
         me = {"worker": self._meeting.worker, "life": self._life, "host": self._host, "process": os.getpid()}
         send(connection, ask="hello", memory=self._outbox.path, **me)
         if not connection.poll(self._timeout):
-            raise OSError("it does not greet")
+            raise OSError("it does not answer hello")
         answer = receive(connection, _GREETED)
         if answer["memory"] is not None:
             there = shard_dtype(self._dtype)

@@ -1,4 +1,4 @@
-"""Registry of Reducers, by which an optimizer finds its own, and a parameter is known to be averaged."""
+"""Registry of Reducers: finds the one of an optimizer, and the parameters that are averaged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pycomm.optim.parameters import unwrapped
 
 
 class Attached(Protocol):
-    """Interface that optimizers and loss scalers use of the Reducer that averages their gradients."""
+    """Interface of a Reducer to optimizers and loss scalers."""
 
     optimizer: torch.optim.Optimizer
 
@@ -57,11 +57,7 @@ def is_covered(param: torch.Tensor) -> bool:
 
 
 class Averaged(Protocol):
-    """Interface of what averages parameters in a way of its own, such as local SGD.
-
-    Attributes:
-        what: name of the function that began it.
-    """
+    """Interface of other methods that average parameters, such as local SGD; ``what`` is the public function's name."""
 
     what: str
 
@@ -72,7 +68,7 @@ _averaged: weakref.WeakSet[Averaged] = weakref.WeakSet()
 
 
 def register_averaged(averaged: Averaged) -> None:
-    """Register what averages parameters, so that nothing else averages them for as long as it lives."""
+    """Register ``averaged``, so that nothing else averages its parameters while it exists."""
     _averaged.add(averaged)
 
 
@@ -82,12 +78,12 @@ def forget_averaged(averaged: Averaged) -> None:
 
 
 def refuse_second_average(names: Mapping[str, torch.Tensor], call: str) -> None:
-    """Raise ValueError if something averages a parameter, or its gradient, already; ``call`` is what would too."""
+    """Raise ValueError if a parameter or its gradient is averaged already; ``call`` names the refused function."""
     if any(_problem(name, param, call) for name, param in names.items()):
         gc.collect()  # the optimizer of the other one may be garbage
-    problem = next(filter(None, (_problem(name, param, call) for name, param in names.items())), "")
-    if problem:
-        raise ValueError(problem)
+    for name, param in names.items():
+        if problem := _problem(name, param, call):
+            raise ValueError(problem)
 
 
 def _problem(name: str, param: torch.Tensor, call: str) -> str:

@@ -1,4 +1,4 @@
-"""Copies of attached modules: a copy that is trained in place of the original is an error, as nothing averages it."""
+"""Detection of copies of attached modules: training one is an error, as its gradients are not averaged."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pycomm.optim.attached import is_covered
 from pycomm.optim.wrappers import is_wrapped
 
 _paused = [0]
-"""Number of contexts that are open in which gradients are this rank's own."""
+"""Number of open contexts in which gradients stay local to this rank."""
 
 
 @contextlib.contextmanager
 def training_alone() -> Iterator[None]:
-    """Let copies have gradients inside."""
+    """Permit gradients of copies inside the context."""
     _paused[0] += 1
     try:
         yield
@@ -27,10 +27,10 @@ def training_alone() -> Iterator[None]:
 
 
 class CopyWatch:
-    """Watch over the parameters of a copy, from its first forward in training mode on.
+    """Watches the parameters of a copy from its first forward in training mode.
 
-    A copy may well exist: a moving average, a teacher, a target network. It only must not get gradients. One rank
-    alone has nobody to average with.
+    A copy may exist (a moving average, a teacher, a target network), but must not get gradients. With a single rank
+    anything is allowed.
     """
 
     def __init__(self) -> None:

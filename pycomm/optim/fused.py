@@ -17,7 +17,7 @@ from pycomm.optim.lars import LARS
 from pycomm.optim.parameters import optimizer_parameters, unwrapped
 from pycomm.optim.partition import Partition
 from pycomm.optim.plans import Rule, forget_plans, step_by_rule
-from pycomm.optim.step_override import Factor, StepOverride, evaluate
+from pycomm.optim.step_override import Factor, StepOverride, evaluate, require_own_step
 from pycomm.torch_internals import local_of, take_scale
 
 RULES: dict[type[torch.optim.Optimizer], Rule] = {
@@ -50,7 +50,7 @@ def fuse(optimizer: torch.optim.Optimizer) -> FusedStep:
         RuntimeError: the ``step`` of the optimizer has already been replaced.
     """
     optimizer = unwrapped(optimizer)
-    rule_of(optimizer)
+    require_fusable(optimizer)
     for p in optimizer_parameters(optimizer):
         if p.dtype not in (torch.float32, torch.float64):
             raise TypeError(f"a parameter has dtype {p.dtype}, wanted float32 or float64: see pycomm.master_weights")
@@ -58,11 +58,17 @@ def fuse(optimizer: torch.optim.Optimizer) -> FusedStep:
     return FusedStep(optimizer)
 
 
+def require_fusable(optimizer: torch.optim.Optimizer) -> None:
+    """Raise TypeError, ValueError or RuntimeError if :func:`fuse` would, whatever the parameters."""
+    rule_of(optimizer)
+    require_own_step(optimizer)
+
+
 class KernelStep(StepOverride):
-    """Step by pycomm's kernels, which multiply the gradients by the factors left for them.
+    """Step by pycomm's kernels, which multiply the gradients by the pending factors.
 
     Attributes:
-        partition: the ranks that step together, each its own elements; ``None`` if this one steps all of them.
+        partition: partition of the step over ranks; ``None`` if this rank steps all elements.
     """
 
     partition: Partition | None = None
@@ -98,17 +104,17 @@ class KernelStep(StepOverride):
         step_by_rule(self.optimizer, rule, scaling, partition=self.partition)
 
     def share(self, partition: Partition) -> None:
-        """Step together with the ranks of ``partition`` from now on, each its own elements."""
+        """Partition later steps over ranks."""
         self.partition = partition
 
     def move_home(self, params: Iterable[torch.Tensor]) -> None:
-        """Move what this keeps of ``params``, besides the optimizer's state, to memory that the ranks share."""
+        """Move this step's own state of ``params``, such as masters, to memory that the ranks share."""
 
     def take_whole(self, completed: Callable[[dict[str, Any], torch.Tensor], dict[str, Any]] | None) -> None:
-        """Keep whole state from now on, where this rank has kept its own elements only.
+        """Replace the state of this rank's elements by whole state.
 
         Args:
-            completed: returns the state of a parameter, given what is kept of it; ``None``: drop what is kept.
+            completed: returns the whole state of a parameter, given this rank's; ``None``: drop the state.
         """
         for param, entry in self.optimizer.state.items():
             if completed is None:
@@ -117,7 +123,7 @@ class KernelStep(StepOverride):
                 entry.update(completed(entry, param))
 
     def step_alone(self) -> None:
-        """Step all elements alone from now on, with all state in memory of this rank's own."""
+        """Step all elements on this rank from now on, with state in its own memory."""
         self.partition = None
         forget_plans(self.optimizer)
         for entry in self.optimizer.state.values():
@@ -139,9 +145,9 @@ class KernelStep(StepOverride):
         self.drop_factor()
 
     def take_scaling(self, waits: bool) -> PackScaling | None:
-        """Return the pending factor with what GradScaler left for this step; ``None`` if it found infinities.
+        """Return the pending factor with GradScaler's scale for this step; ``None`` if it found infinities.
 
-        What is on a GPU stays there, for the kernels to read, unless the step ``waits``.
+        Values on a GPU stay there, for the kernels to read, unless the step ``waits``.
         """
         factor, self._pending = self._pending, 1.0
         scale, found = take_scale(self.optimizer)

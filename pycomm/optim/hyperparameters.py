@@ -1,4 +1,4 @@
-"""Hyperparameters of an optimizer's groups, which have to be equal on all ranks in every step."""
+"""Hyperparameters of an optimizer's groups, which must be the same on all ranks in every step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 _NOT_COMPARED = frozenset(("params", "param_names", "foreach", "fused", "capturable", "differentiable"))
-"""Keys that are no numbers, or choose how a step is computed and not what it computes."""
+"""Keys that are not numbers, or that select an implementation with the same result."""
 
 Numbers = dict[str, Any]
 """Numbers of one group by key: bools, ints, floats, and tuples of them (lists, once they were JSON)."""
@@ -20,13 +20,13 @@ Numbers = dict[str, Any]
 class Hyperparameters:
     """Reader of the numbers in ``optimizer.param_groups`` (learning rate, momentum, betas, weight decay, ...).
 
-    They are read once per reduction, so reading costs one call of ``itemgetter`` per group while nothing changes.
-    Text, functions and tensors on a GPU, which the host would have to wait for, are not read.
+    They are read in every reduction, so reading costs only one call of ``itemgetter`` per group while nothing changes.
+    Text, functions, and tensors on a GPU (for which the host would wait) are not read.
 
     Args:
         optimizer: owner of the groups.
         per_rank: keys that may differ between ranks.
-        ignores: returns whether a parameter is a rank's own; groups of such parameters only are not read.
+        ignores: returns whether a parameter is local to its rank; groups of only such parameters are not read.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class Hyperparameters:
         self.refresh()
 
     def refresh(self) -> bool:
-        """Read the numbers anew; return whether any of them has changed since the last call."""
+        """Read the numbers; return whether any of them has changed since the last call."""
         values = self._read()
         if values == self._last:
             return False
         self._last = values
         try:
-            # Of numbers, Python's hash is the same in every process, and schedules change numbers in every step.
+            # Python's hash of numbers is the same in every process, and fast: schedules change numbers in every step.
             self._digest = hash((self._names, tuple(values))) & (2**64 - 1)
         except TypeError:  # lists are not hashable
             text = repr([sorted(numbers.items()) for numbers in self.groups()])
@@ -57,9 +57,9 @@ class Hyperparameters:
         return True
 
     def digest(self, salt: int) -> int:
-        """Return 64 bits that almost certainly differ if a number does, also in their low bits.
+        """Return a 64-bit hash of the numbers, whose low bits can be compared alone.
 
-        With another ``salt`` other numbers coincide: what a few bits miss in one reduction, they find in the next.
+        Collisions depend on ``salt``: a difference that a few bits miss in one reduction shows in the next.
         """
         mixed = (self._digest ^ (salt * 0x9E3779B97F4A7C15)) & (2**64 - 1)
         mixed = ((mixed ^ (mixed >> 31)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
@@ -115,13 +115,9 @@ def first_difference(groups_of_ranks: list[list[Numbers] | None]) -> tuple[int, 
         groups_of_ranks: what :meth:`Hyperparameters.groups` returned on each rank; ``None`` for one that does not
             count.
     """
-    told = [groups for groups in groups_of_ranks if groups is not None]
-    if not told:
-        return None
-    for index in range(max(map(len, told))):
+    for index in range(max((len(groups) for groups in groups_of_ranks if groups is not None), default=0)):
         of_ranks = [groups[index] if groups is not None and index < len(groups) else {} for groups in groups_of_ranks]
-        keys = dict.fromkeys(key for numbers in of_ranks for key in numbers)
-        for key in keys:
+        for key in dict.fromkeys(key for numbers in of_ranks for key in numbers):
             values = [numbers.get(key) for numbers in of_ranks]
             counting = [value for value, groups in zip(values, groups_of_ranks, strict=True) if groups is not None]
             if any(repr(value) != repr(counting[0]) for value in counting):

@@ -74,7 +74,7 @@ class LARS(LayerwiseOptimizer):
     def check_group(self, group: Group) -> None:
         require_not_negative(group, "lr", "momentum", "weight_decay", "trust_coefficient")
         if group["nesterov"] and not group["momentum"] > 0:
-            raise ValueError(f"nesterov needs a positive momentum, which is {group['momentum']}")
+            raise ValueError(f"momentum is {group['momentum']}, wanted a positive number, which nesterov requires")
 
     def fused_step(self) -> None:
         plans.step_by_rule(self, update_rules.lars)

@@ -109,7 +109,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             if p.dtype not in (torch.float32, torch.float64):
                 if self._fused:
                     raise TypeError(
-                        f"fused=True wants float32 or float64 parameters, one is {p.dtype}: see master_weights"
+                        f"fused=True requires float32 or float64 parameters, one is {p.dtype}: see master_weights"
                     )
                 return False
         return True

@@ -1,10 +1,9 @@
-"""Loop index: what shows that a rank has left out a batch, so that ranks would average passes of different batches.
+"""Loop index: counts that reveal a rank that left out a batch, so that ranks would average different batches.
 
-A rank that leaves out a batch (``continue``, because the loss is NaN) does less than the others, or something else:
-its forward leads to no backward, or it calls ``zero_grad`` twice in a row. Both are counted from one reduction to
-the next, and the counts travel with the gradients.
+A rank that leaves out a batch (``continue``, because the loss is NaN) has a forward without a backward, or calls
+``zero_grad`` twice in a row. Both are counted between reductions, and the counts travel with the gradients.
 
-The number of forwards itself says nothing: an episode, or a sequence, has as many as it is long.
+The number of forwards itself is not compared: it depends on the length of an episode or a sequence.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from typing import Any, Protocol
 import torch
 
 _MOST_TENSORS = 16
-"""Number of tensors of an output that are looked at."""
+"""Most tensors of an output that are hooked."""
 
 
 class _Forward:
-    """Hook of the nodes that have computed a forward's output: whether backward has come to one of them."""
+    """Hook of the nodes of a forward's output, which notes whether backward has reached one of them."""
 
     __slots__ = ("used",)
 

@@ -14,7 +14,7 @@ from pycomm import checks, kernels
 from pycomm.optim.attached import reducer_of
 from pycomm.optim.parameters import gradients_of, optimizer_parameters, unwrapped
 from pycomm.optim.shards import Shards
-from pycomm.optim.skips import tell_skip
+from pycomm.optim.skips import notify_skip
 from pycomm.optim.step_override import Factor, stepper_of
 
 _LEAST_USEFUL = 2.0**-10  # no gradient of a sound model overflows at such a scale
@@ -37,7 +37,7 @@ class LossScaler:
         scaler.update()
 
     With ``attach``, all ranks decide from the same averaged gradients whether they are finite, so they agree on
-    a skip without a message; only ranks that hold parts of the same DTensors tell each other. If pycomm's
+    a skip without a message; only ranks that hold parts of the same DTensors exchange one. If pycomm's
     kernels do the step (:func:`pycomm.fuse`, :func:`pycomm.master_weights`), they divide by the scale inside
     it. An incomplete accumulation window is flushed first (see ``Reducer.flush``; with ``accumulate`` above 1,
     ``unscale_`` and ``step`` are therefore collective). On a GPU, ``step`` waits once, for that decision.
@@ -147,7 +147,7 @@ class LossScaler:
             if not is_vetoed:
                 self._warn_if_no_overflow(optimizer)
             stepper.forget()
-            tell_skip(unwrapped(optimizer))
+            notify_skip(optimizer)
             return None
         if stage is _Stage.READY and not stepper.leave_factor(1.0 / self._scale):
             stepper.unscale(1.0 / self._scale)
@@ -269,7 +269,7 @@ class LossScaler:
         reducer = reducer_of(optimizer)
         where = None if reducer is None else reducer.name_of_not_finite()
         warnings.warn(
-            f"gradients are not finite at a loss scale of {self._scale:g}: this is no overflow. "
+            f"gradients are not finite at a loss scale of {self._scale:g}: this is not an overflow. "
             + (f"The first is in {where}" if where else "Look for NaN in the loss and the parameters"),
             RuntimeWarning,
             stacklevel=3,

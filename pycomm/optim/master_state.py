@@ -1,20 +1,26 @@
-"""State of optimizers with masters, as it is saved and loaded."""
+"""Float32 masters of half-precision parameters, and their form in saved state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from pycomm.optim.step_override import HALF
+from pycomm.layout import require_dense
+from pycomm.optim.parameters import optimizer_parameters
+from pycomm.optim.partition import Partition, Span
+from pycomm.optim.plans import Rule
+from pycomm.optim.step_override import HALF, Factor
+from pycomm.torch_internals import dtensor_around, is_dtensor, local_of, version_of
 
 KEY = "master_weight"
 """Key of the master in a parameter's entry of ``state_dict()``."""
 
 
 def state_of_optimizer(state_dict: Any) -> dict[str, Any]:
-    """Return a shallow copy of ``state_dict``; raise ValueError if that is not an optimizer's."""
+    """Return a shallow copy of ``state_dict``. Raise ValueError if it is not an optimizer's."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError("state_dict is not of an optimizer: it has no 'state' and 'param_groups'")
     return dict(state_dict)
@@ -24,7 +30,7 @@ def whole_masters(
     masters: Mapping[torch.Tensor, torch.Tensor],
     completed: Callable[[dict[str, Any], torch.Tensor], dict[str, Any]] | None,
 ) -> dict[torch.Tensor, torch.Tensor]:
-    """Return whole masters where parts were kept; made of their parameters, if the other parts are lost (``None``)."""
+    """Complete the masters of a partition; make them anew from the parameters if parts are lost (``None``)."""
     if completed is None:
         return {param: param.detach().float() for param in masters}
     return {param: completed({KEY: master}, param)[KEY] for param, master in masters.items()}
@@ -33,7 +39,7 @@ def whole_masters(
 def without_masters(
     saved: Mapping[str, Any], params: Sequence[torch.Tensor], masters: Mapping[torch.Tensor, torch.Tensor]
 ) -> tuple[list[int], dict[int, Any], dict[torch.Tensor, torch.Tensor]]:
-    """Return the numbers of saved parameters, their state without the masters, and these, by parameter.
+    """Return the numbers of saved parameters, their state without masters, and the masters by parameter.
 
     Raises:
         ValueError: a master is missing, or of another shape.
@@ -79,3 +85,120 @@ def cast_state(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, torch.Tensor) and value.dtype in (torch.float32, *HALF):
         return value.to(dtype)
     return value
+
+
+class Masters(dict[torch.Tensor, torch.Tensor]):
+    """Masters by parameter, which follow what is written to the parameters."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, rule: Rule | None) -> None:
+        super().__init__()
+        self._optimizer, self._rule = optimizer, rule
+        self._stamps: dict[torch.Tensor, tuple[int, int, int]] = {}
+
+    def stamp_all(self) -> None:
+        """Take the parameters' present values for those of their masters."""
+        for param in self:
+            self._stamps[param] = _stamp(param)
+
+    def add(self, params: Iterable[torch.Tensor]) -> None:
+        for param in params:
+            if param in self or param.dtype not in HALF:
+                continue
+            check_half(param, self._optimizer, self._rule)
+            self[param] = param.detach().float()
+            self._stamps[param] = _stamp(param)
+            self.cast_state(param, torch.float32)  # if the optimizer already has state
+
+    def refresh(self, partition: Partition | None) -> None:
+        """Add masters of new parameters, and copy values that something else has written to known ones."""
+        self.add(optimizer_parameters(self._optimizer))
+        for param in self:
+            if _stamp(param) == self._stamps[param]:
+                continue
+            local, master = local_of(param), local_of(self[param])
+            require_dense(local)
+            if (master.shape, master.stride(), master.device) != (local.shape, local.stride(), local.device):
+                # The model was moved, or its memory order changed: kernels need both to be the same.
+                master.data = torch.empty_like(local, dtype=master.dtype).copy_(master)
+                if is_dtensor(param):
+                    self[param] = dtensor_around(master, param)
+            span = Span(0, local.numel()) if partition is None else partition.span_of(param)
+            mine, written = span.of(master), span.of(local)
+            if not torch.equal(mine.to(local.dtype), written):
+                mine.copy_(written)
+            self._stamps[param] = _stamp(param)
+
+    def restore(self) -> None:
+        """Cast all masters back to their parameters, after the masters were written to."""
+        with torch.no_grad():
+            for param, master in self.items():
+                param.copy_(master)
+                self._stamps[param] = _stamp(param)
+
+    def cast_state(self, param: torch.Tensor, dtype: torch.dtype) -> None:
+        """Cast ``param``'s float32 and half-precision state, except the step count, as torch does when it loads."""
+        entry = self._optimizer.state.get(param, {})
+        for key, value in entry.items():
+            if key != "step":
+                entry[key] = cast_state(value, dtype)
+
+    @contextlib.contextmanager
+    def widened(
+        self, unscaled: Mapping[torch.Tensor, torch.Tensor], factor: Factor, done: Callable[[], None]
+    ) -> Iterator[Callable[[bool], None]]:
+        """Replace parameters by their masters, and gradients by float32 ones times ``factor``, inside the context.
+
+        Yields a function that undoes this (``False``) and does it again (``True``). Calls ``done`` at the end.
+        """
+        narrow: dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor | None]] = {}
+
+        def widen(wide: bool) -> None:
+            for param in optimizer_parameters(self._optimizer):
+                if is_dtensor(param):
+                    continue
+                if wide and param not in narrow:
+                    narrow[param] = param.data, param.grad
+                    grad = unscaled.get(param, param.grad)
+                    _set_data(param, self.get(param, param.data), self._wide_grad(param, grad, factor))
+                elif not wide and param in narrow:
+                    data, grad = narrow.pop(param)
+                    if param in self:
+                        data.copy_(self[param])
+                    _set_data(param, data, grad)
+                    if param in self:
+                        self._stamps[param] = _stamp(param)
+
+        try:
+            widen(True)
+            yield widen
+        finally:
+            widen(False)
+            done()
+
+    def _wide_grad(self, param: torch.Tensor, grad: torch.Tensor | None, factor: Factor) -> torch.Tensor | None:
+        if grad is None or (param not in self and isinstance(factor, float) and factor == 1.0):
+            return grad
+        dtype = self[param].dtype if param in self else param.dtype
+        return grad.to(dtype) * factor
+
+
+def _stamp(param: torch.Tensor) -> tuple[int, int, int]:
+    """Return a value that changes when ``param`` is written to or moved in memory."""
+    local = local_of(param)  # writes through a DTensor do not count there
+    return version_of(param), version_of(local), local.data_ptr()
+
+
+def check_half(param: torch.Tensor, optimizer: torch.optim.Optimizer, rule: Rule | None) -> None:
+    """Raise ValueError if ``param`` has gaps in memory, TypeError if it is a DTensor and no kernels step it."""
+    require_dense(local_of(param))
+    if rule is None and is_dtensor(param):
+        raise TypeError(
+            f"a half-precision parameter is a DTensor, and {type(optimizer).__name__} is none of the optimizers that "
+            "pycomm's kernels step: wanted SGD, Adam, AdamW, RMSprop, LARS or LAMB"
+        )
+
+
+def _set_data(param: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None) -> None:
+    param.grad = None  # first, as a gradient must have the dtype of its parameter at all times
+    param.data = data
+    param.grad = grad

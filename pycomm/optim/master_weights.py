@@ -7,19 +7,25 @@ model keeps its half-precision parameters; the optimizer updates the float32 cop
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from pycomm import kernels
 from pycomm.kernels.prepared import PackScaling
-from pycomm.layout import laid_out_like, require_dense
+from pycomm.layout import laid_out_like
 from pycomm.optim.fused import RULES, KernelStep, rule_of
-from pycomm.optim.master_state import KEY, cast_state, loaded_state, state_of_optimizer, whole_masters, without_masters
+from pycomm.optim.master_state import (
+    KEY,
+    Masters,
+    check_half,
+    loaded_state,
+    state_of_optimizer,
+    whole_masters,
+    without_masters,
+)
 from pycomm.optim.parameters import checked_optimizer, optimizer_parameters
-from pycomm.optim.partition import Span
 from pycomm.optim.plans import Rule, step_by_rule
 from pycomm.optim.shards import matched
 from pycomm.optim.step_override import HALF, Factor, evaluate, own_step
@@ -30,7 +36,6 @@ from pycomm.torch_internals import (
     leave_scale_to_step,
     local_of,
     undo_leave_scale_to_step,
-    version_of,
 )
 
 
@@ -42,8 +47,8 @@ def master_weights(optimizer: torch.optim.Optimizer) -> MasterWeights:
     and casts them back, in one kernel for torch's SGD, Adam, AdamW and RMSprop and for LARS and LAMB; for
     all other optimizers, their own ``step`` runs on the masters. ``state_dict()`` contains the masters in
     each parameter's state under "master_weight", and ``load_state_dict`` keeps everything in float32. If
-    something else writes to a parameter (``model.load_state_dict``, for example), the new value is copied
-    to its master; in-place writes through ``param.data`` go unnoticed, as they do in autograd.
+    other code writes to a parameter (``model.load_state_dict``, for example), the new value is copied to its
+    master. In-place writes through ``param.data`` are not detected, as in autograd.
 
     Call it after the model was cast (``model.half()``) and before ``attach``.
 
@@ -60,24 +65,23 @@ def master_weights(optimizer: torch.optim.Optimizer) -> MasterWeights:
 
 
 _STEPPED = RULES.keys() - {torch.optim.Adagrad}
-"""Optimizers whose masters kernels step. Adagrad is the one for sparse gradients, which kernels do not take."""
+"""Optimizers whose masters the kernels step. Not Adagrad: it is for sparse gradients, which kernels do not accept."""
 
 
 class MasterWeights(KernelStep):
-    """Handle of an optimizer with float32 masters, which kernels step, or not; made by :func:`master_weights`."""
+    """Handle of an optimizer with float32 masters, made by :func:`master_weights`."""
 
     has_masters = True
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._masters: dict[torch.Tensor, torch.Tensor] = {}
-        self._stamps: dict[torch.Tensor, tuple[int, int, int]] = {}
         self._unscaled = UnscaledGradients()
         self._rule = rule_of(optimizer) if type(optimizer) in _STEPPED else None
+        self._masters = Masters(optimizer, self._rule)
         self.has_kernels = self._rule is not None
         for param in filter(lambda p: p.dtype in HALF, optimizer_parameters(optimizer)):
-            _check(param, optimizer, self._rule)
+            check_half(param, optimizer, self._rule)
         super().__init__(optimizer)
-        self._add_new(optimizer_parameters(optimizer))
+        self._masters.add(optimizer_parameters(optimizer))
         # GradScaler.unscale_() refuses float16; with this mark its step() leaves the factor to ours.
         self._old_mark = leave_scale_to_step(optimizer)
         vars(optimizer)["load_state_dict"] = self._load_state_dict
@@ -92,20 +96,17 @@ class MasterWeights(KernelStep):
 
     def master_of(self, param: torch.Tensor) -> torch.Tensor:
         """Return the master of ``param``; ``param`` itself if it is not half-precision."""
-        self._add_new([param])
+        self._masters.add([param])
         return self._masters.get(param, param)
 
     def masters(self, leaves_out: Callable[[torch.Tensor], bool] = lambda _: False) -> list[torch.Tensor]:
-        """Return the masters of half-precision parameters, but for some, updated with values written to those since."""
-        self._refresh()
+        """Return the masters, updated by writes to their parameters, except those of parameters to leave out."""
+        self._masters.refresh(self.partition)
         return [master for param, master in self._masters.items() if not leaves_out(param)]
 
     def restore(self) -> None:
         """Cast all masters back to their parameters, after the masters were written to."""
-        with torch.no_grad():
-            for param, master in self._masters.items():
-                param.copy_(master)
-                self._stamps[param] = _stamp(param)
+        self._masters.restore()
 
     def detach(self) -> None:
         """Give the optimizer its own ``step`` back, and cast its state to the parameters' dtypes. Idempotent."""
@@ -115,7 +116,7 @@ class MasterWeights(KernelStep):
             undo_leave_scale_to_step(self.optimizer, self._old_mark)
             self._hook.remove()
             for param in self._masters:
-                self._cast_state(param, param.dtype)
+                self._masters.cast_state(param, param.dtype)
         super().detach()
 
     # Steps.
@@ -127,10 +128,9 @@ class MasterWeights(KernelStep):
         if scaling is None:
             self.forget()
             return evaluate(closure)
-        # An optimizer may call its closure several times: each time with parameters in their own dtype, and new
-        # gradients.
-        self._refresh()
-        with self._widened(scaling.factor) as widen:
+        # An optimizer may call its closure several times, each time with half-precision parameters and new gradients.
+        self._masters.refresh(self.partition)
+        with self._masters.widened(self._unscaled.current(by_value=True), scaling.factor, self._after_step) as widen:
 
             def narrow_closure() -> Any:
                 assert closure is not None
@@ -138,20 +138,20 @@ class MasterWeights(KernelStep):
                 try:
                     return evaluate(closure)
                 finally:
-                    self._refresh()  # a closure may write to parameters
+                    self._masters.refresh(self.partition)  # a closure may write to parameters
                     widen(True)
 
             return own_step(self.optimizer, None if closure is None else narrow_closure)
 
     def update(self, rule: Rule, scaling: PackScaling) -> None:
-        self._refresh()
+        self._masters.refresh(self.partition)
         unscaled = self._unscaled.current(by_value=True)
         step_by_rule(self.optimizer, rule, scaling, self._masters, unscaled, self.partition)
         self._after_step()
 
     def unscale(self, factor: Factor) -> None:
         """Store gradients times ``factor`` in ``.grad`` of :meth:`parameters`; those of masters in float32."""
-        self._refresh()
+        self._masters.refresh(self.partition)
         if self.partition is not None:
             self.partition.require_reduced()
         for param in optimizer_parameters(self.optimizer):
@@ -179,81 +179,12 @@ class MasterWeights(KernelStep):
 
     def _after_step(self) -> None:
         self.forget()
-        for param in self._masters:
-            self._stamps[param] = _stamp(param)
-
-    @contextlib.contextmanager
-    def _widened(self, factor: Factor = 1.0) -> Iterator[Callable[[bool], None]]:
-        """Replace parameters by their masters, and gradients by float32 ones times ``factor``, inside the context.
-
-        Yields a function that undoes this (``False``) and does it again (``True``).
-        """
-        narrow: dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        unscaled = self._unscaled.current(by_value=True)
-
-        def widen(wide: bool) -> None:
-            for param in optimizer_parameters(self.optimizer):
-                if is_dtensor(param):
-                    continue
-                if wide and param not in narrow:
-                    narrow[param] = param.data, param.grad
-                    grad = unscaled.get(param, param.grad)
-                    _set_data(param, self._masters.get(param, param.data), self._wide_grad(param, grad, factor))
-                elif not wide and param in narrow:
-                    data, grad = narrow.pop(param)
-                    if param in self._masters:
-                        data.copy_(self._masters[param])
-                    _set_data(param, data, grad)
-                    if param in self._masters:
-                        self._stamps[param] = _stamp(param)
-
-        try:
-            widen(True)
-            yield widen
-        finally:
-            widen(False)
-            self._after_step()
-
-    def _wide_grad(self, param: torch.Tensor, grad: torch.Tensor | None, factor: Factor) -> torch.Tensor | None:
-        if grad is None or (param not in self._masters and isinstance(factor, float) and factor == 1.0):
-            return grad
-        dtype = self._masters[param].dtype if param in self._masters else param.dtype
-        return grad.to(dtype) * factor
-
-    # Masters.
-
-    def _add_new(self, params: Iterable[torch.Tensor]) -> None:
-        for param in params:
-            if param in self._masters or param.dtype not in HALF:
-                continue
-            _check(param, self.optimizer, self._rule)
-            self._masters[param] = param.detach().float()
-            self._stamps[param] = _stamp(param)
-            self._cast_state(param, torch.float32)  # if the optimizer already has state
-
-    def _refresh(self) -> None:
-        """Add masters of new parameters, and copy values that something else has written to known ones."""
-        self._add_new(optimizer_parameters(self.optimizer))
-        for param in self._masters:
-            if _stamp(param) == self._stamps[param]:
-                continue
-            local, master = local_of(param), local_of(self._masters[param])
-            require_dense(local)
-            if (master.shape, master.stride(), master.device) != (local.shape, local.stride(), local.device):
-                # The model was moved, or its memory order changed: kernels need both to be the same.
-                master.data = torch.empty_like(local, dtype=master.dtype).copy_(master)
-                if is_dtensor(param):
-                    self._masters[param] = dtensor_around(master, param)
-            span = Span(0, local.numel()) if self.partition is None else self.partition.span_of(param)
-            mine, written = span.of(master), span.of(local)
-            if not torch.equal(mine.to(local.dtype), written):
-                mine.copy_(written)
-            self._stamps[param] = _stamp(param)
+        self._masters.stamp_all()
 
     def move_home(self, params: Iterable[torch.Tensor]) -> None:
         partition = self.partition
         assert partition is not None
-        self._refresh()
+        self._masters.refresh(self.partition)
         for param in params:
             if param in self._masters:
                 home, master = partition.home(param, KEY, torch.float32), self._masters[param]
@@ -268,31 +199,24 @@ class MasterWeights(KernelStep):
         super().step_alone()
         for param, master in self._masters.items():
             self._masters[param] = master.clone(memory_format=torch.preserve_format)
-            self._stamps[param] = _stamp(param)
+        self._masters.stamp_all()
 
     # State.
 
-    def _cast_state(self, param: torch.Tensor, dtype: torch.dtype) -> None:
-        """Cast ``param``'s float32 and half-precision state, except the step count, as torch does when it loads."""
-        entry = self.optimizer.state.get(param, {})
-        for key, value in entry.items():
-            if key != "step":
-                entry[key] = cast_state(value, dtype)
-
     def _add_masters(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        self._refresh()
+        self._masters.refresh(self.partition)
         for index, param in enumerate(optimizer_parameters(optimizer)):
             if param in self._masters:
                 state_dict["state"][index] = {**state_dict["state"].get(index, {}), KEY: self._masters[param]}
 
     def _load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load by torch's method with masters in place of parameters, so that nothing is cast to half precision."""
-        self._refresh()
+        self._masters.refresh(self.partition)
         optimizer, saved = self.optimizer, state_of_optimizer(state_dict)
         params = list(optimizer_parameters(optimizer))
         numbers, state, found = without_masters(saved, params, self._masters)
         saved["state"] = state
-        with self._widened():
+        with self._masters.widened(self._unscaled.current(by_value=True), 1.0, self._after_step):
             type(optimizer).load_state_dict(optimizer, saved)
         for number, param in zip(numbers, params, strict=True):
             if param in found and is_dtensor(param):  # which cannot be widened: torch has cast its state
@@ -303,22 +227,6 @@ class MasterWeights(KernelStep):
         self.restore()
 
 
-def _stamp(param: torch.Tensor) -> tuple[int, int, int]:
-    """Return a value that changes when ``param`` is written to or moved in memory."""
-    local = local_of(param)  # writes through a DTensor do not count there
-    return version_of(param), version_of(local), local.data_ptr()
-
-
-def _check(param: torch.Tensor, optimizer: torch.optim.Optimizer, rule: Rule | None) -> None:
-    """Raise ValueError if ``param`` has gaps in memory, TypeError if it is a DTensor and no kernels step it."""
-    require_dense(local_of(param))
-    if rule is None and is_dtensor(param):
-        raise TypeError(
-            f"a half-precision parameter is a DTensor, and {type(optimizer).__name__} is none of the optimizers that "
-            "pycomm's kernels step: wanted SGD, Adam, AdamW, RMSprop, LARS or LAMB"
-        )
-
-
 def _packed(grad: torch.Tensor, master: torch.Tensor, factor: Factor) -> torch.Tensor:
     """Return ``grad`` times ``factor`` in the dtype and memory order of ``master``, a DTensor if that is one."""
     if is_dtensor(master):
@@ -326,9 +234,3 @@ def _packed(grad: torch.Tensor, master: torch.Tensor, factor: Factor) -> torch.T
     wide = torch.empty_like(master)
     kernels.pack([laid_out_like(grad, master)], laid_out_like(wide, master), factor)
     return wide
-
-
-def _set_data(param: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None) -> None:
-    param.grad = None  # first, as a gradient must have the dtype of its parameter at all times
-    param.data = data
-    param.grad = grad

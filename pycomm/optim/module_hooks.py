@@ -14,10 +14,10 @@ from pycomm.torch_internals import forward_pre_hooks, is_recording, leave_out_of
 
 
 class ForwardHook:
-    """Hook of a module's forward that does nothing, as a copy of one of pycomm's does (``deepcopy``, ``pickle``).
+    """Forward hook that does nothing; a copied module (``deepcopy``, ``pickle``) gets it in place of a real one.
 
-    Those that do something do nothing either in a forward that torch.compile traces; what they would find is found
-    when backward begins, or before the step.
+    The real hooks also do nothing in a forward that torch.compile traces; their checks then run when backward begins,
+    or before the step.
     """
 
     def __call__(self, *_: Any) -> None:
@@ -35,7 +35,7 @@ class ForwardHook:
 
 
 class BeforeForward(ForwardHook):
-    """Pre-hook that calls ``before_forward()``; ``watches_copies``: copies of the module refuse to be trained."""
+    """Pre-hook that calls ``before_forward()``. With ``watches_copies``, training a copy of the module is an error."""
 
     def __init__(self, before_forward: Callable[[], None], *, watches_copies: bool = False) -> None:
         self._before_forward, self._watches_copies = before_forward, watches_copies
@@ -77,13 +77,13 @@ leave_out_of_scripts(ForwardHook)
 
 
 def watch_copies(module: torch.nn.Module) -> Any:
-    """Have copies of ``module`` refuse to be trained unless they are attached; return a handle with ``remove``."""
+    """Make training an unattached copy of ``module`` an error; return a handle with ``remove``."""
     forget_original(module)
     return module.register_forward_pre_hook(BeforeForward(lambda: None, watches_copies=True))
 
 
 def forget_original(module: torch.nn.Module) -> None:
-    """Note that ``module``, which may be a copy of an attached one, is averaged itself from now on."""
+    """Permit training of ``module``, which is averaged from now on, even if it is a copy of an attached one."""
     for part in module.modules():
         hooks = forward_pre_hooks(part)
         for key in [key for key, hook in hooks.items() if isinstance(hook, OfCopy)]:
@@ -91,9 +91,9 @@ def forget_original(module: torch.nn.Module) -> None:
 
 
 class ZeroGradHook:
-    """Hook that calls ``note()`` before ``optimizer.zero_grad()``, which torch has no hooks for.
+    """Hook that calls ``note()`` before ``optimizer.zero_grad()``, for which torch has no hooks.
 
-    The method of this one object is replaced. Copies and pickles of the optimizer have its class's.
+    It replaces the method of this object only. Copies and pickles of the optimizer use that of the class.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, note: Callable[[], None]) -> None:
@@ -110,7 +110,7 @@ class ZeroGradHook:
         vars(optimizer)["zero_grad"] = zero_grad
 
     def remove(self) -> None:
-        """Give the optimizer back what it had, unless somebody has replaced it since."""
+        """Restore the optimizer's method, unless other code has replaced it since."""
         optimizer = self._optimizer()
         if optimizer is None or vars(optimizer).get("zero_grad") is not self._hook:
             return

@@ -1,4 +1,4 @@
-"""Checks of parameters that are to be averaged: whether their gradients can be, and who else owns them."""
+"""Checks whether the gradients of parameters can be averaged, and whether something else steps or shards them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ GRADIENT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def check_parameters(names: Mapping[str, torch.Tensor], device: torch.device | None = None) -> None:
-    """Raise TypeError or ValueError if the gradient of a parameter cannot be sent, or it is not on ``device``.
+    """Raise TypeError or ValueError if a gradient cannot be sent, or a parameter is not on ``device``.
 
-    Frozen parameters, which have no gradients, may be of any kind.
+    Frozen parameters may be of any kind.
     """
     for name, param in names.items():
         _check_owner(name, param)
@@ -37,7 +37,7 @@ def check_parameters(names: Mapping[str, torch.Tensor], device: torch.device | N
 
 
 def _check_owner(name: str, param: torch.Tensor) -> None:
-    """Raise TypeError or ValueError if somebody else shards or steps ``param``."""
+    """Raise TypeError or ValueError if something else shards or steps ``param``."""
     if is_flat_parameter(param):
         raise TypeError(
             f"parameter {name!r} is a flat parameter of FullyShardedDataParallel, of which each rank has a "
@@ -76,7 +76,7 @@ def _check_memory(name: str, param: torch.Tensor) -> None:
 
 
 def _check_dtypes(name: str, param: torch.Tensor) -> None:
-    """Raise TypeError if gradients of ``param`` are not of its own dtype, or of one that cannot be averaged."""
+    """Raise TypeError if gradients of ``param`` have another dtype than it has, or one that cannot be averaged."""
     if param.dtype not in GRADIENT_DTYPES:
         wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in GRADIENT_DTYPES)
         raise TypeError(f"parameter {name!r} has dtype {param.dtype}, wanted one of {wanted}")

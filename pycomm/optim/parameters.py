@@ -20,7 +20,7 @@ def optimizer_parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Ten
 
 
 def parameter_ids(optimizer: torch.optim.Optimizer) -> list[int]:
-    """Return the ids of all parameters, in the same order. Some ask in every step: no loop of Python's over them."""
+    """Return the ids of all parameters, in the same order; fast enough for every step."""
     ids: list[int] = []
     for group in optimizer.param_groups:
         ids.extend(map(id, group["params"]))
@@ -43,13 +43,13 @@ def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def checked_optimizer(optimizer: Any, model: Any = None, call: str = "") -> torch.optim.Optimizer:
-    """Return the user's ``optimizer``, :func:`unwrapped`. What takes an optimizer of the user's begins with this.
+    """Return the user's ``optimizer``, :func:`unwrapped`; every public function with an optimizer begins with this.
 
     Args:
-        model: what was given as the model of ``call``, which takes the optimizer first.
+        optimizer, model: arguments of the public function ``call``.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is not an optimizer.
     """
     inner = unwrapped(optimizer)
     swapped = f"; {call}(optimizer, model): swapped?" if isinstance(model, torch.optim.Optimizer) else ""

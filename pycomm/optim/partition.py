@@ -1,7 +1,7 @@
-"""Partition of a step over ranks that share memory: each takes it for a part of the parameters, in all ranks' memory.
+"""Partition of a step over ranks that share memory: each steps a part of the parameters, in all ranks' memory.
 
-Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), section 5.1, has the
-idea. There the parts are gathered by messages.
+After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), section 5.1,
+which gathers the parts by messages.
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ class Span(NamedTuple):
 
 
 class Partition(Protocol):
-    """Partition of an optimizer's parameters over ranks, each of which steps its own elements of each.
-
-    A step does nothing else with the others' elements, though their owners write to this rank's tensors.
-    """
+    """Partition of an optimizer's parameters over ranks. Each rank steps its own elements of each parameter."""
 
     def span_of(self, param: torch.Tensor) -> Span:
         """Return this rank's own elements of ``param``; they may be none."""

@@ -1,4 +1,4 @@
-"""Plans of steps: which kernel calls step which parameters, made once and used for as long as they fit."""
+"""Plans of steps: the kernel calls for a group's parameters, made once and reused while they fit."""
 
 from __future__ import annotations
 
@@ -33,12 +33,11 @@ from pycomm.torch_internals import is_dtensor, local_of, note_writes
 Tensors = Mapping[torch.Tensor, torch.Tensor]
 
 FIRST = "first"
-"""Kind of the targets whose first step differs from all that follow."""
-
+"""Kind of targets whose first step differs from later ones."""
 
 _UNSCALED = PackScaling()
 _MOST_PLANS = 4
-"""Number of plans kept for a group: gradients may be missing in turns, as with experts or frozen layers."""
+"""Most plans kept for a group: with experts or frozen layers, different gradients are missing in different steps."""
 
 
 class Scratches(dict[str, kernels.Scratch]):
@@ -50,7 +49,7 @@ class Scratches(dict[str, kernels.Scratch]):
 
 
 class PartKey(NamedTuple):
-    """What targets must have in common to be stepped by the same kernel calls; ``kind`` is the rule's."""
+    """Properties that targets of the same kernel calls share; ``kind`` is the rule's."""
 
     dtype: torch.dtype
     device: torch.device
@@ -64,7 +63,7 @@ class PlanPart:
     """Targets that are stepped by the same kernel calls.
 
     Attributes:
-        key: what they have in common.
+        key: their common properties.
         arrays: their arrays.
         size: their number.
         label: name that is unique within the optimizer.
@@ -81,7 +80,7 @@ class PlanPart:
         return self.scratches[f"{self.label} {name}"]
 
     def moved(self, scaling: PackScaling) -> PackScaling:
-        """Return ``scaling`` with what GradScaler left, which is on the device of its own scale, on the part's."""
+        """Return ``scaling`` with GradScaler's tensors on the part's device."""
         found, device = scaling.found, self.key.device
         if found is None or found.device == device:
             return scaling
@@ -97,9 +96,9 @@ class ByNorms(NamedTuple):
     """Halves of a step that depends on norms.
 
     Attributes:
-        measure: returns the squared norms, float64: one row for the weights, another for what they are compared
-            with; ``None`` if the step of this part depends on none.
-        apply: takes the rest of the step, with the norms' squares (``None`` likewise).
+        measure: returns squared norms, float64: a row for the weights, and one for the vectors they are compared
+            with; ``None`` if the step of this part depends on no norms.
+        apply: completes the step, given the squared norms or ``None``.
     """
 
     measure: Callable[[Group, PlanPart, PackScaling], torch.Tensor | None]
@@ -116,15 +115,14 @@ class Rule:
 
     Attributes:
         kernel: name of the (first) kernel.
-        keys: function that returns the names of the states that a group keeps, ``None`` for those that it does not.
-        run: function that steps a part.
-        kind: function that returns what targets must have in common to be stepped by the same calls.
+        keys: returns the names of a group's states, with ``None`` for unused ones.
+        run: steps a part.
+        kind: returns a property that targets of the same calls must share.
         has_counts: whether steps are counted, under "step".
-        same_counts: whether targets of the same calls must have taken equally many, unless the kernels count.
-        waits: function that returns whether a group's step depends on whether the last ones were taken, so that the
-            host has to know.
-        initial: function that returns what new states of a group are made of.
-        norms: the two halves of ``run``, if norms of whole parameters are needed in between.
+        same_counts: whether targets of the same calls must have the same count, unless the kernels count.
+        waits: returns whether a group's step depends on whether earlier steps were skipped, so the host must know.
+        initial: returns the initial value of a group's states.
+        norms: the two halves of ``run``, if it requires norms of whole parameters.
     """
 
     kernel: str
@@ -140,7 +138,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Step:
-    """What is stepped, and how: the arguments of :func:`step_by_rule`."""
+    """Arguments of :func:`step_by_rule`."""
 
     rule: Rule
     optimizer: torch.optim.Optimizer
@@ -150,7 +148,7 @@ class Step:
     partition: Partition | None = None
 
     def settings(self, group: Group) -> Hashable:
-        """Return what a plan of ``group`` depends on, besides its tensors."""
+        """Return the settings that a plan of ``group`` depends on, besides its tensors."""
         partition = self.partition
         shared = None if partition is None else (ref(partition), partition.terms_version)
         return self.rule, self.rule.keys(group), group.get("exclude"), self.counted_by_kernels, shared
@@ -172,9 +170,9 @@ class StepPlan:
         members = _split(step, group, targets)
         self._is_split = any(is_dtensor(target.param) for target in targets.values())
         self._has_norms_of_parts = self._is_split or step.partition is not None
-        # Of ordinary parameters nothing is kept: the plan may outlive them.
+        # No references to ordinary parameters, which the plan may outlive.
         self.params = [[target.param for target in some.values()] for some in members.values() if self._is_split]
-        # Labelled by number, not by value: a value such as the step count would need new scratch memory every time.
+        # Labelled by number: with a value such as the step count, each step would allocate new scratch memory.
         self._parts = [
             _part(step, group, key, list(some.values()), scratches, f"{label} {number}")
             for number, (key, some) in enumerate(members.items())
@@ -209,17 +207,14 @@ class StepPlan:
         return written is not None
 
     def measure(self, group: Group, scaling: PackScaling) -> list[torch.Tensor | None] | None:
-        """Run the first half of the kernels, if it gives norms of parts of parameters; return their squares.
-
-        ``None`` if there is no such half: :meth:`run` runs all.
-        """
+        """Return the squared norms of parts of parameters by the kernels' first half; ``None`` if there is none."""
         halves = self._rule.norms
         if halves is None or not self._has_norms_of_parts:
             return None
         return [halves.measure(group, part, part.moved(scaling)) for part in self._parts]
 
     def run(self, group: Group, scaling: PackScaling, squares: list[torch.Tensor | None] | None = None) -> None:
-        """Run the kernels, after :meth:`measure` those of the other half, and let go of all tensors."""
+        """Run the kernels, or after :meth:`measure` their second half, and release all tensors."""
         try:
             for number, part in enumerate(self._parts):
                 if squares is None:
@@ -283,7 +278,7 @@ def _part(
 
 
 class _Memory:
-    """What an optimizer keeps from step to step: plans by group, and scratch memory."""
+    """State of an optimizer between steps: plans by group, and scratch memory."""
 
     def __init__(self) -> None:
         self._plans: dict[int, list[StepPlan]] = defaultdict(list)
@@ -291,7 +286,7 @@ class _Memory:
         self._shards: tuple[tuple[int, ...], Shards] = (), Shards([])
 
     def shards(self, optimizer: torch.optim.Optimizer) -> Shards:
-        """Return the DTensors among the optimizer's parameters, and who has parts of them."""
+        """Return the :class:`Shards` of the optimizer's parameters."""
         params = list(optimizer_parameters(optimizer))
         ids = tuple(map(id, params))
         if ids != self._shards[0]:
@@ -328,10 +323,10 @@ def step_by_rule(
     Args:
         optimizer: owner of the parameters, hyperparameters and state.
         rule: rule of the optimizer's class.
-        scaling: what happens to gradients first. With ``found``, the kernels count steps, on the device.
-        masters: masters of half-precision parameters, which are updated in their place and cast back.
+        scaling: scaling of the gradients. With ``found``, the kernels count steps, on the device.
+        masters: masters of half-precision parameters, which are updated and cast back.
         grads: gradients to use instead of ``.grad``, by parameter.
-        partition: ranks that take the step together, each for its own elements; inside :meth:`Partition.step`.
+        partition: partition of the step over ranks; requires a context of :meth:`Partition.step`.
 
     Norms of DTensors, and those of a partition, are of whole parameters: one message for all of them, collective over
     the ranks that have parts.
@@ -385,5 +380,5 @@ def _add_up(measured: list[_Measured], add_up: _AddUp) -> None:
 
 
 def forget_plans(optimizer: torch.optim.Optimizer) -> None:
-    """Drop what is kept from step to step, with the tensors that it refers to."""
+    """Drop the plans and scratch memory of ``optimizer``, with the tensors that they refer to."""
     _memories.pop(optimizer, None)

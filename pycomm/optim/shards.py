@@ -1,9 +1,8 @@
-"""Models on several ranks: those that hold the parts of DTensors, or other stages, and what they have to agree on.
+"""Models split over ranks as DTensors or pipeline stages, and the messages that their steps require.
 
-Each rank updates its own part. A norm is of the whole parameter, so the parts' squares are summed over the ranks
-that they are on; and a step is taken by all of these ranks or by none. Such messages are sent by the thread that
-calls ``backward()``, clips or steps, in the order of the program, which is the same on all these ranks, as DTensor's
-own are.
+Each rank updates its own part. Norms are of whole parameters, so the squares are summed over the ranks with parts; and
+all of these ranks take a step, or none does. As with DTensor's own messages, the thread that calls ``backward()``,
+clips or steps sends them, in the order of the program, which is the same on all these ranks.
 """
 
 from __future__ import annotations
@@ -76,8 +75,7 @@ class Shards:
         """Return ``values``, one for each of ``params``, summed over the ranks on which their parts are.
 
         Collective over these ranks: one message for each group, even if none of ``params`` is split over it. Each
-        rank adds up the same numbers in the same order, so that all have the same bits, whatever adds for the
-        group.
+        rank adds the same numbers in the same order, so that all have the same bits on any backend.
         """
         for ranks, group in self._summing.items():
             mine = torch.cat([values, values.new_zeros(1)])  # never empty
@@ -121,10 +119,10 @@ def locals_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def matched(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """Return ``grad`` laid over the mesh as ``param`` is; a sum that is still pending is made, as FSDP2 does.
+    """Return ``grad`` with the placements of ``param``; a pending sum is reduced, as in FSDP2.
 
-    A parameter that all ranks have gets such gradients if each rank sees a part of the activations only: the weight
-    of a norm under ``SequenceParallel``, for example. Collective over the parameter's mesh, if they differ.
+    A replicated parameter has such gradients if each rank has a part of the activations only, as the weight of a norm
+    under ``SequenceParallel``. Collective over the parameter's mesh if the placements differ.
     """
     if not is_dtensor(param) or not is_dtensor(grad) or grad.placements == param.placements:
         return grad

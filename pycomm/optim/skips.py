@@ -1,4 +1,4 @@
-"""Steps that a loss scaler leaves out: who has to know of them is told."""
+"""Notification of steps that a loss scaler skips."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 
 from pycomm.torch_internals import watch_grad_scalers
 
-# The callbacks are methods of what the optimizer keeps alive: held strongly, they would keep their own key alive.
+# The optimizer keeps the callbacks' objects alive: strong references would keep their own key alive.
 _listeners: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakMethod[Callable[[], None]]]
 _listeners = weakref.WeakKeyDictionary()
 
 
 def listen_to_skips(optimizer: torch.optim.Optimizer, skipped: Callable[[], None]) -> None:
-    """Call the bound method ``skipped`` when a LossScaler or torch's GradScaler leaves out a step of ``optimizer``."""
+    """Call the bound method ``skipped`` when a LossScaler or torch's GradScaler skips a step of ``optimizer``."""
     _listeners[optimizer] = weakref.WeakMethod(skipped)
-    watch_grad_scalers(_listeners.__contains__, tell_skip)
+    watch_grad_scalers(_listeners.__contains__, notify_skip)
 
 
 def stop_listening(optimizer: torch.optim.Optimizer) -> None:
@@ -25,8 +25,8 @@ def stop_listening(optimizer: torch.optim.Optimizer) -> None:
     _listeners.pop(optimizer, None)
 
 
-def tell_skip(optimizer: torch.optim.Optimizer) -> None:
-    """Tell who listens that a step of ``optimizer`` was left out."""
+def notify_skip(optimizer: torch.optim.Optimizer) -> None:
+    """Notify the listener that a step of ``optimizer`` was skipped."""
     reference = _listeners.get(optimizer)
     skipped = None if reference is None else reference()
     if skipped is not None:

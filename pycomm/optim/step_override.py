@@ -25,7 +25,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 class Stepper:
-    """Interface of pycomm to an optimizer's step; this base class is for the optimizer's own ``step``.
+    """pycomm's interface to an optimizer's step. This base class is for the optimizer's own ``step``.
 
     Attributes:
         has_masters: whether half-precision parameters have float32 masters.
@@ -41,17 +41,17 @@ class Stepper:
         return False
 
     def factor_left(self) -> Factor:
-        """Return the product of the factors that are left for the next step; ``.grad`` does not have it yet."""
+        """Return the product of the pending factors, by which ``.grad`` is not multiplied yet."""
         return 1.0
 
     def drop_factor(self) -> None:
-        """Drop the factors left for a step that will not be taken."""
+        """Drop the pending factors, as the step will not be taken."""
 
     def forget(self) -> None:
-        """Drop all that is left for a step that will not be taken."""
+        """Drop all pending state, as the step will not be taken."""
 
     def masters(self, leaves_out: Callable[[torch.Tensor], bool] = lambda _: False) -> list[torch.Tensor]:
-        """Return the float32 masters, updated with values written to the parameters since, but for some parameters."""
+        """Return the masters, updated by writes to their parameters, except those of parameters to leave out."""
         return []
 
     def restore(self) -> None:
@@ -89,7 +89,7 @@ class Stepper:
 
 
 class StepOverride(Stepper):
-    """Override that makes ``optimizer.step()`` call :meth:`run` from now on, between the optimizer's own hooks.
+    """Override by which ``optimizer.step()`` calls :meth:`run`, between the optimizer's own hooks.
 
     Raises:
         RuntimeError: ``step`` has already been replaced.
@@ -97,13 +97,8 @@ class StepOverride(Stepper):
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer)
+        require_own_step(optimizer)
         self._before = before = vars(optimizer).get("step")
-        if step_override_of(optimizer) is not None:
-            raise RuntimeError(f"the step of this {type(optimizer).__name__} has already been replaced by pycomm's")
-        if before is not None and not _is_schedulers(before, optimizer):
-            raise RuntimeError(
-                f"the step of this {type(optimizer).__name__} has been replaced by {before!r}: call pycomm before that"
-            )
 
         def step(self_: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> Any:
             if step_override_of(self_) is not self:  # detached, but a wrapper around this function still calls it
@@ -132,10 +127,16 @@ class StepOverride(Stepper):
             attributes["step"] = self._before
 
 
-def _is_schedulers(step: Any, optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether ``step`` is a scheduler's wrapper around the optimizer's own ``step`` or around pycomm's."""
-    wrapped = wrapped_by_scheduler(step)
-    return wrapped is not None and (wrapped is type(optimizer).step or wrapped in _steps)
+def require_own_step(optimizer: torch.optim.Optimizer) -> None:
+    """Raise RuntimeError if the optimizer's ``step`` has been replaced, other than by a scheduler's wrapper."""
+    before = vars(optimizer).get("step")
+    if step_override_of(optimizer) is not None:
+        raise RuntimeError(f"the step of this {type(optimizer).__name__} has already been replaced by pycomm's")
+    wrapped = None if before is None else wrapped_by_scheduler(before)
+    if before is not None and (wrapped is None or (wrapped is not type(optimizer).step and wrapped not in _steps)):
+        raise RuntimeError(
+            f"the step of this {type(optimizer).__name__} has been replaced by {before!r}: call pycomm before that"
+        )
 
 
 def own_step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> Any:

@@ -57,7 +57,7 @@ class StepTarget:
         return self.states.get(self.param, {}).get(key) is not None
 
     def buffer(self, key: str, initial: float = 0.0) -> torch.Tensor:
-        """Return ``state[key]`` in the memory order of ``weight``, made of ``initial`` if it does not exist; stored."""
+        """Return ``state[key]`` in the memory order of ``weight``; store a tensor of ``initial`` if there is none."""
         old = self._old(key)
         weight = self.weight
         if self.partition is not None:
@@ -74,7 +74,7 @@ class StepTarget:
         return new
 
     def _at_home(self, partition: Partition, key: str, old: torch.Tensor | None, initial: float) -> torch.Tensor:
-        """Return ``state[key]`` in memory that the ranks share, where each moves its own elements of what it was."""
+        """Return ``state[key]`` in memory that the ranks share, after moving this rank's elements there."""
         weight = self.weight
         if old is not None and old.shape != weight.shape:
             raise ValueError(f"{key!r} has shape {list(old.shape)}, its parameter {list(weight.shape)}")
@@ -89,7 +89,7 @@ class StepTarget:
         return home
 
     def _old(self, key: str) -> torch.Tensor | None:
-        """Return ``state[key]``; of a DTensor, which the state of a DTensor is too, this rank's part."""
+        """Return ``state[key]``, or this rank's part of it if it is a DTensor."""
         old: torch.Tensor | None = self.state.get(key)
         if old is None or not is_dtensor(self.param):
             return old
@@ -99,7 +99,7 @@ class StepTarget:
 
 
 def weights_of(targets: Sequence[StepTarget]) -> list[torch.Tensor]:
-    """Return the weights, flat in memory order; all arrays are of the elements that this rank steps."""
+    """Return the weights, flat in memory order. Here and below, arrays hold the elements that this rank steps."""
     return [_stepped(t, t.weight) for t in targets]
 
 
@@ -134,7 +134,7 @@ def terms_of(targets: Sequence[StepTarget]) -> list[list[torch.Tensor]]:
 
 
 def mirrors_of(targets: Sequence[StepTarget]) -> list[list[torch.Tensor]]:
-    """Return the memory of each other rank that what is written to the parameters goes to as well."""
+    """Return each other rank's memory to which the new weights are written as well."""
     partition = targets[0].partition
     if partition is None:
         return []
@@ -174,11 +174,9 @@ def next_steps(targets: Sequence[StepTarget]) -> list[int]:
 
 
 def _stepped(target: StepTarget, tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank steps of ``tensor``, which is laid out as the target's weight."""
-    return _flat(tensor) if target.partition is None else target.span.of(tensor)
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of ``tensor`` that this rank steps, flat; it has the layout of the target's weight."""
+    if target.partition is not None:
+        return target.span.of(tensor)
     if tensor.requires_grad:
         tensor = tensor.detach()
     return tensor if tensor.is_contiguous() else laid_out_like(tensor, tensor)

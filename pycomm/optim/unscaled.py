@@ -11,7 +11,7 @@ from pycomm import kernels
 from pycomm.layout import flat_alias, on_gpu
 from pycomm.torch_internals import local_of, version_of
 
-_LEAST_AS_WORDS = 4096  # elements, of which fewer cost less than looking at their layout
+_LEAST_AS_WORDS = 4096  # elements; below that, hashing costs less than a look at the layout
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class UnscaledGradients:
         """Return the unscaled gradients by parameter, of parameters whose ``.grad`` is still the one unscaled.
 
         Args:
-            by_value: look at the values, too: ``.data`` and numpy's views write without raising the version. Not on a
-                GPU, for which the host would have to wait.
+            by_value: compare the values, too, as writes through ``.data`` and numpy's views do not change the version.
+                Not on a GPU, for which the host would wait.
 
         Raises:
             RuntimeError: such a ``.grad`` was written to since.
@@ -72,7 +72,7 @@ def _hashes_of(entries: Mapping[torch.Tensor, _Unscaled]) -> dict[torch.Tensor, 
 
 
 def _words(half: torch.Tensor) -> torch.Tensor:
-    """Return the elements of ``half``, four at a time as integers if they fill memory so: hashes cost by element."""
+    """Return ``half`` as int64, four elements in one, if its memory permits: the cost of a hash is per element."""
     flat = flat_alias(half, half) if half.numel() >= _LEAST_AS_WORDS else None
     if flat is None or flat.numel() % 4 != 0 or flat.storage_offset() % 4 != 0:
         return half

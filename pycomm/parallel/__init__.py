@@ -4,9 +4,9 @@
     pycomm.parallel.split(model, mesh, "auto")                     # layers over mesh["tp"]
     pycomm.attach(optimizer, model, process_group=mesh["dp"])      # gradients over mesh["dp"]
 
-torch executes (DTensor, ``torch.distributed.tensor.parallel``, ``torch.distributed.pipelining``), over the backend
-"pycomm"; what is here says where each part goes, proves it before it runs, and prices it before it is bought. See
-docs/parallel.md.
+torch executes the model (DTensor, ``torch.distributed.tensor.parallel``, ``torch.distributed.pipelining``) over the
+backend "pycomm". This package assigns the parts to devices, verifies schedules before they run, and predicts memory and
+time. See docs/parallel.md.
 """
 
 from pycomm.parallel import auto, functional

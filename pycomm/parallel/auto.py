@@ -1,9 +1,9 @@
-"""Styles found without being told: for transformer blocks, and for stacks of Linear and convolutions.
+"""Automatic choice of styles: for transformer blocks, and for stacks of Linear and convolutions.
 
-What is split here is right by its structure alone: layers in a chain of a plain ``nn.Sequential``, pairs between
-which DTensors carry what the whole model means, and layers whose outputs are gathered. What is split wrongly for the
-code around it (because that works on parts of a DTensor that torch cannot relate) raises in the first
-forward; it is never wrong silently. Attention that is known to mix its heads with other tensors stays whole.
+The structure alone shows that a split is right: for layers in a chain of a plain ``nn.Sequential``, for pairs that pass
+DTensors to each other, and for layers whose outputs are gathered. If the code between a pair cannot handle DTensors,
+the first forward raises; a result is never wrong silently. Attention that mixes its heads with other tensors stays
+whole.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pycomm.parallel.chains import CONVOLUTIONS, Chain, chains, inputs, outputs,
 from pycomm.parallel.styles import unfit
 
 _FEWEST = 2**16
-"""Parameters of a layer without a partner that is worth gathering its output for."""
+"""Fewest parameters of a layer without a partner for which gathering its output pays."""
 _HEADS = ("num_heads", "n_heads", "nheads", "n_head", "nhead", "heads", "num_attention_heads")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
 _ROLE = re.compile(r"(?:to_|linear_|w)?(q|k|v)(?:uery|ey|alue)?s?(?:_?(?:proj|projection|lin|linear))?", re.IGNORECASE)
@@ -111,7 +111,7 @@ class _SplitSearch:
                 self._pair([prefix + name for name, _ in run], prefix + key)
                 run = []
                 continue
-            if _FUSED.search(key):  # its three parts lie one behind the other, so that none of them is whole on a rank
+            if _FUSED.search(key):  # query, key and value are stacked, so a split would not divide each by heads
                 self.reasons[prefix + key] = "projects to query, key and value at once"
                 run = []
                 continue
@@ -120,7 +120,7 @@ class _SplitSearch:
             run.append((key, child))
 
     def _is_down(self, parent: nn.Module, run: list[tuple[str, nn.Linear]], child: nn.Linear) -> bool:
-        """Return whether ``child`` takes what the layers of ``run`` have projected to, and gives back their width."""
+        """Return whether ``child`` projects the outputs of the layers in ``run`` back to their input width."""
         roles = sorted(_role(key) for key, _ in run)
         if any(roles):
             return roles == ["k", "q", "v"] and self._heads_divide(parent, [key for key, _ in run])

@@ -1,4 +1,4 @@
-"""Models with several branches, each on a rank of its own: a detector's heads, AlexNet's two halves."""
+"""Models with several branches, one per rank: a detector's heads, AlexNet's two halves."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _COMBINATIONS = ("list", "concatenate", "sum", "own")
 
 
 class Branches(nn.Module):
-    """Branches of a model, of which each rank of a group has one, and computes only that.
+    """Branches of a model, one for each rank of a group, which computes this branch only.
 
-    All ranks of the group call it with the same inputs, and get all branches' outputs; whatever comes before and
-    after runs on all of them alike. The gradients of the inputs are summed over the branches, as in one process::
+    All ranks of the group call it with the same inputs, and get all branches' outputs; the code before and after runs
+    on all of them. The gradients of the inputs are summed over the branches, as in one process::
 
         heads = pycomm.parallel.Branches([make_classes, make_boxes], group=mesh["tp"])
         classes, boxes = heads(trunk(images))
 
-    Branches that look at each other's features in the middle have an :class:`Exchange` there. Average gradients over
-    ranks that have the same branch (``attach(..., process_group=mesh["dp"])``). Construction is collective.
+    Branches that use each other's features have an :class:`Exchange` at that point. Average gradients over the ranks
+    with the same branch (``attach(..., process_group=mesh["dp"])``). Construction is collective.
 
     Args:
-        make_branches: makes each branch, one for each rank. Every rank makes all of them, one after the other, and
-            keeps its own, so that equal seeds give the same branches as one process has.
+        make_branches: functions that make the branches, one for each rank. Every rank calls all of them in order and
+            keeps its own branch, so that equal seeds give the same branches as in one process.
         group: a group, a one-dimensional ``DeviceMesh``, or ``None`` for the default group.
         combine: "list": return all branches' outputs, of any shapes, in a tuple; "concatenate": one after the other
             along ``dim``; "sum": their sum; "own": return only this rank's, for branches with losses of their own
@@ -92,10 +92,10 @@ class Branches(nn.Module):
         return gather_along(out, dim, [shape[dim] for shape in shapes], self._group)
 
     def _own_output(self, inputs: Sequence[Any]) -> tuple[Any, list[int], str]:
-        """Return what this rank's branch makes of ``inputs``, dtype and shape of it as numbers, and the inputs' form.
+        """Return this rank's output for ``inputs``, its dtype and shape as numbers, and a description of the inputs.
 
         Raises:
-            TypeError, ValueError: that cannot be combined. Branches raise errors of their own, too.
+            TypeError, ValueError: the output cannot be combined. Branches raise errors of their own, too.
         """
         shared = [copy_to_group(x, self._group) if _has_gradient(x) else x for x in inputs]
         (branch,) = self.own.values()
@@ -126,7 +126,7 @@ class Branches(nn.Module):
 
 
 class Exchange(nn.Module):
-    """Point in the middle of branches where each gets the features of all, as in the third layer of AlexNet.
+    """Layer inside branches that gives each of them the features of all, as before AlexNet's third layer.
 
     Krizhevsky et al., "ImageNet classification with deep convolutional neural networks" (2012), section 3.5. The
     branches concatenate their tensors along ``dim``, in the order of ranks; the gradients of all go back to
@@ -151,7 +151,7 @@ class Exchange(nn.Module):
 
 
 def _form_of(inputs: Sequence[Any]) -> str:
-    """Return what ranks must have alike of ``inputs``: otherwise some would wait in backward, and others not."""
+    """Describe ``inputs``; if ranks differed in this, some would wait in backward and others not."""
     return ", ".join(_form(x) if isinstance(x, torch.Tensor) else "no tensor" for x in inputs)
 
 

@@ -1,4 +1,4 @@
-"""Chains of layers: what runs after what, where the model's structure proves it, and what stays split in between."""
+"""Chains of layers whose order the model's structure proves, and layouts of tensors between split layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from pycomm.torch_internals import children_of
 
 Chain = list[tuple[str, nn.Module]]
-"""Modules with their names, each of which gets the output of the one before, and nothing else does."""
+"""Modules with their names. The output of each goes to the next module, and nowhere else."""
 
 ELEMENTWISE = (
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid),
@@ -33,16 +33,16 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 WHOLE = "whole"
 """Plain tensors with everything in them, equal on all ranks."""
 PART = "part"
-"""Plain tensors with this rank's features or channels: only where the structure proves what becomes of them."""
+"""Plain tensors with this rank's features or channels, used only where the structure proves their next use."""
 SHARDED = "sharded"
-"""DTensors, which know how they are split: operations on them mean what they mean on the whole tensor, or raise."""
+"""DTensors: operations on them compute the same as on the whole tensor, or raise."""
 
 
 def chains(model: nn.Module) -> list[Chain]:
     """Return the chains of ``model``: its outermost plain ``nn.Sequential`` containers, with those inside flattened.
 
-    Containers of other classes, or with hooks, or that are used twice, may run their parts in any way: they are
-    links of a chain, and may hold chains of their own.
+    Containers of other classes, or used twice, may run their parts in any order: they are single links of a chain, and
+    may hold chains of their own.
     """
     uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     found: list[Chain] = []

@@ -21,20 +21,19 @@ _OTHERWISE_IN_TRAINING = (
 def cut(
     model: nn.Module, stages: Sequence[Sequence[str]], example: torch.Tensor | tuple[torch.Tensor, ...] | None = None
 ) -> list[nn.Module]:
-    """Cut ``model`` into stages, which share its parameters and, run one after the other, compute what it does.
+    """Cut ``model`` into stages. They share its parameters, and in sequence compute the same as the model.
 
-    An ``nn.Sequential``, also one with others inside, is cut by its structure: each stage is made of the model's own
-    modules. Any other model is traced by ``torch.export`` with ``example``, which follows the tensors through
-    its ``forward``: one that a later stage than the next needs (a skip connection) is passed through the stages
-    between.
+    An ``nn.Sequential``, also a nested one, is cut by its structure: the stages consist of the model's own modules. Any
+    other model is traced by ``torch.export`` with ``example``. A tensor for a later stage than the next (a skip
+    connection) is passed through the stages between.
 
     Args:
         model: the model.
         stages: for each stage, the names of its modules, such as ``[["embedding", "blocks.0"], ["blocks.1", "head"]]``.
             Of a traced model only the first name of each stage counts: there the stage begins.
-        example: inputs of one microbatch, for a model that is no ``nn.Sequential``. What dropout and batch norms do is
-            traced as in the model's present mode, training or evaluation, and stays so: ``train()`` and ``eval()`` to
-            the other mode are a RuntimeError, if the model has such modules.
+        example: inputs of one microbatch, for a model that is not an ``nn.Sequential``. Tracing fixes the behaviour of
+            dropout and batch norms in the model's present mode, training or evaluation. With such modules, a later
+            ``train()`` or ``eval()`` to the other mode raises a RuntimeError.
 
     Returns:
         A module per stage. In those of an ``nn.Sequential`` parameters have the names that they have in the model.
@@ -64,7 +63,7 @@ def require_parameters_apart(stages: Mapping[int, nn.Module]) -> None:
     for number, module in stages.items():
         named = list(module.named_parameters())
         if not named:
-            raise ValueError(f"stage {number} has no parameters, wanted stages that learn: join it to a neighbour")
+            raise ValueError(f"stage {number} has no parameters, wanted some in each stage: join it to a neighbour")
         for name, parameter in named:
             other = owners.setdefault(id(parameter), number)
             if other != number:
@@ -75,7 +74,7 @@ def require_parameters_apart(stages: Mapping[int, nn.Module]) -> None:
 
 
 def _leaves(module: nn.Module, prefix: str) -> Iterator[str]:
-    """Iterate over the names of what runs one after the other, containers opened."""
+    """Yield the names of the modules in the order in which they run, with nested containers expanded."""
     if not isinstance(module, nn.Sequential):
         yield prefix
         return
@@ -107,7 +106,7 @@ def _by_structure(model: nn.Sequential, stages: Sequence[Sequence[str]]) -> list
 
 
 def _nested(model: nn.Sequential, names: Sequence[str]) -> nn.Sequential:
-    """Return a Sequential of the modules ``names``, nested as in ``model``, so that names stay what they are."""
+    """Return a Sequential of the modules ``names``, nested as in ``model``, so that names stay the same."""
     children: OrderedDict[str, nn.Module] = OrderedDict()
     for first in dict.fromkeys(name.split(".")[0] for name in names):
         child = model.get_submodule(first)
@@ -151,7 +150,7 @@ def _require_untied(model: nn.Module) -> None:
 
 
 def _flow(graph: Any) -> tuple[list[Value], list[list[tuple[str | None, Value]]], list[list[Value]]]:
-    """Return the inputs of a traced model, and what each of its stages takes and gives."""
+    """Return the inputs of a traced model, and the inputs and outputs of each stage."""
     value_of: dict[Any, Value] = {}
     inputs: list[Value] = []
     takes: list[list[tuple[str | None, Value]]] = []

@@ -34,19 +34,18 @@ class ExpertsOutput(NamedTuple):
 
 
 class Experts(nn.Module):
-    """Mixture of experts, split over the ranks of a group: each has as many of the experts.
+    """Mixture of experts, split evenly over the ranks of a group.
 
     The layer of Shazeer et al. (arXiv:1701.06538) with the gate of Lepikhin et al., "GShard" (arXiv:2006.16668, section
-    2.2): softmax over all experts, of which a token goes to the best ``top_k``; an expert takes at most
-    ``capacity_factor`` times its fair share of all ranks' tokens, in the order of choices, ranks and tokens, and what
-    finds no room contributes zero. The auxiliary loss is that of Fedus et al., "Switch Transformers"
-    (arXiv:2101.03961, section 2.2): experts x sum over experts of (fraction of first choices x mean probability),
-    which is 1 if all is even. Tokens travel by two uneven all-to-alls; each rank may have any number of them.
+    2.2): a softmax over all experts; each token goes to the best ``top_k``. An expert takes at most ``capacity_factor``
+    times its fair share of all ranks' tokens, in the order of choices, ranks and tokens; the other tokens contribute
+    zero. The auxiliary loss is that of Fedus et al., "Switch Transformers" (arXiv:2101.03961, section 2.2): experts x
+    sum over experts of (fraction of first choices x mean probability), which is 1 for an even distribution. Tokens
+    travel by two uneven all-to-alls; each rank may have any number of them.
 
-    The result is that of one process with all experts and all tokens, however many ranks there are. Construction is
-    collective over the group, and so is each call. The ranks of the group have different data, so the group
-    belongs to data parallelism, too: average the gradients of the experts over the ranks that have the same ones,
-    and of everything else over all ranks::
+    The result is that of one process with all experts and all tokens, for any number of ranks. Construction and calls
+    are collective over the group. The ranks of the group have different data. So average the gradients of experts over
+    the ranks with the same experts, and all other gradients over all ranks::
 
         mesh = pycomm.parallel.mesh(dp=2, ep=2)
         dense, experts = pycomm.parallel.parameters_by_group(model)        # names and parameters
@@ -57,19 +56,19 @@ class Experts(nn.Module):
         pycomm.attach(second, experts, process_group=mesh["dp"])
 
     Args:
-        make_expert: makes an expert, which maps ``(tokens, width)`` to ``(tokens, features)``, each token by itself; no
-            tokens too. Every rank makes all experts one after the other and keeps its own, so that equal seeds
-            give the same experts on any number of ranks.
+        make_expert: returns a new expert, which maps ``(tokens, width)`` to ``(tokens, features)``, each token
+            independently; there may be no tokens. Every rank makes all experts in order and keeps its own, so that
+            equal seeds give the same experts on any number of ranks.
         experts: number of experts of all ranks together, a multiple of the number of ranks.
         width: features of a token.
         group: a group, a one-dimensional ``DeviceMesh`` (``mesh["ep"]``), or ``None`` for the default group.
         top_k: number of experts for each token.
-        capacity_factor: how many times its fair share an expert takes; ``None`` for all that come.
-        average: whether experts' gradients are divided by the number of ranks of the group, as an average over ranks
-            divides those of other parameters; otherwise they are of the sum of the ranks' losses.
+        capacity_factor: limit of an expert's tokens, in multiples of its fair share; ``None`` for no limit.
+        average: whether experts' gradients are divided by the number of ranks of the group, as those of other
+            parameters are by averaging. Otherwise they are those of the sum of the ranks' losses.
 
     Attributes:
-        gate: Linear without bias that gives the logits; all ranks' have to be equal (``attach`` sees to it).
+        gate: Linear without bias that gives the logits; must be equal on all ranks (``attach`` ensures this).
         own: this rank's experts, by their numbers among all.
 
     Raises:
@@ -137,7 +136,7 @@ class Experts(nn.Module):
         return f"experts={self.num_experts}, top_k={self.top_k}, capacity_factor={self.capacity_factor}"
 
     def _chosen(self, x: Any) -> tuple[torch.Tensor, Choices, list[int]]:
-        """Return the tokens in ``x``, what the gate chooses for them, and how many, and how many for each expert.
+        """Return the tokens in ``x``, the gate's choices, and the numbers of tokens: of all, and of each expert.
 
         Raises:
             TypeError, ValueError: ``x`` is no tensor of tokens. The gate raises other errors, of a wrong dtype too.
@@ -165,11 +164,11 @@ class Experts(nn.Module):
         return made[0], made[1], rows
 
     def _compute(self, received: torch.Tensor, way: TokenRoute) -> torch.Tensor:
-        """Return what this rank's experts make of the tokens that it has received, in their order."""
+        """Return the outputs of this rank's experts for the received tokens, in their order."""
         by_expert = way.by_expert.to(received.device)
         size = self._group.size() if self.average else 1
-        # The gradients that come back are of all ranks' losses: divided for the experts' own parameters, then
-        # multiplied again for what goes on to the tokens.
+        # The gradients are of the sum of all ranks' losses: they are divided for the experts' own parameters, and
+        # multiplied again on their way to the tokens.
         parts = torch.split(_scale_gradient(received.index_select(0, by_expert), size), way.rows)
         made = [expert(part) for expert, part in zip(self.own.values(), parts, strict=True)]
         for number, each, part in zip(self.own, made, parts, strict=True):

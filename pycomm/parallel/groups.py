@@ -1,9 +1,9 @@
-"""Groups that a mesh stands for, and the agreement of their ranks."""
+"""Process groups of a mesh, and agreement of their ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pycomm.agreement import Words, agreed
 from pycomm.backend.process_group import PycommProcessGroup
-from pycomm.errors import CommError, attempt, text_of
+from pycomm.errors import attempt, text_of
 from pycomm.torch_internals import backend_of
 from pycomm.transport.own_group import group_of
 
@@ -23,7 +23,7 @@ _WORDS = Words(differ="the ranks would not {what} alike: rank 0 has {there!r}, r
 
 
 def group_along(mesh: GroupLike, dimension: str) -> dist.ProcessGroup:
-    """Return the group of ``mesh`` along ``dimension``, of a mesh of one dimension, or itself if it is a group.
+    """Return the group of ``mesh`` along ``dimension``; of a one-dimensional mesh or a group, its only group.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
@@ -40,7 +40,7 @@ def group_along(mesh: GroupLike, dimension: str) -> dist.ProcessGroup:
 
 
 def cpu_or(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Return the CPU if ``group`` takes tensors in its memory, so that no GPU is waited for; else ``device``."""
+    """Return the CPU if ``group`` supports it, so that no GPU is waited for; else ``device``."""
     return torch.device("cpu") if "cpu:" in str(dist.get_backend_config(group)) else device
 
 
@@ -81,23 +81,15 @@ def agree(
     return agreed(gather, outcome, what, lambda made: {"": lines(made)}, _WORDS)
 
 
-def refuse(group: dist.ProcessGroup, error: Exception) -> NoReturn:
-    """Raise ``error``, which this rank has in the place of the next collective of ``group``, once others know of it.
+def reporting(group: dist.ProcessGroup, make: Callable[[], _T]) -> _T:
+    """Return the result of ``make``, which calls no collective.
 
-    They do on the backend "pycomm", where this stands in for the collective that they call.
-    """
-    backend = None if isinstance(error, CommError) else backend_of(group, torch.device("cpu"))
-    if isinstance(backend, PycommProcessGroup):
-        backend.engine.channel.refuse(text_of(error))
-    raise error
-
-
-def told(group: dist.ProcessGroup, make: Callable[[], _T]) -> _T:
-    """Return what ``make`` makes; if it raises, so does the next collective of ``group`` on the other ranks.
-
-    As far as :func:`refuse` can bring that about. ``make`` calls no collective itself.
+    If it raises on the backend "pycomm", the next collective of ``group`` raises on the other ranks.
     """
     made = attempt(make)
     if isinstance(made, Exception):
-        refuse(group, made)
+        backend = backend_of(group, torch.device("cpu"))
+        if isinstance(backend, PycommProcessGroup):
+            backend.engine.channel.refuse(text_of(made))
+        raise made
     return made

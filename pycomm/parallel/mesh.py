@@ -1,4 +1,4 @@
-"""Meshes of devices: which rank is which part of the model, so that what talks most stays inside a host."""
+"""Meshes of devices: placement of the ranks, so that most communication stays inside hosts."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from pycomm.transport.rendezvous import host_identity
 
 @dataclass(frozen=True)
 class _MeshRequest:
-    """What a rank asks for: sizes by dimension, outermost first."""
+    """Checked arguments of :func:`mesh`, with sizes by dimension, outermost first."""
 
     sizes: tuple[tuple[str, int], ...]
     device_type: str
     tp_between_hosts: bool
 
     def lines(self) -> list[str]:
-        """Return what all ranks must ask for alike."""
+        """Return what must be the same on all ranks."""
         sizes = ", ".join(f"{name} = {size}" for name, size in self.sizes)
         return [sizes, self.device_type, f"tp_between_hosts = {self.tp_between_hosts}"]
 
@@ -46,9 +46,9 @@ def mesh(
     """Return a mesh over all ranks of the default group, with the dimensions that were given.
 
     Collective over all ranks. The dimensions are ordered pp, dp, ep, tp from the outermost to the innermost,
-    whatever the order of the arguments, and each has groups on the default group's backend. Ranks are placed
-    host by host, so that the ranks of a tp group share a host, and those of an ep group do wherever hosts have
-    room for whole groups: the layers that tp splits talk several times in each, stages and replicas once a step.
+    whatever the order of the arguments, and each has groups on the default group's backend. Ranks are placed host by
+    host, so that the ranks of a tp group share a host, and those of an ep group do if hosts have room for whole groups.
+    For split layers communicate several times each, stages and replicas once per step.
 
         mesh = pycomm.parallel.mesh(dp=2, tp=2)
         pycomm.parallel.split(model, mesh, "auto")
@@ -91,8 +91,8 @@ def place(hosts: Sequence[str], tp: int, tp_between_hosts: bool = False) -> list
 
     Args:
         hosts: host of each rank; equal texts are the same host.
-        tp: number of neighbours that have to be on one host.
-        tp_between_hosts: whether they need not, if that is impossible.
+        tp: number of neighbours that must be on one host.
+        tp_between_hosts: whether they may be on several hosts if that is impossible.
 
     Raises:
         ValueError: a host has no multiple of ``tp`` ranks.
@@ -106,7 +106,7 @@ def place(hosts: Sequence[str], tp: int, tp_between_hosts: bool = False) -> list
             f"tp is {tp}, but hosts have {', '.join(map(str, sizes))} ranks: wanted multiples of tp, so that each "
             "split layer stays inside a host (tp_between_hosts=True allows otherwise)"
         )
-    # Whole groups first: what hosts have left over lies together at the end, and cuts no other group in two.
+    # Whole groups first: the hosts' remaining ranks come last, so that they split no other group.
     whole = [ranks[: len(ranks) // tp * tp] for ranks in by_host.values()]
     left_over = [ranks[len(ranks) // tp * tp :] for ranks in by_host.values()]
     return list(itertools.chain(*whole, *left_over))
@@ -148,7 +148,7 @@ def _rows(mesh: Any, dimensions: Sequence[str]) -> list[list[int]]:
 
 
 def _checked(sizes: dict[str, int | None], device_type: str | None, between: bool) -> _MeshRequest:
-    """Return this rank's request. Raises TypeError or ValueError if it cannot be."""
+    """Return this rank's request. Raise TypeError or ValueError if an argument is wrong."""
     given = tuple((name, count(name, sizes[name], 1)) for name in DIMENSIONS if sizes[name] is not None)
     if not given:
         raise ValueError(f"no dimension was given, wanted some of {', '.join(DIMENSIONS)}")

@@ -1,4 +1,4 @@
-"""Pipelines: stages of a model on different ranks, run by torch's runtime in the order of a table that was proven."""
+"""Pipelines: stages of a model on different ranks, run by torch's runtime in the order of a verified table."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from pycomm.transport.own_group import OWN, PYCOMM, destroy_group, found_group
 
 
 class Pipeline:
-    """Pipeline: stages of a model on the ranks of a group, which work on microbatches in the order of a table.
+    """Pipeline of a model's stages on the ranks of a group, which process microbatches in the order of a table.
 
         stages = [nn.Sequential(...), nn.Sequential(...)]
         pipeline = pycomm.parallel.Pipeline(stages, mesh["pp"], "one_f_one_b", microbatches=8, loss=loss_fn)
@@ -42,24 +42,24 @@ class Pipeline:
 
     Before anything is sent, the table is proven on every rank (:func:`pycomm.schedule.pipeline.verify`): every
     microbatch passes every stage once, in order, and the sends and receives cannot wait for each other in a circle.
-    torch's runtime executes it. Messages carry tags, so each is received for what it is in whatever order it comes,
-    and are buffered by the backend "pycomm": a rank that sends goes on at once.
+    torch's runtime executes it. Messages have tags, so that they may arrive in any order, and the backend "pycomm"
+    buffers them: a rank that sends continues at once.
 
     Gradients are those of the mean of the microbatches' losses. With :func:`pycomm.attach` they are averaged over the
-    data-parallel group once, when all microbatches are through; ``Reducer.clip_grad_norm`` clips by the norm over all
-    stages, and if a gradient is not finite on one of them, scalers skip the step on all. A loss scale belongs into
-    ``loss``, whose result is then scaled, too.
+    data-parallel group once, after all microbatches; ``Reducer.clip_grad_norm`` clips by the norm over all stages, and
+    if a gradient is not finite on one of them, scalers skip the step on all. Apply a loss scale inside ``loss``, whose
+    result is then scaled, too.
 
     Args:
-        stages: modules of all stages, of which this rank keeps its own; or only its own, by their numbers. A module
-            takes the output of the one before it.
+        stages: modules of all stages, of which this rank keeps its own; or a mapping with this rank's modules by stage
+            number. The input of a module is the output of the one before it.
         mesh: mesh with a dimension "pp", or of one dimension; a process group; ``None`` for the default group.
         schedule: name of a table in :mod:`pycomm.schedule.pipeline`, or a table.
         microbatches: number of parts of a batch; the batch must divide by it. Not needed with a table.
         loss: function of the last stage's output and the targets of a microbatch; its result is the mean loss.
             ``None``: only :meth:`evaluate` can be used.
-        skips: tensors that a stage gives to a later one than the next: ``("features", 0, 3)``. The module of stage 0
-            then returns ``(output, {"features": tensor})``, and that of stage 3 is called with ``features=tensor``.
+        skips: skip connections to later stages than the next: ``("features", 0, 3)``. The module of stage 0 then
+            returns ``(output, {"features": tensor})``, and that of stage 3 is called with ``features=tensor``.
 
     Attributes:
         table: the table.
@@ -67,10 +67,11 @@ class Pipeline:
         module: the same as one module, for the optimizer, ``attach`` and checkpoints.
 
     Raises:
-        ValueError: on every rank: ranks ask for different pipelines; the table is wrong or cannot be had for so many
+        ValueError: on every rank: the ranks' arguments differ; the table is wrong or does not exist for this number of
             stages; a stage has no parameters, shares one with another stage, or is missing; a skip goes backward, or
             two stages give the same tensor.
-        TypeError: on every rank: a stage is no module, ``schedule`` neither a name nor a table, ``loss`` no function.
+        TypeError: on every rank: a stage is not a module, ``schedule`` neither a name nor a table, or ``loss`` not a
+            function.
         RuntimeError: torch.distributed is not initialised.
     """
 
@@ -129,8 +130,8 @@ class Pipeline:
         """Run a batch forward and backward; gradients are in ``.grad`` when this returns.
 
         Every rank calls it for every batch, then ``optimizer.step()``, in place of ``model(x)``, ``loss(...)`` and
-        ``loss.backward()``. Only the rank with the last stage knows the loss: it logs it, or tells the others with a
-        collective of its own. What this returns has no graph: there is nothing to call ``backward()`` on.
+        ``loss.backward()``. Only the rank with the last stage knows the loss; to share it, call a collective. The
+        returned loss has no graph.
 
         Args:
             inputs: the batch, ``[batch, ...]``, used by the rank with the first stage; other ranks may leave it out.
@@ -143,8 +144,8 @@ class Pipeline:
             ValueError: on every rank: a batch does not divide by the microbatches, is no tensor, or is missing where it
                 is needed; inputs and targets differ in length; an averaged gradient of the last step is still there.
             RuntimeError: the pipeline has no loss.
-            CommError: another rank has failed. If one fails in its last backward pass, those that have ended the step
-                do not hear of it. The next call begins anew on all ranks; gradients are as before this one.
+            CommError: another rank has failed. Ranks that had already ended the step get no error. The next call
+                restarts the pipeline on all ranks; gradients are as before this call.
         """
         if self._prepared.loss is None:
             raise RuntimeError("this pipeline has no loss, wanted one for step(): Pipeline(..., loss=function)")
@@ -177,7 +178,7 @@ class Pipeline:
         except Exception as error:
             outcome = error
         (failed,) = self._any(isinstance(outcome, Exception))
-        if failed:  # stages before the one that has failed have ended well
+        if failed:  # also on ranks whose own stages succeeded
             agree(self._group, outcome, "evaluate this batch")
         return outcome
 
@@ -205,10 +206,9 @@ class Pipeline:
         return ""
 
     def _agree_on(self, problem_of: Callable[[], str], inputs: tuple[torch.Tensor, ...]) -> None:
-        """Raise ValueError on every rank if one has a problem: the others would wait for what it does not send.
+        """Raise ValueError on every rank if one has a problem, as the others would wait for its messages.
 
-        Otherwise begin anew if a step of any rank has ended with an error, or prepare all ranks for other shapes than
-        those of the last batch, if one sees such.
+        Otherwise restart if a step of any rank has failed, or reset the shapes if they have changed on any rank.
         """
         if self._ended_by and not self._messages.can_end:
             raise RuntimeError(
@@ -236,7 +236,7 @@ class Pipeline:
 
     @contextlib.contextmanager
     def _ending(self) -> Iterator[None]:
-        """Tell the others of an error, after which messages of the step may still be under way."""
+        """Report an error inside to the other ranks. Messages of the step may still be under way then."""
         try:
             yield
         except BaseException as error:
@@ -246,7 +246,7 @@ class Pipeline:
 
 
 class _Prepared:
-    """What a rank has checked by itself, before the ranks agree."""
+    """Arguments of a pipeline, checked on this rank, before the ranks agree."""
 
     def __init__(
         self,
@@ -279,7 +279,7 @@ class _Prepared:
     def _table_for(self, ranks: int, schedule: str | tables.Pipeline, microbatches: int | None) -> tables.Pipeline:
         if isinstance(schedule, str):
             if microbatches is None:
-                raise ValueError("microbatches is missing: in how many parts does a batch go through?")
+                raise ValueError("microbatches is missing, wanted the number of parts of a batch")
             if schedule == "interleaved" and self._whole is not None:
                 schedule = f"interleaved({self._whole // ranks})"
             table = tables.by_name(schedule, ranks, microbatches)
@@ -303,36 +303,32 @@ class _Prepared:
         return module if self._routes is None else Routed(module, self._routes[number], number)
 
     def lines(self) -> list[str]:
-        """Return what all ranks must have alike."""
+        """Return what must be the same on all ranks."""
         return [*tables.to_csv(self.table).splitlines(), f"skips: {self._skips}", f"loss: {self.loss is not None}"]
 
 
 def _cells_of(table: tables.Pipeline, rank: int) -> list[tuple[int, str, int]]:
-    """Return what ``rank`` does, in order, as torch's runtime takes it."""
+    """Return the actions of ``rank``, in order, in the form of torch's runtime."""
     return [(action.stage, LETTERS[action.kind], action.microbatch) for action in table.program(rank)]
 
 
 class _TaggedStage(QuietStage):
-    """Stage whose messages say what they are: which way they go, the stage they are for, and the microbatch.
+    """Stage whose messages have a tag for their direction, the stage they are for, and the microbatch.
 
-    torch tells messages between two ranks apart by their order alone, so that a table whose sends and receives are
-    not in the same order hands a stage another one's tensor. With tags the order does not matter.
+    torch matches messages between two ranks by their order alone. Without tags, a table that sends and receives in
+    different orders would give a stage another one's tensor.
     """
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the receives of the activations of a microbatch."""
         return self._tagged(super().get_fwd_recv_ops(fwd_chunk_id), 0, self.stage_index, fwd_chunk_id)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the sends of the activations of a microbatch."""
         return self._tagged(super().get_fwd_send_ops(fwd_chunk_id), 0, self.stage_index + 1, fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the receives of the gradients of a microbatch."""
         return self._tagged(super().get_bwd_recv_ops(bwd_chunk_id), 1, self.stage_index, bwd_chunk_id)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the sends of the gradients of a microbatch."""
         return self._tagged(super().get_bwd_send_ops(bwd_chunk_id), 1, self.stage_index - 1, bwd_chunk_id)
 
     def _tagged(self, operations: list[dist.P2POp], way: int, stage: int, microbatch: int) -> list[dist.P2POp]:
@@ -343,14 +339,14 @@ class _TaggedStage(QuietStage):
 
 
 class _OwnMessages:
-    """Group for messages between the ranks of ``users``. Collective.
+    """Group for messages between the ranks of the user's group. Collective.
 
-    Where messages are pycomm's, that is another group of the same ranks: what a failed step has sent and nobody has
-    received is lost with it, and ranks that wait are told of its end. On other backends it is ``users`` itself.
+    On the backend "pycomm" it is a new group: ending it after a failed step drops unreceived messages, and raises an
+    error on ranks that wait. On other backends it is the user's group.
 
     Attributes:
         group: the group.
-        can_end: whether it is another one, so that :meth:`end` ends it.
+        can_end: whether it is a new group, which :meth:`end` ends.
     """
 
     def __init__(self, users: dist.ProcessGroup) -> None:
@@ -365,7 +361,7 @@ class _OwnMessages:
         self._finalizer = weakref.finalize(self, _destroy, self.group)
 
     def end(self, reason: str) -> None:
-        """Tell ranks that wait for messages of this one the ``reason``, and send and receive no more."""
+        """End the messages, and report the ``reason`` to ranks that wait for this one."""
         if self.can_end:
             backend = backend_of(self.group, torch.device("cpu"))
             backend.abort(reason)
@@ -384,19 +380,18 @@ def _left_over(module: nn.Module) -> str:
         return ""
     return (
         "a parameter has a gradient from an earlier step: call optimizer.zero_grad() first, with set_to_none=True. "
-        "attach(accumulate=...) is not for pipelines: microbatches are what is accumulated"
+        "attach(accumulate=...) is not for pipelines, which accumulate over microbatches"
     )
 
 
 @contextlib.contextmanager
 def _averaged_once(module: nn.Module) -> Iterator[None]:
-    """Average the gradients of ``module`` once, at the end, however many backward passes run inside.
+    """Average the gradients of ``module`` once, at the end, for any number of backward passes inside.
 
-    A pipeline runs a backward pass per stage and microbatch, and with a table that splits the weights' gradients off,
-    torch stores these without autograd's hooks. So the passes inside are this rank's own, and what they leave is
-    handed to autograd again in one pass at the end, which :func:`pycomm.attach` sees as any other. Gradients that were
-    there before are set aside meanwhile, as torch divides whatever it finds by the number of microbatches. After an
-    error they are what they were.
+    A pipeline runs a backward pass per stage and microbatch. Tables that compute weights' gradients separately even
+    bypass autograd's hooks. So averaging is paused inside; at the end the resulting gradients go through autograd in
+    one pass, which :func:`pycomm.attach` sees as any other. Earlier gradients are set aside meanwhile, as torch divides
+    all gradients by the number of microbatches. After an error they are restored.
     """
     parameters = [p for p in module.parameters() if p.requires_grad]
     reducers = attached_to(parameters)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -29,14 +30,14 @@ _SHAPE = {
     "sharded_optimizer?": bool,
     "compression?": OneOf(None, str),
 }
-"""Of the JSON; what is wrong with a field that has this shape is found when the plan is made."""
+"""Shape of the JSON. The plan's constructor checks the values."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Plan that says how a model is split over devices: ``pycomm plan`` writes it, and ``split`` takes it.
+    """Plan of a model's split over devices, written by ``pycomm plan``. ``split`` takes it and applies ``split``.
 
-    What else is in it is for the script to do: ``mesh(**plan.mesh)``, ``cut(model, plan.stages)``, and so on.
+    The script applies the other fields: ``mesh(**plan.mesh)``, ``cut(model, plan.stages)``, and so on.
 
     Attributes:
         mesh: size of each dimension of ``DIMENSIONS`` that is in use, such as ``{"pp": 2, "dp": 2}``.
@@ -84,10 +85,7 @@ class Plan:
     @property
     def devices(self) -> int:
         """Number of devices: the product of the mesh's sizes."""
-        product = 1
-        for size in self.mesh.values():
-            product *= size
-        return product
+        return math.prod(self.mesh.values())
 
     def to_json(self) -> str:
         """Return the plan as a JSON object, which :meth:`from_json` reads."""

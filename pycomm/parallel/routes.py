@@ -1,9 +1,8 @@
 """Routes of tensors between the stages of a pipeline, skip connections among them.
 
-torch's runtime passes the outputs of a stage to the next one, and to no other. A tensor for a later stage, such as
-one that stage 0 gives to stage 3, therefore travels through the stages between, which hand it on untouched; so does
-its gradient, on the way back. Each hop is one more message, which is how :func:`pycomm.schedule.pipeline.verify` and
-``simulate`` count it.
+torch's runtime passes the outputs of a stage to the next one only. A tensor for a later stage, such as one from stage 0
+to stage 3, therefore travels through the stages between, which pass it on unchanged, and so does its gradient. Each hop
+is a message, as :func:`pycomm.schedule.pipeline.verify` and ``simulate`` count it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ Skip = tuple[str, int, int]
 """Skip connection: the name of a tensor, the stage that gives it, and one that takes it."""
 
 Value = tuple[int, str]
-"""Name of a tensor that travels: the stage that gives it (-1 for an input of the whole model), and its name there."""
+"""Name of a tensor between stages: the stage that gives it (-1 for an input of the model), and its name there."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ def chain(num_stages: int, skips: Iterable[Skip]) -> list[Route]:
 
 
 class Routed(nn.Module):
-    """Stage that takes what its module needs out of the tensors that pass through, and adds what it gives.
+    """Stage that selects its module's inputs from the tensors that pass through, and adds the module's outputs.
 
     Args:
         module: the stage's own module. If it gives skips, it returns ``(output, {name: tensor})``.
@@ -146,7 +145,7 @@ class Routed(nn.Module):
         if not route.outgoing:
             return result
         given = self._named(result)
-        # What is handed on is a copy: torch detaches a stage's outputs in place, which neither inputs nor views allow.
+        # Pass on copies: torch detaches a stage's outputs in place, which fails for inputs and views.
         out = tuple(given[v] if v in given else passing[v].clone() for v in route.outgoing)
         return out if len(out) > 1 else out[0]
 

@@ -1,4 +1,4 @@
-"""Routing of tokens to experts: which go where, and which find no room. Arithmetic on counts, without communication."""
+"""Routing of tokens to experts with limited capacity: arithmetic on counts, without communication."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class Choices(NamedTuple):
-    """What the gate has chosen for this rank's T tokens.
+    """The gate's choices for this rank's T tokens.
 
     Attributes:
         experts: int64 of shape (T, k): each token's experts, the most probable first; of equals the lowest.
@@ -50,10 +50,10 @@ def capacity_of(tokens: int, top_k: int, experts: int, factor: float | None) -> 
 
 @dataclass(frozen=True)
 class TokenRoute:
-    """Way of this rank's tokens to the experts' ranks, and of theirs to its own experts.
+    """Route of this rank's tokens to the experts' ranks, and of other ranks' tokens to its own experts.
 
     Attributes:
-        places: indices into this rank's choices, flattened choice by choice, that find room, in the order in which
+        places: indices of accepted choices in this rank's choices, flattened choice by choice, in the order in which
             they are sent: by expert.
         sends: number of rows for each rank.
         receives: number of rows from each rank.

@@ -35,10 +35,10 @@ def split(
 ) -> _Model:
     """Split layers of ``model`` over the ranks of ``mesh["tp"]``, in place, and return it.
 
-    Collective over these ranks, which all have to have a model of the same structure; they end with the first one's
-    parameters and buffers, each rank with its part of those that are split, as DTensors. The model takes and
-    returns the same plain tensors as before, equal on all of these ranks, and computes the same; whatever
-    is not split runs on all of them alike (so dropout requires equal random seeds there).
+    Collective over these ranks, whose models must have the same structure. All get the first rank's parameters and
+    buffers; split parameters become DTensors with this rank's part. The model takes and returns the same plain tensors
+    as before, equal on all of these ranks, and computes the same. Layers that are not split run on all of these ranks
+    (so dropout requires equal random seeds there).
 
         pycomm.parallel.split(model, mesh, {"blocks.*.up": "columns", "blocks.*.down": "rows"})
 
@@ -93,7 +93,7 @@ def split(
 
 
 def _lines(model: nn.Module, styles: Styles) -> dict[str, list[str]]:
-    """Return what the ranks must have in common."""
+    """Return what must be the same on all ranks."""
     params = [*model.named_parameters(), *model.named_buffers()]
     return {
         "style": [f"{name}: {style}" for name, style in sorted(styles.items())],

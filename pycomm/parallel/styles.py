@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 
 from pycomm.parallel.chains import CONVOLUTIONS, PART, SHARDED, outputs
 from pycomm.parallel.functional import copy_to_group, gather_from_group, reduce_from_group, scatter_to_group
-from pycomm.parallel.groups import told
+from pycomm.parallel.groups import reporting
 from pycomm.torch_internals import convolve
 
 NORMS = (nn.LayerNorm, nn.RMSNorm)
@@ -88,10 +88,10 @@ class _Split(ParallelStyle):
 
 
 class _Columns:
-    """Layer of which this rank computes its part of the outputs."""
+    """Layer that computes this rank's part of the outputs."""
 
     layout: str
-    """What becomes of the output."""
+    """Layout of the output."""
     weight: Any
     bias: Any
 
@@ -100,7 +100,7 @@ class _Columns:
         mesh = self.weight.device_mesh
         whole = x.full_tensor() if isinstance(x, DTensor) else x
         group = mesh.get_group()
-        own = told(
+        own = reporting(
             group, lambda: _computed(self, copy_to_group(whole, group), self.weight.to_local(), _local(self.bias))
         )
         if self.layout == PART:
@@ -111,10 +111,10 @@ class _Columns:
 
 
 class _Rows:
-    """Layer of which this rank computes what its part of the inputs contributes to all outputs."""
+    """Layer that computes the contribution of this rank's part of the inputs to all outputs."""
 
     layout: str
-    """What the input is."""
+    """Layout of the input."""
     weight: Any
     bias: Any
 
@@ -126,8 +126,8 @@ class _Rows:
             wanted = (Shard(x.dim() - 1),)
             part = (x if x.placements == wanted else x.redistribute(mesh, wanted)).to_local()
         else:
-            part = x if self.layout == PART else told(group, lambda: scatter_to_group(x, _dim(self), group))
-        whole = reduce_from_group(told(group, lambda: _computed(self, part, self.weight.to_local(), None)), group)
+            part = x if self.layout == PART else reporting(group, lambda: scatter_to_group(x, _dim(self), group))
+        whole = reduce_from_group(reporting(group, lambda: _computed(self, part, self.weight.to_local(), None)), group)
         bias = _local(self.bias)  # added once, not by every rank
         return whole if bias is None else whole + bias.view(-1, *(1,) * (-1 - _dim(self)))
 
@@ -202,7 +202,7 @@ class _SequenceNorm:
         """Return the norm of the replicated ``x``, of shape ``(..., sequence, features)``."""
         group = self.weight.device_mesh.get_group()
         whole: Any = x.full_tensor() if isinstance(x, DTensor) else x
-        normed = told(group, lambda: self._own_part(whole, group))
+        normed = reporting(group, lambda: self._own_part(whole, group))
         return gather_from_group(normed, -2, group, even=whole.shape[-2] % group.size() == 0)
 
     def _own_part(self, whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -268,7 +268,7 @@ def unfit(model: nn.Module, name: str, style: str, devices: int) -> str:
 
 
 def padding(module: nn.Module, style: str, devices: int) -> str:
-    """Return what torch pads where the sizes of a vocabulary do not divide; an empty text if nothing."""
+    """Describe the padding of a vocabulary whose size does not divide; "" if there is none."""
     if style != "vocabulary" or _divided(module, style)[1] % devices == 0:
         return ""
     what, size = _divided(module, style)
@@ -315,9 +315,9 @@ def _divided(module: nn.Module, style: str) -> tuple[str, int]:
 
 @functools.cache
 def let_attention_be_split() -> None:
-    """Tell DTensor how ``scaled_dot_product_attention`` on the CPU may be split: by heads, or by samples.
+    """Register with DTensor that ``scaled_dot_product_attention`` on the CPU may be split by heads or by samples.
 
-    Where torch cannot be told, or tells itself, nothing changes.
+    Does nothing if this torch has no such registration or no such operator.
     """
     try:
         from torch.distributed.tensor.experimental import register_sharding

@@ -145,7 +145,7 @@ def make(options: dict[str, Any]) -> None:
         ({"every": 4, "delay": 4}, "delay=4, wanted less than every=4"),
         ({"every": 4, "delay": -1}, "delay"),
         ({"every": 4, "compression": "topk"}, "compression is 'topk'"),
-        ({"every": 4, "compression": "auto"}, "name one"),
+        ({"every": 4, "compression": "auto"}, "name a method"),
         ({"every": 4, "on_failure": "ignore"}, "on_failure is 'ignore'"),
         ({"every": 4, "other": {"delay": 1}}, "the ranks disagree: setting"),
         ({"every": 4, "dtype": torch.float16}, "parameters are torch.float16"),

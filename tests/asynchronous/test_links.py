@@ -34,7 +34,7 @@ def server_of(size: int, **options: Any) -> tuple[nn.Module, pycomm.ParameterSer
 def read_slowly(folder: str) -> bool:
     """Take so long to read that the server goes on, and the other worker pushes meanwhile; whether it was torn."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(serving, "_TO_READ", 0.5)
+        patch.setattr(serving, "_READ_LIMIT", 0.5)
         model, server = server_of(1000, checkpoint=folder)
         weight = next(model.parameters())
         if dist.get_rank() == 1:

@@ -343,7 +343,7 @@ def make(options: dict[str, Any]) -> None:
         ({"servers": 3}, "servers=3 of 3 ranks leaves none to work"),
         ({"servers": 0}, "servers"),
         ({"mode": "bulk"}, "mode is 'bulk'"),
-        ({"mode": "ssp"}, "mode is 'ssp', wanted an object that has its number, such as pycomm.StaleSynchronous(3)"),
+        ({"mode": "ssp"}, "mode is 'ssp', wanted an object with its option, such as pycomm.StaleSynchronous(3)"),
         ({"mode": "softsync"}, "such as pycomm.SoftSync(4)"),
         ({"mode": "ssp", "staleness": 0}, "staleness"),
         ({"mode": "softsync", "quorum": 0}, "quorum"),
@@ -368,6 +368,20 @@ def test_mistakes_are_told_to_all(rank_pools: Pools, options: dict[str, Any], pr
     for outcome in rank_pools(3).outcomes(make, options, timeout=TIMEOUT):
         assert isinstance(outcome.error, ValueError), outcome.trace
         assert problem in str(outcome.error)
+
+
+def serve_twice() -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    pycomm.parameter_server(optimizer, model, timeout=60).close()
+    pycomm.parameter_server(optimizer, model, timeout=60)
+
+
+def test_an_optimizer_that_has_served_before_is_refused_on_all_ranks(rank_pools: Pools) -> None:
+    """Were it found after the agreement only, workers would wait for the server and get a CommError."""
+    for outcome in rank_pools(3).outcomes(serve_twice, timeout=TIMEOUT):
+        assert isinstance(outcome.error, ValueError), outcome.trace
+        assert "the step of this SGD has already been replaced" in str(outcome.error)
 
 
 def push_before_pull() -> str:

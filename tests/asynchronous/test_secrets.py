@@ -191,7 +191,7 @@ def test_tls(monkeypatch: pytest.MonkeyPatch, certificates: Callable[[str], dict
     assert str(access).endswith("with TLS")
     listener = wire.WorkerListener("127.0.0.1", KEY, access.context(server=True))
     worker = wire.connect(listener.address, KEY, access.context(server=False))
-    assert wire.readable([], listener.bell, 10.0)[1]
+    assert wire.readable([], listener.wakeup, 10.0)[1]
     (inside,) = listener.admitted()
     big, out = torch.randn(1_000_000), torch.empty(1_000_000)
 
@@ -203,7 +203,7 @@ def test_tls(monkeypatch: pytest.MonkeyPatch, certificates: Callable[[str], dict
     sending = threading.Thread(target=send)
     sending.start()
     assert wire.receive(inside) == {"a": 1}
-    assert wire.readable([inside], listener.bell, 10.0)[0] == [inside], "what TLS has read ahead is seen"
+    assert wire.readable([inside], listener.wakeup, 10.0)[0] == [inside], "what TLS has read ahead is seen"
     assert wire.receive(inside) == {"b": 2}
     wire.receive_array(inside, out)
     sending.join()
@@ -217,7 +217,7 @@ def test_tls(monkeypatch: pytest.MonkeyPatch, certificates: Callable[[str], dict
     set_all(monkeypatch, theirs)
     with pytest.raises(OSError, match="certificate verify failed"):
         wire.connect(listener.address, KEY, authentication.Access.read().context(server=False))
-    assert not wire.readable([], listener.bell, 0.2)[1]
+    assert not wire.readable([], listener.wakeup, 0.2)[1]
     for one in (worker, inside, listener):
         one.close()
     monkeypatch.delenv(authentication.TLS[1])

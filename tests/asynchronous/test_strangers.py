@@ -40,7 +40,7 @@ def listener() -> Iterator[wire.WorkerListener]:
 def come_in(listener: wire.WorkerListener) -> None:
     """Come in as a worker of another host does, and leave."""
     with contextlib.closing(wire.connect(listener.address, KEY)) as worker:
-        assert wire.readable([], listener.bell, 10.0)[1]
+        assert wire.readable([], listener.wakeup, 10.0)[1]
         (inside,) = listener.admitted()
         wire.send(worker, hello=1)
         assert wire.receive(inside) == {"hello": 1}
@@ -56,7 +56,7 @@ def test_who_knows_the_secret_comes_in_and_nobody_else(listener: wire.WorkerList
     with pytest.raises(OSError, match="it was refused there: PYCOMM_SECRET differs"):
         wire.connect(listener.address, b"another secret")
     come_in(listener)
-    assert not wire.readable([], listener.bell, 0.0)[1]
+    assert not wire.readable([], listener.wakeup, 0.0)[1]
 
 
 def answer(behave: Callable[[socket.socket], None]) -> tuple[str, int]:
@@ -104,7 +104,7 @@ def reflect(one: socket.socket) -> None:
 def test_a_foreign_answer_is_a_failed_attempt(
     monkeypatch: pytest.MonkeyPatch, behave: Callable[[socket.socket], None], message: str
 ) -> None:
-    monkeypatch.setattr(wire, "_TO_PROVE", 0.3)
+    monkeypatch.setattr(wire, "_PROOF_LIMIT", 0.3)
     with pytest.raises(OSError, match=rf"127.0.0.1:\d+: .*({message})"):
         wire.connect(answer(behave), KEY)
 
@@ -124,7 +124,7 @@ def test_the_proof_of_a_worker_is_of_no_use_at_another_address(listener: wire.Wo
     with pytest.raises(OSError, match="it was refused there"):
         wire.connect(answer(relay), KEY)
     assert passed == [40, 64, 32]
-    assert not wire.readable([], listener.bell, 0.2)[1]
+    assert not wire.readable([], listener.wakeup, 0.2)[1]
     come_in(listener)
 
 
@@ -158,7 +158,7 @@ def test_the_kernel_tells_users_apart_on_one_host(listener: wire.WorkerListener)
         wire.connect_here(listener.name + b"-stranger")
     ours.send(b"!")
     assert os.waitpid(child, 0)[1] == 0
-    assert not wire.readable([], listener.bell, 0.2)[1]
+    assert not wire.readable([], listener.wakeup, 0.2)[1]
     ours.close()
     theirs.close()
 
@@ -190,7 +190,7 @@ def test_what_is_slow_to_prove_itself_is_turned_away(
     monkeypatch: pytest.MonkeyPatch, listener: wire.WorkerListener
 ) -> None:
     """One byte now and then does not make more time."""
-    monkeypatch.setattr(wire, "_TO_PROVE", 0.5)
+    monkeypatch.setattr(wire, "_PROOF_LIMIT", 0.5)
     with socket.create_connection(listener.address) as slow:
         slow.settimeout(10.0)
         assert len(slow.recv(40, socket.MSG_WAITALL)) == 40
@@ -322,7 +322,7 @@ def test_who_is_malformed_is_dropped_by_name_and_the_others_go_on(
                     wire.receive(connection)
             connection.close()
             until = time.monotonic() + 5.0
-            while is_known and f"worker {100 + number} is gone" not in caplog.text:
+            while is_known and f"worker {100 + number} is lost" not in caplog.text:
                 assert time.monotonic() < until
                 time.sleep(0.01)
         server.step(good, number + 1)
@@ -369,7 +369,7 @@ def test_whatever_a_worker_sends_ends_only_itself(serve: Callable[..., Server]) 
 def test_who_says_nothing_does_not_hold_up_the_end(
     serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pycomm.asynchronous.serving._TO_GREET", 0.5)
+    monkeypatch.setattr("pycomm.asynchronous.serving._HANDSHAKE", 0.5)
     server = serve(1)
     silent = wire.connect_here(server.listener.name)
     good = server.worker(1)

@@ -276,7 +276,7 @@ class TestAlone:
             scaler.update()
         assert not caught  # once
         again = pycomm.LossScaler(2.0**-10)
-        with pytest.warns(RuntimeWarning, match=r"not finite at a loss scale of 0\.00097.*this is no overflow"):
+        with pytest.warns(RuntimeWarning, match=r"not finite at a loss scale of 0\.00097.*this is not an overflow"):
             again.step(optimizer)
 
     def test_order_of_calls(self) -> None:

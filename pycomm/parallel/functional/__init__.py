@@ -1,4 +1,4 @@
-"""Collectives that autograd differentiates, each by another one.
+"""Differentiable collectives, each with another collective as its backward.
 
     y = functional.all_gather(x, dim=1, group=mesh["tp"])
     loss_of(y).backward()                     # x.grad: of the sum of all ranks' losses

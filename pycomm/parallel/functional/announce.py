@@ -1,4 +1,4 @@
-"""Announcements: what each rank is about to do, compared by all of them before anything else moves."""
+"""Announcements: each rank sends the arguments of its next collective, and all compare them before data moves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DTYPES = (
 )
 _NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce")
 MOST_DIMENSIONS = 12
-"""Most that a tensor may have which travels."""
+"""Most dimensions of a tensor that is sent."""
 _HEADER = 5  # operation, dtype, whether it needs a gradient, argument, dimensions
 
 
@@ -58,7 +58,7 @@ class Announcements(NamedTuple):
 
 
 def announce(name: str, call: Call | Exception, group: dist.ProcessGroup, device: torch.device) -> Announcements:
-    """Tell the ranks of ``group`` what this one calls, and return what they call.
+    """Exchange the calls of all ranks of ``group``, and compare them.
 
     Raises:
         TypeError, ValueError: the arguments of this rank are wrong, or those of another, or they differ.
@@ -128,10 +128,10 @@ def agreed_rows(
 
 
 def require_tensor(x: object, dim: int | None = None, *, has_values: bool = True) -> int:
-    """Return ``dim`` counted from the front; 0 if it is ``None``. ``has_values``: whether those of ``x`` are needed.
+    """Return ``dim`` counted from the front, 0 if it is ``None``. Without ``has_values``, ``x`` may be on "meta".
 
     Raises:
-        TypeError, ValueError: ``x`` is no tensor that can travel, or has no such dimension.
+        TypeError, ValueError: ``x`` is not a tensor that can be sent, or has no such dimension.
     """
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x is a {type(x).__name__}, wanted a tensor")

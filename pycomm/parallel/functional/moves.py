@@ -65,7 +65,7 @@ def summed_part(x: torch.Tensor, dim: int, lengths: Sequence[int], group: Group)
 def exchanged(x: torch.Tensor, sends: Sequence[int], receives: Sequence[int], group: Group) -> torch.Tensor:
     """Send ``sends[r]`` rows of ``x`` to rank r, and return ``receives[r]`` rows from it, in the order of ranks."""
     out = x.new_empty(sum(receives), *x.shape[1:])
-    if x.shape[1:].numel():  # whether any rows move at all is known only to all ranks together
+    if x.shape[1:].numel():  # also without rows here: other ranks may have some
         dist.all_to_all_single(out, x.contiguous(), list(receives), list(sends), group=group)
     return out
 

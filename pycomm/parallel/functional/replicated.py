@@ -1,9 +1,8 @@
-"""Functions between replicated and split tensors, for a loss that all ranks have alike.
+"""Functions between replicated and split tensors, for a loss that is the same on all ranks.
 
-Megatron-LM (Shoeybi et al., arXiv:1909.08053, section 3) puts them around the layers that are split. Gradients of
-replicated tensors are themselves replicated here, which is where they differ from the collectives of the sum of
-all ranks' losses. They announce nothing, as the ranks of a split layer run the same code; but on the backend "pycomm"
-the others hear of an error in one rank's arguments all the same.
+Megatron-LM (Shoeybi et al., arXiv:1909.08053, section 3) puts them around split layers. Unlike with the collectives of
+the sum of all ranks' losses, gradients of replicated tensors are themselves replicated. They announce nothing, as the
+ranks of a split layer run the same code; but on the backend "pycomm", the other ranks get an error in one's arguments.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import torch
 from pycomm.parallel.functional import moves
 from pycomm.parallel.functional.announce import exchange_rows, require_dim, require_tensor
 from pycomm.parallel.functional.moves import differentiable
-from pycomm.parallel.groups import GroupLike, told
+from pycomm.parallel.groups import GroupLike, reporting
 from pycomm.transport.own_group import group_of
 
 _copy = differentiable(moves.viewed, moves.summed)
@@ -24,7 +23,7 @@ gather_along = differentiable(moves.gathered, moves.own_part)
 
 
 def copy_to_group(x: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
-    """Return ``x``, of which each rank then uses something else; its backward sums their gradients.
+    """Return ``x``; its backward sums the ranks' gradients.
 
     Megatron's f: in front of a layer that is split by columns.
     """
@@ -38,7 +37,7 @@ def reduce_from_group(x: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
     Megatron's g: behind a layer that is split by rows.
     """
     ranks = group_of(group)
-    told(ranks, lambda: require_tensor(x))
+    reporting(ranks, lambda: require_tensor(x))
     return _sum(x, ranks)
 
 
@@ -60,10 +59,10 @@ def gather_from_group(x: torch.Tensor, dim: int = -1, group: GroupLike = None, *
         x: tensor of the same shape and dtype on all ranks, but for its length along ``dim``.
         dim: the dimension; counted from the end if it is negative.
         group: a group, a one-dimensional ``DeviceMesh``, or ``None`` for the default group.
-        even: whether the lengths are known to be equal, so that the ranks need not tell them to each other first.
+        even: whether the lengths are known to be equal, so that the ranks need not exchange them first.
     """
     ranks = group_of(group)
-    dim = told(ranks, lambda: require_dim(x, dim))
+    dim = reporting(ranks, lambda: require_dim(x, dim))
     lengths = [x.shape[dim]] * ranks.size()
     if not even:
         lengths = [row[0] for row in exchange_rows(torch.tensor([x.shape[dim]]), ranks, x.device)]

@@ -1,4 +1,4 @@
-"""Candidates: the ways in which a model could be trained on a number of devices, and what is asked of them."""
+"""Candidates: possible splits of a training task over a number of devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choice: all candidates of a task, priced, and the reasons of those that are refused."""
+"""Choice: prices of all candidates of a task, and reasons for refusing some."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Option:
     """Candidate that fits, with its price.
 
     Attributes:
-        averaging: seconds of a step in which gradients are averaged, those that nothing hides.
+        averaging: seconds of a step in which only gradients are averaged.
         compression: method for the gradients, one of ``pycomm.cost.planning.METHODS``, or ``None``.
         split: style of each module that is split.
     """

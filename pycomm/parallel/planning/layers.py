@@ -1,4 +1,4 @@
-"""Layers of a model as a planner sees them: bytes and work of each, and how they grow with the batch."""
+"""Layers of a model for the planner: bytes and work of each, and their growth with the batch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass, fields, replace
 
 @dataclass(frozen=True)
 class Part:
-    """Quantity of which a part is divided by the number of devices that operators are split over.
+    """Quantity with a part that is divided by the number of devices that operators are split over.
 
     Attributes:
-        whole: what every one of those devices has.
-        split: what is divided.
+        whole: part that each of those devices has.
+        split: part that is divided.
     """
 
     whole: float = 0.0

@@ -1,14 +1,13 @@
 """Prices: the memory of every device and the seconds of a step, for one candidate.
 
-Memory of a device: its part of the parameters, of their gradients and of the optimizer's state; what the forward passes
-keep for the backward passes that are still to come, of as many microbatches as the pipeline's table has under way; the
-buckets in which gradients travel, and room for the messages of all microbatches, which torch's runtime makes at
-once; and the gradients of one layer's activations. With one microbatch, gradients come as activations go: of
-them only what there is at the worst moment counts.
+Memory of a device: its part of the parameters, gradients and optimizer state; the activations saved for backward, of as
+many microbatches as the pipeline's table has under way; gradient buckets, and buffers for the messages of all
+microbatches, which torch's runtime allocates at once; and one layer's activation gradients. With one microbatch,
+gradients are made while activations are freed: only the peak of their sum counts.
 
-Time of a step: the pipeline's table, simulated, with the work of the stages, the sums over the devices that operators
-are split over, and the messages between stages; then what is not hidden of the averaging of the gradients, and the
-optimizer's step, which reads and writes every number once.
+Time of a step: a simulation of the pipeline's table with the stages' work, the all-reduces of split operators, and the
+messages between stages; then the exposed part of the gradients' averaging, and the optimizer's step, which reads and
+writes every number once.
 """
 
 from __future__ import annotations

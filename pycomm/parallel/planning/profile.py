@@ -4,8 +4,8 @@ The model runs forward and backward on tensors that have no memory. A layer is a
 of a module with more than half of the parameters, their children. What is computed between two layers belongs to the
 earlier one, and the loss to the last.
 
-With styles of splitting, what lies between a module that is split by columns and the next by rows is divided as they
-are: its output, whatever is kept of it for the backward pass, and the work.
+Between a module that is split by columns and the next one that is split by rows, outputs, saved tensors and work are
+divided over the devices, too.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def profile(
         split: style of each module that is split over devices, by name.
 
     Raises:
-        ValueError: the model cannot be made or run without values, has no layers with parameters, or does different
-            things for batches of two sizes; says what it does.
-        TypeError: what one of the functions returns is of a wrong type.
+        ValueError: the model cannot be made or run without values, has no layers with parameters, or runs different
+            layers for batches of two sizes.
+        TypeError: one of the functions returns a wrong type.
     """
     first, second = (_trace(make_model, make_batch, loss, split or {}, size) for size in _SIZES)
     if [each.modules for each in first] != [each.modules for each in second]:

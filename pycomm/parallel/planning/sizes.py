@@ -1,4 +1,4 @@
-"""Layouts of layers of which only the sizes are known: which layers go where, and which are cut over devices.
+"""Layouts by layer sizes alone: which devices hold each layer, and which layers are cut over devices.
 
 Of the layouts that fit, the one that communicates the least is chosen. Without times this can only be a rule:
 
