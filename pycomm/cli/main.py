@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pycomm.cli.arguments import Parser, later
-from pycomm.cli.bench import settings as bench
+from pycomm.cli.bench import command as bench
 from pycomm.cli.demo import command as demo
 from pycomm.cli.plan import command as plan
 from pycomm.cli.trace import command as trace

@@ -106,25 +106,8 @@ def _above_zero(unit: str) -> Callable[[str], float]:
 _bandwidth = _above_zero("GB/s")
 
 
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("bench", help="measure a collective against other libraries")
-    for each in add_collectives(parser.add_subparsers(dest="bench", required=True, metavar="WHAT")):
-        each.set_defaults(run=_measure)
-
-
-def _measure(arguments: argparse.Namespace) -> int:
-    try:
-        settings = settings_of(arguments, launched_ranks())
-    except UsageError as error:
-        arguments.parser.error(str(error))
-    load_package()
-    from pycomm.cli.bench import measure
-
-    return measure.run(settings)
-
-
 def add_collectives(benches: Any) -> list[argparse.ArgumentParser]:
-    """Add a parser for each collective to ``benches``, for the arguments of :func:`settings_of`; return them."""
+    """Add to ``benches`` a parser for each collective, of what :func:`settings_of` takes; return them."""
     return [_collective(benches, operation) for operation in OPERATIONS.values()]
 
 
