@@ -31,7 +31,7 @@ from pycomm.asynchronous.worker import ServerLink
 from pycomm.broadcasting import signature
 from pycomm.communicator import Communicator
 from pycomm.compression import Compression
-from pycomm.compression.by_method import method_text
+from pycomm.compression.dense import method_text
 from pycomm.deprecated import settled
 from pycomm.descriptions import counted, settings_text, tensors_text
 from pycomm.errors import CommError

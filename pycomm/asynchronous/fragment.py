@@ -13,7 +13,7 @@ from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
 from pycomm.compression import Compression
 from pycomm.compression.base import Exchange, Scaling, State
-from pycomm.compression.by_method import by_method
+from pycomm.compression.dense import by_method
 from pycomm.errors import CommError
 from pycomm.layout import view_like
 from pycomm.transport.gpu import GpuWork

@@ -18,7 +18,7 @@ from pycomm.asynchronous.fragment import Fragment
 from pycomm.asynchronous.loop import Loop, MeetingCheck
 from pycomm.broadcasting import broadcast_tensors
 from pycomm.communicator import Communicator
-from pycomm.compression.by_method import method_text
+from pycomm.compression.dense import method_text
 from pycomm.descriptions import counted, settings_text, tensors_text
 from pycomm.errors import CommError
 from pycomm.tensor_memory import shared_parts

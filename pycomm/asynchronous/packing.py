@@ -18,7 +18,7 @@ import torch
 from pycomm.bucket import Bucket
 from pycomm.compression import Compression
 from pycomm.compression.base import Exchange, Scaling
-from pycomm.compression.by_method import by_method
+from pycomm.compression.dense import by_method
 
 
 class _GroupOfOne:

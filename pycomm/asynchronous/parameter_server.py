@@ -31,7 +31,7 @@ from pycomm.asynchronous.wire import SharedMemory
 from pycomm.asynchronous.worker import ServerLink
 from pycomm.checks import bounded, positive
 from pycomm.compression import Compression
-from pycomm.compression.by_method import method_text
+from pycomm.compression.dense import method_text
 from pycomm.deprecated import Moved, Old, renamed
 from pycomm.descriptions import counted, settings_text, tensors_text
 from pycomm.optim.attached import refuse_second_average

@@ -1,4 +1,4 @@
-"""What the parsers of all commands have in common. It and they import the standard library alone."""
+"""What all commands share: their parser, lazy imports, and text for the terminal. Imports no package but pycomm."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import importlib
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from pycomm import untrusted
 
 Run = Callable[[argparse.Namespace], int]
 
@@ -84,3 +86,14 @@ def integer(smallest: int, *, largest: int | None = None, multiple_of: int = 1) 
         return value
 
     return integer
+
+
+def complain(text: str) -> None:
+    """Print ``text`` to the standard error as one line, without the control characters that a terminal would obey."""
+    print(untrusted.one_line(text), file=sys.stderr)
+
+
+def say(text: str) -> None:
+    """Print ``text``; characters that the standard output cannot write become escapes."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding))

@@ -6,12 +6,12 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from pycomm.cli.arguments import Parser, later
 from pycomm.cli.bench import command as bench
 from pycomm.cli.demo import command as demo
-from pycomm.cli.explain import command as explain
 from pycomm.cli.plan import command as plan
 from pycomm.cli.trace import command as trace
 
@@ -23,9 +23,32 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     info = commands.add_parser("info", help="show this build, what was found here, and the usable transports")
     info.set_defaults(run=later("pycomm.cli.info", whole=True))
-    for command in (demo, plan, bench, trace, explain):
+    for command in (demo, plan, bench, trace):
         command.add_parser(commands)
+    _add_explain(commands)
     return parser
+
+
+def _add_explain(commands: Any) -> None:
+    parser = commands.add_parser(
+        "explain",
+        help="say which rank did something else, or was late, before an error",
+        description=(
+            "Reads the files that ranks write when an operation fails, or at SIGUSR2 (kill -USR2 PID), and says which "
+            "rank did something else or was late. They are in the folder PYCOMM_FLIGHT_DIR, or in your folder below "
+            "that of temporary files. Copy those of several hosts to one place first."
+        ),
+        epilog="Exit code: 0 success; 2 wrong arguments, or no files.",
+    )
+    parser.add_argument(
+        "dumps",
+        nargs="*",
+        type=Path,
+        metavar="DUMP",
+        help="files, or folders (default: the newest run in this directory)",
+    )
+    parser.add_argument("--last", type=int, default=3, metavar="N", help="operations to list per rank (default 3)")
+    parser.set_defaults(run=later("pycomm.cli.explain.report"))
 
 
 class _Version(argparse.Action):

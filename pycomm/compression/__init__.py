@@ -1,35 +1,32 @@
-"""Gradient compression: how a bucket of gradients travels.
+"""Gradient compression: how a bucket of gradients is sent.
 
-A gradient meets four things on its way to bytes:
+Four parts turn gradients into bytes:
 
-- ``Bucket`` (pycomm/bucket.py): gradients that travel together, in one flat piece of memory.
-- ``Exchange`` (base.py): one bucket's reduction, step by step, with the state it keeps between steps.
-  Either it sends the gradients as they are (``DenseExchange``), or it adds them to what earlier steps
-  left unsent and sends a part of the sum (``CodecExchange``, feedback.py).
+- ``Bucket`` (pycomm/bucket.py): gradients that are sent together, in one flat piece of memory.
+- ``Exchange`` (base.py): the reduction of one bucket, with the state it keeps between steps. It sends the
+  gradients as they are (``DenseExchange``, dense.py), or adds them to the residual of earlier steps and
+  sends a part of the sum (``CodecExchange``, feedback.py).
 - ``Codec`` (codec.py): the form in which that part is sent.
 - ``Messages`` (messages.py): the bytes, gathered from all ranks (``GatheredMessages``) or summed over
   them (``SummedMessage``).
 
-A method, such as ``FP16`` or ``DGC``, is a frozen configuration that makes the exchange of a bucket;
-``methods/`` has a file for each. ``sparse/`` has the codec of those that send selected entries, and the
-three ways to sum such entries over the ranks. A method of your own derives from ``CodecMethod``, or from
-``Method`` if it keeps nothing from step to step: docs/extending/compression_method.md. What a method costs
-on a network is pycomm.cost's subject.
+A method, such as ``FP16`` or ``DGC``, is a frozen configuration that makes the exchange of a bucket; see
+``methods/``. ``sparse/`` has the codec for selected entries, and three ways to sum such entries over the
+ranks. Custom methods derive from ``CodecMethod``, or from ``Method`` if they keep no state:
+docs/extending/compression_method.md. ``pycomm.cost`` estimates what a method costs on a network.
 """
 
 from pycomm.compression.base import Compression, Exchange, Method
 from pycomm.compression.codec import Accumulated, BaseCodec
+from pycomm.compression.dense import NoCompression
 from pycomm.compression.feedback import CodecMethod
 from pycomm.compression.messages import GatheredMessages, SummedMessage
 from pycomm.compression.methods.dgc import DGC
 from pycomm.compression.methods.half import BF16, FP16
-from pycomm.compression.methods.int8 import Int8
-from pycomm.compression.methods.none import NoCompression
 from pycomm.compression.methods.onebit import OneBit
 from pycomm.compression.methods.powersgd import PowerSGD
-from pycomm.compression.methods.qsgd import QSGD
+from pycomm.compression.methods.quantized import QSGD, Int8, TernGrad
 from pycomm.compression.methods.randomk import RandomK
-from pycomm.compression.methods.terngrad import TernGrad
 from pycomm.compression.methods.topk import TopK
 from pycomm.compression.report import Report, Told
 

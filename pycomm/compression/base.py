@@ -1,9 +1,8 @@
 """Interface between compression methods and the reducer.
 
-One reduction runs in two halves. ``exchange`` runs on the communication thread while backward still
-computes; it may change nothing that a non-finite gradient elsewhere would forbid. ``finish`` runs
-once every bucket has been exchanged and it is known whether the step is finite on all ranks; only
-there does state change.
+One reduction has two halves. ``exchange`` runs on the communication thread while backward still computes;
+it changes no state, since a gradient elsewhere may be non-finite. ``finish`` runs once every bucket has
+been exchanged and it is known whether the step is finite on all ranks; only ``finish`` changes state.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ class Scaling:
     Attributes:
         size: number of ranks.
         relative: weight of this rank, where 1 is the weight of an average rank.
-        clip: factor that this rank's gradient is multiplied by beforehand, to bring its norm within
-            bounds. On a GPU a 0-d float32 tensor there, so that nobody waits for it.
-        loss_scale: factor that the loss was multiplied by; state is kept without it. A tensor as ``clip``.
-        average: whether ``.grad`` gets the average over the ranks, or ``size`` times that, the sum.
+        clip: factor that bounds the norm of this rank's gradient, applied first. On a GPU a 0-d float32
+            tensor there, so that the host need not wait for it.
+        loss_scale: factor that the loss was multiplied by; state is kept without it. On a GPU a tensor too.
+        average: whether ``.grad`` receives the average over the ranks; if not, the sum.
         step: number of finite, and so committed, steps before this one. On a GPU a 0-d int64 tensor
-            there. Whatever changes in the course of training, and all random numbers, follow from it:
-            a step that is not finite leaves no trace in them.
+            there. Schedules and random numbers depend on it alone, so a non-finite step does not
+            affect them.
         fingerprint: bits that must be equal on all ranks: ``FINGERPRINT_BITS`` bools, on the bucket's
             device. ``None``, on all ranks alike: nothing is compared.
     """
@@ -57,7 +56,7 @@ class Scaling:
 
     @property
     def result(self) -> float:
-        """Factor that turns the average into what ``.grad`` gets."""
+        """Factor that turns the average into ``.grad``."""
         return 1.0 if self.average else float(self.size)
 
     @cached_property
@@ -67,7 +66,7 @@ class Scaling:
 
     @cached_property
     def from_state(self) -> float | torch.Tensor:
-        """Factor that turns a sum over the ranks, in units of state, into what ``.grad`` gets; likewise."""
+        """Factor that turns a sum over the ranks, in units of state, into ``.grad``. Computed once, too."""
         return self.result * self.loss_scale
 
 
@@ -91,11 +90,11 @@ class Operation:
 
 
 class Exchange(Protocol):
-    """Reduction of one bucket, with its state. On a GPU no method waits, unless it says so."""
+    """Reduction of one bucket, with its state. On a GPU a method waits only where its docstring says so."""
 
     @property
     def transactional(self) -> bool:
-        """Whether ``finish`` must be told, in this step, if the step is finite. Equal on all ranks."""
+        """Whether ``finish`` depends, in this step, on whether the step is finite. Equal on all ranks."""
 
     @property
     def bytes_sent(self) -> int:
@@ -111,7 +110,7 @@ class Exchange(Protocol):
         """Return, for each bit of the fingerprint, whether ranks differ in it: bool. Equal on all ranks."""
 
     def finish(self, finite: Flag) -> None:
-        """Leave the gradients in the bucket's views; commit state if ``finite``, which is about all buckets."""
+        """Leave the gradients in the bucket's views; commit state if all buckets are ``finite``."""
 
     def used(self) -> list[bool]:
         """Return, for each parameter, whether any rank had a gradient. Waits if this rank lacks one."""
@@ -122,29 +121,29 @@ class Exchange(Protocol):
     def operations_among(self, size: int) -> list[Operation] | None:
         """Return the collectives that the last step would need among ``size`` ranks.
 
-        ``None`` if they are the same for any number of ranks: then they are those it has made.
+        ``None`` if those it made are right for any number of ranks.
         """
 
     def stats(self) -> dict[str, int]:
         """Return the method's own counters, which add up over buckets. Waits."""
 
     def measure_next(self) -> None:
-        """Measure in the next exchange what it leaves out, which reads the gradients twice more."""
+        """Measure in the next exchange how much it leaves unsent, which reads the gradients twice more."""
 
     def measured(self) -> tuple[float, float] | None:
-        """Return squared norms, which add up over buckets, of the last exchange that was measured. Waits.
+        """Return two squared norms of the last measured exchange: of what it had to send, and of what it left unsent.
 
-        They are those of what there was to send, and of what of it was left; ``None`` if there are none.
+        They add up over buckets; ``None`` if nothing was measured. Waits.
         """
 
     def squared_residual(self) -> float | None:
-        """Return the squared norm of what is left of all steps, which is read; ``None`` if none is kept. Waits."""
+        """Return the squared norm of the residual, which is read for it; ``None`` if none is kept. Waits."""
 
     def state(self) -> State:
         """Return what is carried from step to step (not copied)."""
 
     def load_state(self, state: State) -> None:
-        """Take back what :meth:`state` gave; entries that are missing stay as they are."""
+        """Load what :meth:`state` returned; missing entries stay as they are."""
 
 
 @runtime_checkable
@@ -161,7 +160,7 @@ class Compression(Protocol):
 
     @property
     def sent_fraction(self) -> float:
-        """Number of bytes that it sends for each byte of a gradient, about; at most 1."""
+        """Approximate number of bytes sent for each byte of a gradient; at most 1."""
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ValueError if the method does not suit ``optimizer``, and say what to do."""
@@ -218,12 +217,12 @@ class Method:
 
 
 def as_flag(finite: torch.Tensor, bucket: Bucket) -> Flag:
-    """Return ``finite`` as the flag of ``bucket``: read, unless it lies on a GPU."""
+    """Return ``finite`` as a bool, or as it is if ``bucket`` is on a GPU."""
     return finite if bucket.on_gpu else bool(finite)
 
 
 def method_stats(exchanges: Iterable[Exchange]) -> dict[str, float]:
-    """Return the sums of the exchanges' counters, with the rate at which selection missed."""
+    """Return the sums of the exchanges' counters, and the miss rate of selection."""
     total: dict[str, float] = {}
     for exchange in exchanges:
         for key, value in exchange.stats().items():

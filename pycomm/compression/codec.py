@@ -15,18 +15,20 @@ from pycomm.bucket import Bucket
 from pycomm.compression.base import Defaults, Flag, Operation, State
 from pycomm.compression.report import Report, Told
 
+_HALF_EXPONENT = 15  # 2**15 is half of float16's range: room for roundings on the way
+
 
 @dataclass(frozen=True)
 class Accumulated:
     """Gradients added to what earlier steps left unsent; a codec sends part of them.
 
     Attributes:
-        flat: the sums, one flat tensor for the bucket: float32 or float64. The codec takes out what it
+        flat: the sums, one flat tensor for the bucket: float32 or float64. The codec subtracts what it
             sends.
         velocity: velocities, which a codec may zero where it sends entries (momentum factor masking);
             or ``None``.
-        factor: factor that turns a sum over the ranks, in units of the sums, into what ``.grad`` gets.
-        most: largest magnitude that may come out there.
+        factor: factor that turns a sum over the ranks, in units of ``flat``, into ``.grad``.
+        most: largest magnitude that ``.grad`` can hold.
     """
 
     flat: torch.Tensor
@@ -35,23 +37,23 @@ class Accumulated:
     most: float = math.inf
 
     def fits(self, largest: torch.Tensor) -> torch.Tensor:
-        """Return whether sums of magnitude ``largest`` can come out: a 0-d bool."""
+        """Return whether ``.grad`` can hold sums of magnitude ``largest``: a 0-d bool."""
         return largest * self.factor <= self.most
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is to be done with a step once it is known whether it is finite on all ranks.
+    """Arguments of :meth:`Codec.settle`, once it is known whether the step is finite on all ranks.
 
     Attributes:
-        bucket: gets the averages.
+        bucket: receives the averages.
         sums: flat memory of the sums' dtype that may be overwritten; the bucket's own, if ``in_bucket``.
         factor: see :class:`Accumulated`.
-        states: pairs of flat state, as it is after this step and as it was before.
-        finite: on the CPU true; on a GPU, where it is a tensor, state is put back if it is false.
+        states: pairs of flat state: after this step, and before it.
+        finite: on the CPU true; on a GPU a tensor: if it is false, state is restored.
         used: for each parameter, whether its change of state stays; ``None``: all do.
         report: the step's report.
-        last_sources: gets the report's sources if ``finite`` is a false tensor; int64.
+        last_sources: receives the report's sources if ``finite`` is a false tensor; int64.
         scratch: for the kernels.
     """
 
@@ -77,7 +79,7 @@ class Codec(Protocol):
         """Prepare for the step of that number (see :class:`Scaling`)."""
 
     def accumulate(self, acc: torch.Tensor, residual: torch.Tensor | None, *args: Any, **options: Any) -> torch.Tensor:
-        """Run :func:`pycomm.kernels.accumulate`, with what can be done in the same pass."""
+        """Run :func:`pycomm.kernels.accumulate`, and whatever the codec does in the same pass."""
 
     def send(self, accumulated: Accumulated, told: Told) -> Report:
         """Take a part out of ``accumulated``, send it with what is ``told``, and receive every rank's."""
@@ -86,7 +88,7 @@ class Codec(Protocol):
         """Return whether all that was sent is finite, and its sum over the ranks fits: a 0-d bool."""
 
     def settle(self, outcome: Outcome) -> None:
-        """Write the sum over the ranks of what they sent to the bucket, and put state back where that is due."""
+        """Write the sum over the ranks of what they sent to the bucket; restore state where ``outcome`` says so."""
 
     def commit(self, finite: Flag) -> None:
         """Keep this step's state for the next one, if ``finite``."""
@@ -150,7 +152,7 @@ def settle_by(write: Write, outcome: Outcome) -> None:
 
 
 def _put_back(outcome: Outcome, now: torch.Tensor, before: torch.Tensor) -> None:
-    """Put the state of before back: of unused parameters, and all of it if a tensor says the step is not finite."""
+    """Restore the old state: of unused parameters, and all of it if ``finite`` is a false tensor."""
     if outcome.used is not None:
         parts = zip(outcome.bucket.parts(now), outcome.bucket.parts(before), outcome.used, strict=True)
         for part, old, used in parts:
@@ -168,6 +170,21 @@ def seed_of(seed: int, rank: int, bucket: Bucket) -> int:
     """Return a seed for this rank and bucket that does not depend on the buckets before it."""
     text = f"{seed}/{rank}/{bucket.names[0]}".encode()
     return zlib.crc32(text) << 31 ^ zlib.adler32(text)
+
+
+def agreed_scale(largest: torch.Tensor, size: int) -> torch.Tensor:
+    """Return the power of two that brings ``largest * size`` below, and near, the top of float16.
+
+    Computed where ``largest`` lies, without waiting for a GPU.
+
+    Args:
+        largest: the largest magnitude on any rank, a 0-d float32 tensor. 1 is returned if it is 0 or not
+            finite.
+    """
+    _, exponent = torch.frexp(largest)  # largest <= 2 ** exponent
+    fitting = (_HALF_EXPONENT - math.ceil(math.log2(size)) - exponent).clamp(-126, 126)
+    scale = ((fitting + 127) << 23).view(torch.float32)  # its bits: exact, where a power function need not be
+    return torch.where(torch.isfinite(largest) & (largest > 0.0), scale, 1.0)
 
 
 def sum_of_maxima(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -1,20 +1,22 @@
-"""Exchange of gradients as they are."""
+"""Gradients as they are: their exchange, the method, and which parameters travel like this."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from pycomm.bucket import Bucket, differing_places
 from pycomm.communicator import Communicator
-from pycomm.compression.base import Defaults, Flag, Scaling, State, as_flag
+from pycomm.compression.base import Compression, Defaults, Flag, Method, Scaling, State, as_flag
+from pycomm.descriptions import settings_text
 
 
 def reduce_message(communicator: Communicator, bucket: Bucket, message: torch.Tensor, op: str) -> None:
-    """Reduce ``message``, which is laid out as the memory of ``bucket`` is, over the ranks, in place.
+    """Reduce ``message``, which has the layout of ``bucket``'s memory, over the ranks, in place.
 
-    Of the gradients a rank may get its own part only; flags it gets all.
+    With sharding a rank receives its own part of the gradients only, but all flags.
     """
     if bucket.shares is None:
         communicator.all_reduce(message, op, bucket.algorithm)
@@ -59,12 +61,12 @@ class DenseExchange(Defaults):
             if not largest < bucket.limit(bucket.dtype):
                 bucket.too_large_flag.fill_(1.0)
         if not found and self._is_too_large():
-            # Of this rank's, some were not looked at before; those in the bucket have become sums.
+            # Look at this rank's gradients that were not copied; those in the bucket have become sums.
             self._find_source([None if grad is None or bucket.holds(i, grad) else grad for i, grad in enumerate(grads)])
         self.bytes_sent += bucket.memory.nbytes
 
     def _own_share(self) -> slice | None:
-        """Return the elements that this rank need not copy into the bucket, as it will reduce them itself."""
+        """Return the elements that this rank reduces itself, and so need not copy into the bucket."""
         bucket = self._bucket
         if bucket.on_gpu or bucket.shares is not None:
             return None
@@ -85,11 +87,11 @@ class DenseExchange(Defaults):
         return [flag != 0.0 for flag in self._bucket.used_flags.tolist()]
 
     def _is_too_large(self) -> bool:
-        """Return whether flags say so: of this rank's gradients, or of all once they are summed. Not asked of GPUs."""
+        """Return whether the flag is set: for this rank or, once summed, for any. Always false on GPUs."""
         return not self._bucket.on_gpu and float(self._bucket.too_large_flag) != 0.0
 
     def _find_source(self, grads: Sequence[torch.Tensor | None]) -> bool:
-        """Note the first of these gradients that is not finite, if flags say so; return if there is one."""
+        """Record the first gradient that is not finite, if the flag is set; return whether there is one."""
         if not self._is_too_large():
             return False
         for name, grad in zip(self._bucket.names, grads, strict=True):
@@ -104,3 +106,25 @@ class DenseExchange(Defaults):
 
     def load_state(self, state: State) -> None:
         pass
+
+
+@dataclass(frozen=True)
+class NoCompression(Method):
+    """Gradients in their own dtype; means accumulate in float32 for the half types."""
+
+    def make(self, bucket: Bucket, communicator: Communicator) -> DenseExchange:
+        return DenseExchange(bucket, communicator)
+
+
+def by_method(method: Compression, params: Sequence[torch.Tensor]) -> list[tuple[Compression, list[int]]]:
+    """Return methods, each with the indices of its ``params``: ``method`` where it applies, else its alternative."""
+    groups: dict[bool, list[int]] = {}
+    for i, param in enumerate(params):
+        groups.setdefault(method.applies_to(param), []).append(i)
+    otherwise = method.otherwise or NoCompression()
+    return [(method if applies else otherwise, indices) for applies, indices in groups.items()]
+
+
+def method_text(compression: Compression | None) -> str:
+    """Return a compression method in a word or two; "dense" if there is none."""
+    return "dense" if compression is None or isinstance(compression, NoCompression) else settings_text(compression)

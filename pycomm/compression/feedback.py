@@ -1,17 +1,17 @@
 """Exchange with error feedback and momentum correction, around any codec.
 
-The gradient, as this rank's contribution to the average, is added to what earlier steps left (the
-residual); a ``Codec`` sends a part of the sum and leaves the rest, which is the next residual
-(Seide et al. 2014; Stich et al., "Sparsified SGD with Memory", 2018; Karimireddy et al., "Error
-Feedback Fixes SignSGD", 2019). With momentum correction (Lin et al., "Deep Gradient Compression",
-2018, section 3.1) the velocity, a second state, is added instead.
+The gradient, as this rank's contribution to the average, is added to the residual of earlier steps. A
+``Codec`` sends a part of the sum; the rest is the next residual (Seide et al. 2014; Stich et al.,
+"Sparsified SGD with Memory", 2018; Karimireddy et al., "Error Feedback Fixes SignSGD", 2019). With
+momentum correction (Lin et al., "Deep Gradient Compression", 2018, section 3.1) a second state, the
+velocity, is added instead of the gradient.
 
-Transactional: the sum goes into the gradient's own memory, so the old residual is untouched until
-every rank's step is known to be finite. Then the two memories change places: what is left of the sum
-becomes the residual, and the old residual's memory holds the averaged gradient. A new velocity is
-written beside the old one. Beyond the gradients that takes 4 bytes per element, with momentum 12,
-and no copy. On a GPU, where the host does not know whether the step is finite, the memories change
-places in any case, and a kernel that does nothing after finite steps copies the old state back.
+Transactional: the sum is written to the gradient's own memory, so the old residual is untouched until
+every rank's step is known to be finite. Then the two buffers are swapped: the rest of the sum becomes
+the residual, and the old residual's memory receives the averaged gradient. A new velocity is written
+beside the old one. Beyond the gradients this takes 4 bytes per element, with momentum 12, and no copy.
+On a GPU the host does not know whether the step is finite. So the buffers are always swapped, and after
+a non-finite step a kernel copies the old state back.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class CodecExchange:
     """Exchange of a bucket through a codec, with the bucket's residuals and velocities.
 
     Args:
-        codec: may be exchanged for another between steps.
+        codec: may be replaced by another between steps.
         keep_residual: keep what was not sent, and add it to the next gradients.
-        correction: how gradients are changed first.
+        correction: changes to gradients before they are added.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class CodecExchange:
         self._size = communicator.size
         self.codec = codec
         self._correction = Correction() if correction is None else correction
-        # State of half-precision gradients is float32, and so are the sums: they need memory of their own.
+        # State of half-precision gradients is float32, and so are the sums: they require memory of their own.
         dtype = wide_dtype(bucket)
         shares_memory = dtype == bucket.dtype
 
@@ -76,7 +76,7 @@ class CodecExchange:
         self._new_velocity = memory() if self._correction.momentum else None
         self._report: Report | None = None
         self._accumulated: Accumulated | None = None
-        self._kept: torch.Tensor | None = None  # the old residual, where memories cannot change places
+        self._kept: torch.Tensor | None = None  # the old residual, where buffers cannot be swapped
         self._nonfinite_sources = torch.zeros(communicator.size, dtype=torch.int64, device=bucket.device)
         self._all_used_here, self._measures = True, False
         self._measured: tuple[torch.Tensor, torch.Tensor] | None = None  # squared norms, before and after sending
@@ -189,9 +189,9 @@ class CodecExchange:
         self.codec.settle(outcome)
 
     def _swap_residual(self) -> None:
-        """Make what is left of the sums the next residual; the old one's memory takes the averages.
+        """Make the rest of the sums the next residual; the old residual's memory will receive the averages.
 
-        If somebody keeps the gradients that are written in place, they stay where they are, which takes a copy.
+        If somebody holds a reference to the gradients, they must stay where they are, which takes a copy.
         """
         old, sums = self._residual, self._sums
         assert old is not None
@@ -248,7 +248,7 @@ class CodecExchange:
 
 
 class StatefulMethod(Method):
-    """Base of methods that carry state: parameters of one dimension travel dense."""
+    """Base of methods that carry state: parameters of one dimension are sent dense."""
 
     @property
     def transactional(self) -> bool:
@@ -259,7 +259,7 @@ class StatefulMethod(Method):
 
 
 class CodecMethod(StatefulMethod):
-    """Base of methods that are a codec: it sends what was accumulated, with error feedback or without."""
+    """Base of methods that consist of a codec, with error feedback or without."""
 
     @property
     def error_feedback(self) -> bool:

@@ -1,7 +1,4 @@
-"""Messages of a codec: arrays whose sizes all ranks know, with a report.
-
-Either every rank gathers every other's arrays, or one array is summed over the ranks.
-"""
+"""Messages of a codec: arrays of known sizes, with a report; gathered by every rank, or summed over the ranks."""
 
 from __future__ import annotations
 
@@ -46,11 +43,11 @@ class Layout:
 
 
 class GatheredMessages:
-    """Messages that every rank gets from every other, one of each.
+    """Messages that are gathered: every rank receives one from each.
 
     Attributes:
         mine: this rank's arrays, to be written.
-        everyones: the arrays of every rank, once they have been gathered.
+        everyones: the arrays of every rank, after :meth:`gather`.
     """
 
     def __init__(self, bucket: Bucket, communicator: Communicator, arrays: Sequence[tuple[torch.dtype, int]]) -> None:
@@ -94,7 +91,7 @@ class SummedMessage:
     """Message that is summed over the ranks by an all-reduce.
 
     Attributes:
-        values: ``count`` elements, this rank's at first, then the sums.
+        values: ``count`` elements: this rank's before :meth:`all_reduce`, the sums after it.
     """
 
     def __init__(self, bucket: Bucket, communicator: Communicator, count: int) -> None:

@@ -1,8 +1,8 @@
-"""Name of the gradient that was not finite, for all ranks: a sum alone does not tell whose it was.
+"""Finds the gradient that was not finite, on all ranks: the sum alone does not show whose it was.
 
-Compression that carries state sends the names along (see :mod:`pycomm.compression.report`). Of gradients that travel
-as they are, or in half precision, all ranks know by a flag that some rank's were not finite, or too large for a sum.
-In such a step, and in no other, they tell each other which.
+Compression with state sends the names in its messages (see :mod:`pycomm.compression.report`). For gradients sent as
+they are, or in half precision, a summed flag shows that some rank's were not finite, or too large for a sum. Only in
+such a step do the ranks exchange the names.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class NonfiniteSource:
     """Source of the non-finite values of the last step that had any; the same on all ranks, but not known on GPUs.
 
     Attributes:
-        told: what the ranks have told each other; ``None`` if none of them knew it, or none has since been asked.
+        told: what the ranks exchanged last; ``None`` if none of them knew the source, or nothing was exchanged since.
     """
 
     def __init__(self) -> None:
@@ -37,9 +37,9 @@ class NonfiniteSource:
         self._is_flagged = False
 
     def share(self, sent: Iterable[Sent], communicator: Communicator) -> None:
-        """Have all ranks know the source, once they have all results of a step. Sends nothing if these are finite.
+        """Exchange the source between all ranks, once they have all results of a step.
 
-        Collective if they are not, which all ranks of ``communicator`` know by the same flags.
+        Sends nothing if these are finite. Collective if they are not; the flags are equal on all ranks.
         """
         flagged = [each for each in sent if _is_flagged(each)]
         self._is_flagged = bool(flagged)
@@ -49,17 +49,17 @@ class NonfiniteSource:
             self.told = next((source.decode() for source in everyones if source), None)
 
     def count(self, finite: Flag | None) -> None:
-        """Note the verdict on the step: what was told is of an earlier one if compression found this not finite."""
+        """Drop the source of an earlier step if compression found this step not finite."""
         if finite is False and not self._is_flagged:
             self.told = None
 
     def of(self, sent: Iterable[Sent]) -> str | None:
-        """Return the source, sent along or told; ``None`` if it is not known. Waits for a GPU."""
+        """Return the source, from messages or exchanged; ``None`` if it is not known. Waits for a GPU."""
         return nonfinite_source(each.exchange for each in sent if each.exchange.transactional) or self.told
 
 
 def _is_flagged(sent: Sent) -> bool:
-    """Return whether some rank's gradients were not finite, or too large; not asked where the host would wait."""
+    """Return whether some rank's gradients were not finite, or too large; false where the host would have to wait."""
     bucket = sent.bucket
     return not sent.exchange.transactional and not bucket.on_gpu and float(bucket.too_large_flag) != 0.0
 

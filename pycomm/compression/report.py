@@ -1,10 +1,10 @@
-"""Report: what ranks tell each other about a bucket's gradients, inside the message that carries them.
+"""Report: facts about a bucket's gradients, sent inside the message that carries them.
 
-For every parameter: was it used here, and was it finite? A gathered message carries a byte for each
-parameter. A summed one carries how many ranks used each parameter, and for each rank a place with the
-number of its first parameter that was not finite.
+For every parameter: was it used on this rank, and was it finite? A gathered message has a byte for each
+parameter. A summed message has, for each parameter, the number of ranks that used it and, for each rank,
+an element with the number of its first parameter that was not finite.
 
-Behind that travels a fingerprint (see fingerprint.py). Gathered, its bits are a byte each.
+A fingerprint (pycomm/bucket.py) follows. In a gathered message each of its bits is a byte.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def num_codes(num_params: int) -> int:
 
 @dataclass(frozen=True)
 class Told:
-    """What this rank tells the others about a bucket's gradients.
+    """What this rank reports about a bucket's gradients.
 
     Attributes:
         unused: indices of the parameters that it has no gradient for.

@@ -31,7 +31,7 @@ def gather_state(
 
     Args:
         current: state of all parameters (not copied yet).
-        method: the compression method that it is of.
+        method: its compression method.
         steps: number of committed steps.
         labels: key of each parameter's state, by name: parts of a DTensor on different ranks have different keys.
             The names themselves if ``None``.
@@ -170,10 +170,10 @@ def _split_label(label: str) -> tuple[str, str]:
 
 
 def join_parts(ranks: Sequence[tuple[int, State]]) -> list[tuple[int, State]]:
-    """Return the state of each rank in one piece, if ranks that hold different parts of DTensors have saved it apart.
+    """Merge the states of a rank that were saved separately because they hold different parts of DTensors.
 
-    What such ranks have in common is the same in all of them, and is taken from the first. State that names the same
-    parts, or none, for the same rank twice is left as it is.
+    Their common entries are equal, and are taken from the first. State that names the same parts, or none, for the
+    same rank twice is left as it is.
     """
     joined: list[tuple[int, State]] = []
     for rank, state in ranks:

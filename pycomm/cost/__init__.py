@@ -1,5 +1,5 @@
-"""Cost of compression: what a method takes on a network, and which one pays.
+"""Cost of compression: the time a method takes on a network, and which method is worthwhile.
 
-``pricing`` rehearses methods and measures links, ``planning`` prices them on described networks before
-training, ``auto`` chooses among them while it runs.
+``pricing`` measures methods and links, ``planning`` prices methods on described networks before training,
+and ``auto`` chooses among them during training.
 """

@@ -16,14 +16,14 @@ from pycomm.compression import BF16, DGC, FP16, QSGD, Compression, Int8, NoCompr
 from pycomm.compression.base import Exchange, Flag, Operation, Scaling, State
 from pycomm.compression.codec import Codec
 from pycomm.compression.feedback import CodecExchange, CodecMethod, StatefulMethod
-from pycomm.compression.whole import WholeCodec
+from pycomm.compression.sparse.codec import WholeCodec
 from pycomm.cost.pricing import Costs, MeasuredLink, agreed, measure_link, rehearse
 
 _LOSSIER = 0.9
-"""Fraction of the time that a method which loses more must stay below: it changes the training."""
+"""A lossier method must take less than this fraction of the time: it changes the training."""
 
 _SWITCH = 0.8
-"""Fraction of the current method's time that another must stay below to replace it: measurements are noisy."""
+"""Another method must take less than this fraction of the current one's time: measurements are noisy."""
 
 _INTERVAL = 200
 """Number of reductions after which the link is measured again."""
@@ -33,8 +33,8 @@ class _LinkMonitor:
     """Monitor of one communicator's link, which it measures at the same reductions on all ranks.
 
     Attributes:
-        link: as it was measured last.
-        round: how often it has been measured again.
+        link: the last measurement.
+        round: number of repeated measurements.
     """
 
     def __init__(self, communicator: Communicator, device: torch.device) -> None:
@@ -49,7 +49,7 @@ class _LinkMonitor:
         self._num_buckets += 1
 
     def tick(self, communicator: Communicator) -> None:
-        """Count the beginning of one bucket's reduction, and measure if it is time to."""
+        """Count the beginning of one bucket's reduction, and measure again after every interval."""
         self._num_ticks += 1
         if self._num_ticks % (_INTERVAL * self._num_buckets) == 0:
             self.link = measure_link(communicator, self._device)
@@ -63,9 +63,9 @@ _monitors: WeakKeyDictionary[Communicator, _LinkMonitor] = WeakKeyDictionary()
 class AutoExchange:
     """Exchange of one bucket by the method that is fastest on the monitored link.
 
-    Dense and half gradients have exchanges of their own, without state. The other methods are codecs of
-    one exchange and share its residual, so that changing between them loses nothing; before a method
-    without state is taken, what is left is sent whole.
+    Dense and half gradients have exchanges of their own, without state. The other methods are codecs of one
+    exchange and share its residual, so switching between them loses nothing. Before a switch to a method
+    without state, the residual is sent whole.
     """
 
     def __init__(self, bucket: Bucket, communicator: Communicator, config: Auto, costs: dict[str, Costs]) -> None:
@@ -134,7 +134,7 @@ class AutoExchange:
     def finish(self, finite: Flag) -> None:
         self._now.finish(finite)
         if self._now is self._stateful and self.method in STATELESS:
-            self._holds_residual = not bool(finite)  # all of it was sent, or else is in the next step
+            self._holds_residual = not bool(finite)  # a finite step has sent all of it
 
     def used(self) -> list[bool]:
         return self._now.used()
@@ -198,10 +198,9 @@ def cheapest(costs: dict[str, Costs], link: MeasuredLink, current: str | None) -
 class Auto(StatefulMethod):
     """For each bucket the fastest on this link: dense, FP16, PowerSGD(rank) or top-k (DGC without correction).
 
-    ``attach`` times a few collectives and rehearses every method on gradients of the bucket's size, so
-    both are measured here. Every 200 reductions the link is measured again. All ranks go by the slowest
-    rank's figures, so they choose alike. A method that loses more must be 10 % faster than one that loses
-    less, and 20 % faster than the one in use.
+    ``attach`` times a few collectives, and runs every method on gradients of the bucket's size. Every 200
+    reductions it measures the link again. All ranks use the slowest rank's figures, so they choose alike. A
+    lossier method must be 10 % faster than a less lossy one, and 20 % faster than the one in use.
 
     Args:
         ratio: fraction of the entries that top-k sends, in (0, 1]. rank: PowerSGD's.

@@ -1,4 +1,4 @@
-"""Planning: whether compression will pay, from rehearsals here and a described network."""
+"""Planning: whether compression is worthwhile, from measurements on this machine and a described network."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ METHODS: Mapping[str, Compression] = {
     "dgc(0.1%)": DGC(0.001),
 }
 _WIDTH = 1000  # of the matrices that stand for a model
-_MOST_BYTES = 100e6  # to rehearse with; more takes proportionally longer
-_FACTORS = tuple(2.0**i for i in range(-14, 11, 2))  # of bandwidth, between which a break-even is looked for
+_MOST_BYTES = 100e6  # to measure with; more takes proportionally longer
+_FACTORS = tuple(2.0**i for i in range(-14, 11, 2))  # of the bandwidth, at which a break-even is searched
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class SimulatedLink:
         if self._num_ranks == 1 or size == 0:
             return 0.0
         if operation.kind == "all_reduce":
-            # The fastest algorithm is looked for once: at other bandwidths it remains close to the fastest.
+            # The fastest algorithm is searched once: at other bandwidths it remains close to the fastest.
             name = self._algorithms.get(operation)
             ranking = rank_algorithms(self._num_ranks, network, [size], None if name is None else [name])
             self._algorithms[operation], seconds = ranking.at(size)[0]

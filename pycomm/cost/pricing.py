@@ -1,8 +1,8 @@
-"""Pricing: a method rehearsed on this machine, its communication priced on a link.
+"""Pricing: a method is rehearsed on this machine, and its communication priced on a link.
 
-A rehearsal runs a method's own exchange on made-up gradients, with a communicator that sends nothing
-and records what would have been sent. So the cost of compressing and decompressing among that many
-ranks is measured on the real code, and the communication is what the method would really send.
+A rehearsal runs a method's own exchange on random gradients, with a communicator that sends nothing and
+records what would have been sent. So the real code gives both the time of compressing and decompressing,
+and the collectives.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class Costs:
 
 
 class _Rehearsal:
-    """Communicator among imaginary ranks, all of which send what this rank does."""
+    """Communicator of simulated ranks, all of which send the same as this rank."""
 
     def __init__(self, size: int) -> None:
         self.rank, self.size = 0, size
         self.operations: list[Operation] = []
 
     def own_share(self, x: torch.Tensor, algorithm: str) -> None:
-        pass  # there is no common memory, in which less would be copied
+        pass  # there is no shared memory, which would save copies
 
     def empty(self, shape: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -76,8 +76,8 @@ class _Rehearsal:
 def rehearse(method: Compression, params: Sequence[torch.Tensor], size: int) -> Costs:
     """Return what a bucket of ``params`` costs each of ``size`` ranks by ``method``: medians of a few steps.
 
-    At most four ranks are rehearsed. Each further rank whose messages are gathered adds half of what
-    decompressing four takes longer than decompressing two.
+    At most four ranks are rehearsed. For methods that gather messages, each further rank adds half of the
+    difference between four ranks and two.
     """
     small = min(size, _MOST_RANKS)
     local, operations = _rehearse(method, params, small, size)
@@ -107,7 +107,7 @@ def _rehearse(
         exchange.exchange(grads, Scaling(size, step=1 << 40))  # after any warm-up
         exchange.finish(exchange.finite() if method.transactional else True)
         _synchronize(bucket)
-        if step > 0:  # the first one allocates, and has no threshold to start from
+        if step > 0:  # the first step allocates, and has no threshold to start from
             seconds.append(time.perf_counter() - start)
     operations = exchange.operations_among(real_size)
     return statistics.median(seconds), list(rehearsal.operations) if operations is None else operations
@@ -131,7 +131,7 @@ class PricedLine:
 
     @staticmethod
     def through(sizes: tuple[int, int], seconds: Sequence[float]) -> PricedLine:
-        """Return the line through two points, without the negative times that noise might bring."""
+        """Return the line through two points, without negative times, which noise might cause."""
         slope = max(0.0, (seconds[1] - seconds[0]) / (sizes[1] - sizes[0]))
         return PricedLine(max(0.0, seconds[0] - slope * sizes[0]), slope)
 

@@ -11,7 +11,7 @@ from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
 from pycomm.compression import Compression
 from pycomm.compression.base import Exchange, Flag, Scaling, State
-from pycomm.compression.by_method import by_method
+from pycomm.compression.dense import by_method
 
 Gradients = Sequence[torch.Tensor | None]
 

@@ -4,15 +4,13 @@ Inputs are torch tensors, numpy or cupy arrays, or anything with ``__dlpack__`` 
 ``__cuda_array_interface__``; outputs are given by the caller or made in the caller's library. Inputs
 that are not contiguous are copied first; outputs must be contiguous. No kernel records gradients.
 
-Arrays on a GPU, all on the same one, are worked on there: on torch's current stream, or on the one
-that the CUDA array interface names, ordered after whatever other streams the arrays name. No kernel
-waits for the GPU. With ``PYCOMM_SYNC=1`` in the environment each call does, and reports what went
-wrong in it.
+Arrays on a GPU must all be on the same one. The kernel runs on torch's current stream, or on the one
+that the CUDA array interface names, after whatever other streams the arrays name. No kernel waits for
+the GPU. With ``PYCOMM_SYNC=1`` in the environment each call does, and raises its own errors.
 """
 
 from pycomm.kernels.absmax import absmax
 from pycomm.kernels.accumulate import Decay, Momentum, accumulate
-from pycomm.kernels.devices import cuda_devices
 from pycomm.kernels.entries import EntryLayout, Gathered, Taken, add_entries, pack_entries, unpack_entries
 from pycomm.kernels.hashes import hashes
 from pycomm.kernels.indices import pack_indices, packed_words, unpack_indices
@@ -20,8 +18,8 @@ from pycomm.kernels.norms import squared_norms
 from pycomm.kernels.pack import pack, unpack
 from pycomm.kernels.quantize import Quantization, dequantize, quantize
 from pycomm.kernels.reduce import reduce
+from pycomm.kernels.resources import Scratch, cuda_devices, num_threads, set_num_threads
 from pycomm.kernels.scatter_add import scatter_add
-from pycomm.kernels.scratch import Scratch
 from pycomm.kernels.signs import pack_signs, sign_words, unpack_signs
 from pycomm.kernels.sparsify import sparsify
 from pycomm.kernels.step import (
@@ -33,7 +31,6 @@ from pycomm.kernels.step import (
     momentum_step,
     rmsprop_step,
 )
-from pycomm.kernels.threads import num_threads, set_num_threads
 from pycomm.kernels.topk import topk
 
 __all__ = [

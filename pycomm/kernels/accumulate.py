@@ -1,4 +1,4 @@
-"""Accumulation of gradients into what is left of earlier ones. Contract: csrc/kernels/accumulate.h."""
+"""Adding gradients to the residual of earlier ones. Contract: csrc/kernels/accumulate.h."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 import pycomm._native as _native
 from pycomm.checks import instance, length
 from pycomm.kernels.arrays import empty
-from pycomm.kernels.scratch import Scratch
-from pycomm.kernels.threads import num_threads
+from pycomm.kernels.resources import Scratch, num_threads
 
 
 @dataclass(frozen=True)
@@ -18,7 +17,7 @@ class Momentum:
     """Momentum correction (Lin et al., "Deep Gradient Compression", 2018, section 3.2).
 
     Attributes:
-        velocity, old_velocity: flat arrays like ``acc``, may be the same one: the new and the old velocity.
+        velocity, old_velocity: the new and the old velocity, flat arrays like ``acc``; may be the same array.
         factor: m, 0 <= m < 1. nesterov: use Nesterov's momentum.
     """
 
@@ -54,13 +53,13 @@ def accumulate(
         residual: like ``acc``; may be ``acc``.
         grads: a floating array, or several of one dtype, which lie one after the other in ``acc``.
         scale: a number, or an array of one float32, also on the GPU, that is read when the kernel runs.
-        clip: norm that each gradient, times ``scale``, is brought down to where it is larger.
+        clip: largest norm of a gradient times ``scale``; larger gradients are scaled down to it.
         momentum: accumulate the velocity instead of the gradient.
         decay: see :class:`Decay`; not multiplied by ``scale``.
 
     Returns:
-        A bool array on ``acc``'s device: whether everything written is finite; one for each gradient,
-        0-d for a single one.
+        A bool array on ``acc``'s device, an element for each gradient (0-d for a single one): whether
+        everything written is finite.
 
     Raises:
         TypeError, ValueError: dtypes or sizes do not match.
@@ -76,7 +75,7 @@ def accumulate(
 def arguments_of(
     clip: float | None, acc: Any, residual: Any, momentum: Momentum | None, decay: Decay | None, finite: Any, scale: Any
 ) -> dict[str, Any]:
-    """Return the arguments that the extension's accumulate and sparsify share, besides the gradients."""
+    """Return the arguments that the extension's ``accumulate`` and ``sparsify`` share, besides the gradients."""
     if momentum is not None:
         instance("momentum", momentum, Momentum)
     if decay is not None:

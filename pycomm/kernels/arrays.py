@@ -94,7 +94,7 @@ def look(name: str, array: Any) -> tuple[int, str]:
     """Return the number of elements of ``array`` and the name of its dtype, one of ``DTYPES``.
 
     Raises:
-        TypeError, ValueError: kernels do not take such an array; the error has ``name``.
+        TypeError, ValueError: kernels do not take such an array; the error names it.
     """
     return _native.look(array, name)
 

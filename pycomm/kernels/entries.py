@@ -9,24 +9,23 @@ from typing import Any
 import pycomm._native as _native
 from pycomm._native import EntryLayout
 from pycomm.checks import instance, length, pair
-from pycomm.kernels.scratch import Scratch
-from pycomm.kernels.threads import num_threads
+from pycomm.kernels.resources import Scratch, num_threads
 
 __all__ = ["EntryLayout", "Gathered", "Taken", "add_entries", "pack_entries", "unpack_entries"]
 
 
 @dataclass(frozen=True)
 class Taken:
-    """Arrays that a message of entries is made of, and those that change when it is.
+    """Arrays that a message of entries is made from, and arrays that change while it is made.
 
     Attributes:
         values, indices: the entries, as :func:`pycomm.kernels.sparsify` gives them.
-        flat: the sums that they were taken from; gets what is left there: the rounding error, or 0.
+        flat: the sums that they were taken from; at the indices it receives the rounding error, or 0.
         finite: for each parameter, whether its sums are finite.
         largest: the largest magnitude of ``values``, one float32; needed where they are sent as float16.
-        velocity: gets 0 at the indices; ``None``: there is none.
+        velocity: set to 0 at the indices; ``None``: there is none.
         keeps: for each entry, whether its velocity stays; ``None``: no entry's does.
-        fingerprint: bits that travel with the codes; ``None`` stands for zeros.
+        fingerprint: bits that are sent with the codes; ``None`` stands for zeros.
     """
 
     values: Any
@@ -41,12 +40,12 @@ class Taken:
 
 @dataclass(frozen=True)
 class Gathered:
-    """Messages of all ranks, and what :func:`unpack_entries` finds in them.
+    """Messages of all ranks, and what :func:`unpack_entries` reads from them.
 
     Attributes:
         messages: uint8, ``layout.num_bytes`` of each rank.
         indices: int32, ``layout.count`` of each rank.
-        verdict: uint8; ``layout.verdict_places`` says where what lies in it, and how many bytes it has.
+        verdict: uint8; ``layout.verdict_places`` gives the offsets of its parts, and its size.
     """
 
     layout: EntryLayout
@@ -57,7 +56,7 @@ class Gathered:
 
 
 def pack_entries(message: Any, taken: Taken, gathered: Gathered) -> None:
-    """Write this rank's ``message``, take what it holds out of the sums, and prepare ``gathered`` for the others'.
+    """Write this rank's ``message``, remove its entries from the sums, and prepare ``gathered`` to receive all ranks'.
 
     Raises:
         TypeError, ValueError: dtypes or sizes do not match, or the indices do not ascend; on a GPU the
@@ -89,8 +88,8 @@ def unpack_entries(gathered: Gathered, factor: Any, most: float, *, scratch: Scr
     ``factor`` (a number or one float32), is at most ``most``.
 
     Raises:
-        TypeError, ValueError: sizes do not match, or the messages are none; on a GPU the latter is raised
-            by a later call.
+        TypeError, ValueError: sizes do not match, or ``messages`` holds something else; on a GPU the latter
+            is raised by a later call.
     """
     instance("gathered", gathered, Gathered)
     g = gathered
@@ -113,15 +112,15 @@ def add_entries(
     Args:
         out: floating array of ``layout.limit`` elements.
         states: at most two pairs ``(now, before)`` of arrays of sums; ``before`` may be ``out``.
-        finite: one bool, whether the step is finite on all ranks and in all buckets: if not, the state of
-            before is put back, and what was sent comes out as NaN. ``None``: it is.
+        finite: one bool, whether the step is finite on all ranks and in all buckets; ``None``: it is. If it
+            is not, the states are restored from ``before``, and ``out`` is NaN wherever an entry was sent.
         used: for each parameter, whether its change of state stays; ``None``: all do.
-        ends: int64, where each parameter ends in ``out``; needed with ``used``.
-        last_sources: int64, one for each rank: becomes the verdict's if the step is not finite.
+        ends: int64, where each parameter ends in ``out``; required with ``used``.
+        last_sources: int64, one for each rank: receives the verdict's sources if the step is not finite.
 
     Raises:
-        TypeError, ValueError: dtypes or sizes do not match, or the indices in ``gathered`` are none that
-            :func:`unpack_entries` writes; on a GPU the latter is raised by a later call.
+        TypeError, ValueError: dtypes or sizes do not match, or :func:`unpack_entries` cannot have written
+            the indices in ``gathered``; on a GPU the latter is raised by a later call.
     """
     instance("gathered", gathered, Gathered)
     length("states", states)

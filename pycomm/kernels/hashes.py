@@ -7,19 +7,18 @@ from typing import Any
 
 import pycomm._native as _native
 from pycomm.kernels.arrays import one_for_each
-from pycomm.kernels.scratch import Scratch
-from pycomm.kernels.threads import num_threads
+from pycomm.kernels.resources import Scratch, num_threads
 
 
 def hashes(tensors: Sequence[Any], *, out: Any = None, scratch: Scratch | None = None) -> Any:
     """Return a 64-bit hash of each of ``tensors``: an int64 array on their device, one element for each.
 
-    Equal for equal elements in logical order, wherever they lie and on whatever device. Bits are compared:
-    0 and -0 differ, and so may two NaNs. Against errors, not against forgers.
+    Equal elements in the same logical order give equal hashes, for any strides and on any device. Bits
+    count: 0 and -0 differ, and so may two NaNs. Detects errors; does not resist forgery.
 
     Args:
-        tensors: arrays of any of float32, float16, bfloat16, float64, int8, uint8, int32, int64, all on
-            one device.
+        tensors: arrays of float32, float16, bfloat16, float64, int8, uint8, int32 or int64, all on one
+            device.
         out: the array to write to and return; a new one if ``None``.
         scratch: see :class:`Scratch`.
 

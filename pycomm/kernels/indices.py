@@ -6,7 +6,7 @@ from typing import Any
 
 import pycomm._native as _native
 from pycomm.kernels.arrays import empty, look
-from pycomm.kernels.scratch import Scratch
+from pycomm.kernels.resources import Scratch
 
 
 def packed_words(limit: int, count: int) -> int:
@@ -17,12 +17,12 @@ def packed_words(limit: int, count: int) -> int:
 def pack_indices(indices: Any, limit: int, out: Any | None = None) -> Any:
     """Pack ascending int32 ``indices``, all below ``limit``, into ``packed_words(limit, len(indices))`` int32 words.
 
-    The code is Elias and Fano's: at most 3 bits more than lg(limit / count) for every index, whatever
-    they are, so all ranks know the size beforehand.
+    The Elias-Fano code takes at most 3 bits per index more than lg(limit / count), whatever the indices
+    are, so all ranks know the size beforehand.
 
     Raises:
-        ValueError: there are no indices, or some do not ascend or are too large. On a GPU the call has
-            returned before that is known: a later call of any kernel raises it, or this one if
+        ValueError: there are no indices, or some do not ascend or are too large. On a GPU the call returns
+            before that is known: a later call of any kernel raises the error, or this one if
             ``PYCOMM_SYNC=1`` is set. TypeError: not int32.
     """
     if out is None:
@@ -41,7 +41,7 @@ def unpack_indices(
             GPU as for :func:`pack_indices`.
     """
     if out is None:
-        # Nothing is allocated for a count that does not go with the words; the kernel refuses it.
+        # Nothing is allocated for a count that does not match the words; the kernel refuses it.
         fits = look("words", words)[0] == _native.packed_words(limit, count)
         out = empty(words, (count if fits else 0,), "int32")
     _native.unpack_indices(words, limit, count, out, scratch)

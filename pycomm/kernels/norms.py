@@ -7,15 +7,14 @@ from typing import Any
 
 import pycomm._native as _native
 from pycomm.kernels.arrays import one_for_each
-from pycomm.kernels.scratch import Scratch
-from pycomm.kernels.threads import num_threads
+from pycomm.kernels.resources import Scratch, num_threads
 
 
 def squared_norms(tensors: Sequence[Any], *, out: Any = None, scratch: Scratch | None = None) -> Any:
     """Return the sum of squares of each of ``tensors``: a float64 array on their device, one element for each.
 
     Accumulated in float64, in an order that does not depend on the number of threads. A sum is not finite
-    if an element is not (or is a float64 beyond 1e154), so the norms tell that, too.
+    if an element is not (or is a float64 beyond 1e154), so the norms also detect non-finite elements.
 
     Args:
         tensors: floating arrays, all on one device.

@@ -8,8 +8,7 @@ from typing import Any
 
 import pycomm._native as _native
 from pycomm.kernels.arrays import empty
-from pycomm.kernels.scratch import Scratch
-from pycomm.kernels.threads import num_threads
+from pycomm.kernels.resources import Scratch, num_threads
 
 
 def pack(

@@ -1,21 +1,20 @@
-"""Steps that are taken again and again on the same arrays, which are checked in full only once."""
+"""Optimizer steps that are prepared once for the same arrays, so that these are fully checked only once."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 import pycomm._native as _native
-from pycomm.kernels.scratch import Scratch
-from pycomm.kernels.threads import num_threads
+from pycomm.kernels.resources import Scratch, num_threads
 
 
 class PackScaling(NamedTuple):
-    """What happens to gradients before a step.
+    """Scaling of gradients before a step. Arrays of one float32 are on the gradients' device.
 
     Attributes:
-        factor: number that they are multiplied by, or one float32 beside them.
-        divisor: one float32 beside them, by which the factor is divided first.
-        found: one float32 beside them; where it is not 0 when the kernel runs, no step is taken.
+        factor: what they are multiplied by, a number or one float32.
+        divisor: one float32, which divides the factor first.
+        found: one float32: no step is taken if it is not 0 when the kernel runs.
     """
 
     factor: Any = 1.0
@@ -24,7 +23,7 @@ class PackScaling(NamedTuple):
 
 
 class PreparedGroup(_native.PreparedGroup):
-    """Kernel calls of one parameter group, which recognises its tensors; see csrc/bindings/prepared_step.h."""
+    """Kernel calls of one parameter group, found again by its tensors; see csrc/bindings/prepared_step.h."""
 
 
 class PreparedStep(_native.PreparedStep):
@@ -34,12 +33,13 @@ class PreparedStep(_native.PreparedStep):
         rule: name of the kernel's rule; the two rules of LAMB may run on the same arrays.
         weights, grads, copies: as in :mod:`pycomm.kernels.step`.
         states: for each state of the rule, the arrays of all weights, or ``None``.
-        counts: ``None``, or for each weight one float32 beside it: the number of steps taken, which the
+        counts: ``None``, or for each weight one float32 on its device: the number of steps taken, which the
             kernel then counts itself.
-        terms: lists of arrays, one for each weight, whose ``reduction``, "sum" or "mean", is the gradient; then
+        terms: lists of arrays, one for each weight. Their ``reduction``, "sum" or "mean", is the gradient, and
             ``grads`` are not read.
-        mirrors: lists of arrays, one for each weight, that get what is written to ``copies``, or to ``weights`` without
-            them. These and ``terms`` may be memory of other processes; in CPU memory only. They are kept.
+        mirrors: lists of arrays, one for each weight, which receive what is written to ``copies``, or to ``weights``
+            if there are no copies. Mirrors and terms are in CPU memory, which may be shared with other processes;
+            references to them are kept.
 
     Attributes:
         taken: number of steps, including this one.

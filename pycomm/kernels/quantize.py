@@ -10,8 +10,7 @@ import pycomm._native as _native
 from pycomm import checks
 from pycomm.checks import instance, pair
 from pycomm.kernels.arrays import empty, look
-from pycomm.kernels.scratch import Scratch
-from pycomm.kernels.threads import num_threads
+from pycomm.kernels.resources import Scratch, num_threads
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ def quantize(
         out: ``(scales, codes)`` to write to: float32, one per block; uint8, ``config.code_bytes``.
         seed: int64 array of two numbers: levels are then rounded stochastically, without bias, by
             random numbers that follow from them and the position alone. ``None``: to the nearest.
-        remainder: float32 array of ``x``'s size, ``x`` itself even: is given what the codes leave over.
+        remainder: float32 array of ``x``'s size, which may be ``x``: receives the quantization error.
 
     Returns:
         ``(scales, codes)``.
@@ -85,7 +84,7 @@ def dequantize(
     *,
     scratch: Scratch | None = None,
 ) -> None:
-    """Write the sum of several arrays that :func:`quantize` took apart, times ``scale``, to ``out`` (float32).
+    """Write the sum of several arrays from :func:`quantize`, times ``scale``, to ``out`` (float32).
 
     Raises:
         TypeError, ValueError: as :func:`quantize`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pycomm._native as _native
-from pycomm.kernels.scratch import Scratch
+from pycomm.kernels.resources import Scratch
 
 
 def scatter_add(out: Any, indices: Any, values: Any, scale: Any = 1.0, *, scratch: Scratch | None = None) -> None:
@@ -19,7 +19,7 @@ def scatter_add(out: Any, indices: Any, values: Any, scale: Any = 1.0, *, scratc
 
     Raises:
         TypeError: wrong dtype. ValueError: lengths differ, or an index lies outside ``out`` (then
-        nothing is written). On a GPU the call has returned before that is known: the error is
-        raised by a later call of any kernel, or by this one if ``PYCOMM_SYNC=1`` is set.
+        nothing is written). On a GPU the call returns before that is known: a later call of any
+        kernel raises the error, or this one if ``PYCOMM_SYNC=1`` is set.
     """
     _native.scatter_add(out, indices, values, scale, scratch)

@@ -8,8 +8,7 @@ from typing import Any
 import pycomm._native as _native
 from pycomm import checks
 from pycomm.kernels.arrays import empty, look
-from pycomm.kernels.scratch import Scratch
-from pycomm.kernels.threads import num_threads
+from pycomm.kernels.resources import Scratch, num_threads
 
 
 def sign_words(count: int) -> int:

@@ -9,8 +9,7 @@ import pycomm._native as _native
 from pycomm.checks import length, pair
 from pycomm.kernels.accumulate import Decay, Momentum, arguments_of
 from pycomm.kernels.arrays import empty
-from pycomm.kernels.scratch import Scratch
-from pycomm.kernels.threads import num_threads
+from pycomm.kernels.resources import Scratch, num_threads
 
 
 def sparsify(
@@ -38,12 +37,12 @@ def sparsify(
             the lowest index; NaN ranks above inf.
         thresholds: float32 array, one for each gradient, zeros at first and kept by the caller from
             step to step: the last step's smallest selected magnitudes. It never changes the result.
-        num_missed: one int32, which grows by the number of thresholds that were of no use.
+        num_missed: one int32, increased by the number of thresholds that did not help.
         largest: one float32 to write the largest selected magnitude to; for float32 sums only.
 
     Returns:
-        Two bool arrays with an element for each gradient: whether all sums are finite, and whether its
-        threshold was of no use, so that the sums had to be read again.
+        Two bool arrays with an element for each gradient: whether all its sums are finite, and whether
+        its threshold did not help, so that the sums had to be read again.
 
     Raises:
         TypeError, ValueError: dtypes, sizes or counts do not match.

@@ -1,6 +1,6 @@
 """Steps of optimizers that touch every array once. Contract: csrc/kernels/step.h.
 
-All of them share:
+Arguments of all steps:
 
 Args:
     weights: float32, or all float64, arrays of any shapes; updated in place, contiguous, on one device.
@@ -24,8 +24,7 @@ from typing import Any
 import pycomm._native as _native
 from pycomm import checks
 from pycomm.kernels.arrays import empty
-from pycomm.kernels.scratch import Scratch
-from pycomm.kernels.threads import num_threads
+from pycomm.kernels.resources import Scratch, num_threads
 
 Arrays = Sequence[Any]
 
@@ -45,7 +44,7 @@ class Moments:
     bias_correction: bool = True
 
     def fill(self, c: _native.Coefficients) -> None:
-        """Set what follows from the moments in ``c``."""
+        """Write the coefficients of the moments to ``c``."""
         beta1, beta2 = (checks.number("betas", beta) for beta in checks.pair("betas", self.betas, "two numbers"))
         c.beta1, c.one_minus_beta1, c.beta2, c.one_minus_beta2 = beta1, 1.0 - beta1, beta2, 1.0 - beta2
         c.eps, c.corrects_bias = self.eps, bool(self.bias_correction)
@@ -201,7 +200,7 @@ def adagrad_step(
 
     Args:
         sums: s for each weight.
-        lr: with its decay, where it has one.
+        lr: learning rate, after its decay if there is one.
     """
     c = adagrad_coefficients(lr, eps, weight_decay)
     _run("adagrad", c, weights, grads, [sums], scale, copies, scratch)

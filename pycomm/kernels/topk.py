@@ -9,8 +9,7 @@ import numpy as np
 import pycomm._native as _native
 from pycomm.checks import pair
 from pycomm.kernels.arrays import empty, look
-from pycomm.kernels.scratch import Scratch
-from pycomm.kernels.threads import num_threads
+from pycomm.kernels.resources import Scratch, num_threads
 
 
 def topk(
@@ -23,8 +22,8 @@ def topk(
         k: 1 <= k <= number of elements.
         out: ``(values, indices)`` to write to, contiguous, of ``k`` elements each.
         threshold: an array of one float32 on ``x``'s device, kept by the caller from call to call: the
-            k-th magnitude of an earlier, similar ``x`` (0 for none), which saves work; replaced by that
-            of this one. It never changes the result.
+            k-th magnitude of an earlier, similar ``x`` (0 for none). It saves work, is replaced by this
+            ``x``'s, and never changes the result.
         scratch: see :class:`Scratch`.
 
     Returns:
@@ -36,7 +35,7 @@ def topk(
     """
     if out is None:
         elements, dtype = look("x", x)
-        # A wrong k is refused by the kernel; it must not fail here first, in an allocation.
+        # The kernel refuses a wrong k; an allocation must not fail first.
         length = int(k) if isinstance(k, int | np.integer) and not isinstance(k, bool) and 0 <= k <= elements else 0
         out = empty(x, (length,), dtype), empty(x, (length,), "int32")
     values, indices = pair("out", out, "values and indices")

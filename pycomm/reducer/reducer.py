@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from pycomm import checks
-from pycomm.compression.by_method import method_text
+from pycomm.compression.dense import method_text
 from pycomm.compression.saved_state import gather_state, select_state
 from pycomm.descriptions import counted, size_text, tensors_text
 from pycomm.optim.attached import forget

@@ -1,4 +1,4 @@
-"""Schedules: collectives as data, which are generated, proven, priced and chosen. Needs numpy only.
+"""Schedules: collectives as data, which are generated, verified, priced and chosen. Requires numpy only.
 
     s = schedule.binary_blocks(600)            # who sends what to whom, round by round
     schedule.verify(s)                         # every rank ends with every contribution exactly once

@@ -42,7 +42,7 @@ class Ranking:
     def seconds(self, name: str, nbytes: float) -> float:
         """Return the time of ``name`` for ``nbytes``.
 
-        Linear between the known sizes, by the last two points beyond them, constant before the first.
+        Interpolated linearly between known sizes, extrapolated from the last two, constant before the first.
         """
         sizes, times = self.curves[name]
         if nbytes <= sizes[-1] or len(sizes) == 1:
@@ -55,10 +55,10 @@ class Ranking:
         return sorted(((name, self.seconds(name, nbytes)) for name in self.curves), key=lambda pair: pair[1])
 
     def crossovers(self, tolerance: float = 0.05) -> list[tuple[float, str]]:
-        """Return (size, algorithm): the algorithm to take from that size on; the first size is 0.
+        """Return (size, algorithm): the algorithm to use from that size on; the first size is 0.
 
-        An algorithm is kept as long as it takes at most ``tolerance`` more than the fastest, so that
-        noise and ties make no crossovers.
+        An algorithm is kept while it takes at most ``tolerance`` more than the fastest, so that noise and
+        ties make no crossovers.
         """
         begin = min(float(sizes[0]) for sizes, _ in self.curves.values())
         end = max(float(sizes[-1]) for sizes, _ in self.curves.values())
@@ -75,8 +75,9 @@ class Ranking:
 def candidates(num_ranks: int, per_host: int | None = None) -> list[str]:
     """Return the names, for :func:`by_name`, of the algorithms to consider among ``num_ranks`` ranks.
 
-    Grids have rows or groups of ``per_host`` ranks if that is a divisor, of the divisor closest to the
-    square root, and, with masters, of every divisor that takes at most three times the fewest steps.
+    Rows or groups of a grid have ``per_host`` ranks, if that divides ``num_ranks``, or as many as the divisor
+    closest to the square root. Grids with masters also use every divisor with at most three times the fewest
+    steps.
     """
     num_ranks = require_ranks(num_ranks)
     if num_ranks == 1:
@@ -103,7 +104,7 @@ def rank_algorithms(
     sizes: Sequence[float] = SIZES,
     names: Sequence[str] | None = None,
 ) -> Ranking:
-    """Rank algorithms on ``network``: as measured there, if that was with as many ranks, else by simulation.
+    """Rank algorithms on ``network``: as measured there with the same number of ranks, else by simulation.
 
     Args:
         sizes: bytes to simulate, increasing. names: algorithms to simulate; :func:`candidates` if ``None``.

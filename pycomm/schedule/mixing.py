@@ -1,11 +1,12 @@
-"""Mixing: rounds in which each rank keeps a share of what it has, and adds shares of what others have.
+"""Mixing: rounds in which each rank replaces its value by a weighted mean of its own and others' values.
 
-A round has messages, as a table's, each with a weight, and a weight by which each rank keeps its own. What rank i has
-becomes ``kept[i]`` times its own, plus, for each message to it, the weight times what the sender had at the round's
-start. As a matrix, ``w[i, j]`` is what rank i takes of rank j's. Where what each rank keeps and sends sums to 1
-(columns), the sum over the ranks stays as it is; where what it keeps and is sent does as well (rows), what is equal
-on all ranks stays so, and the weights are doubly stochastic (Lian et al., "Can decentralized algorithms outperform
-centralized algorithms?", 2017). :func:`pycomm.schedule.verify` proves it, and that everybody hears of everybody.
+A round has messages, as in a table, a weight for each message, and a weight for each rank's own value. The new value
+of rank i is ``kept[i]`` times its own plus, for each message to it, the weight times the sender's value at the round's
+start. In a matrix, ``w[i, j]`` is the weight of rank j's value in rank i's new one. If every column sums to 1 (what a
+rank keeps and sends), the sum over the ranks is conserved. If every row does too (what it keeps and receives), values
+that are equal on all ranks stay so, and the weights are doubly stochastic (Lian et al., "Can decentralized algorithms
+outperform centralized algorithms?", 2017). :func:`pycomm.schedule.verify` proves this, and that every rank's value
+reaches every other rank.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from pycomm.schedule.table import REDUCE, Round, require_ranks
 Floats = npt.NDArray[np.float64]
 
 TOPOLOGIES = ("ring", "exponential", "random")
-_DRAWINGS = 64  # far more than it takes to forget where one began, for any number of ranks
+_DRAWINGS = 64  # far more than it takes to mix, for any number of ranks
 
 
 class WeightedRound(NamedTuple):
     """Round of mixing.
 
     Attributes:
-        messages: who sends to whom: REDUCEs of the one chunk that there is.
-        weights: [messages], by which what comes is multiplied.
-        kept: [ranks], by which each rank multiplies its own.
+        messages: who sends to whom: REDUCEs of a single chunk.
+        weights: [messages], factor of each received value.
+        kept: [ranks], factor of each rank's own value.
     """
 
     messages: Round
@@ -48,7 +49,7 @@ class WeightedRound(NamedTuple):
         return cls(messages, column, np.asarray(kept, np.float64))
 
     def part_of(self, rank: int) -> tuple[list[int], float, list[tuple[int, float]]]:
-        """Return to whom ``rank`` sends, what it keeps, and from whom it receives, with the weights."""
+        """Return the ranks that ``rank`` sends to, its own weight, and (rank, weight) of those it receives from."""
         outgoing, incoming = np.flatnonzero(self.messages.src == rank), np.flatnonzero(self.messages.dst == rank)
         sources, weights = self.messages.src[incoming].tolist(), self.weights[incoming].tolist()
         return self.messages.dst[outgoing].tolist(), float(self.kept[rank]), list(zip(sources, weights, strict=True))
@@ -56,12 +57,12 @@ class WeightedRound(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Mixing:
-    """Rounds of mixing that take turns: after the last one comes the first one again.
+    """Rounds of mixing, repeated in a cycle.
 
     Attributes:
-        name: the topology's name; weights of one's own have their digest in it. Equal names, equal rounds.
-        turn: the rounds.
-        doubly_stochastic: whether it claims that rows sum to 1, too.
+        name: the topology's name; for custom weights it contains their digest. Equal names mean equal rounds.
+        turn: the rounds of one cycle.
+        doubly_stochastic: whether rows are claimed to sum to 1, too.
         num_chunks, goal: for :func:`pycomm.schedule.verify`: arrays are mixed whole, and "mixing" is the goal.
     """
 
@@ -82,18 +83,19 @@ class Mixing:
 
 
 def mixing(topology: str | Sequence[Any], num_ranks: int, seed: int = 0) -> Mixing:
-    """Make rounds of mixing, which :func:`pycomm.schedule.verify` proves: weights of one's own may be wrong.
+    """Make rounds of mixing. Check custom weights with :func:`pycomm.schedule.verify`.
 
     Args:
-        topology: "ring": both neighbours and oneself, a third each. "exponential": half from a rank that is 1, 2, 4,
-            ... ranks away, in turns (Assran et al., "Stochastic gradient push", 2019). "random": in pairs, of which
-            64 drawings take turns; an odd rank sits out. Or a matrix of weights, or several that take turns.
+        topology: "ring": both neighbours and the rank itself, a third each. "exponential": half from a rank that is
+            1, 2, 4, ... ranks away, in turns (Assran et al., "Stochastic gradient push", 2019). "random": random
+            pairs, from a cycle of 64 drawings; with an odd number of ranks one sits out. Or a matrix of weights, or
+            several that are used in turns.
         num_ranks: number of ranks.
         seed: of "random".
 
     Raises:
         TypeError: ``topology`` is neither a name nor numbers.
-        ValueError: there is no such name, the matrices are not of ``num_ranks`` by ``num_ranks``, or there is none;
+        ValueError: there is no such name; a matrix is not ``num_ranks`` by ``num_ranks``, or there is none;
             ``num_ranks`` < 1.
     """
     num_ranks = require_ranks(num_ranks)

@@ -28,8 +28,8 @@ class Link:
     """Class of links.
 
     Attributes:
-        alpha: seconds per message. beta: seconds per byte. gamma: seconds to add a byte to the
-            receiver's own.
+        alpha: seconds per message. beta: seconds per byte. gamma: seconds per byte to add what was
+            received.
     """
 
     alpha: float
@@ -150,7 +150,7 @@ def _from_dict(data: Any) -> Network:
         overhead=data.get("overhead", 0.0),
         transport=data.get("transport", ""),
     )
-    # What has been checked: of integers that are larger than its own numpy would make objects.
+    # numpy would turn integers that exceed its own into objects.
     floats = {name: tuple((float(x), float(y)) for x, y in curve) for name, curve in found.measured.items()}
     return replace(found, measured=floats, overhead=float(found.overhead))
 

@@ -1,8 +1,8 @@
 """Program: one rank's part of a schedule, its sends and receives in the order of the table, and their dependencies.
 
-Sender and receiver project the same edge, so a send without its receive cannot be written down. The
-columns of a program are named below; csrc/execute/program.h says what each means for the ranks of one
-host, transport/messages.py uses the first of them.
+Sender and receiver project the same edge, so a send without its receive cannot be expressed. The columns
+of a program are named below. csrc/execute/program.h explains each for the ranks of one host;
+transport/messages.py uses the first of them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Program:
 
 
 def program_of(schedule: Table, rank: int) -> Program:
-    """Project ``schedule``, which must be right (:func:`pycomm.schedule.verify`), on ``rank``."""
+    """Project ``schedule``, which must be verified (:func:`pycomm.schedule.verify`), on ``rank``."""
     num_ranks, num_chunks = int(schedule.num_ranks), int(schedule.num_chunks)
     build = _Builder(rank, num_chunks)
     digest = hashlib.blake2b(digest_size=8)
@@ -107,7 +107,7 @@ class _Builder:
             chunk, count = int(r.chunk[edge]), int(r.count[edge])
             chunks = slice(chunk, chunk + count)
             conflict = bool(changing[chunks].any())
-            # What others were sent in this round already, all of it from the shadow, lies there.
+            # Chunks already sent to others in this round need not be copied to the shadow again.
             fresh = not ((self._sent_in_conflict if conflict else self._sent)[chunks] > first).all()
             row = [int(r.dst[edge]), chunk, count, int(conflict), int(fresh)]
             self.sends.append([*row, int(self._received[chunks].max()), int(earlier[chunks].max())])

@@ -1,19 +1,19 @@
 """Simulation: the time that a schedule takes on a described network.
 
-The model. Each rank has one sending and one receiving port, and both work at once. A message of b
-bytes over a link (alpha, beta, gamma) holds the sender's port for alpha + beta b seconds, and the
-receiver's, which begins at the same time, for as long and another gamma b if it is reduced. It begins
-once both ports are free, which serve messages in the order of the table, and once what it sends is
-final for its round: once every earlier round's message into those chunks of the sender has been
-received. There are no barriers between rounds.
+The model. Each rank has one sending and one receiving port, and both work at once. A message of b bytes
+over a link (alpha, beta, gamma) occupies the sender's port for alpha + beta b seconds. It occupies the
+receiver's port from the same moment, for as long, and for another gamma b if it is reduced. It begins
+once both ports are free and its chunks are final at the sender, that is, once every message of an
+earlier round into those chunks has been received. Ports serve messages in the order of the table. There
+are no barriers between rounds.
 
-With segments of s bytes a message costs alpha for each of them; a message that forwards chunks which
-one earlier message brought, from its first chunk on, begins when the first segment of that is there,
-and ends no sooner than one segment after it.
+With segments of s bytes, a message costs alpha for each segment. If all its chunks came in one earlier
+message, starting at the same chunk, it begins when that message's first segment has arrived, and ends at
+least one segment after it.
 
-All times have an axis of sizes, so a curve over many sizes is one pass over the table. What a message
-waits for does not depend on sizes: the last message before it on either port, and the last one that
-wrote what it sends, whose number a first pass over the table finds.
+All times have an axis of sizes, so a curve over many sizes takes one pass over the table. What a message
+waits for does not depend on sizes: the previous message on either port, and the last message that wrote
+its chunks. A first pass over the table finds the latter.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ def simulate(
 
 
 class _Part:
-    """Part of the table to simulate: all edges or, if the table and the hosts turn, those that one host sends.
+    """Part of the table to simulate: all edges or, if table and hosts are symmetric, those that one host sends.
 
-    Then the same happens at the ranks of the same place on all hosts, to chunks that are as many places
-    further on, and ``num_ranks`` is the ranks of a host.
+    In a symmetric table the same happens on every host, with all chunks shifted, so the ranks of one host stand
+    for all; ``num_ranks`` is then their number.
     """
 
     def __init__(self, schedule: Table, network: Network, segmented: bool) -> None:
@@ -105,10 +105,10 @@ class _Waits:
 
     Attributes:
         writer: for each edge, the last edge that wrote what it sends, -1 for none.
-        forwards: for each edge, whether that edge brought all that it sends, from the same chunk on;
-            ``None`` without segments.
-        memory: for each edge, the place where the times of its end are kept, -1 if no edge needs them.
-        oldest: the first place that this round and later ones still need.
+        forwards: for each edge, whether its writer wrote all of that, from the same chunk on; ``None``
+            without segments.
+        memory: for each edge, where the time of its end is kept, -1 if no edge needs it.
+        oldest: the first place in memory that this round and later ones still need.
     """
 
     writer: npt.NDArray[np.int32]
@@ -120,7 +120,7 @@ class _Waits:
 def _waits(part: _Part, segmented: bool) -> list[_Waits]:
     """Return the dependencies of each round.
 
-    Edges are numbered through the whole table; in the end only those that others wait for are.
+    Edges are numbered through the whole table at first; at the end, only those that others wait for.
     """
     num_chunks = part.num_chunks
     last = np.full(part.num_ranks * num_chunks, -1, np.int32)
@@ -141,7 +141,7 @@ def _waits(part: _Part, segmented: bool) -> list[_Waits]:
         waits.append(_Waits(writer, forwards, np.arange(base, base + r.num_edges, dtype=np.int32)))
         last[written] = base + edge
         base += r.num_edges
-    awaited = np.zeros(base + 1, bool)  # the last is where -1 points
+    awaited = np.zeros(base + 1, bool)  # the last element is what index -1 reads
     for wait in waits:
         awaited[wait.writer] = True
     awaited[-1] = False
@@ -218,7 +218,7 @@ class _Clock:
         """Return how long each message holds the sender's port, and how much longer the receiver's."""
         link, count, op = self._network.links(r.src[wave], r.dst[wave]), r.count[wave], r.op[wave]
         alpha, beta, gamma = (self._costs[key][:, None] for key in ("alpha", "beta", "gamma"))
-        if count.min() == count.max() and op.min() == op.max():  # then a row per class says it all
+        if count.min() == count.max() and op.min() == op.max():  # then a row per class of link is enough
             num_bytes = count[0] * self._chunk_bytes
             travel, add = alpha + beta * num_bytes, (gamma if op[0] == REDUCE else 0 * gamma) * num_bytes
             return (travel.take(link, 0), add.take(link, 0)) if link.any() else (travel[:1], add[:1])
@@ -253,9 +253,9 @@ def _waves(src: Ints, dst: Ints) -> Iterator[Ints | slice]:
         yield slice(None)
         return
     (before_src, nth_src), (before_dst, nth_dst) = _earlier(src), _earlier(dst)
-    # One more than the later of the two edges before it. The guess, how many of its ports' edges came before,
-    # is right at once where the table goes by shifts.
-    wave = np.append(np.maximum(nth_src, nth_dst), -1)  # the last is where -1 points
+    # An edge's wave is one more than the later of the edges before it at its two ports. The first guess, the number
+    # of edges before it, is already right for tables that go by shifts.
+    wave = np.append(np.maximum(nth_src, nth_dst), -1)  # the last element is what index -1 reads
     settled = False
     while not settled:
         better = np.maximum(wave[before_src], wave[before_dst]) + 1

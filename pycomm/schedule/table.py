@@ -69,11 +69,6 @@ def require_ranks(num_ranks: int, name: str = "num_ranks") -> int:
     return int(num_ranks)
 
 
-def every_rank_owns_one(num_ranks: int) -> Ints:
-    """Return the ``owners`` of a schedule in which rank r owns chunk r."""
-    return np.arange(num_ranks, dtype=np.int64)
-
-
 def together(*sequences: Iterable[Round]) -> Iterator[Round]:
     """Merge the first rounds of all sequences into one round, then the second ones, and so on."""
     for rounds in zip_longest(*sequences):
@@ -101,7 +96,7 @@ def embed(rounds: Iterable[Round], ranks: Any, first_chunk: Any, scale: int) -> 
     """Run the same rounds in several groups of a larger schedule at once.
 
     Args:
-        ranks: [groups, ranks of the smaller schedule]: who plays whom.
+        ranks: [groups, ranks of the smaller schedule]: the rank of the larger schedule for each.
         first_chunk: for each group, the chunk of the larger schedule where its chunk 0 begins.
         scale: how many chunks of the larger schedule make one of the smaller.
     """

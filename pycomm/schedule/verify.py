@@ -1,23 +1,23 @@
 """Proof that a schedule computes what it claims.
 
-The state of the ranks is run through the table, with contributions instead of numbers: each place
-(rank, chunk) has a vector that says how often each rank's contribution is in it: never, once, or more
-often. For many ranks two numbers take the vector's place: how many contributions there are, counted to
-one more than there are ranks, and a fingerprint: rank r contributes a random number modulo a prime near
-2^50, and a place is right if it holds the sum of those it should. A wrong place with the right number of
-contributions has the right fingerprint with a probability of about 2^-50, whatever the table, since its
-error is a combination of the random numbers whose factors are smaller than the prime and not all zero.
+The table is executed symbolically, with contributions instead of numbers. Each place (rank, chunk) has a
+vector: how often each rank's contribution is in it, never, once or more often. For many ranks two numbers
+replace the vector. One is the number of contributions, counted up to the number of ranks plus one. The
+other is a fingerprint: rank r contributes a random number modulo a prime near 2^50, and a place is right
+if it holds the sum of the right numbers. A wrong place with the right number of contributions has the
+right fingerprint with a probability of about 2^-50, for any table: its error is a combination of the
+random numbers whose factors are smaller than the prime and not all zero.
 
 Progress. A rank that enters a round offers all its messages of that round, and leaves the round when
-they are done (rendezvous: a message needs both sides). Whoever is furthest behind then waits only for
-ranks that are in the same round or come to it, so some message can always move, unless a rank is to
-meet itself. Messages offered one by one, in the order of the table, make progress too: the first
-message of the table that is not done is the next one of both its ends.
+they are done (rendezvous: a message requires both sides). The rank that is furthest behind waits only for
+ranks that are in the same round or will come to it, so some message can always move, unless a rank sends
+to itself. Messages offered one by one, in the order of the table, make progress too: the first unfinished
+message of the table is the next one of both its ends.
 
-Mixing (mixing.py). The same contributions run through the messages, which all add, for as many turns as there
-are ranks; in the end each must be everywhere, once or more often. How often is of no matter, as weights decide
-that, which are proven round by round: what each rank keeps and sends sums to 1, for whatever it has. As every
-weight is positive, ranks that go on like this come to the mean of all, by push-sum if not by themselves.
+Mixing (mixing.py). The same contributions run through the messages, all of which add, for as many cycles
+as there are ranks. At the end each contribution must be everywhere, once or more often. The weights are
+checked round by round: what each rank keeps and sends sums to 1. As every weight is positive, repeated
+rounds converge to the mean over all ranks: directly if the weights are doubly stochastic, else by push-sum.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from pycomm.schedule.mixing import Floats, Mixing, WeightedRound
 from pycomm.schedule.table import COPY, GOALS, REDUCE, Ints, Round, Table, expand
 
 _PRIME = (1 << 50) - 27
-_TERMS = 1 << 13  # so many residues, and more, fit 64 bits
+_TERMS = 1 << 13  # the sum of this many residues fits 64 bits
 _MOST_RANKS = 1 << 14
 _MOST_PLACES = 1 << 25
 _EXACT_RANKS = 64
 _TOLERANCE = 1e-9
-"""So much may a sum of weights be off, and a weight that is no larger is none."""
+"""Largest error of a sum of weights; a weight that is no larger counts as zero."""
 _OP_NAMES = {COPY: "COPY", REDUCE: "REDUCE"}
 
 Residues = npt.NDArray[np.uint64]
@@ -54,16 +54,16 @@ def verify(schedule: Table | Mixing, exact: bool | None = None, seed: int = 0) -
     Args:
         schedule: a schedule, or any object with ``num_ranks``, ``num_chunks`` and ``rounds()``,
             which then claims to be an all-reduce; or what :func:`pycomm.schedule.mixing` makes.
-        exact: follow each contribution (memory: ranks^2 x chunks) instead of a fingerprint of them;
-            ``None``: up to 64 ranks. Those of mixing are always followed.
+        exact: track each contribution (memory: ranks^2 x chunks) instead of fingerprints; ``None``: up to
+            64 ranks. In mixing they are always tracked.
         seed: seed of the fingerprints.
 
     Raises:
-        ScheduleError: a rank does not end with each contribution it wants exactly once in each chunk; a
-            COPY writes a place that another edge of its round reads or writes; an index is out of range;
-            a rank sends to itself; ``schedule`` is not a table. Of mixing: what a rank keeps and sends does
-            not sum to 1, or, if it claims to be doubly stochastic, what it keeps and is sent; a weight is
-            not positive; a rank does not hear of another within as many turns as there are ranks.
+        ScheduleError: a rank does not end with the right contributions, exactly once, in each chunk; a COPY
+            writes a place that another edge of its round reads or writes; an index is out of range; a rank
+            sends to itself; ``schedule`` is not a table. Mixing: what a rank keeps and sends does not sum to
+            1, nor, if it claims to be doubly stochastic, what it keeps and receives; a weight is not
+            positive; a rank's value does not reach another within as many cycles as there are ranks.
     """
     try:
         _verify(schedule, exact, seed)
@@ -125,11 +125,11 @@ def _claim(schedule: Any, num_chunks: int, num_ranks: int) -> tuple[str, Ints | 
 
 
 class _Values:
-    """Values of places: [K] numbers, and their addition.
+    """Values of places, [K] numbers each, and their addition.
 
     Attributes:
-        contributions: [P, K]. If exact, unit vectors, whose sums stop at 2. Otherwise a residue, and a
-            count that stops at P + 1.
+        contributions: [P, K]. If exact, unit vectors, whose sums saturate at 2. Otherwise a residue, and a
+            count that saturates at P + 1.
         total: [K], the sum of each contribution once.
     """
 
@@ -162,7 +162,7 @@ class _Values:
         while True:
             first = np.append(True, written[1:] != written[:-1])
             starts = np.flatnonzero(first)
-            # Long runs in pieces, as often as it takes.
+            # Long runs are summed in pieces, repeatedly.
             within = np.arange(len(written)) - np.repeat(starts, np.diff(starts, append=len(written)))
             starts = np.flatnonzero(within % _TERMS == 0)
             moved, written = self.settle(np.add.reduceat(moved, starts, axis=0), _TERMS), written[starts]
@@ -193,7 +193,7 @@ def _checked(edges: Any, number: int, num_ranks: int, num_chunks: int) -> Round:
         _refuse(r, number, (column < 0) | (column >= limit), f"{field} is not in 0 ... {limit - 1}")
     _refuse(r, number, (r.op != COPY) & (r.op != REDUCE), f"op is neither COPY ({COPY}) nor REDUCE ({REDUCE})")
     _refuse(r, number, r.count < 1, "count is less than 1")
-    # Not chunk + count, which could wrap around.
+    # Not chunk + count, which could overflow.
     _refuse(r, number, r.count > num_chunks - r.chunk, f"chunk + count is beyond the {num_chunks} chunks")
     _refuse(r, number, r.src == r.dst, "a rank sends to itself, and would wait for itself forever")
     return r
@@ -309,7 +309,7 @@ def _verify_mixing(schedule: Any, num_ranks: int, num_chunks: int) -> None:
     state, places = values.contributions.copy(), _ChunkPlaces(num_ranks)
     for _ in range(num_ranks):
         for number, messages in enumerate(turn):
-            if state.all():  # and will be, as everybody keeps some of what it has
+            if state.all():  # and stays so, as every rank keeps a share of its own
                 return
             _apply(state, values, places, messages, number, num_chunks)
     if not state.all():

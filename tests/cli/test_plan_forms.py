@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pycomm.cli.main import main
-from pycomm.cli.plan.old_forms import in_todays_form
+from pycomm.cli.plan.arguments import in_todays_form
 
 LAYERS = ["--devices", "2", "--memory", "10GB"]
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pycomm.compression.half_scale import agreed_scale
+from pycomm.compression.codec import agreed_scale
 
 FLOAT32 = st.floats(min_value=2.0**-149, max_value=3.4028234663852886e38, width=32)
 

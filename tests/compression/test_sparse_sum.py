@@ -12,7 +12,7 @@ from pycomm import Communicator, kernels
 from pycomm.bucket import Bucket
 from pycomm.compression.codec import Accumulated, Outcome
 from pycomm.compression.report import Report, Told
-from pycomm.compression.sparse.choice import WAYS, choose_way, received_bytes
+from pycomm.compression.sparse.codec import WAYS, choose_way, received_bytes
 from pycomm.compression.sparse.sums import Selected, SparseSum
 from tests.ranks import RankPool
 

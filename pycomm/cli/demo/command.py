@@ -113,8 +113,7 @@ def _run_and_report(settings: DemoSettings) -> int:
 
 def _train(settings: DemoSettings) -> Any:
     from pycomm.cli.demo.corpus import source_files
-    from pycomm.cli.demo.kill import train_with_a_death
-    from pycomm.cli.demo.train import train
+    from pycomm.cli.demo.train import train, train_with_a_death
 
     source_files()
     results = _run_ranks(train, settings.ranks, settings)

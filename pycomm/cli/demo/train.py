@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import signal
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,12 +16,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+import pycomm
 from pycomm.cli.demo import network
 from pycomm.cli.demo.corpus import Corpus, random_starts, read_corpus, windows
 from pycomm.cli.demo.model import ByteGPT, loss_of
-from pycomm.cli.demo.results import Results, RunOutcome, smoothed
+from pycomm.cli.demo.results import Death, Results, RunOutcome, smoothed
 from pycomm.cli.demo.settings import HEAD_WIDTH, HOST_METHODS, LINK_METHODS, DemoMethod, DemoSettings
-from pycomm.cli.demo.trainee import Trainee, compression_of, first_difference
+from pycomm.cli.demo.trainee import Trainee, compression_of, first_difference, make_optimizer
 from pycomm.cost.planning import SimulatedLink
 from pycomm.cost.pricing import rehearse
 from pycomm.launching import PATIENCE
@@ -31,6 +34,7 @@ _HOST_SHARE = 0.3  # of the seconds
 _WARM_UP_STEPS = 3
 _TURNS = 8
 _LATENCY = 100e-6  # of the simulated link
+_DEATH_STEPS = 120
 _VALIDATION_WINDOWS = 256
 _VALIDATION_BATCH = 32
 _VALIDATION_SEED = 2**31
@@ -47,7 +51,7 @@ def train(settings: DemoSettings, tell: Tell) -> None:
     corpus, untrained = read_corpus(), make_model(settings)
     initial_loss = validate(untrained, corpus, settings.context)
     host_seconds = _HOST_SHARE * settings.seconds
-    tell = tell if dist.get_rank() == 0 else _say_nothing
+    tell = tell if dist.get_rank() == 0 else lambda _message: None
     host = DemoPart(HOST_METHODS, untrained, corpus, settings, host_seconds, 0.0, tell).train()
     if settings.hosts:
         _move_to_own_host(settings)
@@ -170,5 +174,43 @@ def validate(model: nn.Module, corpus: Corpus, context: int) -> float:
     return total.item() / (_VALIDATION_WINDOWS * context)
 
 
-def _say_nothing(_message: Any) -> None:
-    pass
+def train_with_a_death(settings: DemoSettings, tell: Tell) -> None:
+    """Train; the last rank is killed in the middle of a backward pass, half-way. Collective, for those that are left.
+
+    Raises:
+        RuntimeError: the others did not go on as they should.
+    """
+    corpus, model = read_corpus(), make_model(settings)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if rank > 0:
+        logging.getLogger("pycomm").setLevel(logging.ERROR)  # rank 0 says that one died, and how long it took
+    optimizer = make_optimizer(model, None)
+    reducer = pycomm.attach(
+        optimizer, model, survive=pycomm.Survive(), tuning=pycomm.Tuning(check_replicas=10, timeout=PATIENCE)
+    )
+    seconds, losses = [], []
+    for step in range(1, _DEATH_STEPS + 1):
+        if rank == size - 1 and step == _DEATH_STEPS // 2:
+            middle = list(model.parameters())[len(list(model.parameters())) // 2]
+            middle.register_post_accumulate_grad_hook(_die)  # type: ignore[no-untyped-call]
+        start = time.perf_counter()
+        starts = random_starts(
+            corpus.train, settings.context, (settings.batch,), (settings.seed << 40) + (step << 16) + rank
+        )
+        inputs, targets = windows(corpus.train, starts, settings.context)
+        loss = loss_of(model(inputs), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(time.perf_counter() - start)
+        losses.append(loss.item())
+        if rank == 0:
+            tell(Progress(step, _DEATH_STEPS, {"loss": losses[-1], "ranks": len(reducer.world)}))
+    if tuple(reducer.world) != tuple(range(size - 1)):
+        raise RuntimeError(f"the ranks that go on are {reducer.world}, wanted all of {size} but the last")
+    if rank == 0:
+        tell(Death(size, _DEATH_STEPS // 2, seconds, losses))
+
+
+def _die(_parameter: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)

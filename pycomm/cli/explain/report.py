@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pycomm import untrusted
+from pycomm.cli.arguments import complain, say
 from pycomm.cli.explain.dumps import Content, Dump, DumpedGroup, NoDumpError, groups_of, newest_job, read
 from pycomm.cli.explain.verdict import told, verdict
-from pycomm.cli.terminal import complain, say
 from pycomm.recorder import DIRECTORY, folder
 
 

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pycomm.cli.arguments import load_package
-from pycomm.cli.plan.files import require_free
-from pycomm.cli.plan.report import print_calibration
-from pycomm.cli.terminal import complain
+from pycomm.cli.arguments import complain, load_package
+from pycomm.cli.plan.report import link_text, require_free, time_text
+from pycomm.cli.table import print_table
+from pycomm.descriptions import size_text
 from pycomm.schedule.network import Network
+from pycomm.untrusted import one_line
 
 if TYPE_CHECKING:  # takes torch
     from pycomm.communicator import Communicator
@@ -85,3 +86,15 @@ def _write(network: Network, path: Path) -> None:
     path.write_text(network.to_json())
     print_calibration(network)
     print(f'\nnetwork written to {path}: --network {path}, or PYCOMM_NETWORK={path} for algorithm="auto"')
+
+
+def print_calibration(network: Network) -> None:
+    """Print the links and the times that were measured."""
+    print(f"\n{one_line(network.name)}")
+    print(f"  every collective  {time_text(network.overhead)} besides its messages")
+    for name, link in (("within a host", network.within_host), ("between hosts", network.between_hosts)):
+        print(f"  {name:16}  {link_text(link.alpha, link.beta, link.gamma)}")
+    sizes = [size for size, _ in next(iter(network.measured.values()))]
+    print("\nmeasured")
+    rows = [[name, *(time_text(seconds) for _, seconds in curve)] for name, curve in network.measured.items()]
+    print_table(["algorithm", *(size_text(size) for size in sizes)], rows, indent="  ")

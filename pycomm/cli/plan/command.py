@@ -8,10 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pycomm.cli.arguments import Parser, Run, integer, later
-from pycomm.cli.plan.arguments import positive_size, rate, seconds, share, size, sizes
-from pycomm.cli.plan.old_forms import in_todays_form
-from pycomm.cli.terminal import complain
+from pycomm.cli.arguments import Parser, Run, complain, integer, later
+from pycomm.cli.plan.arguments import in_todays_form, positive_size, rate, seconds, share, size, sizes
 from pycomm.transport import TRANSPORTS
 
 _RANKS = """\

@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import math
 
-from pycomm.cli.plan.ranks import network_of
-from pycomm.cli.plan.report import time_text
+from pycomm.cli.plan.report import network_of, time_text
 from pycomm.cli.table import print_table
 from pycomm.cost.planning import Priced, price
 from pycomm.descriptions import size_text
-from pycomm.schedule.network import Network
 from pycomm.untrusted import one_line
 
 _CLEARLY_FASTER = 0.8
@@ -18,13 +16,8 @@ _CLEARLY_FASTER = 0.8
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what each method costs, and whether one pays; return the exit code."""
-    print_compression(arguments.ranks, arguments.bytes, network_of(arguments))
-    return 0
-
-
-def print_compression(num_ranks: int, nbytes: float, network: Network) -> None:
-    """Print the cost of every method on ``network``, and whether one pays."""
+    """Print the cost of every method, and whether one is worthwhile; return the exit code."""
+    num_ranks, nbytes, network = arguments.ranks, arguments.bytes, network_of(arguments)
     priced = price(num_ranks, nbytes, network)
     dense = priced["dense"].seconds()
     print(f"gradients of {size_text(nbytes)}, {num_ranks} ranks, network {one_line(network.name)}")
@@ -44,6 +37,7 @@ def print_compression(num_ranks: int, nbytes: float, network: Network) -> None:
     ]
     print_table(header, rows, indent="  ")
     print(f"\n{verdict(priced)}")
+    return 0
 
 
 def verdict(priced: dict[str, Priced]) -> str:

@@ -6,8 +6,7 @@ import argparse
 import math
 
 from pycomm import schedule
-from pycomm.cli.plan.files import require_free
-from pycomm.cli.plan.report import time_text
+from pycomm.cli.plan.report import require_free, time_text
 from pycomm.cli.plan.sources import load_source
 from pycomm.cli.table import table
 from pycomm.descriptions import size_text

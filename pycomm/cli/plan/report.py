@@ -1,77 +1,52 @@
-"""Output of ``pycomm plan``."""
+"""What the commands of ``pycomm plan`` share: the network, files that are not replaced unasked, times and links."""
 
 from __future__ import annotations
 
-from pycomm.cli.table import print_table
-from pycomm.descriptions import size_text
-from pycomm.schedule import by_name
-from pycomm.schedule.choose import Ranking
+import argparse
+import importlib
+from pathlib import Path
+from typing import Any
+
+from pycomm import schedule
+from pycomm.cli.arguments import complain
 from pycomm.schedule.network import Network
-from pycomm.untrusted import one_line
-
-_SMALL_BYTES = 1024.0  # only latency counts at this size
 
 
-def print_ranking(ranking: Ranking, nbytes: float) -> None:
-    """Print the algorithms for one size, the crossovers, and the family with masters."""
-    network = ranking.network
-    hosts = "one host" if network.per_host is None else f"{network.per_host} per host"
-    source = "measured" if ranking.measured else "simulated"
-    name = one_line(network.name)
-    print(f"all_reduce of {size_text(nbytes)} among {ranking.num_ranks} ranks, {hosts}, network {name} ({source})")
-    for name, link in (("within a host", network.within_host), ("between hosts", network.between_hosts)):
-        print(f"  {name:13}  {_link_text(link.alpha, link.beta, link.gamma)}")
-    order = ranking.at(nbytes)
-    rows = []
-    for name, seconds in order:
-        rate = f"{nbytes / seconds / 1e9:.3g}" if seconds > 0 else ""
-        times = f"{seconds / order[0][1]:.2f}" if order[0][1] > 0 else ""
-        rows.append([one_line(name), _steps(name, ranking.num_ranks), time_text(seconds), times, rate])
-    print()
-    print_table(["algorithm", "steps", "time", "x best", "algbw GB/s"], rows, indent="  ")
-    print("\nfastest, by size")
-    for size, name in ranking.crossovers():
-        print(f"  from {size_text(size):>8}  {one_line(name)}")
-    _print_masters(ranking)
+def network_of(arguments: argparse.Namespace) -> Network:
+    """Return the network of ``--network`` and ``--per-host`` for ``--ranks``."""
+    network = schedule.load(arguments.network).with_hosts_of(arguments.per_host)
+    if network.per_host is not None and arguments.per_host and arguments.ranks % network.per_host:
+        raise ValueError(f"--ranks {arguments.ranks} do not factor into hosts of {network.per_host}")
+    return network
 
 
-def _steps(name: str, num_ranks: int) -> str:
-    """Return how many steps an algorithm has; "" for the transport's own, and for what a file calls by another name."""
+def require_free(path: Path, option: str, arguments: argparse.Namespace) -> None:
+    """Raise ValueError unless ``path`` can be written, and is not there yet or may be replaced."""
+    if not path.parent.is_dir():
+        raise ValueError(f"{path} cannot be written: {path.parent} is no folder")
+    if path.exists() and not arguments.force:
+        raise ValueError(f"{path} is there already: give another name with {option}, or --force to replace it")
+
+
+def draw(function: str, what: str, arguments: argparse.Namespace, *data: Any) -> int:
+    """Write a plot of ``data`` by that function of :mod:`pycomm.cli.plan.plot`, if ``--plot`` is given.
+
+    Return the exit code: 1 if it cannot be drawn, not 2 as for wrong arguments, since the figures are printed already.
+    """
+    if arguments.plot is None:
+        return 0
     try:
-        return str(sum(1 for _ in by_name(name, num_ranks).rounds()))
-    except ValueError:
-        return ""
-
-
-def _print_masters(ranking: Ranking) -> None:
-    """Print which group size is best for one master per group, for arrays so small that only latency counts."""
-    named = [name for name in ranking.curves if _is_masters(name) and _steps(name, ranking.num_ranks)]
-    family = {name: ranking.seconds(name, _SMALL_BYTES) for name in named}
-    if len(family) < 2:
-        return
-    best = min(family.values())
-    names = [name for name, seconds in family.items() if seconds <= 1.01 * best]
-    steps = _steps(names[0], ranking.num_ranks)
-    print(
-        f"\nof those with one master per group, fastest for small arrays: {', '.join(names)}: "
-        f"{steps} steps against the ring's {2 * (ranking.num_ranks - 1)}"
-    )
-
-
-def _is_masters(name: str) -> bool:
-    return name.startswith("hierarchical(") and name.count(",") == 1
-
-
-def print_calibration(network: Network) -> None:
-    """Print the links and the times that were measured."""
-    print(f"\n{one_line(network.name)}")
-    print(f"  every collective  {time_text(network.overhead)} besides its messages")
-    for name, link in (("within a host", network.within_host), ("between hosts", network.between_hosts)):
-        print(f"  {name:16}  {_link_text(link.alpha, link.beta, link.gamma)}")
-    sizes = [size for size, _ in next(iter(network.measured.values()))]
-    print("\nmeasured")
-    rows = [[name, *(time_text(seconds) for _, seconds in curve)] for name, curve in network.measured.items()]
-    print_table(["algorithm", *(size_text(size) for size in sizes)], rows, indent="  ")
+        require_free(arguments.plot, "--plot", arguments)
+        plot = importlib.import_module("pycomm.cli.plan.plot")  # needs an extra
+        getattr(plot, function)(*data, arguments.plot)
+    except ModuleNotFoundError as error:
+        complain(f"pycomm plan: no plot, {error.name} is not installed: pip install 'pycomm-torch[demo]'")
+        return 1
+    except (OSError, ValueError) as error:
+        complain(f"pycomm plan: no plot: {error}")
+        return 1
+    print(f"\nplot of {what}: {arguments.plot}")
+    return 0
 
 
 def time_text(seconds: float) -> str:
@@ -82,6 +57,7 @@ def time_text(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} us"
 
 
-def _link_text(alpha: float, beta: float, gamma: float) -> str:
+def link_text(alpha: float, beta: float, gamma: float) -> str:
+    """Describe a class of links."""
     rates = [f"{1 / cost / 1e9:.3g} GB/s" if cost > 0 else "no time" for cost in (beta, gamma)]
     return f"{time_text(alpha)} per message, {rates[0]} sent, {rates[1]} added"

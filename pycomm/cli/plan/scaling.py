@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pycomm import schedule
-from pycomm.cli.plan.files import draw
-from pycomm.cli.plan.report import time_text
+from pycomm.cli.plan.report import draw, time_text
 from pycomm.cli.table import print_table
 from pycomm.descriptions import size_text
 from pycomm.parallel.planning.scaling import (

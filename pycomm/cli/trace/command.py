@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pycomm.cli.arguments import integer
-from pycomm.cli.terminal import complain, say
+from pycomm.cli.arguments import complain, integer, say
 from pycomm.recorder.traces import DEFAULT_STEP, FOLDER, STEP
 
 _DESCRIPTION = f"""\

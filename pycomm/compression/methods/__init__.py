@@ -1,1 +1,1 @@
-"""Compression methods, a file each: the configuration, and the codec if no other method shares it."""
+"""Compression methods: the configuration of each, and its codec unless that is in ``sparse``."""

@@ -11,13 +11,12 @@ from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Compression
 from pycomm.compression.feedback import CodecMethod, Correction
-from pycomm.compression.sparse.codec import ENTRY_BYTES, SparseCodec
-from pycomm.compression.whole import WholeCodec
+from pycomm.compression.sparse.codec import ENTRY_BYTES, SparseCodec, WholeCodec
 
 _STAGES = 5
 _STAGE_FACTOR = 0.25  # densities of 25 %, 6.25 %, 1.5625 %, 0.39 %, 0.1 %
 _NOT_LINEAR = ("betas", "alpha", "rho", "etas", "lambd", "lr_decay", "beta2_decay", "line_search_fn")
-"""Settings that only optimizers which are not linear in the gradient have: RMSprop has alpha, LBFGS a line search."""
+"""Settings of optimizers that are not linear in the gradient: RMSprop has alpha, LBFGS a line search."""
 
 
 @dataclass(frozen=True)
@@ -31,23 +30,23 @@ class DGC(CodecMethod):
         u = momentum * u + g;  v = v + u              (nesterov: u = momentum * (u + g);  v = v + u + g)
         send the k largest |v|, k = max(1, round(ratio * n));  zero u and v there
 
-    The average of what was sent is ``.grad``. Momentum is in it already, so the optimizer must have
+    The average of what was sent is ``.grad``. It already contains momentum, so the optimizer must have
     none: ``torch.optim.SGD(..., momentum=0)``. Parameters of one dimension, and all if ``ratio == 1``,
-    travel whole, as u (with Nesterov's u + g), and nothing is zeroed: with plain SGD that is SGD with
+    are sent whole, as u (with Nesterov's u + g), and nothing is zeroed: with plain SGD this is SGD with
     momentum.
 
-    For optimizers that are linear in the gradient. Adam and its like are not: use TopK with them.
+    For optimizers that are linear in the gradient. Adam and similar ones are not: use TopK with them.
 
     Args:
         ratio: fraction of the entries to send, in (0, 1].
         momentum, nesterov: as in SGD, 0 <= momentum < 1.
-        clip_norm: the norm that the averaged gradient of a parameter would be clipped to; each rank
-            clips its own to 1/sqrt(N) of that (section 3.3), by parameter as the authors' code does,
-            so that no bucket waits for another. Of a DTensor it is the norm of the whole parameter's
-            gradient that counts; then nothing is sent while backward runs.
+        clip_norm: the norm to clip a parameter's averaged gradient to. Each rank clips its own gradient
+            to 1/sqrt(N) of that (section 3.3), per parameter as the authors' code does, so that no bucket
+            waits for another. For a DTensor the norm of the whole parameter's gradient counts, and nothing
+            is sent while backward runs.
         warmup_steps: number of optimizer steps over which the density falls from 25 % in five stages
             by factors of four, never below ``ratio``. On a GPU the host waits once in each of these
-            steps, to know whether the one before was finite.
+            steps, to know whether the previous step was finite.
         weight_decay: as in SGD, whose own must then be 0.
         half_values: send values as float16; the rounding error stays in the residual.
 
@@ -123,13 +122,13 @@ class DGC(CodecMethod):
 
 @dataclass(frozen=True)
 class _Whole(CodecMethod):
-    """Parameters that travel whole, with the same correction. State is this rank's contribution, as everywhere."""
+    """DGC for parameters that are sent whole, with the same correction."""
 
     dgc: DGC
 
     @property
     def error_feedback(self) -> bool:
-        return False  # nothing is left to be kept
+        return False  # everything is sent
 
     def codec(self, bucket: Bucket, communicator: Communicator) -> WholeCodec:
         return WholeCodec(bucket, communicator)

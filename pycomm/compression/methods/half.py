@@ -1,10 +1,10 @@
 """Half precision: half the bytes of float32.
 
-Casting before dividing by the world size overflows float16, dividing first underflows it. So a
-power of two per bucket is agreed before the cast: the largest magnitude on any rank, times the
-world size, lands in the top octave of float16. The sum then cannot overflow, on any transport, and
-the division happens in float32 after the way back. Price: one read of the gradients and one
-all-reduce of 4 bytes per bucket. bfloat16 has float32's range and needs neither.
+Casting before dividing by the world size overflows float16; dividing first underflows it. So the ranks
+agree on a power of two per bucket before the cast, which brings the largest magnitude on any rank, times
+the world size, to the top octave of float16. The sum then cannot overflow, on any transport, and the
+division happens in float32 after the cast back. The price is one read of the gradients and one all-reduce
+of 4 bytes per bucket. bfloat16 has float32's range and requires neither.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pycomm import kernels
 from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Flag, Method, Scaling, as_flag
+from pycomm.compression.codec import agreed_scale
 from pycomm.compression.dense import DenseExchange, reduce_message
-from pycomm.compression.half_scale import agreed_scale
 from pycomm.layout import laid_out_like
 
 

@@ -20,9 +20,9 @@ from pycomm.compression.report import Report, Told
 class LowRankCodec(BaseCodec):
     """Codec of every parameter as a matrix M, first dimension by the rest: M ~ P Q^T with ``rank`` columns each.
 
-    P = M Q is summed over the ranks and orthogonalized, then Q = M^T P is summed; the next step begins
-    with it. What this rank has sent is P Q^T with its own Q: over all ranks that adds up to what all
-    receive.
+    P = M Q is summed over the ranks and orthogonalized; then Q = M^T P is summed, and the next step begins
+    with it. This rank's contribution is P Q^T with its own Q; the contributions of all ranks add up to what
+    every rank receives.
     """
 
     def __init__(self, bucket: Bucket, communicator: Communicator, rank: int, seed: int) -> None:
@@ -47,7 +47,7 @@ class LowRankCodec(BaseCodec):
             torch.mm(matrix, q, out=p)
         report = self._ps.all_reduce(told)
         finite = report.finite()
-        # Non-finite numbers must not get into a decomposition, which might never end; the result is not used then.
+        # A decomposition of non-finite numbers might never end; its result would not be used anyway.
         self._bases = [torch.linalg.qr(torch.where(finite, p, 0.0)).Q for p in ps]
         for matrix, p, q in zip(matrices, self._bases, qs, strict=True):
             torch.mm(matrix.t(), p, out=q)
@@ -98,7 +98,7 @@ class PowerSGD(CodecMethod):
 
     Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", 2019,
     algorithms 1 and 2, warm-started. A parameter of n by m elements (first dimension by the rest) takes
-    4 * rank * (n + m) bytes in two all-reduces; it travels dense if that is more than half of its size. Of a
+    4 * rank * (n + m) bytes in two all-reduces; it is sent dense if that is more than half of its size. For a
     DTensor, each rank's part is such a matrix, with ``rank`` columns of its own: together they approximate the whole
     parameter at least as well.
 

@@ -84,7 +84,7 @@ class RandomK(CodecMethod):
         ratio: fraction of the entries to send, in (0, 1].
         error_feedback: keep what was not sent and add it to the next gradient. Without it entries are
             sent times n / k, which makes them unbiased.
-        seed: seed of the random numbers, equal on all ranks; they follow from it and the number of the step.
+        seed: seed of the random numbers, equal on all ranks; they depend on it and the number of the step.
 
     Raises:
         TypeError, ValueError: ``ratio`` or ``seed`` is out of range.

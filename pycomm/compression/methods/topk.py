@@ -9,8 +9,7 @@ from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
 from pycomm.compression.codec import Codec
 from pycomm.compression.feedback import CodecMethod
-from pycomm.compression.sparse.codec import ENTRY_BYTES, SparseCodec
-from pycomm.compression.whole import WholeCodec
+from pycomm.compression.sparse.codec import ENTRY_BYTES, SparseCodec, WholeCodec
 
 
 @dataclass(frozen=True)
@@ -18,7 +17,7 @@ class TopK(CodecMethod):
     """The k entries of largest magnitude per parameter, k = max(1, round(ratio * n)), as index + value.
 
     Stich et al., "Sparsified SGD with Memory", 2018. Selection is exact: ties go to the lowest index.
-    One-dimensional parameters (biases, norms) travel dense. At a density of 0.1 % an entry takes 5.5
+    One-dimensional parameters (biases, norms) are sent dense. At a density of 0.1 % an entry takes 5.5
     bytes (3.5 with ``half_values``; 4 more for float64), 5.1 at 1 %.
 
     Args:

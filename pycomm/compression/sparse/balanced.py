@@ -2,17 +2,17 @@
 
 After Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", 2022 (Ok-Topk):
 
-1. The index space is cut into P parts that hold about equally many entries: at the mean over the
-   ranks of each rank's own quantiles, which are every k/P-th of its ascending entries. They travel with
-   the sums, so the cuts of a step come from the step before; the first ones are even.
-2. Every rank sends each owner its entries in the owner's part, at most a fixed number: the largest.
-   Those without room stay in this rank's residual.
-3. The owner adds up, and all ranks gather the sums: the largest of each part, at most twice k/P, or a
-   quarter more than the fullest part had in the step before. Those without room go into the owner's
-   residual. A part so full that its entries would take more bytes than its elements is sent dense.
+1. The index space is cut into P parts with about equally many entries. The cuts are the mean over the
+   ranks of each rank's quantiles: every k/P-th of its ascending entries. Quantiles are sent with the
+   sums, so the cuts of a step come from the previous step; the first cuts are even.
+2. Every rank sends each owner its entries in the owner's part: the largest, up to a fixed number. The
+   others stay in this rank's residual.
+3. The owner adds them up, and all ranks gather the sums: the largest of each part, at most twice k/P, or
+   a quarter more than the fullest part had in the previous step. The others go into the owner's residual.
+   A part is sent dense if its entries would take more bytes than its elements.
 
-So the size of every message is known to all: a rank receives about 1.5 k + 2 k entries, whatever P is,
-where gathering everything takes (P - 1) k. On the CPU only: sizes depend on what was received.
+So all ranks know the size of every message. A rank receives about 1.5 k + 2 k entries for any P, where
+gathering everything takes (P - 1) k. On the CPU only: sizes depend on what was received.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def split_room(count: int, size: int) -> int:
 
 
 def sum_room(count: int, size: int, fullest: int | None) -> int:
-    """Return how many sums of a part are gathered; ``fullest``: how many the fullest part had before."""
+    """Return how many sums of a part are gathered; ``fullest``: the most that a part had in the previous step."""
     most = int(SUM_ROOM * count / size) + 8
     return most if fullest is None else min(most, int(MARGIN * fullest) + 8)
 
@@ -158,7 +158,7 @@ class BalancedSum:
         return summed[: own.end - own.begin]
 
     def _put(self, own: OwnedPart, summed: torch.Tensor) -> torch.Tensor:
-        """Write the sums to this rank's message; return those that have no room there."""
+        """Write the sums to this rank's message; return those that do not fit."""
         arrays = own.sum_layout(self._dtype).arrays_in(self._messages.mine[1])
         if own.is_dense:
             arrays[0][: len(summed)] = summed

@@ -1,4 +1,7 @@
-"""Codec of the k largest sums of every parameter, with their indices. Shared by TopK and DGC."""
+"""Codecs of TopK and DGC: the k largest sums of every parameter with their indices, or all of them.
+
+Of three ways to sum such entries over the ranks, the one with the fewest bytes is chosen.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +14,34 @@ from pycomm import kernels
 from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Flag, Operation, State
-from pycomm.compression.codec import Accumulated, Outcome, wide_dtype
+from pycomm.compression.codec import Accumulated, BaseCodec, Outcome, wide_dtype
+from pycomm.compression.messages import SummedMessage
 from pycomm.compression.report import Report, Told
-from pycomm.compression.sparse.choice import make_sparse_sum, operations
-from pycomm.compression.sparse.sums import Selected, SparseSum
+from pycomm.compression.sparse.balanced import BalancedSum, split_room, sum_room
+from pycomm.compression.sparse.sums import DenseSum, Entries, GatheredSum, Selected, SparseSum
 from pycomm.layout import to_device
 
 ENTRY_BYTES = 1.5
-"""Bytes of an entry, for each byte of its value, about: there is an index too."""
+"""Approximate bytes of an entry, with its index, for each byte of its value."""
 
 Density = Callable[[int | torch.Tensor], float]
 """Fraction of the entries to send, as a function of the step's number."""
 
+WAYS: dict[str, type[GatheredSum | BalancedSum | DenseSum]] = {
+    "gathered": GatheredSum,
+    "balanced": BalancedSum,
+    "dense": DenseSum,
+}
+
+_BALANCED_MARGIN = 1.3
+"""Factor by which the balanced sum must take fewer bytes: it has one more step, and drops what does not fit."""
+
 
 class SparseCodec:
-    """Codec that selects entries in the pass that accumulates, and sums them over the ranks.
+    """Codec that selects entries in the same pass that accumulates, and sums them over the ranks.
 
-    Where an entry is sent, its velocity is zeroed (momentum factor masking), unless the whole parameter
-    is sent: there is nothing to mask then, and momentum would vanish.
+    Where an entry is sent, its velocity is zeroed (momentum factor masking). If the whole parameter is
+    sent, velocities stay, as masking would remove all momentum.
 
     Args:
         half_values: send values as float16, and leave the rounding error in what was accumulated.
@@ -112,3 +125,70 @@ class SparseCodec:
 
     def state(self) -> State:
         return {}
+
+
+class WholeCodec(BaseCodec):
+    """Codec that sends everything as it is: compression at density 1."""
+
+    def __init__(self, bucket: Bucket, communicator: Communicator) -> None:
+        super().__init__()
+        self._message = SummedMessage(bucket, communicator, bucket.num_elements)
+
+    def send(self, accumulated: Accumulated, told: Told) -> Report:
+        self._message.values.copy_(accumulated.flat)
+        accumulated.flat.zero_()
+        self.bytes_sent += self._message.num_bytes
+        return self._message.all_reduce(told)
+
+    def largest(self) -> torch.Tensor:
+        return self._message.largest()
+
+    def write(self, out: torch.Tensor, factor: float | torch.Tensor) -> None:
+        torch.mul(self._message.values, factor, out=out)
+
+
+def received_bytes(num_elements: int, count: int, size: int, dtype: torch.dtype, half: bool) -> dict[str, float]:
+    """Return the bytes that a rank receives by each way if every rank has ``count`` entries; without headers."""
+    others = size - 1
+    split, sums = _balanced_bytes(num_elements, count, size, dtype, half)
+    return {
+        "gathered": others * Entries(dtype, num_elements, count, half).num_bytes(),
+        "balanced": others * (split + sums),
+        "dense": 2 * others / size * num_elements * dtype.itemsize,
+    }
+
+
+def choose_way(num_elements: int, count: int, size: int, dtype: torch.dtype, half: bool, on_gpu: bool) -> str:
+    """Return the way with the fewest bytes: a function of what all ranks know."""
+    costs = received_bytes(num_elements, count, size, dtype, half)
+    if on_gpu:
+        del costs["balanced"]
+    else:
+        costs["balanced"] *= _BALANCED_MARGIN
+    return min(costs, key=lambda way: costs[way])
+
+
+def operations(num_elements: int, count: int, size: int, dtype: torch.dtype, half: bool) -> list[Operation]:
+    """Return the collectives of the way that is chosen on the CPU; without headers."""
+    way = choose_way(num_elements, count, size, dtype, half, on_gpu=False)
+    if way == "dense":
+        return [Operation("all_reduce", num_elements * dtype.itemsize)]
+    if way == "gathered":
+        return [Operation("all_gather", Entries(dtype, num_elements, count, half).num_bytes())]
+    split, sums = _balanced_bytes(num_elements, count, size, dtype, half)
+    return [Operation("all_to_all", size * split), Operation("all_gather", sums)]
+
+
+def _balanced_bytes(num_elements: int, count: int, size: int, dtype: torch.dtype, half: bool) -> tuple[int, int]:
+    """Return the bytes of one rank's entries in one part, and of one part's sums."""
+    part = max(1, num_elements // size)
+    room = min(sum_room(count, size, None), part)
+    sums = min(part * dtype.itemsize, Entries(dtype, part, room, half).num_bytes())
+    return Entries(dtype, part, split_room(count, size), half).num_bytes(), sums
+
+
+def make_sparse_sum(bucket: Bucket, communicator: Communicator, count: int, half: bool) -> SparseSum:
+    """Make the sparse sum with the fewest bytes for ``count`` entries of every rank."""
+    dtype = wide_dtype(bucket)
+    way = choose_way(bucket.num_elements, count, communicator.size, dtype, half, bucket.on_gpu)
+    return WAYS[way](bucket, communicator, count, half)

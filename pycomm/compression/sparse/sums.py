@@ -1,7 +1,7 @@
-"""Sparse sums: over the ranks, of the entries that each has selected. choice.py says which is taken.
+"""Sums over the ranks of the entries that each has selected: gathered, or as dense arrays.
 
-Here: every rank gathers all entries, k of each of P ranks; or there are so many that a dense sum is
-less. balanced.py has the third way.
+Every rank gathers k entries of each of P ranks, or sums dense arrays if that takes fewer bytes.
+balanced.py has the third way; codec.py chooses.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from pycomm import kernels
 from pycomm.bucket import FINGERPRINT_BITS, Bucket
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Flag
-from pycomm.compression.codec import Accumulated, Outcome, settle_by, wide_dtype
-from pycomm.compression.half_scale import agreed_scale
+from pycomm.compression.codec import Accumulated, Outcome, agreed_scale, settle_by, wide_dtype
 from pycomm.compression.messages import SummedMessage
 from pycomm.compression.report import UNUSED, Report, Told
 from pycomm.layout import to_device
@@ -31,8 +30,7 @@ class Selected:
         values, indices: the entries; int32 indices, ascending.
         largest: the largest magnitude among the values, one float32; ``None`` if they are float64.
         ends: where each parameter ends in the sums, int64.
-        whole: for each parameter, whether all of it is selected: its velocity stays, since there is
-            nothing to mask, and momentum would vanish. ``None``: that is true of none.
+        whole: for each parameter, whether all of it is selected; then its velocity stays. ``None``: none is.
         keeps: the same for each entry.
     """
 
@@ -61,7 +59,7 @@ class Selected:
 
 
 class SparseSum(Protocol):
-    """Sum over the ranks of selected entries of one bucket, as many of every rank in every step."""
+    """Sum over the ranks of selected entries of one bucket; their number is equal on all ranks and in all steps."""
 
     bytes_sent: int
 
@@ -75,7 +73,7 @@ class SparseSum(Protocol):
         """See :meth:`Codec.settle`."""
 
     def commit(self, finite: Flag) -> None:
-        """Keep what this step says about the next, if ``finite``."""
+        """Keep what the next step uses of this one, if ``finite``."""
 
 
 class Entries:
@@ -119,7 +117,7 @@ class Entries:
 
 
 class Verdict:
-    """Report that the kernel has made of all ranks' messages; valid until the next step's."""
+    """Report that the kernel made from all ranks' messages; valid until the next step's."""
 
     def __init__(self, memory: torch.Tensor, places: tuple[int, ...]) -> None:
         finite, sources, used, differing, _ = places
@@ -143,7 +141,7 @@ class Verdict:
 
 
 class GatheredSum:
-    """Sum that every rank makes itself, of the gathered entries of all. On a GPU three kernels and a collective."""
+    """Sum of gathered entries, computed by every rank. On a GPU it takes three kernels and a collective."""
 
     def __init__(self, bucket: Bucket, communicator: Communicator, count: int, half: bool) -> None:
         self.bytes_sent = 0
@@ -207,7 +205,7 @@ class GatheredSum:
 
 
 class UnusedCodes:
-    """Codes of unused parameters, which are written with one operation; which they are changes rarely."""
+    """Codes of unused parameters, written with one operation; the set of unused parameters rarely changes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

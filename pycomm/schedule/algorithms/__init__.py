@@ -44,8 +44,8 @@ def by_name(name: str, num_ranks: int, per_host: int | None = None) -> Schedule:
     """Make the all-reduce ``name`` among ``num_ranks`` ranks.
 
     Parameters may follow in parentheses, as in the names of schedules: "double_tree(64)",
-    "circulant(8)", "torus(8,4)", "hierarchical(4,8)", "torus(8,4,ring,circulant)". Without them a grid
-    has rows, or groups, of ``per_host`` ranks; without that, as square as the factors allow.
+    "circulant(8)", "torus(8,4)", "hierarchical(4,8)", "torus(8,4,ring,circulant)". Without parameters the
+    rows or groups of a grid have ``per_host`` ranks or, if that is ``None``, the grid is as square as possible.
 
     Raises:
         ValueError: there is no such name, ``num_ranks`` < 1, or the ranks do not factor like that.

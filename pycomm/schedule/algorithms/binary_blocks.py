@@ -1,15 +1,15 @@
 """Binary blocks: the ranks in groups of 2^m, one for every binary digit of P.
 
 P = 600 is blocks of 512, 64, 16 and 8. Each block reduce-scatters within itself by halving. Then, from
-the smallest block up, every rank hands the parts of its piece to those ranks of the next larger block
-that own them. The largest block ends with the sums, which come back down the same way while every
-block all-gathers by doubling.
+the smallest block up, every rank sends the parts of its piece to their owners in the next larger block.
+The largest block ends with the sums. They go back down the same way while every block all-gathers by
+doubling.
 
-Steps 2 floor(lg P) + 1 (a rank's messages of one round count as one step), over all ranks exactly
-2(P - 1)n bytes, no rank sends more than 2n. On the critical path, if ports were taken in the best order:
-2n where the blocks are few, up to 4n at P = 2^m - 1, where every block waits for the next smaller one; in
-the order of the table more, up to 3n, where a single rank serves a whole block, message after message, as
-at 2^m + 1. circulant.py has neither weakness.
+Steps: 2 floor(lg P) + 1 (a rank's messages of one round count as one step). Bytes: exactly 2(P - 1)n over
+all ranks; no rank sends more than 2n. Bytes on the critical path, with the best order at every port: 2n
+if there are few blocks, up to 4n at P = 2^m - 1, where every block waits for the next smaller one. The
+table's order takes up to 3n at 2^m + 1, where a single rank sends to a whole block, message after
+message. circulant.py has neither weakness.
 
 Rabenseifner, "Optimization of collective reduction operations", ICCS 2004; Thakur et al. 2005, section 4.5.
 """
@@ -54,7 +54,7 @@ def _generate(num_ranks: int) -> Iterator[Round]:
         members = first + np.arange(size)[None, :]
         rounds = embed(halving(size), members, 0, chunks // size)
         if number > 0:
-            # Rounds 0 ... lg size - 1 reduce within the larger block; then it can take what the smaller has.
+            # Rounds 0 ... lg size - 1 reduce within the larger block; then it receives from the smaller one.
             larger = blocks[number - 1]
             up.append(delayed(_between(larger, (first, size), chunks, REDUCE), larger[1].bit_length() - 1))
             down.append(delayed(_between(larger, (first, size), chunks, COPY), number - 1))
@@ -62,7 +62,7 @@ def _generate(num_ranks: int) -> Iterator[Round]:
         # A block has its sums one round after the next larger one.
         gathers.append(delayed(embed(doubling(size), members, 0, chunks // size), number))
     yield from together(*up)
-    # What smaller blocks wait for goes ahead of what a block's own ranks tell each other.
+    # Messages that smaller blocks wait for go first, then those within a block.
     yield from together(*down, *gathers)
 
 

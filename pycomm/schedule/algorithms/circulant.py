@@ -1,21 +1,21 @@
 """Circulant: halving and doubling for any number of ranks, at the ring's bytes.
 
-Put the ranks on a circle. At any time the partial sums of chunk c live on the s ranks c, c - 1, ...,
-c - s + 1; at first s = P. A round with s' = ceil(s / 2) lets rank r send its live sums of the
-s - s' chunks r + s', ..., r + s - 1 to rank r + s', which adds them to its own: what lived at offset i
-in [s', s) is now part of what lives at offset i - s', so s' live sums remain and each contribution is
-in exactly one of them. No rank receives what it sends, as s - s' <= s'. When s = 1 rank r owns chunk r.
+Put the ranks on a circle. At any time s ranks hold live partial sums of chunk c: ranks c, c - 1, ...,
+c - s + 1; at first s = P. In a round with s' = ceil(s / 2), rank r sends its sums of the s - s' chunks
+r + s', ..., r + s - 1 to rank r + s', which adds them to its own. The sum at offset i in [s', s) becomes
+part of the sum at offset i - s', so s' live sums remain, and each contribution is in exactly one of them.
+No rank sends a chunk that it receives in the same round, as s - s' <= s'. When s = 1, rank r owns chunk r.
 The all-gather runs the same edges backwards.
 
-Steps 2 ceil(lg P), bytes sent and received by every rank, and on the critical path, 2n(P - 1)/P, for
-every P: what halving and doubling has for powers of two only. It is the answer to the two weaknesses of
-binary blocks, whose bytes grow at 2^m - 1 and whose messages at 2^m + 1 (binary_blocks.py). The price:
-chunks that wrap around from P - 1 to 0 travel as two messages, other ranks' in every round, so that on the
-critical path there are nearly twice as many messages as steps.
+Steps: 2 ceil(lg P). Bytes sent and received by every rank, and bytes on the critical path: 2n(P - 1)/P, for
+every P; halving and doubling reaches this for powers of two only. Binary blocks have more bytes at 2^m - 1
+and more messages at 2^m + 1 (binary_blocks.py). The price: a range of chunks that wraps around from P - 1
+to 0 is sent as two messages. In every round this happens at other ranks, so the critical path has nearly
+twice as many messages as steps.
 
-The largest messages go half around the circle. ``group_size`` deals the circle's places out so that they
-stay among the ``group_size`` ranks of a host where that can be: rank g * group_size + l gets place
-l * num_groups + g, and as long as s' is a multiple of num_groups, partners share g.
+The largest messages go half around the circle. ``group_size`` assigns the circle's places so that they stay
+within a host where possible: rank g * group_size + l gets place l * num_groups + g, and as long as s' is a
+multiple of num_groups, partners have the same g.
 
 Bruck and Ho, "Efficient global combine operations in multi-port message-passing systems", Parallel
 Processing Letters 3(4), 1993; Träff, "Optimal, non-pipelined reduce-scatter and allreduce algorithms",
@@ -28,12 +28,12 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from pycomm.schedule.collective import Schedule
+from pycomm.schedule.collective import Schedule, phase
 from pycomm.schedule.table import COPY, REDUCE, Ints, Round, embed, require_ranks
 
 
 def circulant(num_ranks: int, group_size: int = 1) -> Schedule:
-    """Make an all-reduce on a circulant graph; ``group_size`` consecutive ranks are near each other.
+    """Make an all-reduce on a circulant graph; each ``group_size`` consecutive ranks share a host.
 
     Raises:
         ValueError: ``num_ranks`` < 1, or ``group_size`` does not divide it.
@@ -60,7 +60,7 @@ def circulant_all_gather(num_ranks: int, group_size: int = 1) -> Schedule:
 def _phase(goal: str, rounds: Callable[[int], Iterator[Round]], num_ranks: int, group_size: int) -> Schedule:
     places = _places(num_ranks, group_size)
     name = _name(f"circulant_{goal}", group_size)
-    return Schedule(name, num_ranks, num_ranks, lambda: embed(rounds(num_ranks), places, 0, 1), goal, places[0])
+    return phase(name, goal, num_ranks, lambda size: embed(rounds(size), places, 0, 1), places[0])
 
 
 def _name(base: str, group_size: int) -> str:

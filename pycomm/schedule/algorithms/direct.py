@@ -1,8 +1,8 @@
 """Direct: every rank reduces one chunk of all ranks' arrays and sends the result to all.
 
-Steps 2, bytes 2n(P - 1)/P, but 2(P - 1) messages per rank: for ranks that reach each other's memory, or
-few of them. The shared-memory transport's own all-reduce ("native") does this without messages: each
-input is read once and each output written once.
+Steps 2, bytes 2n(P - 1)/P, but 2(P - 1) messages per rank: for few ranks, or ranks with shared memory.
+The shared-memory transport's own all-reduce ("native") does this without messages: each input is read
+once and each output written once.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from pycomm.schedule.collective import Schedule
-from pycomm.schedule.table import COPY, REDUCE, Round, every_rank_owns_one, require_ranks
+from pycomm.schedule.collective import Schedule, phase
+from pycomm.schedule.table import COPY, REDUCE, Round, require_ranks
 
 
 def direct(num_ranks: int) -> Schedule:
@@ -32,23 +32,17 @@ def direct(num_ranks: int) -> Schedule:
 
 def direct_reduce_scatter(num_ranks: int) -> Schedule:
     """Make the first round: rank r ends with the sum of chunk r."""
-    num_ranks = require_ranks(num_ranks)
-    owners = every_rank_owns_one(num_ranks)
-    return Schedule(
-        "direct_reduce_scatter", num_ranks, num_ranks, lambda: _round(num_ranks, REDUCE), "reduce_scatter", owners
-    )
+    return phase("direct_reduce_scatter", "reduce_scatter", num_ranks, lambda size: _round(size, REDUCE))
 
 
 def direct_all_gather(num_ranks: int) -> Schedule:
     """Make the second round: chunk r of rank r goes to all."""
-    num_ranks = require_ranks(num_ranks)
-    owners = every_rank_owns_one(num_ranks)
-    return Schedule("direct_all_gather", num_ranks, num_ranks, lambda: _round(num_ranks, COPY), "all_gather", owners)
+    return phase("direct_all_gather", "all_gather", num_ranks, lambda size: _round(size, COPY))
 
 
 def _round(num_ranks: int, op: int) -> Iterator[Round]:
     if num_ranks > 1:
-        # Shift by shift: whatever the order of the table, no two of one shift want the same port.
+        # Shift by shift, since no two messages of one shift use the same port.
         src = np.tile(np.arange(num_ranks), num_ranks - 1)
         dst = (src + np.repeat(np.arange(1, num_ranks), num_ranks)) % num_ranks
         yield Round.of(src, dst, dst if op == REDUCE else src, 1, op)

@@ -1,14 +1,14 @@
 """Double binary tree: two trees reduce and broadcast half of the array each, in a pipeline of pieces.
 
-A binary tree alone leaves half of the ranks, its leaves, without anything to send down. Of two trees in
-which no rank is an inner node twice, each takes half of the array, and every rank has about the same to
-do. While a piece comes down, the next ones go up.
+In a single binary tree half of the ranks are leaves, which have nothing to send down. Here no rank is an
+inner node of both trees, and each tree takes half of the array, so all ranks have about the same work.
+While a piece comes down, the next ones go up.
 
-Steps 2h + pieces - 1 with h = floor(lg P). In a step a rank sends and receives up to four pieces of
-n / (2 pieces) bytes: up and down, in either tree. As in the source, the edges of both trees are coloured
-with two colours so that a rank sends at most one and receives at most one of each colour; taken colour by
-colour, nobody waits for a port. Bytes on the critical path at most 2n (1 + (2h - 1) / pieces), messages
-4 (2h + pieces - 1): a ring's bytes where the pieces are many, a tree's steps where they are few.
+Steps: 2h + pieces - 1 with h = floor(lg P). In a step a rank sends and receives up to four pieces of
+n / (2 pieces) bytes: up and down, in either tree. As in the source, the edges of both trees have two
+colours, and a rank sends at most one message and receives at most one of each colour. Taken colour by
+colour, no message waits for a port. On the critical path at most 2n (1 + (2h - 1) / pieces) bytes and
+4 (2h + pieces - 1) messages: a ring's bytes with many pieces, a tree's steps with few.
 
 Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", Parallel
 Computing 35(12), 2009.
@@ -28,7 +28,7 @@ DEFAULT_PIECES = 16
 
 
 def double_tree(num_ranks: int, pieces: int = DEFAULT_PIECES) -> Schedule:
-    """Make an all-reduce by two trees; ``pieces`` of each tree's half go through the pipeline.
+    """Make an all-reduce by two trees; each tree's half is cut into ``pieces`` for the pipeline.
 
     Raises:
         ValueError: ``num_ranks`` or ``pieces`` < 1.
@@ -80,7 +80,7 @@ def _colours(trees: list[Ints]) -> list[Ints]:
                 neighbours[other].append((tree, child))
                 neighbours[tree, child].append(other)
             ends[end].append((tree, child))
-    # Two edges at each end at most: paths, and cycles of even length, as ends that send and receive alternate.
+    # An end has at most two edges, and ends that send and receive alternate: only paths and even cycles.
     colour: dict[tuple[int, int], int] = {}
     for edge in edges:
         stack = [(edge, 0)] if edge not in colour else []

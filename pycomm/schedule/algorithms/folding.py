@@ -1,8 +1,8 @@
-"""Folding: how an algorithm for 2^m ranks serves any number of them.
+"""Folding: extends an algorithm for 2^m ranks to any number of them.
 
-Of P = P' + E ranks, P' = 2^m the largest power of two, E pairs of neighbours fold: the odd one hands
-its array to the even one, takes no part, and gets the result in the end. Two more steps and 2n more
-bytes, while E ranks are idle in the middle.
+P = P' + E ranks, with P' = 2^m the largest power of two. In E pairs of neighbours the odd rank sends its
+array to the even one, takes no part, and receives the result at the end. This costs two more steps and 2n
+more bytes, while E ranks are idle in the middle.
 
 Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH",
 International Journal of High Performance Computing Applications 19(1), 2005, section 4.5.

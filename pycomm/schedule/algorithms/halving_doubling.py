@@ -1,8 +1,8 @@
 """Recursive halving and doubling: a reduce-scatter by halves, then the all-gather that undoes it.
 
-In round i of the reduce-scatter partners at distance 2^i exchange the halves of what they still care
-for. The largest messages go to the nearest partner, where links tend to be fast. The all-gather runs
-the same exchanges backwards.
+In round i of the reduce-scatter, partners at distance 2^i split the range that both still reduce: each
+sends the other's half. The largest messages go to the nearest partner, where links tend to be fast. The
+all-gather runs the same exchanges backwards.
 
 Steps 2 lg P, bytes 2n(P - 1)/P for P = 2^m: the ring's bytes in the fewest steps. Other P fold
 (folding.py): 2 floor(lg P) + 2 steps and 2n more bytes.
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from pycomm.schedule.algorithms.folding import core_size, folded
-from pycomm.schedule.collective import Schedule
+from pycomm.schedule.collective import Schedule, phase
 from pycomm.schedule.table import COPY, REDUCE, Ints, Round, require_ranks
 
 
@@ -43,11 +43,7 @@ def halving_reduce_scatter(num_ranks: int) -> Schedule:
     Raises:
         ValueError: ``num_ranks`` is not a power of two.
     """
-    _require_power_of_two(num_ranks)
-    owners = np.argsort(piece_begin(num_ranks, num_ranks))
-    return Schedule(
-        "halving_reduce_scatter", num_ranks, num_ranks, lambda: halving(num_ranks), "reduce_scatter", owners
-    )
+    return phase("halving_reduce_scatter", "reduce_scatter", num_ranks, halving, _bit_reversed(num_ranks))
 
 
 def doubling_all_gather(num_ranks: int) -> Schedule:
@@ -56,9 +52,7 @@ def doubling_all_gather(num_ranks: int) -> Schedule:
     Raises:
         ValueError: ``num_ranks`` is not a power of two.
     """
-    _require_power_of_two(num_ranks)
-    owners = np.argsort(piece_begin(num_ranks, num_ranks))
-    return Schedule("doubling_all_gather", num_ranks, num_ranks, lambda: doubling(num_ranks), "all_gather", owners)
+    return phase("doubling_all_gather", "all_gather", num_ranks, doubling, _bit_reversed(num_ranks))
 
 
 def piece_begin(num_ranks: int, parts: int) -> Ints:
@@ -97,7 +91,9 @@ def doubling(num_ranks: int) -> Iterator[Round]:
         distance //= 2
 
 
-def _require_power_of_two(num_ranks: int) -> None:
+def _bit_reversed(num_ranks: int) -> Ints:
+    """Return the owner of each chunk; raise ValueError unless ``num_ranks`` is a power of two."""
     num_ranks = require_ranks(num_ranks)
     if core_size(num_ranks) != num_ranks:
         raise ValueError(f"num_ranks is {num_ranks}, wanted a power of two: halving does not factor it")
+    return np.argsort(piece_begin(num_ranks, num_ranks))

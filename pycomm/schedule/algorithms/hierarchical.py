@@ -1,12 +1,11 @@
 """Hierarchical, one master per group: reduce to the master, all-reduce among masters, broadcast.
 
 P = num_groups x group_size; a group is ``group_size`` consecutive ranks, its master the first of them.
-Only one rank per group uses the slow links, which carry everything though.
+Only one rank per group uses the slow links, but the whole array crosses them.
 
-With chains and a ring among P/k masters, groups of k: steps 4(k - 1) + 2(P/k - 1), which for P = 1024
-and k = 16 or 32 is 186 against the ring's 2046. A master's ports carry n, 2n and n in the three phases,
-4n one after the other; as a chain of k chunks fills and drains in 2(k - 1) steps, the critical path is
-nearer to 6n.
+With chains in groups of k and a ring among the P/k masters, steps are 4(k - 1) + 2(P/k - 1): for P = 1024
+and k = 16 or 32, 186 against the ring's 2046. A master's ports carry n, 2n and n bytes in the three phases,
+together 4n. A chain of k chunks fills and drains in 2(k - 1) steps, so the critical path is nearer to 6n.
 
 Jia et al., "Highly scalable deep learning training system with mixed-precision: training ImageNet in
 four minutes", arXiv 1807.11205, 2018.
@@ -19,13 +18,12 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from pycomm.schedule.algorithms.phases import Phases, phases
 from pycomm.schedule.algorithms.ring import ring
 from pycomm.schedule.algorithms.rooted import binomial_broadcast, binomial_reduce, chain_broadcast, chain_reduce
 from pycomm.schedule.collective import Schedule
 from pycomm.schedule.table import Round, embed, require_ranks
 
-GROUPS: Phases = {
+GROUPS: dict[str, tuple[Callable[[int], Schedule], Callable[[int], Schedule]]] = {
     "chain": (chain_reduce, chain_broadcast),
     "binomial": (binomial_reduce, binomial_broadcast),
 }
@@ -44,7 +42,9 @@ def hierarchical(
         ValueError: ``num_groups`` or ``group_size`` < 1, unknown ``within``.
     """
     num_groups, group_size = require_ranks(num_groups, "num_groups"), require_ranks(group_size, "group_size")
-    reduce, broadcast = phases("within", within, GROUPS, group_size)
+    if within not in GROUPS:
+        raise ValueError(f"within is {within!r}, wanted one of {', '.join(GROUPS)}")
+    reduce, broadcast = (make(group_size) for make in GROUPS[within])
     masters = across(num_groups)
     num_chunks = math.lcm(reduce.num_chunks, masters.num_chunks)
     grid = np.arange(num_groups * group_size).reshape(num_groups, group_size)

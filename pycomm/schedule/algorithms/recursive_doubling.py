@@ -1,7 +1,7 @@
 """Recursive doubling: pairs exchange everything, at distance 1, 2, 4, ...
 
-After round i every rank holds the sum over the 2^(i + 1) ranks around it. The fewest steps, but every
-one moves the whole array: for short messages.
+After round i every rank holds the sum over the 2^(i + 1) ranks around it. It has the fewest steps, but each
+moves the whole array: for short messages.
 
 Steps lg P, bytes n lg P for P = 2^m; other P fold (folding.py): two steps and 2n more.
 

@@ -1,7 +1,8 @@
 """Ring: every rank passes chunks on to its right neighbour.
 
-Reduce-scatter: P - 1 rounds in which a chunk's sum travels around the ring and grows; all-gather:
-P - 1 rounds in which the finished sums do. All ports are busy all the time, with neighbours only.
+Reduce-scatter: P - 1 rounds, in which a chunk's partial sum moves around the ring and each rank adds its
+own. All-gather: P - 1 rounds, in which the finished sums move around. All ports are always busy, and only
+with neighbours.
 
 Steps 2(P - 1), bytes 2n(P - 1)/P: the least possible, for any P. Best for large arrays on few ranks.
 
@@ -15,8 +16,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from pycomm.schedule.collective import Schedule
-from pycomm.schedule.table import COPY, REDUCE, Round, every_rank_owns_one, require_ranks
+from pycomm.schedule.collective import Schedule, phase
+from pycomm.schedule.table import COPY, REDUCE, Round, require_ranks
 
 
 def ring(num_ranks: int) -> Schedule:
@@ -36,18 +37,12 @@ def ring(num_ranks: int) -> Schedule:
 
 def ring_reduce_scatter(num_ranks: int) -> Schedule:
     """Make the first half: rank r ends with the sum of chunk r."""
-    num_ranks = require_ranks(num_ranks)
-    owners = every_rank_owns_one(num_ranks)
-    return Schedule(
-        "ring_reduce_scatter", num_ranks, num_ranks, lambda: _reduce_scatter(num_ranks), "reduce_scatter", owners
-    )
+    return phase("ring_reduce_scatter", "reduce_scatter", num_ranks, _reduce_scatter)
 
 
 def ring_all_gather(num_ranks: int) -> Schedule:
     """Make the second half: chunk r of rank r goes to all."""
-    num_ranks = require_ranks(num_ranks)
-    owners = every_rank_owns_one(num_ranks)
-    return Schedule("ring_all_gather", num_ranks, num_ranks, lambda: _all_gather(num_ranks), "all_gather", owners)
+    return phase("ring_all_gather", "all_gather", num_ranks, _all_gather)
 
 
 def _reduce_scatter(num_ranks: int) -> Iterator[Round]:

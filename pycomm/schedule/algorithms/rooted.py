@@ -1,17 +1,17 @@
 """Reductions to rank 0 and broadcasts from it: the phases of hierarchical.py, and collectives of their own.
 
-Chain: rank 0 is the end of a line through which P chunks travel in a pipeline. Steps 2(P - 1), bytes
-2n(P - 1)/P on the critical path, n sent by a rank.
+Chain: rank 0 is the end of a line through which P chunks pass in a pipeline. Steps 2(P - 1), bytes
+2n(P - 1)/P on the critical path; each rank sends n.
 
-Binomial: a tree in which whoever has everything hands it on, at distance 1, 2, 4, ...; steps
+Binomial: a tree in which every rank that has the array sends it on, at distance 1, 2, 4, ...; steps
 ceil(lg P), bytes n ceil(lg P). For short arrays.
 
-A reduction is a ``reduce_scatter``, a broadcast an ``all_gather``, of chunks that rank 0 owns.
+A reduction is a ``reduce_scatter``, and a broadcast an ``all_gather``, whose chunks all belong to rank 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -39,10 +39,8 @@ def binomial_broadcast(num_ranks: int) -> Schedule:
     return _rooted("binomial_broadcast", num_ranks, 1, "all_gather", lambda: _binomial(num_ranks, COPY))
 
 
-def _rooted(name: str, num_ranks: int, num_chunks: int, goal: str, generate: object) -> Schedule:
-    num_ranks = require_ranks(num_ranks)
-    assert callable(generate)
-    return Schedule(name, num_ranks, num_chunks, generate, goal, np.zeros(num_chunks, np.int64))
+def _rooted(name: str, num_ranks: int, num_chunks: int, goal: str, generate: Callable[[], Iterator[Round]]) -> Schedule:
+    return Schedule(name, require_ranks(num_ranks), num_chunks, generate, goal, np.zeros(num_chunks, np.int64))
 
 
 def _chain(num_ranks: int, op: int) -> Iterator[Round]:

@@ -1,7 +1,7 @@
 """Torus: reduce-scatter in the rows, all-reduce in the columns, all-gather in the rows.
 
-X x Y ranks; row y is the ranks yX, ..., yX + X - 1, the ranks of a host, say. Only 1/X of the array
-travels in the columns, by all ranks at once.
+X x Y ranks; row y is the ranks yX, ..., yX + X - 1, for example those of a host. Each column moves only
+1/X of the array, and all columns work at once.
 
 With rings, steps 2(X - 1) + 2(Y - 1), bytes 2n(X - 1)/X in the rows and 2(n/X)(Y - 1)/Y in the columns,
 together the ring's 2n(P - 1)/P. Best where rows are fast, or the ring's steps too many.
@@ -18,12 +18,11 @@ import numpy as np
 from pycomm.schedule.algorithms.circulant import circulant_all_gather, circulant_reduce_scatter
 from pycomm.schedule.algorithms.direct import direct_all_gather, direct_reduce_scatter
 from pycomm.schedule.algorithms.halving_doubling import doubling_all_gather, halving_reduce_scatter
-from pycomm.schedule.algorithms.phases import Phases, phases
 from pycomm.schedule.algorithms.ring import ring, ring_all_gather, ring_reduce_scatter
 from pycomm.schedule.collective import Schedule
 from pycomm.schedule.table import Round, embed, require_ranks
 
-ROWS: Phases = {
+ROWS: dict[str, tuple[Callable[[int], Schedule], Callable[[int], Schedule]]] = {
     "ring": (ring_reduce_scatter, ring_all_gather),
     "halving_doubling": (halving_reduce_scatter, doubling_all_gather),
     "circulant": (circulant_reduce_scatter, circulant_all_gather),
@@ -42,7 +41,9 @@ def torus(x: int, y: int, rows: str = "ring", columns: Callable[[int], Schedule]
         ValueError: ``x`` or ``y`` < 1, unknown ``rows``, or one that does not factor ``x``.
     """
     x, y = require_ranks(x, "x"), require_ranks(y, "y")
-    scatter, gather = phases("rows", rows, ROWS, x)
+    if rows not in ROWS:
+        raise ValueError(f"rows is {rows!r}, wanted one of {', '.join(ROWS)}")
+    scatter, gather = (make(x) for make in ROWS[rows])
     column = columns(y)
     assert scatter.owners is not None
     owned = np.argsort(scatter.owners)  # by column

@@ -1,4 +1,4 @@
-"""Pipelines as tables: generated, proven, priced, and exchanged with torch. Needs numpy only.
+"""Pipelines as tables: generated, verified, priced, and exchanged with torch. Requires numpy only.
 
     table = pipeline.one_f_one_b(4, 16)                        # who does what, in which order
     proof = pipeline.verify(table)                             # everything once, in order, without a deadlock
@@ -7,17 +7,53 @@
 See docs/parallel.md.
 """
 
-from pycomm.schedule.pipeline.cells import from_csv, to_csv
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from pycomm.schedule.pipeline.cells import from_csv, picture, to_csv
 from pycomm.schedule.pipeline.dualpipe import dualpipe_v
 from pycomm.schedule.pipeline.interleaved import interleaved
-from pycomm.schedule.pipeline.names import by_name, names
 from pycomm.schedule.pipeline.one_f_one_b import gpipe, one_f_one_b
-from pycomm.schedule.pipeline.picture import picture
 from pycomm.schedule.pipeline.simulate import Simulation, simulate
 from pycomm.schedule.pipeline.table import BACKWARD, BACKWARD_INPUT, FORWARD, WEIGHTS, Action, Pipeline
 from pycomm.schedule.pipeline.verify import Proof, verify
 from pycomm.schedule.pipeline.zero_bubble import zero_bubble_h1, zero_bubble_v
 from pycomm.schedule.verify import ScheduleError
+
+_MAKERS: dict[str, Callable[..., Pipeline]] = {
+    "gpipe": gpipe,
+    "one_f_one_b": one_f_one_b,
+    "interleaved": interleaved,
+    "zero_bubble_h1": zero_bubble_h1,
+    "zero_bubble_v": zero_bubble_v,
+    "dualpipe_v": dualpipe_v,
+}
+
+_PATTERN = re.compile(r"(\w+)(?:\(\s*([0-9]{1,9})\s*\))?")
+
+
+def names() -> list[str]:
+    """Return the names of the pipelines that :func:`by_name` knows."""
+    return list(_MAKERS)
+
+
+def by_name(name: str, ranks: int, microbatches: int) -> Pipeline:
+    """Make the pipeline ``name``; the stages per rank of "interleaved" may follow: "interleaved(4)".
+
+    Raises:
+        ValueError: there is no such name, or the pipeline cannot be made of such sizes.
+    """
+    match = _PATTERN.fullmatch(name.strip()) if isinstance(name, str) else None
+    if match is None or match[1] not in _MAKERS:
+        raise ValueError(f"schedule is {name!r}, wanted one of {', '.join(_MAKERS)}")
+    if match[2] is None:
+        return _MAKERS[match[1]](ranks, microbatches)
+    if match[1] != "interleaved":
+        raise ValueError(f"schedule is {name!r}: {match[1]} takes no parameter")
+    return interleaved(ranks, microbatches, int(match[2]))
+
 
 __all__ = [
     "BACKWARD",

@@ -1,4 +1,4 @@
-"""Building of tables from what each rank does, in order."""
+"""Builds tables from each rank's actions, in order."""
 
 from __future__ import annotations
 
@@ -10,26 +10,46 @@ import numpy as np
 from pycomm.schedule.pipeline.messages import messages_of, places_of
 from pycomm.schedule.pipeline.progress import run
 from pycomm.schedule.pipeline.table import (
-    BACKWARD,
     BACKWARD_INPUT,
     FORWARD,
+    MOST_ACTIONS,
+    MOST_RANKS,
     WEIGHTS,
     Action,
     Pipeline,
     columns_of,
     concatenated,
 )
-from pycomm.schedule.table import Ints
+from pycomm.schedule.table import Ints, require_ranks
 
 OLDEST = -1
-"""Stage of a WEIGHTS that belongs to whichever gradient of an input has waited longest for it."""
+"""Stage of a WEIGHTS action that completes the oldest BACKWARD_INPUT of this rank."""
 
 Step = tuple[int, int]
-"""Stage and kind of an action, whose microbatch follows from how often they came before."""
+"""Stage and kind of an action; its microbatch is the number of times the pair came before."""
+
+
+def require_sizes(ranks: int, microbatches: int, stages_per_rank: int = 1) -> tuple[int, int]:
+    """Return both numbers as ints.
+
+    Raises:
+        ValueError: one is less than 1 or no whole number, or the table would be too large.
+    """
+    ranks = require_ranks(ranks, "ranks")
+    microbatches = require_ranks(microbatches, "microbatches")
+    if ranks > MOST_RANKS:
+        raise ValueError(f"ranks is {ranks}, wanted at most {MOST_RANKS}")
+    actions = 3 * ranks * stages_per_rank * microbatches
+    if actions > MOST_ACTIONS:
+        raise ValueError(
+            f"{ranks} ranks with {stages_per_rank} stages each and {microbatches} microbatches make up to {actions} "
+            f"actions, wanted at most {MOST_ACTIONS}"
+        )
+    return ranks, microbatches
 
 
 def numbered(steps: Iterable[Step], num_microbatches: int) -> Iterator[Action]:
-    """Give every step its microbatch: each stage takes them in order; steps with others than there are get lost.
+    """Yield the steps with their microbatches, which each stage takes in order; drop those beyond the last one.
 
     Args:
         steps: stage and kind of a rank's actions, in order, for at least ``num_microbatches``.
@@ -61,9 +81,9 @@ def built(
     programs: Sequence[Iterable[Step]],
     splits_weights: bool = False,
 ) -> Pipeline:
-    """Make a table of what each rank does, in order, with the earliest slot of each action as its time.
+    """Make a table of each rank's steps; the time of an action is its earliest slot.
 
-    Each action takes one slot, a message none. :func:`numbered` gives the microbatches.
+    Each action takes one slot, a message none. :func:`numbered` adds the microbatches.
     """
     actions = [list(numbered(steps, num_microbatches)) for steps in programs]
     rank, stage, kind, microbatch = concatenated(actions)
@@ -101,6 +121,3 @@ def _slots(table: Pipeline) -> Ints:
         slot[action] = at
         free[rank[action]] = at + 1
     return np.array(slot, np.int64)
-
-
-__all__ = ["BACKWARD", "BACKWARD_INPUT", "FORWARD", "OLDEST", "WEIGHTS", "Step", "built", "numbered"]

@@ -1,8 +1,9 @@
-"""Tables in torch's format: comma-separated cells, a row per rank, a column per slot.
+"""Tables as text: in torch's format, and as pictures.
 
-A cell is an action: "1F0" is the forward of microbatch 0 of stage 1, "1B0" its whole backward, "1I0" and "1W0"
-its two parts; an empty one is idle. It is what ``torch.distributed.pipelining`` calls "compute_only": messages
-are not in it. Its pairs of actions that overlap, "(0F1;3B0)OVERLAP_F_B", are read as two actions, in that order.
+torch's format has comma-separated cells, a row per rank, a column per slot. A cell is an action: "1F0" is the forward
+of microbatch 0 of stage 1, "1B0" its whole backward, "1I0" and "1W0" its two parts; an empty cell is idle. It is what
+``torch.distributed.pipelining`` calls "compute_only": messages are not in it. Pairs of overlapping actions,
+"(0F1;3B0)OVERLAP_F_B", are read as two actions, in that order.
 """
 
 from __future__ import annotations
@@ -15,13 +16,59 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pycomm.schedule.pipeline.slots import slots
-from pycomm.schedule.pipeline.table import BACKWARD, LETTERS, MOST_ACTIONS, Action, Pipeline
+from pycomm.schedule.pipeline.table import BACKWARD, LETTERS, MOST_ACTIONS, Action, Columns, Pipeline, columns_of
 from pycomm.schedule.table import Ints, require_ranks
+from pycomm.schedule.verify import ScheduleError
 
 _ACTION = re.compile("([0-9]{1,9})([FBIW])([0-9]{1,9})")
 _PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
-_LONGEST_CELL = 80  # of which errors show no more
+_LONGEST_CELL = 80  # characters of a cell that errors show
+_MOST_CELLS = 1 << 26
+_IDLE = "."
+
+
+def slots(table: Any) -> tuple[Columns, Ints, int]:
+    """Read a table; return it, the column of each action, and the number of columns.
+
+    A column stands for a time; times at which no rank has an action get none.
+
+    Raises:
+        ScheduleError: ``table`` is none, a number in it is out of range, or it is too sparse to be written.
+    """
+    c = columns_of(table)
+    times, column = np.unique(c.time, return_inverse=True)
+    if len(times) * c.num_ranks > _MOST_CELLS:
+        raise ScheduleError(
+            f"{c.num_ranks} ranks with actions at {len(times)} times make more than {_MOST_CELLS} cells"
+        )
+    return c, column.astype(np.int64), len(times)
+
+
+def picture(table: Any) -> str:
+    """Draw a table: a row per rank, a column per time at which any rank begins an action.
+
+    "F3" is the forward of microbatch 3, "B3" its backward; "I3" and "W3" are the gradients of its input and
+    weights. The stage's number comes first if a rank has several; "." is idle. In a generated table each
+    action takes one column, however long it would run.
+
+    Raises:
+        ScheduleError: ``table`` is none, or a number in it is out of range.
+    """
+    c, columns, width = slots(table)
+    several = c.num_stages > c.num_ranks
+    rows = [[f"rank {rank}", *[_IDLE] * width] for rank in range(c.num_ranks)]
+    for index, (rank, column) in enumerate(zip(c.rank.tolist(), columns.tolist(), strict=True)):
+        cell = c.action(index).cell
+        rows[rank][1 + column] = cell if several else cell.lstrip("0123456789")
+    widths = [max(len(row[column]) for row in rows) for column in range(1 + width)]
+    lines = (" ".join(cell.ljust(wide) for cell, wide in zip(row, widths, strict=True)).rstrip() for row in rows)
+    sizes = f"{_plural(c.num_stages, 'stage')}, {_plural(c.num_microbatches, 'microbatch')}"
+    title = f"{getattr(table, 'name', 'pipeline')}: {_plural(c.num_ranks, 'rank')}, {sizes}"
+    return "\n".join([title, "", *lines]) + "\n"
+
+
+def _plural(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("ch") else "s")
 
 
 def to_csv(table: Any) -> str:
@@ -51,13 +98,12 @@ def from_csv(
     Args:
         text: a row per rank, as :func:`to_csv` and torch write them.
         name: name of the table.
-        num_stages: number of stages. Without it there are as many as there are in the text.
-        num_microbatches: likewise.
-        splits_weights: whether backwards may be split; without it, whether one in the text is.
+        num_stages, num_microbatches: numbers of stages and microbatches; ``None``: those in the text.
+        splits_weights: whether backwards may be split; ``None``: whether one in the text is.
 
     Raises:
-        ValueError: a cell is no action of a stage and microbatch that there are, a stage is on two ranks or on none;
-            the message names row and cell, from 0.
+        ValueError: a cell is no action, or its stage or microbatch is out of range; a stage is on two ranks, or on
+            none. The message names row and cell, from 0.
     """
     if not isinstance(text, str):
         raise ValueError(f"text is {type(text).__name__}, wanted a string")
@@ -82,7 +128,7 @@ def from_csv(
 
 
 class _Cell(NamedTuple):
-    """Action, and where it stands: row and column are those of the text, from 0; times differ within a row."""
+    """Action and its place: row and column of the text, from 0, and a time that is unique within the row."""
 
     row: int
     column: int

@@ -1,9 +1,9 @@
-"""Messages of a pipeline: what follows from a table's actions, and from where its stages are.
+"""Messages of a pipeline, which follow from a table's actions and the placement of its stages.
 
-After the forward of stage s its rank sends the outputs to the rank of stage s + 1, after the backward (or the
-gradient of the input, where they are split) of stage s + 1 its rank sends their gradients to the rank of
-stage s. A tensor that skips stages travels likewise, from producer to consumer and, as a gradient, back.
-Nothing is sent between stages of one rank. Messages are matched by what they are, not by their order.
+After the forward of stage s its rank sends the outputs to the rank of stage s + 1. After the backward of stage
+s + 1 (or the gradient of its input, where backwards are split) its rank sends their gradients to the rank of
+stage s. A tensor that skips stages goes from producer to consumer and, as a gradient, back. Nothing is sent
+between stages of one rank. Messages are matched by stage and microbatch, not by their order.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Skips = tuple[tuple[int, int], ...]
 
 
 class MessagePlaces(NamedTuple):
-    """Where each action of each stage and microbatch is in the columns: [num_stages, num_microbatches].
+    """Index into the columns of each stage's and microbatch's actions: [num_stages, num_microbatches].
 
     Attributes:
-        backward: of the whole one, or of its first part.
-        weights: of its second part, or of the whole one.
+        backward: the whole backward, or its first part.
+        weights: the whole backward, or its second part.
     """
 
     forward: Ints
@@ -34,7 +34,7 @@ class MessagePlaces(NamedTuple):
 
 
 class Messages(NamedTuple):
-    """Messages, as columns: the action that is followed by the sending, and the one that needs it."""
+    """Messages, as columns: the action after which each is sent, and the action that needs it."""
 
     src: Ints
     dst: Ints
@@ -59,7 +59,7 @@ def edges_of(num_stages: int, skips: Skips) -> list[tuple[int, int]]:
 
 
 def messages_of(c: Columns, places: MessagePlaces, skips: Skips = ()) -> Messages:
-    """Return the messages of all ranks; of one action's, those of neighbours come before those that skip stages."""
+    """Return the messages of all ranks; for each action, messages to neighbours come before those that skip stages."""
     src, dst = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for producer, consumer in edges_of(c.num_stages, skips):
         if c.rank_of_stage[producer] != c.rank_of_stage[consumer]:

@@ -1,6 +1,6 @@
 """Pipelines of one stage per rank whose backwards are whole: GPipe and 1F1B.
 
-With P ranks, M microbatches and the times F and B of a stage's forward and backward, each rank idles
+With P ranks, M microbatches, and F and B seconds for a stage's forward and backward, each rank idles
 (P - 1)(F + B) in both, a fraction (P - 1)/(M + P - 1) of the step. They differ in memory: GPipe's ranks hold
 the activations of all M microbatches, rank r of 1F1B those of min(M, P - r).
 
@@ -13,9 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pycomm.schedule.pipeline.build import BACKWARD, FORWARD, Step, built
-from pycomm.schedule.pipeline.sizes import require_sizes
-from pycomm.schedule.pipeline.table import Pipeline, loop
+from pycomm.schedule.pipeline.build import Step, built, require_sizes
+from pycomm.schedule.pipeline.table import BACKWARD, FORWARD, Pipeline, loop
 
 
 def gpipe(ranks: int, microbatches: int) -> Pipeline:
@@ -30,7 +29,7 @@ def gpipe(ranks: int, microbatches: int) -> Pipeline:
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> Pipeline:
-    """Make the pipeline whose ranks do a backward as soon as they can, and then one forward for each backward.
+    """Make the pipeline whose ranks alternate one forward and one backward, once the first backward is possible.
 
     Raises:
         ValueError: ``ranks`` or ``microbatches`` is less than 1, or no whole number.

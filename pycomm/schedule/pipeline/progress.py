@@ -1,11 +1,10 @@
-"""Progress: whether all ranks of a pipeline come to their end, and in which order they do it.
+"""Progress: whether all ranks of a pipeline finish, and an order of their actions.
 
-Each rank goes through its operations one by one: before an action it receives what the action needs, after
-it it sends what comes of it, and does not go on before that is done. A message may be sent when its receiver
-waits for just that one, or when fewer than ``buffers`` messages of that pair of ranks lie unreceived. What is
-possible stays possible until it is done, and each rank has one thing to do next; so it does not matter who goes
-first: either all orders come to the end, or none does (Kahn, "The semantics of a simple language for parallel
-programming", 1974, with channels that are bounded and tagged).
+Each rank does its operations one by one: it receives an action's inputs, does the action, and sends the outputs,
+waiting until each is sent. A message can be sent when its receiver waits for that message, or when fewer than
+``buffers`` messages between the two ranks are unreceived. A possible operation stays possible until it is done,
+and each rank has exactly one next operation, so the order does not matter: either all orders finish, or none does
+(Kahn, "The semantics of a simple language for parallel programming", 1974, with bounded, tagged channels).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ UNLIMITED = sys.maxsize
 
 
 def run(c: Columns, messages: Messages, buffers: int = UNLIMITED) -> list[int]:
-    """Return the actions in an order in which they can be done, as places in the columns.
+    """Return the actions, as indices into the columns, in an order in which they can be done.
 
     Raises:
         ScheduleError: ranks wait for each other; the message says for what.
@@ -41,7 +40,8 @@ def run(c: Columns, messages: Messages, buffers: int = UNLIMITED) -> list[int]:
 class _Machine:
     """Ranks, each at one of its operations, and the messages between them.
 
-    An operation is a number: ``message`` receives it, ``messages + message`` sends it, ``-1 - action`` acts.
+    An operation is a number: ``message`` for its receive, ``num_messages + message`` for its send,
+    ``-1 - action`` for an action.
     """
 
     def __init__(self, c: Columns, messages: Messages, buffers: int) -> None:
@@ -61,7 +61,7 @@ class _Machine:
         self.done: list[int] = []
 
     def advance(self, rank: int) -> list[int]:
-        """Do what ``rank`` can do now; return the ranks that may be able to go on because of that."""
+        """Do what ``rank`` can do now; return the ranks that may be able to continue because of that."""
         operations, sent, awaited, count = self._operations, self._sent, self._awaited, self._count
         pair, unreceived, limit = self._pair, self._unreceived, self._buffers
         woken: list[int] = []
@@ -93,7 +93,7 @@ class _Machine:
         return woken
 
     def deadlock(self) -> str:
-        """Return which ranks wait for which in a circle."""
+        """Describe the cycle of ranks that wait for each other."""
         rank = next(r for r in range(self._c.num_ranks) if self._next[r] < self._end[r])
         seen: list[int] = []
         while rank not in seen:
@@ -131,7 +131,7 @@ def _operations(c: Columns, messages: Messages) -> tuple[list[int], list[int]]:
     count = len(messages.src)
     owner = np.concatenate([messages.dst, np.arange(len(c)), messages.src])
     operation = np.concatenate([np.arange(count), -1 - np.arange(len(c)), count + np.arange(count)])
-    # Stable: of one action what it receives, it itself, what it sends; messages in their own order.
+    # Stable: an action's receives, the action, its sends; messages in their own order.
     order: Ints = np.argsort(owner, kind="stable")
     first = np.searchsorted(owner[order], c.first)
     return operation[order].tolist(), first.tolist()

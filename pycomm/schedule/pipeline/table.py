@@ -1,14 +1,13 @@
 """Tables of actions: what pipelines are made of.
 
-A model is cut into ``num_stages`` stages, each of which one rank has, and a batch into ``num_microbatches``
-microbatches. An *action* is one piece of a rank's work: a stage's forward of a microbatch, its backward, or
-one of the two parts of its backward, where a table splits them: the gradient of the stage's input, which the
-stage before waits for, and the gradient of its weights, which nobody waits for (Qi et al., "Zero bubble
-pipeline parallelism", 2023, section 2).
+A model is cut into ``num_stages`` stages, each on one rank, and a batch into ``num_microbatches`` microbatches. An
+*action* is one piece of a rank's work: a stage's forward of a microbatch, or its backward. A table may split
+backwards into two actions: the gradient of the stage's input, which the previous stage waits for, and the gradient
+of its weights, which no rank waits for (Qi et al., "Zero bubble pipeline parallelism", 2023, section 2).
 
-A table is the actions of all ranks, as columns. A rank does its actions in the order of their times, each as
-soon as it can: times are no promise, only an order. Messages are not in the table, since they follow from
-it: see :func:`pycomm.schedule.pipeline.verify`.
+A table is the actions of all ranks, as columns. A rank does its actions in the order of their times, each as soon
+as it can: times only give the order. Messages are not in the table, since they follow from it: see
+:func:`pycomm.schedule.pipeline.verify`.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ WEIGHTS = 3
 LETTERS = "FBIW"
 """torch's letter of each kind of action."""
 KINDS = ("forward", "backward", "input gradient", "weight gradient")
-"""What errors call each kind of action."""
+"""Names of the kinds of action in errors."""
 
 MOST_ACTIONS = 1 << 24
-"""More of them in one table are refused: their proof would take minutes, and gigabytes."""
+"""Tables with more actions are refused: their verification would take minutes and gigabytes."""
 MOST_RANKS = 1 << 16
 
 
@@ -57,14 +56,14 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Pipeline:
-    """Pipeline as a table. Nothing is checked until it is used: wrong tables can be written down, and refused.
+    """Pipeline as a table. Nothing is checked until it is used, so that wrong tables can be made and refused.
 
     Attributes:
         name: the algorithm's name, with its parameters.
-        rank_of_stage: [num_stages], the rank that has each stage.
+        rank_of_stage: [num_stages], the rank of each stage.
         rank, time, stage, kind, microbatch: int64 columns, an entry per action. Times order the actions of a
-            rank, and differ from each other; generated tables count slots, of which every action takes one.
-        splits_weights: whether a backward may be BACKWARD_INPUT and WEIGHTS. Otherwise it is BACKWARD.
+            rank, and are distinct; in generated tables they count slots, and every action takes one.
+        splits_weights: whether a backward may be split into BACKWARD_INPUT and WEIGHTS.
     """
 
     name: str
@@ -99,7 +98,7 @@ class Pipeline:
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """Columns of a table that have been read: integers in range, sorted by rank and time.
+    """Columns of a table, checked: integers in range, sorted by rank and time.
 
     Attributes:
         first: [num_ranks + 1], where the actions of each rank begin.
@@ -126,7 +125,7 @@ class Columns:
         return Action(int(self.stage[index]), int(self.kind[index]), int(self.microbatch[index]))
 
     def named(self, index: int) -> str:
-        """Return rank, place in the rank's order, and action, for errors."""
+        """Return rank, index among the rank's actions, and action, for errors."""
         rank = int(self.rank[index])
         return f"rank {rank}, action {index - int(self.first[rank])} ({self.action(index)})"
 
@@ -135,7 +134,7 @@ def columns_of(table: Any) -> Columns:
     """Read a table: a :class:`Pipeline`, or anything with its attributes.
 
     Raises:
-        ScheduleError: it is none, a number in it is out of range, or a rank has two actions at one time.
+        ScheduleError: it is no table, a number in it is out of range, or a rank has two actions at one time.
     """
     try:
         return _columns_of(table)

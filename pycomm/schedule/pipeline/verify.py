@@ -1,4 +1,4 @@
-"""Proof that a pipeline's table trains: that it does all there is to do, once, in order, and comes to its end."""
+"""Proof that a pipeline's table trains: every action happens once, in a valid order, and all ranks finish."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pycomm.schedule.pipeline.memory import peaks
 from pycomm.schedule.pipeline.messages import (
     MessagePlaces,
     Messages,
@@ -35,14 +34,14 @@ from pycomm.schedule.verify import ScheduleError
 
 @dataclass(frozen=True, eq=False)
 class Proof:
-    """What the proof of a table has found out on its way.
+    """Result of verifying a table.
 
     Attributes:
         num_actions: of all ranks.
         num_messages: between all ranks.
-        peak_activations: [num_ranks], the most forwards whose activations a rank holds at once, each stage's
-            counted as one. They are held from the forward to the end of the backward, weights included.
-        columns, messages, places: the table, read. order: an order in which its actions can be done.
+        peak_activations: [num_ranks], the most activations that a rank holds at once, one for each microbatch and
+            stage. They are held from the forward to the end of the backward, weights included.
+        columns, messages, places: the table as read. order: an order in which its actions can be done.
     """
 
     num_actions: int
@@ -57,7 +56,7 @@ class Proof:
         """Return the most that each rank holds at once, [num_ranks], in the unit of ``sizes``.
 
         Args:
-            sizes: [num_stages], what the forward of one microbatch leaves behind for its backward, at each stage.
+            sizes: [num_stages], size of the activations that the forward of one microbatch leaves at each stage.
 
         Raises:
             ValueError: there are not as many sizes as stages, or one is negative or not finite.
@@ -73,19 +72,19 @@ class Proof:
 def verify(table: Any, buffers: int | None = None, skips: Any = ()) -> Proof:
     """Raise ScheduleError unless the table is right; return the proof.
 
-    Right is a table whose ranks do the forward, backward and weights of every stage and microbatch exactly
-    once, on the rank that has the stage, in an order in which nothing is needed before it is there, and come
-    to their end: see :mod:`pycomm.schedule.pipeline.progress` for how messages are exchanged.
+    In a right table the forward, backward and weights of every stage and microbatch are done exactly once, on the
+    stage's rank, after everything they need, and all ranks finish. :mod:`pycomm.schedule.pipeline.progress` explains
+    how messages are exchanged.
 
     Args:
         table: a :class:`pycomm.schedule.pipeline.Pipeline`, or anything with its attributes.
-        buffers: how many messages from one rank to another may lie unreceived before the sender has to wait;
+        buffers: how many messages from one rank to another may be unreceived before the sender has to wait;
             ``None``: any number, 0: every sender waits for its receiver.
         skips: pairs (producer stage, consumer stage) of tensors that skip stages.
 
     Raises:
-        ScheduleError: the table is not right; the message names rank, action, stage and microbatch or,
-            for a deadlock, which ranks wait for what.
+        ScheduleError: the table is wrong. The message names rank, action, stage and microbatch or, for a
+            deadlock, which ranks wait for what.
         ValueError: ``buffers`` is negative, or no whole number.
     """
     if buffers is not None and (not isinstance(buffers, int | np.integer) or isinstance(buffers, bool) or buffers < 0):
@@ -135,7 +134,7 @@ def _require_once(c: Columns) -> None:
 
 
 def _fail_missing(c: Columns) -> None:
-    """Raise for the first forward or backward that is missing, found without an array of all that there should be."""
+    """Raise for the first missing forward or backward, without allocating an array of all of them."""
     wanted = c.num_stages * c.num_microbatches
     for kind, kinds in ((FORWARD, (FORWARD,)), (BACKWARD, (BACKWARD, BACKWARD_INPUT))):
         found = np.flatnonzero(np.isin(c.kind, kinds))
@@ -156,7 +155,7 @@ def _fail_twice(c: Columns, cell: Ints, wrong: int, kinds: tuple[int, ...]) -> N
 
 
 def _require_order(c: Columns, places: MessagePlaces, skips: Skips) -> None:
-    """Raise unless each rank has what its own stages have to give before it needs it."""
+    """Raise unless on each rank an action comes after the actions of the same rank that it needs."""
     _refuse(c, places.backward < places.forward, places.backward, places.forward)
     _refuse(c, places.weights < places.backward, places.weights, places.backward)
     for producer, consumer in edges_of(c.num_stages, skips):
@@ -173,3 +172,25 @@ def _refuse(c: Columns, wrong: npt.NDArray[np.bool_], early: Ints, late: Ints) -
         raise ScheduleError(
             f"{c.named(int(early.flat[at]))}: comes before {c.action(int(late.flat[at]))}, which it needs"
         )
+
+
+def peaks(c: Columns, places: MessagePlaces, sizes: Any = None) -> Ints:
+    """Return the most that each rank holds at once: [num_ranks].
+
+    The forward of a stage leaves activations of its microbatch for the backward. They are freed after the whole
+    backward or, where it is split, after the gradient of the weights. (An implementation could free some of them
+    after the gradient of the input; that is not counted.) A rank does its actions one by one, in order, so its
+    peak does not depend on how long they take.
+
+    Args:
+        sizes: [num_stages], what a microbatch leaves at each stage, in any unit; ``None``: 1.
+    """
+    change = np.zeros(len(c), np.int64)
+    change[places.forward.ravel()] += 1
+    change[places.weights.ravel()] -= 1
+    held: npt.NDArray[Any] = change if sizes is None else change * np.asarray(sizes)[c.stage]
+    peak = np.zeros(c.num_ranks, held.dtype)
+    for rank in range(c.num_ranks):
+        begin, end = c.first[rank], c.first[rank + 1]
+        peak[rank] = max(0, np.cumsum(held[begin:end]).max(initial=0))
+    return peak

@@ -1,32 +1,30 @@
-"""Zero bubbles: gradients of weights, which nobody waits for, fill what would be idle.
+"""Zero bubbles: gradients of weights, which no rank waits for, fill idle time.
 
 P ranks; F, I and W are the seconds of a stage's forward, gradient of the input and gradient of the weights.
 
-ZB-H1: 1F1B in which rank r puts off its gradients of weights by r microbatches. With at least 2 P of them each
-rank idles (P - 1)(F + I - min(F, I, W)), the published (P - 1)(F + I - W) if W is the least; 1F1B's is
-(P - 1)(F + I + W). Every rank holds P activations, as many as 1F1B's first. Qi et al., "Zero bubble pipeline
+ZB-H1: 1F1B in which rank r delays its gradients of weights by r microbatches. With at least 2 P microbatches each
+rank idles (P - 1)(F + I - min(F, I, W)), which is the published (P - 1)(F + I - W) if W is the smallest; in 1F1B it
+idles (P - 1)(F + I + W). Every rank holds P activations, as 1F1B's first rank does. Qi et al., "Zero bubble pipeline
 parallelism", 2023, section 2.1.
 
-ZB-V: two stages per rank, down the ranks and up again, so that the first rank also has the last stage, and its
-backwards begin early. With F = I = W and at least 2 P - 1 microbatches no rank idles between its first action and
-its last one. That is the paper's zero bubble, for it lets each rank go on to the next step by itself. From the
-first rank's start to the last one's end each idles (P - 1) F, the time in which the first microbatch comes to
-the last rank: no order is shorter. The same holds if F = I >= W >= F / 2. No rank holds more than 2 P
-activations, of stages half as large: what 1F1B's first rank holds. The same, section 6; Qi et al., "Pipeline
-parallelism with controllable memory", 2024.
+ZB-V: two stages per rank, down the ranks and up again. The first rank also has the last stage, so backwards begin
+early. With F = I = W and at least 2 P - 1 microbatches no rank idles between its first action and its last one. That
+is the paper's zero bubble, as each rank can begin the next step by itself. From the first rank's start to the last
+one's end each idles (P - 1) F, the time until the first microbatch reaches the last rank: no order is shorter. The
+same holds if F = I >= W >= F / 2. No rank holds more than 2 P activations, of stages half as large: what 1F1B's
+first rank holds. Ibid., section 6; Qi et al., "Pipeline parallelism with controllable memory", 2024.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pycomm.schedule.pipeline.build import BACKWARD_INPUT, FORWARD, WEIGHTS, Step, built
-from pycomm.schedule.pipeline.sizes import require_sizes
-from pycomm.schedule.pipeline.table import Pipeline, loop, vee
+from pycomm.schedule.pipeline.build import Step, built, require_sizes
+from pycomm.schedule.pipeline.table import BACKWARD_INPUT, FORWARD, WEIGHTS, Pipeline, loop, vee
 
 
 def zero_bubble_h1(ranks: int, microbatches: int) -> Pipeline:
-    """Make the pipeline of 1F1B in which rank r puts off r gradients of weights.
+    """Make the pipeline of 1F1B in which rank r delays r gradients of weights.
 
     Raises:
         ValueError: ``ranks`` or ``microbatches`` is less than 1, or no whole number.
@@ -37,21 +35,21 @@ def zero_bubble_h1(ranks: int, microbatches: int) -> Pipeline:
 
 
 def _h1(stage: int, ahead: int, microbatches: int) -> Iterator[Step]:
-    put_off = min(stage, microbatches)
+    delayed = min(stage, microbatches)
     yield from [(stage, FORWARD)] * ahead
     for done in range(microbatches):
         if done < microbatches - ahead:
             yield stage, FORWARD
         yield stage, BACKWARD_INPUT
-        if done >= put_off:
+        if done >= delayed:
             yield stage, WEIGHTS
-    yield from [(stage, WEIGHTS)] * put_off
+    yield from [(stage, WEIGHTS)] * delayed
 
 
 def zero_bubble_v(ranks: int, microbatches: int) -> Pipeline:
-    """Make the pipeline of two stages per rank, there and back, whose ranks do not idle once they have begun.
+    """Make the pipeline of two stages per rank, down and up, whose ranks do not idle once they have begun.
 
-    Of fewer than ``2 * ranks - 1`` microbatches it is what remains of one of so many.
+    For fewer than ``2 * ranks - 1`` microbatches it is the table for that many without the others' actions.
 
     Raises:
         ValueError: ``ranks`` or ``microbatches`` is less than 1, or no whole number.

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from pycomm.schedule.pipeline.slots import slots
+from pycomm.schedule.pipeline.cells import slots
 from pycomm.schedule.pipeline.table import BACKWARD_INPUT, KINDS, Columns, Pipeline
 from pycomm.schedule.pipeline.verify import Proof, verify
 
