@@ -25,7 +25,7 @@ _WORDS = agreement.Words(
     failed="{what}: rank {rank} of the set cannot take part: {problem}",
     differ="{what}: the ranks disagree: {here!r} on rank {rank} of the set, {there!r} on rank 0 of it",
     error=InvalidRequestError,
-    tells_lost=True,
+    shares_lost=True,
 )
 
 _SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}

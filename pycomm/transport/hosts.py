@@ -63,7 +63,7 @@ def hosts_of(rank: int, greetings: Sequence[Mapping[str, Any]]) -> Hosts:
     return Hosts(rank, ranks, next(host for host, members in enumerate(ranks) if rank in members))
 
 
-def log_walls(rank: int, greetings: Sequence[Mapping[str, Any]], transport: str) -> None:
+def log_isolation(rank: int, greetings: Sequence[Mapping[str, Any]], transport: str) -> None:
     """Log why ranks of one machine share no memory, so that ``transport`` is used; on the first rank of the machine."""
     for p, greeting in enumerate(greetings):
         if "no_memory" in greeting:

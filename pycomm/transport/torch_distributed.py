@@ -22,6 +22,7 @@ from pycomm.recorder import Recorder
 from pycomm.schedule.program import Program
 from pycomm.transport.announcements import agree, agree_on_lengths
 from pycomm.transport.base import AllReduceApart, OwnShare
+from pycomm.transport.failure_notes import FailureNotes
 from pycomm.transport.hierarchical import HierarchicalCollectives
 from pycomm.transport.host_tensors import (
     contributions,
@@ -34,7 +35,6 @@ from pycomm.transport.host_tensors import (
 )
 from pycomm.transport.hosts import Hosts
 from pycomm.transport.messages import run_program
-from pycomm.transport.roll_call import RollCall
 from pycomm.transport.shared_memory import SharedMemoryTransport
 from pycomm.transport.torch_collectives import TorchCollectives, messages
 from pycomm.transport.torch_group import TorchGroup
@@ -86,7 +86,7 @@ class TorchTransport:
 
     Args:
         group: all ranks.
-        roll_call: finds the rank to blame for a failure.
+        failure_notes: finds the rank to blame for a failure.
         local: the ranks of this host, in rising order; owned from now on. ``None`` where no two ranks share one.
         hosts: which ranks are on which host.
     """
@@ -99,12 +99,12 @@ class TorchTransport:
     def __init__(
         self,
         group: dist.ProcessGroup,
-        roll_call: RollCall,
+        failure_notes: FailureNotes,
         local: SharedMemoryTransport | None = None,
         hosts: Hosts | None = None,
     ) -> None:
         self.skip_checks: bool | Literal["after the next"] = False
-        self._group = TorchGroup(group, roll_call)
+        self._group = TorchGroup(group, failure_notes)
         self.rank, self.size = self._group.rank, self._group.size
         flat = TorchCollectives(self._group)
         over: TorchCollectives | HierarchicalCollectives = flat

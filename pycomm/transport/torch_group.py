@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from pycomm.errors import CommError
 from pycomm.transport.base import Message
+from pycomm.transport.failure_notes import FailureNotes
 from pycomm.transport.own_group import destroy_group
-from pycomm.transport.roll_call import RollCall
 
 T = TypeVar("T")
 
@@ -43,9 +43,9 @@ class TorchGroup:
         on_failure: called once, with the reason, when an operation has failed and the other ranks have been told.
     """
 
-    def __init__(self, group: dist.ProcessGroup, roll_call: RollCall) -> None:
+    def __init__(self, group: dist.ProcessGroup, failure_notes: FailureNotes) -> None:
         self._own: dist.ProcessGroup | None = group
-        self._roll_call = roll_call
+        self._failure_notes = failure_notes
         self._pid = os.getpid()
         self._closed = False
         self._broken = ""  # the reason, once an operation has failed
@@ -144,7 +144,7 @@ class TorchGroup:
         if self._closed:
             what = f"the communicator was closed meanwhile, after {elapsed:.2f} s"
             return self._error(what, operation, peer, elapsed)
-        find = self._roll_call.culprit_of_message if operation in _MESSAGES else self._roll_call.culprit
+        find = self._failure_notes.culprit_of_message if operation in _MESSAGES else self._failure_notes.culprit
         culprit, what = find(peer, self.begun)
         where = "shared memory" if isinstance(error, CommError) else "torch.distributed"
         return self.fail(operation, culprit, f"{what or 'failed'}; {where}: {error}", elapsed)
@@ -155,18 +155,18 @@ class TorchGroup:
         first = not self._broken
         if first:
             self._broken, self._broken_by = str(error), peer
-        self._roll_call.leave(peer, str(error), self.finished)
+        self._failure_notes.leave(peer, str(error), self.finished)
         if first and self.on_failure is not None:
             self.on_failure(str(error))
         return error
 
     def note_refusal(self, reason: str) -> None:
         """Note why this rank cannot take part in the present operation, for :meth:`refusal_of` on the others."""
-        self._roll_call.refuse(reason, self.begun)
+        self._failure_notes.refuse(reason, self.begun)
 
     def refusal_of(self, rank: int) -> str:
         """Return why ``rank`` cannot take part in the present operation; "" if it is not known."""
-        return self._roll_call.refusal_of(rank, self.begun)
+        return self._failure_notes.refusal_of(rank, self.begun)
 
     def sever(self) -> None:
         """Close the connections, so that ranks that wait for this one notice; end the waits of other threads."""
@@ -192,7 +192,7 @@ class TorchGroup:
         # Its connections close with the last reference to it, which makes peers notice.
         if not self._closed:
             self._closed = True
-            self._roll_call.leave(self.rank, f"rank {self.rank}: {reason}", self.finished)
+            self._failure_notes.leave(self.rank, f"rank {self.rank}: {reason}", self.finished)
             self.sever()
 
     def _error(self, what: str, operation: str = "use", peer: int | None = None, elapsed: float = 0.0) -> CommError:
