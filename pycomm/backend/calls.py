@@ -13,7 +13,7 @@ import torch
 from pycomm.backend.engine import GroupEngine
 from pycomm.backend.gpu import GpuSide
 from pycomm.backend.work import BackendWork
-from pycomm.errors import CommError
+from pycomm.errors import CommError, reworded
 from pycomm.torch_internals import keeps_python_works
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -147,7 +147,4 @@ def _timed(run: Callable[..., None], args: tuple[Any, ...], seconds: float) -> N
     except CommError as error:
         if error.elapsed < seconds:
             raise
-        text = f"{error} (the timeout is {seconds:g} s)"
-        raise CommError(
-            text, rank=error.rank, peer=error.peer, operation=error.operation, elapsed=error.elapsed
-        ) from error
+        raise reworded(error, f"{error} (the timeout is {seconds:g} s)", CommError) from error

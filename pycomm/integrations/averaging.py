@@ -1,7 +1,8 @@
-"""What averages gradients on behalf of a trainer, and its state beside the trainer's checkpoints."""
+"""Averaging of gradients on behalf of a trainer, and its state beside the trainer's checkpoints."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import logging
 import os
@@ -41,6 +42,18 @@ _NOTHING: Mapping[str, Any] = {
     "transport": None,
 }
 """Counters where there is nothing to average."""
+
+
+def library(*names: str, whose: str) -> Any:
+    """Return the first installed one of the modules ``names``; raise ImportError, for module ``whose``, if none is."""
+    for name in names:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise  # it is installed, and lacks something itself
+    packages = " or ".join(dict.fromkeys(name.split(".")[0] for name in names))
+    raise ImportError(f"{whose} requires {packages}: pip install 'pycomm-torch[frameworks]'")
 
 
 def options_of(function: Callable[..., Any], but: Iterable[str] = ()) -> frozenset[str]:

@@ -14,16 +14,15 @@ import time
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from datetime import timedelta
-from operator import index
-from typing import Any, SupportsIndex
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import pycomm._native as _native
-from pycomm.errors import CommError
+from pycomm.errors import CommError, reworded
 from pycomm.transport.base import BUFFER_VARIABLE, buffer_limit
-from pycomm.transport.host_tensors import require, tensor_of
+from pycomm.transport.host_tensors import rank_of, require, tensor_of
 from pycomm.transport.torch_group import NUM_FREE_TAGS, TorchGroup
 
 TAG_END = 1 << 30
@@ -89,7 +88,7 @@ class TorchMessages:
         """Send as :meth:`pycomm.transport.base.Transport.send` says; a timeout breaks the group."""
         array = _native.HostArray(x, "x", False, True)
         peer = self._rank("dst", dst)
-        tag = _index("tag", tag, TAG_END)
+        tag = rank_of(tag, "tag", TAG_END)
         payload = tensor_of(array).view(torch.uint8)
         cost = payload.numel() + 8 * _HEADER_LENGTH
         room = f"the {self.buffer_limit} bytes that may be buffered ({BUFFER_VARIABLE})"
@@ -102,7 +101,7 @@ class TorchMessages:
         """Receive as :meth:`pycomm.transport.base.Transport.receive` says."""
         array = _native.HostArray(x, "x", True, True)
         peer = None if src is None else self._rank("src", src)
-        tag = _index("tag", tag, TAG_END)
+        tag = rank_of(tag, "tag", TAG_END)
         with self._lock:
             left_over = self._left_over[peer, tag]
             posted = left_over.popleft() if left_over else self._post(peer, tag)
@@ -120,7 +119,7 @@ class TorchMessages:
                         work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
 
     def _rank(self, name: str, value: int) -> int:
-        rank = _index(name, value, self._group.size)
+        rank = rank_of(value, name, self._group.size)
         require(rank != self._group.rank, f"{name} is {rank}, this rank itself; wanted another one")
         return rank
 
@@ -158,12 +157,8 @@ class TorchMessages:
             for work in sent[0].works:
                 self._group.wait("send", work, timeout, dst)
         except CommError as error:
-            what = (
-                f"{self.buffered_bytes} bytes are buffered, of at most {self.buffer_limit} ({BUFFER_VARIABLE}): {error}"
-            )
-            raise CommError(
-                what, rank=error.rank, peer=error.peer, operation=error.operation, elapsed=error.elapsed
-            ) from error
+            buffered = f"{self.buffered_bytes} bytes are buffered, of at most {self.buffer_limit} ({BUFFER_VARIABLE})"
+            raise reworded(error, f"{buffered}: {error}", CommError) from error
         self.buffered_bytes -= sent.popleft().cost
 
     def _post(self, src: int | None, tag: int) -> _Posted:
@@ -268,13 +263,6 @@ class TorchReceipt:
             return True
         finally:
             self._lock.release()
-
-
-def _index(name: str, value: object, end: int) -> int:
-    if not isinstance(value, SupportsIndex) or isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}, wanted an int")
-    require(0 <= index(value) < end, f"{name} is {index(value)}, wanted 0 <= {name} < {end}")
-    return index(value)
 
 
 def _payload_tag(number: int) -> int:
