@@ -1,8 +1,8 @@
 """Messages between two ranks by torch.distributed: copied when they are sent, and matched by source and tag.
 
-A message is a header and its payload. The header travels with the message's tag, so that receives match it; it says how
-large the payload is and under which tag, used by nothing else meanwhile, that travels. So a receive into an array of
-another size fails by itself, without breaking the connection.
+A message is a header and its payload. The header has the message's tag, by which receives match it, and contains the
+size and the tag, unique at the time, of the payload. So a receive into an array of another size fails without breaking
+the connection.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pycomm.transport.host_tensors import rank_of, require, tensor_of
 from pycomm.transport.torch_group import NUM_FREE_TAGS, TorchGroup
 
 TAG_END = 1 << 30
-"""Tags are smaller. One more is the header's, as 0 is that of schedules' messages; the upper half are payloads'."""
+"""Tags are smaller. A header has the tag + 1, as schedules' messages have 0; payloads have the upper half."""
 _NUM_PAYLOAD_TAGS = TAG_END - 1 - NUM_FREE_TAGS
 _HEADER_LENGTH = 5
 _NOT_YET = -1  # in a header that has not come; numbers in one that has are not negative
@@ -71,8 +71,8 @@ class TorchMessages:
     """Messages of ``group``.
 
     Attributes:
-        buffer_limit: how many bytes may be sent and not known to be received. A sender hears of that by messages from
-            the receiver, or where there is no more room.
+        buffer_limit: number of bytes that may be sent and not acknowledged. Messages from the receiver acknowledge;
+            without room, the sender waits for the oldest ones.
     """
 
     def __init__(self, group: TorchGroup) -> None:
@@ -114,7 +114,7 @@ class TorchMessages:
         deadline = time.monotonic() + patience
         with self._lock:
             for peer in self._peers:
-                with contextlib.suppress(RuntimeError):  # the receiver is gone, or asks too late
+                with contextlib.suppress(RuntimeError):  # the receiver has ended, or asks too late
                     for work in itertools.chain.from_iterable(sent.works for sent in peer.sent):
                         work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
 
@@ -140,7 +140,7 @@ class TorchMessages:
         return self._group.begin("send", lambda: dist.isend(tensor, global_rank, group, tag=wire), dst)
 
     def _make_room(self, dst: int, cost: int, timeout: float) -> None:
-        """Forget what was taken; and wait for the oldest messages where the new one has no room."""
+        """Forget acknowledged messages, and wait for the oldest ones until the new one has room."""
         deadline = time.monotonic() + timeout
         for p, peer in enumerate(self._peers):
             while peer.num_sent - len(peer.sent) < peer.num_taken:
@@ -180,12 +180,12 @@ class TorchMessages:
             time.sleep(min(_LONGEST_PAUSE, waited / 8))
 
     def _leave(self, src: int | None, tag: int, posted: _Posted) -> None:
-        """Leave a posted receive, which cannot be withdrawn, to the next one of the same kind."""
+        """Keep a posted receive, which cannot be withdrawn, for the next one of the same source and tag."""
         with self._lock:
             self._left_over[src, tag].append(posted)
 
     def _take(self, receipt: TorchReceipt, posted: _Posted, timeout: float) -> tuple[int, ValueError | None]:
-        """Wait for a header and its payload; return the source, and what was wrong with the size."""
+        """Wait for a header and its payload; return the source, and the error of the size, if any."""
         start, left = time.monotonic(), timeout
         if receipt.src is None and self._group.is_gloo:
             self._await_any(posted.header, timeout)
@@ -212,7 +212,7 @@ class TorchMessages:
 class TorchReceipt:
     """Receive that has been posted, see :class:`pycomm.transport.base.Receipt`.
 
-    torch.distributed tells nobody that a message has come: it is found by :meth:`wait` only.
+    torch.distributed does not report arrivals: only :meth:`wait` finds a message.
     """
 
     def __init__(
