@@ -17,20 +17,20 @@ try:
     from pycomm._native import build_info as _native_build_info
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"pycomm's compiled extension is not beside {__file__}. In the source tree that is as it should be: run "
+        f"pycomm's compiled extension is not beside {__file__}. The source tree does not contain it: run "
         "`pip install .`, and start python where the directory `pycomm` does not hide the installed package."
     ) from error
 
 if _native_build_info()["cuda"] is not None:
-    # Or communicators on one GPU, PyTorch's too, could wait for each other. NCCL reads it at its first operation.
+    # Otherwise communicators on one GPU, PyTorch's included, can deadlock. NCCL reads it at its first operation.
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
 from pycomm import backend
-from pycomm import logs as _logs  # noqa: F401  # lines of the log begin with the rank from now on
+from pycomm import logs as _logs  # noqa: F401  # prefixes log lines with the rank
 from pycomm.errors import CommError
 from pycomm.worker import Work
 
-if TYPE_CHECKING:  # imported when they are first asked for: see _HOMES
+if TYPE_CHECKING:  # imported at first use: see _HOMES
     from pycomm import checkpoint, compression, ddp, kernels, optim, parallel, schedule
     from pycomm.asynchronous.averager import Averager
     from pycomm.asynchronous.averaging import elastic_averaging, local_sgd
@@ -149,13 +149,13 @@ backend.register()
 
 
 def build_info() -> dict[str, Any]:
-    """How this build came about.
+    """Describe this build.
 
     Returns:
         ``version``; ``cuda``: the toolkit's version, ``None`` if built without; ``cuda_architectures``: what its
-        kernels were compiled for, as CMake names it, or ``None``; ``nccl``: the version of the NCCL that would
-        be used, ``None`` if there is none; ``simd``: the instruction set in use
-        ("avx512", "avx2", "baseline"); ``compiler``.
+        kernels were compiled for, in CMake's notation, or ``None``; ``nccl``: version of the NCCL that pycomm
+        loads, ``None`` if there is none; ``simd``: the instruction set in use ("avx512", "avx2", "baseline");
+        ``compiler``.
     """
     from pycomm.transport.nccl import nccl_version
 
@@ -174,8 +174,7 @@ _MOVED = (
     "shard_batch",
     "sqrt_scaled_lr",
 )
-"""Names that live in :mod:`pycomm.optim`, and are found here for one release more."""
-
+"""Names of :mod:`pycomm.optim` that remain available here for one more release."""
 
 _HOMES = {
     "asynchronous.averager": ("Averager",),
@@ -203,7 +202,7 @@ _HOMES = {
     ),
     "transport.gpu": ("GpuWork",),
 }
-"""Where names come from when they are first asked for: so ``import pycomm`` takes little beside ``import torch``."""
+"""Module of each name, imported at its first use: so ``import pycomm`` adds little to ``import torch``."""
 
 
 def __getattr__(name: str) -> Any:

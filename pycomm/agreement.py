@@ -1,11 +1,9 @@
-"""Agreement of ranks: all of them go on, or all raise.
+"""Agreement of ranks: all of them continue, or all raise.
 
-What ranks do together begins with one small message of each: what came of its own part, a result or an error, and what
-has to be the same on all. Every rank reads all messages and comes to the same verdict: its own error if it has one,
-else the first rank's that failed, else the first difference. Nothing else has been sent by then, so that the next call
-works.
-
-Messages travel over whatever the ranks have in common: a channel, a process group, a store.
+Every collective call begins with one small message from each rank: the result or error of its own preparation, and
+what must be the same on all ranks. Every rank reads all messages and reaches the same verdict: its own error if it has
+one, else the error of the first rank that failed, else the first difference. Nothing else has been sent by then, so
+the next call works. The messages travel over a channel, a process group or a store.
 """
 
 from __future__ import annotations
@@ -23,12 +21,12 @@ from pycomm.untrusted import ANYTHING, parse
 T = TypeVar("T")
 
 Gather = Callable[[bytes], Sequence[bytes]]
-"""Returns what every rank passes, in rank order. Collective."""
+"""Returns the bytes that each rank passes, in rank order. Collective."""
 
 Lines = Mapping[str, Sequence[str]]
-"""Text that has to be the same on all ranks, line by line; the keys, such as "setting", name a line in errors."""
+"""Text that must be the same on all ranks, line by line; errors name a line by its key, such as "setting"."""
 
-_MESSAGE = {"problem": str, "kind": str, "told": ANYTHING}
+_MESSAGE = {"problem": str, "kind": str, "value": ANYTHING}
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (FileNotFoundError, OSError, RuntimeError, TypeError, ValueError)
 }
@@ -36,21 +34,21 @@ _KINDS: dict[str, type[Exception]] = {
 
 @dataclass(frozen=True)
 class Words:
-    """Words in which ranks learn of each other's errors and differences.
+    """Format strings and type of the errors about other ranks.
 
     Attributes:
-        failed: says that ``{rank}`` could not do ``{what}`` because of a ``{problem}``.
-        differ: says that line ``{index}`` of the ``{kind}`` is ``{here!r}`` on ``{rank}``, ``{there!r}`` on rank 0.
+        failed: ``{rank}`` could not do ``{what}`` because of a ``{problem}``.
+        differ: line ``{index}`` of the ``{kind}`` is ``{here!r}`` on ``{rank}``, ``{there!r}`` on rank 0.
         error: class of these errors.
-        keeps_kind: whether another rank's error is quoted in one of the same kind (OSError, say).
-        tells_lost: whether a CommError is told as well. It cannot be where ranks gather by what has failed.
+        keeps_kind: whether an error about another rank has the type of that rank's own error (OSError, say).
+        shares_lost: whether a CommError is shared too. It cannot be if it broke the link that the ranks gather over.
     """
 
     failed: str = "rank {rank} could not {what}: {problem}"
     differ: str = "the ranks disagree: {kind} {index} is {here!r} on rank {rank}, {there!r} on rank 0"
     error: type[Exception] = ValueError
     keeps_kind: bool = False
-    tells_lost: bool = False
+    shares_lost: bool = False
 
 
 def agreed(
@@ -63,15 +61,15 @@ def agreed(
     """Return this rank's outcome if every rank succeeded, with the same lines. Collective.
 
     Args:
-        gather: the ranks.
-        outcome: the result of this rank, or its error: see :func:`pycomm.errors.attempt`.
+        gather: gathers messages of these ranks.
+        outcome: this rank's result or error: see :func:`pycomm.errors.attempt`.
         what: verb for the message about another rank, which "could not" do it.
-        lines: returns what the result must have in common with those of the other ranks.
-        words: of the errors.
+        lines: returns the parts of the result that must be the same on all ranks.
+        words: texts of the errors.
 
     Raises:
         Exception: this rank's own error.
-        ValueError: another rank has an error, or other lines, of which the first that differs is named. On every rank.
+        ValueError: on every rank: another rank failed, or the lines differ. Names the first difference.
     """
     require_same(exchanged(gather, outcome, what, lines, words), what, words)
     assert not isinstance(outcome, Exception)
@@ -82,38 +80,37 @@ def exchanged(
     gather: Gather,
     outcome: T | Exception,
     what: str,
-    tell: Callable[[T], Any] = lambda outcome: outcome,
+    select: Callable[[T], Any] = lambda outcome: outcome,
     words: Words = Words(),  # frozen
 ) -> list[Any]:
-    """Return what ``tell`` makes of every rank's outcome, which travels as JSON, if every rank succeeded. Collective.
+    """Return ``select(outcome)`` of every rank, sent as JSON, if every rank succeeded. Collective.
 
     Arguments and errors are those of :func:`agreed`.
     """
-    told = outcome if isinstance(outcome, Exception) else attempt(lambda: tell(outcome))
-    if isinstance(told, CommError) and not words.tells_lost:
-        raise told  # the other ranks cannot be told
-    if isinstance(told, Exception):
-        mine = {"problem": text_of(told), "kind": _kind_of(told), "told": None}
-    else:
-        mine = {"problem": "", "kind": "", "told": told}
+    value = outcome if isinstance(outcome, Exception) else attempt(lambda: select(outcome))
+    if isinstance(value, CommError) and not words.shares_lost:
+        raise value  # there is no link left to share it over
+    mine = {"problem": "", "kind": "", "value": value}
+    if isinstance(value, Exception):
+        mine = {"problem": text_of(value), "kind": _kind_of(value), "value": None}
     messages = gather(json.dumps(mine).encode())
-    if isinstance(told, Exception):
-        raise told
+    if isinstance(value, Exception):
+        raise value
     return results_in(messages, what, words)
 
 
 def results_in(messages: Sequence[bytes], what: str, words: Words = Words()) -> list[Any]:
-    """Return what every rank has told in ``messages``, those of :func:`exchanged`; raise an error if one has failed."""
-    everyones = [parse(text, _MESSAGE, f"what rank {rank} has told") for rank, text in enumerate(messages)]
+    """Return the values in the ``messages`` of :func:`exchanged`; raise an error if a rank failed."""
+    everyones = [parse(text, _MESSAGE, f"the message of rank {rank}") for rank, text in enumerate(messages)]
     for rank, message in enumerate(everyones):
         if message["kind"]:
             kind = _KINDS.get(message["kind"], RuntimeError) if words.keeps_kind else words.error
             raise kind(words.failed.format(rank=rank, what=what, problem=message["problem"]))
-    return [message["told"] for message in everyones]
+    return [message["value"] for message in everyones]
 
 
 def require_same(everyones: Sequence[Lines], what: str, words: Words = Words(), hint: str = "") -> None:
-    """Raise an error that names the first line in which a rank differs from rank 0, with a ``hint``, if one does."""
+    """Raise an error, with a ``hint``, if a rank's lines differ from rank 0's; it names the first one."""
     for kind in dict.fromkeys(kind for lines in everyones for kind in lines):
         first = everyones[0].get(kind, ())
         for rank, lines in enumerate(everyones):
@@ -126,8 +123,7 @@ def require_same(everyones: Sequence[Lines], what: str, words: Words = Words(), 
 
 def check_same_lines(gather: Gather, lines: Sequence[str], kind: str, hint: str = "") -> None:
     """Raise ValueError on every rank if a rank's ``lines`` differ from rank 0's, naming the first one. Collective."""
-    everyones = exchanged(gather, {kind: list(lines)}, "compare")
-    require_same(everyones, "compare", hint=hint)
+    require_same(exchanged(gather, {kind: list(lines)}, "compare"), "compare", hint=hint)
 
 
 def rows_of_all(
@@ -140,11 +136,11 @@ def rows_of_all(
     """Return the numbers of every rank: one message of a fixed size, unless ranks disagree. Collective.
 
     Args:
-        gather: returns the row of every rank, all of ``1 + width`` numbers of 64 bits.
-        outcome: numbers of this rank, at most ``width``, or its error.
-        width: length of every rank's row, which is filled up with zeros.
-        same: text that must be the same on all ranks; only its digest travels.
-        disagree: called on all ranks if one has an error or another text; exchanges the words, and raises.
+        gather: returns the row of every rank, each of ``1 + width`` 64-bit integers.
+        outcome: this rank's numbers, at most ``width``, or its error.
+        width: length of every rank's row, padded with zeros.
+        same: text that must be the same on all ranks; only its digest is sent.
+        disagree: called on all ranks if one has an error or another text; exchanges the texts, and raises.
     """
     row = [0] * (1 + width)
     if not isinstance(outcome, Exception):
@@ -156,7 +152,7 @@ def rows_of_all(
 
 
 def prepared(prepare: Callable[[], T], refuse: Callable[[str], object]) -> T:
-    """Return the result of ``prepare``; if it raises, first ``refuse`` the operation that other ranks call with it."""
+    """Return the result of ``prepare``; if it raises, ``refuse`` the operation, which the other ranks call, first."""
     try:
         return prepare()
     except Exception as error:  # torch raises anything
@@ -165,7 +161,7 @@ def prepared(prepare: Callable[[], T], refuse: Callable[[str], object]) -> T:
 
 
 def _digest(text: str) -> int:
-    """Return 64 bits of a hash, with a sign, that are not 0."""
+    """Return a 64-bit hash, signed and never 0."""
     found = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest()
     return int.from_bytes(found, "little", signed=True) | 1
 

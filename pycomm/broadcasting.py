@@ -37,8 +37,8 @@ def broadcast_parameters(
 ) -> None:
     """Overwrite all parameters and buffers in place with those of rank ``src``. Collective.
 
-    Bytes are copied, of any dtype; of an expanded tensor those behind it. What is no plain memory (sparse and quantised
-    tensors, subclasses made of several tensors) is compared instead.
+    Copies bytes of any dtype; of an expanded tensor, the memory behind it. Tensors without plain memory (sparse and
+    quantised tensors, subclasses made of several tensors) are compared instead.
 
     Args:
         model_or_state_dict: a module, or a mapping of names to tensors (other values are left alone).
@@ -47,8 +47,8 @@ def broadcast_parameters(
 
     Raises:
         TypeError: ``model_or_state_dict`` is neither a module nor a mapping (on every rank).
-        ValueError: names, shapes or dtypes differ between ranks (on every rank, naming the first
-            difference), or contents do that cannot be overwritten, or ``src`` is not a rank of the group.
+        ValueError: names, shapes or dtypes differ between ranks (on every rank, naming the first difference), or
+            tensors differ that cannot be overwritten, or ``src`` is not a rank of the group.
     """
     with Communicator(process_group) as communicator:
         outcome = attempt(lambda: (named_tensors(model_or_state_dict), rank_of(src, "src", communicator.size)))
@@ -61,12 +61,10 @@ def broadcast_optimizer_state(
 ) -> None:
     """Copy the optimizer state and hyperparameters of rank ``src`` to every rank. Collective.
 
-    No step is taken, and tensors keep their dtypes (``load_state_dict`` would cast the fp32 state of an
-    fp16 parameter to fp16). State that rank ``src`` does not have is dropped on the other ranks, where
-    ``attach`` would refuse to: it cannot know whether that is meant.
-
-    Nothing is unpickled: each rank keeps its own functions and other objects that are not numbers,
-    strings, tensors or containers of them.
+    No step is taken, and tensors keep their dtypes (``load_state_dict`` would cast the fp32 state of an fp16 parameter
+    to fp16). State that rank ``src`` does not have is dropped on the other ranks; ``attach`` would refuse instead.
+    Nothing is unpickled: each rank keeps its own functions and other objects that are not numbers, strings, tensors or
+    containers of them.
 
     Args:
         optimizer: changed in place.
@@ -74,7 +72,7 @@ def broadcast_optimizer_state(
         process_group: the default group if ``None``.
 
     Raises:
-        TypeError: ``optimizer`` is none (on every rank).
+        TypeError: ``optimizer`` is not an optimizer (on every rank).
         ValueError: the parameter groups differ in number or size, or a rank lacks an object that cannot
             be sent.
     """
@@ -101,11 +99,11 @@ def named_tensors(model_or_state_dict: torch.nn.Module | Mapping[str, Any]) -> d
 
 
 def share_tensors(communicator: Communicator, named: Mapping[str, torch.Tensor], src: int) -> None:
-    """Send the tensors of rank ``src`` to all ranks, and compare what cannot be sent. Collective.
+    """Send the tensors of rank ``src`` to all ranks, and compare those that cannot be sent. Collective.
 
     Raises:
-        TypeError, ValueError: a tensor has no shape yet; the ranks' tensors differ in names, order, shapes, dtypes or
-            kinds; or contents do that cannot be sent. On every rank, naming the first difference.
+        TypeError, ValueError: on every rank: a tensor has no shape yet; the ranks' tensors differ in names, order,
+            shapes, dtypes or kinds; or tensors differ that cannot be sent. Names the first difference.
     """
 
     def lines(memories: dict[str, Memory]) -> dict[str, list[str]]:
@@ -123,16 +121,13 @@ def share_tensors(communicator: Communicator, named: Mapping[str, torch.Tensor],
 
 
 def line_of(name: str, tensor: torch.Tensor, memory: Memory, marks_frozen: bool = True) -> str:
-    """Return what ranks must have in common of ``tensor``, for :func:`check_same_lines`."""
+    """Return the properties of ``tensor`` that all ranks must share, for :func:`check_same_lines`."""
     is_frozen = marks_frozen and isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
     return f"{name}: {signature(tensor)}{', ' if memory.text else ''}{memory.text}{' frozen' if is_frozen else ''}"
 
 
 def differing_memories(communicator: Communicator, memories: Mapping[str, Memory]) -> dict[str, int]:
-    """Return the names of ``memories``, in order, that differ between ranks, and the first rank that does. Collective.
-
-    All ranks have the same names.
-    """
+    """Return the names whose memory differs between ranks, with the first such rank. Collective; same names on all."""
     everyones = communicator.channel.all_gather_bytes(b"".join(digests_of(memories.values())))
     found: dict[str, int] = {}
     for i, name in enumerate(memories):
@@ -144,7 +139,7 @@ def differing_memories(communicator: Communicator, memories: Mapping[str, Memory
 
 
 def describe_difference(names: Sequence[str], rank: int) -> str:
-    """Return the message about tensors that differ on ``rank`` and cannot be overwritten."""
+    """Return the error text about tensors that differ on ``rank`` and cannot be overwritten."""
     more = f" ({len(names)} such tensors differ)" if len(names) > 1 else ""
     return (
         f"the contents of {names[0]!r} on rank {rank} differ from those on rank 0{more}, and cannot be overwritten, as "
@@ -153,7 +148,7 @@ def describe_difference(names: Sequence[str], rank: int) -> str:
 
 
 def signature(tensor: torch.Tensor) -> str:
-    """Return shape, dtype, kind of device and, of a DTensor, this rank's part as text for :func:`check_same_lines`."""
+    """Return shape, dtype, kind of device and, of a DTensor, this rank's part, as text."""
     where = "" if tensor.is_cpu else f" on {tensor.device.type}"
     part = f", a DTensor, part {part_of(tensor) or 'all'}" if is_dtensor(tensor) else ""
     shape = "nested" if tensor.is_nested else list(tensor.shape)
@@ -163,14 +158,14 @@ def signature(tensor: torch.Tensor) -> str:
 def broadcast_tensors(communicator: Communicator, tensors: Iterable[torch.Tensor], src: int) -> None:
     """Broadcast tensors in place, packed into few messages. Collective.
 
-    Of DTensors, that is this rank's part; of expanded tensors, the memory behind them. What is no plain memory is left
-    alone. The kind of device must match: a tensor that is in CPU memory on one rank is so on every rank.
+    Of DTensors, this rank's part; of expanded tensors, the memory behind them. Tensors without plain memory are left
+    alone. Each tensor must be on the same kind of device on every rank.
     """
     broadcast_parts(communicator, shared_parts(tensors), src)
 
 
 def broadcast_parts(communicator: Communicator, parts: Iterable[torch.Tensor], src: int) -> None:
-    """Do the work of :func:`broadcast_tensors` for the :attr:`Memory.parts` of tensors."""
+    """Broadcast :attr:`Memory.parts` in place, packed into few messages. Collective."""
     chunk: list[torch.Tensor] = []
     num_bytes = 0
     for part in parts:
@@ -201,7 +196,7 @@ def _broadcast_chunk(communicator: Communicator, tensors: list[torch.Tensor], sr
 
 
 def write(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Write ``value`` to ``tensor``, unless it is there: autograd takes every write for a change."""
+    """Write ``value`` to ``tensor`` unless they are equal: autograd counts every write as a change."""
     if not tensor.is_cpu or not torch.equal(tensor, value):
         tensor.copy_(value)
 
@@ -221,9 +216,9 @@ def broadcast_state(
     hyperparameters, for example) is not sent: each rank must have its own, and keeps it.
 
     Args:
-        leaves_out: returns whether a parameter is this rank's own, and with it its state.
-        check: called on the other ranks with the parameters and what rank ``src`` has for each; may raise ValueError.
-        keeps_state: whether each rank keeps the state that it has, so that only hyperparameters are sent.
+        leaves_out: returns whether a parameter, with its state, is this rank's own and not sent.
+        check: called on the other ranks with the parameters and rank ``src``'s state for each; may raise ValueError.
+        keeps_state: whether each rank keeps its state, and only hyperparameters are sent.
     """
     params = shared_parameters(optimizer, leaves_out)
     gather = communicator.channel.all_gather_bytes
@@ -253,12 +248,12 @@ def broadcast_state(
 def shared_parameters(
     optimizer: torch.optim.Optimizer, leaves_out: Callable[[torch.Tensor], bool]
 ) -> list[torch.Tensor]:
-    """Return the parameters of ``optimizer``, in the order of the groups, but for those that are this rank's own."""
+    """Return the parameters of ``optimizer``, in the order of its groups, except this rank's own."""
     return [p for group in optimizer.param_groups for p in group["params"] if not leaves_out(p)]
 
 
 def group_sizes(optimizer: torch.optim.Optimizer, leaves_out: Callable[[torch.Tensor], bool]) -> list[str]:
-    """Return a line for each group of ``optimizer`` that tells its size, to be compared between the ranks."""
+    """Return the size of each group of ``optimizer`` as a line to compare between ranks."""
     groups = optimizer.param_groups
     return [f"{sum(not leaves_out(p) for p in group['params'])} parameters" for group in groups]
 
@@ -275,11 +270,7 @@ def state_nodes(
 def check_state_keys(
     optimizer: torch.optim.Optimizer, names: Mapping[str, torch.Tensor], params: list[torch.Tensor], nodes: list[Node]
 ) -> None:
-    """Raise ValueError if ``optimizer`` has state of ``params`` that the rank which sent ``nodes`` does not have.
-
-    Args:
-        names: parameters by name.
-    """
+    """Raise ValueError if ``optimizer`` has state of ``params`` that ``nodes``, the sending rank's, lack."""
     for i, param in enumerate(params):
         there = {key for key, _ in nodes[i][1]} if nodes[i][0] == "dict" else set()
         more = [key for key in optimizer.state.get(param, {}) if key not in there]
@@ -296,7 +287,7 @@ def check_state_keys(
 def restructure_state(
     optimizer: torch.optim.Optimizer, params: list[torch.Tensor], nodes: list[Node]
 ) -> list[torch.Tensor]:
-    """Give the state the structure that ``nodes`` describes; return the tensors that have yet to be filled."""
+    """Give the state the structure described by ``nodes``; return the tensors to fill."""
     tensors: list[torch.Tensor] = []
     param_nodes, group_nodes = nodes[: len(params)], nodes[len(params) :]
     entries = [
@@ -339,12 +330,11 @@ def decode(node: Node, old: Any, owner: torch.Tensor, tensors: list[torch.Tensor
 
     Args:
         node: result of ``encode``.
-        old: this rank's own value, from which objects that cannot be sent, and tensors of the same
-            signature, are reused.
-        owner: parameter whose state it is. New tensors are on its device, unless they were on the CPU (Adam's
-            "step"), and a new DTensor is sharded as the parameter is.
-        tensors: tensors that have yet to be filled are appended here, in the order of ``encode``.
-        where: path of the value, for messages.
+        old: this rank's own value. Its tensors of the same signature, and objects that cannot be sent, are reused.
+        owner: parameter that the state belongs to. New tensors are on its device, unless they were on the CPU (Adam's
+            "step"), and a new DTensor is sharded like the parameter.
+        tensors: tensors to fill are appended here, in the order of ``encode``.
+        where: path of the value, for errors.
 
     Raises:
         ValueError: ``old`` lacks an object that cannot be sent, or a DTensor is the state of a plain parameter.

@@ -1,4 +1,4 @@
-"""Bucket: gradients that travel together, in one flat piece of memory."""
+"""Bucket: gradients that are reduced together, in one flat buffer."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from pycomm.layout import laid_out_like, on_gpu, view_like
 from pycomm.torch_internals import storage_uses, uses_outside_python
 
 FINGERPRINT_BITS = 64
-"""Bits that must be equal on all ranks, and travel with the gradients.
+"""Bits that must be equal on all ranks, and are sent with the gradients.
 
-In a sum, of any floating dtype, every bit has two places, and each rank adds 1 to one of them: if neither sum is 0,
-ranks differ.
+Each bit takes two elements of a sum of any floating dtype. Each rank adds 1 to one of them: if neither sum is 0, ranks
+differ.
 """
 FINGERPRINT_PLACES = 2 * FINGERPRINT_BITS
 """Number of elements that a fingerprint takes in a sum."""
 
 
 class Group(Protocol):
-    """Group of ranks that a bucket is reduced over: their number, and memory that all of them can reach."""
+    """Ranks that a bucket is reduced over, and an allocator of memory that all of them can reach."""
 
     @property
     def size(self) -> int: ...
@@ -32,17 +32,17 @@ class Group(Protocol):
 
 
 class HasGradient(Protocol):
-    """Object in whose ``grad`` a gradient is handed out: a parameter, or what stands for one that is a DTensor."""
+    """Object whose ``grad`` receives a gradient: a parameter, or a stand-in for one that is a DTensor."""
 
     grad: torch.Tensor | None
 
 
 _LEAST_APART = 16 << 10
-"""Number of elements from which on to leave a gradient where it lies saves more than it costs."""
+"""Number of elements from which reducing a gradient where it lies, without packing it, pays off."""
 
 
 class _Run:
-    """Gradients that are neighbours in a bucket, and are packed at once by ``pack(gradients, place)``."""
+    """Adjacent gradients of a bucket, which one call of ``pack(gradients, place)`` packs."""
 
     def __init__(self, pack: Callable[[list[torch.Tensor], torch.Tensor], object]) -> None:
         self._pack = pack
@@ -50,7 +50,7 @@ class _Run:
         self._begin = self._end = 0
 
     def add(self, flat: torch.Tensor, begin: int, grad: torch.Tensor) -> None:
-        """Have ``grad`` packed to ``flat``, from its element ``begin`` on; with what came before it, if it adjoins."""
+        """Add ``grad``, packed to ``flat[begin:]``; a gradient that is not adjacent begins a new run."""
         if begin != self._end:
             self.pack(flat)
             self._begin = self._end = begin
@@ -59,14 +59,13 @@ class _Run:
             self._end += grad.numel()
 
     def pack(self, flat: torch.Tensor) -> None:
-        """Pack what has been added."""
         if self._run:
             self._pack(self._run, flat[self._begin : self._end])
             self._run = []
 
 
 class _Pieces:
-    """The elements ``own`` of ``memory``, as pieces of gradients where these lie, and of ``memory`` elsewhere."""
+    """Elements ``own`` of ``memory`` as a list of pieces, some of which are unpacked gradients."""
 
     def __init__(self, memory: torch.Tensor, own: slice | None) -> None:
         self._memory = memory
@@ -74,12 +73,12 @@ class _Pieces:
         self._pieces: list[torch.Tensor] = []
         self._end = self._first
 
-    def wants(self, begin: int, end: int) -> bool:
-        """Return whether enough of the elements from ``begin`` to ``end`` are among these."""
+    def covers(self, begin: int, end: int) -> bool:
+        """Return whether enough of the elements from ``begin`` to ``end`` are among ``own``."""
         return min(end, self._last) - max(begin, self._first) >= _LEAST_APART
 
     def add(self, begin: int, grad: torch.Tensor) -> tuple[int, int]:
-        """Take what is wanted of ``grad``, flat and with its place from ``begin`` on; return from where to where."""
+        """Add the part of flat ``grad``, whose place is ``begin``, that is in ``own``; return the part's bounds."""
         first, last = max(begin, self._first), min(begin + grad.numel(), self._last)
         if first > self._end:
             self._pieces.append(self._memory[self._end : first])
@@ -88,7 +87,7 @@ class _Pieces:
         return first, last
 
     def finish(self) -> list[torch.Tensor]:
-        """Return the pieces; none if all lies in ``memory``."""
+        """Return the pieces; none if all of ``own`` is in ``memory``."""
         if self._pieces and self._end < self._last:
             self._pieces.append(self._memory[self._end : self._last])
         return self._pieces
@@ -97,14 +96,13 @@ class _Pieces:
 class Bucket:
     """Bucket of the averaged gradients of ``params``, one after the other in ``flat``; ``views[i]`` is the i-th.
 
-    ``flat`` lies in memory that the transport can reach directly. The gradients are followed by flags,
-    which travel, and are added up, in the same message: one per parameter, whether it was used; one that
-    is not 0 if a rank's gradients are so large that the sum might overflow; and the places of a
-    fingerprint (see fingerprint.py). ``algorithm`` makes dense sums over the ranks.
+    ``flat`` lies in memory that the transport can reach directly. The gradients are followed by flags, which are summed
+    in the same message: one per parameter, whether it was used; one that is not 0 if a rank's gradients are so large
+    that the sum might overflow; and the elements of a fingerprint (see fingerprint.py). ``algorithm`` makes dense sums
+    over the ranks.
 
-    The views are handed out as ``.grad``, and whatever users do with their gradients must not affect the
-    next ones: see :meth:`repair` and :meth:`leave_to_users`. They are handed out in ``grad`` of ``owners``, which
-    are ``params`` themselves unless something else stands for them.
+    The views are handed out as ``.grad`` of ``owners``: ``params`` themselves, or their stand-ins. Users may do
+    anything with their gradients without affecting later ones: see :meth:`repair` and :meth:`leave_to_users`.
     """
 
     def __init__(
@@ -136,10 +134,10 @@ class Bucket:
         self.use(self._new_memory())
 
     def reduce_part_only(self, shares: Sequence[slice], rank: int, *, later: bool = False) -> None:
-        """Have each rank get only its own part of the sum: elements ``shares[rank]``.
+        """Give each rank only its own part of the sum: elements ``shares[rank]``.
 
-        The rest of ``flat`` is this rank's contribution then; with ``later`` all of it is, and ``is_deferred`` true,
-        until somebody reduces it.
+        The rest of ``flat`` remains this rank's contribution. With ``later`` all of ``flat`` does, and ``is_deferred``
+        is true until it is reduced.
         """
         self.shares, self._rank, self.defers = shares, rank, later
 
@@ -149,7 +147,7 @@ class Bucket:
         return slice(0, self.num_elements) if self.shares is None else self.shares[self._rank]
 
     def own_parts(self) -> list[torch.Tensor]:
-        """Return those elements by parameter, which may be none."""
+        """Return the elements of :attr:`own`, split by parameter; parts may be empty."""
         if self.shares is None:
             return self.parts(self.memory)
         first, last = self.own.start, self.own.stop
@@ -161,7 +159,7 @@ class Bucket:
         return self._group.empty(self.num_elements + self.num_flags, self.dtype, self.device)
 
     def use(self, memory: torch.Tensor) -> None:
-        """Keep the gradients in ``memory``, of ``num_elements`` + ``num_flags``, from now on."""
+        """Keep the gradients in ``memory``, of ``num_elements + num_flags`` elements, from now on."""
         self.memory = memory
         self.flat = memory[: self.num_elements]
         self.flags = memory[self.num_elements :]
@@ -172,7 +170,6 @@ class Bucket:
         self.views = [view_like(part, p) for part, p in zip(self.parts(memory), self._params, strict=True)]
 
     def params(self) -> list[torch.Tensor]:
-        """Return the parameters, detached."""
         return [p.detach() for p in self._params]
 
     def parts(self, memory: torch.Tensor) -> list[torch.Tensor]:
@@ -187,22 +184,22 @@ class Bucket:
         return tensor.data_ptr() == self._address + self._offsets[index] or tensor.numel() == 0
 
     def repair(self) -> None:
-        """Replace views whose memory was exchanged, as ``p.grad.data = ...`` and ``module.to()`` do."""
+        """Replace views whose memory was swapped, as by ``p.grad.data = ...`` and ``module.to()``."""
         begin = self._address
         for i, (view, offset) in enumerate(zip(self.views, self._offsets, strict=True)):
             if view.data_ptr() != begin + offset and self.numels[i] > 0:
                 self.views[i] = view_like(self.parts(self.memory)[i], self._params[i])
 
     def note_handed_out(self) -> None:
-        """Note that the views are ``.grad`` now: any further reference to the memory is a user's."""
+        """Note that the views are ``.grad`` now: any further reference to the memory belongs to a user."""
         self._handed_out_uses = storage_uses(self.memory)
 
     def leave_to_users(self) -> None:
-        """Leave what users kept of the last gradients to them, before new ones are written.
+        """Preserve the last gradients that users kept, before new ones are written.
 
-        A kept view that is no longer ``.grad`` gets memory of its own. If something derived from a view is
-        kept, the whole memory is left to it, and the bucket gets new memory. A view that still is ``.grad``
-        is written in place, as autograd would.
+        A kept view that is no longer ``.grad`` gets memory of its own. If a tensor derived from a view is kept, it
+        keeps the whole memory, and the bucket gets new memory. A view that still is ``.grad`` is written in place, as
+        autograd would.
         """
         dropped = [i for i, owner in enumerate(self._owners) if owner.grad is not self.views[i]]
         if not dropped:
@@ -218,12 +215,12 @@ class Bucket:
                 self.views[i] = view_like(self.parts(self.memory)[i], self._params[i])
 
     def renew(self) -> None:
-        """Go on in new memory, and leave the old one to those that have views of it."""
+        """Switch to new memory, and leave the old one to the owners of its views."""
         self.use(self._new_memory())
         self._handed_out_uses = 0
 
     def is_kept(self) -> bool:
-        """Return whether anything besides ``.grad`` refers to the gradients that were handed out."""
+        """Return whether anything besides ``.grad`` refers to the gradients handed out."""
         return self._is_aliased() or any(
             is_held(self.views, i, is_grad=owner.grad is self.views[i]) for i, owner in enumerate(self._owners)
         )
@@ -240,8 +237,8 @@ class Bucket:
     ) -> list[torch.Tensor]:
         """Write ``grads`` times ``scale`` to ``flat``, zeros for ``None``, and set the flags.
 
-        What of large gradients belongs to the elements ``own`` of ``memory``, and is to be there as it is, may stay
-        where it lies, and is not looked at: then these elements are returned, as pieces one after the other.
+        Large gradients in ``own``, elements of ``memory``, that need neither scale nor cast are neither copied nor
+        checked: then the elements ``own`` are returned as a list of pieces.
         """
         limit = self.limit(self.dtype)
         scaled = isinstance(scale, torch.Tensor) or scale != 1.0
@@ -258,7 +255,7 @@ class Bucket:
                 stayed.append(self.parts(self.memory)[i])
             else:
                 raw = laid_out_like(grad, self.views[i])
-                if scaled or raw.dtype != self.dtype or not pieces.wants(begin, end):
+                if scaled or raw.dtype != self.dtype or not pieces.covers(begin, end):
                     run.add(self.flat, begin, raw)
                     continue
                 raw = raw.view(-1)
@@ -272,27 +269,21 @@ class Bucket:
         return pieces.finish()
 
     def limit(self, dtype: torch.dtype) -> float:
-        """Return the bound below which magnitudes, one of each rank, have a sum that is finite in ``dtype``."""
+        """Return the magnitude below which the sum over all ranks is finite in ``dtype``."""
         return torch.finfo(dtype).max / self._group.size
 
     def finite(self) -> torch.Tensor:
-        """Return whether the gradients of all ranks, and so their sum, are finite: 0-d bool; once flags are summed."""
+        """Return, once flags are summed, whether the gradients of all ranks, and so their sum, are finite: 0-d bool."""
         return self.too_large_flag == 0.0
 
     def set_flags(
         self, grads: Sequence[torch.Tensor | None], fits: Sequence[torch.Tensor], fingerprint: torch.Tensor | None
     ) -> None:
-        """Set the flags.
-
-        Args:
-            grads: ``None`` for unused parameters.
-            fits: 0-d bools, whether gradients are below the limit.
-            fingerprint: see fingerprint.py.
-        """
+        """Set the flags. ``fits`` are 0-d bools: whether some of the gradients are below the limit."""
         self.used_flags.fill_(1.0)
         for i, grad in enumerate(grads):
             if grad is None:
-                self.flags[i].zero_()  # assigning a number would copy it from the host, and wait
+                self.flags[i].zero_()  # assigning a number would copy it from the host and wait
         self.too_large_flag.zero_()
         for flag in fits:
             self.too_large_flag += ~flag
@@ -309,14 +300,13 @@ def put_fingerprint(places: torch.Tensor, fingerprint: torch.Tensor | None) -> N
 
 
 def differing_places(places: torch.Tensor) -> torch.Tensor:
-    """Return, for each bit, whether ranks differ in it, given the sum, or mean, over all ranks: bool."""
+    """Return, for each bit, whether it differs between ranks, given the sum or mean over all ranks: bool."""
     there = places != 0
     return there[:FINGERPRINT_BITS] & there[FINGERPRINT_BITS:]
 
 
-# References to a tensor, or to its memory, besides its owner's. Gradients are handed out as views of memory that the
-# next reduction writes to. Plain autograd makes a new gradient after zero_grad(), so a kept one stays as it is;
-# promising the same without copying every gradient takes knowing which ones were kept.
+# The next reduction overwrites the memory of the gradients handed out. In plain autograd a gradient that the user keeps
+# stays as it is after zero_grad(). To promise the same without copying every gradient, references are counted.
 
 
 def _references(tensors: list[torch.Tensor], index: int) -> int:
@@ -336,10 +326,10 @@ _ALONE, _AS_GRAD = _usual_references()  # releases of Python and torch count dif
 
 
 def is_held(tensors: list[torch.Tensor], index: int, is_grad: bool = False) -> bool:
-    """Return whether Python refers to ``tensors[index]`` besides in this list, and as ``.grad`` if it is one."""
+    """Return whether Python refers to ``tensors[index]`` outside this list; ``is_grad``: and outside ``.grad``."""
     return _references(tensors, index) > (_AS_GRAD if is_grad else _ALONE)
 
 
 def is_shared(tensor: torch.Tensor) -> bool:
-    """Return whether DLPack's consumers or a graph, outside Python, refer to ``tensor``, which is no ``.grad``."""
+    """Return whether C++ (a DLPack consumer, a graph) refers to ``tensor``, which is no ``.grad``."""
     return uses_outside_python(tensor) > 1

@@ -1,10 +1,9 @@
 """Calibration: measures the network of a group for :mod:`pycomm.schedule`.
 
-The cost of a message is measured under real conditions: by programs of two ranks that exchange arrays,
-run by the same executor as any schedule, all pairs of a class at once and in both directions, since in
-a collective all ranks talk at once. Then the algorithms themselves are measured at a few sizes, because
-a model of three numbers knows nothing of caches, or of ranks that outnumber cores; choices for as many
-ranks go by these.
+Messages are timed as they occur in a collective: pairs of ranks exchange arrays by programs that the usual executor
+runs, all pairs of a class at once and in both directions. Then the algorithms themselves are timed at a few sizes,
+because a model with three parameters ignores caches and ranks that outnumber cores. For the same number of ranks,
+these times decide.
 """
 
 from __future__ import annotations
@@ -44,15 +43,14 @@ Case = tuple[Call, int]
 
 
 def calibrate(communicator: Communicator, sizes: Sequence[int] = SIZES, tell: Tell = lambda line: None) -> Network:
-    """Describe the network of ``communicator``'s group. Collective; takes seconds; the same result on all ranks.
+    """Measure the network of ``communicator``'s group. Collective; takes seconds; returns the same on all ranks.
 
     Args:
         sizes: sizes in bytes at which algorithms are measured.
-        tell: called with a line of progress now and then.
+        tell: called with lines that report progress.
 
     Raises:
-        ValueError: the group has one rank, or hosts do not have the same number of consecutive ranks each.
-        CommError: as from any collective.
+        ValueError: the group has one rank, or the hosts do not have equally many consecutive ranks each.
     """
     if communicator.size == 1:
         raise ValueError("the group has one rank, wanted at least two: there is nothing to measure")
@@ -90,10 +88,10 @@ def _ranks_per_host(communicator: Communicator) -> int:
 
 
 def _exchange(communicator: Communicator, distance: int, per_host: int, rounds: int, op: int = COPY) -> Program:
-    """Make a program in which pairs of ranks ``distance`` apart exchange two chunks, one each way at any time."""
+    """Return a program in which pairs of ranks ``distance`` apart exchange two chunks, one in each direction."""
     rank = np.arange(communicator.size)
     unit = rank // distance
-    # Neighbours on one host, or the same place on neighbouring hosts; ranks left over stay out.
+    # Neighbours on one host, or equal local ranks on neighbouring hosts; unpaired ranks do nothing.
     near = rank[(unit % 2 == 0) & (rank + distance < communicator.size)]
     if distance < per_host:
         near = near[(near % per_host) % 2 == 0]
@@ -106,12 +104,12 @@ def _exchange(communicator: Communicator, distance: int, per_host: int, rounds: 
             chunk = np.repeat([0, 1], len(near))
             yield Round.of(np.concatenate([there, back]), np.concatenate([back, there]), chunk, 1, op)
 
-    # No collective, so there is nothing to prove; it only takes time.
+    # Not verified, as it is not a collective.
     return program_of(Schedule("exchange", communicator.size, 2, generate), communicator.rank)
 
 
 def _measure(communicator: Communicator, cases: Sequence[Case]) -> list[float]:
-    """Return the seconds of one call of each case: the slowest rank's, medians over rounds that do all cases."""
+    """Return the seconds of one call of each case, on the slowest rank: medians over rounds of all cases."""
     blocks = [1] * len(cases)
     taken: list[list[float]] = [[] for _ in cases]
     spent, number = 0.0, 0
@@ -120,7 +118,7 @@ def _measure(communicator: Communicator, cases: Sequence[Case]) -> list[float]:
         for i, (call, num_bytes) in enumerate(cases):
             seconds = _slowest(communicator, call, num_bytes, blocks[i])
             spent += seconds * blocks[i]
-            if number == 0:  # warms up, and tells how many calls to time together
+            if number == 0:  # a warm-up, which determines how many calls to time together
                 blocks[i] = int(min(_LARGEST_BLOCK, max(1, _BLOCK_SECONDS / max(seconds, 1e-9))))
             else:
                 taken[i].append(seconds)
@@ -140,9 +138,9 @@ def _slowest(communicator: Communicator, call: Call, num_bytes: int, calls: int)
 
 
 def _link(communicator: Communicator, distance: int, per_host: int, overhead: float) -> Link:
-    """Measure a class of links: alpha and beta by exchanges of several sizes, gamma by what reducing adds."""
+    """Measure a class of links: alpha and beta by exchanges of several sizes, gamma by reducing as well."""
     copy, reduce = (_exchange(communicator, distance, per_host, _EXCHANGES, op) for op in (COPY, REDUCE))
-    # Two messages are under way at a time, a chunk each.
+    # Two messages, of a chunk each, are in flight at a time.
     cases = [(_runs(communicator, copy), 2 * num_bytes) for num_bytes in _MESSAGES]
     cases.append((_runs(communicator, reduce), 2 * _MESSAGES[-1]))
     *times, reducing = ((np.array(_measure(communicator, cases)) - overhead).clip(0) / _EXCHANGES).tolist()
@@ -152,15 +150,15 @@ def _link(communicator: Communicator, distance: int, per_host: int, overhead: fl
 
 
 def _line(sizes: Sequence[int], times: Sequence[float]) -> tuple[float, float]:
-    """Return start and slope of the line of time by size through the last point, with the least sum of relative errors.
+    """Fit time against size by a line through the last point; return its intercept and slope, neither negative.
 
-    Through the last point, since noise disturbs the largest message least, and large arrays go by it. Errors are
-    factors, since small messages count as much as others; their sum is minimized, not that of their squares, since
-    times make no line if a link still works while its sender prepares the next message, or if a rank had to wait
-    for a core, and the few points that are far off must not bend it for all. Neither part is negative.
+    The line passes through the last point because the largest message has the least relative noise, and predicts large
+    arrays. It minimizes the sum of absolute log ratios: relative errors, so that small messages count equally, and not
+    squared, so that a few outliers (overlap with the sender's next message, a rank that waited for a core) do not
+    bend it.
     """
     x, y = np.array(sizes, np.float64), np.maximum(times, 1e-9)
-    # The best line goes through another point, too, or through the origin.
+    # The best line passes through a second point or the origin.
     alphas = np.append(((y * x[-1] - y[-1] * x)[:-1] / (x[-1] - x[:-1])).clip(0, y[-1]), 0.0)
     betas = (y[-1] - alphas) / x[-1]
     off = np.abs(np.log((alphas[:, None] + betas[:, None] * x) / y)).sum(1)
@@ -171,15 +169,14 @@ def _line(sizes: Sequence[int], times: Sequence[float]) -> tuple[float, float]:
 def _curves(
     communicator: Communicator, network: Network, sizes: Sequence[int], tell: Tell
 ) -> dict[str, tuple[tuple[float, float], ...]]:
-    """Time the transport's own algorithm, and those that simulation does not rule out, at ``sizes``."""
+    """Time the transport's own algorithm, and the promising ones, at ``sizes``."""
     wanted = sorted(set(sizes))
     names = ["native", *_promising_algorithms(communicator, network, wanted)]
     curves: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for size in wanted:
         tell(f"{len(names)} algorithms at {size} bytes")
-        for name, seconds in zip(
-            names, _measure(communicator, [(_call(communicator, n), size) for n in names]), strict=True
-        ):
+        times = _measure(communicator, [(_call(communicator, name), size) for name in names])
+        for name, seconds in zip(names, times, strict=True):
             curves[name].append((float(size), seconds))
     return {name: tuple(curve) for name, curve in curves.items()}
 
@@ -193,7 +190,7 @@ def _call(communicator: Communicator, name: str) -> Call:
 
 
 def _promising_algorithms(communicator: Communicator, network: Network, sizes: Sequence[float]) -> list[str]:
-    """Return the algorithms to measure: rank 0's choice, for all ranks."""
+    """Return the algorithms that simulation does not rule out; rank 0's choice on all ranks."""
     ranking = schedule.rank_algorithms(communicator.size, network, sizes)
     names = []
     for name in ranking.curves:

@@ -1,9 +1,9 @@
 """Channel of a process group: its transport, the communication thread, and the queues of its GPUs.
 
-:class:`pycomm.Communicator` is the public face; the operations here are for pycomm's own parts only. An array makes
-these stops on its way to C++: ``Communicator.all_reduce`` asks :meth:`Channel.side` once whether it lies in CPU memory
-or on a GPU. The answer is the channel itself, which calls the transport here or on its thread, or a :class:`GpuQueue`,
-which calls NCCL with a stream. Either has ``native``, ``run``, ``run_program``, ``send`` and ``recv``.
+:class:`pycomm.Communicator` is the public interface; this one is internal. :meth:`Channel.side` decides once per
+operation between CPU and GPU: it returns the channel, which calls the transport on this thread or its own, or a
+:class:`GpuQueue`, which calls NCCL with a stream. Both have ``native``, ``run``, ``run_program``, ``send`` and
+``recv``.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from pycomm.worker import Work, Worker
 
 _PATIENCE = 5.0
 _PATIENCE_AFTER_FAILURE = 0.5
-"""Seconds for operations in progress when a channel is closed; after a failure they wait in vain."""
+"""Seconds that closing waits for operations in progress; after a failure these cannot succeed."""
 
 
 class Channel:
-    """Queue of a group's operations in CPU memory, in the order of the calls; and of those on its GPUs.
+    """Queue of a group's operations in CPU memory, in the order of the calls, and owner of its GPU queues.
 
-    It holds no reference to its communicator, so that a communicator that is dropped can be closed.
+    It holds no reference to its communicator, so that garbage collection can close a dropped communicator.
 
     Args:
-        transport: transport of arrays in CPU memory; owned from now on.
+        transport: transport of arrays in CPU memory, which the channel takes over.
         timeout: limit of every single wait, in seconds.
     """
 
@@ -50,11 +50,11 @@ class Channel:
         self.rank, self.size = transport.rank, transport.size
         self.worker = Worker(f"pycomm-{self.rank}", functools.partial(_refusal, self.rank))
         self.farewell: Callable[[], str] = _farewell
-        """Returns what peers that still wait are told when this is closed without a reason."""
+        """Returns the reason that waiting peers get when this is closed without one."""
         self.companions: list[Channel] = []
-        """Channels over the same ranks that are closed with this one."""
+        """Further channels over the same ranks, closed with this one."""
         self.native: tuple[str, ...] = ("auto", "native")
-        """Names of algorithms that are the transport's own, whatever the array."""
+        """Names that always mean the transport's own algorithm."""
         self._gpus: dict[int, GpuQueue] = {}
         self._pid = os.getpid()
         self._once = threading.Lock()  # acquired by the first call of close(), on whichever thread
@@ -62,11 +62,11 @@ class Channel:
 
     @property
     def recorder(self) -> Recorder:
-        """Recorder of its operations in CPU memory."""
+        """Recorder of the operations in CPU memory."""
         return self.transport.recorder
 
     def side(self, x: Any) -> Channel | GpuQueue:
-        """Return the queue for operations on ``x``: this one, or that of the GPU which ``x`` is on."""
+        """Return the queue for operations on ``x``: this channel, or the queue of ``x``'s GPU."""
         if isinstance(x, torch.Tensor) and not x.is_cuda:  # at once, for latency
             return self
         device = gpu_of(x)
@@ -75,21 +75,21 @@ class Channel:
     # Arrays in CPU memory.
 
     def all_reduce(self, x: Any, op: str, async_op: bool, algorithm: str | Table) -> Work | None:
-        """Reduce ``x`` over all ranks by the transport's own algorithm, whichever of its names came."""
+        """Reduce ``x`` over all ranks by the transport's own algorithm; ``algorithm`` is one of its names."""
         if not async_op and not self.worker.unfinished:  # at once, for latency
             self.transport.all_reduce(x, op, self.timeout)
             return None
         return self.run("all_reduce", async_op, x, op)
 
     def run(self, operation: str, async_op: bool, *args: Any) -> Work | None:
-        """Run the transport's operation of that name, after all earlier ones."""
+        """Run the transport's ``operation`` after all earlier ones."""
         if not async_op and not self.worker.unfinished:  # at once, for latency
             getattr(self.transport, operation)(*args, self.timeout)
             return None
         return self.enqueue(lambda: getattr(self.transport, operation)(*args, self.timeout), async_op)
 
     def run_program(self, program: Program, x: Any, op: str = "sum", async_op: bool = False) -> Work | None:
-        """Run this rank's program of any table, whether or not it is a collective, on ``x`` in CPU memory."""
+        """Run this rank's program of any table, even if that is no collective, on ``x`` in CPU memory."""
         return self.run("run_program", async_op, program, x, op)
 
     def send(self, x: Any, dst: int, tag: int) -> None:
@@ -97,7 +97,7 @@ class Channel:
         self.transport.send(x, dst, tag, self.timeout)
 
     def recv(self, x: Any, src: int | None, tag: int) -> int:
-        """Receive ``x`` from rank ``src``, or from any; return the rank that it came from."""
+        """Receive ``x`` from rank ``src``, or from any rank; return the sender's rank."""
         receipt = self.transport.receive(x, src, tag)
         try:
             return receipt.wait(self.timeout)
@@ -118,17 +118,15 @@ class Channel:
         return None
 
     def submit(self, job: Callable[[], Any]) -> Work:
-        """Run ``job`` on the communication thread, after all operations before; those that it calls run at once."""
+        """Run ``job`` on the communication thread after all earlier operations; those that it calls run at once."""
         return self.worker.submit(from_here(job))
 
     @contextlib.contextmanager
     def skip_checks(self, *, but_first: bool = False) -> Iterator[None]:
-        """Skip the comparison between ranks for operations inside, which must follow from ones already compared.
+        """Skip the comparison between ranks for the operations inside, which earlier compared ones must imply.
 
-        ``but_first``: the first one inside is still compared, and the others follow from it.
-
-        Use it in a job of :meth:`submit`. Over torch.distributed the comparison costs one message per operation.
-        Without it, ranks that disagree run into the timeout.
+        For jobs of :meth:`submit`. Over torch.distributed the comparison costs one message per operation. Without it,
+        ranks that disagree run into the timeout. ``but_first``: the first operation is compared, and implies the rest.
         """
         assert self.worker.is_current()
         self.transport.skip_checks = "after the next" if but_first else True
@@ -138,18 +136,15 @@ class Channel:
             self.transport.skip_checks = False
 
     def own_share(self, x: torch.Tensor) -> slice | None:
-        """Return the elements of ``x``, from :meth:`empty`, that this rank reduces itself in the next all-reduce of it.
+        """Return the elements of ``x``, from :meth:`empty`, that this rank reduces in the next all-reduce of ``x``.
 
-        ``None`` if nothing of what this rank has for ``x`` can do without being copied there.
+        ``None`` if all of this rank's input must be copied to ``x``.
         """
         share = self.transport.own_share
         return None if share is None else slice(*share(x))
 
     def all_reduce_apart(self, x: torch.Tensor, op: str, begin: int, pieces: Sequence[torch.Tensor]) -> float:
-        """Reduce ``x`` over all ranks, where this one's elements from ``begin`` on are ``pieces``.
-
-        See :attr:`pycomm.transport.base.Transport.all_reduce_apart`.
-        """
+        """Reduce ``x`` over all ranks as :attr:`pycomm.transport.base.Transport.all_reduce_apart` does."""
         reduce = self.transport.all_reduce_apart
         assert reduce is not None
         found: list[float] = []
@@ -157,10 +152,7 @@ class Channel:
         return found[0]
 
     def reduce_scatter_v(self, out: torch.Tensor, xs: Sequence[torch.Tensor], op: str) -> None:
-        """Write the reduction of all ranks' ``xs[rank]``, parts of any lengths in CPU memory, into ``out``.
-
-        ``out`` may be this rank's own ``xs[rank]``.
-        """
+        """Write the reduction of all ranks' ``xs[rank]``, in CPU memory, into ``out``, which may be ``xs[rank]``."""
         self.run("reduce_scatter_v", False, out, xs, op)
 
     def all_gather_v(self, outs: Sequence[torch.Tensor], x: torch.Tensor) -> None:
@@ -168,7 +160,7 @@ class Channel:
         self.run("all_gather_v", False, outs, x)
 
     def all_gather_bytes(self, mine: bytes) -> list[bytes]:
-        """Return the ``mine`` of every rank, in rank order. Lengths may differ; meant for small messages."""
+        """Return every rank's ``mine``, in rank order. Lengths may differ; meant for small messages."""
         try:
             content = bytes_of(mine, "mine")
         except Exception as error:  # a foreign object may raise anything
@@ -184,7 +176,7 @@ class Channel:
         return [rows[p, : lengths[p]].tobytes() for p in range(self.size)]
 
     def all_gather_number(self, mine: int) -> list[int]:
-        """Return the ``mine``, an integer of 64 bits, of every rank, in rank order: one message."""
+        """Return every rank's ``mine``, a 64-bit integer, in rank order, in one message."""
         gathered = np.empty(self.size, np.int64)
         self.run("all_gather", False, gathered, np.array([mine], np.int64))
         return [int(number) for number in gathered]
@@ -192,7 +184,7 @@ class Channel:
     # Arrays on GPUs.
 
     def gpu(self, device: int) -> GpuQueue:
-        """Return the queue of the GPU with the ordinal ``device``, made at first use."""
+        """Return the queue of GPU ``device``, made at first use."""
         if device not in self._gpus:
             self._gpus[device] = GpuQueue(device, self.timeout, self._make_nccl)
         return self._gpus[device]
@@ -211,10 +203,9 @@ class Channel:
     ) -> GpuWork:
         """Call ``job`` now, with the communication stream of ``device`` as torch's current stream.
 
-        The work that the job launches starts after all work given so far to the streams ``producers``
-        (``cudaStream_t`` as integers) and to torch's current stream. ``wait()`` of the result makes the
-        producers, and the stream that is current then, wait for it. The caller may drop the tensors
-        ``reads`` at once.
+        The work that it launches starts after all work submitted so far to the streams ``producers`` (``cudaStream_t``
+        as integers) and to torch's current stream. ``wait()`` of the result makes the producers, and the stream current
+        at that call, wait for it. The caller may drop the tensors ``reads`` at once.
         """
         return self.gpu(device.index).call(job, reads, producers)
 
@@ -231,29 +222,29 @@ class Channel:
     # Errors, and the end.
 
     def refuse(self, reason: str) -> None:
-        """Stand in for an operation that the other ranks call and this one cannot; they get a ValueError."""
+        """Stand in for an operation that only the other ranks can call; they get a ValueError."""
         text = reason.encode("utf-8", "replace").decode()  # a lone surrogate cannot be encoded in UTF-8
         # Enqueued, as earlier operations may still be in progress.
         self.run("refuse", False, text)
 
     def refuse_and_raise(self, error: Exception) -> NoReturn:
-        """Tell the other ranks that this one cannot take part, then raise ``error``."""
+        """Refuse an operation that the other ranks call, then raise ``error``."""
         self.refuse(str(error))
         raise error
 
     def abandon(self, reason: str, *, in_step: bool) -> None:
-        """Close, and tell the ranks that wait for this one the ``reason``, if possible. Returns at once.
+        """Close, and send the ``reason`` to waiting ranks if possible. Returns at once.
 
         Args:
             reason: error on this rank.
-            in_step: whether the other ranks' next operation is one that they compare first. Inside
-                :meth:`skip_checks` they would mistake the refusal for data.
+            in_step: whether the other ranks compare their next operation. Inside :meth:`skip_checks` they would take
+                the refusal for data.
         """
 
-        self.farewell = lambda: reason  # whoever closes it first, such as a finalizer
+        self.farewell = lambda: reason  # in case a finalizer closes it first
 
         def leave() -> None:
-            if in_step and not self.transport.interruptible and not self._gpus:  # closing alone would not tell them
+            if in_step and not self.transport.interruptible and not self._gpus:  # closing would not send the reason
                 with contextlib.suppress(Exception):  # they may already have left
                     self.refuse(reason)
             self.close(reason)

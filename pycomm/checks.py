@@ -1,4 +1,4 @@
-"""Checks of arguments, which return the value in the form that is needed, or raise an error that names it."""
+"""Checks of arguments: each returns the converted value, or raises an error that names the argument."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def number(name: str, value: Any) -> float:
     """Return ``value`` as a float.
 
     Raises:
-        TypeError, ValueError: it cannot be one; the message starts with ``name``.
+        TypeError, ValueError: it is not a number; the message starts with ``name``.
     """
     if not isinstance(value, str | bytes):
         try:
@@ -44,7 +44,7 @@ def count(name: str, value: Any, least: int) -> int:
     """Return ``value``, of any integer type but bool, as an int of at least ``least`` and below 2**63.
 
     Raises:
-        TypeError, ValueError: it is no such number; the message starts with ``name``.
+        TypeError, ValueError: it is not; the message starts with ``name``.
     """
     try:
         whole = operator.index(value)
@@ -76,7 +76,7 @@ def bounded(name: str, value: Any, wanted: str, is_valid: Callable[[float], bool
     """Return ``value``, a real number of any type but bool, as a float.
 
     Raises:
-        TypeError, ValueError: it is no number, or not ``is_valid``, which ``wanted`` describes.
+        TypeError, ValueError: it is no number, or ``is_valid(value)`` is false; ``wanted`` describes valid ones.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} is {value!r}, wanted a number")
@@ -108,7 +108,7 @@ def length(name: str, value: Any) -> int:
 
 
 def first_of(name: str, arrays: Sequence[Any]) -> Any:
-    """Return the first of ``arrays``, by which results are made; an empty one if there is none, or no sequence.
+    """Return the first of ``arrays``, the model for results; an empty array if there is none, or no sequence.
 
     The kernel then refuses ``arrays`` itself. Raises TypeError, with ``name``, if they have no length or items.
     """
@@ -124,7 +124,7 @@ LONGEST_TIMEOUT = timedelta(days=366).total_seconds()  # longer ones overflow in
 
 
 def seconds_of(timeout: timedelta | float, name: str = "timeout") -> float:
-    """Return ``timeout`` in seconds; ``name`` is what errors call it.
+    """Return ``timeout`` in seconds; errors call it ``name``.
 
     Raises:
         TypeError: it is neither a number nor a ``timedelta``.
@@ -165,8 +165,7 @@ def shape_of(shape: object) -> tuple[int, ...]:
 def integer(name: str, value: object, least: int, most: int | None = None) -> None:
     """Raise TypeError or ValueError, with ``name``, unless ``value`` is an int from ``least`` to ``most``.
 
-    For settings that ranks compare as Python writes them: numpy's integers, which it writes in its own
-    way, are refused.
+    For settings whose ``repr`` ranks compare: numpy's integers, which have another ``repr``, are refused.
     """
     wanted = f"an integer >= {least}" if most is None else f"an integer from {least} to {most}"
     if isinstance(value, bool) or not isinstance(value, int):
@@ -179,8 +178,8 @@ def real(name: str, value: object, least: float, below: float = math.inf, *, or_
     """Raise TypeError or ValueError, with ``name``, unless ``value`` is a number within bounds.
 
     Args:
-        least: the least value; not allowed itself unless ``or_equal``.
-        below: the least value that is too large.
+        least: lower bound, excluded unless ``or_equal``.
+        below: upper bound, excluded.
     """
     bounds = f"{name} {'>=' if or_equal else '>'} {least:g}" + ("" if below == math.inf else f" and < {below:g}")
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -204,16 +203,16 @@ def flag(name: str, value: object) -> None:
 
 
 def reduction(op: Any) -> Any:
-    """Return ``op``, with "mean" for "avg", which is torch's word for it."""
+    """Return ``op``, with torch's "avg" replaced by "mean"."""
     return "mean" if isinstance(op, str) and op == "avg" else op
 
 
 def refuse_unknown(call: str, unknown: Iterable[str], known: Collection[str], elsewhere: Mapping[str, str]) -> None:
-    """Raise TypeError if there is an ``unknown`` argument of ``call``, and say which of the ``known`` may be meant.
+    """Raise TypeError if ``call`` got an ``unknown`` argument, and suggest the ``known`` one that may be meant.
 
     Args:
-        known: names; a mapping says how each is written.
-        elsewhere: what to do in place of arguments that other libraries have.
+        known: names, or a mapping of names to how a call spells them.
+        elsewhere: advice about arguments of other libraries.
     """
     for name in unknown:
         close = difflib.get_close_matches(name, known, n=1)

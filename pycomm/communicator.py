@@ -37,46 +37,45 @@ class _Messages:
     channel: Channel
 
     def send(self, x: Any, dst: int, tag: int = 0) -> None:
-        """Send ``x`` to rank ``dst`` (a rank of this group, not this one), which calls :meth:`recv`. Any dtype.
+        """Send ``x`` to another rank of this group, which calls :meth:`recv`. Any dtype.
 
-        In CPU memory the message is copied, and the call returns whether or not ``dst`` receives it already: so ranks
-        may send and receive in any order. It is no collective; other threads may be in collectives meanwhile. What
-        has been sent and not yet received takes at most ``PYCOMM_BUFFER_BYTES`` (1 GiB, or a quarter of the memory
-        if that is less): where there is no more room, the call waits.
+        In CPU memory the message is buffered, and the call returns before ``dst`` receives it, so ranks may send and
+        receive in any order. It is not collective; other threads may run collectives meanwhile. Messages sent and not
+        yet received take at most ``PYCOMM_BUFFER_BYTES`` (1 GiB, or a quarter of the memory if that is less): if the
+        buffer is full, the call waits.
 
         Args:
             x: array.
             dst: rank of the receiver.
-            tag: number below 2³⁰ by which the receiver asks for it; 0 on a GPU.
+            tag: number below 2³⁰ that the receiver passes too; 0 on a GPU.
 
         Raises:
-            ValueError: ``x`` alone is larger than what may be buffered.
-            CommError: ``dst`` died or closed its communicator; or there was no room within the timeout, or there
-                cannot be, as ``dst`` itself waits for this rank. Over shared memory the communicator can still be
-                used, unlike after other errors.
+            ValueError: ``x`` alone is larger than the buffer.
+            CommError: ``dst`` died or closed its communicator; or the buffer stayed full for the timeout, or must stay
+                so because ``dst`` itself waits for this rank. Over shared memory the communicator remains usable,
+                unlike after other errors.
         """
         self.channel.side(x).send(x, dst, tag)
 
     def recv(self, x: Any, src: int | None = None, tag: int = 0) -> int | None:
         """Overwrite ``x`` with an array of equal size that rank ``src`` sends with ``tag``. Any dtype.
 
-        Messages of one rank with one tag come in the order in which they were sent. In CPU memory, ``src=None`` takes
-        the message of any rank, and the rank it came from is returned. On a GPU, ``src`` must be given, and ``None``
-        is returned.
+        Messages of one rank with one tag arrive in the order sent. In CPU memory the sender's rank is returned, and
+        ``src=None`` takes a message of any rank. On a GPU, ``src`` must be given, and ``None`` is returned.
 
         Raises:
             ValueError: the message has another size than ``x``. It is lost.
             CommError: no message came within the timeout, or ``src`` died or closed its communicator before it sent
-                one. Over shared memory the communicator can still be used, unlike after other errors.
+                one. Over shared memory the communicator remains usable, unlike after other errors.
         """
         return self.channel.side(x).recv(x, src, tag)
 
     @contextlib.contextmanager
     def group(self, device: torch.device | int) -> Iterator[None]:
-        """Start the operations called inside, on arrays of one GPU, together when the block ends.
+        """Start the operations called inside, on arrays of one GPU, together at the end of the block.
 
-        Sends and receives that need each other must be in one group. If the block raises, none of them is
-        executed on this rank.
+        Sends and receives that depend on each other must be in one group. If the block raises, this rank executes none
+        of them.
         """
         index = torch.device("cuda", device).index if isinstance(device, int) else device.index
         with self.channel.gpu(0 if index is None else index).grouped():
@@ -88,19 +87,19 @@ class Communicator(_Messages):
 
     Arrays in CPU memory (tensors, numpy arrays, objects with ``__dlpack__``) go through shared memory between
     processes of one host, and through torch.distributed between hosts, on a group of the communicator's own
-    with the same ranks and backend. Where hosts have several ranks these do both: the ranks of a host reduce
+    with the same ranks and backend. Where hosts have several ranks, both are combined: the ranks of a host reduce
     among themselves first, so that links carry each byte once. Arrays in CUDA memory (tensors, cupy arrays,
     objects with ``__cuda_array_interface__``) go through NCCL. All ranks must call the same operations in the
     same order, with the same dtypes and sizes, on arrays in the same kind of memory. Arrays that are written
     must be contiguous; on a GPU, those that are read too.
 
     On a GPU, an operation is enqueued on the communicator's own stream, and the call returns. It starts
-    after all work given so far to the array's stream (torch's current one, or the one that the array's
-    interface names), and work given to that stream afterwards starts after the operation.
+    after all work submitted so far to the array's stream (torch's current one, or the one in the array's
+    interface), and work submitted to that stream later starts after the operation.
 
     Creating a communicator is itself collective, and so is its first operation on a GPU, which creates
-    NCCL's communicator. It can be used as a context manager; if it is dropped without :meth:`close`, the
-    garbage collector closes it.
+    NCCL's communicator. It is a context manager; a communicator dropped without :meth:`close` is closed by
+    the garbage collector.
 
     Args:
         process_group: an initialised group, or a one-dimensional ``DeviceMesh`` (``mesh["dp"]``); the
@@ -108,12 +107,12 @@ class Communicator(_Messages):
         timeout: limit of every single wait; seconds or ``timedelta``. ``None``: the group's own, by
             torch's default half an hour. A peer that *dies* is noticed within a second regardless.
         transport: "auto", or "shared_memory" (one host), "hierarchical" (several hosts, some with several
-            ranks) or "torch" (anything) to insist on one.
+            ranks) or "torch" (anything) to require one.
         network: description of the network, by which ``algorithm="auto"`` chooses: a
-            :class:`pycomm.schedule.Network`, the name of a described one, or a file that
-            ``pycomm plan calibrate`` has written. ``None`` stands for the file or name in the environment
-            variable ``PYCOMM_NETWORK``. All ranks use rank 0's. Without one, or if it was calibrated over
-            another transport, "auto" means "native".
+            :class:`pycomm.schedule.Network`, the name of a predefined one, or a file from
+            ``pycomm plan calibrate``. ``None``: the file or name in the environment variable
+            ``PYCOMM_NETWORK``. All ranks use rank 0's. Without one, or if it was calibrated over another
+            transport, "auto" means "native".
 
     Attributes:
         rank, size: rank of this process in the group, and number of ranks.
@@ -150,13 +149,13 @@ class Communicator(_Messages):
         """Meet the other ranks at ``place``; see :func:`choose_transport`."""
         transport_used = choose_transport(place, "auto" if problem else transport, self._timeout, problem)
         self.channel = Channel(transport_used, self._timeout)
-        """Internal: operations for pycomm's own parts."""
+        """Internal."""
         self.place = place
         """Internal: where its ranks have met."""
         self.rank: int = self.channel.rank
         self.size: int = self.channel.size
-        # Closes it also if it is dropped, and before the interpreter ends: a communication thread must not be left
-        # inside an operation.
+        # Also closes a dropped one, and before the interpreter ends: no communication thread may be left inside an
+        # operation.
         self._finalizer = weakref.finalize(self, self.channel.close)
         self._selector = AlgorithmSelector(self.rank, self.size)
         try:
@@ -167,9 +166,9 @@ class Communicator(_Messages):
             raise
 
     def move(self, place: Place) -> None:
-        """Go on as the communicator of the ranks that meet at ``place``. Collective among these.
+        """Become the communicator of the ranks that meet at ``place``. Collective among these.
 
-        Operations in progress must have ended. Tensors from :meth:`empty` remain valid, and are no longer reached.
+        No operation may be in progress. Tensors from :meth:`empty` remain valid, but no longer lie in shared memory.
         """
         self.close("it goes on among other ranks")
         self._open(place, "auto")
@@ -187,8 +186,8 @@ class Communicator(_Messages):
     ) -> torch.Tensor:
         """Return an uninitialised tensor in memory that the transport can access directly.
 
-        Not collective: ranks may allocate different tensors at any time. Operations on such tensors (on all
-        ranks) move each byte only once. The memory lives as long as the tensor. ``device`` is the CPU if ``None``.
+        Not collective: ranks may allocate different tensors at any time. Operations on such tensors (on all ranks) move
+        each byte only once. The memory lives as long as the tensor. ``device``: the CPU if ``None``.
 
         Raises:
             TypeError: ``shape`` or ``dtype`` has the wrong type.
@@ -210,12 +209,12 @@ class Communicator(_Messages):
     ) -> Work | GpuWork | None:
         """Reduce ``x`` over all ranks, in place; all ranks end with the same bits.
 
-        float16 and bfloat16 are accumulated in float32 and rounded once, with these exceptions. "sum" over
-        torch.distributed is left to the backend; over several hosts with several ranks each ("hierarchical") it
-        is rounded once on each host and then after every addition between hosts. On a GPU it is left to NCCL,
-        which adds in the half type (sums that NVLink switches add, NCCL's NVLS, accumulate in float32), and for
-        "mean" divides each term before it adds. A schedule rounds sums of half types after every addition, and
-        computes their means from sums in float32.
+        float16 and bfloat16 are accumulated in float32 and rounded once, with these exceptions. Over
+        torch.distributed the backend computes "sum"; over several hosts with several ranks each ("hierarchical") it
+        is rounded once on each host and then after every addition between hosts. On a GPU NCCL computes it: it adds
+        in the half type (NVLink switches, NCCL's NVLS, accumulate in float32), and for "mean" divides each term
+        before it adds. A schedule rounds sums of half types after every addition, and computes their means from sums
+        in float32.
 
         Args:
             x: array of float32, float16, bfloat16, float64, int8, uint8, int32 or int64.
@@ -223,13 +222,13 @@ class Communicator(_Messages):
                 "band", "bor" or "bxor" too, which NCCL itself does not have.
             algorithm: "native" is the transport's own; NCCL chooses by size and topology. A name that
                 :func:`pycomm.schedule.by_name` knows ("halving_doubling", "double_tree(64)"), or a
-                schedule for as many ranks as the group has, even one of your own, is verified once and
-                then run by messages. "auto" is the fastest one according to ``network`` (see above), or
-                "native" without a network. On a GPU, "auto" is "native", and "ring" is NCCL's own, on a
-                second communicator that is created with ``NCCL_ALGO=Ring`` set in the environment.
-            async_op: return at once, with an object that has ``wait()`` and ``is_completed()``; operations
-                still run in the order of the calls. On a GPU, ``wait()`` makes torch's current stream and
-                the array's wait, not the host.
+                schedule for this number of ranks, even one of your own, is verified once and then run by
+                messages. "auto" is the fastest one according to ``network`` (see above), or "native" without a
+                network. On a GPU, "auto" is "native", and "ring" is NCCL's own, on a second communicator
+                created with ``NCCL_ALGO=Ring`` set in the environment.
+            async_op: return at once an object that has ``wait()`` and ``is_completed()``; operations still run
+                in the order of the calls. On a GPU, ``wait()`` makes torch's current stream and the array's
+                wait, not the host.
         """
         op, side = reduction(op), self.channel.side(x)
         is_native = isinstance(algorithm, str) and algorithm in side.native
@@ -239,7 +238,7 @@ class Communicator(_Messages):
         return side.all_reduce(x, op, async_op, algorithm)
 
     def reduce(self, x: Any, dst: int, op: str = "sum", async_op: bool = False) -> Work | GpuWork | None:
-        """Reduce ``x`` over all ranks into that of rank ``dst``; the others' stay, and must be writable too.
+        """Reduce ``x`` over all ranks into ``x`` of rank ``dst``; the others' stay, and must be writable too.
 
         dtypes and ``op`` as in :meth:`all_reduce`. In CPU memory only, else ValueError.
         """
@@ -253,7 +252,7 @@ class Communicator(_Messages):
         return self.channel.side(out).run("reduce_scatter", async_op, out, x, reduction(op))
 
     def all_gather(self, out: Any, x: Any, async_op: bool = False) -> Work | GpuWork | None:
-        """Write the ``x`` of all ranks, in rank order, into ``out`` (``size`` times as many elements). Any dtype."""
+        """Write all ranks' ``x``, in rank order, into ``out`` (``size`` times as many elements). Any dtype."""
         return self.channel.side(out).run("all_gather", async_op, out, x)
 
     def all_to_all(self, out: Any, x: Any, async_op: bool = False) -> Work | GpuWork | None:
@@ -270,11 +269,11 @@ class Communicator(_Messages):
         return self.channel.side(x).run("broadcast", async_op, x, src)
 
     def check(self) -> None:
-        """Raise CommError if an operation on a GPU has failed meanwhile, by an error of NCCL or by the timeout."""
+        """Raise CommError if an operation on a GPU has failed since, by an error of NCCL or by the timeout."""
         self.channel.check_gpus()
 
     def refuse(self, reason: str) -> None:
-        """Stand in for an operation that the other ranks call and this one cannot; they get a ValueError."""
+        """Stand in for an operation that only the other ranks can call; they get a ValueError."""
         self.channel.refuse(reason)
 
     def barrier(self) -> None:
@@ -284,9 +283,9 @@ class Communicator(_Messages):
     def close(self, reason: str | None = None) -> None:
         """Release all resources; tensors from :meth:`empty` remain valid. Not collective, idempotent.
 
-        Peers that still wait for this rank get a :class:`CommError`, which over shared memory has the ``reason``.
-        Messages that were sent can still be received: over shared memory at any time, otherwise the call waits for
-        their receivers, up to 5 seconds (half a second where there is a ``reason``).
+        Peers that still wait for this rank get a :class:`CommError`, over shared memory with the ``reason``. Messages
+        already sent can still be received: over shared memory at any time, otherwise the call waits for their
+        receivers, up to 5 seconds (half a second with a ``reason``).
         """
         self.channel.close(reason)
         self._finalizer.detach()
@@ -325,10 +324,7 @@ def communicator_beside(other: Communicator) -> Communicator:
 
 
 def _check_arguments(timeout: timedelta | float | None, transport: str) -> tuple[float | None, Exception | None]:
-    """Return the timeout in seconds, ``None`` for the group's, and what is wrong.
-
-    That is raised later: the other ranks have to be told first.
-    """
+    """Return the timeout in seconds (``None``: the group's) and the error, to be raised once the other ranks know."""
     seconds = None
     try:
         seconds = None if timeout is None else seconds_of(timeout)

@@ -1,4 +1,4 @@
-"""Deprecated keywords: calls with them go on working, and one DeprecationWarning shows the new line."""
+"""Deprecated keywords: they still work, and one DeprecationWarning shows the new call."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Old:
 
     Args:
         names: the old keywords.
-        make: called with those of them that a call has, as keywords; returns the new argument's value.
-        short: type of values that the new argument had before, too, such as ``str``. Such a value is no conflict: it
-            is given to ``make`` under the new argument's name.
+        make: called with the old keywords of a call; returns the new argument's value.
+        short: type of values that the new argument took before, such as ``str``. Such a value does not conflict with
+            old keywords: ``make`` gets it under the new argument's name.
     """
 
     names: tuple[str, ...]
@@ -34,13 +34,12 @@ class Old:
 
 @dataclass(frozen=True)
 class Moved:
-    """Calls that another function answers now.
+    """Calls that another function handles now.
 
     Args:
-        is_meant: called with a call's keywords, after new ones have replaced old ones; returns whether it is one.
-        target: returns the other function, which may be imported for that.
-        rewrite: called with the positional arguments and the keywords; returns those of the new call. As they are
-            if ``None``.
+        is_meant: returns whether a call is one, given its keywords after replacement of old ones.
+        target: returns the other function, importing it if necessary.
+        rewrite: returns the new call's arguments and keywords, given those of the old call; ``None``: unchanged.
     """
 
     is_meant: Callable[[Mapping[str, Any]], bool]
@@ -49,7 +48,7 @@ class Moved:
 
 
 def renamed(moved: Moved | None = None, **arguments: Old) -> Callable[[_F], _F]:
-    """Return a decorator that lets a function go on taking old keywords, which its signature no longer has.
+    """Return a decorator by which a function accepts old keywords that its signature no longer has.
 
     ::
 
@@ -60,12 +59,12 @@ def renamed(moved: Moved | None = None, **arguments: Old) -> Callable[[_F], _F]:
         # staleness= of pycomm.parameter_server() will be gone in two releases; write
         # pycomm.parameter_server(..., mode=pycomm.StaleSynchronous(3))
 
-    An error that ``make`` raises becomes the argument itself, for the function to raise by :func:`settled` where all
-    ranks learn of it. A call with an old keyword and the new argument raises TypeError.
+    An error in ``make`` becomes the argument itself: the function raises it by :func:`settled` on all ranks. A call
+    with both an old keyword and the new argument raises TypeError.
 
     Args:
-        moved: calls that another function answers.
-        arguments: what each new argument replaces, by its name.
+        moved: calls that another function handles.
+        arguments: replaced keywords by the name of the new argument.
     """
 
     def decorate(function: _F) -> _F:
@@ -86,7 +85,7 @@ def renamed(moved: Moved | None = None, **arguments: Old) -> Callable[[_F], _F]:
                 warnings.warn(text, DeprecationWarning, stacklevel=2)
             return target(*args, **kwargs)
 
-        # For scripts that look up the defaults of keywords, old ones among them.
+        # For scripts that look up the defaults of old keywords.
         gone = dict.fromkeys(name for replaced in arguments.values() for name in replaced.names)
         made: Any = wrapper
         made.__kwdefaults__ = {**gone, **(function.__kwdefaults__ or {})}
@@ -96,7 +95,7 @@ def renamed(moved: Moved | None = None, **arguments: Old) -> Callable[[_F], _F]:
 
 
 def settled(value: Any) -> Any:
-    """Return an argument of a function that is :func:`renamed`; raise the error that old keywords have made of it."""
+    """Return an argument of a :func:`renamed` function; raise it if old keywords made it an error."""
     if isinstance(value, Exception):
         raise value
     return value
@@ -123,7 +122,7 @@ def _replaced(kwargs: dict[str, Any], arguments: Mapping[str, Old]) -> dict[str,
 
 
 def _line(target: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """Return a call as one would write it; what is no plain value is left out or ``...``."""
+    """Return a call as source text; values that are not plain are written as ``...``."""
     positional = [_written(value) for value in args]
     first = [text for i, text in enumerate(positional) if text != "..." or positional[i - 1 : i] != ["..."]]
     name, module = target.__name__, target.__module__
@@ -133,7 +132,7 @@ def _line(target: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
 
 
 def _written(value: Any) -> str:
-    """Return a plain value, or one of our options with the fields that differ from their defaults, as one writes it."""
+    """Return a plain value, or one of our option classes with its non-default fields, as source text."""
     if isinstance(value, _PLAIN) and len(text := repr(value)) <= 80:
         return text
     is_option = dataclasses.is_dataclass(value) and not isinstance(value, type)

@@ -1,4 +1,4 @@
-"""Words for the ``repr`` of what users hold: numbers, sizes, and settings that are not the default."""
+"""Texts for the ``repr`` of public objects: counts, sizes, and settings that are not the default."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # `pycomm plan` does without
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
-    """Return ``number`` with ``noun`` or its ``plural``, which has an s more if none is given."""
+    """Return ``number`` with ``noun`` or its ``plural``, by default ``noun`` + "s"."""
     return f"{number} {noun}" if number == 1 else f"{number} {plural or noun + 's'}"
 
 
@@ -31,13 +31,13 @@ def size_text(num_bytes: float) -> str:
 
 
 def tensors_text(tensors: Iterable[torch.Tensor]) -> str:
-    """Return how many parameters there are, and of what size: "8 parameters of 11.2 MB"."""
+    """Return number and total size of parameters: "8 parameters of 11.2 MB"."""
     sizes = [tensor.nbytes for tensor in tensors]
     return f"{counted(len(sizes), 'parameter')} of {size_text(sum(sizes))}"
 
 
 def settings_text(value: Any) -> str:
-    """Return ``repr(value)``, of a dataclass without the fields that have their defaults."""
+    """Return ``repr(value)``; of a dataclass, without fields at their defaults."""
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return shown(value)
     fields = [field.name for field in dataclasses.fields(value) if getattr(value, field.name) != field.default]

@@ -1,7 +1,4 @@
-"""Exceptions that pycomm defines, and errors that other ranks have to be told.
-
-The user's own mistakes are ``ValueError`` and ``TypeError``.
-"""
+"""Exceptions of pycomm, and errors that are sent to other ranks. A user's mistake is a ValueError or TypeError."""
 
 from __future__ import annotations
 
@@ -11,25 +8,26 @@ from typing import TypeVar
 import torch.distributed as dist
 
 _T = TypeVar("_T")
+_E = TypeVar("_E", bound="CommError")
 
 HALF_SENT = (
     "the last backward() ended with an exception after part of its gradients had been sent: the ranks are out of step; "
     "restart from a checkpoint"
 )
-"""Text of the error after which no rank can go on."""
+"""Text of the error after which no rank can continue."""
 
 
 class CommError(dist.DistBackendError):
     """Failure of a peer or of the link to it. The communicator on which it happened can no longer be used.
 
-    It is torch's ``torch.distributed.DistBackendError`` too, so that handlers for NCCL's errors see it, and a
+    It derives from ``torch.distributed.DistBackendError``, so that handlers for NCCL's errors catch it, and
     ``RuntimeError``.
 
     Attributes:
         rank: rank of this process.
         peer: the rank that failed or was waited for; ``None`` if it is not a single rank.
-        operation: name of the operation that was in progress.
-        elapsed: time that this rank had waited, in seconds.
+        operation: name of the operation in progress.
+        elapsed: seconds that this rank had waited.
     """
 
     def __init__(self, message: str, *, rank: int, peer: int | None, operation: str, elapsed: float) -> None:
@@ -43,27 +41,26 @@ class CommError(dist.DistBackendError):
     def during(
         cls, operation: str, what: str, *, rank: int, peer: int | None = None, elapsed: float = 0.0
     ) -> CommError:
-        """Make the error of ``rank`` in ``operation``, whose message says ``what`` happened."""
+        """Return the error of ``rank`` in ``operation``; ``what`` happened."""
         return cls(f"rank {rank}: {operation}: {what}", rank=rank, peer=peer, operation=operation, elapsed=elapsed)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (
-            _rebuild,
-            (self.args[0], self.rank, self.peer, self.operation, self.elapsed),
-        )
+        return _rebuild, (self.args[0], self.rank, self.peer, self.operation, self.elapsed)
 
 
 def _rebuild(message: str, rank: int, peer: int | None, operation: str, elapsed: float) -> CommError:
     return CommError(message, rank=rank, peer=peer, operation=operation, elapsed=elapsed)
 
 
+def reworded(error: CommError, text: str, kind: type[_E]) -> _E:
+    """Return an error of this ``kind`` with the attributes of ``error`` and another ``text``."""
+    return kind(text, rank=error.rank, peer=error.peer, operation=error.operation, elapsed=error.elapsed)
+
+
 def attempt(make: Callable[[], _T], problem: Exception | None = None) -> _T | Exception:
-    """Return what ``make`` makes, or the error that it raises: other ranks have to be told before it goes on.
+    """Return the result of ``make``, or the error that it raises, to share with other ranks before raising it.
 
-    ``problem`` is returned instead, if there is one already.
-
-    Raises:
-        CommError: of a rank that is lost, which nobody has to be told.
+    Returns ``problem`` instead if there is one already. A CommError, of a lost rank, is raised at once.
     """
     if problem is not None:
         return problem
@@ -76,7 +73,7 @@ def attempt(make: Callable[[], _T], problem: Exception | None = None) -> _T | Ex
 
 
 def text_of(error: BaseException) -> str:
-    """Return what ``error`` says, and what has caused it, for other ranks."""
+    """Return the text of ``error`` and of its first cause, for other ranks."""
     cause: BaseException | None = error
     try:
         text = str(error) or type(error).__name__
@@ -86,4 +83,4 @@ def text_of(error: BaseException) -> str:
             text = f"{text.strip()}: {cause}"
     except Exception:  # a foreign one may raise anything
         text = type(error).__name__
-    return text.encode("utf-8", "replace").decode()  # without lone surrogates, which cannot be sent
+    return text.encode("utf-8", "replace").decode()  # lone surrogates cannot be sent

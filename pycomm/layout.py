@@ -1,4 +1,4 @@
-"""Memory layouts of tensors: dense ones, and flat aliases of them."""
+"""Memory layouts of tensors: dense layouts and flat aliases."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import torch
 
 
 def on_gpu(tensor: torch.Tensor) -> bool:
-    """Return whether the host must wait for a GPU to know what is computed from ``tensor``."""
+    """Return whether reading ``tensor`` on the host waits for a GPU."""
     return tensor.is_cuda
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return ``tensor``, which lies on the CPU, on ``device``; the host does not wait for a GPU."""
+    """Return CPU ``tensor`` on ``device``, without waiting for a GPU."""
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def view_like(part: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """Return ``part`` in the shape of ``param``, and in its memory order if that is dense (channels_last, say)."""
-    # .data has a version counter of its own, which tells whether this very gradient was written to.
+    """Return ``part`` in the shape of ``param``, and in its memory order if dense (channels_last, say)."""
+    # .data has a version counter of its own, which reveals writes to this gradient alone.
     if param.is_contiguous() or not is_dense(param):
         return part.view(param.shape).data
     return part.as_strided(param.shape, param.stride()).data
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the elements fill one gap-free piece of memory, in any order of the dimensions."""
+    """Return whether the elements fill memory without gaps, in any order of the dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:
@@ -36,7 +36,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def require_dense(param: torch.Tensor) -> None:
-    """Raise ValueError unless the elements of ``param`` fill one piece of memory."""
+    """Raise ValueError unless ``param`` is dense."""
     if not param.is_contiguous() and not is_dense(param):
         raise ValueError(f"a parameter of shape {list(param.shape)} has gaps or overlaps in memory; see .contiguous()")
 
@@ -51,11 +51,10 @@ def flat_alias(grad: torch.Tensor, view: torch.Tensor) -> torch.Tensor | None:
 
 
 def laid_out_like(grad: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-    """Return ``grad``'s elements, flat, in the memory order of ``view``; a copy only if its own order differs."""
+    """Return ``grad``'s elements, flat, in the memory order of ``view``; a copy only if the orders differ."""
     raw = flat_alias(grad, view)
     if raw is None:
-        raw = flat_alias(
-            torch.empty_strided(view.shape, view.stride(), dtype=grad.dtype, device=grad.device).copy_(grad), view
-        )
+        copy = torch.empty_strided(view.shape, view.stride(), dtype=grad.dtype, device=grad.device).copy_(grad)
+        raw = flat_alias(copy, view)
     assert raw is not None, "views are dense"
     return raw

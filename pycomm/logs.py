@@ -1,4 +1,4 @@
-"""Lines of the logger ``pycomm``, which begin with the rank that writes them."""
+"""Prefix of the logger ``pycomm``: the rank that writes the line."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import sys
 
 
 def prefix() -> str:
-    """Return how a line begins: ``[pycomm rank 0]``, or ``[pycomm]`` in a process that is no rank."""
-    dist = sys.modules.get("torch.distributed")  # without which there is no group
+    """Return ``[pycomm rank 0]``, or ``[pycomm]`` in a process without a rank."""
+    dist = sys.modules.get("torch.distributed")  # without it there is no group
     if dist is not None and dist.is_available() and dist.is_initialized():
-        with contextlib.suppress(ValueError, RuntimeError):  # another thread has destroyed the group meanwhile
+        with contextlib.suppress(ValueError, RuntimeError):  # another thread destroyed the group
             return f"[pycomm rank {dist.get_rank()}]"
     rank = os.environ.get("RANK", "")
     return f"[pycomm rank {rank}]" if rank.isdecimal() else "[pycomm]"
@@ -23,5 +23,5 @@ def _begin_with_rank(record: logging.LogRecord) -> bool:
     return True
 
 
-# On the logger, not on a handler: these are the user's, or the one that Python has where there is none.
+# On the logger, not on a handler: handlers belong to the user or to Python.
 logging.getLogger("pycomm").addFilter(_begin_with_rank)

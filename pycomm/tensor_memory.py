@@ -1,8 +1,7 @@
-"""Memory behind tensors of any kind: what can be overwritten byte by byte, and what can only be compared.
+"""Memory behind tensors of any kind: some can be overwritten byte by byte, some only compared.
 
-Modules hold more than plain parameters: expanded buffers, sparse matrices, quantised weights that are made of several
-tensors. Plain memory can be copied from rank to rank. Of the rest the bytes can at least be read, so that ranks notice
-that theirs differ.
+Modules hold more than plain parameters: expanded buffers, sparse matrices, quantised weights made of several tensors.
+Plain memory can be copied from rank to rank. Other memory can at least be read and compared between ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pycomm.kernels.arrays import DTYPES
 from pycomm.torch_internals import is_dtensor, local_of, without_conjugation, without_torch_function
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-"""Dtypes by bytes per element that all tensors can be viewed as, and copied, whatever their own dtype is."""
+"""Dtypes by element size, as which tensors of any dtype can be viewed and copied."""
 
 _KNOWN_DTYPES = frozenset(getattr(torch, name) for name in DTYPES)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -39,9 +38,9 @@ class Memory:
     """Memory behind one tensor.
 
     Attributes:
-        parts: plain tensors over it without overlaps, with dtypes that every operation knows.
-        writable: whether writing to ``parts`` is all that it takes to overwrite the tensor.
-        text: what ranks must have in common besides shape and dtype; "" for plain memory.
+        parts: plain tensors that cover it without overlaps, with dtypes that every operation knows.
+        writable: whether writing to ``parts`` suffices to overwrite the tensor.
+        text: properties besides shape and dtype that ranks must have in common; "" for plain memory.
     """
 
     parts: tuple[torch.Tensor, ...]
@@ -50,15 +49,15 @@ class Memory:
 
 
 NOTHING = Memory((), writable=False, text="without memory")
-"""What is behind tensors that have no memory, or none that can be read."""
+"""Memory of tensors that have none, or none that can be read."""
 
 
 @torch.no_grad()
 def memory_of(tensor: torch.Tensor) -> Memory:
-    """Return the memory behind ``tensor``, or behind this rank's part of a DTensor. Nothing is copied if it is plain.
+    """Return the memory behind ``tensor``, or behind this rank's part of a DTensor. Plain memory is not copied.
 
     Raises:
-        TypeError: a lazy parameter or buffer, which has no shape yet.
+        TypeError: ``tensor`` is a lazy parameter or buffer, which has no shape yet.
     """
     if is_lazy(tensor):
         raise TypeError("is not initialised: run a forward, which gives lazy modules their shapes, first")
@@ -84,7 +83,7 @@ def memory_of(tensor: torch.Tensor) -> Memory:
             "conjugated" if tensor.is_conj() else "",
             "negated" if tensor.is_neg() else "",
         ]
-        if behind.numel() == 1:  # whose strides, such as 0, mean nothing, but keep torch from viewing it as bytes
+        if behind.numel() == 1:  # a stride of 0, meaningless here, would keep torch from viewing it as bytes
             behind = behind.as_strided((1,), (1,))
         parts = (behind.view(_INTEGERS[behind.element_size()]),)
     if inside:
@@ -94,7 +93,7 @@ def memory_of(tensor: torch.Tensor) -> Memory:
 
 
 def look_at(name: str, tensor: torch.Tensor, what: str = "parameter or buffer") -> Memory:
-    """Return the memory behind ``tensor``; raise TypeError, which names it as ``what``, if there can be none yet."""
+    """Return the memory behind ``tensor``; raise TypeError, which calls it ``what``, if it is lazy."""
     try:
         return memory_of(tensor)
     except TypeError as error:
@@ -110,7 +109,7 @@ def has_no_memory(tensor: torch.Tensor) -> bool:
 
 
 def _odd_memory(tensor: torch.Tensor) -> Memory:
-    """Return what can be read of a tensor that is sparse, quantised, nested or in a layout of some library."""
+    """Return the readable memory of a tensor that is sparse, quantised, nested or in a library's own layout."""
     try:
         parts, text = _opened(tensor)
     except (RuntimeError, NotImplementedError):  # torch cannot open it on this device, or for this dtype
@@ -120,7 +119,7 @@ def _odd_memory(tensor: torch.Tensor) -> Memory:
 
 
 def _opened(tensor: torch.Tensor) -> tuple[Sequence[torch.Tensor], str]:
-    """Return the plain tensors that ``tensor`` consists of, and what else there is to it."""
+    """Return the plain tensors that ``tensor`` consists of, and its other properties as text."""
     if tensor.is_nested:
         return tensor.unbind(), f"nested {[list(part.shape) for part in tensor.unbind()]}"
     if tensor.is_quantized:
@@ -136,10 +135,7 @@ def _opened(tensor: torch.Tensor) -> tuple[Sequence[torch.Tensor], str]:
 
 
 def _tensors_inside(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors in the attributes of a subclass, without which its memory means nothing.
-
-    Quantised parameters of bitsandbytes are such: bytes, and their scales in an object beside them.
-    """
+    """Return the tensors in the attributes of a subclass, such as the scales of bitsandbytes' quantised parameters."""
     if type(tensor) in _PLAIN or is_dtensor(tensor):
         return []
     found: list[torch.Tensor] = []
@@ -151,7 +147,7 @@ def _tensors_inside(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _numbers_in(context: Any) -> str:
-    """Return the numbers, texts and shapes in what a subclass tells of itself besides tensors."""
+    """Return the numbers, texts and shapes in the context of a subclass's ``__tensor_flatten__``."""
     if isinstance(context, Mapping):
         return str({str(key): _numbers_in(value) for key, value in context.items()})
     if isinstance(context, (bool, int, float, str, torch.dtype, torch.Size)):
@@ -162,8 +158,8 @@ def _numbers_in(context: Any) -> str:
 def _once(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return a view that has every element of the memory of ``tensor`` once; ``None`` if there is none.
 
-    An expanded tensor has one row of memory for many of its rows. What overlaps in other ways, as sliding windows do,
-    is one piece of memory if it has no gaps.
+    Many rows of an expanded tensor share one row of memory. Other overlaps, such as sliding windows, are one piece of
+    memory if it has no gaps.
     """
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if stride == 0 and size > 1:
@@ -179,7 +175,7 @@ def _once(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _may_overlap(tensor: torch.Tensor) -> bool:
-    """Return whether two elements may lie in the same place; if not, they certainly do not."""
+    """Return False if certainly no two elements share memory."""
     if tensor.numel() == 0:
         return False
     end = 1
@@ -191,7 +187,7 @@ def _may_overlap(tensor: torch.Tensor) -> bool:
 
 
 def comparable(named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    """Return tensors by which ranks can compare ``named`` ones: themselves where they are plain, else their memory."""
+    """Return the ``named`` tensors in a form that ranks can compare: plain ones as they are, else their memory."""
     found: list[tuple[str, torch.Tensor]] = []
     for name, tensor in named:
         is_plain = type(tensor) in _PLAIN and tensor.dtype in _KNOWN_DTYPES and tensor.layout is torch.strided
@@ -209,13 +205,13 @@ def hashable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shared_parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the memory behind those of ``tensors`` that can be sent."""
+    """Return the writable memory behind ``tensors``."""
     memories = [memory_of(tensor) for tensor in tensors]
     return [part for memory in memories if memory.writable for part in memory.parts]
 
 
 def digests_of(memories: Iterable[Memory]) -> list[bytes]:
-    """Return eight bytes for each of ``memories`` that tell texts and contents apart. Waits for GPUs."""
+    """Return an eight-byte digest of the text and contents of each of ``memories``. Waits for GPUs."""
     known = list(memories)
     parts = [(index, hashable(part)) for index, memory in enumerate(known) for part in memory.parts]
     found: list[list[int]] = [[] for _ in known]
@@ -223,7 +219,7 @@ def digests_of(memories: Iterable[Memory]) -> list[bytes]:
         here = [(index, part) for index, part in parts if part.device == device]
         for (index, _), value in zip(here, _hashes([part for _, part in here]), strict=True):
             found[index].append(value)
-    return [_combined(memory.text, values) for memory, values in zip(known, found, strict=True)]
+    return [digest("\n".join([memory.text, *map(str, values)])) for memory, values in zip(known, found, strict=True)]
 
 
 def _hashes(parts: list[torch.Tensor]) -> list[int]:
@@ -233,10 +229,6 @@ def _hashes(parts: list[torch.Tensor]) -> list[int]:
     return values
 
 
-def _combined(text: str, values: Sequence[int]) -> bytes:
-    return digest("\n".join([text, *map(str, values)]))
-
-
 def digest(text: str) -> bytes:
-    """Return eight bytes that almost certainly differ if ``text`` does."""
+    """Return an eight-byte hash of ``text``."""
     return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest()

@@ -1,14 +1,14 @@
-"""Threads of pycomm, which have ended before the interpreter does.
+"""Threads of pycomm, which end before the interpreter does.
 
-All are daemons: a rank whose thread waits for a lost peer must be able to end. But a daemon that comes out of C++ after
-the interpreter's end takes the process along ("terminate called without an active exception"). So each one is started
-here, with a function that ends its wait. This is the order in which a process ends:
+All are daemons: a rank whose thread waits for a lost peer must be able to exit. But a daemon that returns from C++
+after the interpreter's end aborts the process ("terminate called without an active exception"). So each thread is
+started here, with a function that interrupts it. A process ends in this order:
 
-1. The main thread returns or raises. Python joins threads that are no daemons, and calls exit handlers.
-2. Finalizers of what is still open are called, the last one made first. They close communicators, which ends the waits
-   of threads that communicate.
-3. Threads that are still there are interrupted by the functions that came with them, and joined.
-4. The interpreter is torn down. No thread of pycomm is there any more.
+1. The main thread returns or raises. Python joins threads that are not daemons, and calls exit handlers.
+2. Finalizers of open objects are called, the last one made first. They close communicators, which ends the waits of
+   threads that communicate.
+3. Remaining threads are interrupted by their functions, and joined.
+4. The interpreter is torn down. No thread of pycomm is left.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import weakref
 from collections.abc import Callable
 
 EXIT_PATIENCE = 2.0
-"""Seconds for which the process's end waits for operations of which nobody wants the result, and then for threads.
+"""Seconds that the process's exit waits for unfinished operations, and then for threads.
 
-Only what nothing can interrupt takes so long: a store whose server hangs.
+Only an uninterruptible call, to a store whose server hangs, takes that long.
 """
 
 _interrupts: dict[threading.Thread, Callable[[], object] | None] = {}
@@ -34,13 +34,13 @@ def start(run: Callable[[], object], name: str, interrupt: Callable[[], object] 
     """Start a thread that calls ``run``.
 
     Args:
-        run: what it does.
+        run: function of the thread.
         name: name of the thread.
-        interrupt: called by the main thread when the process ends; ``run`` must return soon after. ``None`` where it
-            waits for nothing but peers, whose communicator has been closed by then.
+        interrupt: called by the main thread at exit; ``run`` must return soon after. ``None`` if ``run`` waits for
+            peers only, whose communicator is closed by then.
 
     Raises:
-        RuntimeError: the thread cannot be started, or the process ends.
+        RuntimeError: the thread cannot be started, or the process is exiting.
     """
     if _has_ended:
         raise RuntimeError("the process ends: no thread is started any more")
@@ -62,7 +62,7 @@ def start(run: Callable[[], object], name: str, interrupt: Callable[[], object] 
 
 
 def is_exiting() -> bool:
-    """Return whether the process ends, and nobody can want the result of an operation any more."""
+    """Return whether the process is exiting, so that no result is needed any more."""
     return _is_exiting
 
 
@@ -84,8 +84,8 @@ def _end_all() -> None:
         thread.join(max(0.0, deadline - time.monotonic()))
 
 
-# Finalizers are called from the last to the first: this one after those of all that is made later. They all are called
-# by one exit handler, which is there now at the latest; and handlers, too, are called from the last to the first.
+# Finalizers are called in reverse order of creation, so this one after all later ones. One exit handler calls them all;
+# it is registered by now, so that _begin_exit, registered after it, is called first.
 _at_exit = weakref.finalize(_end_all, _end_all)
 atexit.register(_begin_exit)
 os.register_at_fork(after_in_child=_interrupts.clear)

@@ -1,8 +1,8 @@
-"""Reading of files and messages that nobody vouches for: what is malformed is an error that names the place in it.
+"""Reading of untrusted files and messages: malformed input is an error that names the place in it.
 
-Whoever can write to a folder, or reach a socket, may have written what is read there. So a file is opened without
-waiting for a writer, and only if it is a regular one; JSON is compared with the shape that is wanted before anything
-of it is used; and texts are printed without the control characters that a terminal would obey.
+Anybody who can write to a folder, or reach a socket, may be the author. So only regular files are opened, without
+waiting for a writer; JSON is checked against the expected shape before use; and texts are printed without control
+characters.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Number:
 
 @dataclass(frozen=True)
 class ListOf:
-    """List whose items have all the shape ``item``, ``length`` of them if that is given."""
+    """List of items of the shape ``item``, of this ``length`` if given."""
 
     item: Any
     length: int | None = None
 
     def require_of(self, value: Any, what: str, where: str) -> None:
-        """Raise ValueError unless ``value`` is one, see :func:`require`."""
+        """Raise ValueError unless ``value`` has this shape, see :func:`require`."""
         _require_kind(value, list, "a list", what, where)
         if self.length not in (None, len(value)):
             raise _malformed(where, f"a list of {len(value)}", f"one of {self.length}", what)
@@ -59,7 +59,6 @@ class PairOf:
     second: Any
 
     def require_of(self, value: Any, what: str, where: str) -> None:
-        """Raise ValueError unless ``value`` is one, see :func:`require`."""
         ListOf(ANYTHING, 2).require_of(value, what, where)
         for index, inner in enumerate((self.first, self.second)):
             require(value[index], inner, what, f"{where}[{index}]")
@@ -67,13 +66,12 @@ class PairOf:
 
 @dataclass(frozen=True)
 class MapOf:
-    """Object with any keys that have the shape ``key``, whose values have all the shape ``value``."""
+    """Object with any keys of the shape ``key``, and values of the shape ``value``."""
 
     value: Any
     key: Any = str
 
     def require_of(self, value: Any, what: str, where: str) -> None:
-        """Raise ValueError unless ``value`` is one, see :func:`require`."""
         _require_kind(value, dict, "an object", what, where)
         for key, item in value.items():
             if not _has(key, self.key):
@@ -104,8 +102,8 @@ def parse(text: str | bytes, shape: Any, what: str) -> Any:
         text: JSON, in UTF-8.
         shape: ``str``, ``bool`` or ``None``; a string or an int for that very value; :class:`Number`,
             :class:`ListOf`, :class:`PairOf`, :class:`MapOf`, :class:`OneOf`, :data:`ANYTHING`; a dict for an object
-            with those keys, of which those that end with "?" may be missing. Other keys are not looked at.
-        what: what errors call it: a path, "a message of worker 3".
+            with those keys, where keys that end with "?" are optional. Other keys are ignored.
+        what: name of the source in errors: a path, "a message of worker 3".
 
     Raises:
         ValueError: it is no JSON, nested too deeply, or of another shape. The message begins with ``what``.
@@ -114,14 +112,14 @@ def parse(text: str | bytes, shape: Any, what: str) -> Any:
         value = json.loads(text)
     except RecursionError:
         raise ValueError(f"{what} is nested too deeply to be read") from None
-    except ValueError as error:  # UnicodeDecodeError is one, and what a number with too many digits raises
+    except ValueError as error:  # also UnicodeDecodeError, and the error of a number with too many digits
         raise ValueError(f"{what} is not valid JSON: {escaped(str(error))}") from error
     require(value, shape, what)
     return value
 
 
 def require(value: Any, shape: Any, what: str, where: str = "") -> None:
-    """Raise ValueError unless ``value`` has ``shape``, see :func:`parse`; ``where`` is the place of it in ``what``."""
+    """Raise ValueError unless ``value`` has ``shape``, see :func:`parse`; ``where`` is its place in ``what``."""
     if isinstance(shape, dict):
         _require_object(value, shape, what, where)
     elif isinstance(shape, ListOf | PairOf | MapOf):
@@ -141,7 +139,7 @@ def _require_object(value: Any, shape: dict[str, Any], what: str, where: str) ->
 
 
 def printable(value: Any, shape: Any) -> Any:
-    """Return of ``value``, which has ``shape``, what the shape names, with all texts as :func:`one_line` has them."""
+    """Return the parts of ``value`` that its ``shape`` names, with all texts escaped by :func:`one_line`."""
     if isinstance(value, str):
         return one_line(value)
     if isinstance(shape, OneOf):
@@ -160,20 +158,17 @@ def printable(value: Any, shape: Any) -> Any:
 
 
 def _is(value: Any, shape: Any) -> bool:
-    """Return whether ``value`` has a shape without parts, or one of several."""
+    """Return whether ``value`` has ``shape``, a scalar or a :class:`OneOf`."""
     if isinstance(shape, OneOf):
         return any(_has(value, one) for one in shape.shapes)
     if isinstance(shape, Number):
         kinds = int if shape.whole else (int, float)
         # Not math.isfinite, which raises for an int that is too large for a float.
-        return isinstance(value, kinds) and not isinstance(value, bool) and _is_within(value, shape)
+        is_number = isinstance(value, kinds) and not isinstance(value, bool)
+        return is_number and shape.least <= value <= shape.most and -math.inf < value < math.inf
     if isinstance(shape, type):
         return isinstance(value, shape)
     return shape is ANYTHING or (type(value) is type(shape) and bool(value == shape))
-
-
-def _is_within(value: float, shape: Number) -> bool:
-    return shape.least <= value <= shape.most and -math.inf < value < math.inf
 
 
 def _has(value: Any, shape: Any) -> bool:
@@ -219,14 +214,14 @@ def _shown(value: Any) -> str:
 
 
 def escaped(text: str) -> str:
-    """Return ``text`` with control and other unprintable characters written as escapes; line ends and tabs stay."""
+    """Return ``text`` with unprintable characters, except newlines and tabs, as escapes."""
     if text.isprintable():
         return text
     return "".join(c if c in "\n\t" else _escape(c) for c in text)
 
 
 def one_line(text: str) -> str:
-    """Return ``text`` as :func:`escaped` has it, with line ends and tabs as escapes too: it cannot forge a line."""
+    """Return ``text`` with all unprintable characters as escapes, so that it cannot forge a line."""
     return text if text.isprintable() else "".join(map(_escape, text))
 
 
@@ -235,15 +230,15 @@ def _escape(character: str) -> str:
 
 
 def open_file(path: str | Path, *, own: bool = False) -> BinaryIO:
-    """Open a regular file for reading. What is no regular file is not waited for: a FIFO, a device.
+    """Open a regular file for reading, without waiting for a FIFO or a device.
 
     Args:
-        path: of the file.
-        own: whether it must belong to this user (or to root), and be writable by nobody else.
+        path: path of the file.
+        own: whether the file must belong to this user (or root), and be writable by nobody else.
 
     Raises:
         OSError: it cannot be opened.
-        ValueError: it is something else than a regular file, or ``own`` and not so. The message begins with the path.
+        ValueError: it is not a regular file, or ``own`` is violated. The message begins with the path.
     """
     descriptor = _opened(path, os.O_RDONLY)
     try:
@@ -257,7 +252,7 @@ def open_file(path: str | Path, *, own: bool = False) -> BinaryIO:
 
 @contextlib.contextmanager
 def reading(path: str | Path, *, own: bool = False) -> Iterator[BinaryIO]:
-    """Open a file for reading, see :func:`open_file`; an error of reading, which does not say of what, names it too."""
+    """Open a file for reading as :func:`open_file` does; OSErrors of reading get its name."""
     with open_file(path, own=own) as file:
         try:
             yield file
@@ -268,17 +263,17 @@ def reading(path: str | Path, *, own: bool = False) -> Iterator[BinaryIO]:
 
 
 def open_output(path: str | Path) -> BinaryIO:
-    """Open a regular file for writing, which is made if it is not there. What was in it stays until it is cut.
+    """Open a regular file for writing, creating it if necessary, without truncating it or waiting for a FIFO.
 
-    A FIFO, of which nobody may ever read, is not waited for. Raises as :func:`open_file`.
+    Raises as :func:`open_file`.
     """
     return os.fdopen(_opened(path, os.O_WRONLY | os.O_CREAT), "wb")
 
 
 def create_file(path: str | Path) -> BinaryIO:
-    """Open a new file for writing, in the place of whatever had that name: no link is followed, nothing is waited for.
+    """Create a file for writing, replacing any entry of that name without following links or waiting for it.
 
-    Raises OSError if it cannot be made.
+    Raises OSError if it cannot be created.
     """
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
@@ -303,7 +298,7 @@ def read_file(path: str | Path, *, most: int, own: bool = False) -> bytes:
     with reading(path, own=own) as file:
         is_larger = os.fstat(file.fileno()).st_size > most
         content = b"" if is_larger else file.read(most + 1)
-    if content is None:  # a file of the kernel's, of which there is nothing to read at present
+    if content is None:  # a kernel file with nothing to read at present
         raise ValueError(f"{path} has nothing to read, wanted a regular file")
     if is_larger or len(content) > most:
         raise ValueError(f"{path} has more than {most} bytes")
@@ -316,9 +311,9 @@ def read_json(path: str | Path, shape: Any, *, most: int = _LARGEST, own: bool =
 
 
 def require_own_folder(path: str | Path) -> None:
-    """Raise ValueError unless ``path`` is a folder that belongs to this user, and in which nobody else may write.
+    """Raise ValueError unless ``path`` is a folder of this user that nobody else may write to; OSError without one.
 
-    A link to one is none: whoever made it may have it lead elsewhere. Raises OSError if it is not there.
+    A link to a folder is refused: its owner can redirect it.
     """
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode):

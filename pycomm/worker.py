@@ -1,4 +1,4 @@
-"""Thread that runs jobs in the order in which they were submitted."""
+"""Thread that runs jobs in the order of their submission."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Work:
         self._callbacks: deque[Callable[[], None]] = deque()
 
     def run(self) -> None:
-        """Run the job, and end; whatever it raises, :meth:`wait` raises."""
+        """Run the job; :meth:`wait` raises its exception."""
         self._run()
         self._end()
 
@@ -34,11 +34,11 @@ class Work:
         return self._done.is_set()
 
     def ends_within(self, seconds: float | None) -> bool:
-        """Wait for its end, for at most ``seconds`` if that is a number; return whether it has ended."""
+        """Wait for at most ``seconds`` (``None``: without limit); return whether it has ended."""
         return self._done.wait(seconds)
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` once it has ended: on the thread that ran it, or at once. It must not raise."""
+        """Call ``callback``, which must not raise, at the end: on the thread that ran the job, or at once."""
         self._callbacks.append(callback)
         if self._done.is_set():
             self._call_back()
@@ -59,12 +59,12 @@ class Work:
         return self._result
 
     def forget_trace(self) -> None:
-        """Release what the trace of its error keeps alive: this work among it, in a circle, and what the job used."""
+        """Drop the traceback of the error, which keeps alive the objects of the job and, in a cycle, this work."""
         if self._error is not None:
             self._error.__traceback__ = None
 
     def _run(self) -> None:
-        job, self._job = self._job, None  # releases the job, and the objects that it keeps alive, once it has run
+        job, self._job = self._job, None  # releases the job, and the objects that it keeps alive, after the run
         assert job is not None
         try:
             self._result = job()
@@ -86,13 +86,13 @@ class Work:
 class Worker:
     """Daemon thread that runs jobs in order; it starts with the first job.
 
-    It is not a ThreadPoolExecutor, which is joined at interpreter exit *before* exit handlers run, so that a job
-    waiting for a hung peer could not be interrupted. A signal handler may call any method while its thread is inside
-    another one: hence the reentrant lock and the ``SimpleQueue``.
+    A ThreadPoolExecutor would be joined at interpreter exit *before* exit handlers run, so that a job waiting for a
+    hung peer could not be interrupted. A signal handler may call any method while its thread is inside another one:
+    hence the reentrant lock and the ``SimpleQueue``.
 
     Args:
         name: name of the thread.
-        error: makes, from the reason, the exception of a job that will never be run.
+        error: returns, for a reason, the exception of a job that will never run.
     """
 
     def __init__(self, name: str, error: Callable[[str], Exception] = RuntimeError) -> None:
@@ -103,7 +103,7 @@ class Worker:
         self._thread: threading.Thread | None = None
         self._refusal = ""  # the reason, once jobs are no longer run
         self.unfinished: deque[Work] = deque()
-        """Jobs that have not ended; the last one until what its end has called has returned."""
+        """Jobs that have not ended; a job counts until its callbacks have returned."""
         _workers.add(self)
 
     def submit(self, job: Callable[[], Any]) -> Work:
@@ -118,7 +118,7 @@ class Worker:
                 work._end(self._make_error(self._refusal))
                 return work
             if self._thread is None:
-                # With a new queue: if a signal handler raises in start(), the thread it leaves behind gets no jobs.
+                # A new queue: if a signal handler raises in start(), the orphaned thread gets no jobs.
                 jobs: SimpleQueue[Work | None] = SimpleQueue()
                 run, end = functools.partial(self._loop, jobs), functools.partial(self._end_with_process, jobs)
                 thread = threads.start(run, self._name, end)
@@ -134,11 +134,11 @@ class Worker:
         return work
 
     def idle(self) -> bool:
-        """Return whether all jobs submitted so far have ended, and what their ends have called has returned."""
+        """Return whether all submitted jobs have ended, and their callbacks have returned."""
         return not self.unfinished
 
     def is_current(self) -> bool:
-        """Return whether the caller is itself a job of this worker."""
+        """Return whether the caller is a job of this worker."""
         return self._thread is threading.current_thread()
 
     @property

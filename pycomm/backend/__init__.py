@@ -1,8 +1,7 @@
 """torch.distributed's backend "pycomm": ``dist.init_process_group("pycomm")``.
 
-DistributedDataParallel, FSDP, DTensor, pipelining and whatever else stands on torch.distributed use
-pycomm's transports under it, without a changed line. One engine does the work; a thin adapter in front of it
-is what torch takes.
+With it, DistributedDataParallel, FSDP, DTensor, pipelining and everything else built on torch.distributed use pycomm's
+transports without a changed line. An engine runs the operations; a thin adapter is torch's ``ProcessGroup``.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ __all__ = ["register", "stats"]
 
 
 def register() -> None:
-    """Register the backend with torch. ``import pycomm`` does; from torch 2.14 on, torch finds it by itself."""
+    """Register the backend with torch, as ``import pycomm`` does; from torch 2.14 on, torch finds it by itself."""
     if not dist.is_available() or hasattr(dist.Backend, PYCOMM.upper()):
         return
     dist.Backend.register_backend(PYCOMM, _make, extended_api=True, devices=["cpu", "cuda"])
@@ -27,7 +26,7 @@ def register() -> None:
 
 
 def _make(*arguments: Any) -> dist.ProcessGroup:
-    """Make a group; what that takes is imported by those who use the backend alone."""
+    """Make a group; imports are local, so that only users of the backend pay for them."""
     from pycomm.backend.process_group import make
 
     return make(*arguments)

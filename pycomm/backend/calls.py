@@ -1,4 +1,4 @@
-"""How operations of a process group are called: what torch passes, and the side, CPU or GPU, that runs it."""
+"""Calls of a process group's operations: torch's arguments, and the side, CPU or GPU, that runs them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from pycomm.backend.engine import GroupEngine
 from pycomm.backend.gpu import GpuSide
 from pycomm.backend.work import BackendWork
-from pycomm.errors import CommError
+from pycomm.errors import CommError, reworded
 from pycomm.torch_internals import keeps_python_works
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -93,9 +93,9 @@ class Calls:
 def operation(*names: str, is_collective: bool = True) -> Callable[[F], F]:
     """Make a function the method of process groups that torch calls by any of ``names``.
 
-    The function gets the group's :class:`Calls` and torch's arguments. It returns what is to be run, or the work of
-    what it has started. Calls with tensors on a GPU go to the group's side there. If a collective cannot be planned,
-    the ranks that call it too are told.
+    The function gets the group's :class:`Calls` and torch's arguments. It returns the plan, or the work of an operation
+    that it has started. Calls with tensors on a GPU go to the group's GPU side. If a collective cannot be planned, it
+    is refused, so that the other ranks raise too.
     """
 
     def register(function: F) -> F:
@@ -119,10 +119,10 @@ def operation(*names: str, is_collective: bool = True) -> Callable[[F], F]:
 
 
 def _arrived(arg: Any) -> Any:
-    """Return ``arg`` with the results of torch's functional collectives in the place of what stands for them.
+    """Return ``arg`` with the tensors of torch's functional collectives waited for.
 
-    DTensor passes on tensors that wait for their collective when they are first used. torch's own groups meet them
-    through its dispatcher, which waits; a group in Python is called directly.
+    DTensor passes tensors that wait for their collective at first use. For torch's own groups its dispatcher waits; a
+    group in Python is called directly.
     """
     if isinstance(arg, torch.Tensor):
         return arg.trigger_wait() if type(arg) is not torch.Tensor and hasattr(arg, "trigger_wait") else arg
@@ -147,7 +147,4 @@ def _timed(run: Callable[..., None], args: tuple[Any, ...], seconds: float) -> N
     except CommError as error:
         if error.elapsed < seconds:
             raise
-        text = f"{error} (the timeout is {seconds:g} s)"
-        raise CommError(
-            text, rank=error.rank, peer=error.peer, operation=error.operation, elapsed=error.elapsed
-        ) from error
+        raise reworded(error, f"{error} (the timeout is {seconds:g} s)", CommError) from error

@@ -61,8 +61,8 @@ class GroupEngine:
     def run(self, name: str, job: Job, result: Sequence[Any], async_op: bool) -> BackendWork:
         """Run ``job`` after all earlier collectives: on this thread if ``async_op`` is false; return its work.
 
-        A callback of an operation's future runs on the communication thread if it was there before the operation
-        ended. Operations that it starts run at once, so that they come next on every rank, and it may wait for them.
+        A callback that was added to a future before its operation ended runs on the communication thread. Operations
+        that it starts run at once, so that they come next on every rank, and it may wait for them.
         """
         worker = self.channel.worker
         if async_op:
@@ -74,7 +74,7 @@ class GroupEngine:
         return BackendWork(None, result, name, self.rank)
 
     def stats(self) -> dict[str, Any]:
-        """Return what :func:`pycomm.backend.stats` does."""
+        """Return the result of :func:`pycomm.backend.stats`."""
         counted = {f"bytes_{way}": count for way, count in self._bytes.items()}
         return {"transport": self.transport.name, "storages_moved": self._moved.num_moved, **counted}
 
@@ -244,7 +244,7 @@ class GroupEngine:
 
 
 def _prepared(transport: Transport, prepare: Callable[[], T], timeout: float) -> T:
-    """Return the result of ``prepare``; if it raises, tell the other ranks, which are about to compare."""
+    """Return the result of ``prepare``; if it raises, refuse the operation first."""
     return prepared(prepare, lambda reason: transport.refuse(reason, timeout))
 
 
@@ -265,10 +265,9 @@ def _require_same(channel: Channel, mine: str, timeout: float) -> None:
 def _require_same_dtypes(
     channel: Channel, outs: Sequence[torch.Tensor | None], xs: Sequence[torch.Tensor | None], timeout: float
 ) -> None:
-    """Raise ValueError, on every rank, unless what each rank sends is of the dtype that its receiver expects.
+    """Raise ValueError, on every rank, unless every sent tensor has the dtype that its receiver expects. Collective.
 
-    The transports compare numbers of bytes only. ``outs`` and ``xs`` hold what this rank gets from, and has for, each
-    rank. Collective.
+    The transports compare numbers of bytes only. ``outs[p]`` is received from rank p, ``xs[p]`` sent to it.
     """
     numbers, size = [_number_of(x) for x in (*xs, *outs)], channel.size
     everyones = torch.empty(size * len(numbers), dtype=torch.uint8)
@@ -313,4 +312,4 @@ def _all_reduce_sparse(channel: Channel, tensor: torch.Tensor, op: str, timeout:
     transport.all_to_all_v(all_values, [values] * size, timeout)
     total = torch.sparse_coo_tensor(torch.cat(all_indices, 1), torch.cat(all_values), tensor.shape)
     with torch.no_grad():
-        tensor.copy_(total.coalesce())  # a detached one has indices of its own
+        tensor.copy_(total.coalesce())  # not tensor.detach(), which has its own indices

@@ -1,14 +1,12 @@
 """Buckets of DistributedDataParallel, moved to memory that all ranks of the host reach.
 
-DistributedDataParallel allocates its buckets itself, and leaves no way to give it others. But torch can
-exchange the memory under a storage, and so under all tensors that are views of it: ``share_memory_()``
-puts it in a mapping of its own. Pages of this rank's arena are then mapped over that mapping. From there on
-the arena's block and the user's tensors are the same memory under two addresses, and an all-reduce of the
-block is one of the bucket. The file that ``share_memory_()`` made is closed at once, so what it needs of
-/dev/shm it needs for a moment.
+DistributedDataParallel allocates its buckets itself, and accepts no others. But torch can replace the memory of a
+storage, and so of all its views: ``share_memory_()`` puts it in a mapping of its own. Pages of this rank's arena are
+then mapped over that mapping. From then on the arena's block and the user's tensors are the same memory under two
+addresses, and an all-reduce of the block reduces the bucket. The file of ``share_memory_()`` is closed at once, so
+/dev/shm is needed only briefly.
 
-Only buckets are moved: torch cannot resize a storage that was moved in this way (it crashes), which nobody
-does to a bucket.
+Only buckets are moved: torch crashes when it resizes a storage moved in this way, but buckets are never resized.
 """
 
 from __future__ import annotations
@@ -63,14 +61,13 @@ class MovedStorages:
     def __init__(self, memory: HostMemory | None) -> None:
         self._memory = memory
         self._moved: dict[int, _Moved] = {}
-        self._told = False
+        self._has_logged = False
         self.num_moved = 0
 
     def reachable(self, tensor: torch.Tensor, in_backward: bool) -> torch.Tensor:
-        """Return the alias of ``tensor`` in the arena if it is in a bucket, which is moved at first; else ``tensor``.
+        """Return the alias of ``tensor`` in the arena if it is in a bucket, moved at first use; else ``tensor``.
 
-        A bucket is a storage with many tensors in it that a backward pass reduces. Nobody else may use it
-        meanwhile.
+        A bucket is a storage with many tensors that a backward pass reduces. Nobody else may use it meanwhile.
 
         Args:
             tensor: contiguous, in CPU memory.
@@ -95,7 +92,7 @@ class MovedStorages:
             del self._moved[key]
 
     def _move(self, storage: torch.UntypedStorage, memory: HostMemory) -> _Moved | None:
-        """Move ``storage`` to the arena; return ``None``, having said why once, if it stays where it is."""
+        """Move ``storage`` to the arena; if that fails, log why once, and return ``None``."""
         if storage.is_shared():  # by the user, whose processes have it mapped
             return None
         num_bytes = storage.nbytes()
@@ -107,16 +104,13 @@ class MovedStorages:
             with move_to_shared_mapping(storage) as address:
                 block.map_over(address)
         except (OSError, RuntimeError, MemoryError) as error:
-            self._tell(error)
+            if not self._has_logged:
+                self._has_logged = True
+                log.warning("buckets stay in private memory and are copied at each all-reduce: %s", error)
             return None
         moved = self._moved[storage_identity(storage)] = _Moved(StorageWatch(storage), storage.data_ptr(), contents)
         self.num_moved += 1
         return moved
-
-    def _tell(self, error: Exception) -> None:
-        if not self._told:
-            self._told = True
-            log.warning("buckets stay in private memory and are copied at each all-reduce: %s", error)
 
 
 def _require_room(wanted: int) -> None:

@@ -1,8 +1,8 @@
-"""Process group as torch takes it: a whole ``ProcessGroup`` written in Python.
+"""Process group for torch: a whole ``ProcessGroup`` written in Python.
 
-From 2.14 on, torch takes a ``Backend`` in Python, too, under a group of its own. That group hands out the works
-of such a backend in a holder that passes on ``wait()`` and ``get_future()``, but neither ``is_completed()`` nor
-the source of a message from any rank; and it keeps its rank and size when a group is reconfigured.
+From 2.14 on, torch also accepts a ``Backend`` in Python, under a group of its own. That group wraps works so that they
+have ``wait()`` and ``get_future()``, but neither ``is_completed()`` nor the source of a message from any rank; and it
+keeps its rank and size when a group is reconfigured.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ for _name, _method in METHODS.items():  # torch's C++ finds them by name, as it 
 
 
 def make(options: Any, backend_options: Any) -> PycommProcessGroup:
-    """Make the group that torch wants. Collective."""
+    """Make the group that torch requests. Collective."""
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     place = Place(options.group_id, options.store, options.group_rank, ranks, f"cpu:{PYCOMM}")
     empty = getattr(options, "enable_reconfigure", False)

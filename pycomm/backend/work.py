@@ -1,8 +1,7 @@
-"""What an operation of the backend returns: torch's ``Work``, whose errors reach the user whatever it is asked.
+"""Works of the backend's operations: torch's ``Work``, each of whose methods raises the operation's error.
 
-A failed future is given to nobody. torch loses its error (in the work that it makes from a future) or
-dereferences its missing value (in DistributedDataParallel), so the future is one that has always a value,
-followed by a function that raises.
+No failed future is handed out: torch loses its error (in a work made from a future) or dereferences its missing value
+(in DistributedDataParallel). So a future always has a value, followed by a function that raises.
 """
 
 from __future__ import annotations
@@ -120,7 +119,7 @@ class BackendWork(TorchWork):
 
 
 class Reception:
-    """Message that has not come yet. Whoever waits for it receives it.
+    """Message that has not arrived yet. Waiting for it receives it.
 
     Args:
         receipt: the transport's.
@@ -150,7 +149,7 @@ class Reception:
                     self._arrived()
             except Exception as error:
                 if limit < self._timeout and time.monotonic() - start >= limit and not self._receipt.is_completed():
-                    return False  # the caller's patience has ended, and nothing else
+                    return False  # only the caller's limit has passed
                 self._error = error
             self._receipt = None
         return True

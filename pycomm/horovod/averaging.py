@@ -32,19 +32,7 @@ _TOO_OFTEN = (
 
 @dataclass(frozen=True)
 class Arguments:
-    """Arguments of ``DistributedOptimizer``.
-
-    Attributes:
-        named: the optimizer's parameters, and maybe others, by name.
-        compression: Horovod's or pycomm's.
-        passes: backward passes per step.
-        op: the reduction.
-        groups: parameters that are reduced together.
-        sparse_as_dense: whether sparse gradients are made dense on their way.
-        process_set: the ranks.
-        sparse: those of ``named`` whose gradients are sparse.
-        loss_scaler: that the loss is scaled by.
-    """
+    """Arguments of ``DistributedOptimizer``; ``sparse`` are the ``named`` parameters with sparse gradients."""
 
     named: Named
     compression: Any
@@ -132,7 +120,7 @@ def is_needed(arguments: Arguments) -> bool:
 
 
 class NamedAveraging:
-    """Averaging of the gradients of ``optimizer`` by named operations, which begin while ``backward()`` runs."""
+    """Averaging of the gradients of ``optimizer`` by named operations, started while ``backward()`` runs."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, arguments: Arguments) -> None:
         self._compression = arguments.users_compression("op=Average or Sum and dense gradients")
@@ -145,10 +133,10 @@ class NamedAveraging:
         self._begun: dict[int, Callable[[], None]] = {}
         _make_equal(optimizer, arguments)
         self._hooks: dict[int, Any] = {}
-        self._listen()
+        self._add_hooks()
 
-    def _listen(self) -> None:
-        """Listen to the gradients of parameters that have some, those that have been unfrozen too."""
+    def _add_hooks(self) -> None:
+        """Hook the trainable parameters, including those unfrozen since."""
         for param in self._params:
             leaf: Any = param
             if leaf.is_leaf and leaf.requires_grad and id(leaf) not in self._hooks:
@@ -180,7 +168,7 @@ class NamedAveraging:
         return [member for member in self._groups[id(param)] if member.requires_grad]
 
     def _begin(self, group: Sequence[torch.Tensor]) -> None:
-        """Begin to reduce the gradients of ``group``; those that are missing count as zeros."""
+        """Begin to reduce the gradients of ``group``; missing ones count as zeros."""
         first = group[0]
         if len(group) == 1 and (first in self._sparse or (first.grad is not None and first.grad.is_sparse)):
             self._sparse.add(first)
@@ -217,8 +205,8 @@ class NamedAveraging:
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Reduce what has not begun yet, then wait for all. Collective."""
-        self._listen()
+        """Begin the remaining reductions, then wait for all. Collective."""
+        self._add_hooks()
         try:
             for param in self._params:
                 if id(param) not in self._begun and param.requires_grad:
@@ -235,7 +223,7 @@ class NamedAveraging:
         self._counts.clear()
 
     def detach(self) -> None:
-        """Listen to gradients no more."""
+        """Remove the hooks."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
@@ -243,7 +231,7 @@ class NamedAveraging:
 
 
 class DeltaAveraging:
-    """Averaging by Adasum of what steps change: each rank steps with its own gradients, then changes are combined."""
+    """Averaging by Adasum of parameter changes: each rank steps with its own gradients, then changes are combined."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, arguments: Arguments) -> None:
         self._compression = arguments.users_compression("op=Average or Sum")
@@ -285,14 +273,14 @@ Averaging = AttachedAveraging | NamedAveraging | DeltaAveraging
 
 
 def _make_equal(optimizer: torch.optim.Optimizer, arguments: Arguments) -> None:
-    """Copy the named parameters and the optimizer's state of the first rank to all. Collective."""
+    """Copy the first rank's named parameters and optimizer state to all. Collective."""
     group = members_of(arguments.process_set).group
     broadcast_parameters(dict(arguments.named), process_group=group)
     broadcast_optimizer_state(optimizer, process_group=group)
 
 
 def _nothing() -> None:
-    """Do nothing: the first parameter of the group does it for all."""
+    """Do nothing: the group's first parameter ends the operation."""
 
 
 def _dense_gradient(param: torch.Tensor) -> torch.Tensor:
@@ -302,10 +290,10 @@ def _dense_gradient(param: torch.Tensor) -> torch.Tensor:
 
 
 def sparse_parameters(optimizer: torch.optim.Optimizer, named: Named) -> set[torch.Tensor]:
-    """Return those of the ``named`` parameters whose gradients are sparse.
+    """Return the ``named`` parameters whose gradients are sparse.
 
-    All of a ``SparseAdam``'s, and weights of embeddings that were made with ``sparse=True``; these are looked for among
-    all objects of the process.
+    These are all of a ``SparseAdam``'s, and weights of embeddings with ``sparse=True``, found among all objects of the
+    process.
     """
     if isinstance(optimizer, torch.optim.SparseAdam):
         return {param for _, param in named}

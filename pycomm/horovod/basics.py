@@ -1,4 +1,4 @@
-"""Beginning and end; who this process is; what is there."""
+"""Initialisation and shutdown, ranks, and available backends."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ from pycomm.horovod.timeline import Timeline, path_from_environment
 from pycomm.torch_internals import PrefixStore, Store
 
 _stores: dict[str, Store | None] = {}
-"""The store of this process's launcher. It is kept, as ranks that call ``init()`` again meet in it again."""
+"""The store of this process's launcher, kept because ranks that call ``init()`` again meet in it again."""
 _beginnings: list[int] = [0]
 
 
 def init(comm: Sequence[int] | Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """Initialise. All ranks must call it; calling it again changes nothing until ``shutdown()``.
 
-    Where torch.distributed has been initialised, its default group is used. Otherwise rank, number of ranks and
-    meeting place come from the launcher: ``HOROVOD_RANK`` and ``HOROVOD_SIZE`` (horovodrun), torchrun, Open MPI, MPICH
-    and its kin, Slurm's srun; without any, this process is alone.
+    If torch.distributed is initialised, its default group is used. Otherwise rank, number of ranks and meeting place
+    come from the launcher: ``HOROVOD_RANK`` and ``HOROVOD_SIZE`` (horovodrun), torchrun, Open MPI, MPICH and
+    derivatives, Slurm's srun; without a launcher, this process is the only rank.
 
     Args:
-        comm: global ranks, this one among them, that are the world; or an mpi4py communicator; all ranks if ``None``.
-        process_sets: :class:`ProcessSet` objects to put to use, the same on all ranks; "dynamic" for none. Sets can be
+        comm: global ranks of the world, this one among them; or an mpi4py communicator; all ranks if ``None``.
+        process_sets: :class:`ProcessSet` objects to activate, the same on all ranks; "dynamic" for none. Sets can be
             added later in any case.
 
     Raises:
         ValueError, TypeError: an argument or a variable of the environment is wrong, or the ranks disagree.
-        CommError: a rank does not come.
+        CommError: a rank does not arrive.
     """
     if known_world() is not None:
         if process_sets and not isinstance(process_sets, str):
@@ -74,17 +74,14 @@ def init(comm: Sequence[int] | Any = None, process_sets: Sequence[ProcessSet] | 
 
 
 def shutdown() -> None:
-    """Shut down. What other ranks have outstanding with this one fails. ``init()`` begins anew."""
+    """Shut down. Other ranks' unfinished operations with this one fail. ``init()`` starts again."""
     here = known_world()
     if here is not None and here.pid == os.getpid():
         leave_world("Horovod has been shut down", keep_group=not here.owns_group)
 
 
 def leave_world(reason: str, keep_group: bool = False) -> None:
-    """Leave the world, and tell ranks that wait for this one the ``reason``.
-
-    ``keep_group``: torch's process group stays.
-    """
+    """Leave the world, sending waiting ranks the ``reason``; ``keep_group``: keep torch's process group."""
     here = world()
     for known in here.on_shutdown:
         if (method := known()) is not None:
@@ -100,11 +97,7 @@ def leave_world(reason: str, keep_group: bool = False) -> None:
 
 
 def begin_among(communicator: Communicator) -> None:
-    """Begin a world of the ranks of ``communicator``, in a new process group. Collective among them.
-
-    Raises:
-        CommError: one of them does not come.
-    """
+    """Open a world of the ranks of ``communicator``, in a new process group. Collective; CommError if one is lost."""
     place = communicator.place
     store = PrefixStore("pycomm/horovod", place.store)
     try:
@@ -147,7 +140,7 @@ def _checked(process_sets: Any, comm: Any, owns_group: bool) -> list[ProcessSet]
 
 
 def _make_group(comm: Any) -> None:
-    """Initialise torch.distributed, among the ranks that ``comm`` stands for."""
+    """Initialise torch.distributed among the ranks of ``comm``."""
     patience = meeting_seconds()
     if comm is not None and not isinstance(comm, Iterable):
         said: Launched = by_mpi(comm)
@@ -166,7 +159,7 @@ def _make_group(comm: Any) -> None:
 
 
 def _open_world(owns_group: bool) -> World:
-    """Make the world of torch's default group. Collective."""
+    """Open the world of torch's default group. Collective."""
     group = dist.group.WORLD
     assert group is not None
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -233,7 +226,7 @@ def cross_size() -> int:
 
 
 def is_homogeneous() -> bool:
-    """Return whether all hosts have as many ranks."""
+    """Return whether all hosts have equally many ranks."""
     return len(set(world().hosts)) == 1
 
 
@@ -256,7 +249,7 @@ def mpi_built() -> bool:
 
 
 def gloo_enabled() -> bool:
-    """Return whether Gloo is what connects hosts, and what ranks meet by: it is, where torch has it."""
+    """Return whether Gloo connects the ranks: it does if torch has it."""
     return gloo_built()
 
 
@@ -295,7 +288,7 @@ def rocm_built() -> bool:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Write what operations spend their time on to ``file_path`` on rank 0, for chrome://tracing or Perfetto.
+    """Write a timeline of operations to ``file_path`` on rank 0, for chrome://tracing or Perfetto.
 
     Args:
         file_path: overwritten.

@@ -1,7 +1,7 @@
-"""Collectives: what a call asks the other ranks for, after which checks; what it returns, and what its gradient is.
+"""Collectives: checks of arguments, requests to the other ranks, results and gradients.
 
-The gradients are Horovod's: each rank's loss counts as a part of an average over the ranks. So gather's and broadcast's
-gradients are averaged over the ranks, a reduction's is reduced as it was.
+The gradients are Horovod's, where the loss is the average over the ranks. So the gradients of a gather and a broadcast
+are averaged over the ranks; a reduction's gradient is reduced like its input.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class Submission:
     """Submission of one operation: from the arguments of a call to the result.
 
     Args:
-        kind: of the operation.
-        name: what the caller calls it; ``None`` for a number.
-        process_set: whose ranks it is for.
+        kind: kind of the operation.
+        name: the caller's name for it; ``None``: a number.
+        process_set: its ranks.
 
     Raises:
-        TypeError, ValueError: there is no such set, or this rank is not in it. The other ranks are told if there is
-            only one set; otherwise nobody knows which of them they use.
+        TypeError, ValueError: there is no such set, or this rank is not in it. The other ranks raise too if there is
+            only one set; with several, it is unknown which one they use.
     """
 
     def __init__(self, kind: str, name: Any, process_set: ProcessSet) -> None:
@@ -78,7 +78,7 @@ class Submission:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        """Tell the others about a mistake in the arguments, for which they would wait in vain."""
+        """Refuse the operation if the arguments were wrong: the other ranks would wait in vain."""
         if isinstance(error, Exception) and not isinstance(error, HorovodInternalError) and self.request is None:
             self._refuse(error)
 
@@ -92,7 +92,7 @@ class Submission:
         raise error
 
     def submit(self, request: Request, wake: bool) -> None:
-        """Hand the request over. ``wake``: nobody is about to wait for its result."""
+        """Submit the request. ``wake``: no thread is about to wait for its result."""
         self.request = request
         if any(not tensor.is_cpu for tensor in request.tensors):
             request.ready = [torch.cuda.current_stream(t.device).record_event() for t in request.tensors if t.is_cuda]
@@ -100,7 +100,7 @@ class Submission:
         self.engine.submit(request, wake)
 
     def handle(self, finish: Callable[[Request], Any]) -> int:
-        """Return a handle, by which :func:`synchronize` returns ``finish(request)``."""
+        """Return a handle, for which :func:`synchronize` returns ``finish(request)``."""
         assert self.request is not None
         here = world()
         handle = next(here.numbers)
@@ -109,10 +109,10 @@ class Submission:
 
 
 def poll(handle: int | Callable[[], Any]) -> bool:
-    """Return whether the operation has ended: whether :func:`synchronize` returns at once.
+    """Return whether the operation has ended, so that :func:`synchronize` does not wait.
 
     Raises:
-        ValueError: there is no such handle, or its result has been taken.
+        ValueError: there is no such handle, or its result was taken.
     """
     parts = getattr(handle, "handles", None)
     if parts is not None:
@@ -124,10 +124,10 @@ def poll(handle: int | Callable[[], Any]) -> bool:
 
 
 def synchronize(handle: int | Callable[[], Any]) -> Any:
-    """Wait for an operation, and return its result; ``None`` if that has been taken already.
+    """Wait for an operation, and return its result; ``None`` if it was taken already.
 
     Args:
-        handle: what a function with ``_async`` in its name has returned.
+        handle: result of a function with ``_async`` in its name.
 
     Returns:
         A tensor; a tuple of tensors of a grouped operation; a tensor and ``received_splits`` of an alltoall.
@@ -171,19 +171,18 @@ def outputs_of(request: Request) -> tuple[torch.Tensor, ...]:
 
 
 class Collective:
-    """Call of a collective, whose tensors it gets when it begins.
+    """Call of a collective; it gets its tensors when it begins.
 
     Args:
-        name: by which the ranks match it; ``None`` for a number.
+        name: name by which the ranks match it; ``None``: a number.
         process_set: the ranks.
-        compression: of the tensors while they travel.
+        compression: compression of the tensors sent.
 
     Attributes:
-        kind: of the operation.
         alone: whether it is called with one tensor, and has one result.
         in_place: whether results overwrite the tensors.
         splits: of an all-to-all: rows for each rank.
-        parts, received: see :class:`Request`; of a call that has ended.
+        parts, received: results of a finished call, see :class:`Request`.
     """
 
     kind = ""
@@ -197,15 +196,15 @@ class Collective:
         self.received: Any = None
 
     def request(self, submission: Submission, tensors: Any) -> Request:
-        """Return what to ask the other ranks for. Raises TypeError or ValueError if an argument is wrong."""
+        """Return the request to the other ranks. Raises TypeError or ValueError if an argument is wrong."""
         raise NotImplementedError
 
     def gradients(self, grads: Tensors) -> Tensors:
-        """Return the gradients of the tensors, by those of the results. Collective."""
+        """Return the gradients of the tensors, given those of the results. Collective."""
         raise NotImplementedError
 
     def submit(self, tensors: Any, wake: bool = True) -> Submission:
-        """Begin. ``wake``: nobody is about to wait for the result."""
+        """Begin. ``wake``: no thread is about to wait for the result."""
         with Submission(self.kind, self.name, self.process_set) as submission:
             submission.submit(self.request(submission, tensors), wake)
         return submission
@@ -215,18 +214,18 @@ class Collective:
         return self._outputs(waited(self.submit(tensors, wake=False)))
 
     def differentiated(self, tensors: Any) -> tuple[torch.Tensor, ...]:
-        """Do what :meth:`run` does, so that autograd differentiates it; of compressed tensors if there is a way."""
+        """Run with autograd, on compressed tensors if there is a compression."""
         if self.compression is Compression.none:
             return _apply(self, *tensors) if _differentiates(tensors) else self.run(tensors)
         try:
             tensors, undo = compressed(tensors, self.compression)
-        except Exception:  # users write compressions: the error is one of the operation, on all ranks
+        except Exception:  # of a user's compression: all ranks raise
             with Submission(self.kind, self.name, self.process_set):
                 raise
         return tuple(undo(_apply(self, *tensors) if _differentiates(tensors) else self.run(tensors)))
 
     def result(self, outputs: tuple[torch.Tensor, ...]) -> Any:
-        """Return what the caller gets of the ``outputs``."""
+        """Return the result of the call, given its ``outputs``."""
         return outputs[0] if self.alone else outputs
 
     def finish(self, request: Request) -> Any:
@@ -257,7 +256,7 @@ def _differentiates(tensors: Any) -> bool:
         return False
     try:
         return any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors)
-    except Exception:  # a foreign object may raise anything; so it does again where the other ranks can be told
+    except Exception:  # of a foreign object, which raises again in request(), where all ranks raise
         return False
 
 
@@ -419,7 +418,7 @@ def checked_tensors(tensors: Any) -> list[torch.Tensor]:
 
 
 def check_writable(tensors: Sequence[torch.Tensor]) -> None:
-    """Raise ValueError if several elements of one of ``tensors`` are one place in memory: torch cannot write there."""
+    """Raise ValueError if elements of one of ``tensors`` share memory: torch cannot write there."""
     for tensor in tensors:
         places = zip(tensor.stride(), tensor.shape, strict=True)
         if tensor.numel() > 0 and any(stride == 0 and length > 1 for stride, length in places):
@@ -486,11 +485,7 @@ def check_root(root_rank: Any, members: Members) -> int:
 
 
 def check_splits(splits: Any, tensor: torch.Tensor, size: int) -> list[int]:
-    """Return how many rows of ``tensor`` go to each rank: equally many if ``splits`` is ``None``.
-
-    Raises:
-        TypeError, ValueError: ``splits`` is not that.
-    """
+    """Return how many rows of ``tensor`` go to each rank: equally many if ``splits`` is ``None``."""
     rows = tensor.shape[0]
     if splits is None:
         if rows % size:

@@ -1,9 +1,9 @@
-"""Agreement of ranks on what to do: rounds, in which each announces what it asks for, and what follows from these.
+"""Agreement of ranks on the operations to run, by rounds in which each rank announces its requests.
 
-A round's message has a fixed size, so that one all-gather does it: of shared memory, in a few microseconds. It names
-what is known by numbers. What is announced for the first time follows in a second all-gather, with its name and
-signature. Horovod has one rank that collects everybody's announcements and answers. Here every rank hears all of them,
-in the same rounds and order, and comes to the same answers by itself: nothing has to be sent back.
+A round is one all-gather of messages of a fixed size; over shared memory it takes a few microseconds. Messages name
+known operations by numbers. New operations follow in a second all-gather, with name and signature. In Horovod one rank
+collects all announcements and answers. Here every rank receives all of them, in the same rounds and order, and reaches
+the same decisions by itself: nothing is sent back.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ New = list[tuple[str, int, str]]
 
 @dataclass
 class Response:
-    """Operation that every rank has announced, or need not.
+    """Operation to run: all ranks have announced it or joined.
 
     Attributes:
         key: its name and number.
-        signature: what the ranks have in common.
-        error: why nobody does it; empty if all do.
+        signature: its signature, the same on all ranks.
+        error: why no rank runs it; empty if all do.
         absent: ranks that have joined, and contribute zeros.
         last: of a join, the rank that came last.
     """
@@ -51,7 +51,7 @@ class Response:
 
 
 class Coordinator:
-    """Coordinator of ``size`` ranks. All of its state, the numbers of names too, follows from what was announced."""
+    """Coordinator of ``size`` ranks. Its whole state, including numbers of names, follows from the announcements."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -79,9 +79,9 @@ class Coordinator:
         return number
 
     def _forget_oldest(self) -> None:
-        """Forget the names that have not been asked for the longest, unless they are pending.
+        """Forget the least recently used names that are not pending.
 
-        At the end of a round only: what ranks have announced in it by number was known to them when it began.
+        Only at the end of a round, as ranks announce by number what was known at its beginning.
         """
         if len(self._numbers) <= _MOST_KNOWN:
             return
@@ -90,15 +90,12 @@ class Coordinator:
             if len(self._numbers) <= _MOST_KNOWN:
                 return
             if known[0] in pending:
-                self._numbers.move_to_end(known)  # so that it is not looked at in every round
+                self._numbers.move_to_end(known)  # so that later rounds do not check it again
             else:
                 del self._numbers[known], self._known[number]
 
     def agreed(self, numbers: Sequence[int], counts: Sequence[int]) -> list[Response] | None:
-        """Return what can be done now, if all ranks have announced the same; ``None`` if it takes the whole way.
-
-        The usual case, when nothing else is pending: no notes have to be taken.
-        """
+        """Return the responses if all ranks have announced the same and nothing else is pending; else ``None``."""
         if self._pending or self._joined:
             return None
         found = [self._known[number] for number in numbers]
@@ -128,7 +125,7 @@ class Coordinator:
             self._complete.append(key)
 
     def responses(self) -> list[Response]:
-        """End a round: return what can be done now, in the order in which all ranks do it."""
+        """End a round: return the operations to run now, in the same order on all ranks."""
         keys, self._complete = self._complete, []
         everybody = len(self._joined) == self._size
         if self._joined:
@@ -166,13 +163,13 @@ class Coordinator:
 
 
 def full_name(key: Key) -> str:
-    """Return the name of an operation for people."""
+    """Return the name of an operation for messages."""
     name, count = key
     return f"{name}.{count}" if count else name
 
 
 def _difference(key: Key, signatures: dict[int, str]) -> str:
-    """Return what is wrong with what the ranks have announced; empty if nothing is."""
+    """Return the error in the ranks' announcements; empty if there is none."""
     ranks = sorted(signatures)
     first = signatures[ranks[0]]
     for rank in ranks:
@@ -190,13 +187,13 @@ def _unjoinable(key: Key, signature: str, absent: tuple[int, ...]) -> str:
     if kind_of(signature) == ALLREDUCE and op_of(signature) in _SUMS:
         return ""
     return (
-        f"{full_name(key)}: rank {absent[0]} has called join(), and what it could contribute to an allreduce by Sum or "
-        f"Average, zeros, means nothing to {signature[:_LONGEST]!r}"
+        f"{full_name(key)}: rank {absent[0]} has called join(), and contributes zeros to an allreduce by Sum or "
+        f"Average only, which this is not: {signature[:_LONGEST]!r}"
     )
 
 
 class Rounds:
-    """Rounds of the ranks of ``communicator``, all of which are this object's."""
+    """Rounds of the ranks of ``communicator``, which nothing else uses meanwhile."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
@@ -209,9 +206,9 @@ class Rounds:
         self._starts = range(0, len(self._heard), 4 * _WORDS)
 
     def run(self, fresh: deque[Request]) -> tuple[list[Response], bool]:
-        """Announce what is ``fresh``, which is taken out; return what can be done now, and whether anyone had news.
+        """Announce the ``fresh`` requests; return the responses, and whether any rank announced something.
 
-        Collective. What does not fit into a message remains for the next round.
+        Collective. Removes the announced requests; what exceeds the message remains for the next round.
         """
         new: New = []
         text = self._write(fresh, new)
@@ -228,7 +225,7 @@ class Rounds:
         return self.coordinator.responses(), any(count or length for count, length in heads)
 
     def _agreed(self) -> list[Response] | None:
-        """Return what can be done if all ranks have announced the same, which is known; ``None`` if they have not."""
+        """Return the responses if all ranks have announced the same known operations; else ``None``."""
         end = _HEAD + 2 * self._words[0]
         if end == _HEAD:
             return None

@@ -1,9 +1,10 @@
-"""Training that goes on, from the last commit, when ranks are lost."""
+"""Training that continues from the last commit when ranks are lost."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import operator
 import queue
 import random
 from collections.abc import Callable, Iterable, Iterator, Sized
@@ -28,20 +29,20 @@ from pycomm.horovod.process_sets import world
 __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "init", "run", "run_fn", "shutdown"]
 
 NO_UPDATE, REMOVED, ADDED = 0, 1, 2
-"""What has become of the job's hosts; of both, the sum."""
+"""Changes of the job's hosts; their sum means both."""
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
-    """Sampler of a part of ``dataset``'s indices for each rank, which can begin anew in the middle of an epoch.
+    """Sampler of a part of ``dataset``'s indices for each rank, which can restart in the middle of an epoch.
 
-    Call :meth:`record_batch` after each batch and :meth:`set_epoch` at the end of each epoch, and give it to
-    :class:`TorchState`: after ranks have been lost, the indices that nobody has processed are dealt out anew. The parts
-    are equally long; a few indices are dealt twice for it.
+    Call :meth:`record_batch` after each batch and :meth:`set_epoch` at the end of each epoch, and pass the sampler to
+    :class:`TorchState`: after ranks have been lost, the remaining indices are distributed again. All parts have the
+    same length, so a few indices occur twice.
 
     Args:
         dataset: anything with a length.
         shuffle: whether the order is random: the same on all ranks, another one in every epoch.
-        seed: of the order; equal on all ranks.
+        seed: seed of the order; equal on all ranks.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -60,16 +61,16 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far the epoch is."""
+        """Return the progress within the epoch."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` has returned."""
+        """Continue from a result of :meth:`state_dict`."""
         self.epoch, self.processed_num = state_dict["epoch"], state_dict["processed_num"]
         self.reset()
 
     def reset(self) -> None:
-        """Deal out what is left among the present ranks."""
+        """Distribute the remaining indices among the present ranks."""
         self.num_replicas, self.rank = size(), rank()
         order = list(range(len(self.dataset)))
         if self.shuffle:
@@ -102,27 +103,27 @@ class State:
         self._reset_callbacks: list[Callable[[], Any]] = []
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
-        """Call each of ``callbacks`` after ranks have been lost: to change a learning rate, for instance."""
+        """Call each of ``callbacks`` after ranks were lost: to change a learning rate, for instance."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Do what is due after ranks have been lost."""
+        """Reset after ranks were lost, and call the callbacks."""
         self._host_messages = queue.SimpleQueue()
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Note that the hosts of the job have changed at ``timestamp``; the next :meth:`commit` tells all ranks."""
+        """Note that the hosts of the job changed at ``timestamp``; the next :meth:`commit` notifies all ranks."""
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
-        """Save the state, and begin anew if a rank has been told that hosts have changed. All ranks call this."""
+        """Save the state, and restart if a rank was notified that hosts have changed. All ranks call this."""
         self.save()
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Raise HostsUpdatedInterrupt, on all ranks, if any of them has been told that hosts have changed."""
+        """Raise HostsUpdatedInterrupt on all ranks if any of them was notified that hosts have changed."""
         newest, update = self._last_updated_timestamp, NO_UPDATE
         while not self._host_messages.empty():
             timestamp, what = self._host_messages.get()
@@ -131,32 +132,29 @@ class State:
         everyones = self._gather((newest, update))
         before, self._last_updated_timestamp = self._last_updated_timestamp, max(time for time, _ in everyones)
         if self._last_updated_timestamp > before:
-            all_updates = NO_UPDATE
-            for _, what in everyones:
-                all_updates |= what
-            raise HostsUpdatedInterrupt(all_updates == REMOVED)
+            raise HostsUpdatedInterrupt(functools.reduce(operator.or_, (what for _, what in everyones)) == REMOVED)
 
     def _gather(self, mine: tuple[float, int]) -> list[tuple[float, int]]:
         return [self._bcast_object(mine)]
 
     def save(self) -> None:
-        """Keep the state as it is, to go back to."""
+        """Keep the state for :meth:`restore`."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Go back to what :meth:`save` has kept."""
+        """Return to the state that :meth:`save` kept."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Make the state of all ranks that of rank 0."""
+        """Copy rank 0's state to all ranks."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Do what is due once other ranks have met, before :meth:`sync`."""
+        """Prepare for :meth:`sync` after the ranks have changed."""
 
 
 class ObjectState(State):
-    """State of objects that are attributes of it: whatever ``broadcast_object`` can send.
+    """State of objects that are its attributes: anything that ``broadcast_object`` can send.
 
     Args:
         bcast_object, get_rank: as of :class:`State`.
@@ -185,7 +183,7 @@ class ObjectState(State):
 
 
 class StateHandler:
-    """Handler of one value whose state is more than itself: a model, an optimizer, a sampler."""
+    """Handler of one value with a state: a model, an optimizer, a sampler."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -196,15 +194,15 @@ class StateHandler:
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        """Load what was kept."""
+        """Load the kept copy."""
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
-        """Make it equal to that of rank 0."""
+        """Copy rank 0's state to all ranks."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Do what is due once other ranks have met."""
+        """Prepare for :meth:`sync` after the ranks have changed."""
 
     def set_value(self, value: Any) -> None:
         """Handle ``value`` from now on."""
@@ -249,12 +247,12 @@ _registry: list[tuple[type, type[StateHandler]]] = [
 
 
 def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
-    """Return which handler is for which type; the first that fits is used."""
+    """Return the handlers of types; the first that matches is used."""
     return _registry
 
 
 def set_handler_registry(registry: list[tuple[type, type[StateHandler]]]) -> None:
-    """Set which handler is for which type."""
+    """Set the handlers of types."""
     _registry[:] = registry
 
 
@@ -315,11 +313,7 @@ def _handler_of(value: Any) -> StateHandler | None:
 
 
 class Survivors:
-    """Survivors of the world: they agree on who is left, and make a world of those.
-
-    Args:
-        min_ranks: fewest ranks that go on.
-    """
+    """Survivors of the world: they agree on who is left, at least ``min_ranks``, and open a new world."""
 
     def __init__(self, min_ranks: int) -> None:
         here = world()
@@ -327,10 +321,10 @@ class Survivors:
         self._membership = Membership.found(self._communicator, min_ranks, False)
 
     def begin_anew(self, error: Exception) -> None:
-        """Leave the world, and begin another one with those that are left. Collective among these.
+        """Leave the world, and begin another one with the ranks that are left. Collective among these.
 
         Raises:
-            CommError: too few are left, or this rank is left behind, or the store in which they agree is gone.
+            CommError: too few ranks are left, or this rank was excluded, or the store of the agreement was lost.
         """
         rank = world().rank
         cause = _cause(error, rank, alone=len(world().sets) == 1)
@@ -345,7 +339,7 @@ class Survivors:
         )
 
     def close(self) -> None:
-        """Release what agreeing takes."""
+        """Release the communicator and membership."""
         self._communicator.close()
         self._membership.close()
 
@@ -357,19 +351,19 @@ def _cause(error: Exception, rank: int, alone: bool) -> CommError:
 
 
 def run(func: Callable[..., Any], min_ranks: int = 1) -> Callable[..., Any]:
-    """Return ``func`` as a function that goes on when ranks are lost. A decorator.
+    """Decorate ``func`` so that it continues when ranks are lost.
 
     Its first argument is a :class:`State`, which is made equal on all ranks before ``func`` begins. When an operation
-    or ``backward()`` fails because a rank is lost, the others agree on who is left, go back to the last ``commit()``,
-    and begin ``func`` anew among themselves; a ``DistributedOptimizer`` in the state goes on too. Mistakes
-    (``InvalidRequestError``) end it, as they would come again. New ranks are not let in.
+    or ``backward()`` fails because a rank is lost, the others agree on who is left, return to the last ``commit()``,
+    and restart ``func`` among themselves; a ``DistributedOptimizer`` in the state continues too. Mistakes
+    (``InvalidRequestError``) end it, as they would recur. New ranks are not admitted.
 
     Args:
-        func: of a state, and anything else. It may not end on one rank before the others.
-        min_ranks: fewest ranks that go on.
+        func: function of a state, and any other arguments. It may not end on one rank before the others.
+        min_ranks: fewest ranks that continue.
 
     Raises:
-        CommError: from the function that is returned: fewer than ``min_ranks`` are left, or this rank is left behind.
+        CommError: from the decorated function: fewer than ``min_ranks`` are left, or this rank was excluded.
         ValueError: it is called before ``init()``.
     """
     if not isinstance(min_ranks, int) or min_ranks < 1:
@@ -387,7 +381,7 @@ def run(func: Callable[..., Any], min_ranks: int = 1) -> Callable[..., Any]:
 
 
 def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[..., Any]:
-    """Return ``func`` as a function that calls ``reset`` and begins anew when ranks are lost; see :func:`run`."""
+    """Decorate ``func`` so that it calls ``reset`` and restarts when ranks are lost; see :func:`run`."""
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
@@ -401,7 +395,7 @@ def _loop(body: Callable[[], Any], state: State, begin_anew: Callable[[Exception
     failure: Exception | None = None
     while True:
         if failure is not None:
-            begin_anew(failure)  # what goes wrong in here ends it
+            begin_anew(failure)  # its errors are final
         try:
             if failure is not None:
                 state.on_reset()

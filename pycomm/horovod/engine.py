@@ -1,10 +1,9 @@
-"""Engine of a process set: takes requests in any order, agrees with the other ranks, and does what all have asked for.
+"""Engine of a process set: takes requests in any order, agrees with the other ranks, and runs what all requested.
 
-A rank takes part in rounds (:mod:`pycomm.horovod.rounds`) while it has requests that are not done; the others wait for
-it in the meantime, asleep. When nobody has had news in a round, the ranks wait for longer and longer before the next.
-Rounds are run by a thread of the engine's own, or by one that waits for a result, whichever comes first: a caller that
-has to wait anyway saves two changes of threads. Where nobody waits, the thread first gives a cycle's time to whatever
-else is asked for, as Horovod does: it travels together then.
+A rank takes part in rounds (:mod:`pycomm.horovod.coordinator`) while it has unfinished requests; the others sleep until
+it does. After rounds without new requests, the pause before the next round grows. A caller that waits for a result runs
+rounds itself, which saves two thread switches; otherwise the engine's thread does. As in Horovod, that thread first
+waits for a cycle's time, so that requests made meanwhile are fused.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from collections.abc import Sequence
 
 from pycomm import threads
 from pycomm.communicator import Communicator
-from pycomm.errors import CommError
+from pycomm.errors import CommError, reworded
 from pycomm.horovod.coordinator import Response, Rounds, full_name
 from pycomm.horovod.execution import Execution, can_fuse
 from pycomm.horovod.names import HorovodInternalError, InvalidRequestError, LostPeerError
@@ -28,25 +27,24 @@ from pycomm.horovod.timeline import Timeline
 
 _SHORTEST_PAUSE = 5e-5
 LONGEST_PAUSE = 5e-3
-"""Seconds between rounds in which nobody has news, at most."""
+"""Longest pause between rounds without new requests, in seconds."""
 _SLICE = 1.0  # seconds
 _PATIENCE = 5.0
 _LOG = logging.getLogger("pycomm")
 
 
 class NegotiatingEngine:
-    """Engine over ``communicator``, which it owns from now on.
+    """Engine over ``communicator``, which it takes over.
 
     Args:
-        communicator: of the ranks of the process set.
+        communicator: communicator of the process set.
         name: name of the set, for messages.
-        timeline: what takes notes of operations.
-        stall_after: seconds after which this rank says what is not done yet, and for whom it waits; 0: never.
-        cycle: seconds in which what nobody waits for is collected.
+        timeline: recorder of operations.
+        stall_after: seconds after which this rank logs unfinished operations and the ranks they wait for; 0: never.
+        cycle: seconds in which requests that nobody waits for are collected.
 
     Attributes:
-        rank, size: of this process in the set, and how many there are.
-        pause: seconds that the next pause takes.
+        pause: seconds of the next pause.
     """
 
     def __init__(
@@ -64,7 +62,7 @@ class NegotiatingEngine:
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self.pause = _SHORTEST_PAUSE
-        self._refusal = ""  # why nothing is taken any more
+        self._refusal = ""  # the reason, once requests are refused
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
 
@@ -94,25 +92,22 @@ class NegotiatingEngine:
             self._wake.set()
 
     def outstanding(self) -> list[Request]:
-        """Return the requests that are not done. On any thread."""
+        """Return the unfinished requests. On any thread."""
         return list(self._outstanding.values())
 
     def waiting(self) -> dict[Key, list[int]]:
-        """Return the ranks that operations wait for, of those that all ranks have heard of. On any thread."""
+        """Return the ranks that each announced operation waits for. On any thread."""
         return self._rounds.coordinator.waiting()
 
     def knows(self, key: Key) -> bool:
-        """Return whether this rank has asked for the operation ``key``, which is not done yet."""
+        """Return whether this rank has an unfinished request for the operation ``key``."""
         return key in self._outstanding
 
     def await_refusal(self, key: Key) -> None:
-        """Return once the other ranks know that this one has refused the operation ``key``, if it has.
-
-        They may call the next one of that name already.
-        """
+        """If this rank has refused the operation ``key``, wait until the others know: they may call the next one."""
         refused = self._outstanding.get(key)
         if refused is not None and refused.refusal:
-            with contextlib.suppress(HorovodInternalError):  # what it has been refused for
+            with contextlib.suppress(HorovodInternalError):  # the refusal itself
                 self.wait(refused)
 
     def wait(self, request: Request) -> None:
@@ -153,7 +148,7 @@ class NegotiatingEngine:
         if self._thread is None:
             self._thread = threads.start(self._loop, f"pycomm-horovod-{self._name}", self._end_with_process)
 
-    # Rounds. Whoever calls these has acquired the lock on driving.
+    # Rounds, under the lock ``_driving``.
 
     def _loop(self) -> None:
         while not self._refusal:
@@ -201,7 +196,7 @@ class NegotiatingEngine:
             self._run_fused(fused)
 
     def _request_of(self, response: Response) -> Request | None:
-        """Return this rank's request for what is to be done now; ``None`` if there is nothing to do."""
+        """Return this rank's request to run now; ``None`` if there is nothing to run."""
         request = self._outstanding.get(response.key)
         if request is not None and self._timeline.active:
             self._timeline.end(full_name(response.key))
@@ -240,7 +235,7 @@ class NegotiatingEngine:
         request.end(error)
 
     def _end(self, error: Exception, reason: str) -> None:
-        """Take nothing any more, and end what is outstanding with ``error``."""
+        """Refuse further requests, and end unfinished ones with ``error``."""
         with self._lock:
             first, self._refusal = not self._refusal, self._refusal or str(error)
             left = list(self._outstanding.values())
@@ -272,21 +267,14 @@ def internal_error(error: BaseException) -> HorovodInternalError:
     if isinstance(error, HorovodInternalError):
         return error
     if isinstance(error, CommError):
-        return LostPeerError(
-            str(error), rank=error.rank, peer=error.peer, operation=error.operation, elapsed=error.elapsed
-        )
+        return reworded(error, str(error), LostPeerError)
     return HorovodInternalError(f"{type(error).__name__}: {error}")
 
 
 class _StallWatch:
-    """Watch that names operations once they have been outstanding for long; each of them once.
+    """Watch that logs each operation of ``engine`` once, when it has been unfinished for ``after`` seconds (0: never).
 
-    It has a thread of its own while anything is outstanding, as all others may be inside a round, which ends when the
-    last rank has come.
-
-    Args:
-        after: seconds after which an operation has stalled; 0: nobody watches.
-        engine: whose operations are watched.
+    It has its own thread while requests are unfinished, as other threads may be inside a round, waiting for a rank.
     """
 
     def __init__(self, after: float, engine: NegotiatingEngine) -> None:
@@ -306,7 +294,7 @@ class _StallWatch:
                 self._thread = threads.start(self._watch, "pycomm-horovod-stalls", self._closing.set)
 
     def close(self) -> None:
-        """Watch no more, and wait for the thread. Idempotent."""
+        """End the thread, and wait for it. Idempotent."""
         self._closing.set()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():

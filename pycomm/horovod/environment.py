@@ -1,6 +1,6 @@
-"""Environment variables of launchers and of Horovod's users, and how ranks meet by what launchers say.
+"""Environment variables of launchers and Horovod, and the store where the ranks meet.
 
-A launcher says who a process is, but not always where the ranks meet: then rank 0 tells the others its address.
+Launchers set the rank of a process, but not always a meeting place: then rank 0 sends the others its address.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _LAUNCHERS = (
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", ("PMI_ID",)),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS_PER_NODE", ("SLURM_JOB_ID", "SLURM_STEP_ID")),
 )
-"""Variables of rank, of size, of the number of ranks on this host, and of what tells jobs of this host apart.
+"""Variables of the rank, the size, the number of ranks on this host, and the identity of the job.
 
-srun alone sets the number of tasks of a step: a script that a batch job runs by itself is one process.
+Only srun sets the number of tasks of a step: a script that a batch job runs without it is one process.
 """
 _FIRST_PORT, _PORTS = 20000, 12000
 _POLL = 0.02  # seconds
 _TO_ANSWER = 5.0
-"""Seconds in which a process that has connected says which rank it is, or is told the address."""
+"""Seconds for a connected process to send its rank, or to receive the address."""
 _RANK = struct.Struct("!I")
 _KEY = "/pycomm/address"
 
@@ -62,19 +62,19 @@ def timeout() -> timedelta:
 
 
 def stall_check_seconds() -> float:
-    """Return after how long a rank that waits says for whom: HOROVOD_STALL_CHECK_TIME_SECONDS; 0 for never."""
+    """Return the seconds after which a waiting rank logs for whom: HOROVOD_STALL_CHECK_TIME_SECONDS; 0: never."""
     if os.environ.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0"):
         return 0.0
     return _number("HOROVOD_STALL_CHECK_TIME_SECONDS", 60.0)
 
 
 def meeting_seconds() -> float:
-    """Return for how long ranks wait for each other in ``init()``: HOROVOD_GLOO_TIMEOUT_SECONDS, or two minutes."""
+    """Return how long ranks wait for each other in ``init()``: HOROVOD_GLOO_TIMEOUT_SECONDS, or two minutes."""
     return _number("HOROVOD_GLOO_TIMEOUT_SECONDS", 120.0)
 
 
 def cycle_seconds() -> float:
-    """Return for how long operations that nobody waits for are collected: HOROVOD_CYCLE_TIME (in ms), or 1 ms."""
+    """Return how long operations that nobody waits for are collected: HOROVOD_CYCLE_TIME (in ms), or 1 ms."""
     return max(0.0, _number("HOROVOD_CYCLE_TIME", 1.0)) * 1e-3
 
 
@@ -83,7 +83,7 @@ def cycle_seconds() -> float:
 
 @dataclass(frozen=True)
 class Launched:
-    """What a launcher says: this process's rank, the number of ranks, and how to get the store where they meet."""
+    """Settings from a launcher: this process's rank, the number of ranks, and a function that opens their store."""
 
     rank: int
     size: int
@@ -91,11 +91,7 @@ class Launched:
 
 
 def launched() -> Launched:
-    """Return what the environment says; a world of one if it says nothing.
-
-    Raises:
-        ValueError: it says something that makes no sense.
-    """
+    """Return the settings in the environment, by default a world of one. Raises ValueError if they are invalid."""
     for rank_name, size_name, local_name, job in _LAUNCHERS:
         if rank_name in os.environ and size_name in os.environ:
             rank, size = _integer(rank_name), _integer(size_name)
@@ -107,7 +103,7 @@ def launched() -> Launched:
 
 
 def by_mpi(comm: Any) -> Launched:
-    """Return what an mpi4py communicator says."""
+    """Return the settings of an mpi4py communicator."""
     rank, size = comm.Get_rank(), comm.Get_size()
 
     def store(patience: float) -> Store | None:
@@ -130,7 +126,7 @@ def _store(rank: int, size: int, is_local: bool, job: tuple[str, ...], patience:
         served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True"
         port = _integer("MASTER_PORT")
         store: Store = _tcp(os.environ["MASTER_ADDR"], port, rank == 0 and not served, patience)
-        # torchrun gives all its starts one store, in which ranks that are gone have left their addresses.
+        # All restarts under torchrun share one store, which still has the addresses of dead ranks.
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return PrefixStore(f"start {start}", store) if served else store
     if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ and "HOROVOD_GLOO_RENDEZVOUS_PORT" in os.environ:
@@ -154,7 +150,7 @@ def _tcp(host: str, port: int, serves: bool, patience: float) -> Store:
 
 
 def _store_by_address(rank: int, patience: float, exchange: Callable[[str | None], str]) -> Store:
-    """Return the store that rank 0 serves at a free port, which ``exchange`` tells the others."""
+    """Return the store that rank 0 serves at a free port; ``exchange`` sends its address to the others."""
     if rank > 0:
         host, port = exchange(None).rsplit(":", 1)
         return _tcp(host, int(port), False, patience)
@@ -178,11 +174,11 @@ def first_node(nodes: str) -> str:
     return "".join(part or "" for part in found.groups())
 
 
-# How rank 0 tells the others its address.
+# Exchange of rank 0's address.
 
 
 def through_horovodrun(server: tuple[str, int], mine: str | None, patience: float) -> str:
-    """Return rank 0's address, which is ``mine`` there, through the key-value store that horovodrun serves by HTTP.
+    """Return rank 0's address (there: ``mine``), by the key-value store that horovodrun serves over HTTP.
 
     Raises:
         TimeoutError: there is no answer within ``patience`` seconds.
@@ -208,17 +204,19 @@ def _ask(server: tuple[str, int], method: str, content: str | None) -> str | Non
 
 
 def on_this_host(job: str, rank: int, mine: str, size: int, patience: float) -> str:
-    """Return rank 0's address, which is ``mine`` there, through a socket in a folder that is this user's alone.
+    """Return rank 0's address (there: ``mine``), by a socket in a folder that only this user can access.
+
+    On rank 0 a thread sends the address to the ``size - 1`` other ranks, for at most ``patience`` seconds.
 
     Args:
-        job: what this job has and no other one of this user on this host.
-        rank: of this process.
-        mine: the address, on rank 0. A thread tells it all other ranks, until ``patience`` is over.
+        job: identity of this job among those of this user on this host.
+        rank: rank of this process.
+        mine: the address, on rank 0.
         size: number of ranks.
         patience: seconds.
 
     Raises:
-        TimeoutError: rank 0 does not come.
+        TimeoutError: rank 0 does not arrive.
         ValueError: another process is rank 0 of the job.
         PermissionError: there is no such folder.
     """
@@ -237,14 +235,14 @@ def on_this_host(job: str, rank: int, mine: str, size: int, patience: float) -> 
     remove = functools.partial(file.unlink, missing_ok=True)
     atexit.register(remove)
     until = time.monotonic() + patience
-    tell = functools.partial(_tell, listener, mine, size, until, remove)
-    threads.start(tell, "pycomm-horovod-meeting", functools.partial(listener.shutdown, socket.SHUT_RDWR))
+    send = functools.partial(_send_address, listener, mine, size, until, remove)
+    threads.start(send, "pycomm-horovod-meeting", functools.partial(listener.shutdown, socket.SHUT_RDWR))
     return mine
 
 
 @contextlib.contextmanager
 def _in_own_folder(name: str) -> Iterator[str]:
-    """Yield a path of the file ``name`` there that is short enough for a socket."""
+    """Yield a path of file ``name`` in :func:`own_folder` that is short enough for a socket."""
     descriptor = os.open(own_folder(), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{descriptor}/{name}"
@@ -284,15 +282,15 @@ def _ask_rank_0(path: str, job: str, rank: int, patience: float) -> str:
         time.sleep(_POLL)
 
 
-def _tell(listener: socket.socket, address: str, size: int, until: float, remove: Callable[[], None]) -> None:
-    """Tell each other rank the address, however often it asks, until all have asked."""
+def _send_address(listener: socket.socket, address: str, size: int, until: float, remove: Callable[[], None]) -> None:
+    """Send the address to each rank that connects, however often, until all have."""
     left = set(range(1, size))
     with listener:
         while left and (seconds := until - time.monotonic()) > 0:
             listener.settimeout(seconds)
             try:
                 connection, _ = listener.accept()
-            except OSError:  # the time is over, or the process ends
+            except OSError:  # a timeout, or the process is exiting
                 break
             with connection, contextlib.suppress(OSError, struct.error):
                 if process_behind(connection) is None:

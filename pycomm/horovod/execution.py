@@ -1,4 +1,4 @@
-"""Execution of what the ranks have agreed to do, in the order on which they have agreed."""
+"""Execution of the operations that the ranks have agreed on, in the agreed order."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from pycomm.horovod.requests import (
 T = TypeVar("T")
 
 _FUSED_ALONE = 1 << 20
-"""Bytes from which a tensor is reduced by itself: it costs more to copy than another operation does."""
+"""Bytes from which a tensor is reduced alone, as copying it costs more than another operation."""
 _AT_ONCE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _REDUCED_AS = {torch.int16: torch.int32}
 """Dtypes that are reduced as others."""
 
 
 class Execution:
-    """Execution of operations over ``communicator``. Of tensors on GPUs, copies in CPU memory travel."""
+    """Execution of operations over ``communicator``. Tensors on GPUs are copied to CPU memory and back."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator, self._size = communicator, communicator.size
@@ -43,7 +43,7 @@ class Execution:
         self._flat: torch.Tensor | None = None
 
     def run(self, response: Response, request: Request) -> None:
-        """Do one operation; its results go to ``request``."""
+        """Run one operation, and write its results to ``request``."""
         kind = request.terms.kind
         if kind == JOIN:
             request.result = response.last
@@ -54,7 +54,7 @@ class Execution:
     # All-reduce.
 
     def all_reduce_fused(self, requests: Sequence[Request]) -> None:
-        """Do several allreduces that have the same terms but for their shapes, small tensors in one operation."""
+        """Run several allreduces whose terms differ in shapes only, fusing small tensors."""
         if len(requests) == 1 and self._all_reduce_at_once(requests[0]):
             return
         pairs = []
@@ -70,7 +70,7 @@ class Execution:
             self._all_reduce_together(together)
 
     def _all_reduce_at_once(self, request: Request) -> bool:
-        """Do the usual allreduce, which takes nothing but the transport, and return True; False of any other."""
+        """Run an allreduce that needs only the transport, and return True; return False for any other."""
         terms = request.terms
         if len(request.tensors) != 1 or request.ready or terms.prescale != 1.0 or terms.postscale != 1.0:
             return False
@@ -114,7 +114,7 @@ class Execution:
         return self._flat[: count * dtype.itemsize].view(dtype)
 
     def _reduced(self, x: torch.Tensor, terms: RequestTerms, out: torch.Tensor | None) -> torch.Tensor:
-        """Return the reduction of all ranks' ``x``: in ``out``, if that is memory of the same kind, or in other."""
+        """Return the reduction of all ranks' ``x``, in ``out`` if possible."""
         fits = out is not None and out.is_cpu and out.is_contiguous()
         target = out.detach() if out is not None and fits else torch.empty_like(x)
         _scaled_into(target, x, terms.prescale)
@@ -133,7 +133,7 @@ class Execution:
         return terms.op if native else "sum"
 
     def adasum(self, request: Request) -> None:
-        """Combine each tensor by Adasum: every rank gathers all, and computes the same."""
+        """Combine each tensor by Adasum: every rank gathers all inputs and computes the result itself."""
         for i, tensor in enumerate(_waited_for(request)):
             x = _in_cpu_memory(tensor)
             scaled = torch.empty_like(x)
@@ -210,7 +210,7 @@ def can_fuse(request: Request) -> bool:
 
 
 def _waited_for(request: Request) -> Sequence[torch.Tensor]:
-    """Return the inputs, once what was to be computed on GPUs before is there."""
+    """Return the inputs once GPUs have computed them."""
     for event in request.ready:
         event.synchronize()
     return request.tensors
@@ -225,7 +225,7 @@ def _like(out: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _scaled_into(target: torch.Tensor, x: torch.Tensor, factor: float) -> None:
-    """Write ``x * factor`` into ``target``: for integers computed in float64, and cut off."""
+    """Write ``x * factor`` into ``target``; integers are computed in float64 and truncated."""
     if factor == 1.0:
         if target.data_ptr() != x.data_ptr():
             target.copy_(x)
@@ -236,7 +236,7 @@ def _scaled_into(target: torch.Tensor, x: torch.Tensor, factor: float) -> None:
 
 
 def _finish(x: torch.Tensor, terms: RequestTerms, size: int) -> None:
-    """Divide and scale, in place, what is left to do after the reduction."""
+    """Apply, in place, the division and scale that remain after the reduction."""
     mean = terms.op == "mean" and not (x.is_floating_point() and terms.postscale == 1.0)
     if mean and terms.postscale == 1.0:
         x.div_(size, **({} if x.is_floating_point() or x.is_complex() else {"rounding_mode": "trunc"}))

@@ -25,7 +25,7 @@ _WORDS = agreement.Words(
     failed="{what}: rank {rank} of the set cannot take part: {problem}",
     differ="{what}: the ranks disagree: {here!r} on rank {rank} of the set, {there!r} on rank 0 of it",
     error=InvalidRequestError,
-    tells_lost=True,
+    shares_lost=True,
 )
 
 _SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
@@ -64,12 +64,12 @@ def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = 
 
     Args:
         params: ``model.state_dict()``, ``model.named_parameters()``, another mapping or list of names and tensors, or a
-            list of tensors. What is no tensor is left alone.
+            list of tensors. Other values are left alone.
         root_rank: a global rank.
         process_set: the ranks.
 
     Raises:
-        TypeError: ``params`` is something else.
+        TypeError: ``params`` has another type.
         InvalidRequestError: names, shapes or dtypes differ, or another rank cannot take part (on every rank).
     """
 
@@ -109,11 +109,11 @@ def _named(params: Any) -> list[tuple[str | None, Any]]:
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
 ) -> None:
-    """Copy state and hyperparameters of the optimizer of ``root_rank`` to all ranks. No step is taken for it.
+    """Copy state and hyperparameters of the optimizer of ``root_rank`` to all ranks, without taking a step.
 
-    Tensors keep their dtypes; state that ``root_rank`` does not have is dropped. Without any state yet, parameters
-    without a gradient get one of zeros, on which scripts for Horovod may count. Objects that are not numbers, text,
-    tensors or containers of them (functions, for instance) stay this rank's own.
+    Tensors keep their dtypes; state that ``root_rank`` does not have is dropped. If there is no state yet, parameters
+    without a gradient get one of zeros, as Horovod's scripts may expect. Objects that are not numbers, text, tensors or
+    containers of them (functions, for instance) remain this rank's own.
 
     Args:
         optimizer: changed in place; wrapped by ``DistributedOptimizer`` or not.
@@ -121,7 +121,7 @@ def broadcast_optimizer_state(
         model: accepted, and not needed.
 
     Raises:
-        TypeError: ``optimizer`` is none.
+        TypeError: ``optimizer`` is not an optimizer.
         ValueError: parameter groups differ in number or size (on every rank).
     """
     what, here = "broadcast_optimizer_state", world()
@@ -159,14 +159,14 @@ def broadcast_object(
     """Return the ``obj`` of ``root_rank``: that very object there, a copy elsewhere.
 
     Args:
-        obj: numbers, text, bytes, tensors, numpy's arrays; lists, tuples, sets and dicts of them. Other ranks' counts
-            for nothing.
+        obj: numbers, text, bytes, tensors, numpy's arrays; lists, tuples, sets and dicts of them. Ignored on other
+            ranks.
         root_rank: a global rank.
-        name: by which the ranks match the operation.
+        name: name by which the ranks match the operation.
         process_set: the ranks.
 
     Raises:
-        TypeError, ValueError: ``obj`` has something else in it, or itself; other ranks get an InvalidRequestError.
+        TypeError, ValueError: ``obj`` contains another type, or itself; other ranks get an InvalidRequestError.
     """
     is_root = type(root_rank) is int and world().rank == root_rank
     length, data, error = _packed(obj) if is_root else (0, torch.empty(0, dtype=torch.uint8), None)
@@ -183,7 +183,7 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Return the ``obj`` of all ranks, in rank order. What can be sent, and errors: as of :func:`broadcast_object`."""
+    """Return all ranks' ``obj``, in rank order. Types and errors are those of :func:`broadcast_object`."""
     own_length, data, error = _packed(obj)
     sizes = allgather(torch.tensor([[own_length, data.numel()]]), _part(name, "sizes"), process_set).tolist()
     if error is not None:
@@ -206,9 +206,9 @@ def _part(name: Any, part: str) -> Any:
 
 
 def _packed(obj: Any) -> tuple[int, torch.Tensor, Exception | None]:
-    """Return ``obj`` as bytes: a description, of the length that comes first, then what its tensors and arrays hold.
+    """Return ``obj`` as bytes, its description and then the contents of its tensors, with the description's length.
 
-    In their place the length -1, no bytes and an error if there is something else in it, or it is nested too deeply.
+    If it cannot be sent: the length -1, no bytes and the error.
     """
     data = attempt(lambda: _to_bytes(obj))
     return (-1, torch.empty(0, dtype=torch.uint8), data) if isinstance(data, Exception) else (*data, None)
@@ -267,7 +267,7 @@ def _encode(value: Any, tensors: list[torch.Tensor], where: str) -> list[Any]:
 
 
 def _require_shallow(node: Any) -> None:
-    """Raise ValueError if there are so many levels that other ranks, in calls of their own, may not come to the end."""
+    """Raise ValueError if ``node`` has so many levels that another rank might exceed its recursion limit."""
     level, depth = [node], 0
     while level := [part for each in level if isinstance(each, list) for part in each]:
         depth += 1

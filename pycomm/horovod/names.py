@@ -17,7 +17,7 @@ class HorovodInternalError(RuntimeError):
 
 
 class InvalidRequestError(HorovodInternalError, ValueError):
-    """Mistake in an operation, on this rank or on another: the ranks go on, as if nobody had asked for it.
+    """Mistake in an operation, on this rank or on another. The operation is dropped, and the ranks can continue.
 
     Horovod raises a ``RuntimeError`` for some of these mistakes and a ``ValueError`` for others; this is both.
     """
@@ -28,10 +28,10 @@ class LostPeerError(HorovodInternalError, CommError):
 
 
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
-    """Notice that ranks have come or will go. :func:`pycomm.horovod.elastic.run` begins anew.
+    """Notice that ranks have joined or will leave. :func:`pycomm.horovod.elastic.run` restarts.
 
     Args:
-        skip_sync: whether the state is the same on all ranks already, so that it need not be sent.
+        skip_sync: whether the state is already the same on all ranks, so that it need not be sent.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -58,11 +58,7 @@ NAMES = {Average: "mean", Sum: "sum", Adasum: "adasum", Min: "min", Max: "max", 
 
 
 def checked_op(op: Any) -> ReduceOp:
-    """Return the reduction ``op``; Average for ``None``.
-
-    Raises:
-        ValueError: ``op`` is none. An error in the place of ``op`` is raised.
-    """
+    """Return the reduction ``op``, Average for ``None``; raise ``op`` if it is an error, else ValueError."""
     if isinstance(op, Exception):
         raise op
     if op is None or type(op) is ReduceOp:
@@ -75,10 +71,7 @@ def checked_op(op: Any) -> ReduceOp:
 
 
 def op_or_error(op: Any, average: bool | None) -> Any:
-    """Return what ``op`` and ``average``, which it has replaced, stand for.
-
-    An error is returned, and raised by :func:`checked_op` where the other ranks can be told.
-    """
+    """Return the reduction that ``op`` and deprecated ``average`` mean, or an error, raised by :func:`checked_op`."""
     if average is None:
         return op
     try:
@@ -91,7 +84,7 @@ def op_or_error(op: Any, average: bool | None) -> Any:
 
 
 class Compressor:
-    """Way to make a tensor smaller before an operation, and to undo it after. Derive from it to write one."""
+    """Compression of tensors before an operation, and its inverse. Derive from it to write one."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -100,21 +93,19 @@ class Compressor:
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Return the tensor of which ``tensor`` has been received."""
+        """Return the tensor that the received ``tensor`` represents."""
         raise NotImplementedError
 
 
 class NoneCompressor(Compressor):
-    """Compression that leaves everything as it is."""
+    """Compression that changes nothing."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return ``tensor``."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Return ``tensor``."""
         return tensor
 
 
@@ -123,12 +114,12 @@ class FP16Compressor(Compressor):
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return ``tensor`` in float16, unless it is of integers, and its dtype."""
+        """Return ``tensor`` in float16, if it is floating-point, and its dtype."""
         return (tensor.half() if tensor.is_floating_point() else tensor), tensor.dtype
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Return ``tensor`` in the dtype that it had."""
+        """Return ``tensor`` in its original dtype."""
         return tensor.to(ctx) if tensor.is_floating_point() else tensor
 
 
@@ -143,7 +134,7 @@ Undo = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
 
 def compressed(tensors: Iterable[torch.Tensor], compression: Any) -> tuple[list[torch.Tensor], Undo]:
-    """Return what to send of ``tensors``, and a function that makes results of what has been received."""
+    """Return the compressed ``tensors``, and a function that decompresses the tensors received."""
     pairs = [compression.compress(tensor) for tensor in tensors]
     contexts = [context for _, context in pairs]
 

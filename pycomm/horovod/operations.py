@@ -1,7 +1,7 @@
-"""Operations of Horovod's interface: one function for each row of a table, and those that are like no other.
+"""Operations of Horovod's interface: functions made from a table, and a few written out.
 
-Operations are matched by name, whatever the order in which ranks ask for them. Without a name, the n-th of a kind on
-one rank goes with the n-th on the others. Tensors may be anything dense, also with gaps.
+Ranks match operations by name, in any order. Without a name, the n-th of a kind on one rank matches the n-th on the
+others. Tensors may be any dense ones, even with gaps.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ R = TypeVar("R", covariant=True)
 _PATIENCE = 5.0  # seconds
 
 
-# Forms: what arguments a function takes, and the collective and the tensor or tensors that these stand for.
+# Forms: each defines the arguments of functions, and returns the collective and its tensor or tensors.
 
 
 def _reduction(
@@ -118,7 +118,7 @@ def _scatter_compressed(
     return ReduceScatter(name, process_set, op, prescale_factor, postscale_factor, compression), tensor
 
 
-# Ways: what a function does with the collective and the tensors that a form has made of its arguments.
+# Ways: each runs the collective on the tensors that a form returned.
 
 
 def _begin(call: Collective, tensors: Any) -> int:
@@ -153,7 +153,7 @@ def _rows_and_splits(call: Collective, tensors: Any) -> Any:
 
 
 def _function(name: str, form: Callable[P, Call], way: Callable[[Collective, Any], R], doc: str) -> Callable[P, R]:
-    """Return the function ``name`` of this module: it takes what ``form`` does, and returns what ``way`` does."""
+    """Return the function ``name`` of this module, with the arguments of ``form`` and the result of ``way``."""
     made: Callable[P, R] = _made(name, form, way, doc)
     return made
 
@@ -165,19 +165,19 @@ class _Grouped(Protocol[P, R]):
 def _grouped(
     name: str, form: Callable[Concatenate[torch.Tensor, P], Call], way: Callable[[Collective, Any], R], doc: str
 ) -> _Grouped[P, R]:
-    """Return such a function that takes ``tensors`` in the place of ``tensor``."""
+    """Return such a function that takes ``tensors`` instead of ``tensor``."""
     made: _Grouped[P, R] = _made(name, form, way, doc, grouped=True)
     return made
 
 
 def _made(name: str, form: Any, way: Any, doc: str, grouped: bool = False) -> Any:
-    """Return a function that has the name, signature and docstring of one that is written down."""
+    """Return a function with the name, signature and docstring that it would have if written out."""
     code, signature, returns = form.__code__, inspect.signature(form), way.__annotations__["return"]
     first, *others = signature.parameters.values()
     if grouped:
         first = first.replace(name="tensors", annotation="Tensors")
         code = code.replace(co_varnames=("tensors", *code.co_varnames[1:]))
-    call = FunctionType(code, form.__globals__, name, form.__defaults__)  # errors of arguments say whose
+    call = FunctionType(code, form.__globals__, name, form.__defaults__)  # errors of arguments name the function
     call.__qualname__ = name
 
     def function(*args: Any, **kwargs: Any) -> Any:
@@ -203,7 +203,7 @@ allreduce = _function(
 
     Args:
         tensor: of any shape, the same on all ranks; of floating-point, integer, complex or boolean dtype.
-        average: what ``op`` has replaced.
+        average: deprecated; use ``op``.
         name: by which the ranks match the operation, in any order; a number if ``None``.
         compression: ``Compression.none`` or ``.fp16``, or a class with the same methods.
         op: ``Average`` (of integers cut off), ``Sum``, ``Min``, ``Max``, ``Product``, ``Adasum``; Average if ``None``.
@@ -346,13 +346,13 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 def join(device: int = -1) -> int:
     """Wait for all ranks to call this, and contribute zeros to their allreduces in the meantime.
 
-    For a rank that has no more data: averages still divide by the number of all ranks. Those of gradients by
-    ``DistributedOptimizer`` are among these allreduces. Other operations than allreduce with Sum or Average are errors
-    on the ranks that ask for them. Gradients that no step has used yet are dropped, and no step is taken: parameters
-    and the state of optimizers remain what they are here, so that the last rank's have to be broadcast afterwards.
+    For a rank without further data: averages, including gradients of ``DistributedOptimizer``, still divide by the
+    number of all ranks. Operations other than allreduce with Sum or Average are errors on the ranks that call them.
+    Gradients that no step has used yet are dropped, and no step is taken. As parameters and optimizer state do not
+    change here, broadcast the last rank's afterwards.
 
     Args:
-        device: accepted, and of no effect: zeros are made in CPU memory.
+        device: accepted without effect: zeros are made in CPU memory.
 
     Returns:
         The rank that came last; the same on all ranks.
@@ -370,9 +370,9 @@ def join(device: int = -1) -> int:
 
 
 def _latest(absences: int, last: int) -> int:
-    """Return the rank that has been absent from the fewest reductions of gradients; of several, ``last`` if possible.
+    """Return the rank absent from the fewest reductions of gradients; of several, ``last`` if possible.
 
-    Announcements alone do not tell: a rank may announce nothing until the end, while its gradients are reduced.
+    Announcements are not enough: the last rank may announce nothing until the end, while its gradients are reduced.
     """
     mine = torch.tensor([absences])
     everyones = AllGather("join.absences", global_process_set).run([mine])[0].tolist()
@@ -382,23 +382,22 @@ def _latest(absences: int, last: int) -> int:
 
 @contextlib.contextmanager
 def _absence(engine: NegotiatingEngine) -> Iterator[list[int]]:
-    """Take part in reductions of attached optimizers inside, and return once all ranks have got so far.
+    """Contribute nothing to reductions of attached optimizers inside; exit once all ranks have joined.
 
-    These reductions are not announced, as all ranks make the same ones in the same order. A rank that has joined sits
-    in the next one of every optimizer, on a thread for each, and contributes nothing. When all have joined, all sit
-    there: a reduction that comes to nothing is followed by a message of two numbers, which says that it was the last.
-    Ranks that have data pay nothing for it.
+    These reductions are not announced, as all ranks make the same ones in the same order. A rank that has joined waits
+    in the next one of every optimizer, on a thread for each. When all ranks have joined, that reduction is empty; a
+    message of two numbers then marks it as the last. Ranks with data have no overhead.
 
     Args:
-        engine: of all ranks, by which this one waits meanwhile; closed if a reduction fails.
+        engine: engine of all ranks, by which this one waits meanwhile; closed if a reduction fails.
 
     Yields:
-        A list: afterwards, how many reductions of each optimizer this rank has been absent from.
+        A list: on exit, the number of reductions of each optimizer that this rank was absent from.
 
     Raises:
         HorovodInternalError: a reduction has failed.
     """
-    gc.collect()  # what a script has let go of must be gone on all ranks or on none
+    gc.collect()  # dropped Reducers must be freed on all ranks or on none
     counts: list[int] = []
     errors: list[BaseException] = []
 
@@ -411,7 +410,7 @@ def _absence(engine: NegotiatingEngine) -> Iterator[list[int]]:
 
     reducers = list(world().attached)
     staying = [threads.start(functools.partial(stay, each), "pycomm-horovod-joined") for each in reducers]
-    patience: float | None = _PATIENCE  # whatever ends the wait by an error ends the threads too, as a rule
+    patience: float | None = _PATIENCE  # an error that ends the wait usually ends the threads too
     try:
         yield counts
         patience = None
@@ -440,7 +439,7 @@ class SparseHandle:
 def sparse_allreduce_async(
     tensor: torch.Tensor, name: str | None, op: Any, process_set: ProcessSet = global_process_set
 ) -> SparseHandle:
-    """Begin to sum or average the COO ``tensor`` of all ranks, each of which gets the entries of all.
+    """Begin to sum or average the COO ``tensor`` of all ranks by gathering all entries.
 
     Args:
         tensor: sparse, in COO form; its shape is the same on all ranks, its entries need not be.
@@ -456,7 +455,7 @@ def sparse_allreduce_async(
     try:
         chosen, mine = _checked_sparse(tensor, op)
     except Exception as error:
-        for label in labels:  # the others are about to call both of the operations that this is made of
+        for label in labels:  # the other ranks are about to call both operations
             with contextlib.suppress(type(error), InvalidRequestError), Submission(ALLGATHER, label, process_set):
                 raise
         raise

@@ -1,4 +1,4 @@
-"""DistributedOptimizer: the optimizer that it is given, whose gradients are reduced over the ranks from then on."""
+"""DistributedOptimizer: makes an optimizer reduce its gradients over the ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LATE = (
 
 
 class Control:
-    """Control of one optimizer: the methods that Horovod gives it, and what they share."""
+    """Horovod's methods of one optimizer, and their state."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, arguments: Arguments) -> None:
         self._arguments = arguments
@@ -65,12 +65,12 @@ class Control:
         return AttachedAveraging(optimizer, arguments)
 
     def end(self) -> None:
-        """Reduce no more; a step is an error then."""
+        """Stop reducing; steps are errors from then on."""
         if self._averaging is not None:
             self._averaging.detach()
 
     def remove(self) -> None:
-        """Let the optimizer be what it was."""
+        """Restore the optimizer."""
         self.end()
         self._hook.remove()
 
@@ -137,7 +137,7 @@ class Control:
 
 
 def control_of(optimizer: torch.optim.Optimizer) -> Control | None:
-    """Return what ``DistributedOptimizer`` has given ``optimizer``, or ``None``."""
+    """Return the control that ``DistributedOptimizer`` added to ``optimizer``, or ``None``."""
     return vars(unwrapped(optimizer)).get("_horovod")
 
 
@@ -158,27 +158,26 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 ) -> torch.optim.Optimizer:
     """Reduce the gradients of ``optimizer`` over the ranks from now on, and return it: the same object.
 
-    It gets three more methods: ``synchronize()``, ``skip_synchronize()``, a context, and
+    It gets three more methods: ``synchronize()``, the context ``skip_synchronize()`` and
     ``set_backward_passes_per_step(passes)``. With ``Average`` and ``Sum``, and dense gradients, this is
-    :func:`pycomm.attach`: gradients travel in buckets while ``backward()`` runs, and are reduced when it returns. With
-    other reductions, sparse gradients or a compression of your own they travel one by one, by name, and are reduced
-    when ``step()`` or ``synchronize()`` returns. All ranks of ``process_set`` must call this; the named parameters and
-    the optimizer's state of the first of them are copied to all; buffers are not, as nobody names them here.
+    :func:`pycomm.attach`: gradients are reduced in buckets while ``backward()`` runs, until it returns. With other
+    reductions, sparse gradients or a compression of your own they are reduced one by one, by name, until ``step()`` or
+    ``synchronize()`` returns. All ranks of ``process_set`` must call this. The first rank's named parameters and
+    optimizer state are copied to all; buffers are not, as no argument names them.
 
     Args:
-        optimizer: any of torch's, or a trainer's proxy of one; with ``Adasum``, the changes that its steps make are
+        optimizer: any of torch's, or a trainer's proxy of one; with ``Adasum``, the changes made by its steps are
             combined, not the gradients.
         named_parameters: names and parameters, ``model.named_parameters()``; all of the optimizer's, and maybe more.
-            Numbers are made up for ``None``.
+            ``None``: generated names.
         compression: ``Compression.none`` or ``.fp16``; one of pycomm's methods, ``pycomm.DGC(0.001)``; or a class with
             ``compress`` and ``decompress``.
         backward_passes_per_step: passes whose gradients are added up before they are reduced.
         op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``.
-        gradient_predivide_factor: checked, and otherwise of no effect: averages neither overflow nor underflow on the
-            way, as every bucket is scaled by itself.
-        num_groups, groups: checked, and otherwise of no effect where buckets travel, which are groups; else parameters
-            of a group are reduced together.
-        sparse_as_dense: make sparse gradients dense on their way.
+        gradient_predivide_factor: checked, otherwise without effect: averages neither overflow nor underflow, as every
+            bucket is scaled separately.
+        num_groups, groups: parameters of a group are reduced together; without effect where buckets are used.
+        sparse_as_dense: convert sparse gradients to dense ones for the reduction.
         process_set: the ranks; others step by themselves.
         loss_scaler: the ``GradScaler`` that the loss is scaled by, for methods of pycomm's that carry state: with one,
             residuals follow changes of the scale. Horovod has no such argument.
@@ -213,7 +212,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 def _checked(
     optimizer: Any, named_parameters: Any, given: Arguments, predivide_factor: Any, unknown: Collection[str]
 ) -> tuple[torch.optim.Optimizer, Arguments]:
-    """Return the optimizer inside a proxy, and the checked arguments; raise what is wrong with one."""
+    """Return the optimizer inside a proxy, and the checked arguments; raise the first error."""
     _require_no_others(unknown)
     inner = checked_optimizer(optimizer)
     named = _named_parameters_of(inner, named_parameters)
@@ -278,7 +277,7 @@ def _require_groups(groups: Any) -> None:
 
 
 def _lines(arguments: Arguments) -> list[str]:
-    """Return what the ranks must have alike, so that their gradients go the same way."""
+    """Return the settings that must be the same on all ranks."""
     compression = arguments.compression
     groups = arguments.groups
     return [
@@ -293,7 +292,7 @@ def _lines(arguments: Arguments) -> list[str]:
 
 
 def _wrap(optimizer: Any, inner: Any, arguments: Arguments) -> None:
-    """Reduce the gradients of ``inner``, which a trainer's proxy may be around: ``optimizer``."""
+    """Reduce the gradients of ``inner``; ``optimizer`` may be a trainer's proxy around it."""
     known = control_of(inner)
     if known is not None:
         known.remove()

@@ -1,4 +1,4 @@
-"""Horovod's state in this process, in one place: the ranks, and the process sets among them."""
+"""Horovod's state in this process: the ranks and their process sets."""
 
 from __future__ import annotations
 
@@ -34,9 +34,8 @@ class Members:
 
     Attributes:
         ranks: global ranks, rising.
-        group: torch's group of them; ``None`` on other ranks.
-        engine: that agrees with them; ``None`` on other ranks.
-        counters: numbers for operations without a name, by kind.
+        group, engine: torch's process group, and the engine, of these ranks; ``None`` on other ranks.
+        counters: numbers of operations without a name, by kind.
     """
 
     ranks: Sequence[int]
@@ -49,7 +48,7 @@ class Members:
         return (f"{kind}.{name}", 0) if name is not None else (f"{kind}.noname", next(self.counters[kind]))
 
     def close(self, reason: str) -> None:
-        """End what the set has outstanding."""
+        """End the set's unfinished operations."""
         if self.engine is not None:
             self.engine.close(reason)
 
@@ -62,15 +61,15 @@ class World:
         rank, size: of this process, and how many there are.
         local: ranks of this host.
         hosts: number of ranks of each host, in the order of their first ranks.
-        cross: ranks with this one's local rank, one on each host that has so many.
-        sets: process sets by id; 0 is the one of all ranks.
+        cross: ranks with this one's local rank, one on each host that has one.
+        sets: process sets by id; 0 has all ranks.
         timeout: limit of every single wait.
-        handles: results to come, by handle: the request, and what ``synchronize`` makes of it.
-        owns_group: whether torch's process group was made by ``init()``.
-        numbers, set_ids: the next handles, and the next process sets' numbers.
-        attached: what averages the gradients of optimizers in buckets, on this rank among others.
-        on_shutdown: methods that ``shutdown()`` calls first, if their objects still are.
-        pid: the process that has called ``init()``, of which a fork has a copy.
+        handles: by handle: the request, its engine, and the function that returns its result.
+        owns_group: whether ``init()`` made torch's process group.
+        numbers, set_ids: the next handles and process set ids.
+        attached: Reducers of wrapped optimizers.
+        on_shutdown: methods that ``shutdown()`` calls first, if their objects still exist.
+        pid: the process that called ``init()``, to detect forks.
     """
 
     rank: int
@@ -107,7 +106,7 @@ def known_world() -> World | None:
 
 
 def set_world(made: World | None) -> None:
-    """Make ``made`` the world, or have none."""
+    """Set or remove the world."""
     _worlds[:] = [] if made is None else [made]
 
 
@@ -196,12 +195,10 @@ def members_of(process_set: ProcessSet) -> Members:
 
 
 def known_set(process_set: Any, included: bool = True) -> tuple[ProcessSet, Exception | None]:
-    """Return the set whose ranks can be told of errors, and what is wrong with ``process_set``.
+    """Return the set whose ranks learn of errors, and the error in ``process_set``, if any.
 
-    ``included``: whether this rank has to be in it.
-
-    Raises:
-        TypeError, ValueError: it is none that is in use, and nobody knows in which of several the others are.
+    ``included``: whether this rank must be in it. If there are several sets, so that the one of the other ranks is
+    unknown, the error is raised.
     """
     try:
         members = members_of(process_set)
@@ -221,7 +218,7 @@ def require_included(process_set: ProcessSet, members: Members) -> None:
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Put a process set to use, and return it. All ranks must call this, with the same ranks.
+    """Activate a process set, and return it. All ranks must call this, with the same ranks.
 
     Args:
         process_set: a :class:`ProcessSet` that is not in use, or global ranks.
@@ -247,13 +244,13 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def open_sets(process_sets: Sequence[ProcessSet] | Exception, here: World) -> None:
-    """Put ``process_sets`` to use. Collective. An error in their place is raised once the others have been told."""
+    """Activate ``process_sets``. Collective. An error in their place is raised on all ranks."""
     if isinstance(process_sets, Exception):
         agree("init", process_sets)
         raise process_sets
     agree(f"init process_sets={[made.ranks for made in process_sets]}")
     for i, made in enumerate(process_sets):
-        try:  # which comes to the same on all ranks
+        try:  # same outcome on all ranks
             _require_new(made, here)
         except ValueError as error:
             raise ValueError(f"process_sets[{i}]: {error}") from error
@@ -261,7 +258,7 @@ def open_sets(process_sets: Sequence[ProcessSet] | Exception, here: World) -> No
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Take a process set out of use; return whether it was in use. All ranks must call this.
+    """Deactivate a process set; return whether it was active. All ranks must call this.
 
     Its operations must have ended. The set of all ranks cannot be removed.
     """
@@ -282,10 +279,10 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def agree(what: str, problem: Exception | None = None) -> None:
-    """Wait for all ranks to do the same.
+    """Wait until all ranks call this with the same ``what``.
 
     Raises:
-        InvalidRequestError: on every rank: they do something else, or another one has a ``problem``. This rank's own is
+        InvalidRequestError: on every rank: the ranks differ, or another one has a ``problem``. This rank's own is
             raised as it is.
     """
     here = world()
@@ -326,5 +323,5 @@ def _open(process_set: ProcessSet, here: World) -> None:
 def engine_over(group: dist.ProcessGroup, name: str, here: World) -> NegotiatingEngine:
     """Return an engine over a communicator of its own among the ranks of ``group``. Collective among them."""
     communicator = Communicator(group, here.timeout)
-    late_ranks.forget(communicator.channel.recorder)  # ranks wait in rounds that nobody need come to: see StallWatch
+    late_ranks.forget(communicator.channel.recorder)  # waiting in rounds is normal: _StallWatch logs stalls instead
     return NegotiatingEngine(communicator, name, here.timeline, stall_check_seconds(), cycle_seconds())

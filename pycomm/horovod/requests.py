@@ -1,4 +1,4 @@
-"""Requests: what a rank asks for, and the text by which ranks find out whether they ask for the same."""
+"""Requests of a rank for operations, and signatures by which ranks compare them."""
 
 from __future__ import annotations
 
@@ -65,17 +65,17 @@ class Request:
     """Request of this rank: one operation on one tensor, or on a group of them.
 
     Attributes:
-        key: by which the ranks match it.
-        terms: what must be equal.
+        key: key by which the ranks match it.
+        terms: settings that must be the same on all ranks.
         tensors: the inputs.
-        outputs: what the results go to; ``None`` where their sizes depend on other ranks, until it has run.
-        signature: text that is equal on all ranks if they ask for the same; made of the rest.
-        splits: of an alltoall, how many rows go to each rank.
-        refusal: mistake of this rank, for which the others are to be told not to wait.
-        ready: on GPUs, events after which the inputs are there.
-        parts: of an allgather, how many rows each tensor has got from each rank.
-        result: what it came to, besides the outputs.
-        since: when it was made, as of ``time.monotonic()``.
+        outputs: tensors for the results; ``None`` before the run if their sizes depend on other ranks.
+        signature: text that is equal on all ranks if their requests agree; made from the other attributes.
+        splits: of an alltoall, number of rows for each rank.
+        refusal: error of this rank, by which the others do not wait for it.
+        ready: on GPUs, events after which the inputs are computed.
+        parts: of an allgather, number of rows of each tensor from each rank.
+        result: result besides the outputs.
+        since: time of its creation, by ``time.monotonic()``.
     """
 
     key: Key
@@ -146,7 +146,7 @@ def terms_of(kind: str, op: str, before: float, after: float) -> RequestTerms:
 
 
 def zeros_for(signature: str) -> list[torch.Tensor]:
-    """Return what a rank that has joined contributes to an allreduce that others have announced as ``signature``."""
+    """Return the zeros that a joined rank contributes to an allreduce with this ``signature``."""
     made = []
     for word in signature.split(" "):
         if word.endswith("]") and "=" not in word:

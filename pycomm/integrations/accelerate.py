@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from pycomm.integrations.averaging import Averaging, averaging_of
-from pycomm.integrations.optional import library
+from pycomm.integrations.averaging import Averaging, averaging_of, library
 from pycomm.torch_internals import uncompiled
 
 _accelerate: Any = library("accelerate", whose="pycomm.integrations.accelerate")

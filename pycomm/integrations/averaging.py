@@ -1,7 +1,8 @@
-"""What averages gradients on behalf of a trainer, and its state beside the trainer's checkpoints."""
+"""Averaging of gradients on behalf of a trainer, and its state beside the trainer's checkpoints."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import logging
 import os
@@ -41,6 +42,18 @@ _NOTHING: Mapping[str, Any] = {
     "transport": None,
 }
 """Counters where there is nothing to average."""
+
+
+def library(*names: str, whose: str) -> Any:
+    """Return the first installed one of the modules ``names``; raise ImportError, for module ``whose``, if none is."""
+    for name in names:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise  # it is installed, and lacks something itself
+    packages = " or ".join(dict.fromkeys(name.split(".")[0] for name in names))
+    raise ImportError(f"{whose} requires {packages}: pip install 'pycomm-torch[frameworks]'")
 
 
 def options_of(function: Callable[..., Any], but: Iterable[str] = ()) -> frozenset[str]:
@@ -84,7 +97,7 @@ def for_attach(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Averaging:
-    """What averages a model's gradients while a trainer trains it.
+    """Averaging of a model's gradients while a trainer trains it.
 
     Args:
         optimizer: whose steps take the gradients, where ``inner`` is ``None``.
@@ -120,7 +133,7 @@ class Averaging:
 
     @property
     def stop_requested(self) -> StopRequest:
-        """Request to stop that all ranks have heard of; see :attr:`pycomm.Reducer.stop_requested`."""
+        """Request to stop that all ranks have received; see :attr:`pycomm.Reducer.stop_requested`."""
         return self._stop if self.inner is None else self.inner.stop_requested
 
     def state_dict(self) -> dict[str, Any]:
@@ -176,7 +189,7 @@ class Averaging:
                     path.unlink(missing_ok=True)
 
     def load(self, folder: str | os.PathLike[str], prefix: str = "pycomm") -> bool:
-        """Load what :meth:`save` has put into ``folder``; state of another number of ranks is shared out. Collective.
+        """Load the state that :meth:`save` wrote to ``folder``, even by another number of ranks. Collective.
 
         Returns:
             Whether there was any. If not, a warning in the log says that compression begins without state.
@@ -228,7 +241,7 @@ class Averaging:
         os.replace(partial, path)
 
     def _remove_others(self, folder: Path, prefix: str) -> None:
-        """Remove what other numbers of ranks have left, or all if there is no state now."""
+        """Remove the files of other numbers of ranks, or all if there is no state now."""
         for path, file in _files(folder, prefix):
             if int(file["size"]) != self._communicator.size or not self.carries_state:
                 path.unlink(missing_ok=True)
@@ -245,13 +258,13 @@ def _path(folder: Path, prefix: str, rank: int, size: int) -> Path:
 
 
 def _saved_size(folder: Path, prefix: str, size: int) -> int:
-    """Return of how many ranks the state is that this rank finds: of ``size`` if there are such files; 0 if none."""
+    """Return the number of ranks of the saved state on this rank: ``size`` if there are such files; 0 if none."""
     sizes = {int(file["size"]) for _, file in _files(folder, prefix)}
     return size if size in sizes else max(sizes, default=0)
 
 
 def _refuse_parted(sizes: list[int], folder: str | os.PathLike[str]) -> None:
-    """Raise ValueError if ranks have found state of different numbers of ranks, as where a host has lost its files."""
+    """Raise ValueError if ranks found state of different numbers of ranks, as if a host lost its files."""
     if len(set(sizes)) == 1:
         return
     found = (
@@ -295,7 +308,7 @@ def averaging_of(
     options: Mapping[str, Any],
     whose: str,
 ) -> Averaging:
-    """Average the gradients of ``model`` by what suits the way in which a trainer has set it up. Collective.
+    """Average the gradients of ``model`` by a DDP hook or a Reducer, depending on the trainer's setup. Collective.
 
     Args:
         model: the outermost module that the trainer has made of it.

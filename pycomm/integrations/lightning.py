@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from pycomm.checks import seconds_of
-from pycomm.integrations.averaging import ATTACH_OPTIONS, Averaging, check_options, for_attach
-from pycomm.integrations.optional import library
+from pycomm.integrations.averaging import ATTACH_OPTIONS, Averaging, check_options, for_attach, library
 from pycomm.optim.parameters import optimizer_parameters, unwrapped
 from pycomm.reducer import Reducer, attach
 

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 from torch.nn.parallel import DistributedDataParallel
 
 from pycomm.cost.auto import checked_method
-from pycomm.integrations.averaging import Averaging, averaging_of
-from pycomm.integrations.optional import library
+from pycomm.integrations.averaging import Averaging, averaging_of, library
 from pycomm.reducer import stop_on_signal
 from pycomm.torch_internals import uncompiled
 

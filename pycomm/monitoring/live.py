@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
-
-from pycomm.monitoring.rows import Row
 
 _ROWS = 10
 _COLUMNS = ("step", "step time", "wait", "pack", "wire", "hidden", "sent", "ratio", "error", "waited for", "not finite")
@@ -22,7 +21,7 @@ class LiveTable:
         self._rows: deque[list[str]] = deque(maxlen=_ROWS)
         self._live: Live | None = None
 
-    def write(self, row: Row) -> None:
+    def write(self, row: dict[str, Any]) -> None:
         """Add ``row``; the oldest leaves."""
         self._rows.append(_cells(row))
         if not self._console.is_terminal:
@@ -48,7 +47,7 @@ class LiveTable:
         return table
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: dict[str, Any]) -> list[str]:
     lag = "" if row["waited_for_rank"] is None else f"{row['waited_for_rank']} ({_ms(row['waited_for_seconds'])})"
     finite = "" if not row["nonfinite_steps"] and not row["last_nonfinite"] else str(row["last_nonfinite"])
     return [

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pycomm import checks
-from pycomm.monitoring.rows import Row, row_between
-from pycomm.monitoring.writers import TABLE, Writer, writers_of
+from pycomm.monitoring.writers import TABLE, Row, Writer, row_between, writers_of
 from pycomm.optim.parameters import unwrapped
 
 _LOG = logging.getLogger("pycomm")
@@ -116,7 +115,7 @@ def monitor(
 
     Raises:
         TypeError, ValueError: an argument is wrong.
-        ImportError: what ``to`` stands for wants a package that is missing; the message says which.
+        ImportError: ``to`` requires a missing package, which the message names.
     """
     if not callable(getattr(reducer, "stats", None)):
         raise TypeError(

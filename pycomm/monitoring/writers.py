@@ -1,4 +1,4 @@
-"""Writers of rows: files, TensorBoard, a live table, or whatever is called."""
+"""Rows of figures, and their writers: files, TensorBoard, a live table, functions."""
 
 from __future__ import annotations
 
@@ -6,17 +6,79 @@ import csv
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from pycomm import untrusted
-from pycomm.monitoring.rows import FIELDS, Row
+
+Row = dict[str, Any]
+
+_PER_STEP = ("wait_seconds", "pack_seconds", "wire_seconds", "unpack_seconds")
+_AS_IT_IS = (
+    "compression_ratio",
+    "compression_error",
+    "residual_norm",
+    "miss_rate",
+    "nonfinite_steps",
+    "last_nonfinite",
+)
+
+FIELDS = (
+    "step",
+    "time",
+    "seconds",
+    *_PER_STEP,
+    "hidden_share",
+    "bytes_sent",
+    *_AS_IT_IS,
+    "waited_for_rank",
+    "waited_for_seconds",
+)
+"""Keys of a row, in the order of columns."""
 
 TABLE = "table"
 _TAG = "pycomm/"
 _LONGEST_SHOWN = 200  # characters
 _LONGEST_LINE = 1 << 16  # bytes; csv refuses fields of more
+
+
+def row_between(earlier: Mapping[str, Any], now: Mapping[str, Any], seconds: float, time: float) -> Row:
+    """Return the row for the steps between two results of ``Reducer.stats``, ``seconds`` apart; see :func:`monitor`.
+
+    Keys that ``now`` lacks are ``None``; counters that only ``earlier`` lacks began at 0.
+    """
+    steps = now["steps"] - earlier.get("steps", 0)
+    row: Row = dict.fromkeys(FIELDS)
+    row["step"], row["time"], row["seconds"] = now["steps"], time, seconds / steps
+    for key in (*_PER_STEP, "bytes_sent"):
+        row[key] = (now[key] - earlier.get(key, 0)) / steps if key in now else None
+    for key in _AS_IT_IS:
+        row[key] = now.get(key)
+    row["hidden_share"] = _hidden(row)
+    row["waited_for_rank"], row["waited_for_seconds"] = _waited_for(earlier, now, steps)
+    return row
+
+
+def _hidden(row: Row) -> float | None:
+    if row["pack_seconds"] is None or row["wait_seconds"] is None:
+        return None
+    busy = row["pack_seconds"] + row["wire_seconds"]
+    exposed = max(0.0, row["wait_seconds"] - row["unpack_seconds"])
+    return max(0.0, 1.0 - exposed / busy) if busy > 0.0 else None
+
+
+def _waited_for(earlier: Mapping[str, Any], now: Mapping[str, Any], steps: int) -> tuple[int | None, float | None]:
+    """Return the rank that the others have waited for longest, and for how long per step."""
+    before = earlier.get("waits", {}).get("by_rank", {})
+    costs = {
+        rank: account["seconds"] - before.get(rank, {"seconds": 0.0})["seconds"]
+        for rank, account in now.get("waits", {}).get("by_rank", {}).items()
+    }
+    if not costs:
+        return None, None
+    slowest = max(costs, key=costs.__getitem__)
+    return slowest, costs[slowest] / steps
 
 
 class Writer(Protocol):
@@ -160,7 +222,7 @@ def _summary_writer(folder: Path) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise ImportError(
-            f"to is {str(folder)!r}, a folder for TensorBoard, which wants: pip install tensorboard"
+            f"to is {str(folder)!r}, a folder for TensorBoard, which requires: pip install tensorboard"
         ) from error
     writer: Any = SummaryWriter
     return writer(str(folder))
@@ -170,5 +232,5 @@ def _live_table() -> Writer:
     try:
         from pycomm.monitoring.live import LiveTable
     except ImportError as error:
-        raise ImportError(f"to is {TABLE!r}, which wants: pip install 'pycomm-torch[demo]'") from error
+        raise ImportError(f"to is {TABLE!r}, which requires: pip install 'pycomm-torch[demo]'") from error
     return LiveTable()

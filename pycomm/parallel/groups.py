@@ -19,7 +19,7 @@ GroupLike = dist.ProcessGroup | DeviceMesh | None
 
 _T = TypeVar("_T")
 
-_WORDS = Words(differ="the ranks would not {what} alike: rank 0 has {there!r}, rank {rank} {here!r}", tells_lost=True)
+_WORDS = Words(differ="the ranks would not {what} alike: rank 0 has {there!r}, rank {rank} {here!r}", shares_lost=True)
 
 
 def group_along(mesh: GroupLike, dimension: str) -> dist.ProcessGroup:

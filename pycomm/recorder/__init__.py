@@ -1,4 +1,4 @@
-"""Flight recorder: what this process has lately called on each group of ranks, and from which line of the script.
+"""Flight recorder: the last operations of this process on each group of ranks, with the calling line of the script.
 
 The last operations of every communicator are kept, with when they began and ended. They are written to a file when an
 operation fails because of another rank, and on SIGUSR2. ``pycomm explain`` reads the files of all ranks side by side.

@@ -1,4 +1,4 @@
-"""Traces: which step ``pycomm trace`` asks ranks for, and the format of chrome://tracing and Perfetto."""
+"""Traces: settings of ``pycomm trace`` for ranks, and the format of chrome://tracing and Perfetto."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import json
 from typing import Any, TextIO
 
 FOLDER, STEP = "PYCOMM_TRACE", "PYCOMM_TRACE_STEP"
-"""Environment variables by which ``pycomm trace`` tells the ranks that it starts where to write, and which step."""
+"""Environment variables that ``pycomm trace`` sets for its ranks: the folder to write to, and the step to trace."""
 DEFAULT_STEP = 10
 
 
 class ChromeTrace:
-    """List of events in that format, written to ``file`` one by one: a trace that is cut short can be read, too."""
+    """List of events, written to ``file`` one by one, so that a truncated trace is readable."""
 
     def __init__(self, file: TextIO) -> None:
         self._file, self._separator = file, "[\n"

@@ -1,4 +1,4 @@
-"""Watching a transport: its operations are noted as they are called."""
+"""Recording of a transport's operations as they are called."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pycomm.recorder.dump import dump_failure
 from pycomm.recorder.ring import Recorder, array_of
 
 _DIFFERS = "the ranks disagree"
-"""Words that tell a ValueError of ranks that disagree from others: shared memory raises all of them in C++."""
+"""Text that identifies a ValueError of ranks that disagree: shared memory raises all ValueErrors in C++."""
 
-# Which argument has the elements that this rank puts in (-1: none), and which ones are worth a note: from, to.
+# Index of the argument with this rank's input (-1: none), and the range of arguments to record.
 _COLLECTIVES = {
     "all_reduce": (0, 1, 2),
     "all_reduce_apart": (0, 1, 2),
@@ -36,10 +36,9 @@ _CALLED = {"all_reduce_apart": "all_reduce", "recv": "receive"}
 
 
 def watch(transport: Any, group: str, ranks: Sequence[int]) -> Recorder:
-    """Have the operations of ``transport`` noted from now on by the recorder that is returned.
+    """Record the operations of ``transport`` from now on; return the recorder.
 
-    The object has its operations replaced by ones that note and call them: whoever calls needs to know nothing of it,
-    and what one transport has done by another is noted once.
+    Replaces the object's operations by recording ones. Operations that one transport runs by another are recorded once.
 
     Args:
         transport: has ``rank`` and operations with the arguments of :class:`pycomm.transport.base.Transport`, which
@@ -90,7 +89,7 @@ def _receive(post: Callable[..., Any], failed: Callable[[BaseException], None], 
 
 
 class _Receipt:
-    """Receive that has been posted, of whose failure is taken note. See :class:`pycomm.transport.base.Receipt`."""
+    """Posted receive whose failure is recorded. See :class:`pycomm.transport.base.Receipt`."""
 
     __slots__ = ("_failed", "_receipt", "cancel", "is_completed")
 

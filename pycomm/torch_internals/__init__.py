@@ -1,8 +1,8 @@
-"""Private names of torch that pycomm uses, each behind a function that says what it is used for.
+"""Private names of torch that pycomm uses, each behind a function that describes its use.
 
-This is the package that a new release of torch may break: tests/test_torch_internals.py checks each name's
-behaviour, and that no other file uses any private name. :mod:`pycomm.torch_internals.pipelines` is imported by those
-who need it: what it imports of torch takes longer than all the rest.
+A new release of torch may break this package: tests/test_torch_internals.py checks each name's behaviour, and that no
+other file uses private names. :mod:`pycomm.torch_internals.pipelines` is imported only by its users: its imports of
+torch take longer than all others.
 """
 
 from torch._C._distributed_c10d import GradBucket, PrefixStore, Store

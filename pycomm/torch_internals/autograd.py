@@ -24,7 +24,7 @@ def current_node() -> Any:
 
 @functools.cache
 def calls_hooks_of_running_nodes() -> bool:
-    """Return whether a hook is called that a node gets while it is being evaluated; not by torch 2.4."""
+    """Return whether torch calls a hook added to a node during its evaluation; torch 2.4 does not."""
     called: list[bool] = []
 
     class Node(torch.autograd.Function):
@@ -49,7 +49,7 @@ def queue_final_callback(callback: Callable[[], None]) -> None:
 
 
 def accumulation_hooks(param: torch.Tensor) -> MutableMapping[int, Any]:
-    """Return the hooks that are called after the gradient of ``param`` was accumulated, by id, in order."""
+    """Return the post-accumulate-grad hooks of ``param``, by id, in order."""
     hooks: MutableMapping[int, Any] | None = getattr(param, "_post_accumulate_grad_hooks", None)
     return hooks or {}
 

@@ -1,4 +1,4 @@
-"""DTensors: tensors of which each rank of a device mesh holds a part, and those parts."""
+"""DTensors and their local parts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Sharded(torch.Tensor):
 
 
 def is_dtensor(tensor: Any) -> TypeGuard[Sharded]:
-    """Return whether ``tensor`` is a DTensor; imports nothing, since there is none before torch's module is."""
+    """Return whether ``tensor`` is a DTensor; imports nothing, as none can exist before torch's module is imported."""
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)  # torch 2.4 has another one there
     return kind is not None and isinstance(tensor, kind)
 
@@ -34,8 +34,8 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 def dtensor_around(local: torch.Tensor, like: Sharded) -> torch.Tensor:
     """Return a DTensor whose part on this rank is the very object ``local``, sharded as ``like`` is.
 
-    ``DTensor.from_local`` would make a view of ``local``: another object, by which nobody could tell whose
-    memory a gradient is.
+    ``DTensor.from_local`` would make a view of ``local``: another object, so that a gradient's memory could not be
+    identified.
     """
     module: Any = sys.modules["torch.distributed.tensor"]
     whole: Any = like

@@ -47,9 +47,9 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Return the limit of a wait in ``group`` (``init_process_group(timeout=...)``), or torch's own if it tells none.
+    """Return the timeout of ``group`` (``init_process_group(timeout=...)``), or torch's default if unknown.
 
-    Backends may have limits of their own: that for the CPU counts, else that for GPUs.
+    Backends may have timeouts of their own: the CPU backend's counts, else the GPU backend's.
     """
     for device in ("cpu", "cuda"):
         backend = backend_of(group, torch.device(device))
@@ -97,7 +97,7 @@ def make_process_group(
 
 
 def has_joined_gloo(store: Store, rank: int) -> bool:
-    """Return whether ``rank`` has begun to join a group on Gloo whose ranks meet in ``store``: its address is there."""
+    """Return whether ``rank`` has begun to join a Gloo group in ``store``, which has its address then."""
     joined: bool = store.check([f"0/{rank}"])
     return joined
 
@@ -131,14 +131,14 @@ def number_process_group(made: dist.ProcessGroup, ranks: Sequence[int]) -> None:
 
 
 def has_default_group_only(but: str) -> bool:
-    """Return whether this process is in no group but the default one, and those that have ``but`` in their names."""
+    """Return whether this process is only in the default group, and in groups with ``but`` in their names."""
     names = distributed_c10d._world.pg_names
     return sum(but not in names.get(group, "") for group in distributed_c10d._world.pg_map) == 1
 
 
 def owns_process_group(group: dist.ProcessGroup) -> bool:
-    """Return whether torch still has ``group``: ``destroy_process_group()`` takes all groups with it.
+    """Return whether torch still has ``group``: ``destroy_process_group()`` destroys all groups.
 
-    A process that was never initialised may have groups, too: newcomers make theirs without a default group.
+    An uninitialised process may have groups, too: newcomers make theirs without a default group.
     """
     return group in distributed_c10d._world.pg_map

@@ -21,10 +21,10 @@ def children_of(module: torch.nn.Module) -> Mapping[str, torch.nn.Module | None]
 
 
 def parts_of(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield ``module`` and all modules inside it, once each, whatever they say of themselves.
+    """Yield ``module`` and all modules inside it, once each, without calling their methods.
 
-    ``modules()`` and ``parameters()`` may be the user's own methods, and fail for a module that is half initialised or
-    that answers for another one (torch's OptimizedModule) before it has it.
+    ``modules()`` and ``parameters()`` may be overridden, and fail for a half-initialised module or wrapper (torch's
+    OptimizedModule).
     """
     seen, left = {id(module)}, [module]
     while left:
@@ -37,13 +37,13 @@ def parts_of(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def own_parameters(module: torch.nn.Module) -> Mapping[str, torch.Tensor | None]:
-    """Return the parameters that ``module`` itself holds, by key: the very dict, which changes as they are replaced."""
+    """Return the parameters of ``module`` itself by name: torch's own dict, which reflects later changes."""
     parameters: Mapping[str, torch.Tensor | None] = vars(module).get("_parameters", {})
     return parameters
 
 
 def forward_pre_hooks(module: torch.nn.Module) -> dict[int, Any]:
-    """Return the hooks that ``module`` calls before its forward, by id: the very dict."""
+    """Return the hooks that ``module`` calls before its forward, by id: torch's own dict."""
     hooks: dict[int, Any] = module._forward_pre_hooks
     return hooks
 
@@ -55,7 +55,7 @@ def parameters_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 class Places:
-    """Places of a module, and of all modules inside it, that hold parameters, as they were when this was made."""
+    """Snapshot of the parameters in a module and all modules inside it."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         holders = [own_parameters(part) for part in parts_of(module)]
@@ -63,7 +63,7 @@ class Places:
         self._entries = [(holder, name, param) for holder in holders for name, param in holder.items()]
 
     def are_unchanged(self) -> bool:
-        """Return whether each of them still holds the same parameter. Cheap; new modules go unseen."""
+        """Return whether all parameters are the same objects as in the snapshot. Cheap; does not detect new modules."""
         return all(holder.get(name) is param for holder, name, param in self._entries) and all(
             len(holder) == size for holder, size in self._sizes
         )
@@ -77,7 +77,7 @@ def buffers_of(module: torch.nn.Module) -> Mapping[str, torch.Tensor | None]:
 def keeps_statistics_aside(module: torch.nn.Module) -> bool:
     """Return whether ``module`` is a normalisation in training mode, whose backward does not use its buffers.
 
-    It normalises by the batch; running statistics are only written to. Autograd keeps and compares them all the same.
+    It normalises by the batch and only writes running statistics, but autograd saves them and checks their versions.
     """
     return isinstance(module, _NormBase) and module.training and module.track_running_stats
 
@@ -120,7 +120,7 @@ def zero_buckets(ddp_model: DistributedDataParallel) -> list[GradBucket]:
 
 
 def divides_by_active_ranks(ddp_model: DistributedDataParallel) -> bool:
-    """Return whether a ``join(divide_by_initial_world_size=False)`` is in force, so that joined ranks do not count."""
+    """Return whether ``join(divide_by_initial_world_size=False)`` is active, so that joined ranks do not count."""
     return bool(ddp_model._join_config.enable) and not ddp_model._divide_by_initial_world_size
 
 
@@ -131,13 +131,13 @@ class ShardedGroup(NamedTuple):
     """Parameters of one ``fully_shard``, whose gradients travel together.
 
     Attributes:
-        params: this rank's parameters, DTensors, in the order in which their gradients lie in what is reduced.
-        shapes: shapes of their shards as they lie there, all ranks' alike.
-        dtype: dtype in which they are reduced.
+        params: this rank's parameters, DTensors, in the order of their gradients in the reduced buffer.
+        shapes: shapes of their shards in that buffer, the same on all ranks.
+        dtype: dtype of the reduction.
         shard_group: the ranks that the parameters are sharded over.
-        division: returns what torch divides by after the hook.
-        replicates: whether it averages replicas by itself.
-        hook: its all-reduce hook, if it has one.
+        division: returns torch's divisor after the hook.
+        replicates: whether it averages replicas itself.
+        hook: its all-reduce hook, if any.
     """
 
     params: list[torch.nn.Parameter]
@@ -150,7 +150,7 @@ class ShardedGroup(NamedTuple):
 
 
 def sharded_groups(module: Any) -> list[ShardedGroup]:
-    """Return what one ``fully_shard`` has made of ``module``: usually one group, none if it has no parameters."""
+    """Return the groups of one ``fully_shard`` of ``module``: usually one, none without parameters."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # older releases have one at most

@@ -36,10 +36,10 @@ def replace_step(
 
 
 def wrapped_by_scheduler(step: Any) -> Any:
-    """Return what ``step`` wraps if it is a learning-rate scheduler's wrapper, which notices calls; else ``None``."""
+    """Return the function that ``step`` wraps if it is a learning-rate scheduler's wrapper; else ``None``."""
     if not hasattr(step, "_wrapped_by_lr_sched"):
         return None
-    # That of torch 2.4 does not say.
+    # The wrapper of torch 2.4 has no __wrapped__.
     return getattr(step, "__wrapped__", None) or inspect.getclosurevars(step).nonlocals.get("func")
 
 
@@ -50,7 +50,7 @@ def unhooked_step(cls: type[torch.optim.Optimizer]) -> Callable[..., Any]:
 
 
 def leave_scale_to_step(optimizer: torch.optim.Optimizer) -> Any:
-    """Make GradScaler hand its factor to ``step`` instead of dividing; return the old mark, to undo this."""
+    """Make GradScaler pass its factor to ``step`` instead of dividing; return the old mark, to undo this."""
     before = vars(optimizer).get("_step_supports_amp_scaling")
     vars(optimizer)["_step_supports_amp_scaling"] = True
     return before
@@ -64,9 +64,9 @@ def undo_leave_scale_to_step(optimizer: torch.optim.Optimizer, before: Any) -> N
 
 
 def take_scale(optimizer: torch.optim.Optimizer) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the scale by which GradScaler leaves this step to divide, and a number, not 0 if it found infinities.
+    """Return GradScaler's scale, by which this step must divide, and a tensor that is not 0 if it found infinities.
 
-    ``None`` where it left none. Both are removed from the optimizer, as torch's own steps would apply them
+    ``None`` where GradScaler set none. Both are removed from the optimizer, as torch's own steps would apply them
     again, or refuse them.
     """
     holder: Any = optimizer
@@ -86,10 +86,10 @@ def unscale_as_grad_scaler(grads: list[torch.Tensor], found_inf: torch.Tensor, f
 def watch_grad_scalers(
     is_watched: Callable[[torch.optim.Optimizer], bool], skipped: Callable[[torch.optim.Optimizer], None]
 ) -> None:
-    """Call ``skipped`` whenever a GradScaler leaves out the step of an optimizer that ``is_watched``. Once is enough.
+    """Call ``skipped`` whenever a GradScaler skips the step of an optimizer that ``is_watched``. Permanent, idempotent.
 
-    A scaler that leaves out a step does not call the optimizer, so that no hook of it runs: hence the wrapper around
-    ``GradScaler.step``, which subclasses (FSDP's, Accelerate's, Lightning's use) inherit. It stays.
+    A scaler that skips a step does not call the optimizer, so none of its hooks runs: hence the wrapper around
+    ``GradScaler.step``, which subclasses (of FSDP, Accelerate, Lightning) inherit.
     """
     plain = torch.amp.GradScaler.step
     if hasattr(plain, "_tells_pycomm"):

@@ -14,11 +14,11 @@ weights), and a microbatch; ``None`` for nothing."""
 
 
 class QuietStage(PipelineStage):
-    """Stage whose first look at shapes leaves no trace.
+    """Stage whose shape inference has no side effects.
 
-    Before the first step, and when training turns into evaluation, torch runs a stage's module on tensors that it has
-    not filled, to learn what it returns. Statistics in buffers would keep what they see, and an embedding would look up
-    whatever index memory holds: so the tensors are zeros, and buffers are put back.
+    Before the first step, and between training and evaluation, torch runs a stage's module on uninitialised tensors to
+    infer shapes. Running statistics would record them, and an embedding would look up arbitrary indices: so the tensors
+    are zeros, and buffers are restored.
     """
 
     _kept: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()

@@ -25,8 +25,8 @@ _scripted: list[bool] = []
 def leave_out_of_scripts(kind: type) -> None:
     """Let ``torch.jit.script`` pass over hooks of modules' forward that are of class ``kind``.
 
-    It compiles all hooks that it finds, and no hook can ask not to be: ``torch.jit.ignore`` and ``unused`` are for
-    methods and functions. The types of modules that it keeps for ever have references to the hooks, too.
+    It compiles all hooks that it finds, and hooks cannot opt out: ``torch.jit.ignore`` and ``unused`` are for methods
+    and functions. It also caches the types of modules, with references to the hooks, for ever.
     """
     _watch_scripts()
     _left_out.add(kind)
@@ -39,9 +39,9 @@ def prepare_scripts(prepare: Callable[[torch.nn.Module], None]) -> None:
 
 
 def has_scripted() -> bool:
-    """Return whether TorchScript has scripted or traced a module here: code that reads tensors whatever their class.
+    """Return whether TorchScript has scripted or traced a module since the first :func:`leave_out_of_scripts`.
 
-    It is known from the first call of :func:`leave_out_of_scripts` on.
+    Its code reads tensors regardless of their class.
     """
     return bool(_scripted)
 

@@ -1,4 +1,4 @@
-"""Tracing: tensors without memory, compiled code, calls of torch, and what its counter of operations leaves out."""
+"""Tracing: fake tensors, compiled code, profiling, and FLOPs that torch's counter omits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def fake_tensors() -> AbstractContextManager[Any]:
 
 
 def has_compiled() -> bool:
-    """Return whether torch.compile has compiled anything here: code that looks at classes, and calls no hooks."""
+    """Return whether torch.compile has compiled anything here: such code checks classes, and calls no hooks."""
     dynamo = sys.modules.get("torch._dynamo.convert_frame")
     return dynamo is not None and dynamo.FRAME_COUNTER > 0
 

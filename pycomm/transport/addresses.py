@@ -1,4 +1,4 @@
-"""Addresses of hosts, of IPv4 and of IPv6, and what listens at that of the loopback device."""
+"""Addresses of hosts, IPv4 and IPv6, and stores on the loopback device."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-_DISCARD = 9  # a port; nothing is sent to it
+_DISCARD = 9  # a port to which nothing is sent
 _LAST_PORT = 65535
 
 
 def split_address(address: str, name: str, whose: str) -> tuple[str, int]:
-    """Return host and port of "host:port". An address of IPv6 may stand in brackets: "[fe80::1%eth0]:29500".
+    """Return host and port of "host:port". An IPv6 address may be in brackets: "[fe80::1%eth0]:29500".
 
     Args:
         address: the text.
-        name, whose: what errors call it: "join", "the process group's store".
+        name, whose: for errors: the argument ("join"), and its owner ("the process group's store").
 
     Raises:
-        TypeError, ValueError: it is something else.
+        TypeError, ValueError: it has another form.
     """
     wanted = f'wanted the address of {whose}, "host:port" ("[::1]:29500" for one of IPv6)'
     if not isinstance(address, str):
@@ -37,12 +37,12 @@ def split_address(address: str, name: str, whose: str) -> tuple[str, int]:
 
 
 def join_address(host: str, port: int) -> str:
-    """Return "host:port", from which :func:`split_address` makes both again."""
+    """Return "host:port", the inverse of :func:`split_address`."""
     return f"[{host}]:{port}" if is_ipv6(host) else f"{host}:{port}"
 
 
 def is_ipv6(host: str) -> bool:
-    """Return whether ``host`` is an address of IPv6 in digits, perhaps with an interface ("fe80::1%eth0")."""
+    """Return whether ``host`` is a numeric IPv6 address, perhaps with an interface ("fe80::1%eth0")."""
     try:
         return ipaddress.ip_address(host).version == 6
     except ValueError:
@@ -50,16 +50,12 @@ def is_ipv6(host: str) -> bool:
 
 
 def family_of(host: str) -> socket.AddressFamily:
-    """Return the family of an address in digits."""
+    """Return the family of a numeric address."""
     return socket.AF_INET6 if is_ipv6(host) else socket.AF_INET
 
 
 def address_towards(host: str) -> str:
-    """Return this host's address as ``host`` sees it: of IPv4 if both have one, else of IPv6.
-
-    Raises:
-        OSError: there is no way to it.
-    """
+    """Return this host's address as ``host`` sees it, preferably IPv4. Raises OSError if there is no route."""
     problem: OSError | None = None
     for family in (socket.AF_INET, socket.AF_INET6):
         try:
@@ -74,7 +70,7 @@ def address_towards(host: str) -> str:
 
 @functools.cache
 def loopback() -> str:
-    """Return the address by which processes of this host reach each other: that of IPv6 where there is no other."""
+    """Return the loopback address of this host: IPv6 only where there is no IPv4."""
     for host in ("127.0.0.1", "::1"):
         try:
             with socket.socket(family_of(host), socket.SOCK_STREAM) as one:
@@ -86,12 +82,12 @@ def loopback() -> str:
 
 
 def store_on_loopback(patience: timedelta) -> TCPStore:
-    """Return a new store of torch that listens on the loopback device only, at a free port: its ``port``.
+    """Return a new store that listens on the loopback device only, at the free port ``store.port``.
 
-    torch's own stores listen on all devices, whatever address they are given.
+    A plain ``TCPStore`` listens on all devices, whatever its address.
     """
     with socket.create_server((loopback(), 0), family=family_of(loopback())) as server:
         port = server.getsockname()[1]
-        # Without libuv, by which torch 2.4 takes no socket that listens already.
+        # Without libuv, whose stores accept no listening socket in torch 2.4.
         options: dict[str, Any] = {"wait_for_workers": False, "timeout": patience, "use_libuv": False}
         return TCPStore(loopback(), port, is_master=True, master_listen_fd=server.detach(), **options)

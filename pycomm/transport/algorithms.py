@@ -1,4 +1,4 @@
-"""Selection of algorithms: from a name to this rank's program."""
+"""Selection of algorithms: maps a name to this rank's program."""
 
 from __future__ import annotations
 
@@ -17,13 +17,11 @@ from pycomm.schedule.table import Round, Table
 from pycomm.transport.rendezvous import host_identity
 
 ALGORITHMS = ("auto", "native", *schedule.names())
-
-
 _MOST_KNOWN = 256
 
 
-class _Kept:
-    """Table that keeps the rounds of its first generation, so that the proven rounds are those that run."""
+class _CachedTable:
+    """Table that caches the rounds it generates first, so that the verified rounds are those that run."""
 
     def __init__(self, table: Table) -> None:
         self.num_ranks, self.num_chunks = table.num_ranks, table.num_chunks
@@ -43,13 +41,13 @@ class _Kept:
 
 
 class AlgorithmSelector:
-    """Selector of the programs of rank ``rank`` of ``size``; proves and projects each schedule once."""
+    """Selector of the programs of rank ``rank`` of ``size``; verifies and projects each schedule once."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
         self._size = size
-        self._known: dict[str | int, tuple[str | Table, Program]] = {}  # by name, or identity of what is kept beside
-        self._choices: list[tuple[float, str]] = []  # from which size on "auto" is what
+        self._known: dict[str | int, tuple[str | Table, Program]] = {}  # by name, or by id() of the table kept with it
+        self._choices: list[tuple[float, str]] = []  # of "auto": smallest size in bytes, name
         self._per_host: int | None = None
 
     def agree(
@@ -58,15 +56,15 @@ class AlgorithmSelector:
         transport: str,
         share: Callable[[bytes], list[bytes]],
     ) -> tuple[str, ...]:
-        """Let rank 0 price the algorithms on its network, or on the one in its environment, for all. Collective.
+        """Choose the algorithms of "auto" by rank 0's ``network``, or the one in its environment. Collective.
 
-        On the way the ranks learn who shares a host, for grids whose rows are hosts.
+        Ranks also exchange their hosts, for grids whose rows are hosts.
 
         Returns:
-            Names that mean the transport's own algorithm, whatever the array.
+            Names that always mean the transport's own algorithm.
 
         Raises:
-            ValueError: on every rank: some rank's network is not valid.
+            ValueError: on every rank: a rank's network is not valid.
         """
         problem, choices = "", []
         mistake: Exception | None = None
@@ -76,7 +74,7 @@ class AlgorithmSelector:
             fits = described is not None and described.transport in ("", transport)
             if fits and self._rank == 0 and self._size > 1:
                 choices = schedule.rank_algorithms(self._size, described).crossovers()
-        except Exception as error:  # whatever a strange object comes to
+        except Exception as error:  # a foreign object may raise anything
             problem, mistake = str(error) or type(error).__name__, error
         mine = json.dumps([problem, choices, host_identity()]).encode()
         everyone = [json.loads(data) for data in share(mine)]
@@ -94,7 +92,7 @@ class AlgorithmSelector:
         """Return this rank's program for the array ``x``; ``None``: the transport's own algorithm.
 
         Raises:
-            ValueError: there is no such algorithm for this number of ranks, or the schedule is wrong.
+            ValueError: there is no such algorithm for this number of ranks, or the schedule is not correct.
         """
         if algorithm == "auto" and self._choices:
             num_bytes = _bytes_of(x)
@@ -103,19 +101,19 @@ class AlgorithmSelector:
             return None
         key = algorithm if isinstance(algorithm, str) else id(algorithm)
         if key not in self._known:
-            while len(self._known) >= _MOST_KNOWN:  # a schedule made anew for each call must not pile up
+            while len(self._known) >= _MOST_KNOWN:  # in case every call passes a new schedule
                 del self._known[next(iter(self._known))]
-            self._known[key] = algorithm, self._prove(algorithm)
+            self._known[key] = algorithm, self._verified(algorithm)
         return self._known[key][1]
 
-    def _prove(self, algorithm: str | Table) -> Program:
+    def _verified(self, algorithm: str | Table) -> Program:
         table = self._named(algorithm) if isinstance(algorithm, str) else algorithm
         if getattr(table, "num_ranks", None) != self._size:
             raise ValueError(f"algorithm is {table!r}, wanted a schedule for the {self._size} ranks of this group")
         if getattr(table, "goal", "all_reduce") != "all_reduce":
             raise ValueError(f"algorithm is {table!r}, wanted an all_reduce")
         if table is algorithm:
-            table = _Kept(table)  # our own have the same rounds every time, and many
+            table = _CachedTable(table)  # our own are deterministic, and large
         schedule.verify(table)
         return program_of(table, self._rank)
 
@@ -126,10 +124,7 @@ class AlgorithmSelector:
 
 
 def ranks_per_host(hosts: Sequence[str]) -> int | None:
-    """Return the number of ranks per host, given each rank's host.
-
-    ``None`` unless all hosts have the same number of consecutive ranks.
-    """
+    """Return the number of ranks per host, given each rank's host; ``None`` unless equal and consecutive."""
     count = hosts.count(hosts[0])
     expected = [hosts[rank // count * count] for rank in range(len(hosts))]
     regular = len(hosts) % count == 0 and list(hosts) == expected and len(set(hosts)) == len(hosts) // count
@@ -137,7 +132,7 @@ def ranks_per_host(hosts: Sequence[str]) -> int | None:
 
 
 def _bytes_of(x: Any) -> int:
-    """Return the size of ``x`` in bytes; 0 if it is not an array, which is refused later."""
+    """Return the size of ``x`` in bytes; 0 if it is not an array, as it is refused later."""
     if hasattr(x, "nbytes"):
         return int(x.nbytes)
     return from_dlpack(x).nbytes if hasattr(x, "__dlpack__") else 0

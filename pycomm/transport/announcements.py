@@ -1,4 +1,4 @@
-"""Announcements: 56 bytes in which each rank describes its next operation, so that ranks that disagree get an error."""
+"""Announcements: 56 bytes by which each rank describes its next operation, so that a disagreement is an error."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def agree(
     """Compare the next operations of all ranks, and return every rank's ``word``. Collective.
 
     Args:
-        group: the ranks to compare.
+        group: the ranks.
         kind: name of the operation.
-        x: its array; dtype and number of elements are compared.
+        x: its array, of which dtype and number of elements are compared.
         op: its reduction.
         root: its source or destination rank, or the digest of its schedule.
-        timeout: of every wait, in seconds.
-        word: 64 bits that travel along, and are not compared.
+        timeout: limit of every wait, in seconds.
         tag: tag of the array's dtype if the operation only moves bytes, else 0.
+        word: 64 bits to exchange, not compared.
 
     Raises:
         ValueError: on every rank: the operations differ, or a rank cannot take part.
@@ -70,17 +70,9 @@ def agree(
 def agree_on_lengths(
     group: TorchGroup, kind: str, sends: Sequence[torch.Tensor], receives: Sequence[int], timeout: float
 ) -> None:
-    """Compare, between all ranks, what each sends with what the other expects. Collective.
+    """Raise ValueError on every rank if a rank's tensor for another one, in ``sends``, has not the bytes it expects.
 
-    Args:
-        group: the ranks to compare.
-        kind: name of the operation.
-        sends: tensor for each rank.
-        receives: number of bytes expected from each rank.
-        timeout: of every wait, in seconds.
-
-    Raises:
-        ValueError: on every rank: they differ, for the pair of ranks that the message names.
+    Collective. ``receives``: number of bytes that this rank expects from each rank.
     """
     mine = torch.tensor([[x.nbytes for x in sends], receives], dtype=torch.int64)
     gathered = torch.empty(group.size * mine.numel(), dtype=torch.int64)
@@ -107,7 +99,7 @@ def _describe(row: list[int]) -> str:
         return f'all_reduce({what}, op="{OPS[op]}", algorithm=a schedule with digest {root:x})'
     if _KINDS[kind] == "reduce":
         return f'reduce({what}, dst={root}, op="{OPS[op]}")'
-    if _KINDS[kind] == "reduce_scatter_v":  # its counts are compared later
+    if _KINDS[kind] == "reduce_scatter_v":  # counts are compared later
         return f'reduce_scatter_v({DTYPES[dtype]}, op="{OPS[op]}")'
     if _KINDS[kind] == "broadcast":
         return f"broadcast({what}, src={root})"

@@ -1,9 +1,9 @@
-"""Proof of who is at the other end of a connection: by the kernel on one host, by a shared secret between hosts.
+"""Authentication of the peer of a connection: by the kernel on one host, by a shared secret between hosts.
 
-Between processes of one host the kernel says who they are (``SO_PEERCRED``). Between hosts each side shows that it
-knows the secret of the job, which itself never travels: a challenge and a response by HMAC (RFC 2104), in both
-directions. What is signed names the role and the address of both sides. So the proof of a worker that was given at
-another address, say by somebody who listens at the port of a server that has died, is of no use to anybody.
+On one host the kernel identifies the peer process (``SO_PEERCRED``). Between hosts each side proves that it knows the
+secret of the job without sending it: challenge and response by HMAC (RFC 2104) in both directions. The signature covers
+the roles and addresses of both sides, so that nobody can relay it: whoever listens at the port of a dead server gains
+nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NONCE = _PROOF = 32  # bytes
 _REFUSED = bytes(_PROOF)
 
 Step = Generator[int, None, None]
-"""What waits for a socket: it yields ``select.POLLIN`` or ``select.POLLOUT``, and goes on once the socket is so."""
+"""Generator that yields the event it waits for, ``select.POLLIN`` or ``select.POLLOUT``, of a non-blocking socket."""
 
 
 def process_behind(connection: socket.socket) -> int | None:
@@ -49,10 +49,9 @@ def process_behind(connection: socket.socket) -> int | None:
 
 
 def own_folder() -> Path:
-    """Return a folder of this user, made if need be, in which nobody else can read or write.
+    """Return a folder that only this user can read or write, creating it if necessary.
 
-    It is the one that the login session has made (``XDG_RUNTIME_DIR``), or ``pycomm-<user number>`` in the folder for
-    temporary files.
+    It is the login session's (``XDG_RUNTIME_DIR``), or ``pycomm-<user number>`` in the folder for temporary files.
 
     Raises:
         PermissionError: the latter belongs to another user, or others may use it.
@@ -80,7 +79,7 @@ def secret() -> bytes | None:
     """Return the secret of this job, from ``PYCOMM_SECRET`` or the file ``PYCOMM_SECRET_FILE``; ``None`` without one.
 
     Raises:
-        ValueError: it is too short to be one, or both variables are set; or the file cannot be read, belongs to another
+        ValueError: the secret is too short, or both variables are set; or the file cannot be read, belongs to another
             user, can be read by others, or is no regular file.
     """
     path, text = os.environ.get(SECRET_FILE), os.environ.get(SECRET)
@@ -107,13 +106,10 @@ def secret() -> bytes | None:
 
 
 def tls(server: bool) -> ssl.SSLContext | None:
-    """Return the context of TLS, if the environment names certificates: both sides show one.
-
-    Args:
-        server: whether it is for the side that listens.
+    """Return the TLS context of the listening (``server``) or connecting side; ``None`` without certificates.
 
     Raises:
-        ValueError: not all of the three variables are set.
+        ValueError: only some of the three variables are set.
         OSError: a file cannot be read, or is no certificate or key.
     """
     values = [os.environ.get(name, "") for name in TLS]
@@ -125,7 +121,7 @@ def tls(server: bool) -> ssl.SSLContext | None:
     certificate, key, authority = values
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False  # the authority signs for this job only; addresses are part of the proof
+    context.check_hostname = False  # the authority serves this job only, and the proof covers the addresses
     context.verify_mode = ssl.CERT_REQUIRED
     try:
         context.load_cert_chain(certificate, key)
@@ -137,11 +133,11 @@ def tls(server: bool) -> ssl.SSLContext | None:
 
 @dataclass(frozen=True)
 class Access:
-    """What this process can prove to processes of other hosts, as its environment says.
+    """Credentials of this process, from its environment.
 
     Attributes:
         key: the secret of the job; ``None`` without one.
-        is_encrypted: whether certificates are given, so that connections to other hosts use TLS.
+        is_encrypted: whether connections to other hosts use TLS, as certificates are given.
     """
 
     key: bytes | None = None
@@ -149,7 +145,7 @@ class Access:
 
     @classmethod
     def read(cls) -> Access:
-        """Return what the environment says. Raises ValueError or OSError as :func:`secret` and :func:`tls`."""
+        """Read the environment. Raises ValueError or OSError as :func:`secret` and :func:`tls`."""
         key, context = secret(), tls(server=False)
         if context is not None and key is None:
             raise ValueError(f"certificates are given without a secret: set {SECRET} too")
@@ -162,16 +158,11 @@ class Access:
         return f"fingerprint {fingerprint}{', with TLS' if self.is_encrypted else ''}"
 
     def context(self, server: bool) -> ssl.SSLContext | None:
-        """Return the context of TLS, see :func:`tls`."""
         return tls(server) if self.is_encrypted else None
 
 
 class Signer:
-    """Signer of messages that pass through hands that nobody vouches for, such as the store of torch.
-
-    Args:
-        key: the secret; ``None``: nothing is signed.
-    """
+    """Signer of messages through untrusted channels, such as torch's store; without a ``key`` nothing is signed."""
 
     def __init__(self, key: bytes | None) -> None:
         self.key = key
@@ -181,22 +172,19 @@ class Signer:
         return "" if self.key is None else _sign(self.key, *(part.encode("utf-8", "replace") for part in parts)).hex()
 
     def is_signed(self, signature: object, *parts: str) -> bool:
-        """Return whether ``signature`` is that of ``parts``. Without a secret nothing is."""
-        return bool(self.key) and isinstance(signature, str) and _is_equal(signature.encode(), self.sign(*parts))
-
-
-def _is_equal(found: bytes, wanted: str) -> bool:
-    return hmac.compare_digest(found, wanted.encode())
+        """Return whether ``signature`` is that of ``parts``; False without a secret."""
+        is_text = bool(self.key) and isinstance(signature, str)
+        return is_text and hmac.compare_digest(str(signature).encode(), self.sign(*parts).encode())
 
 
 def _sign(key: bytes, *parts: bytes) -> bytes:
-    """Return the HMAC of ``parts``, which are told apart by their lengths."""
+    """Return the HMAC of ``parts``, each preceded by its length."""
     text = b"".join(struct.pack("!I", len(part)) + part for part in parts)
     return hmac.new(key, b"pycomm" + text, hashlib.sha256).digest()
 
 
 def _addresses(server: Any, client: Any) -> bytes:
-    """Return the addresses of both sides, alike on both: in IPv6, an address of IPv4 may have two forms."""
+    """Return the addresses of both sides in one form: an IPv4 address may also be written as an IPv6 one."""
     found = b""
     for host, port, *_ in (server, client):
         ip = ipaddress.ip_address(host.partition("%")[0])
@@ -206,15 +194,15 @@ def _addresses(server: Any, client: Any) -> bytes:
 
 
 class Proof:
-    """Mutual proof over one connection, whose socket does not block. Both sides send little, in three messages.
+    """Mutual proof of the secret over one non-blocking TCP connection, in three short messages.
 
     Args:
-        one: the connection, by TCP.
+        one: the connection.
         key: the secret.
-        context: of TLS, if that is to come first.
+        context: TLS context, if the connection is to be encrypted first.
 
     Attributes:
-        connection: the connection afterwards, which is another object with TLS.
+        connection: the connection to use afterwards; with TLS another object.
     """
 
     def __init__(self, one: socket.socket, key: bytes, context: ssl.SSLContext | None) -> None:
@@ -222,10 +210,7 @@ class Proof:
         self.connection, self._key, self._context = one, key, context
 
     def as_server(self) -> Step:
-        """Prove that this side, which listens, knows the secret, once the other one has proven it.
-
-        Raises OSError if it has not.
-        """
+        """Verify the connecting side's proof, raising OSError if it is wrong; then send this side's."""
         yield from self._encrypt(server=True)
         both = _addresses(self.connection.getsockname(), self.connection.getpeername())
         nonce = secrets.token_bytes(_NONCE)
@@ -238,10 +223,7 @@ class Proof:
         yield from self._send(_sign(self._key, b"server", nonce, theirs, both))
 
     def as_client(self) -> Step:
-        """Prove that this side, which connects, knows the secret, and see that the other one does.
-
-        Raises OSError if it does not.
-        """
+        """Send this side's proof; then verify the listening side's, raising OSError if it is wrong."""
         yield from self._encrypt(server=False)
         both = _addresses(self.connection.getpeername(), self.connection.getsockname())
         greeting = yield from self._receive(len(_GREETING) + _NONCE)
@@ -280,7 +262,7 @@ class Proof:
 
     @staticmethod
     def _patiently(call: Callable[[], Any], event: int) -> Generator[int, None, Any]:
-        """Return what ``call`` returns once the socket lets it; ``event`` is what that waits for without TLS."""
+        """Return the result of ``call`` once it does not block; without TLS it waits for ``event``."""
         while True:
             try:
                 return call()

@@ -1,4 +1,4 @@
-"""Interface of all transports. The arguments and errors are those of :class:`pycomm.Communicator`."""
+"""Interface of all transports. Arguments and errors are those of :class:`pycomm.Communicator`."""
 
 from __future__ import annotations
 
@@ -26,32 +26,31 @@ AllReduceApart = Callable[[Any, str, int, Sequence[Any], float], float]
 
 
 class Receipt(Protocol):
-    """Receive that has been posted. It keeps the array until it is completed or cancelled."""
+    """Posted receive. It keeps the array until it is completed or cancelled."""
 
     def wait(self, timeout: float) -> int:
         """Return the rank whose message the array now holds.
 
         Raises:
             ValueError: the message has another size than the array. It is lost.
-            CommError: no message came within ``timeout`` seconds, in which case the receive remains posted; or none
-                can come, since the rank that it waits for died, gave up or closed.
+            CommError: no message came within ``timeout`` seconds, and the receive remains posted; or none can come,
+                since the sender died, gave up or closed.
         """
 
     def is_completed(self) -> bool:
         """Return whether :meth:`wait` would return, or raise, at once."""
 
     def cancel(self) -> bool:
-        """Withdraw it: the array is not written to any more. Returns whether that was before a message came."""
+        """Withdraw it, so that the array is not written to any more; return whether no message had come."""
 
 
 class HostMemory(NamedTuple):
-    """Memory that the ranks of one host reach.
+    """Memory shared by the ranks of one host. Blocks have the buffer protocol.
 
     Attributes:
-        allocate: returns a block of so many bytes, an object with the buffer protocol.
-        offset_of: returns where the bytes at an address, so many, lie in this rank's memory; -1: not there.
-        of_rank: returns memory of a rank: at an offset in it, so many bytes, which that rank has allocated and keeps.
-            An object with the buffer protocol.
+        allocate: returns a new block, given its number of bytes.
+        offset_of: returns the offset in this rank's memory of an address and number of bytes; -1: not there.
+        of_rank: returns a block that a rank has allocated and keeps, given the rank, offset and number of bytes.
         num_ranks: number of these ranks.
     """
 
@@ -64,47 +63,42 @@ class HostMemory(NamedTuple):
 class Transport(Protocol):
     """Collectives among ``size`` ranks: in place and blocking, with every wait limited to ``timeout`` seconds.
 
-    All ranks call the same operations in the same order with the same sizes and dtypes. Before any data
-    moves, the ranks compare their operations; a difference, or a wrong argument on one rank, is an error
-    on all of them.
-
-    Attributes:
-        name: name of the transport, as in ``Communicator.transport``.
-        rank, size: rank of this process, and number of ranks.
+    All ranks call the same operations in the same order with the same sizes and dtypes. Before any data moves, the
+    ranks compare their operations; a difference, or a wrong argument on one rank, is an error on all of them.
     """
 
     name: str
     rank: int
     size: int
     skip_checks: bool | Literal["after the next"]
-    """While true, the ranks need not compare operations, because these follow from ones that were compared, or from
-    the next one, which is compared and makes it true."""
+    """While true, ranks need not compare operations, as compared ones imply them. "after the next" becomes true after
+    the next operation, which is compared."""
 
     host_memory: HostMemory | None
-    """``None`` if arrays travel in other ways."""
+    """``None`` without shared memory."""
 
     hosts: Sequence[Sequence[int]]
-    """Ranks by host, in rising order; hosts in the order of their first ranks. What ranks of one host have for each
-    other goes through memory that they share: where there is none, each rank counts as a host."""
+    """Ranks by host, in rising order; hosts in the order of their first ranks. Ranks of a host share memory; without
+    shared memory, each rank counts as a host."""
 
     interruptible: bool
-    """Whether :meth:`close` ends an operation that is in progress on another thread."""
+    """Whether :meth:`close` ends an operation in progress on another thread."""
 
     buffer_limit: int
-    """How many bytes of messages may be sent and not yet received."""
+    """Number of bytes of messages that may be sent and not yet received."""
 
     recorder: Recorder
-    """Recorder of the operations, once the transport has been chosen for a group."""
+    """Recorder of the operations, set once the transport is chosen for a group."""
 
     own_share: OwnShare | None
-    """Returns where those elements of an array from :meth:`empty` begin and end that this rank will reduce itself in
-    the next all-reduce of one as large. ``None``: no rank does what the others then need not."""
+    """Returns the bounds of the elements that this rank reduces in the next all-reduce of an array, from :meth:`empty`,
+    of this size. ``None``: ranks do not split the reduction."""
 
     all_reduce_apart: AllReduceApart | None
-    """``all_reduce_apart(x, op, begin, pieces, timeout)``: all-reduce to which what this rank has for those elements
-    may lie elsewhere. ``pieces`` are as many elements, one piece after the other, of which some may be in ``x`` at
-    their place. Ranks without any call it, or :meth:`all_reduce`, all the same. Returns the largest magnitude in what
-    is not in place, of all ranks; NaN if there is one. ``None`` where :attr:`own_share` is."""
+    """``all_reduce_apart(x, op, begin, pieces, timeout)``: all-reduce where this rank's input for its own share, from
+    ``begin`` on, may lie outside ``x``. ``pieces`` hold as many elements in order; some may lie in ``x``, in place.
+    Ranks without pieces call it, or :meth:`all_reduce`, too. Returns the largest magnitude of all ranks' pieces outside
+    ``x``; NaN if they have one. ``None`` where :attr:`own_share` is."""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor: ...
     def all_reduce(self, x: Any, op: str, timeout: float) -> None: ...
@@ -112,72 +106,66 @@ class Transport(Protocol):
     def all_gather(self, out: Any, x: Any, timeout: float) -> None: ...
     def all_to_all(self, out: Any, x: Any, timeout: float) -> None: ...
     def reduce(self, x: Any, dst: int, op: str, timeout: float) -> None:
-        """Reduce ``x`` over all ranks into that of rank ``dst``; the others' stay as they are."""
+        """Reduce ``x`` over all ranks into ``x`` of rank ``dst``; the others' stay as they are."""
 
     def all_to_all_v(self, outs: Sequence[Any], xs: Sequence[Any], timeout: float) -> None:
-        """Send ``xs[p]`` to rank p, whose ``outs[rank]`` it becomes.
+        """Write ``xs[p]`` of this rank into ``outs[rank]`` of every rank p.
 
-        Both hold an array, of any dtype and length, or ``None`` for nothing, for each rank. ``xs`` may hold an
-        array several times; ``outs[rank]`` may be ``xs[rank]``, and else no array of ``outs`` overlaps another
-        one. An array and what it becomes must have as many bytes: otherwise ValueError on every rank, naming the
-        pair, before data moves.
+        Both hold one array per rank, of any dtype and length, or ``None`` for nothing. ``xs`` may repeat an array;
+        ``outs[rank]`` may be ``xs[rank]``; otherwise no array of ``outs`` overlaps another one. If the sender's and the
+        receiver's array differ in bytes, every rank raises a ValueError that names the pair, before data moves.
         """
 
     def reduce_scatter_v(self, out: Any, xs: Sequence[Any], op: str, timeout: float) -> None:
         """Write the reduction of all ranks' ``xs[rank]`` into ``out``, which may be this rank's own ``xs[rank]``.
 
-        ``xs`` holds an array, of any length and of ``out``'s dtype, or ``None`` for an empty one, for each rank.
-        All ranks' arrays for one rank must be as long as its ``out``: otherwise ValueError, as above.
+        ``xs`` holds one array per rank, of any length and of ``out``'s dtype, or ``None`` for an empty one. All ranks'
+        arrays for one rank must be as long as its ``out``: otherwise ValueError, as above.
         """
 
     def all_gather_v(self, outs: Sequence[Any], x: Any, timeout: float) -> None:
-        """Write the ``x`` of every rank p, of any dtype and length, into ``outs[p]``, which may be ``x`` for p = rank.
+        """Write ``x`` of every rank p, of any dtype and length, into ``outs[p]``, which may be ``x`` for p = rank.
 
-        ``outs`` holds an array, or ``None`` for an empty one, for each rank. Lengths and overlaps: as of
-        :meth:`all_to_all_v`.
+        ``outs`` holds one array per rank, or ``None`` for an empty one. Lengths and overlaps: see :meth:`all_to_all_v`.
         """
 
     def broadcast(self, x: Any, src: int, timeout: float) -> None: ...
     def run_program(self, program: Program, x: Any, op: str, timeout: float) -> None:
-        """All-reduce ``x`` by this rank's part of a schedule that all ranks have."""
+        """All-reduce ``x`` by this rank's program of a schedule that all ranks run."""
 
     def barrier(self, timeout: float) -> None: ...
 
     def send(self, x: Any, dst: int, tag: int, timeout: float) -> None:
-        """Send ``x`` to rank ``dst``; return once it has been copied, whether or not ``dst`` receives it already.
+        """Send ``x`` to rank ``dst``; return once it is buffered, even if ``dst`` has not received it.
 
-        Messages are no collectives: they may be sent and received in any order, and by other threads meanwhile.
+        Messages are not collective: they may be sent and received in any order, and by other threads meanwhile.
 
         Raises:
             ValueError: ``x`` alone is larger than ``buffer_limit``.
-            CommError: ``dst`` died, gave up or closed; or there was no room for ``timeout`` seconds, or cannot be.
+            CommError: ``dst`` died, gave up or closed; or the buffer stayed full for ``timeout`` seconds, or must.
         """
 
     def receive(self, x: Any, src: int | None, tag: int) -> Receipt:
-        """Receive into ``x`` the first message with ``tag`` from ``src``, or from any rank; returns at once.
+        """Post a receive of the first message with ``tag`` from ``src``, or from any rank, into ``x``.
 
-        Messages of a rank with one tag are received in the order in which they were sent, by receives in the order
-        of these calls.
+        Messages of a rank with one tag are received in the order sent, by receives in the order posted.
         """
 
     def give_up_stopped_after(self, seconds: float) -> None:
-        """Let operations fail because of a rank whose process they have seen stopped for so long, not at the timeout.
-
-        Only ranks of this host are seen.
-        """
+        """Fail operations once the process of a rank of this host has been stopped for ``seconds``."""
 
     def refuse(self, reason: str, timeout: float) -> None:
         """Stand in for an operation whose arguments are wrong on this rank; the other ranks get a ValueError."""
 
     def hand_over(self, patience: float) -> None:
-        """Wait, for at most ``patience`` seconds, until what this rank has sent can be received without it."""
+        """Wait, for at most ``patience`` seconds, until this rank's messages can be received without it."""
 
     def close(self, reason: str) -> None:
-        """Release all resources. Peers that wait for this rank are told ``reason``, if the transport can do so."""
+        """Release all resources. Peers that wait for this rank get the ``reason`` if the transport can send it."""
 
 
 def bytes_of(x: Any, name: str) -> npt.NDArray[np.uint8]:
-    """Return the memory of a CPU array, or of another object with the buffer protocol, as bytes to read.
+    """Return a CPU array, or another object with the buffer protocol, as bytes to read.
 
     Raises:
         TypeError, ValueError: ``x`` is no such object; the message starts with ``name``.
@@ -187,10 +175,10 @@ def bytes_of(x: Any, name: str) -> npt.NDArray[np.uint8]:
 
 
 def buffer_limit() -> int:
-    """Return how many bytes a rank may buffer: what the environment says, else 1 GiB or a quarter of the memory.
+    """Return how many bytes a rank may buffer: the environment variable's value, else 1 GiB or a quarter of the memory.
 
     Raises:
-        ValueError: the environment variable is no number of bytes.
+        ValueError: the variable is no number of bytes.
     """
     text = os.environ.get(BUFFER_VARIABLE)
     if text is None:

@@ -15,11 +15,11 @@ from pycomm.errors import CommError
 from pycomm.recorder import dump_on_signal
 from pycomm.recorder.watch import watch
 from pycomm.transport.base import Transport
-from pycomm.transport.hosts import Hosts, hosts_of, log_walls
+from pycomm.transport.failure_notes import FailureNotes
+from pycomm.transport.hosts import Hosts, hosts_of, log_isolation
 from pycomm.transport.meeting import Meeting
 from pycomm.transport.own_group import OWN, Place, cpu_backend_of, own_group
 from pycomm.transport.rendezvous import exchange_memory, introduction, listen
-from pycomm.transport.roll_call import RollCall
 from pycomm.transport.shared_memory import SharedMemoryTransport
 from pycomm.transport.torch_distributed import TorchTransport
 
@@ -40,18 +40,19 @@ def choose_transport(place: Place, wanted: str, timeout: float, problem: Excepti
         place: where the ranks meet.
         wanted: one of ``TRANSPORTS``.
         timeout: limit of the whole rendezvous, in seconds, unless ``place`` has a shorter one; and of operations.
-        problem: error in this rank's arguments, if any; raised once the other ranks have been told, which
-            get a ValueError.
+        problem: error in this rank's arguments, if any; raised once the other ranks know, which get a ValueError.
 
     Raises:
-        ValueError: shared memory is wanted, but the ranks are on several hosts; or "hierarchical", but they are
-            on one, or no two share one; or the group's backend cannot make a second group; or the ranks want
-            different transports, or run different versions of pycomm; or a rank makes the group on another backend.
+        ValueError: ``wanted`` does not suit the hosts of the ranks; or the group's backend cannot make a second
+            group; or the ranks differ in ``wanted``, in the version of pycomm or in the backend of the group.
         CommError: a rank did not arrive in time, or failed.
         OSError, MemoryError: this machine refused sockets or memory.
     """
     patience = min(timeout, place.patience)
-    with _turn_of(place, patience), _meeting_at(place, patience) as meeting:
+    with (
+        _turn_of(place, patience),
+        Meeting(place.store, place.rank, place.size, patience, place.stranger, place.lost) as meeting,
+    ):
         mine: dict[str, Any] = {}
         with contextlib.ExitStack() as open_sockets:
             try:
@@ -66,7 +67,7 @@ def choose_transport(place: Place, wanted: str, timeout: float, problem: Excepti
             hosts = hosts_of(place.rank, greetings)
             kind = _kind_of(wanted, hosts, greetings)
             if wanted == "auto":
-                log_walls(place.rank, greetings, kind)
+                log_isolation(place.rank, greetings, kind)
             try:
                 transport = _make(kind, place, meeting, listener, greetings, hosts, timeout)
                 _wait_until_ready(transport, patience)
@@ -82,12 +83,8 @@ def choose_transport(place: Place, wanted: str, timeout: float, problem: Excepti
         return transport
 
 
-def _meeting_at(place: Place, patience: float) -> Meeting:
-    return Meeting(place.store, place.rank, place.size, patience, place.stranger, place.lost)
-
-
 def _kind_of(wanted: str, hosts: Hosts, greetings: Sequence[Mapping[str, Any]]) -> str:
-    """Return the name of the transport to use; raise ValueError if it cannot be the one that is ``wanted``."""
+    """Return the name of the transport to use; raise ValueError if ``wanted`` is not possible."""
     if wanted == "shared_memory" and not hosts.are_one:
         for p, greeting in enumerate(greetings):
             if "no_memory" in greeting:
@@ -121,13 +118,13 @@ def _make(
             local = SharedMemoryTransport(hosts.local_rank, peers, hosts.members)
             until_made.callback(local.close, "it could not meet the others")
         own = own_group(place, f"{place.name}{OWN}{meeting.name}", timeout)
-        roll_call = RollCall(place.store, meeting.name, place.rank, greetings)
+        failure_notes = FailureNotes(place.store, meeting.name, place.rank, greetings)
         until_made.pop_all()
-    return TorchTransport(own, roll_call, local, hosts)
+    return TorchTransport(own, failure_notes, local, hosts)
 
 
 def _exchange_greetings(meeting: Meeting, mine: dict[str, Any], problem: Exception | None) -> list[dict[str, Any]]:
-    """Return the greetings of all ranks; or raise ``problem`` once the other ranks know of it or failed to arrive."""
+    """Return the greetings of all ranks; or send ``problem`` to the other ranks, and raise it."""
     if problem is None:
         return meeting.greet(mine)
     with contextlib.suppress(CommError, ValueError):
@@ -140,9 +137,9 @@ _turns: defaultdict[tuple[int, str, int], threading.RLock] = defaultdict(threadi
 
 @contextlib.contextmanager
 def _turn_of(place: Place, timeout: float) -> Iterator[None]:
-    """Make threads that create communicators of one group take turns, as a rank has only one greeting at a time.
+    """Serialize the threads that create communicators of one group, as a rank has only one greeting at a time.
 
-    Which threads of two ranks meet is left to chance, as always when several threads call collectives.
+    Which threads of two ranks meet is undefined, as always when several threads call collectives.
     """
     turn = _turns[os.getpid(), place.name, place.rank]  # a forked child has locks of its own
     if not turn.acquire(timeout=timeout):
@@ -166,7 +163,7 @@ def _require_same_choice(greetings: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _wait_until_ready(transport: Transport, timeout: float) -> None:
-    """Return once the transports of all ranks are ready: memory mapped, connections made, the store read."""
+    """Return once all ranks' transports are ready: memory mapped, connections made, the store read."""
     try:
         transport.barrier(timeout)
     except BaseException:

@@ -1,7 +1,7 @@
 """Communication on one GPU: a stream of its own, NCCL on it, and its order relative to all other streams.
 
-Nothing here waits on the host. An operation starts after all work that its arrays' producers have been
-given so far, and work given to the producers afterwards starts after the operation.
+Nothing here blocks the host. An operation starts after all work submitted so far to the streams of its arrays, the
+producers; work submitted to them later starts after the operation.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from pycomm.transport.gpu_program import GpuProgram
 from pycomm.transport.nccl import NcclTransport
 
 _NUM_ARRAYS = {"reduce_scatter": 2, "all_gather": 2}
-"""Arrays that operations use, if not one: the first of their arguments."""
+"""Number of leading arguments that are arrays, if not one."""
 _NOT_HERE = {
-    "reduce": "reduce wants an array in CPU memory; between GPUs use all_reduce()",
-    "all_to_all": "all_to_all wants arrays in CPU memory; between GPUs use group(), send() and recv()",
+    "reduce": "reduce requires an array in CPU memory; between GPUs use all_reduce()",
+    "all_to_all": "all_to_all requires arrays in CPU memory; between GPUs use group(), send() and recv()",
 }
 
 
@@ -37,12 +37,12 @@ def gpu_of(array: Any) -> int | None:
             return None
         device = getattr(array, "device", 0)
         return int(getattr(device, "id", device))  # cupy's has an id
-    except Exception:  # from a foreign object: it is refused later, where the other ranks are told
+    except Exception:  # from a foreign object: it is refused later, on all ranks
         return None
 
 
 def streams_of(arrays: Sequence[Any]) -> list[int]:
-    """Return the streams on which the libraries of ``arrays`` currently work, as integers, each once."""
+    """Return the current streams of the libraries of ``arrays``, as integers, each once."""
     return list({_stream_of(array) for array in arrays})
 
 
@@ -67,7 +67,7 @@ class GpuWork:
         moment: its end on the communication stream.
         producers: streams that wait for it in :meth:`wait`.
         result: what :meth:`wait` returns.
-        kept: objects whose memory the operation uses; emptied when nothing can take that memory too early any more.
+        kept: objects whose memory the operation uses; cleared once that memory can be reused safely.
     """
 
     def __init__(self, queue: GpuQueue, moment: Any, producers: Collection[int], result: Any, kept: list[Any]) -> None:
@@ -85,7 +85,7 @@ class GpuWork:
         """
         if self._moment.is_captured:
             raise RuntimeError(
-                "is_completed: the operation was captured into a CUDA graph, and happens whenever that is launched: "
+                "is_completed: the operation was captured into a CUDA graph, and runs whenever that is launched: "
                 "call wait() in the capture"
             )
         passed: bool = self._moment.has_passed()
@@ -97,24 +97,22 @@ class GpuWork:
         Does not block the host.
 
         Raises:
-            CommError: NCCL has failed meanwhile.
+            CommError: NCCL has failed since.
         """
         self._queue.check()
         for stream in {*self._producers, *self._queue.torch_streams()}:
             self._moment.hold_back(stream)
-        self._kept.clear()  # what gets the memory next, on one of those streams, comes after the operation
+        self._kept.clear()  # those streams reuse the memory after the operation only
         return self._result
 
 
 class GpuQueue:
-    """Queue of operations on one GPU: a stream for communication. All ranks make it with their first operation there.
-
-    It runs operations as :class:`pycomm.channel.Channel` does those in CPU memory.
+    """Queue of operations on one GPU, on a communication stream: counterpart of :class:`pycomm.channel.Channel`.
 
     Args:
         device: ordinal of the GPU.
         timeout: limit of every operation, in seconds.
-        make_transport: makes NCCL's communicator for a device, an algorithm and the streams of its first operation;
+        make_transport: returns NCCL's communicator for a device, an algorithm and the streams of its first operation;
             collective.
     """
 
@@ -129,15 +127,15 @@ class GpuQueue:
         self._transports: dict[str, NcclTransport] = {}
         self.scratch = Scratch()  # for kernels on the communication stream
         self._own_stream: Any = None
-        self._kept: deque[tuple[Any, list[Any]]] = deque()  # what operations use that nobody has waited for
-        self._grouped: list[Sequence[Any]] | None = None  # the arrays of an open group's operations
+        self._kept: deque[tuple[Any, list[Any]]] = deque()  # objects used by operations that were not waited for
+        self._grouped: list[Sequence[Any]] | None = None  # arrays of an open group's operations
 
     def transport(self, algorithm: str = "native", producers: Collection[int] = ()) -> NcclTransport:
-        """Return NCCL's communicator for ``algorithm``. Collective at first use, which makes it.
+        """Return NCCL's communicator for ``algorithm``. The first call makes it, and is collective.
 
         Raises:
-            RuntimeError: on every rank: it is not made yet, and on some rank one of the streams ``producers``, or
-                torch's current one, is being captured into a CUDA graph.
+            RuntimeError: on every rank, in the first call: some rank captures a stream of ``producers``, or torch's
+                current one, into a CUDA graph.
         """
         if algorithm not in self._transports:
             streams = [*producers, *self.torch_streams()]
@@ -145,12 +143,12 @@ class GpuQueue:
         return self._transports[algorithm]
 
     def require_no_capture(self, producers: Collection[int], what: str, why: str) -> None:
-        """Raise RuntimeError if a stream of ``producers``, or torch's current one, is captured into a CUDA graph."""
+        """Raise RuntimeError if a CUDA graph captures a stream of ``producers`` or torch's current one."""
         _native.require_no_capture(self.device, [*producers, *self.torch_streams()], what, why)
 
     @property
     def _stream(self) -> Any:
-        """Communication stream; made after NCCL's communicator, so that ranks share the error if NCCL is missing."""
+        """Communication stream; made after NCCL's communicator, so that all ranks raise if one lacks NCCL."""
         if self._own_stream is None:
             self.transport()
             self._own_stream = _native.CommStream(self.device)
@@ -160,9 +158,9 @@ class GpuQueue:
     def as_current(self) -> Iterator[None]:
         """Make the communication stream torch's current one.
 
-        Memory that is allocated inside is used again on that stream only, so it may be dropped at any time.
+        Memory allocated inside is reused on that stream only, so it may be freed at any time.
         """
-        if not torch.cuda.is_available():  # arrays are other libraries'
+        if not torch.cuda.is_available():  # arrays are from other libraries
             yield
             return
         stream = torch.cuda.ExternalStream(self._stream.handle, self.device)  # type: ignore[no-untyped-call]
@@ -170,19 +168,15 @@ class GpuQueue:
             yield
 
     def torch_streams(self) -> list[int]:
-        """Return torch's current stream in a list, which is empty if torch has no CUDA."""
+        """Return a list with torch's current stream; empty if torch has no CUDA."""
         return [current_stream(self.device)] if torch.cuda.is_available() else []
 
     def all_reduce(self, x: Any, op: str, async_op: bool, algorithm: str | Table) -> GpuWork | None:
-        """Reduce ``x`` over all ranks by an algorithm that NCCL chooses, or by its "ring"."""
+        """Reduce ``x`` over all ranks by NCCL's choice of algorithm, or by its "ring"."""
         return self._run("ring" if algorithm == "ring" else "native", "all_reduce", async_op, x, op)
 
     def run(self, operation: str, async_op: bool, *args: Any) -> GpuWork | None:
-        """Enqueue NCCL's operation of that name.
-
-        Raises:
-            ValueError: NCCL has no such operation.
-        """
+        """Enqueue NCCL's operation of that name. Raises ValueError if it has none."""
         if operation in _NOT_HERE:
             raise ValueError(_NOT_HERE[operation])
         return self._run("native", operation, async_op, *args)
@@ -193,18 +187,14 @@ class GpuQueue:
         return self._enqueue(arrays, lambda stream: call(*args, stream, self._timeout), async_op)
 
     def run_program(self, program: Program, x: Any, op: str, async_op: bool) -> GpuWork | None:
-        """All-reduce ``x`` by this rank's part of a schedule that all ranks have.
-
-        Raises:
-            ValueError: a group of operations is open. Also the errors of :class:`GpuProgram` and of NCCL's operations.
-        """
+        """All-reduce ``x`` by this rank's program. Raises ValueError inside a group; else as :class:`GpuProgram`."""
         if self._grouped is not None:
             text = "a schedule inside a group, wanted its rounds to be groups of their own: end the group first"
             raise ValueError(text)
         producers = streams_of([x])
         transport, run = self.transport("native", producers), GpuProgram(program, x, op, self.scratch)
         if run.needs_memory and not isinstance(x, torch.Tensor):
-            why = "memory of x's library would be gone when the graph is launched, wanted a torch tensor"
+            why = "memory of x's library would be freed before the graph is launched, wanted a torch tensor"
             self.require_no_capture(producers, "a schedule", why)
 
         def enqueue(stream: int) -> None:
@@ -228,16 +218,10 @@ class GpuQueue:
     def _enqueue(
         self, arrays: Sequence[Any], operation: Callable[[int], None], async_op: bool, kept: Sequence[Any] = ()
     ) -> GpuWork | None:
-        """Call ``operation(stream)``, ordered before and after the work on the streams of ``arrays``.
+        """Call ``operation(stream)``, ordered relative to the work on the streams of ``arrays``.
 
-        Args:
-            arrays: arrays that the operation reads or writes.
-            operation: enqueues work on the given stream and returns.
-            async_op: leave it to ``wait()`` of the returned work to hold back the arrays' streams.
-            kept: other objects that must live until the operation has finished.
-
-        Raises:
-            ValueError: ``async_op`` inside a group.
+        With ``async_op``, which is a ValueError inside a group, ``wait()`` of the result makes those streams wait.
+        ``kept`` are other objects that must live until the operation has finished.
         """
         producers = streams_of(arrays)
         self._drop_finished()
@@ -247,7 +231,7 @@ class GpuQueue:
             self._stream.follow(stream)
         operation(self._stream.handle)
         if self._grouped is not None:
-            self._grouped.append(arrays)  # this also keeps them alive until NCCL is given the operation
+            self._grouped.append(arrays)  # also keeps them alive until NCCL gets the operation
             return None
         moment = self._stream.now()
         if not async_op:
@@ -266,18 +250,14 @@ class GpuQueue:
         return self._work(self._stream.now(), producers, result, [tensor for tensor in reads if tensor is not None])
 
     def _work(self, moment: Any, producers: Collection[int], result: Any, kept: list[Any]) -> GpuWork:
-        """Return the work that ends at ``moment``, and keep its memory until it is over or waited for."""
+        """Return the work that ends at ``moment``; keep its memory until it has finished or was waited for."""
         if not moment.is_captured:
-            self._kept.append((moment, kept))  # for work that is dropped
+            self._kept.append((moment, kept))  # in case the work is dropped
         return GpuWork(self, moment, producers, result, kept)
 
     @contextlib.contextmanager
     def grouped(self) -> Iterator[None]:
-        """Group operations as :meth:`NcclTransport.grouped` does; all arrays' streams wait for the whole group.
-
-        Raises:
-            RuntimeError: a group is already open.
-        """
+        """Group operations as :meth:`NcclTransport.grouped` does; all arrays' streams wait for the whole group."""
         if self._grouped is not None:
             raise RuntimeError("a group is already open on this GPU; groups do not nest")
         transport, self._grouped = self.transport(), []
@@ -301,8 +281,8 @@ class GpuQueue:
             transport.close()
         self._transports.clear()
         if self._own_stream is not None:
-            with contextlib.suppress(RuntimeError):  # nothing to order on a GPU that is lost
-                # Work queued on our stream may still write to memory that the caller is about to free.
+            with contextlib.suppress(RuntimeError):  # the GPU may be lost
+                # Work on our stream may still write to memory that the caller is about to free.
                 moment = self._own_stream.now()
                 for stream in self.torch_streams():
                     moment.hold_back(stream)

@@ -1,7 +1,7 @@
-"""Execution of a program between GPUs: NCCL's sends and receives, a group per round, and our kernels to add them up.
+"""Execution of a program between GPUs: NCCL's sends and receives, a group per round, and our kernels to reduce.
 
-Nothing waits on the host. Everything is enqueued on one stream, so a round's kernels run after its
-messages, and the next round's messages after them.
+Nothing blocks the host. Everything is enqueued on one stream, so a round's kernels run after its messages and before
+the next round's.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ class GpuProgram:
     For means the sums are divided at the end; half types are summed in float32.
 
     Args:
-        program: this rank's part of the schedule.
-        x: array that is reduced in place.
-        op: as :func:`pycomm.kernels.reduce` has it.
-        scratch: scratch memory for kernels on the stream that it will be enqueued on.
+        program: this rank's program.
+        x: array, reduced in place.
+        op: reduction of :func:`pycomm.kernels.reduce`.
+        scratch: scratch memory of the stream.
 
     Raises:
-        TypeError: the dtype does not suit ``op``, or ``op`` is no text. ValueError: ``x`` is not contiguous, or ``op``
-            unknown.
+        TypeError, ValueError: ``op`` is unknown or not defined for the dtype, or ``x`` is not contiguous.
     """
 
     def __init__(self, program: Program, x: Any, op: str, scratch: kernels.Scratch) -> None:
@@ -54,11 +53,10 @@ class GpuProgram:
         return self._widens or any(row[3] for _, receives in self._rounds for row in receives)
 
     def run(self, transport: NcclTransport, stream: int, timeout: float) -> None:
-        """Enqueue the all-reduce on ``stream``.
+        """Enqueue the all-reduce on ``stream``, which must be torch's current stream, as memory is allocated on it.
 
-        Memory is allocated on torch's current stream, which must be ``stream``; arrays of other libraries allocate as
-        these do. This object holds it, and must live until the stream has passed the program where they do not know
-        the stream.
+        Other libraries allocate without regard to the stream: for their arrays this object, which holds the memory,
+        must live until the stream has finished the program.
         """
         if self._widens:
             self._working = empty(self._x, (self._count,), "float32")
@@ -91,7 +89,7 @@ class GpuProgram:
                     transport.send(part, row[0], stream, timeout)
         for peer, own, theirs in sums:
             if len(own):
-                # In the order of the ranks: partners that exchange sums get the same bits, also of zeros and NaNs.
+                # In rank order: partners that exchange sums get the same bits, even of zeros and NaNs.
                 operands = [theirs, own] if peer < self._program.rank else [own, theirs]
                 kernels.reduce(own, operands, "sum" if self._op == "mean" else self._op, scratch=self._scratch)
 

@@ -1,21 +1,19 @@
 """Collectives among ranks on several hosts, some of which share a host.
 
-What ranks of one host have to tell each other goes through shared memory, so that a link between hosts
-carries each byte once instead of once for every rank. An all-reduce of n bytes has three parts, with as
-many lanes as the host with the fewest ranks has ranks:
+Ranks of one host exchange data through shared memory, so that a link between hosts carries each byte once instead of
+once per rank. An all-reduce of n bytes has three steps, with as many lanes as the smallest host has ranks:
 
-1. the ranks of a host reduce; lane k's rank gets part k of as many as there are lanes;
-2. lane k's rank of every host reduces part k with the other hosts', by a schedule that is chosen by cost;
-3. the ranks of a host copy one another's parts.
+1. the ranks of a host reduce-scatter; lane k's rank gets part k;
+2. lane k's ranks of all hosts all-reduce part k, by a schedule chosen by cost;
+3. the ranks of a host all-gather the parts.
 
-Between two hosts n bytes go each way. Small arrays, and what is rare between hosts, travel as by
-:class:`TorchCollectives`.
+Between two hosts n bytes are sent each way. :class:`TorchCollectives` handles small arrays and rare operations.
 
-In collectives of parts of any lengths, one for each rank, whatever rank p has for another host, or gets from it, passes
-through one rank there, its carrier: the rank whose index on its host is that of p on its own, modulo the number of
-ranks there. So a link between two hosts carries each part once, and all ranks of a host carry. What a rank carries is
-not copied first if it lies in one piece, which it does where hosts have equally many ranks, and parts lie in the order
-of :func:`pycomm.transport.hosts.order_of`.
+In collectives of parts of any lengths, one per rank, rank p exchanges data with another host through one rank there,
+its carrier. The carrier has the same index on its host as p on its own, modulo the number of ranks there. So a link
+between two hosts carries each part once, and all ranks of a host share the work. Parts that a rank carries need no copy
+if they are adjacent: if hosts have equally many ranks, and parts the order of
+:func:`pycomm.transport.hosts.order_of`.
 """
 
 from __future__ import annotations
@@ -34,11 +32,11 @@ from pycomm.transport.shared_memory import SharedMemoryTransport
 from pycomm.transport.torch_collectives import BetweenHosts, TorchCollectives
 from pycomm.transport.torch_group import TorchGroup
 
-# Bytes up to which one round of messages between all ranks is faster than three parts.
+# Bytes up to which one round of messages between all ranks is faster than three steps.
 _FLAT_BYTES = 1 << 10
-_ONE_LANE_BYTES = 32 << 10  # up to which parts would be too small to be worth their messages
+_ONE_LANE_BYTES = 32 << 10  # up to here several lanes do not pay off
 _ALIGNMENT = 64  # elements, of the borders between parts
-# A rank may wait for one of its host that waits for another host: it waits longer, to be told whom for.
+# Waits within a host are longer than waits between hosts, so that the rank that waits for another host fails first.
 _LOCAL_PATIENCE = 2.0
 _LOCAL_GRACE = 5.0  # seconds
 
@@ -47,13 +45,10 @@ class HierarchicalCollectives:
     """Collectives through ``local`` shared memory within hosts, and messages between them.
 
     Args:
-        flat: does what is small, among all ranks.
+        flat: collectives among all ranks, for small arrays.
         group: all ranks.
-        local: the ranks of this host, in rising order; owned from now on.
+        local: transport of this host's ranks, in rising order; taken over.
         hosts: which ranks are on which host.
-
-    Attributes:
-        name, hosts, host_memory: see :class:`TorchCollectives`.
     """
 
     name = "hierarchical"
@@ -77,12 +72,12 @@ class HierarchicalCollectives:
         """Ranks of the other hosts that carry this rank's part."""
 
     def _leave(self, reason: str) -> None:
-        """After a failure: end what others of this host, and of other hosts, wait for."""
+        """End, after a failure, the waits of other ranks for this one."""
         self._local.close(reason)
         self._group.sever()
 
     def _on_host(self, operation: str, call: Callable[[float], None], timeout: float) -> None:
-        """Run ``call(timeout)``, which uses shared memory; a failure is everybody's."""
+        """Run ``call(timeout)``, which uses shared memory; a failure breaks the whole group."""
         _ = self._group.group  # raises if it is closed, broken, or inherited by a fork
         start = time.monotonic()
         try:
@@ -100,7 +95,7 @@ class HierarchicalCollectives:
         kind = "sum" if op == "mean" else op
         lanes = 1 if tensor.nbytes <= _ONE_LANE_BYTES else self._num_lanes
         size = len(tensor) // lanes // _ALIGNMENT * _ALIGNMENT
-        # The last lane has the rest.
+        # The last lane also has the remainder.
         parts = [tensor[k * size : (k + 1) * size if k < lanes - 1 else len(tensor)] for k in range(lanes)]
         self._on_host("all_reduce", lambda patience: self._reduce_parts(tensor, parts, kind, patience), timeout)
         if self._lane is not None and self._hosts.local_rank < lanes:
@@ -111,7 +106,7 @@ class HierarchicalCollectives:
         self._on_host("all_reduce", lambda patience: self._copy_parts(tensor, parts, patience), timeout)
 
     def _reduce_parts(self, tensor: torch.Tensor, parts: list[torch.Tensor], op: str, timeout: float) -> None:
-        """Reduce over this host so that part k is right on its rank k."""
+        """Reduce over this host: its rank k gets part k."""
         even, rest = self._evenly(tensor, parts)
         if even is None:
             self._local.all_reduce(tensor, op, timeout)
@@ -132,7 +127,7 @@ class HierarchicalCollectives:
             self._local.broadcast(rest, len(parts) - 1, timeout)
 
     def _evenly(self, tensor: torch.Tensor, parts: list[torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Return equal parts, one for each rank of this host (``None`` if not so many), and what is left."""
+        """Return the range of equal parts, one per rank of this host (``None`` if there are fewer), and the rest."""
         if len(parts) != self._local.size or len(parts) == 1:
             return None, tensor
         end = len(parts) * len(parts[0])
@@ -200,11 +195,10 @@ class HierarchicalCollectives:
                     targets[p].copy_(part)
 
     def _to_others(self, tensors: dict[int, torch.Tensor]) -> list[Message]:
-        """Return the messages with ranks of other hosts."""
         return _messages({p: tensor for p, tensor in tensors.items() if p not in self._hosts.members})
 
     def broadcast(self, x: torch.Tensor, source: int, timeout: float) -> None:
-        """Overwrite ``x``, bytes, with that of ``source``: over a chain of one rank of each host, then within hosts."""
+        """Overwrite ``x``, bytes, with ``source``'s: along a chain of one rank per host, then within hosts."""
         if x.nbytes <= _FLAT_BYTES:
             self._flat.broadcast(x, source, timeout)
             return
@@ -218,7 +212,7 @@ class HierarchicalCollectives:
 
 
 def carried(hosts: Hosts) -> list[list[int]]:
-    """Return the ranks whose parts each rank of this host carries; by index on their own host, then by host."""
+    """Return the ranks whose parts each rank of this host carries, by their index on their host, then by host."""
     count = len(hosts.members)
     mine: list[list[int]] = [[] for _ in range(count)]
     for index in range(max(map(len, hosts.ranks))):
@@ -231,7 +225,7 @@ def _messages(tensors: dict[int, torch.Tensor]) -> list[Message]:
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return flat tensors one after the other: where they lie so, what is there, else a copy."""
+    """Return flat tensors as one: without a copy if they are adjacent in memory."""
     some = [tensor for tensor in tensors if tensor.numel() > 0]
     if not some:
         return tensors[0]

@@ -42,7 +42,7 @@ def require_op(op: object, dtype: str, name: str) -> None:
 
 
 def rank_of(value: object, name: str, size: int) -> int:
-    """Return the argument ``name`` as a rank of a group of ``size``; raise TypeError or ValueError if it is none."""
+    """Return the argument ``name`` as an int in range(``size``), such as a rank; else raise TypeError or ValueError."""
     if not isinstance(value, SupportsIndex) or isinstance(value, bool):
         raise TypeError(f"{name} is {value!r}, wanted an int")
     require(0 <= index(value) < size, f"{name} is {value}, wanted 0 <= {name} < {size}")

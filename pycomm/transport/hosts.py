@@ -1,4 +1,4 @@
-"""Hosts of a group: which ranks can share memory, by what they tell of their hosts when they meet."""
+"""Hosts of a group: which ranks can share memory, according to their greetings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Hosts:
 
     Attributes:
         rank: this rank.
-        ranks: for each host its ranks, in rising order; hosts in the order of their first ranks.
+        ranks: ranks of each host, in rising order; hosts in the order of their first ranks.
         host: index of this rank's host.
     """
 
@@ -53,9 +53,9 @@ def order_of(hosts: Sequence[Sequence[int]]) -> list[int]:
 
 
 def hosts_of(rank: int, greetings: Sequence[Mapping[str, Any]]) -> Hosts:
-    """Return the hosts of the ranks that greeted so (:func:`pycomm.transport.rendezvous.introduction`)."""
+    """Return the hosts of ranks, given their greetings (:func:`pycomm.transport.rendezvous.introduction`)."""
     by_host: dict[str, list[int]] = {}
-    # If one rank is denied memory to share, all travel by messages.
+    # If one rank is denied shared memory, all ranks use messages.
     denied = any("no_memory" in greeting for greeting in greetings)
     for p, greeting in enumerate(greetings):
         by_host.setdefault(f"{greeting['host']}, rank {p}" if denied else greeting["host"], []).append(p)
@@ -63,8 +63,8 @@ def hosts_of(rank: int, greetings: Sequence[Mapping[str, Any]]) -> Hosts:
     return Hosts(rank, ranks, next(host for host, members in enumerate(ranks) if rank in members))
 
 
-def log_walls(rank: int, greetings: Sequence[Mapping[str, Any]], transport: str) -> None:
-    """Log why ranks of one machine share no memory, so that ``transport`` is used; on the first rank of the machine."""
+def log_isolation(rank: int, greetings: Sequence[Mapping[str, Any]], transport: str) -> None:
+    """Log, on the first rank of a machine, why its ranks cannot share memory and use ``transport``."""
     for p, greeting in enumerate(greetings):
         if "no_memory" in greeting:
             if rank == 0:

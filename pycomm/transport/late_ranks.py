@@ -1,15 +1,15 @@
-"""Ranks that others wait for are named in the log while they wait: also one that never comes.
+"""Log lines that name ranks for which others wait, even ranks that never arrive.
 
-A thread of the process looks twice a second whether an operation on one of its groups lasts. A rank that has waited
-for two seconds says so in the store in which its group has met: where nobody waits, nothing is sent. A rank that has
-waited for eight seconds reads what the others have said: who has said nothing of this operation has not come. The
-first of those that wait logs it. (From some operations ranks may come back before all have come to them. A rank that
-then calls nothing for five seconds says that it has ended it.)
+A thread of the process checks twice a second whether an operation on one of its groups lasts. A rank that has waited
+for two seconds writes a note to its group's store; without a wait, nothing is sent. A rank that has waited for eight
+seconds reads the notes: ranks without a note about this operation have not arrived. The first waiting rank logs them.
+(Some operations return on a rank before all ranks have arrived. A rank that then calls nothing for five seconds notes
+that it has finished.)
 
-A rank that calls nothing for four seconds may have left its training, whose objects refer to one another in circles. So
-the garbage collector runs once: a group that nobody can use any more is closed, and those that wait for it are told.
+A rank that calls nothing for four seconds may have dropped its training objects, which form reference cycles. So the
+garbage collector runs once: unreachable groups are closed, and ranks that wait in them get an error.
 
-Operations on GPUs are only enqueued, and messages between two ranks are no meetings of all: neither is looked at.
+Operations on GPUs, which are only enqueued, and messages between two ranks are not watched.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pycomm.torch_internals import PrefixStore
 from pycomm.worker import Work, Worker
 
 NAMED_AFTER = 8.0
-"""Seconds of waiting after which a rank is named; with what it takes to ask the others, that is within ten."""
+"""Seconds of waiting after which a rank is named; with the time to read the notes, within ten."""
 NAMED_AGAIN = 60.0
 """Seconds until it is named again."""
 
@@ -43,7 +43,7 @@ _PATIENCE = 3.0  # seconds for the thread to end
 _MOST_NAMED = 8
 _MESSAGES = ("send", "receive")
 _WHOLE = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "barrier", "run_program")
-"""Operations from which no rank comes back before all have come to it."""
+"""Operations that return on no rank before all ranks have arrived."""
 
 _LOG = logging.getLogger("pycomm")
 
@@ -55,9 +55,9 @@ class Reduction:
     """Reduction for which this rank waits.
 
     Attributes:
-        number: how many there were before it.
-        began: when this rank began to wait, on the monotonic clock.
-        there: ranks of the group that are known to have come to it.
+        number: number of reductions before it.
+        began: start of this rank's wait, on the monotonic clock.
+        there: ranks of the group that are known to have arrived.
         world: names of the group's ranks.
     """
 
@@ -71,14 +71,14 @@ class Reductions(Protocol):
     """Reductions of which one may be waited for."""
 
     def awaited(self) -> Reduction | None:
-        """Return the one that is waited for now, if any."""
+        """Return the reduction that this rank waits for now, if any."""
 
     def recorders(self) -> Sequence[Recorder]:
-        """Return the recorders of the groups that it uses."""
+        """Return the recorders of their groups."""
 
 
 class _WaitNote(NamedTuple):
-    """What a rank has said: which operation of the group it waits in (``is_waiting``), or has ended last."""
+    """Note of a rank: the operation of the group that it waits in (``is_waiting``), or has ended last."""
 
     number: int
     is_waiting: bool
@@ -94,15 +94,15 @@ class _WaitNote(NamedTuple):
 
 @dataclass(eq=False)
 class _Group:
-    """What is known of this rank's last operation on a group.
+    """State of this rank's last operation on a group.
 
     Attributes:
         count: its number.
         since: when it was first seen, on the monotonic clock.
         is_over: whether it has ended.
-        is_whole: whether that means that all ranks have come to it.
-        said: what the others were told of it.
-        look_again: when to ask the others, if that was done already.
+        is_whole: whether its end implies that all ranks have arrived.
+        said: note about it in the store.
+        look_again: earliest time to read the notes again.
     """
 
     count: int = 0
@@ -119,7 +119,7 @@ class _Group:
         self.is_collected = False
 
     def is_left(self, now: float) -> bool:
-        """Return, once, whether nothing has been called on it for so long that its owner may be garbage."""
+        """Return True, once, if it has been idle for so long that its owner may be garbage."""
         if not self.is_over or self.is_collected or now - self.since < NAMED_AFTER / 2:
             return False
         self.is_collected = True
@@ -128,7 +128,7 @@ class _Group:
 
 @dataclass(frozen=True)
 class _Wait:
-    """Wait of this rank in an operation, as the log is to describe it."""
+    """Wait of this rank in an operation, for the log."""
 
     number: int
     title: str
@@ -153,7 +153,7 @@ class LateRankWatch:
         self._closing = threading.Event()
 
     def add(self, recorder: Recorder) -> None:
-        """Look at the operations of ``recorder`` from now on, unless its group has one rank or no store."""
+        """Watch the operations of ``recorder``, unless its group has one rank or no store."""
         if len(recorder.ranks) < 2 or recorder.store is None:
             return
         with self._lock:
@@ -163,7 +163,7 @@ class LateRankWatch:
                 self._thread = threads.start(lambda: self._run(closing), "pycomm-late-ranks", closing.set)
 
     def forget(self, recorder: Recorder) -> None:
-        """Look at its operations no more; wait for the thread if there is nothing else to look at. Idempotent."""
+        """Stop watching ``recorder``; after the last one, end the thread. Idempotent."""
         with self._lock:
             self._groups.pop(recorder, None)
             if self._groups:
@@ -171,12 +171,12 @@ class LateRankWatch:
         self.close()
 
     def add_reductions(self, reductions: Reductions) -> None:
-        """Name the operations of ``reductions`` by them. They are not kept alive."""
+        """Describe the operations of ``reductions``, of which a weak reference is kept, as such in the log."""
         with self._lock:
             self._reductions[id(reductions)] = weakref.ref(reductions)
 
     def forget_reductions(self, reductions: Reductions) -> None:
-        """Do so no more. Idempotent."""
+        """Undo :meth:`add_reductions`. Idempotent."""
         with self._lock:
             self._reductions.pop(id(reductions), None)
             self._named.pop(id(reductions), None)
@@ -199,7 +199,7 @@ class LateRankWatch:
             asking.close()
 
     def _look(self, asking: _Asking) -> bool:
-        """Look at all groups; return whether the owner of one may be garbage."""
+        """Check all groups; return whether the owner of one may be garbage."""
         with self._lock:
             groups = list(self._groups.items())
             known = [(key, found) for key, reference in self._reductions.items() if (found := reference()) is not None]
@@ -210,7 +210,7 @@ class LateRankWatch:
             if wait is None:
                 continue
             number, look_again = self._named.get(key, (-1, 0.0))
-            if reduction is not None and number == reduction.number:  # whose other operations have the same name
+            if reduction is not None and number == reduction.number:  # named already, by another operation of it
                 group.look_again = max(group.look_again, look_again)
             now = time.monotonic()
             if wait.seconds >= NAMED_AFTER and now >= group.look_again:
@@ -225,7 +225,7 @@ class LateRankWatch:
     def _wait_in(
         recorder: Recorder, group: _Group, asking: _Asking, reduction: Reduction | None, *, is_reducers: bool
     ) -> _Wait | None:
-        """Return this rank's present wait on the group, if it has one that lasts; tell the others."""
+        """Return this rank's present wait on the group, if it lasts; keep its note up to date."""
         now, count = time.monotonic(), recorder.count
         if count != group.count:
             if group.said is not None and group.said.is_waiting:
@@ -245,7 +245,7 @@ class LateRankWatch:
                 group.said = asking.say(recorder, _WaitNote(count, is_waiting=False))
             return None
         if is_reducers and reduction is None and entry.label is not None:
-            return None  # a bucket that has set out while backward goes on: nobody waits
+            return None  # a bucket in flight during backward: nobody waits
         seconds = now - (entry.began if reduction is None else max(entry.began, reduction.began))
         if group.said is None:
             group.said = asking.say(recorder, _WaitNote(count, is_waiting=True))
@@ -257,23 +257,23 @@ class LateRankWatch:
 
 
 class _Asking:
-    """Questions to stores, on a thread of their own: a store whose server hangs never answers."""
+    """Reads and writes of notes, on a thread of their own: a store whose server hangs never answers."""
 
     def __init__(self) -> None:
         self._worker = Worker("pycomm-late-ranks-store")
         self._last: Work | None = None
 
     def close(self) -> None:
-        """Ask nothing more."""
+        """End the thread."""
         self._worker.stop(patience=1.0)
 
     def say(self, recorder: Recorder, note: _WaitNote) -> _WaitNote | None:
-        """Tell the others of the group; return ``note`` if that succeeded."""
+        """Write ``note`` to the group's store; return it on success."""
         store = _store_of(recorder)
         return note if self._ask(lambda: store.set(str(recorder.rank), str(note)) or True) else None
 
     def name(self, recorder: Recorder, wait: _Wait) -> bool:
-        """Name the ranks for which this one waits, unless another one does, or all are there; return whether it did."""
+        """Log the ranks for which this one waits, unless another rank does; return whether it logged some."""
         me, everybody = recorder.rank, range(len(recorder.ranks))
         notes = self._notes(recorder, wait.number)
         if notes is None:
@@ -287,7 +287,7 @@ class _Asking:
         absent = [p for p in everybody if p not in told and p not in wait.there]
         stuck = [p for p in everybody if p not in told and p in wait.there]
         if absent:
-            # Who waits in an earlier operation waits for somebody else, who is silent.
+            # A rank that waits in an earlier operation waits for another rank itself, which is the one to name.
             silent = [p for p in absent if notes is None or p not in notes or not notes[p].is_waiting]
             _LOG.warning("%s", _absence(silent or absent, wait, notes or {}))
         elif stuck and notes is not None:
@@ -296,10 +296,7 @@ class _Asking:
         return bool(absent or stuck)
 
     def _notes(self, recorder: Recorder, number: int) -> dict[int, _WaitNote] | None:
-        """Return what other ranks have said, up to the first that waits too if it is before this one.
-
-        ``None`` if the store does not answer.
-        """
+        """Return other ranks' notes, up to the first lower rank that waits too; ``None`` if the store is silent."""
         store, me, size = _store_of(recorder), recorder.rank, len(recorder.ranks)
 
         def read() -> dict[int, _WaitNote]:
@@ -317,7 +314,7 @@ class _Asking:
         return self._ask(read)
 
     def _ask(self, question: Callable[[], T]) -> T | None:
-        """Return the answer; ``None`` if the store fails, or has not even answered the last question."""
+        """Return the answer; ``None`` if the store fails, or has not answered the last question yet."""
         if self._last is not None and not self._last.is_completed():
             return None
         try:
@@ -335,7 +332,7 @@ def _store_of(recorder: Recorder) -> Any:
 
 
 def _title_of(recorder: Recorder, entry: Any) -> str:
-    """Return what the log calls an operation."""
+    """Return the log's name of an operation."""
     at = "" if entry.line is None else f", {os.path.basename(entry.line[0])}:{entry.line[1]}"
     ranks = recorder.ranks
     among = "" if ranks == tuple(range(len(ranks))) else f" of the group of {names_of(ranks)}"
@@ -351,13 +348,13 @@ def _absence(ranks: Sequence[int], wait: _Wait, notes: Mapping[int, _WaitNote]) 
 
 
 def absence(ranks: str, title: str, seconds: float, last: str = "", *, is_one: bool) -> str:
-    """Return the line of log that says that ``ranks`` are waited for."""
+    """Return the log line about ``ranks`` that others wait for."""
     text = f"{ranks} {'has' if is_one else 'have'} not come to {title} for {seconds:.0f} s: the others wait for "
     return text + ("it" if is_one else "them") + (f" ({last})" if last else "")
 
 
 def name_absent(rank: int, size: int, absent: Sequence[int], seconds: float) -> None:
-    """Name, on the first rank that is there, those that have not come to where a communicator is made."""
+    """Log, on the first rank that has arrived, the ranks absent from the creation of a communicator."""
     if absent and rank == min(set(range(size)).difference(absent)):
         title = "make a communicator (attach, Communicator)"
         _LOG.warning("%s", absence(names_of(absent), title, seconds, is_one=len(absent) == 1))

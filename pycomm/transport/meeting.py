@@ -1,10 +1,9 @@
 """Meeting of the ranks of a group through the group's store.
 
-Every rank has one key in the store for its greeting, which says who it is, or what is wrong with its
-arguments. A rank that has read all greetings confirms that under a name derived from all of them, so the
-ranks continue together only if they have read the same greetings. A rank that fails, or tries again,
-replaces its greeting, which ranks that still wait notice. Attempts are not counted: whatever happened in
-one attempt, the next one starts afresh.
+Every rank stores its greeting, or the error in its arguments, under one key. A rank that has read all greetings
+confirms that under a name derived from all of them, so the ranks continue only if they have read the same greetings. A
+rank that fails, or tries again, replaces its greeting; waiting ranks notice. Attempts are not counted: each one starts
+afresh.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ class Meeting:
     """Attempt to bring ``size`` ranks together through ``store`` within ``timeout`` seconds.
 
     Args:
-        stranger: returns why a rank will never arrive, if the store shows that; it is asked about ranks that are late.
-        lost: returns what became of a rank that is known not to come.
+        stranger: returns why a late rank will never arrive, if the store shows that.
+        lost: returns the fate of a rank known not to arrive.
 
     Attributes:
         name: name of this attempt, set once :meth:`greet` has returned; unique in the store.
@@ -98,7 +97,7 @@ class Meeting:
             while not self._all_have_read(greetings):
                 greetings = self._greetings()
         except BaseException as error:
-            if self.name:  # other ranks may have seen this rank's confirmation, and have continued
+            if self.name:  # other ranks may have seen this rank's confirmation and continued
                 self.report(error)
             raise
         finally:
@@ -110,7 +109,7 @@ class Meeting:
         return greetings
 
     def report(self, error: BaseException) -> None:
-        """Report this rank's failure to the others, which may have continued after the greeting."""
+        """Report this rank's failure to ranks that have continued after the greeting."""
         text = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
         key = f"problem/{self.name}"
 
@@ -225,7 +224,7 @@ class Meeting:
             ]
             if all(same):
                 return waiting_for[0]
-            # A rank that continues removes its greeting, but only after all have read it: hence the second look.
+            # A rank that continues removes its greeting, but only after all have read it: hence the second check.
             changed = bool(unread())
             return None
 

@@ -48,8 +48,8 @@ class NcclTransport:
     """NCCL communicator among ``size`` ranks, each on its CUDA device ``device``. Creating one is collective.
 
     Operations are enqueued on ``stream`` (a ``cudaStream_t`` as an integer) and return at once. Arrays are contiguous
-    device arrays that must stay alive until the stream has finished the operation; ``timeout``, in seconds, limits the
-    time from the call until then. Wrong arguments are errors only on the rank that gave them.
+    device arrays that must stay alive until the stream has finished the operation; ``timeout`` limits the seconds from
+    the call until then. Wrong arguments are errors only on the rank that passed them.
 
     Args:
         rank, size: this rank, and the number of ranks.
@@ -71,7 +71,7 @@ class NcclTransport:
 
     name = "nccl"
     recorder: Recorder
-    """Set by whoever makes it, as of any transport."""
+    """Set by the owner, as for any transport."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class NcclTransport:
 
 
 def _plan_of(paths: Sequence[str], device: int, algorithm: str, streams: Sequence[int]) -> dict[str, Any]:
-    """Return what the other ranks must know of this one; ``problem`` is the reason why it cannot take part, if any."""
+    """Return this rank's settings for the other ranks; ``problem`` is the reason why it cannot take part, if any."""
     plan: dict[str, Any] = {"problem": None, "kind": "RuntimeError", "version": None, "algorithm": algorithm}
     if algorithm not in ALGORITHMS:
         plan |= {"problem": f"algorithm is {algorithm!r}, wanted one of {', '.join(ALGORITHMS)}", "kind": "ValueError"}
@@ -161,14 +161,14 @@ def _plan_of(paths: Sequence[str], device: int, algorithm: str, streams: Sequenc
         plan["gpu"] = _identity_of(device)
         what = f"the first operation of algorithm {algorithm!r} on GPU {device}"
         _native.require_no_capture(device, streams, what, "its communicator is not made yet")
-    except Exception as error:  # of any kind: the other ranks must be told
+    except Exception as error:  # of any kind: sent to the other ranks
         plan["problem"] = str(error)
     plan["may_share_gpu"] = os.environ.get(_SHARED_GPU_VARIABLE) == "1"
     return plan
 
 
 def _identity_of(device: int) -> str:
-    """Return a text that is equal for ranks on one GPU: its UUID if torch knows it, else its ordinal and host."""
+    """Return the identity of a GPU: its UUID if torch knows it, else its ordinal and host."""
     if torch.cuda.is_available():
         uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
         if uuid is not None:
@@ -185,7 +185,7 @@ def _exchange(share: Callable[[bytes], list[bytes]], mine: dict[str, Any]) -> li
 
 
 def _require_agreement(plans: list[dict[str, Any]]) -> None:
-    """Raise ValueError or RuntimeError if the ranks' plans do not match; the same on all ranks, which see the same."""
+    """Raise ValueError or RuntimeError, the same on all ranks, if the ranks' plans do not match."""
     for p, plan in enumerate(plans):
         if plan["problem"] is not None:
             kind = ValueError if plan["kind"] == "ValueError" else RuntimeError

@@ -1,8 +1,7 @@
-"""Process group of the user, and the communicator's own group beside it.
+"""Process group of the user, and the communicator's own group with the same ranks.
 
-Operations of one group must be called in the same order on all ranks. A communicator works on a thread
-of its own, so on the user's group its operations would mix with the user's and with those of other
-communicators, which would end in a hang or, over Gloo, in an abort of the process.
+Operations of one group must be called in the same order on all ranks. A communicator works on a thread of its own, so
+in the user's group its operations would interleave with others, and hang or, over Gloo, abort the process.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from pycomm.torch_internals import (
 )
 
 PYCOMM = "pycomm"
-"""Name of pycomm's own backend of torch.distributed, which itself stands on Gloo between hosts."""
+"""Name of pycomm's own backend of torch.distributed, which itself uses Gloo between hosts."""
 
 OWN = "/pycomm/"
 """Part of the names of groups that are pycomm's own."""
@@ -46,9 +45,9 @@ class Place:
         rank: rank of this process in it.
         ranks: global ranks of its members, in the group's order.
         backends: its backends by device, as torch writes them: "cpu:gloo,cuda:nccl".
-        lost: returns what became of a rank that will not come, ``None`` for all that may; if anything can tell.
-        patience: seconds in which they meet here, if that is less than the timeout of their operations: between hosts
-            nothing tells of a rank that dies on its way.
+        lost: returns the fate of a rank that will not arrive, ``None`` for others.
+        patience: seconds of a meeting, if less than the timeout of operations: between hosts nothing reveals that a
+            rank died before it arrived.
     """
 
     name: str
@@ -65,10 +64,9 @@ class Place:
         return len(self.ranks)
 
     def stranger(self, rank: int) -> str | None:
-        """Return why ``rank`` will never arrive: it makes this group on another backend; ``None`` if that is unknown.
+        """Return why ``rank`` will never arrive: it makes this group over Gloo; ``None`` if that is unknown.
 
-        Only Gloo shows itself in the store. If this rank, too, has an address of Gloo there, then an earlier group on
-        Gloo has left them all.
+        Gloo's addresses in the store reveal it, unless this rank has one, too: then an earlier group left them.
         """
         is_ours = f"cpu:{PYCOMM}" in self.backends.split(",")
         if is_ours and has_joined_gloo(self.store, rank) and not has_joined_gloo(self.store, self.rank):
@@ -105,10 +103,9 @@ def group_of(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.Proce
 
 
 def found_group(find: Callable[[], dist.ProcessGroup]) -> tuple[dist.ProcessGroup, Exception | None]:
-    """Return the group that ``find`` finds; if it raises, the group to tell that to, and the error.
+    """Return the group of ``find``; if that raises, the default group, whose ranks learn of the error, and the error.
 
-    That can only be the default group, where there is no other. Where there are several, the error is raised: nobody
-    knows in which of them the other ranks are.
+    If there are several groups, so that the one of the other ranks is unknown, the error is raised.
     """
     try:
         return find(), None
@@ -124,7 +121,7 @@ def timeout_seconds(
 ) -> float:
     """Return the user's ``timeout`` in seconds; for ``None`` that of ``process_group``.
 
-    A process without any group (one that joins others) has torch's own, half an hour.
+    Without a group (a process that joins others): torch's default, half an hour.
 
     Raises:
         TypeError, ValueError: see :func:`pycomm.checks.seconds_of` and :func:`group_of`.
@@ -137,10 +134,10 @@ def timeout_seconds(
 
 
 def cpu_backend_of(place: Place) -> str:
-    """Return the name of the backend that moves CPU tensors of a second group at ``place``.
+    """Return the name of the backend for CPU tensors of a second group at ``place``.
 
     Raises:
-        ValueError: the group has no such backend; or it is a sub-group's that only all ranks together can make.
+        ValueError: the group has no such backend; or it is MPI's, whose sub-groups only all ranks together can make.
     """
     names = dict(part.split(":", 1) for part in place.backends.split(",") if ":" in part)
     if "cpu" not in names:

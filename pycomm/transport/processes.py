@@ -11,12 +11,12 @@ _FATES = {"dead": "died", "stopped": "is stopped", "dumping core": "is dumping c
 
 
 def fate_of(pid: int) -> str:
-    """Return what keeps process ``pid`` from going on: "died", "is stopped", "is dumping core"; empty if nothing."""
+    """Return why process ``pid`` does not run: "died", "is stopped", "is dumping core"; empty if it does."""
     return "" if pid == os.getpid() else _FATES.get(_native.process_state(pid), "")
 
 
 def start_of(pid: int) -> int:
-    """Return when a process began, in the kernel's ticks, which tells it from a later one with its id; 0 if gone."""
+    """Return a process's start in kernel ticks, which distinguishes it from later ones with its id; 0 if it ended."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:

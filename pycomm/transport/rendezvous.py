@@ -1,11 +1,10 @@
 """Exchange of shared memory between the ranks of one host.
 
-Every rank opens a listening socket in the abstract namespace (which needs no file, and disappears with
-its process) and greets the others with its address and process id (:mod:`pycomm.transport.meeting`).
-Rank ``r`` connects to every rank below it and accepts connections from every rank above. Before anything
-is sent or awaited, the kernel tells which process is at the other end (``SO_PEERCRED``): it must belong to
-the same user and have the process id of the greeting. Each side then passes the descriptor of its memory
-(``SCM_RIGHTS``). Afterwards the connection stays open and silent; its end of file reveals that a peer died.
+Every rank opens a listening socket in the abstract namespace (which needs no file, and disappears with its process) and
+sends its address and process id in its greeting (:mod:`pycomm.transport.meeting`). Rank ``r`` connects to every lower
+rank and accepts connections from every higher one. Before any data is exchanged, the kernel identifies the peer process
+(``SO_PEERCRED``): it must belong to the same user and have the process id of the greeting. Each side then passes the
+descriptor of its memory (``SCM_RIGHTS``). The connection stays open and idle; its end of file means that a peer died.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 def host_identity() -> str:
     """Return a text that is equal for processes that can share memory: same boot, same user, same namespaces.
 
-    The namespaces are those of the network (for abstract sockets), of processes (whose ids identify the
-    other end of a socket) and of users (in which a user id means the same user).
+    The namespaces are network (for abstract sockets), pid (for ids of peer processes) and user (for user ids).
     """
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
@@ -70,10 +68,7 @@ def listen(size: int) -> socket.socket:
 
 
 def introduction(listener: socket.socket) -> dict[str, Any]:
-    """Return the part of a greeting by which other ranks find this one, and recognise it.
-
-    Where this process is denied memory to share, it says why, under "no_memory".
-    """
+    """Return the part of the greeting that identifies this rank; "no_memory": why it is denied shared memory."""
     mine = {"host": host_identity(), "pid": os.getpid(), "address": bytes(listener.getsockname()).hex()}
     try:
         os.close(_anonymous_memory(mmap.PAGESIZE))
@@ -123,7 +118,7 @@ def _anonymous_memory(num_bytes: int) -> int:
     descriptor = os.memfd_create("pycomm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, num_bytes)
-        # Sealed, so that no process can remove pages under a peer's mapping, which would cause a SIGBUS there.
+        # Sealed, so that no process can truncate it under a peer's mapping, which would get a SIGBUS.
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
     except BaseException:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Collectives of checked arrays over a process group of torch.distributed: its own, and those that messages make up."""
+"""Collectives of checked arrays over a process group of torch.distributed: its own, and some made from messages."""
 
 from __future__ import annotations
 
@@ -30,19 +30,14 @@ _REDUCTIONS = {
     "bxor": dist.ReduceOp.BXOR,
 }
 
-# What schedules are chosen by, the same on all ranks: threads that have to wake up, and a link of 1 Gbit/s.
+# Model for the choice of schedules, the same on all ranks: thread wake-ups and a link of 1 Gbit/s.
 _LINK = Link(alpha=1e-4, beta=8e-9, gamma=1e-10)
 _NETWORK = Network(name="between hosts", within_host=_LINK, between_hosts=_LINK)
-_CHAIN_BYTES = 1 << 20  # of a segment that a host passes on while it receives the next one
+_CHAIN_BYTES = 1 << 20  # of a segment that a host forwards while it receives the next one
 
 
 class TorchCollectives:
-    """Collectives between the ranks of ``group``, each of which sends to all others alike.
-
-    Attributes:
-        name: name of the transport that moves arrays so.
-        hosts, host_memory: see :class:`pycomm.transport.base.Transport`.
-    """
+    """Collectives between the ranks of ``group``, regardless of hosts."""
 
     name = "torch"
     host_memory: HostMemory | None = None
@@ -62,10 +57,10 @@ class TorchCollectives:
             raise MemoryError(f"a tensor of shape {shape} ({dtype}) needed more memory than there is") from error
 
     def give_up_stopped_after(self, seconds: float) -> None:
-        """Do nothing: nothing shows here that a process is stopped."""
+        """Do nothing: stopped processes are not visible here."""
 
     def close(self, reason: str) -> None:
-        """Do nothing: the group is its owner's to close."""
+        """Do nothing: the owner closes the group."""
 
     def all_reduce(self, tensor: torch.Tensor, op: str, timeout: float) -> None:
         """Reduce ``tensor`` in place."""
@@ -98,7 +93,7 @@ class TorchCollectives:
             tensor.copy_(work_on.mul_(1.0 / self._size) if op == "mean" else work_on)
 
     def _reduce_at(self, tensor: torch.Tensor, root: int, op: str, timeout: float) -> None:
-        """Send ``tensor`` to ``root``, who reduces all of them, in the order of the ranks."""
+        """Send ``tensor`` to ``root``, which reduces all of them in rank order."""
         if self._rank != root:
             self._group.exchange([(root, tensor)], [], timeout, "reduce")
             return
@@ -117,7 +112,7 @@ class TorchCollectives:
 
     def reduce_scatter_v(self, target: torch.Tensor, sources: list[torch.Tensor], op: str, timeout: float) -> None:
         """Write the reduction of all ranks' ``sources[rank]`` into ``target``, which may be this rank's own."""
-        # No backend reduces parts of different lengths. Each travels once, straight to the rank whose it is.
+        # No backend reduces parts of different lengths. Each is sent once, directly to its rank.
         inputs = [sources[p] if p == self._rank else torch.empty_like(target) for p in range(self._size)]
         sends, receives = messages(sources, self._rank), messages(inputs, self._rank)
         self._group.exchange(sends, receives, timeout, "reduce_scatter_v")
@@ -146,12 +141,7 @@ class TorchCollectives:
 
 
 class BetweenHosts:
-    """Ranks of ``group`` that act together, one of each host; this rank is one of them.
-
-    Args:
-        group: all ranks.
-        ranks: those that act together, in the order of their hosts.
-    """
+    """Collectives among ``ranks`` of ``group``: one per host, in the order of the hosts, including this rank."""
 
     def __init__(self, group: TorchGroup, ranks: Sequence[int]) -> None:
         self._group = group
@@ -195,5 +185,5 @@ class BetweenHosts:
 
 
 def messages(tensors: Sequence[torch.Tensor], rank: int) -> list[Message]:
-    """Return the messages to, or from, the other ranks that these tensors are; empty ones are none."""
+    """Return the messages to, or from, the other ranks; empty tensors are skipped."""
     return [(p, tensor) for p, tensor in enumerate(tensors) if p != rank and tensor.numel() > 0]

@@ -1,7 +1,7 @@
 """Collectives of torch.distributed, by the user's own backend, for ranks that are not all on one host.
 
-Every operation is preceded by an all-gather of 56 bytes per rank in which the ranks describe the
-operation, so that ranks that disagree get an error instead of a hang.
+Before every operation the ranks all-gather 56 bytes each that describe it, so that a disagreement is an error, not a
+hang.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pycomm.recorder import Recorder
 from pycomm.schedule.program import Program
 from pycomm.transport.announcements import agree, agree_on_lengths
 from pycomm.transport.base import AllReduceApart, OwnShare
+from pycomm.transport.failure_notes import FailureNotes
 from pycomm.transport.hierarchical import HierarchicalCollectives
 from pycomm.transport.host_tensors import (
     contributions,
@@ -34,7 +35,6 @@ from pycomm.transport.host_tensors import (
 )
 from pycomm.transport.hosts import Hosts
 from pycomm.transport.messages import run_program
-from pycomm.transport.roll_call import RollCall
 from pycomm.transport.shared_memory import SharedMemoryTransport
 from pycomm.transport.torch_collectives import TorchCollectives, messages
 from pycomm.transport.torch_group import TorchGroup
@@ -66,10 +66,10 @@ def counted(operation: F) -> F:
 
 
 def _forget_frames(error: BaseException) -> None:
-    """Drop what the frames behind ``error`` refer to: a work keeps connections open, on whose end other ranks wait.
+    """Drop the objects in the frames behind ``error``: a work would keep connections open that other ranks wait on.
 
-    So does a frame of a function inside another, which has what both refer to even when it is cleared: of the errors
-    that this one is about, torch's among them, only their words stay.
+    A cleared frame of a nested function still refers to the outer one's variables, so causes, such as torch's errors,
+    lose their tracebacks.
     """
     traceback.clear_frames(error.__traceback__)
     cause = error.__cause__ or error.__context__
@@ -80,14 +80,14 @@ def _forget_frames(error: BaseException) -> None:
 
 
 class TorchTransport:
-    """Transport over ``group``, which nobody else uses, and which it destroys: it checks and compares operations.
+    """Transport over a ``group`` of its own, which it destroys. It checks and compares operations.
 
-    :class:`TorchCollectives` then does them; or :class:`HierarchicalCollectives`, where some ranks share a host.
+    :class:`TorchCollectives` then runs them, or :class:`HierarchicalCollectives` if some ranks share a host.
 
     Args:
         group: all ranks.
-        roll_call: finds the rank to blame for a failure.
-        local: the ranks of this host, in rising order; owned from now on. ``None`` where no two ranks share one.
+        failure_notes: finds the rank to blame for a failure.
+        local: transport of this host's ranks, in rising order, taken over; ``None`` if no two ranks share a host.
         hosts: which ranks are on which host.
     """
 
@@ -99,12 +99,12 @@ class TorchTransport:
     def __init__(
         self,
         group: dist.ProcessGroup,
-        roll_call: RollCall,
+        failure_notes: FailureNotes,
         local: SharedMemoryTransport | None = None,
         hosts: Hosts | None = None,
     ) -> None:
         self.skip_checks: bool | Literal["after the next"] = False
-        self._group = TorchGroup(group, roll_call)
+        self._group = TorchGroup(group, failure_notes)
         self.rank, self.size = self._group.rank, self._group.size
         flat = TorchCollectives(self._group)
         over: TorchCollectives | HierarchicalCollectives = flat
@@ -127,7 +127,7 @@ class TorchTransport:
 
     @property
     def buffered_bytes(self) -> int:
-        """Number of bytes of messages that were sent and are not known to be received."""
+        """Number of bytes of messages that were sent and not yet acknowledged."""
         return self._messages.buffered_bytes
 
     # Reductions.
@@ -147,7 +147,7 @@ class TorchTransport:
             self._over.all_reduce(tensor, op, timeout)
 
     def _reduce_words(self, tensor: torch.Tensor, op: str, timeout: float) -> None:
-        """Reduce ``tensor``, which is so small that it travels with the announcements."""
+        """Reduce ``tensor``, which is so small that the announcements carry it."""
         word = torch.zeros(1, dtype=torch.int64)
         mine = word.view(tensor.dtype)[: len(tensor)]
         mine.copy_(tensor)
@@ -253,14 +253,14 @@ class TorchTransport:
         self._agree("refused", torch.empty(0), "sum", 0, timeout)
 
     def close(self, reason: str) -> None:
-        self._group.close(reason)  # first: it leaves the note by which others learn why
+        self._group.close(reason)  # first: it writes the note with the reason
         self._over.close(reason)
 
     def _agree(
         self, kind: str, x: torch.Tensor, op: str, root: int, timeout: float, tag: int = 0, word: int = 0
     ) -> list[int]:
-        """Compare the ranks' operations, unless that is to be skipped; if they are compared, return all ``word``."""
-        if self.skip_checks is True and kind != "barrier":  # which consists of nothing but the comparison
+        """Compare the ranks' operations and return every rank's ``word``; return nothing if checks are skipped."""
+        if self.skip_checks is True and kind != "barrier":  # a barrier is nothing but the comparison
             return []
         words = agree(self._group, kind, x, op, root, timeout, tag, word)
         if self.skip_checks:
@@ -281,7 +281,7 @@ class TorchTransport:
             agree_on_lengths(self._group, kind, sends, receives, timeout)
 
     def _checked(self, timeout: float, check: Callable[[], T]) -> T:
-        """Return the result of ``check``; if it raises, tell the other ranks before passing on the error."""
+        """Return the result of ``check``; if it raises, refuse the operation first."""
         return prepared(check, lambda _: self._agree("refused", torch.empty(0), "sum", 0, timeout))
 
 

@@ -14,38 +14,38 @@ import torch.distributed as dist
 
 from pycomm.errors import CommError
 from pycomm.transport.base import Message
+from pycomm.transport.failure_notes import FailureNotes
 from pycomm.transport.own_group import destroy_group
-from pycomm.transport.roll_call import RollCall
 
 T = TypeVar("T")
 
 # Newer releases of torch renamed it, and warn about the old name.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # Up to this many ranks and bytes per rank, messages go directly to every rank. Over Gloo that takes at most half as
-# long as its ring, since each step of a ring waits for a process to wake up.
+# long as its ring, each step of which waits for a process to wake up.
 DIRECT_RANKS = 16
 _DIRECT_BYTES = 256 << 10
-_MESSAGES = ("send", "recv")  # of which the ranks do not count alike
+_MESSAGES = ("send", "recv")  # not counted, as ranks send different numbers of them
 NUM_FREE_TAGS = 64
-"""So many of the largest tags are those of no message."""
+"""Number of the largest tags that no message uses."""
 _FIRST_FREE_TAG = 2**31 - NUM_FREE_TAGS
 
 
 class TorchGroup:
-    """Owner of a process group that nobody else uses, and which it destroys when it is closed.
+    """Owner of a private process group, which it destroys when it is closed.
 
     After a failure, every further use raises an error that names the first failure.
 
     Attributes:
         rank, size: rank of this process, and number of ranks.
         is_gloo: whether its messages go over Gloo.
-        begun, finished: numbers of operations begun and finished; all ranks count alike.
-        on_failure: called once, with the reason, when an operation has failed and the other ranks have been told.
+        begun, finished: numbers of operations begun and finished; the same on all ranks.
+        on_failure: called once, with the reason, after the first failed operation was noted for the other ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup, roll_call: RollCall) -> None:
+    def __init__(self, group: dist.ProcessGroup, failure_notes: FailureNotes) -> None:
         self._own: dist.ProcessGroup | None = group
-        self._roll_call = roll_call
+        self._failure_notes = failure_notes
         self._pid = os.getpid()
         self._closed = False
         self._broken = ""  # the reason, once an operation has failed
@@ -78,7 +78,7 @@ class TorchGroup:
         return self._own
 
     def works(self) -> bool:
-        """Return whether operations are possible still."""
+        """Return whether operations are still possible."""
         return not (self._closed or self._broken) and os.getpid() == self._pid
 
     def exchange(
@@ -126,7 +126,7 @@ class TorchGroup:
     def _wait_until_closed(self, work: Any, timeout: float) -> None:
         self._waits.append(work)
         try:
-            if self._own is None:  # by a thread that may not have seen this wait
+            if self._own is None:  # sever() on another thread may have missed this wait
                 raise RuntimeError("the connections were closed")
             work.wait(timedelta(seconds=timeout))
         finally:
@@ -144,29 +144,29 @@ class TorchGroup:
         if self._closed:
             what = f"the communicator was closed meanwhile, after {elapsed:.2f} s"
             return self._error(what, operation, peer, elapsed)
-        find = self._roll_call.culprit_of_message if operation in _MESSAGES else self._roll_call.culprit
+        find = self._failure_notes.culprit_of_message if operation in _MESSAGES else self._failure_notes.culprit
         culprit, what = find(peer, self.begun)
         where = "shared memory" if isinstance(error, CommError) else "torch.distributed"
         return self.fail(operation, culprit, f"{what or 'failed'}; {where}: {error}", elapsed)
 
     def fail(self, operation: str, peer: int | None, what: str, elapsed: float) -> CommError:
-        """Mark the group as broken, tell the other ranks, and return the error to raise."""
+        """Mark the group as broken, note that for the other ranks, and return the error to raise."""
         error = self._error(f"{what} after {elapsed:.2f} s", operation, peer, elapsed)
         first = not self._broken
         if first:
             self._broken, self._broken_by = str(error), peer
-        self._roll_call.leave(peer, str(error), self.finished)
+        self._failure_notes.leave(peer, str(error), self.finished)
         if first and self.on_failure is not None:
             self.on_failure(str(error))
         return error
 
     def note_refusal(self, reason: str) -> None:
         """Note why this rank cannot take part in the present operation, for :meth:`refusal_of` on the others."""
-        self._roll_call.refuse(reason, self.begun)
+        self._failure_notes.refuse(reason, self.begun)
 
     def refusal_of(self, rank: int) -> str:
         """Return why ``rank`` cannot take part in the present operation; "" if it is not known."""
-        return self._roll_call.refusal_of(rank, self.begun)
+        return self._failure_notes.refusal_of(rank, self.begun)
 
     def sever(self) -> None:
         """Close the connections, so that ranks that wait for this one notice; end the waits of other threads."""
@@ -177,10 +177,10 @@ class TorchGroup:
             destroy_group(group)
 
     def _end_waits(self, group: dist.ProcessGroup) -> None:
-        """Have all waits in ``group`` fail: torch's ``abort()`` does nothing over Gloo.
+        """Make all waits in ``group`` fail: torch's ``abort()`` does nothing over Gloo.
 
-        A receive that times out closes Gloo's connections, and lets all that waits for them know. A group has several
-        sets of them, one for each interface, among which the tag of a message chooses.
+        A receive that times out closes Gloo's connections, which ends all waits for them. A group has a set of
+        connections for each interface; the tag of a message selects the set.
         """
         num_sets = os.environ.get("GLOO_SOCKET_IFNAME", "").count(",") + 1
         for tag in range(_FIRST_FREE_TAG, _FIRST_FREE_TAG + min(num_sets, NUM_FREE_TAGS)):
@@ -188,11 +188,11 @@ class TorchGroup:
                 group.recv([torch.empty(1)], 0 if self.rank > 0 else 1, tag).wait(timedelta(milliseconds=1))
 
     def close(self, reason: str) -> None:
-        """Destroy the group, and tell ranks that still wait for this one the ``reason``."""
+        """Destroy the group, and note the ``reason`` for ranks that still wait for this one."""
         # Its connections close with the last reference to it, which makes peers notice.
         if not self._closed:
             self._closed = True
-            self._roll_call.leave(self.rank, f"rank {self.rank}: {reason}", self.finished)
+            self._failure_notes.leave(self.rank, f"rank {self.rank}: {reason}", self.finished)
             self.sever()
 
     def _error(self, what: str, operation: str = "use", peer: int | None = None, elapsed: float = 0.0) -> CommError:

@@ -1,8 +1,8 @@
 """Messages between two ranks by torch.distributed: copied when they are sent, and matched by source and tag.
 
-A message is a header and its payload. The header travels with the message's tag, so that receives match it; it says how
-large the payload is and under which tag, used by nothing else meanwhile, that travels. So a receive into an array of
-another size fails by itself, without breaking the connection.
+A message is a header and its payload. The header has the message's tag, by which receives match it, and contains the
+size and the tag, unique at the time, of the payload. So a receive into an array of another size fails without breaking
+the connection.
 """
 
 from __future__ import annotations
@@ -14,20 +14,19 @@ import time
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from datetime import timedelta
-from operator import index
-from typing import Any, SupportsIndex
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import pycomm._native as _native
-from pycomm.errors import CommError
+from pycomm.errors import CommError, reworded
 from pycomm.transport.base import BUFFER_VARIABLE, buffer_limit
-from pycomm.transport.host_tensors import require, tensor_of
+from pycomm.transport.host_tensors import rank_of, require, tensor_of
 from pycomm.transport.torch_group import NUM_FREE_TAGS, TorchGroup
 
 TAG_END = 1 << 30
-"""Tags are smaller. One more is the header's, as 0 is that of schedules' messages; the upper half are payloads'."""
+"""Tags are smaller. A header has the tag + 1, as schedules' messages have 0; payloads have the upper half."""
 _NUM_PAYLOAD_TAGS = TAG_END - 1 - NUM_FREE_TAGS
 _HEADER_LENGTH = 5
 _NOT_YET = -1  # in a header that has not come; numbers in one that has are not negative
@@ -72,8 +71,8 @@ class TorchMessages:
     """Messages of ``group``.
 
     Attributes:
-        buffer_limit: how many bytes may be sent and not known to be received. A sender hears of that by messages from
-            the receiver, or where there is no more room.
+        buffer_limit: number of bytes that may be sent and not acknowledged. Messages from the receiver acknowledge;
+            without room, the sender waits for the oldest ones.
     """
 
     def __init__(self, group: TorchGroup) -> None:
@@ -89,7 +88,7 @@ class TorchMessages:
         """Send as :meth:`pycomm.transport.base.Transport.send` says; a timeout breaks the group."""
         array = _native.HostArray(x, "x", False, True)
         peer = self._rank("dst", dst)
-        tag = _index("tag", tag, TAG_END)
+        tag = rank_of(tag, "tag", TAG_END)
         payload = tensor_of(array).view(torch.uint8)
         cost = payload.numel() + 8 * _HEADER_LENGTH
         room = f"the {self.buffer_limit} bytes that may be buffered ({BUFFER_VARIABLE})"
@@ -102,7 +101,7 @@ class TorchMessages:
         """Receive as :meth:`pycomm.transport.base.Transport.receive` says."""
         array = _native.HostArray(x, "x", True, True)
         peer = None if src is None else self._rank("src", src)
-        tag = _index("tag", tag, TAG_END)
+        tag = rank_of(tag, "tag", TAG_END)
         with self._lock:
             left_over = self._left_over[peer, tag]
             posted = left_over.popleft() if left_over else self._post(peer, tag)
@@ -115,12 +114,12 @@ class TorchMessages:
         deadline = time.monotonic() + patience
         with self._lock:
             for peer in self._peers:
-                with contextlib.suppress(RuntimeError):  # the receiver is gone, or asks too late
+                with contextlib.suppress(RuntimeError):  # the receiver has ended, or asks too late
                     for work in itertools.chain.from_iterable(sent.works for sent in peer.sent):
                         work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
 
     def _rank(self, name: str, value: int) -> int:
-        rank = _index(name, value, self._group.size)
+        rank = rank_of(value, name, self._group.size)
         require(rank != self._group.rank, f"{name} is {rank}, this rank itself; wanted another one")
         return rank
 
@@ -141,7 +140,7 @@ class TorchMessages:
         return self._group.begin("send", lambda: dist.isend(tensor, global_rank, group, tag=wire), dst)
 
     def _make_room(self, dst: int, cost: int, timeout: float) -> None:
-        """Forget what was taken; and wait for the oldest messages where the new one has no room."""
+        """Forget acknowledged messages, and wait for the oldest ones until the new one has room."""
         deadline = time.monotonic() + timeout
         for p, peer in enumerate(self._peers):
             while peer.num_sent - len(peer.sent) < peer.num_taken:
@@ -158,12 +157,8 @@ class TorchMessages:
             for work in sent[0].works:
                 self._group.wait("send", work, timeout, dst)
         except CommError as error:
-            what = (
-                f"{self.buffered_bytes} bytes are buffered, of at most {self.buffer_limit} ({BUFFER_VARIABLE}): {error}"
-            )
-            raise CommError(
-                what, rank=error.rank, peer=error.peer, operation=error.operation, elapsed=error.elapsed
-            ) from error
+            buffered = f"{self.buffered_bytes} bytes are buffered, of at most {self.buffer_limit} ({BUFFER_VARIABLE})"
+            raise reworded(error, f"{buffered}: {error}", CommError) from error
         self.buffered_bytes -= sent.popleft().cost
 
     def _post(self, src: int | None, tag: int) -> _Posted:
@@ -185,12 +180,12 @@ class TorchMessages:
             time.sleep(min(_LONGEST_PAUSE, waited / 8))
 
     def _leave(self, src: int | None, tag: int, posted: _Posted) -> None:
-        """Leave a posted receive, which cannot be withdrawn, to the next one of the same kind."""
+        """Keep a posted receive, which cannot be withdrawn, for the next one of the same source and tag."""
         with self._lock:
             self._left_over[src, tag].append(posted)
 
     def _take(self, receipt: TorchReceipt, posted: _Posted, timeout: float) -> tuple[int, ValueError | None]:
-        """Wait for a header and its payload; return the source, and what was wrong with the size."""
+        """Wait for a header and its payload; return the source, and the error of the size, if any."""
         start, left = time.monotonic(), timeout
         if receipt.src is None and self._group.is_gloo:
             self._await_any(posted.header, timeout)
@@ -217,7 +212,7 @@ class TorchMessages:
 class TorchReceipt:
     """Receive that has been posted, see :class:`pycomm.transport.base.Receipt`.
 
-    torch.distributed tells nobody that a message has come: it is found by :meth:`wait` only.
+    torch.distributed does not report arrivals: only :meth:`wait` finds a message.
     """
 
     def __init__(
@@ -268,13 +263,6 @@ class TorchReceipt:
             return True
         finally:
             self._lock.release()
-
-
-def _index(name: str, value: object, end: int) -> int:
-    if not isinstance(value, SupportsIndex) or isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}, wanted an int")
-    require(0 <= index(value) < end, f"{name} is {index(value)}, wanted 0 <= {name} < {end}")
-    return index(value)
 
 
 def _payload_tag(number: int) -> int:

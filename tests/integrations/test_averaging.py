@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
-from pycomm.integrations.averaging import ATTACH_OPTIONS, REGISTER_OPTIONS, Averaging, averaging_of
-from pycomm.integrations.optional import library
+from pycomm.integrations.averaging import ATTACH_OPTIONS, REGISTER_OPTIONS, Averaging, averaging_of, library
 from tests.on_ranks import Pools, on_ranks
 from tests.reducer.attaching import own_state
 from tests.reducer.models import loss_of, make_model, sgd
@@ -207,7 +206,7 @@ def test_options_by_name() -> None:
 
 
 def test_libraries_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    says = r"x\.y wants no_such_library or nor_this_one: pip install 'pycomm-torch\[frameworks\]'"
+    says = r"x\.y requires no_such_library or nor_this_one: pip install 'pycomm-torch\[frameworks\]'"
     with pytest.raises(ImportError, match=says):
         library("no_such_library.strategies", "nor_this_one", whose="x.y")
     (tmp_path / "half_a_library.py").write_text("import what_it_needs")
@@ -229,7 +228,7 @@ for name, libraries in {
     try:
         __import__(f"pycomm.integrations.{name}")
     except ImportError as error:
-        assert f"pycomm.integrations.{name} wants {libraries[0]}" in str(error), error
+        assert f"pycomm.integrations.{name} requires {libraries[0]}" in str(error), error
         assert "pip install 'pycomm-torch[frameworks]'" in str(error), error
     else:
         raise AssertionError(name)

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.monitoring import FIELDS, writers
-from pycomm.monitoring.rows import row_between
+from pycomm.monitoring.writers import row_between
 from tests.on_ranks import on_ranks
 from tests.reducer.models import loss_of, make_model, sgd
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from pycomm import CommError, Communicator
 from pycomm.transport import rendezvous
 from pycomm.transport.base import Message
-from pycomm.transport.hosts import hosts_of, log_walls
+from pycomm.transport.hosts import hosts_of, log_isolation
 from pycomm.transport.torch_group import TorchGroup
 from tests.hosts import on_hosts
 from tests.on_ranks import Pools, on_ranks
@@ -178,9 +178,9 @@ def test_walls_between_ranks_of_one_machine_are_logged_once(caplog: pytest.LogCa
     ]
     with caplog.at_level(logging.WARNING, "pycomm"):
         for rank in (1, 2, 3):  # rank 0 says it for all of its machine, and rank 3 is alone on one
-            log_walls(rank, machine, "torch")
+            log_isolation(rank, machine, "torch")
         assert not caplog.records
-        log_walls(0, machine, "torch")
+        log_isolation(0, machine, "torch")
     (record,) = caplog.records
     assert "ranks 0 and 1 are on one machine but share no memory" in record.getMessage()
     assert "differ in network namespace and user:" in record.getMessage()

@@ -1,8 +1,8 @@
 """Search for the rank that caused a failure, if the transport only reports that something failed.
 
-A broken connection shows up wherever a rank happens to wait, often for another rank that has given up
-for the same reason. So each rank that gives up leaves a note in the process group's store, saying which
-rank it blames. On its own host a rank also checks whether the other ranks' processes are alive.
+A rank often sees a failure as a broken connection to another rank that gave up for the same reason. So each rank that
+gives up writes a note to the process group's store that names the rank it blames. On its own host a rank also checks
+whether the other ranks' processes are alive.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from pycomm.torch_internals import PrefixStore, Store
 from pycomm.transport.processes import fate_of
 from pycomm.worker import Worker
 
-_GRACE = 2.0  # seconds in which the other ranks may report that they are alive
+_GRACE = 2.0  # seconds for the other ranks to report that they are alive
 _ANSWER = 1.0  # seconds for the store to answer
 _LONGEST_REASON = 500  # characters
 
 
 def _int(value: object) -> int:
-    """Return ``value``, read from a note that may hold anything, if it is an int; otherwise -1."""
+    """Return an int read from an untrusted note; -1 if it is none."""
     return value if isinstance(value, int) else -1
 
 
-class RollCall:
-    """Roll call of the ranks that met as ``name``: which of them are alive, and which one caused a failure.
+class FailureNotes:
+    """Notes in the store about failures of the ranks that met as ``name``: who is alive, and who caused a failure.
 
     Args:
         store: the process group's store.
@@ -46,11 +46,11 @@ class RollCall:
         self._left = False
 
     def leave(self, blamed: int | None, reason: str, finished: int) -> None:
-        """Note in the store that this rank has stopped taking part. Only the first call counts.
+        """Note that this rank has stopped taking part. Only the first call counts.
 
         Args:
-            blamed: the rank that caused it, this one or another; ``None`` if unknown.
-            reason: explanation, for the other ranks' messages.
+            blamed: the rank that caused it, perhaps this one; ``None`` if unknown.
+            reason: explanation, for the other ranks' errors.
             finished: number of operations that this rank has completed.
         """
         if not self._left:
@@ -58,12 +58,12 @@ class RollCall:
             self._write_note({"blamed": blamed, "reason": reason[:_LONGEST_REASON], "finished": finished})
 
     def refuse(self, reason: str, operation: int) -> None:
-        """Note in the store why this rank cannot take part in an operation, which the others are told of otherwise."""
+        """Note why this rank cannot take part in an operation. Announcements carry the fact itself."""
         note = json.dumps([operation, reason[:_LONGEST_REASON]])
         self._ask(lambda: self._store.set(f"refused/{self._rank}", note))
 
     def refusal_of(self, rank: int, operation: int) -> str:
-        """Return why ``rank`` could not take part in that operation; "" if it has not said so."""
+        """Return why ``rank`` could not take part in that operation; "" without a note."""
         found: list[str] = []
 
         def read() -> None:
@@ -80,8 +80,8 @@ class RollCall:
         """Return the rank that caused the failure of an operation, and an explanation. Takes a moment.
 
         Args:
-            suspect: the rank that was waited for, if known; the result if nothing better is found.
-            operation: number of the operation. Ranks that have completed as many are not involved.
+            suspect: the rank that was waited for, if known; the default result.
+            operation: number of the operation. Ranks that have completed it are not involved.
         """
 
         def look(notes: Mapping[int, dict[str, Any]]) -> tuple[int, str] | None:
@@ -91,10 +91,9 @@ class RollCall:
         return self._search(suspect, look)
 
     def culprit_of_message(self, suspect: int | None, _: int) -> tuple[int | None, str]:
-        """Return the rank for which a message did not come or go, and an explanation: as :meth:`culprit`.
+        """Return the rank that caused the failure of a message, and an explanation.
 
-        A rank that has died comes first. Otherwise it is ``suspect``, or the rank for which that has ended, by what it
-        says itself, and so on.
+        It is a rank that has died; otherwise ``suspect``, or the rank that ``suspect``'s note blames, and so on.
         """
 
         def look(notes: Mapping[int, dict[str, Any]]) -> tuple[int, str] | None:
@@ -105,7 +104,7 @@ class RollCall:
     def _search(
         self, suspect: int | None, look: Callable[[Mapping[int, dict[str, Any]]], tuple[int, str] | None]
     ) -> tuple[int | None, str]:
-        """Return what ``look`` finds in the notes within a moment; else ``suspect``, or another who says nothing."""
+        """Return what ``look`` finds in the notes within a moment; else ``suspect`` or another rank without a note."""
         self._write_note({})  # this rank is alive
         give_up = time.monotonic() + _GRACE
         notes: dict[int, dict[str, Any]] = {}
@@ -121,7 +120,7 @@ class RollCall:
         return suspect, "" if suspect is None else f"rank {suspect} was waited for"
 
     def _dead(self, done: Set[int], notes: Mapping[int, dict[str, Any]]) -> tuple[int, str] | None:
-        """Return the first rank whose process cannot go on and has not said why it left: such a one left before."""
+        """Return the first rank whose process is dead or stopped, unless it had left before, with a reason."""
         for p, pid in enumerate(self._pids):
             has_left = "reason" in notes.get(p, {})
             fate = "" if p in done or pid == 0 or has_left else fate_of(pid)
@@ -130,7 +129,7 @@ class RollCall:
         return None
 
     def _blamed(self, notes: Mapping[int, dict[str, Any]]) -> tuple[int, str] | None:
-        """Return a rank that blames itself; otherwise one that another rank blames; with the reason."""
+        """Return a rank that blames itself, else one that another rank blames, with the reason."""
         for p, note in notes.items():
             if note.get("blamed") == p:
                 return p, f"rank {p} gave up ({note.get('reason')})"
@@ -141,9 +140,9 @@ class RollCall:
         return None
 
     def _cause_of(self, suspect: int | None, notes: Mapping[int, dict[str, Any]]) -> tuple[int, str] | None:
-        """Return the rank for which ``suspect`` has left, and the last reason on the way there; ``None`` if it is here.
+        """Follow the blame from ``suspect`` on; return the last rank and reason, ``None`` if ``suspect`` has not left.
 
-        Without a ``suspect`` it is what :meth:`_blamed` finds.
+        Without a ``suspect``, return the result of :meth:`_blamed`.
         """
         if suspect is None:
             return self._blamed(notes)
@@ -172,8 +171,8 @@ class RollCall:
         return dict(notes)
 
     def _ask(self, question: Callable[[], object]) -> None:
-        """Run ``question`` on a thread of its own; give up silently if the store fails, or hangs with its host."""
-        worker = Worker(f"pycomm-roll-call-{self._rank}")
+        """Run ``question`` on a separate thread; give up silently if the store fails or hangs."""
+        worker = Worker(f"pycomm-failure-notes-{self._rank}")
         with contextlib.suppress(RuntimeError):
             worker.submit(question).ends_within(_ANSWER)
         worker.stop(patience=0.0)
