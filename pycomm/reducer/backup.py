@@ -259,7 +259,7 @@ class BackupPolicy(SurvivingPolicy):
         engine, ready = self.engine, self.survival.membership.ready
         if engine.num_launched + 1 == len(engine.table.flights) and ready is not None and not self._is_idle:
             with contextlib.suppress(CommError):  # they wait for this rank then
-                ready.answer(engine.progress.num_reductions)
+                ready.add(engine.progress.num_reductions)
         super().launching(flight)
 
     def launch_commit(self) -> None:

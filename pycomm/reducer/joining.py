@@ -78,7 +78,7 @@ def _join(
         lanes = open_lanes(communicator, settings, table.on_gpu)
         membership.settle(communicator)
         door = _door(membership, client.store, client.index, lines)
-        door.pass_by(answer["request"])
+        door.skip_to(answer["request"])
         until_joined.callback(door.close)
         survival = Survival(membership, communicator, table, settings, door)
         policy = _policy(settings, survival)

@@ -19,8 +19,7 @@ from typing import Any, Protocol
 
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Exchange, method_stats
-from pycomm.elastic.agreement_store import shared_file
-from pycomm.elastic.ready import ReadyPage
+from pycomm.elastic.agreement_store import ReadyPage, shared_file
 from pycomm.recorder import Recorder, labelled, listened_to
 from pycomm.reducer.parameters import ParameterTable
 from pycomm.reducer.step_trace import StepTrace
