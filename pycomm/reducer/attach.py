@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -15,25 +17,29 @@ from torch.distributed.device_mesh import DeviceMesh
 from pycomm.agreement import agreed, check_same_lines
 from pycomm.broadcasting import broadcast_state, check_state_keys
 from pycomm.checks import refuse_unknown, shown
-from pycomm.communicator import Communicator
+from pycomm.communicator import Communicator, communicator_at
 from pycomm.compression import Compression
 from pycomm.deprecated import Moved, Old, renamed
-from pycomm.errors import attempt
+from pycomm.elastic.join_requests import JoinClient, JoinListener
+from pycomm.elastic.liveness import this_process
+from pycomm.elastic.membership import Membership
+from pycomm.errors import CommError, attempt
 from pycomm.layout import require_dense
 from pycomm.optim.attached import refuse_second_average, register
-from pycomm.optim.fused import FusedStep, KernelStep, rule_of
+from pycomm.optim.fused import rule_of
 from pycomm.optim.master_weights import MasterWeights
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.optim.step_override import HALF
 from pycomm.optim.wrappers import refuse_wrapped, watch_constructions
 from pycomm.reducer.attached_tensors import AttachedTensors
+from pycomm.reducer.backup import BackupPolicy
 from pycomm.reducer.buckets import check_sharding
 from pycomm.reducer.engine import Engine, StepPolicy
-from pycomm.reducer.joining import join_ranks, surviving_policy
 from pycomm.reducer.lanes import open_lanes
+from pycomm.reducer.newcomers import Carried, lines_of, share_state
 from pycomm.reducer.parameters import ParameterTable, table_of
-from pycomm.reducer.partition.on_host import HostPartition
-from pycomm.reducer.partition.partition import PartitionTerms, StepPartition, memory_of_all, settings_of
+from pycomm.reducer.partition.on_host import HostPartition, memory_of_all
+from pycomm.reducer.partition.partition import settings_of
 from pycomm.reducer.partition.spread import SpreadPartition
 from pycomm.reducer.reducer import Reducer
 from pycomm.reducer.settings import (
@@ -46,12 +52,10 @@ from pycomm.reducer.settings import (
     survive_of,
 )
 from pycomm.reducer.statistics import Waits, open_board
-from pycomm.torch_internals import is_dtensor
+from pycomm.reducer.surviving import Survival, SurvivingPolicy
+from pycomm.torch_internals import Store, is_dtensor
 from pycomm.transport.authentication import secret
 from pycomm.transport.own_group import timeout_seconds
-
-if TYPE_CHECKING:
-    from pycomm.reducer.parameters import ParameterTable
 
 
 def require_shardable(table: ParameterTable, shard: str) -> None:
@@ -90,31 +94,6 @@ def require_reachable(communicator: Communicator, shard: Sharding) -> None:
             f"shard={shard} requires all ranks on one host, where they reach each other's memory; these travel by "
             f'{communicator.transport!r}, over which Sharding("optimizer", grads="part" or "full") works'
         )
-
-
-def open_partition(
-    communicator: Communicator, table: ParameterTable, settings: AttachSettings, shard: Sharding
-) -> StepPartition:
-    """Return a partition of the parameters that ``table`` is about to sort into buckets. Collective."""
-    there = table.stepper
-    is_there = isinstance(there, KernelStep)
-    terms = PartitionTerms(
-        communicator,
-        there if isinstance(there, KernelStep) else FusedStep(table.optimizer),
-        table.module,
-        grads=shard.grads,
-        average=settings.average,
-        most_writes=0 if settings.loss_scaler is None else 1,  # by unscale_()
-        was_fused_here=not is_there,
-    )
-    if memory_of_all(communicator) is None:
-        return SpreadPartition(terms)
-    return HostPartition(terms, shares_parameters=shard.kind == "parameters")
-
-
-def settings_lines(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return a line for each parameter group, to be compared between ranks."""
-    return settings_of(optimizer).decode().splitlines()
 
 
 _OPTIONS: Any = {
@@ -346,7 +325,8 @@ def _attach_over(lanes: Sequence[Communicator], settings: AttachSettings, table:
         engine = Engine(table, lanes, settings, policy)
         engine.statistics.waits = Waits(board, engine)
         if settings.shard is not None:
-            table.partition = open_partition(lanes[0], table, settings, settings.shard)
+            kind = SpreadPartition if memory_of_all(lanes[0]) is None else HostPartition
+            table.partition = kind(lanes[0], table.optimizer, table.module, settings)
         made: Reducer | Exception = Reducer(engine)
     except Exception as error:
         made = error
@@ -367,7 +347,7 @@ def _make_equal(communicator: Communicator, attached: _Attached) -> None:
     """Raise ValueError if the ranks' settings or tensors do not match; then copy rank 0's state to all ranks."""
     settings, table, tensors = attached
     if settings.shard is not None:
-        lines = settings_lines(table.optimizer)
+        lines = settings_of(table.optimizer).decode().splitlines()
         check_same_lines(communicator.channel.all_gather_bytes, lines, "parameter group")
     communicator.all_reduce(
         torch.zeros(1, dtype=torch.float32), algorithm=settings.tuning.algorithm
@@ -389,3 +369,76 @@ _WRITTEN = {
     **{field.name: f"survive=pycomm.Survive({field.name}=...)" for field in fields(Survive)},
 }
 """How to write arguments of ``attach``, and those of its options."""
+
+
+_indices = itertools.count()
+"""Of the attaches of this process that can gain ranks: the n-th of a newcomer joins the n-th of the others."""
+
+
+def surviving_policy(
+    communicator: Communicator, table: ParameterTable, settings: AttachSettings, survive: Survive
+) -> SurvivingPolicy:
+    """Return the policy by which ranks go on without lost ones, and with newcomers. Collective."""
+    membership = Membership.found(communicator, survive.min_ranks, settings.backup > 0)
+    listener = _listener(membership, membership.store, next(_indices), lines_of(settings, table))
+    return _policy(settings, Survival(membership, communicator, table, settings, listener))
+
+
+def _policy(settings: AttachSettings, survival: Survival) -> SurvivingPolicy:
+    return BackupPolicy(survival) if settings.backup > 0 else SurvivingPolicy(survival)
+
+
+def _listener(membership: Membership, store: Store, index: int | str, lines: Sequence[tuple[str, str]]) -> JoinListener:
+    return JoinListener(store, index, lines, str(this_process()["host"]) if membership.is_on_one_host else "")
+
+
+def join_ranks(
+    address: str, table: ParameterTable, settings: AttachSettings, survive: Survive, timeout: float
+) -> Reducer:
+    """Return the Reducer of this process as one more rank of those whose store listens at ``address``.
+
+    It asks again where a rank is lost while it is let in.
+
+    Raises:
+        ValueError: they refuse it; or ``address`` is malformed.
+        CommError: they do not answer, or failed.
+    """
+    client = JoinClient(address, next(_indices), timeout)
+    while True:
+        try:
+            return _join(client, table, settings, survive, timeout)
+        except CommError:
+            if client.is_late():
+                raise
+
+
+def _join(
+    client: JoinClient, table: ParameterTable, settings: AttachSettings, survive: Survive, timeout: float
+) -> Reducer:
+    lines = lines_of(settings, table)
+    answer = client.ask(this_process(), lines)
+    membership, place = Membership.accept(answer, client.store, survive.min_ranks, timeout, settings.backup > 0)
+    with contextlib.ExitStack() as until_joined:
+        until_joined.callback(membership.close)
+        communicator = communicator_at(place, timeout)
+        until_joined.callback(communicator.close)
+        lanes = open_lanes(communicator, settings, table.on_gpu)
+        membership.settle(communicator)
+        listener = _listener(membership, client.store, client.index, lines)
+        listener.skip_to(answer["request"])
+        until_joined.callback(listener.close)
+        survival = Survival(membership, communicator, table, settings, listener)
+        policy = _policy(settings, survival)
+        engine = Engine(table, lanes, settings, policy)
+        engine.statistics.waits = Waits(ranks=engine)
+        plain = share_state(communicator, Carried.of(engine), newcomer=True)
+        until_joined.pop_all()
+    table.ranks = membership.world
+    reducer = Reducer(engine)
+    Carried.of(engine).take_compression(plain)
+    engine.told_world = membership.world[:-1]
+    survival.welcome(engine.progress.num_reductions, 0.0)
+    register(reducer)
+    watch_constructions(reducer)
+    policy.enter()
+    return reducer

@@ -224,7 +224,7 @@ class BackupPolicy(SurvivingPolicy):
         Steps that compare the replicas wait for all: a rank's parameters may be written to until its next forward.
         """
         engine, steps, size = self.engine, self.engine.progress.num_reductions, self.engine.communicator.size
-        is_due = engine.comparison.replicas.is_due(steps)
+        is_due = engine.comparison.is_due(steps)
         if self._standby is not None or size == 1 or steps == 0 or is_due or self.survival.invited != 0:
             return
         engine.window.fix_scales(with_next=True, step=engine.outcome.committed_steps)

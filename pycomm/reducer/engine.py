@@ -61,7 +61,7 @@ def gradients_of(flight: BucketInFlight, settings: AttachSettings, is_first_pass
     for slot, grad in zip(flight.slots, grads, strict=True):
         if (grad is None and slot.fired > 0) or (grad is not None and grad.is_sparse):
             require_sendable(slot)
-    if is_first_pass and not _is_linear(settings):
+    if is_first_pass and not settings.is_linear:
         for slot, grad, view in zip(flight.slots, grads, flight.bucket.views, strict=True):
             if grad is view and slot.fired > 0:
                 require_no_average(slot, settings)
@@ -74,17 +74,13 @@ def gradients_of(flight: BucketInFlight, settings: AttachSettings, is_first_pass
     return grads
 
 
-def _is_linear(settings: AttachSettings) -> bool:
-    return settings.average and not settings.compression.transactional and settings.clip_local_norm is None
-
-
 def require_no_average(slot: Slot, settings: AttachSettings) -> None:
     """Raise RuntimeError if the first pass of a window has accumulated into an average that was handed out.
 
     The mean over the ranks of an average plus a fresh gradient is correct; its sum, and error feedback of
     it, are meaningless.
     """
-    if _is_linear(settings):
+    if settings.is_linear:
         return
     grad, flight = slot.owner.grad, slot.flight
     assert grad is not None
@@ -244,7 +240,7 @@ class Engine:
         self.told_world = self.world
         if policy.survives:
             self.flags.takes_new = False  # what is launched after a step's commit would not be part of it
-            self.flags.compares_loop = self.comparison.replicas.looks_soon = settings.backup == 0
+            self.flags.compares_loop = self.comparison.looks_soon = settings.backup == 0
 
     @property
     def world(self) -> tuple[int, ...]:
@@ -483,7 +479,7 @@ class Engine:
         """
         self._await_results(then)
         self.comparison.compare()
-        if self.flags.heard.new:
+        if self.flags.announced.new:
             self.admit_new()
             self.launch_rest()
             self._await_results(then)

@@ -123,7 +123,7 @@ class ReductionOutcome:
 
         ``has_sent``: whether this rank had a gradient.
         """
-        if self._flags.heard.veto or not (has_sent or self._any_used()):
+        if self._flags.announced.veto or not (has_sent or self._any_used()):
             self._discard()
         else:
             self._hand_out()
@@ -151,7 +151,7 @@ class ReductionOutcome:
 
     def _leave_out_skipping(self) -> None:
         """Turn the mean over all ranks into that over those that had a batch."""
-        num_skipping, size = len(self._flags.heard.skipping), self._communicator.size
+        num_skipping, size = len(self._flags.announced.skipping), self._communicator.size
         if 0 < num_skipping < size and self._settings.average:
             for flight in self._table.flights:
                 flight.bucket.flat.mul_(size / (size - num_skipping))
@@ -167,7 +167,7 @@ class ReductionOutcome:
         A loss scaler gets gradients that are not finite, and leaves out the step. Otherwise there are none, and
         ``optimizer.step()`` has nothing to do.
         """
-        veto = self._flags.heard.veto
+        veto = self._flags.announced.veto
         for flight in self._table.flights:
             flight.hand_out(False)
             flight.bucket.flat.fill_(math.nan)

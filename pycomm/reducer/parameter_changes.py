@@ -70,7 +70,7 @@ def _name_of(table: ParameterTable, param: torch.Tensor) -> str:
 
 def require_written(table: ParameterTable, settings: AttachSettings) -> None:
     """Raise RuntimeError if ``.grad`` still is what was handed out last, and averaging it again would be wrong."""
-    if settings.average and not settings.compression.transactional and settings.clip_local_norm is None:
+    if settings.is_linear:
         return
     for slot in table.slots():
         if slot.owner.grad is not None and slot.untouched():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,19 +13,14 @@ import torch
 from pycomm.counting import PassGate
 from pycomm.errors import HALF_SENT, CommError
 from pycomm.optim.copies import training_alone
+from pycomm.optim.module_hooks import AfterForward, BeforeForward, ZeroGradHook, forget_original
 from pycomm.optim.wrappers import refuse_active_wrapper
-from pycomm.reducer.autograd_hooks import GradientHook, ModelHooks
+from pycomm.reducer.autograd_hooks import BackwardWatch, GradientHook, Uncovered, step_hook
 from pycomm.reducer.buckets import Slot, forget_passes
 from pycomm.reducer.engine import Engine
 from pycomm.reducer.parameter_changes import ParameterChanges, require_provenance
 from pycomm.reducer.replica_differences import DamageError
-from pycomm.torch_internals import (
-    calls_hooks_of_running_nodes,
-    compiles_autograd,
-    current_graph_task,
-    current_node,
-    queue_final_callback,
-)
+from pycomm.torch_internals import current_graph_task
 
 
 class LocalPasses:
@@ -76,126 +71,11 @@ class LocalPasses:
         return not added_to or slot.grad_version() == version + 1  # else it was zeroed before this pass added to it
 
 
-class BackwardWatch:
-    """Watch that detects backward passes by the gradients they accumulate.
-
-    ``on_begin`` is called before the first gradient of a pass, ``on_gradients`` when all have arrived, and
-    ``on_end`` when ``backward()`` is about to return. If one pass produces gradients for several watches,
-    ``on_gradients`` is called on all of them before ``on_end`` is called on the first: ``on_end`` may wait
-    for other ranks, which may have reached another watch first and need what that watch sends.
-
-    Autograd's final callbacks belong to a graph task. Reentrant checkpointing runs a nested task for
-    every checkpointed piece, whose callback is called while the outer backward still runs; the node that
-    started the nested task is then still being evaluated. In that case a hook on that node requests a
-    callback from the enclosing task, and so on outwards. A task that fails is dropped without its
-    callback: this is how a pass that ended with an exception is detected, and ``on_failure`` called.
-    """
-
-    def __init__(
-        self,
-        on_begin: Callable[[], None],
-        on_gradients: Callable[[], None],
-        on_end: Callable[[], None],
-        on_failure: Callable[[], None],
-    ) -> None:
-        self._on_begin, self._on_gradients, self._on_end = on_begin, on_gradients, on_end
-        self._on_failure = on_failure
-        self._tasks: set[int] = set()
-        self._active = False
-        self._abandoned = False
-
-    def touch(self, *_: object) -> None:
-        """Note that a gradient has been accumulated, in whichever graph task is running."""
-        if not self._active:
-            _refuse_compiled_autograd()
-        task = current_graph_task()
-        if task in self._tasks:
-            return
-        if not self._active:
-            self._on_begin()
-            self._active = True
-            _active.add(self)
-        self._tasks.add(task)
-        queue_final_callback(_TaskEnd(self, task))
-
-    def abandoned(self) -> bool:
-        """Return whether a pass has ended with an exception since the last call."""
-        abandoned, self._abandoned = self._abandoned, False
-        return abandoned
-
-    def task_ended(self, task: int) -> None:
-        """Handle the final callback of a graph task."""
-        enclosing = current_node()
-        if enclosing is not None:
-            if not calls_hooks_of_running_nodes():
-                raise RuntimeError(
-                    "reentrant checkpointing, with which this torch does not tell when backward() has ended: call "
-                    "checkpoint(..., use_reentrant=False), or use a newer torch"
-                )
-            enclosing.register_hook(self.touch)
-            return
-        for watch in list(_active):
-            if task in watch._tasks:
-                watch._reset()
-                watch._on_gradients()
-                _ending.add(watch)
-        if self in _ending:
-            _ending.discard(self)
-            self._on_end()
-
-    def task_failed(self) -> None:
-        """Handle a graph task that was dropped without its final callback."""
-        if self._active:
-            self._reset()
-            self._abandoned = True
-            self._on_failure()
-        _ending.discard(self)
-
-    def _reset(self) -> None:
-        self._tasks.clear()
-        self._active = False
-        _active.discard(self)
-
-
-_active: weakref.WeakSet[BackwardWatch] = weakref.WeakSet()
-_ending: weakref.WeakSet[BackwardWatch] = weakref.WeakSet()
-"""Watches on which ``on_gradients`` has been called, and ``on_end`` not yet."""
-
-
-class _TaskEnd:
-    """Final callback of a graph task; reports a failure if it is dropped without having been called."""
-
-    def __init__(self, watch: BackwardWatch, task: int) -> None:
-        self._watch = weakref.ref(watch)
-        self._task = task
-        self._called = False
-
-    def __call__(self) -> None:
-        self._called = True
-        watch = self._watch()
-        if watch is not None:
-            watch.task_ended(self._task)
-
-    def __del__(self) -> None:
-        watch = None if self._called else self._watch()
-        if watch is not None:
-            watch.task_failed()
-
-
-def _refuse_compiled_autograd() -> None:
-    if compiles_autograd():
-        raise RuntimeError(
-            "compiled autograd does not call pycomm's hooks as backward() goes: leave it off "
-            "(torch._dynamo.config.compiled_autograd = False); torch.compile of the model is fine"
-        )
-
-
 class Passes:
     """Driver of the engine, called by autograd: by a hook on each parameter and at the end of each backward pass.
 
     Attributes:
         changes: parameters that are added, unfrozen or replaced.
-        model_hooks: hooks on the optimizer and the module, once they are installed.
         stopped: error after which this rank no longer takes part; empty while it does.
     """
 
@@ -207,7 +87,9 @@ class Passes:
         self._gate = PassGate(current_graph_task)
         self.changes = ParameterChanges(engine, self.listen_to, self.stop)
         self._hookless: list[Slot] = []
-        self.model_hooks: ModelHooks | None = None
+        self._owner: Any = None
+        self._handles: list[Any] = []
+        self._uncovered: Uncovered | None = None
         self.stopped = ""
 
     # Parameters.
@@ -222,13 +104,32 @@ class Passes:
             else:  # it has no gradients but those that somebody writes, until it is unfrozen
                 self._hookless.append(slot)
 
+    def hook_model(self, owner: object) -> None:
+        """Hook the optimizer and the module. These hooks keep ``owner`` alive; those of parameters do not."""
+        self._owner = owner
+        optimizer, module = self._table.optimizer, self._table.module
+        self._handles = [
+            optimizer.register_step_pre_hook(step_hook(self._progress, self.require_averaged)),
+            optimizer.register_step_post_hook(lambda *_: self.stepped()),
+            ZeroGradHook(optimizer, self.note_zero_grad),
+        ]
+        if module is not None:
+            forget_original(module)
+            self._uncovered = Uncovered(module, self._table.covers)
+            before = BeforeForward(self.before_forward, watches_copies=True)
+            self._handles.append(module.register_forward_pre_hook(before))
+            self._handles.append(module.register_forward_hook(AfterForward(self.note_forward)))
+
     def unhook(self) -> None:
         """Remove all hooks."""
         for slot in self._table.slots():
             if slot.hook is not None:
                 slot.hook.remove()
-        if self.model_hooks is not None:
-            self.model_hooks.remove()
+        for handle in self._handles:
+            handle.remove()
+        if self._uncovered is not None:
+            self._uncovered.close()
+        self._owner = None
 
     def before_forward(self) -> None:
         """Refuse wrappers that average these parameters too; admit new parameters if a window may begin here."""
@@ -242,8 +143,9 @@ class Passes:
                 slots, self._hookless = self._hookless, []
                 self.listen_to(slots)
             self.changes.find_new()
-            if torch.is_grad_enabled() and self.changes.look_at_module() and self.model_hooks is not None:
-                self.model_hooks.watch_uncovered()
+            module = self._table.module
+            if torch.is_grad_enabled() and self.changes.look_at_module() and module is not None and self._uncovered:
+                self._uncovered.watch(module)
 
     def note_forward(self, output: Any) -> None:
         """Note a forward in training mode of the module; its ``output`` tells later whether backward followed."""
@@ -301,6 +203,7 @@ class Passes:
 
     def stepped(self) -> None:
         """Note that ``optimizer.step()`` has returned."""
+        self._engine.statistics.phases.end_step()
         if not self._progress.leave_step():
             return
         self._window.complete = False
@@ -359,8 +262,8 @@ class Passes:
             self.reduce()
         else:
             self._engine.statistics.phases.end_backward()
-        if self.model_hooks is not None:
-            self.model_hooks.warn_of_uncovered()
+        if self._uncovered is not None:
+            self._uncovered.warn()
 
     def _failed(self) -> None:
         if self._engine.has_launched():

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from pycomm import checks
+from pycomm.communicator import Communicator
+from pycomm.compression import Compression
 from pycomm.compression.by_method import method_text
 from pycomm.compression.saved_state import gather_state, select_state
 from pycomm.descriptions import counted, size_text, tensors_text
 from pycomm.optim.attached import forget
 from pycomm.optim.wrappers import unwatch_constructions
 from pycomm.reducer import clipping
-from pycomm.reducer.attached_training import AttachedTraining
-from pycomm.reducer.autograd_hooks import ModelHooks
 from pycomm.reducer.buckets import scale_gradients
 from pycomm.reducer.engine import Engine
 from pycomm.reducer.module_buffers import BufferSync
 from pycomm.reducer.passes import Passes
 from pycomm.reducer.rank_flags import StopRequest
-from pycomm.reducer.statistics import Phases
 from pycomm.reducer.step_trace import StepTrace
 from pycomm.reducer.window import TrainingProgress
 from pycomm.reducer.without_backward import WithoutBackward, request_veto
@@ -87,8 +87,7 @@ class Reducer:
         self._idle = False
         self._passes.changes.hook(self._table.slots())
         self._passes.changes.hook(self._table.admit())
-        hooks = ReducerHooks(self, self._passes, self._engine.progress, self._engine.statistics.phases)
-        self._passes.model_hooks = ModelHooks(self.optimizer, self.module, hooks)
+        self._passes.hook_model(owner=self)
         if self.module is not None and self._settings.buffers != "local":
             mode, keeps = self._settings.buffers, self._engine.policy.survives
             self._engine.buffers = BufferSync(self.module, mode, self._communicator, self._table.ignores, keeps=keeps)
@@ -197,7 +196,7 @@ class Reducer:
     @property
     def is_vetoed(self) -> bool:
         """Whether a rank has vetoed the last step; see :meth:`veto_step`."""
-        return bool(self._engine.flags.heard.veto)
+        return bool(self._engine.flags.announced.veto)
 
     def reduce_now(self) -> None:
         """Average the gradients that there are, unless their averages wait for a step already. Collective.
@@ -221,7 +220,11 @@ class Reducer:
             Number of the others' reductions that this rank was absent from.
         """
         self._require_attached()
-        return 0 if self._idle else self._without_backward.stay_absent()
+        count = 0
+        with torch.no_grad(), torch.cuda.device(self._table.device if self._table.on_gpu else -1):
+            while not self._idle and not self._without_backward.take_part(absent=True):
+                count += 1
+        return count
 
     @property
     def attached(self) -> AttachedTraining:
@@ -414,7 +417,7 @@ def _has_nothing_to_do(engine: Engine) -> bool:
 def _let_go(engine: Engine) -> None:
     """Have ``engine`` let go of memory that is not its own."""
     engine.policy.stand_down()
-    engine.comparison.replicas.state_hashes.forget()
+    engine.comparison.state_hashes.forget()
     engine.statistics.waits.close()
 
 
@@ -429,53 +432,56 @@ def _farewell(progress: TrainingProgress, how: str) -> str:
     return f"it has ended its training ({how}) after step {progress.num_reductions}"
 
 
-class ReducerHooks:
-    """Object that hooks call, and hold.
+@dataclass(frozen=True)
+class AttachedTraining:
+    """Training that a Reducer is attached to, for what saves, loads and looks after it: see ``Reducer.attached``."""
 
-    Args:
-        reducer: kept alive; asked which parameters it covers.
-        passes: handling of passes.
-        progress: counters of steps.
-        phases: account of where the time goes.
-    """
+    _engine: Engine
 
-    def __init__(self, reducer: Any, passes: Passes, progress: TrainingProgress, phases: Phases) -> None:
-        self._reducer, self._passes, self._progress, self._phases = reducer, passes, progress, phases
+    @property
+    def communicator(self) -> Communicator:
+        """Communicator of the ranks that take part."""
+        return self._engine.communicator
 
-    def before_forward(self) -> None:
-        """Admit new parameters, and refuse wrappers that average these too."""
-        self._passes.before_forward()
+    @property
+    def method(self) -> Compression:
+        """Compression method."""
+        return self._engine.settings.compression
 
-    def note_forward(self, output: Any) -> None:
-        """Note a forward of the module in training mode."""
-        self._passes.note_forward(output)
+    @property
+    def loss_scaler(self) -> Any:
+        """Loss scaler that ``attach`` was given, or ``None``."""
+        return self._engine.settings.loss_scaler
 
-    def note_zero_grad(self) -> None:
-        """Note a call of ``optimizer.zero_grad()``."""
-        self._passes.note_zero_grad()
+    @property
+    def survives(self) -> bool:
+        """Whether the ranks that are left go on without those that are lost."""
+        return self._engine.settings.survive is not None
 
-    def enter_step(self) -> bool:
-        """Note that ``optimizer.step()`` begins; return whether it is no step inside another one."""
-        return self._progress.enter_step()
+    @property
+    def has_own_values(self) -> bool:
+        """Whether a rank may have parameters, or optimizer state, that other ranks do not have."""
+        table = self._engine.table
+        return bool(table.ignored or table.rank_local) or self._engine.settings.tuning.optimizer_state == "keep"
 
-    def begin_step(self) -> None:
-        """Note that ``optimizer.step()`` is about to call its closure for the first time."""
-        self._progress.stepped()
+    @property
+    def is_window_open(self) -> bool:
+        """Whether gradients of an accumulation window have yet to be averaged."""
+        return self._engine.window.is_open
 
-    def run_closure(self, closure: Callable[[], Any]) -> Any:
-        """Return the result of ``closure``, which runs inside ``optimizer.step()``."""
-        return self._progress.run_closure(closure)
+    def name_of_ignored(self, param: torch.Tensor) -> str | None:
+        """Return the name of ``param`` if it is this rank's own, as ``ignore`` says."""
+        return self._engine.table.ignored.name_of(param)
 
-    def before_step(self) -> None:
-        """Raise RuntimeError if ``optimizer.step()`` would use gradients that have not been averaged."""
-        self._passes.require_averaged()
+    def stand_down(self) -> None:
+        """Let collectives of the main thread come before the next step."""
+        self._engine.policy.stand_down()
 
-    def after_step(self) -> None:
-        """Note that ``optimizer.step()`` has returned."""
-        self._phases.end_step()
-        self._passes.stepped()
+    def compare_replicas(self) -> None:
+        """Raise an error on every rank if the ranks' parameters differ. Collective."""
+        self._engine.comparison.compare_replicas()
 
-    def covers(self, param: torch.Tensor) -> bool:
-        """Return whether the gradient of ``param`` is averaged, or left alone as ``ignore`` says."""
-        covers: bool = self._reducer.covers(param)
-        return covers
+    def check_state(self, states: Sequence[dict[str, Any]]) -> None:
+        """Raise ValueError if ``Reducer.load_state_dict`` would not take these ``states`` of all ranks."""
+        labels = self._engine.table.labels()
+        select_state(list(states), self._engine.state(), self.method, self.communicator, True, labels)

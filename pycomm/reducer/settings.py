@@ -265,6 +265,11 @@ class AttachSettings:
         return 0 if self.survive is None else self.survive.backup
 
     @property
+    def is_linear(self) -> bool:
+        """Whether averaging an average again, plus a new gradient, is correct: the result is linear in its inputs."""
+        return self.average and not self.compression.transactional and self.clip_local_norm is None
+
+    @property
     def accumulates(self) -> bool:
         """Whether a step may have several backward passes."""
         return self.accumulate != 1

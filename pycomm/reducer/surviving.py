@@ -45,7 +45,7 @@ class Survival:
         communicator: their communicator, which moves with them.
         table: parameters and their buckets.
         settings: arguments of ``attach``.
-        door: where newcomers ask to be let in.
+        listener: reads and answers the requests of newcomers.
 
     Attributes:
         recoveries, joins: what happened, a dict each; see ``Reducer.stats``.
@@ -59,10 +59,10 @@ class Survival:
         communicator: Communicator,
         table: ParameterTable,
         settings: AttachSettings,
-        door: JoinListener,
+        listener: JoinListener,
     ) -> None:
         self.membership, self.invited = membership, 0
-        self._door = door
+        self._listener = listener
         self._newcomers: set[int] = set()  # of the present step
         self._communicator, self._table, self._settings = communicator, table, settings
         self.recoveries: list[dict[str, Any]] = []
@@ -73,21 +73,6 @@ class Survival:
     def stats(self) -> dict[str, Any]:
         """Return what happened to the world so far."""
         return {"recoveries": list(self.recoveries), "joins": list(self.joins)}
-
-    # Keeping.
-
-    @staticmethod
-    def keep(flight: BucketInFlight, grads: list[torch.Tensor | None]) -> None:
-        """Keep ``grads``, which are about to be sent; a gradient that lies in the bucket itself is copied."""
-        for i, (slot, grad) in enumerate(zip(flight.slots, grads, strict=True)):
-            if grad is not None and flight.bucket.holds(i, grad):
-                slot.spare = torch.empty_like(grad) if slot.spare is None else slot.spare
-                grad = slot.spare.copy_(grad)
-            slot.kept = grad
-
-    def kept(self, flight: BucketInFlight) -> list[torch.Tensor | None]:
-        """Return what was kept of the gradients of ``flight``."""
-        return [slot.kept for slot in flight.slots]
 
     def forget_newcomers(self) -> None:
         """Take newcomers for ranks like the others: the step is over."""
@@ -101,7 +86,7 @@ class Survival:
         """
         words = np.zeros(1 + self._communicator.size, np.int64)
         words[1 + self._communicator.rank] = microseconds_here
-        if self.membership.is_first and (waiting := self._door.waiting()) is not None:
+        if self.membership.is_first and (waiting := self._listener.waiting()) is not None:
             words[0] = waiting.number
         with self._communicator.channel.skip_checks():
             self._communicator.all_reduce(words, "max")
@@ -124,7 +109,7 @@ class Survival:
 
     def close(self, reason: str) -> None:
         """Leave, and release what the agreement needs."""
-        self._door.close()
+        self._listener.close()
         self.leave(reason)
         self.membership.close()
 
@@ -186,11 +171,11 @@ class Survival:
         """
         start = time.monotonic()
         number, self.invited = self.invited, 0
-        self._door.skip_to(number)
-        place = self.membership.admit(self._door.read(number))
+        self._listener.skip_to(number)
+        place = self.membership.admit(self._listener.read(number))
         try:
             if self.membership.is_first:
-                self._door.answer(number, self.membership.invitation())
+                self._listener.answer(number, self.membership.invitation())
             self._communicator.move(place)
             lanes = open_lanes(self._communicator, self._settings, self._table.on_gpu)
             self.membership.settle(self._communicator)
@@ -254,8 +239,12 @@ class SurvivingPolicy(StepPolicy):
             slot.kept = None
 
     def contributed(self, flight: BucketInFlight, grads: Grads) -> Grads:
-        """Keep ``grads``, and return them."""
-        self.survival.keep(flight, grads)
+        """Keep ``grads`` and return them; a gradient that lies in the bucket itself is copied."""
+        for i, (slot, grad) in enumerate(zip(flight.slots, grads, strict=True)):
+            if grad is not None and flight.bucket.holds(i, grad):
+                slot.spare = torch.empty_like(grad) if slot.spare is None else slot.spare
+                grad = slot.spare.copy_(grad)
+            slot.kept = grad
         return grads
 
     def launched(self) -> None:
@@ -341,7 +330,7 @@ class SurvivingPolicy(StepPolicy):
         if engine.buffers is not None:
             engine.buffers.restore()
         for flight in engine.table.flights:
-            engine.launch(flight, self.survival.kept(flight))
+            engine.launch(flight, [slot.kept for slot in flight.slots])
         engine.launch_rest()
 
     def admit_newcomer(self) -> None:

@@ -136,8 +136,8 @@ class WithoutBackward:
         Returns:
             Whether all ranks are absent.
         """
-        replicas = self._engine.comparison.replicas
-        replicas.absent = absent  # its parameters and steps are not compared then
+        comparison = self._engine.comparison
+        comparison.absent = absent  # its parameters and steps are not compared then
         self._engine.flags.has_pass = not absent
         try:
             if absent:
@@ -150,7 +150,7 @@ class WithoutBackward:
                 self._progress.stepped()
             return self._all_absent(absent)
         finally:
-            replicas.absent = False
+            comparison.absent = False
 
     def _all_absent(self, absent: bool) -> bool:
         """Return whether all ranks are ``absent``, after a reduction that came to nothing; adopt their last step then.
@@ -164,7 +164,7 @@ class WithoutBackward:
         if found[0]:
             return False
         self._progress.num_steps = int(found[1])
-        self._engine.comparison.replicas.forget_seen()
+        self._engine.comparison.forget_seen()
         return True
 
     def reduce_now(self) -> None:
@@ -185,14 +185,6 @@ class WithoutBackward:
                         f"the gradient of {slot.name!r} has not been averaged: it was set after the others had been. "
                         "Set .grad before backward(), on all ranks, or leave backward() out and set all of them"
                     )
-
-    def stay_absent(self) -> int:
-        """Take part without data until all ranks do; see ``Reducer.stay_absent``."""
-        count = 0
-        with torch.no_grad(), torch.cuda.device(self._table.device if self._table.on_gpu else -1):
-            while not self.take_part(absent=True):
-                count += 1
-        return count
 
     def _prepare(self) -> None:
         self._passes.require_taking_part()

@@ -13,17 +13,20 @@ from __future__ import annotations
 
 import functools
 import logging
+import mmap
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
+from pycomm.communicator import Communicator
 from pycomm.errors import CommError
 from pycomm.layout import view_like
 from pycomm.optim.module_hooks import BeforeForward
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.reducer.buckets import BucketInFlight
-from pycomm.reducer.partition.partition import PartitionTerms, SpreadSegment, StepPartition, shares_of
+from pycomm.reducer.partition.partition import Memory, Segment, StepPartition, shares_of, tensor_in
+from pycomm.reducer.settings import AttachSettings
 from pycomm.torch_internals import has_compiled, has_scripted, prepare_scripts, without_torch_function
 from pycomm.transport.hosts import order_of
 from pycomm.worker import Work
@@ -194,16 +197,47 @@ States = dict[int, dict[str, torch.Tensor]]
 """Whole state of parameters, by their ids, then by key."""
 
 
+class SpreadSegment(Segment):
+    """Segment of ranks that reach each other by messages.
+
+    State is laid out as that of all ranks, but only this rank's part is ever touched, so that only that takes memory.
+    """
+
+    def mirrors_of(self, index: int) -> list[torch.Tensor]:
+        return []
+
+    def _zeros(self, num_bytes: int) -> Memory:
+        return mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    def own_parts(self) -> list[torch.Tensor]:
+        """Return the parameters as one flat part for each rank."""
+        return self.parts_in(self.own, self.dtype)
+
+    def parts_in(self, memory: Memory, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return the parts of the ranks in memory that is laid out as the bucket."""
+        return [tensor_in(memory, dtype, share.start, share.stop) for share in self.shares]
+
+    def states(self) -> list[tuple[str, torch.dtype, Memory]]:
+        """Return the keys, dtypes and memory of all state, in an order that is the same on all ranks."""
+        return [(*key, self._states[key]) for key in sorted(self._states, key=str)]
+
+
 class SpreadPartition(StepPartition):
     """Partition over ranks that reach each other by messages."""
 
-    def __init__(self, terms: PartitionTerms) -> None:
-        self._optimizer = terms.stepper.optimizer
+    def __init__(
+        self,
+        communicator: Communicator,
+        optimizer: torch.optim.Optimizer,
+        module: torch.nn.Module | None,
+        settings: AttachSettings,
+    ) -> None:
+        self._optimizer = optimizer
         self._segments: dict[BucketInFlight, SpreadSegment] = {}
         self._at_home: set[torch.Tensor] = set()  # parameters whose masters are kept by parts
-        self._arrivals = ParameterArrivals(terms.module)
+        self._arrivals = ParameterArrivals(module)
         self._is_lost = False
-        super().__init__(terms)
+        super().__init__(communicator, optimizer, module, settings)
         self._hook = self._optimizer.register_state_dict_post_hook(self._complete)
 
     def adopt(self, flights: Iterable[BucketInFlight]) -> None:
