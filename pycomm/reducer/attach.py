@@ -51,7 +51,7 @@ from pycomm.reducer.settings import (
     sharding_of,
     survive_of,
 )
-from pycomm.reducer.statistics import Waits, open_board
+from pycomm.reducer.statistics import Waits, open_ready_page
 from pycomm.reducer.surviving import Survival, SurvivingPolicy
 from pycomm.torch_internals import Store, is_dtensor
 from pycomm.transport.authentication import secret
@@ -102,7 +102,7 @@ _OPTIONS: Any = {
     "shard": Old(("full_grad",), sharding_of, short=str),
     "tuning": Old(tuple(field.name for field in fields(Tuning)), Tuning),
 }
-"""Arguments that have replaced others, which go on working for two releases."""
+"""New arguments, and the old ones that they replace, which work for two more releases."""
 
 
 def _is_join(given: Mapping[str, Any]) -> bool:
@@ -171,11 +171,11 @@ def attach(
             any attach is reported, once, by a warning.
         buffers: treatment of the module's buffers (BatchNorm's statistics, for example) in each reduction.
             "local": each rank keeps its own; "broadcast": all ranks get rank 0's; "average": floating-point
-            buffers are averaged, the others are rank 0's. Buffers that are sparse or quantised are compared instead.
-        survive: ``pycomm.Survive(min_ranks=..., backup=..., carry=...)``: go on when ranks are lost, and let newcomers
-            in (:func:`pycomm.join`). ``None``: every rank gets a CommError.
-        shard: ``pycomm.Sharding("optimizer" | "parameters", grads=...)``, or one of the two names: the ranks share the
-            optimizer's step and state out among themselves (ZeRO).
+            buffers are averaged, all others become rank 0's. Sparse or quantised buffers are compared instead.
+        survive: ``pycomm.Survive(min_ranks=..., backup=..., carry=...)``: continue when ranks are lost, and admit
+            newcomers (:func:`pycomm.join`). ``None``: every rank gets a CommError.
+        shard: ``pycomm.Sharding("optimizer" | "parameters", grads=...)``, or one of the two names: the ranks divide
+            the optimizer's step and state among themselves (ZeRO).
         tuning: ``pycomm.Tuning(bucket_mb=..., algorithm=..., check_replicas=..., timeout=..., ignore=...)``: settings
             that most scripts leave alone.
 
@@ -186,8 +186,7 @@ def attach(
         RuntimeError: torch.distributed is not initialised.
         TypeError, ValueError: an argument is wrong, or has an unknown name; or ranks differ in settings, in names,
             shapes, dtypes, order or kinds of parameters and buffers, or in the contents of those that cannot be sent;
-            or a parameter cannot be averaged (on every rank, naming the first one). Nothing is left behind in that
-            case.
+            or a parameter cannot be averaged (on every rank, naming the first one). Everything is undone then.
     """
     given = _settings_in(locals())
     communicator = Communicator(process_group, tuning.timeout if isinstance(tuning, Tuning) else None)
@@ -221,21 +220,21 @@ def join(
     tuning: Tuning | None = None,
     **unknown: NoReturn,
 ) -> Reducer:
-    """Become one more rank of those that have called ``attach(..., survive=pycomm.Survive(...))``, between two steps.
+    """Join the ranks that have called ``attach(..., survive=pycomm.Survive(...))``, between two of their steps.
 
-    Such a process calls no ``init_process_group``. It gets all state from the others, and takes part in its first step
-    with weight zero.
+    The new process calls no ``init_process_group``. It receives all state from the others, and takes part in its first
+    step with weight zero.
 
     Args:
         address: "host:port" or "[::1]:port" of the store in which the other ranks have met.
-        optimizer, model: as for :func:`attach`, as are all others; settings must be those of the other ranks.
-        survive: ``None``: ``pycomm.Survive()``.
+        optimizer, model: as for :func:`attach`, like all further arguments. Settings must equal the other ranks'.
+        survive: ``None`` means ``pycomm.Survive()``.
 
     Returns:
         The :class:`Reducer`.
 
     Raises:
-        CommError: nobody answers.
+        CommError: no rank answers.
         TypeError, ValueError: an argument is wrong, has an unknown name, or differs from that of the other ranks.
     """
     if not isinstance(address, str):
@@ -249,24 +248,24 @@ def join(
 
 
 class _Attached(NamedTuple):
-    """What is attached, on this rank: settings, parameters, and all tensors beside them."""
+    """Checked arguments of ``attach`` on this rank: settings, parameters, and all other tensors."""
 
     settings: AttachSettings
     table: ParameterTable
     tensors: AttachedTensors
 
     def lines(self) -> dict[str, list[str]]:
-        """Return what the ranks must have set alike."""
+        """Return lines that must be equal on all ranks."""
         return {"setting": self.settings.lines()}
 
 
 def _settings_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of a call's ``arguments`` that are settings."""
+    """Select the settings among a call's ``arguments``."""
     return {field.name: arguments[field.name] for field in fields(AttachSettings)}
 
 
 def _checked(optimizer: Any, model: Any, unknown: Mapping[str, Any], ranks: Sequence[int], **given: Any) -> _Attached:
-    """Return what is to be attached over the global ``ranks``; raise the error that it causes."""
+    """Check the arguments of an ``attach`` over the global ``ranks``; raise the first error."""
     if unknown.get("join") is not None:
         raise TypeError(f"join is {shown(unknown['join'])}, wanted an address, or None")
     refuse_unknown("attach", [name for name in unknown if name != "join"], _WRITTEN, OF_DISTRIBUTED_DATA_PARALLEL)
@@ -291,7 +290,7 @@ def _checked(optimizer: Any, model: Any, unknown: Mapping[str, Any], ranks: Sequ
 
 
 def _check_ignored(table: ParameterTable, settings: AttachSettings) -> None:
-    """Raise ValueError if the optimizer has ignored parameters, and its steps concern all of them at once."""
+    """Raise ValueError if the optimizer has ignored parameters, and a setting requires it to step all or none."""
     ignored = next(filter(None, map(table.ignored.name_of, optimizer_parameters(table.optimizer))), None)
     if ignored is None:
         return
@@ -304,10 +303,10 @@ def _check_ignored(table: ParameterTable, settings: AttachSettings) -> None:
 
 
 def _require_survivable(table: ParameterTable) -> None:
-    """Raise TypeError or ValueError if ranks that go on without others could not keep or move these gradients."""
+    """Raise TypeError or ValueError if these gradients cannot be kept and moved when ranks are lost."""
     if table.on_gpu:
         raise ValueError("survive requires gradients in CPU memory, and these parameters are on a GPU")
-    secret()  # by which newcomers are known: what is wrong with it is told to all ranks
+    secret()  # raises its error here, where all ranks learn of it
     for name, param in table.named():
         if is_dtensor(param):
             raise TypeError(
@@ -317,13 +316,13 @@ def _require_survivable(table: ParameterTable) -> None:
 
 
 def _attach_over(lanes: Sequence[Communicator], settings: AttachSettings, table: ParameterTable) -> Reducer:
-    """Make a Reducer over the communicators ``lanes`` on all ranks, or on none of them."""
-    board = open_board(lanes[0], table.on_gpu)
+    """Create a Reducer over the communicators ``lanes`` on all ranks, or on none of them."""
+    page = open_ready_page(lanes[0], table.on_gpu)
     try:
         survive = settings.survive
         policy = StepPolicy() if survive is None else surviving_policy(lanes[0], table, settings, survive)
         engine = Engine(table, lanes, settings, policy)
-        engine.statistics.waits = Waits(board, engine)
+        engine.statistics.waits = Waits(page, engine)
         if settings.shard is not None:
             kind = SpreadPartition if memory_of_all(lanes[0]) is None else HostPartition
             table.partition = kind(lanes[0], table.optimizer, table.module, settings)
@@ -344,14 +343,14 @@ def _attach_over(lanes: Sequence[Communicator], settings: AttachSettings, table:
 
 
 def _make_equal(communicator: Communicator, attached: _Attached) -> None:
-    """Raise ValueError if the ranks' settings or tensors do not match; then copy rank 0's state to all ranks."""
+    """Compare the ranks' settings and tensors, then copy rank 0's state to all; ValueError if they differ."""
     settings, table, tensors = attached
     if settings.shard is not None:
         lines = settings_of(table.optimizer).decode().splitlines()
         check_same_lines(communicator.channel.all_gather_bytes, lines, "parameter group")
     communicator.all_reduce(
         torch.zeros(1, dtype=torch.float32), algorithm=settings.tuning.algorithm
-    )  # raises here if there is no such algorithm
+    )  # raises if there is no such algorithm
     names = dict(table.named())
     table.stepper.warn_of_lost_updates(names)
     tensors.make_equal(communicator)
@@ -368,17 +367,17 @@ _WRITTEN = {
     **{field.name: f"tuning=pycomm.Tuning({field.name}=...)" for field in fields(Tuning)},
     **{field.name: f"survive=pycomm.Survive({field.name}=...)" for field in fields(Survive)},
 }
-"""How to write arguments of ``attach``, and those of its options."""
+"""How to write the arguments of ``attach`` and of its options, for hints in errors."""
 
 
 _indices = itertools.count()
-"""Of the attaches of this process that can gain ranks: the n-th of a newcomer joins the n-th of the others."""
+"""Numbers of the attaches with ``survive``: the n-th of a newcomer joins the n-th of the others."""
 
 
 def surviving_policy(
     communicator: Communicator, table: ParameterTable, settings: AttachSettings, survive: Survive
 ) -> SurvivingPolicy:
-    """Return the policy by which ranks go on without lost ones, and with newcomers. Collective."""
+    """Return the policy of ranks that may be lost and may gain newcomers. Collective."""
     membership = Membership.found(communicator, survive.min_ranks, settings.backup > 0)
     listener = _listener(membership, membership.store, next(_indices), lines_of(settings, table))
     return _policy(settings, Survival(membership, communicator, table, settings, listener))
@@ -395,13 +394,13 @@ def _listener(membership: Membership, store: Store, index: int | str, lines: Seq
 def join_ranks(
     address: str, table: ParameterTable, settings: AttachSettings, survive: Survive, timeout: float
 ) -> Reducer:
-    """Return the Reducer of this process as one more rank of those whose store listens at ``address``.
+    """Join the ranks whose store listens at ``address``; return this process's Reducer.
 
-    It asks again where a rank is lost while it is let in.
+    Tries again if a rank is lost while this process joins.
 
     Raises:
-        ValueError: they refuse it; or ``address`` is malformed.
-        CommError: they do not answer, or failed.
+        ValueError: the ranks refuse it, or ``address`` is malformed.
+        CommError: the ranks do not answer, or fail.
     """
     client = JoinClient(address, next(_indices), timeout)
     while True:
@@ -436,8 +435,8 @@ def _join(
     table.ranks = membership.world
     reducer = Reducer(engine)
     Carried.of(engine).take_compression(plain)
-    engine.told_world = membership.world[:-1]
-    survival.welcome(engine.progress.num_reductions, 0.0)
+    engine.reported_world = membership.world[:-1]
+    survival.note_join(engine.progress.num_reductions, 0.0)
     register(reducer)
     watch_constructions(reducer)
     policy.enter()

@@ -1,4 +1,4 @@
-"""Hooks on optimizers, models and parameters. None of them keeps the rest of pycomm alive."""
+"""Hooks of autograd and of the optimizer's step. None of them keeps the rest of pycomm alive."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Uncovered:
 
     Args:
         module: the module whose parameters are watched.
-        covers: returns whether the Reducer that is being made averages a parameter, or is to leave it alone.
+        covers: returns whether the new Reducer averages or ignores a parameter.
     """
 
     def __init__(self, module: torch.nn.Module, covers: Callable[[torch.Tensor], bool]) -> None:
@@ -138,7 +138,7 @@ class BackwardWatch:
     every checkpointed piece, whose callback is called while the outer backward still runs; the node that
     started the nested task is then still being evaluated. In that case a hook on that node requests a
     callback from the enclosing task, and so on outwards. A task that fails is dropped without its
-    callback: this is how a pass that ended with an exception is detected, and ``on_failure`` called.
+    callback, which shows that the pass has ended with an exception; ``on_failure`` is then called.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class BackwardWatch:
 
 _active: weakref.WeakSet[BackwardWatch] = weakref.WeakSet()
 _ending: weakref.WeakSet[BackwardWatch] = weakref.WeakSet()
-"""Watches on which ``on_gradients`` has been called, and ``on_end`` not yet."""
+"""Watches between their calls of ``on_gradients`` and ``on_end``."""
 
 
 class _TaskEnd:
@@ -241,10 +241,10 @@ def _refuse_compiled_autograd() -> None:
 
 
 class GradientHook:
-    """Hook that calls ``method(owner, slot)`` when the gradient of ``param`` has been accumulated, or counts it.
+    """Hook that calls ``method(owner, slot)`` when the gradient of ``param`` has been accumulated.
 
-    It counts, with ``counter`` if there is one, where nothing else is to be done. Both references are weak: the
-    garbage collector does not see a parameter's hooks, so it would never collect a cycle that runs through them.
+    While the gate of ``counter`` is open, it only counts. Both references are weak: the garbage collector does not see
+    a parameter's hooks, so it would never collect a cycle through them.
     """
 
     def __init__(
@@ -274,7 +274,7 @@ class GradientHook:
         self._method(owner, slot)
 
     def count_with(self, counter: GradientCounter | None) -> None:
-        """Count with ``counter`` from now on: the parameter has another place."""
+        """Count with ``counter`` from now on, as the parameter has another place."""
         self._count = counter.count if counter is not None else _never
 
     @property

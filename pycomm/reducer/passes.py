@@ -1,4 +1,4 @@
-"""Backward passes: their beginning, each gradient, the last gradient, and their end; passes of this rank alone."""
+"""Backward passes: beginning, each gradient, the last gradient, and end; paused passes; hooks of the training loop."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from pycomm.torch_internals import current_graph_task
 
 
 class LocalPasses:
-    """Record of the gradients that paused passes left in ``.grad``, kept until they are gone.
+    """Record of the gradients that paused passes have left in ``.grad``.
 
     Attributes:
-        depth: number of ``paused()`` contexts that are open.
+        depth: number of open ``paused()`` contexts.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class LocalPasses:
         self._left: WeakKeyDictionary[Slot, tuple[weakref.ref[torch.Tensor], int]] = WeakKeyDictionary()
 
     def note(self, slot: Slot) -> None:
-        """Note that a pass that is not averaged has accumulated the gradient of ``slot``."""
+        """Note that a paused pass has accumulated the gradient of ``slot``."""
         grad = slot.owner.grad
         assert grad is not None
         self._left[slot] = weakref.ref(grad), slot.grad_version()
@@ -44,8 +44,8 @@ class LocalPasses:
         """Raise RuntimeError if such a gradient is still in ``.grad``.
 
         Args:
-            why: reason for which it must be gone now, for the message.
-            firing: slot to whose gradient the current pass has already added.
+            why: why it must have been cleared, for the message.
+            firing: slot whose gradient the current pass has already accumulated.
         """
         suspects = [slot for slot in self._left if self._may_be_there(slot, slot is firing)]
         if not suspects:
@@ -72,11 +72,11 @@ class LocalPasses:
 
 
 class Passes:
-    """Driver of the engine, called by autograd: by a hook on each parameter and at the end of each backward pass.
+    """Driver of the engine. Autograd calls it by a hook on each parameter, and at the end of each backward pass.
 
     Attributes:
-        changes: parameters that are added, unfrozen or replaced.
-        stopped: error after which this rank no longer takes part; empty while it does.
+        changes: handling of parameters that are added, unfrozen or replaced.
+        stopped: error after which this rank no longer takes part; "" without one.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -85,7 +85,7 @@ class Passes:
         self._watch = BackwardWatch(self._begin, self._all_gradients_arrived, self._end, self._failed)
         self._local = LocalPasses()
         self._gate = PassGate(current_graph_task)
-        self.changes = ParameterChanges(engine, self.listen_to, self.stop)
+        self.changes = ParameterChanges(engine, self.hook_parameters, self.stop)
         self._hookless: list[Slot] = []
         self._owner: Any = None
         self._handles: list[Any] = []
@@ -94,14 +94,14 @@ class Passes:
 
     # Parameters.
 
-    def listen_to(self, slots: Iterable[Slot]) -> None:
-        """Listen to the gradients of ``slots``, which have places in buckets."""
+    def hook_parameters(self, slots: Iterable[Slot]) -> None:
+        """Hook the parameters of ``slots``, which are in buckets."""
         for slot in slots:
             if slot.hook is not None:
                 slot.hook.count_with(slot.counter(self._gate))
             elif slot.param.requires_grad:
                 slot.hook = GradientHook(self, Passes._on_gradient, slot, slot.param, slot.counter(self._gate))
-            else:  # it has no gradients but those that somebody writes, until it is unfrozen
+            else:  # frozen: only the user may write its gradient
                 self._hookless.append(slot)
 
     def hook_model(self, owner: object) -> None:
@@ -132,7 +132,7 @@ class Passes:
         self._owner = None
 
     def before_forward(self) -> None:
-        """Refuse wrappers that average these parameters too; admit new parameters if a window may begin here."""
+        """Refuse wrappers that average these parameters, too; add new parameters if no window is open."""
         if current_graph_task() != -1:
             return  # inside backward: a checkpointed piece is being recomputed
         refuse_active_wrapper(lambda: dict(self._table.named()))
@@ -141,14 +141,14 @@ class Passes:
         if not self._window.is_open and not self.stopped and not self._local.depth:
             if self._hookless:
                 slots, self._hookless = self._hookless, []
-                self.listen_to(slots)
+                self.hook_parameters(slots)
             self.changes.find_new()
             module = self._table.module
             if torch.is_grad_enabled() and self.changes.look_at_module() and module is not None and self._uncovered:
                 self._uncovered.watch(module)
 
     def note_forward(self, output: Any) -> None:
-        """Note a forward in training mode of the module; its ``output`` tells later whether backward followed."""
+        """Note a forward of the module in training mode; its ``output`` shows later whether a backward followed."""
         if current_graph_task() == -1 and not self._local.depth:
             self._engine.flags.loop.note_forward(output)
 
@@ -192,7 +192,7 @@ class Passes:
         self._progress.stepped()
 
     def _require_provenance(self) -> None:
-        """Raise RuntimeError if a gradient comes from no reduction since the last step; tell the other ranks."""
+        """Raise RuntimeError, also on other ranks, if a gradient comes from no reduction since the last step."""
         try:
             require_provenance(
                 self._table, self._progress.has_averages, self._engine.outcome.unused, self._communicator.rank
@@ -244,8 +244,8 @@ class Passes:
     def _all_gradients_arrived(self) -> None:
         if not self._window.sending:
             return
-        # Known buckets first, before _end looks for new parameters: ranks may differ in how many buckets they have
-        # launched by now, but not in their order.
+        # Known buckets first, before _end looks for new parameters: ranks may have launched different numbers of
+        # buckets by now, but always in the same order.
         try:
             self._engine.launch_rest()
         except (RuntimeError, ValueError) as error:
@@ -270,7 +270,7 @@ class Passes:
             self.stop(RuntimeError(HALF_SENT))
 
     def reduce(self) -> None:
-        """Have the engine end the reduction, with parameters that are new."""
+        """Complete the reduction, including new parameters."""
         announced = self._engine.flags.takes_new and bool(self._table.flights)
         if not announced:
             self.changes.find_new()
@@ -278,10 +278,10 @@ class Passes:
             self._engine.reduce()
         except DamageError as error:
             if self._engine.policy.survives and error.ranks:
-                self.stopped = str(error)  # the others go on, and must not meet this rank again
+                self.stopped = str(error)  # the others continue without this rank
             raise
         except CommError as error:
-            if not self._engine.policy.survives:  # else all ranks have agreed on what happened
+            if not self._engine.policy.survives:  # else all ranks have agreed on the cause
                 number, rank = self._progress.num_reductions + 1, self._communicator.rank
                 error.args = (f"{error}; rank {rank} was in reduction {number}",)
             raise
@@ -291,14 +291,14 @@ class Passes:
         self.changes.drop_replaced()
 
     def admit_newcomer(self) -> None:
-        """Let in a newcomer that waits, between two steps."""
+        """Admit a waiting newcomer between two steps."""
         if not self._window.is_open and not self.stopped:
             self._engine.policy.admit_newcomer()
 
     # Errors.
 
     def require_taking_part(self) -> None:
-        """Raise RuntimeError if an earlier error has kept this rank from a reduction."""
+        """Raise RuntimeError if this rank has stopped after an earlier error."""
         if self.stopped:
             raise RuntimeError(f"this Reducer no longer takes part after an earlier error: {self.stopped}")
 
@@ -312,7 +312,7 @@ class Passes:
         self._table.require_as_attached()
 
     def stop(self, error: Exception) -> None:
-        """Stop taking part, and tell the other ranks, which are about to enter this reduction or are in it."""
+        """Stop taking part, and raise ``error`` on ranks that are in this reduction or about to enter it."""
         if self.stopped or self._communicator.size == 1 or torch.compiler.is_compiling():
             return
         self.stopped = str(error)

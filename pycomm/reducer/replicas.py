@@ -1,20 +1,19 @@
-"""Check that the ranks are at the same step with the same parameters, by fingerprints that travel with gradients.
+"""Check that the ranks are at the same step with the same parameters, by fingerprints sent with the gradients.
 
-Each reduction carries the number of steps that the optimizer has taken, modulo 16: if a rank ran a
-backward pass on its own, all ranks learn it in the next reduction. The 2nd, 3rd, 5th, 9th, ... reduction, and then
-one in every ``check_replicas``, also carries hashes of all parameters and of the module's buffers (which read them
-once). Every reduction carries the flags of :mod:`pycomm.reducer.rank_flags`. If a bit differs, all ranks
-see that; they then exchange the data behind the bits, and name the difference and its ranks. What differs
-on fewer than half of the ranks is theirs alone: the error accuses them, and the others may go on without them.
+Each reduction carries the number of steps that the optimizer has taken, modulo 16: if a rank ran a backward pass on its
+own, the next reduction shows it to all ranks. The 2nd, 3rd, 5th, 9th, ... reduction, and then one in every
+``check_replicas``, also carries hashes of all parameters and of the module's buffers. Every reduction carries the flags
+of :mod:`pycomm.reducer.rank_flags`. If a bit differs, all ranks see it; they then exchange the data behind the bits,
+and name the difference and its ranks. If fewer than half of the ranks differ, the error accuses them, and the others
+may continue without them.
 
-That is enough for averaged gradients, too, which all ranks have alike: a bit that is flipped in one, while it
-travels or where it lies, leads to another parameter, or to none, and then to no harm.
+This covers averaged gradients, too, which are equal on all ranks: a flipped bit in one leads to a different parameter,
+or has no effect.
 
-Residuals and velocities differ between the ranks by nature, so no other rank can say what they should be. Nothing
-writes to them between the commit of one step and that of the next. A hash is taken right after a commit, and compared
-before the next exchange reads them; a rank that finds its own changed tells the others by a bit. The two hashes cost
-two reads of the state, and see what happens to it in the time between them: to see every flipped bit they have to be
-taken in every step.
+Residuals and velocities differ between ranks by nature, so other ranks cannot check them. But nothing may write to them
+between the commits of two steps. So a hash is taken right after a commit, and compared before the next exchange reads
+them; a rank whose state has changed sets a bit. The two hashes read the state twice, and find only changes between
+them: to find every flipped bit, they would have to be taken in every step.
 """
 
 from __future__ import annotations
@@ -55,14 +54,14 @@ from pycomm.reducer.window import HostCopy, TrainingProgress
 from pycomm.tensor_memory import comparable, hashable
 
 _REMEMBERED = 4
-"""Verdicts that may still be asked for: on a GPU the host learns of them two reductions later."""
+"""Number of comparisons that may still be reported: on a GPU the host reports two reductions later."""
 
 
 class TakenHashes:
-    """Hashes of state as it was committed. Made by the thread that commits; the rest runs where buckets are sent."""
+    """Hashes of committed state. Created by the thread that commits; computed and compared where buckets are sent."""
 
     def __init__(self, flights: Iterable[BucketInFlight], scratch: kernels.Scratch) -> None:
-        # An exchange that carries nothing in this step may have no memory for state yet, and is not to get any.
+        # An exchange without state in this step may have no memory for it yet, and must not allocate any.
         state = state_of(flight for flight in flights if flight.exchange.transactional)
         found = [(f"{key} of parameter {name!r}", t) for name, entry in state.items() for key, t in entry.items()]
         device = found[0][1].device if found else None
@@ -80,7 +79,7 @@ class TakenHashes:
             self._then = kernels.hashes(self._tensors, scratch=self._scratch, out=self._room())
 
     def compare(self) -> None:
-        """Take them again, and compare. Lets go of the state."""
+        """Take the hashes again, and compare them. Releases the state."""
         if self._then is not None:
             self.changed = kernels.hashes(self._tensors, scratch=self._scratch, out=self._room()) != self._then
         self._tensors = []
@@ -90,7 +89,7 @@ class TakenHashes:
 
 
 class StateHashes:
-    """Keeper of this rank's hashes, from a commit to the reduction after it."""
+    """Hashes of this rank's state, kept from a commit to the reduction after it."""
 
     def __init__(self) -> None:
         self._scratch = kernels.Scratch()
@@ -99,7 +98,7 @@ class StateHashes:
         self._has_graph = False
 
     def taking(self, flights: list[BucketInFlight]) -> TakenHashes | None:
-        """Begin anew with the state of ``flights``; return the hashes, to be taken; ``None`` if there is nothing to."""
+        """Return hashes, still to be taken, of the state of ``flights``; ``None`` if there is no state."""
         self._taken = None
         if not self._has_graph and any(flight.exchange.transactional for flight in flights):
             taken = TakenHashes(flights, self._scratch)
@@ -107,18 +106,18 @@ class StateHashes:
         return self._taken
 
     def comparing(self) -> TakenHashes | None:
-        """Return the hashes that were taken after the last commit, if they were; they are compared only once."""
-        # The launches of a CUDA graph change state unseen: between them and other steps no hash would be right.
+        """Return the hashes of the last commit, if they were taken; they are compared only once."""
+        # The launches of a CUDA graph change state without the host, so that hashes would be out of date.
         self._has_graph = self._has_graph or HostCopy.impossible()
         taken, self._taken = self._taken, None
         return None if self._has_graph else taken
 
     def forget(self) -> None:
-        """Let go of the hashes, and of the state: it is about to be released."""
+        """Discard the hashes, and release the state."""
         self._taken = None
 
     def changed(self, taken: TakenHashes | None) -> Flag:
-        """Compare ``taken``; return whether any state was found changed now or lately. Does not wait for a GPU."""
+        """Compare ``taken``; return whether this or a recent comparison found a change. Does not wait for a GPU."""
         if taken is not None:
             taken.compare()
             self._compared.append(taken)
@@ -128,11 +127,11 @@ class StateHashes:
         return torch.stack(flags).any() if on_gpu(flags[0]) else any(map(bool, flags))
 
     def reported(self) -> None:
-        """Note that all ranks know what was found."""
+        """Note that the changes have been reported on all ranks."""
         self._compared.clear()
 
     def damaged(self) -> str:
-        """Return what was found changed, "" if nothing was. Waits for a GPU."""
+        """Return the label of the first changed state; "" without one. Waits for a GPU."""
         for taken in self._compared:
             if taken.changed is not None and bool(taken.changed.any()):
                 return taken.labels[int(taken.changed.cpu().nonzero()[0])]
@@ -350,7 +349,7 @@ class RankComparison:
         names, _ = self._differences.find(self._buffer_hashes, absent)
         if names or not any(absent):
             self._logged = True
-            if self._communicator.rank > 0:  # it is the same on all
+            if self._communicator.rank > 0:  # all ranks would log the same
                 return
             _logger.warning(
                 "buffer %r%s differs between the ranks: each rank keeps its own. "

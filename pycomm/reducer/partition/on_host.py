@@ -1,9 +1,9 @@
-"""HostPartition: the ranks of a host step together, in memory that all of them reach.
+"""HostPartition: a sharded step between the ranks of one host, in memory that all of them reach.
 
-One step of Adam by P ranks that average gradients of n parameters, each by itself, moves 36 P n bytes: 8 P in the
-all-reduce, 28 P in the steps. Here the ranks' parts of the gradients are reduced once, each by its rank, which then
-reads weights and moments of its part once and writes the new weights to all ranks: 8 P + 28; or to the one copy that
-they share: 4 P + 28. With the sums made inside the step, which saves writing and reading them, 8 P + 20 and 4 P + 24.
+If each of P ranks averages the gradients of n parameters and steps all of them by Adam, this moves 36 P n bytes: 8 P n
+in the all-reduce, 28 P n in the steps. Here each rank reduces its own part of the gradients, reads weights and moments
+of that part once, and writes the new weights to all ranks, (8 P + 28) n bytes, or to the one copy that they share,
+(4 P + 28) n. Summing inside the step saves writing and reading the sums: (8 P + 20) n and (4 P + 24) n.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class HostPartition(StepPartition):
         self._terms: dict[BucketInFlight, tuple[int, list[Memory]]] = {}
         self._terms_version = 0
         self._flight_of: dict[torch.Tensor, BucketInFlight] = {}
-        # How many steps each rank has taken, to the end of its own part.
+        # Number of steps of which each rank has completed its own part.
         self._num_taken = np.frombuffer(self._memory.of_one(8 * communicator.size), np.int64)
         super().__init__(communicator, optimizer, module, settings)
 
@@ -158,7 +158,7 @@ class HostPartition(StepPartition):
             self._settle_in(flight, segment)
             self._flight_of.update(dict.fromkeys(params, flight))
             self._stepper.move_home(params)
-        self._communicator.barrier()  # what is shared has been written by all
+        self._communicator.barrier()  # all ranks have written shared memory
 
     def _fill(self, place: torch.Tensor, param: torch.Tensor, span: Span) -> None:
         if self._shares_parameters:
@@ -219,6 +219,6 @@ class HostPartition(StepPartition):
 
     def _lost(self, optimizer: torch.optim.Optimizer, error: BaseException) -> None:
         super()._lost(optimizer, error)
-        # Ranks that have not noticed yet go on writing to what all reach: a checkpoint is not to be loaded into that.
+        # Ranks that have not noticed the loss still write to shared memory, where no checkpoint may be loaded.
         for param in self._places:
             param.data = param.detach().clone(memory_format=torch.preserve_format)

@@ -1,4 +1,4 @@
-"""StepPartition: ranks step together, each its own part of every bucket."""
+"""StepPartition: a sharded step, in which each rank steps its own part of every bucket."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _TEXT = (
 
 
 class Aftermath:
-    """Guard that makes every forward of ``module`` and every step of ``optimizer`` raise, until the module is loaded.
+    """Guard that makes every forward of ``module`` and step of ``optimizer`` raise until the module is loaded.
 
-    It stays when the Reducer is detached.
+    It outlives the Reducer.
     """
 
     def __init__(self, module: torch.nn.Module | None, optimizer: torch.optim.Optimizer, cause: BaseException) -> None:
@@ -87,7 +87,7 @@ class StepPartition:
         self._stepper.share(self)
 
     def await_parameters(self) -> None:
-        """Wait until torch-independent code can use the parameters; raise CommError if they do not arrive."""
+        """Wait until all parameters have arrived; raise CommError if they do not."""
 
     def release(self) -> None:
         """Release the memory, once the communicator is closed."""
@@ -115,7 +115,7 @@ class StepPartition:
     # Parameters.
 
     def adopt(self, flights: Iterable[BucketInFlight]) -> None:
-        """Take over the parameters of ``flights``, and move them to memory for it. Collective."""
+        """Move the parameters of ``flights`` to memory of the partition. Collective."""
         raise NotImplementedError
 
     def _settle_in(self, flight: BucketInFlight, segment: Segment) -> None:
@@ -150,7 +150,7 @@ class StepPartition:
         return self.span_of(param).of(grad)
 
     def move_out(self) -> None:
-        """Move parameters and state to memory of this rank's own, and have it step alone."""
+        """Move parameters and state to this rank's own memory, and let it step alone."""
         for param in self._places:
             param.data = param.detach().clone(memory_format=torch.preserve_format)
         self._stepper.step_alone()
@@ -181,14 +181,14 @@ class StepPartition:
         try:
             self._prepare()
         except (RuntimeError, ValueError) as error:
-            self._communicator.refuse(str(error))  # the others are about to ask whether all are there
+            self._communicator.refuse(str(error))  # the others are about to vote on the step
             raise
         try:
             is_taken = self._agree(optimizer, is_skipped)
             if is_taken and needs_gradients:
                 self.require_reduced()
         except CommError as error:
-            self._lost(optimizer, error)  # others may have seen that all are here
+            self._lost(optimizer, error)  # others may have completed the vote
             raise
         if not is_taken:
             yield False
@@ -205,18 +205,18 @@ class StepPartition:
             raise
 
     def _hand_out(self) -> None:
-        """Let all ranks have what this one has written. Collective."""
+        """Make this rank's new parameters available to all ranks. Collective."""
         raise NotImplementedError
 
     def _is_complete(self) -> bool:
-        """Return whether all of the last step is here, though it ended with an error."""
+        """Return whether the last step is complete on this rank, though it ended with an error."""
         raise NotImplementedError
 
     def _lost(self, optimizer: torch.optim.Optimizer, error: BaseException) -> None:
         Aftermath(self._module, optimizer, error)
 
     def _prepare(self) -> None:
-        """Raise RuntimeError or ValueError if parameters or gradients are not what the ranks step together."""
+        """Raise RuntimeError or ValueError if parameters were moved, or gradients written to."""
         for param, address in self._addresses:
             if param.data_ptr() != address and param.numel() > 0:
                 raise RuntimeError(
@@ -265,11 +265,11 @@ def settings_of(optimizer: torch.optim.Optimizer) -> bytes:
 
 
 _ALIGNMENT = 64
-"""Parts begin at multiples of so many elements: two ranks never write to the same line of a cache."""
+"""Alignment of parts in elements, so that two ranks never write to the same cache line."""
 
 
 def shares_of(num_elements: int, order: Sequence[int]) -> list[slice]:
-    """Return the part of each rank, all equal but for rounding; they lie in memory in ``order``."""
+    """Return the part of each rank, of equal size up to alignment, laid out in ``order``."""
     size, pieces = len(order), -(-num_elements // _ALIGNMENT)
     bounds = [min(pieces * place // size * _ALIGNMENT, num_elements) for place in range(size + 1)]
     shares = {rank: slice(bounds[place], bounds[place + 1]) for place, rank in enumerate(order)}
