@@ -90,7 +90,7 @@ def hash_of(names: Collection[str]) -> int:
 
 
 @dataclass
-class Announcements:
+class RankRequests:
     """Requests that the ranks have announced to one another in the last reduction.
 
     Attributes:
@@ -156,7 +156,7 @@ class RankFlags:
         self.stop: str | None = None
         self.skips = False
         self.has_pass, self.just_stepped = True, False
-        self.announced = Announcements()
+        self.announced = RankRequests()
         self.stop_requested = StopRequest()
         on_host = device.type == "cpu"
         self._shifts = None if on_host else torch.arange(FINGERPRINT_BITS, device=device, dtype=torch.int64)
@@ -234,7 +234,7 @@ class RankFlags:
 
     def apply(self, by_rank: Mapping[int, Mapping[str, Any]]) -> None:
         """Note the requests in all ranks' records, which are dicts."""
-        self.announced = Announcements(
+        self.announced = RankRequests(
             veto={rank: words["veto"] for rank, words in by_rank.items() if words["veto"] is not None},
             skipping=tuple(rank for rank, words in by_rank.items() if words["skips"]),
             new=any(words["new"] for words in by_rank.values()),

@@ -41,8 +41,8 @@ from pycomm.reducer.rank_flags import (
     GROUPS,
     LOOP,
     NEW,
-    Announcements,
     RankFlags,
+    RankRequests,
     raise_different_freezing,
     raise_different_groups,
     raise_different_new,
@@ -254,7 +254,7 @@ class RankComparison:
         On a GPU, :meth:`compare_previous` does it two reductions later. In a CUDA graph nothing is reported, as the
         host takes no part in its launches.
         """
-        self.flags.announced = Announcements()
+        self.flags.announced = RankRequests()
         if not self._table.flights:
             return
         first, last = self._table.flights[0].exchange, self._table.flights[-1].exchange
