@@ -27,7 +27,7 @@ import torch
 import pycomm
 from pycomm.asynchronous.journal import Journal, packed, read_events
 from pycomm.asynchronous.settings import Replay
-from pycomm.checkpoint.files import Reserve, told_in, write_json, write_sealed
+from pycomm.checkpoint.files import Reserve, read_report, write_json, write_sealed
 from pycomm.checkpoint.torch_files import load_values
 from pycomm.cli.main import build_parser
 from pycomm.monitoring.writers import FileWriter
@@ -210,10 +210,10 @@ def rows(folder: Path) -> Reader:
 
 def told(folder: Path) -> Reader:
     path = folder / "failed"
-    Reserve(folder / "writing").tell("OSError", "no room", "failed")
+    Reserve(folder / "writing").report("OSError", "no room", "failed")
 
     def read() -> str:
-        found = told_in(path)
+        found = read_report(path)
         assert found is None or all(isinstance(text, str) for text in found)
         return "result" if found == ("OSError", "no room") else "left aside"
 

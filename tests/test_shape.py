@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import subprocess
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -161,6 +162,34 @@ def test_bases_are_found_through_imports(tmp_path: Path) -> None:
     for name, path in files.items():
         path.write_text(texts[name])
     assert sizes_with_bases(files) == {"a.A": (3, 2), "b.B": (5, 2), "c.C": (7, 2)}
+
+
+USED_TWICE = {
+    "Candidate",
+    "Compression",
+    "Exchange",
+    "Layout",
+    "Memory",
+    "Part",
+    "Pipeline",
+    "Proof",
+    "Ranking",
+}
+"""Names that two classes of pycomm have. Remove each one that no longer is."""
+
+
+def names_used_twice(names: Iterable[str]) -> set[str]:
+    return {name for name, count in Counter(names).items() if count > 1}
+
+
+def test_class_names_are_unique() -> None:
+    found = [name for path in python_files().values() for name in classes_of(path)]
+    assert len(found) > 300
+    assert names_used_twice(found) == USED_TWICE
+
+
+def test_names_used_twice_are_found() -> None:
+    assert names_used_twice(["A", "B", "A", "C"]) == {"A"}
 
 
 def test_no_function_is_long() -> None:

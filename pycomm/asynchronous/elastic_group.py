@@ -64,7 +64,7 @@ class ElasticGroup:
                     raise
                 continue
             listener = JoinListener(client.store, client.index, lines, _host_of(membership))
-            listener.pass_by(answer["request"])
+            listener.skip_to(answer["request"])
             return cls(communicator, membership, listener)
 
     @property
@@ -105,7 +105,7 @@ class ElasticGroup:
         Raises:
             CommError: it did not come, or a rank was lost meanwhile. The group is as before.
         """
-        self._listener.pass_by(number)
+        self._listener.skip_to(number)
         place = self._membership.admit(self._listener.read(number))
         try:
             if self._membership.is_first:

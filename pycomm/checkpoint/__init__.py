@@ -1,7 +1,6 @@
-"""Checkpoints of the whole of training: atomic, with checksums, written in the background, for any number of ranks."""
+"""Checkpoints of the training state: atomic, checksummed, written in the background, for any number of ranks."""
 
 from pycomm.checkpoint.loading import load
-from pycomm.checkpoint.saving import save
-from pycomm.checkpoint.writing import PendingSave
+from pycomm.checkpoint.saving import PendingSave, save
 
 __all__ = ["PendingSave", "load", "save"]

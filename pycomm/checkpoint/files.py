@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and checksums by which others are found out."""
+"""Files that are either complete or absent, with checksums that reveal damage."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _LARGEST_JSON = 1 << 30  # bytes
 
 
 class DamagedError(ValueError):
-    """A checkpoint that is not whole. It is left aside, and the one before is taken."""
+    """Error of an incomplete or damaged checkpoint, which is skipped in favour of the one before."""
 
 
 def sync_directory(path: Path) -> None:
-    """Have the names in ``path`` written to disk."""
+    """Flush the directory entries of ``path`` to disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -33,28 +33,28 @@ def sync_directory(path: Path) -> None:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> dict[str, Any]:
-    """Write ``content`` to ``path``, by renaming; return what :func:`read_json` checks it with."""
+    """Write ``content`` to ``path`` atomically; return the size and digest for :func:`read_json`."""
     data = json.dumps(content).encode()
-    beside = path.with_name(f"{path.name}.part")
-    with open(beside, "wb") as stream:
+    temporary = path.with_name(f"{path.name}.part")
+    with open(temporary, "wb") as stream:
         stream.write(data)
         stream.flush()
         os.fsync(stream.fileno())
-    os.replace(beside, path)
+    os.replace(temporary, path)
     sync_directory(path.parent)
     return sum_of(data)
 
 
 def sum_of(data: bytes) -> dict[str, Any]:
-    """Return what :func:`read_json` checks a file with ``data`` in it with."""
+    """Return the size and digest of ``data``, as :func:`read_json` requires them."""
     return {"bytes": len(data), "blake2b": _digest(data)}
 
 
 def read_json(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
-    """Return what :func:`write_json` has written to ``path``, for which it returned ``wanted``.
+    """Return the content that :func:`write_json` wrote to ``path`` when it returned ``wanted``.
 
     Raises:
-        DamagedError: the file is not that one.
+        DamagedError: the file has another size or digest.
     """
     check_size(path, wanted["bytes"])
     data = read_part(path)
@@ -64,18 +64,18 @@ def read_json(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_sealed(path: Path, content: dict[str, Any]) -> None:
-    """Write ``content`` to ``path``, by renaming, with its own checksum in it."""
+    """Write ``content`` and its checksum to ``path`` atomically."""
     write_json(path, {"checksum": _seal_of(content), "content": content})
 
 
 def read_sealed(path: Path) -> dict[str, Any]:
-    """Return what :func:`write_sealed` has written. Raise DamagedError if the file is not whole."""
+    """Return the content that :func:`write_sealed` wrote. Raise DamagedError if the file is damaged."""
     data = read_part(path)
     outer = parsed(data, {"content": MapOf(ANYTHING), "checksum": str}, path)
     content: dict[str, Any] = outer["content"]
     try:
         is_whole = _seal_of(content) == outer["checksum"] and json.dumps(outer).encode() == data
-    except RecursionError:  # a checksum that can be made has been made of less
+    except RecursionError:  # write_sealed() could not have encoded it
         is_whole = False
     if not is_whole:
         raise DamagedError(f"{path} is not what was written: its checksum differs")
@@ -86,17 +86,18 @@ def parsed(data: bytes, shape: Any, path: Path) -> dict[str, Any]:
     """Return the JSON in ``data``, the content of ``path``. Raise DamagedError unless it has ``shape``."""
     try:
         found: dict[str, Any] = parse(data, shape, str(path))
-    except ValueError as error:  # a byte of it may have become anything
+    except ValueError as error:  # a damaged byte may be anything
         raise DamagedError(str(error)) from error
     return found
 
 
-def checked(value: Any, shape: Any, what: str) -> None:
-    """Raise DamagedError unless ``value`` has ``shape``, see :func:`pycomm.untrusted.parse`."""
+def checked(value: Any, shape: Any, what: str) -> Any:
+    """Return ``value``. Raise DamagedError unless it has ``shape``, see :func:`pycomm.untrusted.parse`."""
     try:
         require(value, shape, what)
     except ValueError as error:
         raise DamagedError(str(error)) from error
+    return value
 
 
 def check_file(path: Path, wanted: dict[str, Any]) -> None:
@@ -120,11 +121,11 @@ def check_size(path: Path, wanted: int) -> None:
 
 
 class Summed(io.RawIOBase):
-    """Stream that writes to another, and knows the CRC-32 of all that it was given.
+    """Stream that writes to another one and computes the CRC-32 of what it writes.
 
     Attributes:
-        crc32, num_bytes: of what has been written.
-        error: why something could not be written; torch.save raises another in its place.
+        crc32, num_bytes: checksum and size of what has been written.
+        error: error of the last write, which torch.save hides behind another one.
     """
 
     error: OSError | None = None
@@ -155,14 +156,14 @@ class Summed(io.RawIOBase):
         self._stream.flush()
 
     def fileno(self) -> int:
-        self._stream.flush()  # who asks is about to call fsync
+        self._stream.flush()  # the caller is about to call fsync
         return self._stream.fileno()
 
 
 class Reserve:
-    """File of a fixed size, made while there is room, that says later, by its new name, what has gone wrong.
+    """File of a fixed size, created in advance to report an error later by a new name and content.
 
-    On a full disk a file cannot be made any more, but one that is there can be written over and renamed.
+    A full disk takes no new file, but an existing one can be overwritten and renamed.
     """
 
     NUM_BYTES = 4096
@@ -174,24 +175,24 @@ class Reserve:
             stream.flush()
             os.fsync(stream.fileno())
 
-    def tell(self, kind: str, text: str, name: str) -> None:
-        """Rename the file to ``name``, with ``text`` in it; ``kind`` says which exception it is of."""
+    def report(self, kind: str, text: str, name: str) -> None:
+        """Rename the file to ``name``, with the ``text`` of an exception and its ``kind`` in it."""
         data = json.dumps([kind, text[:320]]).encode()[: self.NUM_BYTES].ljust(self.NUM_BYTES)
         with open(self.path, "r+b") as stream:
             stream.write(data)
         os.replace(self.path, self.path.with_name(name))
 
     def touch(self) -> None:
-        """Change the file's time: all is well so far."""
+        """Update the file's modification time, as a sign of life."""
         os.utime(self.path)
 
     def remove(self) -> None:
-        """Remove the file: nothing has gone wrong."""
+        """Remove the file, as there is no error to report."""
         self.path.unlink(missing_ok=True)
 
 
-def told_in(path: Path) -> tuple[str, str] | None:
-    """Return the kind and the text that a :class:`Reserve` has told under the name ``path``; ``None`` if it has not."""
+def read_report(path: Path) -> tuple[str, str] | None:
+    """Return the kind and text that a :class:`Reserve` has reported at ``path``; ``None`` if there is no report."""
     try:
         kind, text = read_json_file(path, ListOf(str, 2), most=Reserve.NUM_BYTES)
     except FileNotFoundError:
@@ -203,7 +204,7 @@ def told_in(path: Path) -> tuple[str, str] | None:
 
 @contextmanager
 def summed(path: Path, sums: dict[str, Any]) -> Iterator[Summed]:
-    """Open ``path`` to write; its size and checksum are put into ``sums`` under its name."""
+    """Open ``path`` for writing, then add its size and checksum to ``sums`` under its name."""
     with open(path, "wb", buffering=1 << 20) as stream:
         found = Summed(stream)
         try:
@@ -226,7 +227,7 @@ def read_part(path: Path) -> bytes:
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that others may have put there. What goes wrong with it is a DamagedError that names it."""
+    """Open an untrusted file for reading; errors are DamagedErrors that name it."""
     try:
         with open_file(path) as stream:
             yield stream
@@ -234,7 +235,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         raise DamagedError(f"{path} cannot be read: {error}") from error
     except DamagedError:
         raise
-    except ValueError as error:  # it is no regular file, or has a name that no file has
+    except ValueError as error:  # not a regular file, or an impossible name
         raise DamagedError(f"{path} cannot be read: {error}") from error
 
 

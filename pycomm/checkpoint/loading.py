@@ -1,4 +1,4 @@
-"""``pycomm.load``: the last whole checkpoint is read and checked, and only then put in place."""
+"""``pycomm.load``: the last complete checkpoint is read and checked before anything is restored."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ import torch
 
 from pycomm.checkpoint import contents
 from pycomm.checkpoint.files import DamagedError, checked
-from pycomm.checkpoint.folder import Checkpoint, numbers_in, whole
-from pycomm.checkpoint.generators import check_generators, restore_generators
-from pycomm.checkpoint.optimizers import check_optimizer, optimizer_state, restore_optimizer
+from pycomm.checkpoint.folder import Checkpoint, Saved, numbers_in, whole
 from pycomm.checkpoint.saving import exchanged, settle, together
 from pycomm.optim.step_override import stepper_of
 from pycomm.reducer import Reducer
@@ -34,34 +32,34 @@ _OPTIMIZER = {
 }
 
 _BARE = KeyError, IndexError, AttributeError, TypeError, AssertionError, RecursionError
-"""Errors that foreign objects raise when they are given what they do not expect."""
+"""Errors that foreign objects raise for unexpected input."""
 
 Undo = list[Callable[[], Any]]
 
 
 def load(path: str | os.PathLike[str], reducer: Reducer, /, **more: Any) -> dict[str, Any]:
-    """Load the last whole checkpoint that :func:`pycomm.save` has written to ``path``. Collective.
+    """Load the last complete checkpoint that :func:`pycomm.save` has written to ``path``. Collective.
 
-    Every file is compared with its checksum first. A checkpoint of which anything is missing or different is left
-    aside, with a warning in the log that says what, and the one before is taken. Nothing is changed, on any rank,
-    unless all of it fits. Nothing is unpickled.
+    Every file is first compared with its checksum. A checkpoint with missing or damaged files is skipped in favour of
+    the one before, with a warning in the log that names the damage. Nothing changes on any rank unless the whole
+    checkpoint fits. Nothing is unpickled.
 
-    The number of ranks may be another than when it was saved. Then residuals and velocities are shared out anew, with
-    their sums kept. What else differs between ranks is taken by the ranks that there were; new ones take rank 0's,
-    but their random generators stay as they are.
+    The number of ranks may have changed. Residuals and velocities are then redistributed so that their sums are kept.
+    Of other values that differ between ranks, each old rank gets its own, and new ranks get rank 0's; the random
+    generators of new ranks keep their state.
 
     Args:
         path: directory.
         reducer: from :func:`pycomm.attach`, with the same model, optimizer and compression.
-        more: by name, exactly the objects with state that were saved; they are restored in place.
+        more: exactly the objects with state that were saved, by name; they are restored in place.
 
     Returns:
         The plain values that were saved on this rank, by name; tensors in CPU memory.
 
     Raises:
         FileNotFoundError: there is no checkpoint in ``path``, not even a damaged one.
-        ValueError: every checkpoint is damaged (the first damage of each is told); or the last whole one is of another
-            model, optimizer, compression or format, or of other names than ``more``, which are named.
+        ValueError: every checkpoint is damaged (with the first damage of each); or the last complete one belongs to
+            another model, optimizer, compression or format, or has other names than ``more``, which are named.
         TypeError: a value of ``more`` has no state to restore, or a parameter is a DTensor.
         RuntimeError: an accumulation window is open, or the reducer is detached. All of these on every rank.
     """
@@ -73,7 +71,7 @@ def load(path: str | os.PathLike[str], reducer: Reducer, /, **more: Any) -> dict
     found, plan = _last_whole(folder, reducer, more)
     undo: Undo = []
     try:
-        together(communicator, f"load {found}", lambda: _restore(found, plan, undo))
+        together(communicator, f"load {found}", lambda: plan.restore(undo))
     except Exception:
         for step in reversed(undo):
             _take_back(step)
@@ -82,14 +80,9 @@ def load(path: str | os.PathLike[str], reducer: Reducer, /, **more: Any) -> dict
     return plan.plain
 
 
-def _restore(path: Path, plan: _Plan, undo: Undo) -> None:
-    with _of(path):
-        plan.restore(undo)
-
-
 @contextmanager
 def _of(path: Path) -> Iterator[None]:
-    """Name the checkpoint in an error that does not fit it."""
+    """Add the checkpoint's path to a ValueError that does not name it."""
     try:
         yield
     except DamagedError:
@@ -103,12 +96,12 @@ def _of(path: Path) -> Iterator[None]:
 def _take_back(step: Callable[[], Any]) -> None:
     try:
         step()
-    except Exception as error:  # a foreign object may raise anything; the others are taken back all the same
+    except Exception as error:  # a foreign object may raise anything; the others are still undone
         _LOG.warning("what was loaded before the error could not be taken back: %s: %s", type(error).__name__, error)
 
 
 def _checked_folder(path: str | os.PathLike[str], reducer: Reducer, more: Mapping[str, Any]) -> Path:
-    """Return the directory. Raises TypeError or RuntimeError if it is none, or nothing can be loaded now."""
+    """Return the directory. Raise TypeError or RuntimeError if ``more`` is wrong, or nothing can be loaded now."""
     if reducer.attached.is_window_open:
         raise RuntimeError("load inside an accumulation window: call flush() and step first")
     contents.refuse_parts(contents.parameters_of(reducer) | contents.buffers_of(reducer))
@@ -122,7 +115,7 @@ def _checked_folder(path: str | os.PathLike[str], reducer: Reducer, more: Mappin
 
 
 def _last_whole(folder: Path, reducer: Reducer, more: Mapping[str, Any]) -> tuple[Path, _Plan]:
-    """Return the last checkpoint that all ranks find whole, and what it has for this one. Collective."""
+    """Return the last checkpoint that all ranks find complete, and this rank's plan for it. Collective."""
     communicator = reducer.attached.communicator
     listed = exchanged(communicator, "load a checkpoint", lambda: [one_line(str(folder)), numbers_in(folder)])
     for rank, (where, numbers) in enumerate(listed):
@@ -145,10 +138,10 @@ def _last_whole(folder: Path, reducer: Reducer, more: Mapping[str, Any]) -> tupl
 
 
 def _damage(path: Path, reducer: Reducer, more: Mapping[str, Any], found: list[_Plan]) -> str:
-    """Return what is wrong with a checkpoint; append what it has for this rank to ``found`` if nothing is.
+    """Return the damage of a checkpoint, or "" after appending this rank's plan for it to ``found``.
 
     Raises:
-        ValueError: it is whole, and does not fit.
+        ValueError: the checkpoint is complete, but does not fit.
     """
     communicator = reducer.attached.communicator
     try:
@@ -163,21 +156,18 @@ def _damage(path: Path, reducer: Reducer, more: Mapping[str, Any], found: list[_
 
 
 class _Plan:
-    """What a checkpoint has for this rank, read into memory and checked.
+    """Values of a checkpoint for this rank, read into memory and checked.
 
     Attributes:
         plain: the values to return.
 
     Raises:
-        ValueError: it does not fit.
-        DamagedError: it is none of a training.
+        ValueError: the checkpoint does not fit.
+        DamagedError: its values are not those of a training state.
     """
 
     def __init__(self, checkpoint: Checkpoint, reducer: Reducer, more: Mapping[str, Any]) -> None:
-        self._reducer, self._more = reducer, more
-        # Imported here, as it takes torch half a second.
-        from pycomm.checkpoint.reading import Saved
-
+        self._reducer, self._more, self._path = reducer, more, checkpoint.path
         communicator = reducer.attached.communicator
         saved = Saved(checkpoint, communicator.rank, communicator.size)
         what = str(checkpoint.path)
@@ -186,23 +176,23 @@ class _Plan:
         self._buffers = contents.buffers_of(reducer)
         self._modules = dict(contents.extra_states(reducer))
         self._scaler = contents.loss_scaler_of(reducer)
-        self._model = _of_shape(saved.value("model"), MapOf(torch.Tensor), f"{what}: model")
+        self._model = checked(saved.value("model"), MapOf(torch.Tensor), f"{what}: model")
         _check_tensors("parameter", self._model, self._parameters)
-        self._saved_buffers = _of_shape(saved.value("buffers"), MapOf(torch.Tensor), f"{what}: buffers")
+        self._saved_buffers = checked(saved.value("buffers"), MapOf(torch.Tensor), f"{what}: buffers")
         _check_tensors("buffer", self._saved_buffers, self._buffers)
-        self._extra = _of_shape(saved.value("extra"), MapOf(ANYTHING), f"{what}: extra")
+        self._extra = checked(saved.value("extra"), MapOf(ANYTHING), f"{what}: extra")
         _check_keys("module with extra state", self._extra.keys(), self._modules.keys())
-        here = optimizer_state(reducer)
-        optimizer = _of_shape(saved.value("optimizer", here), _OPTIMIZER, f"{what}: optimizer")
-        check_optimizer(optimizer, here, stepper_of(reducer.optimizer).has_masters)
+        here = contents.optimizer_state(reducer)
+        optimizer = checked(saved.value("optimizer", here), _OPTIMIZER, f"{what}: optimizer")
+        contents.check_optimizer(optimizer, here, stepper_of(reducer.optimizer).has_masters)
         self._optimizer = optimizer["state_dict"]
         states = saved.of_all("compression")
-        self._compression = [_of_shape(each, _COMPRESSION, f"{what}: compression") for each in states]
+        self._compression = [checked(each, _COMPRESSION, f"{what}: compression") for each in states]
         with _named(f"{checkpoint.path}: compression", DamagedError):
             reducer.attached.check_state(self._compression)
         self._generators = saved.value("generators") if saved.has_own else None
         if self._generators is not None:
-            check_generators(self._generators)
+            contents.check_generators(self._generators)
         self._scaler_state = saved.value("loss_scaler") if self._scaler is not None else None
         self._states = {name: saved.value(contents.STATEFUL + name) for name in more}
         self.plain = {name: saved.value(contents.PLAIN + name) for name in saved.names(contents.PLAIN)}
@@ -215,7 +205,11 @@ class _Plan:
             raise ValueError(f"it was saved {there} loss_scaler, and attach was given {here}")
 
     def restore(self, undo: Undo) -> None:
-        """Put everything in place that could still fail; ``undo`` gets what takes it back."""
+        """Restore everything that may still fail; append functions that undo it to ``undo``."""
+        with _of(self._path):
+            self._restore(undo)
+
+    def _restore(self, undo: Undo) -> None:
         for name, state in self._states.items():
             self._restore_one(name, self._more[name], state, undo)
         if self._scaler is not None:
@@ -226,7 +220,7 @@ class _Plan:
             with _named(f"module {name!r}"):
                 module.set_extra_state(self._extra[name])
         with _named("the optimizer"):
-            undone = restore_optimizer(self._reducer.optimizer, self._optimizer)
+            undone = contents.restore_optimizer(self._reducer.optimizer, self._optimizer)
         if undone is not None:
             undo.append(undone)
 
@@ -239,27 +233,22 @@ class _Plan:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Put the rest in place, which has been checked."""
+        """Restore the rest, which has been checked."""
         for saved, here in ((self._model, self._parameters), (self._saved_buffers, self._buffers)):
             for name, tensor in saved.items():
                 here[name].copy_(tensor)
         self._reducer.load_state_dict(self._compression)
         if self._generators is not None:
-            restore_generators(self._generators, contents.device_of(self._reducer))
+            contents.restore_generators(self._generators, contents.device_of(self._reducer))
 
 
 @contextmanager
 def _named(what: str, kind: type[ValueError] = ValueError) -> Iterator[None]:
-    """Raise an error of ``kind`` that names ``what`` in the place of one that says nothing of it."""
+    """Replace a bare error of a foreign object by one of ``kind`` that names ``what``."""
     try:
         yield
     except _BARE as error:
         raise kind(f"{what} does not take what was saved: {type(error).__name__}: {error}") from error
-
-
-def _of_shape(value: Any, shape: Any, what: str) -> Any:
-    checked(value, shape, what)
-    return value
 
 
 def _check_tensors(what: str, saved: Mapping[str, torch.Tensor], here: Mapping[str, torch.Tensor]) -> None:

@@ -1,9 +1,8 @@
-"""Values that ``torch.save`` has written, read by torch with ``weights_only=True``: nothing that a file holds is run.
+"""Safe reading of files that ``torch.save`` has written: no code in them is run.
 
-torch looks at no checksum, makes bytes and tensors of any size if it is told to, and older ones make memory of the size
-that a value says, whatever part it lies in. So before, parts are compared with their checksums, and the program that
-makes the value is looked through: it may name what makes plain values, and nothing else. Afterwards memory is compared
-with the parts, and the value must not have more parts than somebody can go through.
+``torch.load(weights_only=True)`` checks no checksum, and allocates whatever size a file names. So this module first
+compares the archive's parts with their checksums, and scans the pickle program: it may call only what makes plain
+values. Afterwards it compares the tensors' memory with the parts, and limits how deep and how large the value is.
 """
 
 from __future__ import annotations
@@ -14,37 +13,42 @@ import pickletools
 import re
 import zipfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
-from pycomm.checkpoint.files import DamagedError
+from pycomm.checkpoint.files import DamagedError, opened
+from pycomm.checkpoint.values import dtype_called
 from pycomm.untrusted import reading
 
 _CHUNK_BYTES = 4 << 20
-_PROTOCOL = 2  # which names what it calls as it is
+_PROTOCOL = 2  # in which the names of calls are literal
 _LARGEST_PROGRAM = 64 << 20  # bytes; of an archive's directory too
 _DEEPEST = 100  # lists in lists
 _MOST_LARGE, _LARGE = 1000, 2**63
-"""Integers beyond 64 bits: keys may be chosen among them so that a dict compares each of them with all others."""
+"""Limit of integers beyond 64 bits, since crafted ones collide as keys of a dict."""
 
 _NAME = re.compile(
     r"torch\._utils _rebuild_(tensor_v2|tensor_v3|parameter)|torch \w{1,40}Storage|torch\.storage UntypedStorage"
     r"|torch Size|collections (OrderedDict|Counter)|_codecs encode|(__builtin__|builtins) (set|bytes|complex)"
 )
-"""What the program of a plain value names, besides dtypes."""
+"""Names that the pickle program of a plain value may use, besides dtypes."""
 
 _MOST_EXPANDED = 1 << 24
-"""Elements of a tensor that has more of them than its memory, as :meth:`torch.Tensor.expand` makes it."""
+"""Largest number of elements of an expanded tensor, whose memory is smaller."""
+
+
+Index = dict[str, Any]
+"""Index of one directory: ``files``, each with its size and checksum, and ``tensors``, each with its place."""
 
 
 def load_values(path: str | Path) -> Any:
     """Return what ``torch.save`` has written to the file ``path``, with all tensors in CPU memory.
 
     Raises:
-        DamagedError: the file is not whole, or holds something else than plain values; it is named.
+        DamagedError: the file is damaged, or holds more than plain values; it is named.
         OSError: it cannot be read.
     """
     try:
@@ -57,32 +61,73 @@ def load_values(path: str | Path) -> Any:
 
 
 def read_values(stream: BinaryIO, begin: int, size: int, what: str) -> Any:
-    """Return what ``torch.save`` has written to ``size`` bytes of ``stream``, from ``begin`` on.
+    """Return the value that ``torch.save`` has written to ``size`` bytes of ``stream``, from ``begin`` on.
 
-    Raises DamagedError, in which they are called ``what``.
+    Raises DamagedError, which names the value ``what``.
     """
     window = _Window(stream, begin, size)
     try:
         sizes, most = _check_parts(_Window(stream, begin, size, _LARGEST_PROGRAM), size)
         value = torch.load(window, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
         _require_plain(value, sizes, most)
-    except Exception as error:  # of what a file may make it raise there is no list
+    except Exception as error:  # a crafted file may make it raise anything
         raise DamagedError(f"{what} is damaged, or holds more than plain values: {_words(error)}") from error
     return value
 
 
+def read_tensors(path: Path, index: Index, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Return the tensors ``names`` of the directory ``path``, in CPU memory.
+
+    Raises DamagedError if they do not match ``index``.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for name in names:
+        entry = index["tensors"].get(name)
+        if entry is None:
+            raise DamagedError(f"{path} has no place of {name}")
+        if entry["file"] not in index["files"]:
+            raise DamagedError(f"{path} has no checksum of the file of {name}")
+        found[name] = _read(path / entry["file"], entry, name)
+    return found
+
+
+def _read(path: Path, entry: dict[str, Any], name: str) -> torch.Tensor:
+    what, dtype = f"{path}: {name}", dtype_called(entry["dtype"], name)
+    with opened(path) as stream:
+        if entry["offset"] + entry["length"] > os.fstat(stream.fileno()).st_size:
+            raise DamagedError(f"{what} is beyond the file's end")
+        value = read_values(stream, entry["offset"], entry["length"], what)
+    if not isinstance(value, torch.Tensor) or value.dtype != dtype or list(value.shape) != entry["shape"]:
+        raise DamagedError(f"{what} is not of the shape and dtype that were saved")
+    if value.numel() * dtype.itemsize > entry["length"]:
+        raise DamagedError(f"{what} has more elements than its file has room for")
+    if list(value.stride()) == entry["stride"] or not _is_dense(entry["shape"], entry["stride"]):
+        return value.detach()
+    return torch.empty_strided(entry["shape"], entry["stride"], dtype=dtype).copy_(value)
+
+
+def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Return whether the elements are contiguous for some order of the dimensions."""
+    expected = 1
+    for step, length in sorted((s, n) for s, n in zip(stride, shape, strict=True) if n != 1):
+        if step != expected:
+            return False
+        expected *= length
+    return True
+
+
 def _words(error: Exception) -> str:
-    """Return what torch says of the file, without its advice to load it otherwise."""
+    """Return torch's message without its advice to load the file unsafely."""
     lines = [line.strip() for line in str(error).splitlines()]
     told = next((line for line in lines if "nsupported" in line or "WeightsUnpickler" in line), (lines or [""])[0])
     return told.partition(". Please")[0] or type(error).__name__
 
 
 def _check_parts(window: _Window, size: int) -> tuple[Counter[int], int]:
-    """Raise an error unless all parts of the archive are there as they were written, and make plain values.
+    """Raise an error unless all parts of the archive match their checksums and make plain values.
 
     Returns:
-        The sizes of memory, and how many values there may be.
+        Sizes of the tensors' memory, and the largest number of values.
     """
     most = 1000
     with zipfile.ZipFile(window) as archive:
@@ -90,7 +135,7 @@ def _check_parts(window: _Window, size: int) -> tuple[Counter[int], int]:
         if any(part.compress_type != zipfile.ZIP_STORED for part in parts) or sum(p.file_size for p in parts) > size:
             raise ValueError("it has parts that are larger than the file")
         for part in parts:
-            if part.CRC == 0:  # torch leaves checksums out if it is told to
+            if part.CRC == 0:  # torch can be told to leave checksums out
                 part.CRC = None  # type: ignore[assignment]
             with archive.open(part) as content:
                 is_program = part.filename.endswith("/data.pkl") and part.file_size <= _LARGEST_PROGRAM
@@ -122,9 +167,9 @@ def _is_plain(name: str) -> bool:
 
 
 def _require_plain(value: Any, sizes: Counter[int], most: int) -> None:
-    """Raise an error unless ``value`` is finite, of at most ``most`` parts, in whose memory there are these sizes.
+    """Raise an error unless ``value`` has at most ``most`` parts, and tensors in memory of exactly these ``sizes``.
 
-    A list may be in another one many times, or in itself: who goes through it would never end.
+    A list may contain another one many times, or itself, so that a loop over it would not end.
     """
     stack: list[tuple[Any, int]] = [(value, 0)]
     count, memory = 0, dict[int, int]()
@@ -155,7 +200,7 @@ def _parts_of(value: Any) -> Iterator[Any]:
 
 
 class _Window(io.RawIOBase):
-    """Part of a file, of which at most ``most`` bytes are read at once, if that is given."""
+    """Part of a file; a single read takes at most ``most`` bytes."""
 
     def __init__(self, stream: BinaryIO, begin: int, size: int, most: int | None = None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Values as JSON and tensors, so that nothing that is read from a file has to be unpickled."""
+"""Encoding of values as JSON and tensors, so that reading a file requires no pickle."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _FIELDS: dict[str, tuple[Any, ...]] = {
 """Fields of each kind of node."""
 
 _ARRAY_DTYPE = re.compile(r"[<>|=][biufcmMSUV][0-9]{1,9}(\[[0-9]{0,9}[a-zA-Z]{1,7}\])?")
-_LARGEST_KEY = 2**63  # integers beyond may be chosen so that a dict compares each of them with all
+_LARGEST_KEY = 2**63  # crafted integers beyond collide as keys of a dict
 _MOST_LARGE_KEYS = 1000
 
 
@@ -45,11 +45,11 @@ def encode(value: Any, tensors: list[torch.Tensor], where: str, *, lenient: bool
     Args:
         value: numbers, strings, bytes, dtypes, tensors, numpy's arrays and scalars; lists, tuples and dicts of them.
         tensors: appended to, not copied.
-        where: what the value is, for messages.
-        lenient: note the type of any other object instead of refusing it; :func:`decode` then wants one of its own.
+        where: name of the value, for messages.
+        lenient: record only the type of any other object; :func:`decode` then requires one to keep.
 
     Raises:
-        TypeError: a value of another kind; it is named.
+        TypeError: a value has another type; it is named.
     """
     if isinstance(value, torch.Tensor):
         return ["tensor", _position(_plain_tensor(value, where), tensors)]
@@ -80,16 +80,16 @@ def encode(value: Any, tensors: list[torch.Tensor], where: str, *, lenient: bool
 
 
 def decode(node: Node, tensors: Sequence[torch.Tensor], where: str, old: Any = _MISSING) -> Any:
-    """Return the value that :func:`encode` was given.
+    """Return the value that :func:`encode` encoded.
 
     Args:
         node: result of :func:`encode`.
-        tensors: those that it has appended.
-        where: what the value is, for messages.
-        old: this process's own value, from which objects that are not saved are taken.
+        tensors: tensors that it appended.
+        where: name of the value, for messages.
+        old: this process's present value, which supplies objects that cannot be saved.
 
     Raises:
-        ValueError: there is no such object, or ``node`` is none.
+        ValueError: there is no such object, or ``node`` is malformed.
     """
     kind, content = node[0], node[1]
     if kind == "tensor":
@@ -119,8 +119,8 @@ def decode(node: Node, tensors: Sequence[torch.Tensor], where: str, old: Any = _
 
 
 def dtype_called(name: str, where: str) -> torch.dtype:
-    """Return torch's dtype of that name. Raise ValueError if it is none."""
-    found = vars(torch).get(name)  # without what the module imports if it is asked for
+    """Return torch's dtype of that name. Raise ValueError if there is none."""
+    found = vars(torch).get(name)  # getattr() could import submodules
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{where} has dtype {name!r}, which torch does not have")
     return found
@@ -128,7 +128,7 @@ def dtype_called(name: str, where: str) -> torch.dtype:
 
 def _array(content: torch.Tensor, node: Node, where: str) -> np.ndarray[Any, Any]:
     name, shape = node[2], node[3]
-    if not _ARRAY_DTYPE.fullmatch(name):  # an object would be a pointer, from a file
+    if not _ARRAY_DTYPE.fullmatch(name):  # an object dtype would read pointers from the file
         raise DamagedError(f"{where} has dtype {name!r}, wanted one of numbers")
     try:
         flat: np.ndarray[Any, Any] = content.numpy()
@@ -138,7 +138,7 @@ def _array(content: torch.Tensor, node: Node, where: str) -> np.ndarray[Any, Any
 
 
 def check_node(node: Any, where: str) -> None:
-    """Raise DamagedError unless ``node`` is one that :func:`encode` may have returned."""
+    """Raise DamagedError unless :func:`encode` may have returned ``node``."""
     positions: list[int] = []
     try:
         _check_node(node, positions)
@@ -153,7 +153,7 @@ def check_node(node: Any, where: str) -> None:
 def _check_node(node: Any, positions: list[int]) -> None:
     kind = node[0] if isinstance(node, list) and node and isinstance(node[0], str) else ""
     if kind == "value" and len(node) == 2 and isinstance(node[1], _NUMBERS_AND_TEXT):
-        return  # as nearly all of them are
+        return  # the most frequent case
     shapes = _FIELDS.get(kind)
     if shapes is None or len(node) != 1 + len(shapes):
         raise ValueError(f"{shown(node)} is no value")
@@ -187,7 +187,7 @@ def positions_in(node: Node) -> list[int]:
 
 
 def lines_of(node: Node, tensors: Sequence[torch.Tensor], where: str) -> Iterator[str]:
-    """Yield one line of text for each value in ``node``: all that is known of it but the contents of tensors."""
+    """Yield one line of text for each value in ``node``, with everything but the contents of tensors."""
     kind, content = node[0], node[1]
     if kind in ("list", "tuple"):
         yield f"{where}: {len(content)} values"
@@ -209,7 +209,7 @@ def _position(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> int:
 
 
 def _plain_tensor(tensor: torch.Tensor, where: str) -> torch.Tensor:
-    """Return ``tensor``; raise TypeError unless it is dense and all of it is here."""
+    """Return ``tensor`` detached; raise TypeError unless it is dense and entirely on this rank."""
     kind = type(tensor).__name__
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
         raise TypeError(f"{where} is a {kind} with layout {tensor.layout}, wanted a dense tensor")

@@ -18,11 +18,12 @@ Gradients = Sequence[torch.Tensor | None]
 
 @dataclass(frozen=True)
 class HookPart:
-    """Parameters of a bucket of torch's that travel by the same method.
+    """Parameters of one of torch's buckets that use the same method.
 
     Attributes:
-        indices: their places in that bucket.
+        indices: their positions in torch's bucket.
         bucket: memory of their averages.
+        exchange: exchange of their gradients.
     """
 
     indices: list[int]
@@ -31,7 +32,7 @@ class HookPart:
 
 
 class BucketExchanges:
-    """Exchanges of one bucket of torch's: of the parameters that a method applies to, and of the others.
+    """Exchanges of one of torch's buckets: of the parameters that a method applies to, and of the others.
 
     Args:
         names: names of ``params``, by which state is kept.
@@ -69,7 +70,7 @@ class BucketExchanges:
         """Commit state if ``finite``; write the averages, and zeros for what no rank used."""
         for part in self.parts:
             part.exchange.finish(finite)
-            # No rank counts such a parameter's step, so that what is left of earlier ones has not been sent either.
+            # Its residual has not been sent either, as no rank had a gradient.
             for view, used in zip(part.bucket.views, part.exchange.used(), strict=True):
                 if not used:
                     view.zero_()
@@ -92,11 +93,11 @@ class BucketExchanges:
             torch._foreach_copy_([grads[i] for i in part.indices], part.bucket.views)
 
     def state(self) -> State:
-        """Return what the exchanges carry from step to step (not copied)."""
+        """Return the state of the exchanges (not copied)."""
         return {name: entry for part in self.parts for name, entry in part.exchange.state().items()}
 
     def load_state(self, state: State) -> None:
-        """Take back what :meth:`state` gave; parameters that are missing stay as they are."""
+        """Load a result of :meth:`state`; missing parameters keep their state."""
         for part in self.parts:
             known = {name: state[name] for name in part.bucket.names if name in state}
             if known:
@@ -104,10 +105,10 @@ class BucketExchanges:
 
 
 class Sorting:
-    """Exchanges by the number of torch's bucket. They are made anew when torch sorts its parameters anew.
+    """Exchanges by the number of torch's bucket, recreated when torch rebuilds its buckets.
 
-    DistributedDataParallel does so after its first backward pass, in the order in which gradients came.
-    State then follows its parameter into the bucket that it has come to.
+    DistributedDataParallel does so after its first backward pass, in the order in which gradients arrived. State
+    then moves with its parameter to the new bucket.
 
     Args:
         names: the parameters' names, by ``id``.
@@ -120,8 +121,8 @@ class Sorting:
         self._names, self._method = names, method
         self._communicator, self._algorithm = communicator, algorithm
         self._by_index: dict[int, BucketExchanges] = {}
-        self._homeless: State = {}  # state of parameters whose new bucket has not come yet
-        self._bytes_sent = 0  # by exchanges that are no more
+        self._homeless: State = {}  # state of parameters whose new bucket does not exist yet
+        self._bytes_sent = 0  # by exchanges that have been replaced
 
     def __len__(self) -> int:
         return len(self._by_index)
@@ -130,7 +131,7 @@ class Sorting:
         return self._by_index[index]
 
     def of(self, index: int, params: Sequence[torch.Tensor]) -> BucketExchanges:
-        """Return the exchanges of bucket ``index``, which now has ``params``; make them if it had others before."""
+        """Return the exchanges of bucket ``index`` with ``params``; recreate them if its parameters have changed."""
         found = self._by_index.get(index)
         if found is not None and found.is_of(params):
             return found
@@ -173,7 +174,7 @@ class Sorting:
         return state
 
     def load_state(self, state: State) -> None:
-        """Take back what :meth:`state` gave; parameters that are missing stay as they are."""
+        """Load a result of :meth:`state`; missing parameters keep their state."""
         for name, entry in self._homeless.items():
             for key, tensor in entry.items():
                 if key in state.get(name, {}):

@@ -36,9 +36,9 @@ def register(
     algorithm: str = "auto",
     timeout: timedelta | float | None = None,
 ) -> HookHandle:
-    """Let ``ddp_model`` average its gradients through pycomm from now on, with ``compression`` if wanted.
+    """Average the gradients of ``ddp_model`` through pycomm from now on, with optional ``compression``.
 
-    DistributedDataParallel stays what it is: buckets, ``no_sync()``, ``join()``, ``static_graph``,
+    DistributedDataParallel is unchanged: buckets, ``no_sync()``, ``join()``, ``static_graph``,
     ``find_unused_parameters`` and ``gradient_as_bucket_view`` work as before, and so do optimizers, GradScaler
     and checkpoints. Its buckets travel over a :class:`pycomm.Communicator` on ``ddp_model.process_group``, of
     whatever backend. Collective.
@@ -48,8 +48,8 @@ def register(
         compression: as for :func:`pycomm.attach`; ``None`` sends gradients as they are.
         loss_scaler: the :class:`pycomm.LossScaler` or ``torch.amp.GradScaler`` in use, or any object with the
             same ``scale`` method. Required by methods that carry state, which is kept without the loss scale.
-            After a step with an overflow on any rank the state is as before, and gradients are NaN on all.
-        optimizer: the optimizer in use, to be told here if the method does not suit it, as DGC and momentum.
+            A step with an overflow on any rank leaves the state unchanged, and gradients NaN on all ranks.
+        optimizer: the optimizer in use, to check that the method suits it, such as DGC its momentum.
         algorithm: name of the algorithm that sums dense buckets; see ``Communicator.all_reduce``.
         timeout: limit of every wait for a peer; seconds or ``timedelta``. ``None``: the process group's own.
 
@@ -59,13 +59,13 @@ def register(
     Raises:
         RuntimeError: torch.distributed is not initialised.
         TypeError, ValueError: an argument is wrong, the model has a hook already or sparse gradients, or the
-            ranks' settings differ (on every rank). Nothing is left behind in that case.
+            ranks' settings differ (on every rank). Everything is undone then.
     """
     request = attempt(lambda: _checked(ddp_model, compression, loss_scaler, optimizer, algorithm))
     communicator = Communicator(getattr(ddp_model, "process_group", None), timeout)
     try:
         settings, names = agreed(communicator.channel.all_gather_bytes, request, "register", _lines)
-        communicator.all_reduce(torch.zeros(1), algorithm=algorithm)  # raises here if there is no such algorithm
+        communicator.all_reduce(torch.zeros(1), algorithm=algorithm)  # raises if there is no such algorithm
         return _install(ddp_model, names, communicator, settings)
     except BaseException:
         communicator.close()
@@ -96,16 +96,16 @@ def _checked(
 
 
 def _lines(checked: tuple[HookSettings, Mapping[str, torch.Tensor]]) -> dict[str, list[str]]:
-    """Return what the ranks must have in common."""
+    """Return lines that must be equal on all ranks."""
     settings, names = checked
     return {"setting": settings.lines(), "parameter": [f"{name}: {signature(p)}" for name, p in names.items()]}
 
 
 class _Slot:
-    """Place of a handle in a DistributedDataParallel, which takes one hook for good.
+    """Slot for a handle in a DistributedDataParallel, whose hook cannot be removed.
 
     Attributes:
-        handle: what averages; ``None`` once it has been removed: DistributedDataParallel's own all-reduce then.
+        handle: handle that averages; ``None`` after its removal, for DistributedDataParallel's own all-reduce.
         group: the process group of the model.
     """
 
@@ -125,7 +125,7 @@ def _pycomm_hook(slot: _Slot, bucket):  # type: ignore[no-untyped-def]  # torch 
 
 
 def _slot_of(ddp_model: DistributedDataParallel) -> _Slot | None:
-    """Return the slot that an earlier handle has left; ``None`` if the model never had a hook.
+    """Return the slot of an earlier, removed handle; ``None`` if the model never had a hook.
 
     Raises:
         ValueError: there is a hook.
@@ -148,7 +148,7 @@ def _install(
     communicator: Communicator,
     settings: HookSettings,
 ) -> HookHandle:
-    """Make the handle and put it into the model, on all ranks or on none."""
+    """Create the handle and install it in the model, on all ranks or on none."""
 
     def install() -> tuple[HookHandle, _Slot]:
         handle, slot = HookHandle(ddp_model, names, communicator, settings), _slot_of(ddp_model)
@@ -167,8 +167,8 @@ class HookHandle:
     """Handle of pycomm's communication hook in a DistributedDataParallel. Made by :func:`pycomm.ddp.register`.
 
     Attributes:
-        communicator: of the ranks whose gradients are averaged.
-        method: of compression.
+        communicator: communicator that averages gradients.
+        method: compression method.
     """
 
     _last_stats: Mapping[str, Any] = MappingProxyType({})
@@ -185,7 +185,7 @@ class HookHandle:
         self._model = weakref.ref(ddp_model)
         self._group = ddp_model.process_group
         self.communicator, self.method = communicator, settings.method
-        self._params = list(names.values())  # an id stays that of the same parameter
+        self._params = list(names.values())  # keeps the ids valid
         by_id = {id(param): name for name, param in names.items()}
         self._sorting = Sorting(by_id, settings.method, communicator, settings.algorithm)
         device = next(p.device for p in self._params if p.requires_grad)
@@ -230,14 +230,14 @@ class HookHandle:
 
     @property
     def stop_requested(self) -> StopRequest:
-        """Request to stop that all ranks have heard of; see :attr:`pycomm.Reducer.stop_requested`."""
+        """Request to stop that all ranks have received; see :attr:`pycomm.Reducer.stop_requested`."""
         return self._steps.stopping.requested
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that compression carries from step to step on *this* rank, to be saved by every rank.
 
-        The format is that of ``Reducer.state_dict``, with the names of ``ddp_model.module``: what one
-        has saved, the other loads. It loads with ``torch.load(weights_only=True)``.
+        The format is that of ``Reducer.state_dict``, with the names of ``ddp_model.module``, and each can load the
+        other's. It loads with ``torch.load(weights_only=True)``.
         """
         self._progress.require_between_steps("state_dict", self._is_removed)
         return gather_state(self._sorting.state(), self.method, self.communicator, int(self._progress.committed))
@@ -263,10 +263,10 @@ class HookHandle:
         self._progress.committed.fill_(steps)
 
     def remove(self) -> None:
-        """Leave averaging to DistributedDataParallel's own all-reduce again, and release all resources. Idempotent.
+        """Return to DistributedDataParallel's own all-reduce, and release all resources. Idempotent.
 
-        Call it on all ranks between the same steps. What compression has not sent yet is lost;
-        :meth:`state_dict` has it until then. :func:`pycomm.ddp.register` may be called again.
+        Call it on all ranks between the same steps. Residuals are lost; :meth:`state_dict` has them until then.
+        :func:`pycomm.ddp.register` may be called again.
         """
         if self._is_removed:
             return

@@ -25,7 +25,7 @@ from pycomm.torch_internals import ShardedGroup, sharded_groups
 from pycomm.transport.own_group import group_of
 
 Modules = dict[torch.nn.Module, tuple[list[str], ShardedGroup]]
-"""Modules given to ``fully_shard``, each with the names of its parameters and what torch has made of them."""
+"""Modules given to ``fully_shard``, each with its parameters' names and torch's description of its shards."""
 
 
 def register_hsdp(
@@ -38,25 +38,25 @@ def register_hsdp(
     algorithm: str = "auto",
     timeout: timedelta | float | None = None,
 ) -> HsdpHandle:
-    """Average the gradients of a model between its replicas from now on, each of which FSDP2 shards.
+    """Average gradients between the replicas of a model from now on, each of which is sharded by FSDP2.
 
-    The second dimension of hybrid sharding, by pycomm::
+    This is the replicate dimension of hybrid sharding::
 
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
         for block in (*model.blocks, model):
             fully_shard(block, mesh=mesh["shard"])
         handle = pycomm.ddp.register_hsdp(model, mesh["replicate"], compression=pycomm.TopK(0.01))
 
-    What FSDP has reduced and scattered inside a replica, ``process_group`` averages over the replicas, through
+    FSDP reduces and scatters gradients inside each replica. Then pycomm averages them over ``process_group``, by
     ``set_all_reduce_hook`` of every module that was given to ``fully_shard``. Collective over all ranks of the mesh;
-    the parameters and buffers of the first replica are copied to the others.
+    the first replica's parameters and buffers are copied to the others.
 
     Args:
         model: model whose modules were given to ``fully_shard`` with a mesh of the shard dimension alone.
-        process_group: the ranks that have the same shard in every replica, this one among them; a group, or a
-            one-dimensional ``DeviceMesh``.
-        compression, loss_scaler, algorithm, timeout: as for :func:`pycomm.ddp.register`. Where a gradient is not
-            finite on some rank, all are NaN on all ranks after ``backward()``. DGC's ``weight_decay`` is refused.
+        process_group: group, or one-dimensional ``DeviceMesh``, of the ranks with the same shard in every replica,
+            including this one.
+        compression, loss_scaler, algorithm, timeout: as for :func:`pycomm.ddp.register`. If a gradient is not
+            finite on any rank, all are NaN on all ranks after ``backward()``. DGC's ``weight_decay`` is refused.
         optimizer: likewise.
 
     Returns:
@@ -72,7 +72,7 @@ def register_hsdp(
     made = [communicator]
     try:
         settings, modules = agreed(communicator.channel.all_gather_bytes, request, "register", _lines)
-        communicator.all_reduce(torch.zeros(1), algorithm=algorithm)  # raises here if there is no such algorithm
+        communicator.all_reduce(torch.zeros(1), algorithm=algorithm)  # raises if there is no such algorithm
         tensors = [param.to_local() for _, group in modules.values() for param in group.params]  # type: ignore[attr-defined]
         broadcast_tensors(communicator, tensors, src=0)
         share_tensors(communicator, dict(model.named_buffers()), src=0)
@@ -133,7 +133,7 @@ def _check_group(where: str, group: ShardedGroup, number: int) -> None:
 
 
 def _lines(checked: tuple[HookSettings, Modules]) -> dict[str, list[str]]:
-    """Return what the replicas must have in common."""
+    """Return lines that must be equal on all replicas."""
     settings, modules = checked
     lines: list[str] = []
     for names, group in modules.values():
@@ -242,9 +242,9 @@ class HsdpHandle:
         self._progress.committed.fill_(steps)
 
     def remove(self) -> None:
-        """Leave the averages to torch's plain all-reduce over the same group, and release all resources. Idempotent.
+        """Return to torch's plain all-reduce over the same group, and release all resources. Idempotent.
 
-        Call it on all ranks between the same steps. What compression has not sent yet is lost.
+        Call it on all ranks between the same steps. Residuals are lost.
         """
         if self._removed:
             return

@@ -1,4 +1,4 @@
-"""Progress of a registration: its settings, its counts, whether this rank still takes part, and how a pass ends."""
+"""Settings and counters of a registration, whether this rank still takes part, and callbacks at a pass's end."""
 
 from __future__ import annotations
 
@@ -58,18 +58,18 @@ class HookProgress:
     """Progress of the steps of a model.
 
     Args:
-        communicators: those that this rank leaves after an error; gradients are averaged over the first.
-        settings: of the registration.
+        communicators: communicators that this rank leaves after an error; the first one averages gradients.
+        settings: settings of the registration.
         device: device of the gradients.
 
     Attributes:
         committed, nonfinite: numbers of steps that changed state, and of those that were not finite: 0-d int64 tensors
             on ``device``.
-        source: names the last gradient that was not finite.
+        source: rank and parameter of the last non-finite gradient.
         num_steps: number of backward passes that were averaged.
         wait_seconds: time for which communication held up ``backward()``.
-        is_open: whether gradients have come of a step that has not ended.
-        stopped: error after which this rank no longer takes part; empty while it does.
+        is_open: whether a step has begun and not ended.
+        stopped: error after which this rank no longer takes part; "" without one.
     """
 
     def __init__(self, communicators: Sequence[Communicator], settings: HookSettings, device: torch.device) -> None:
@@ -106,12 +106,12 @@ class HookProgress:
             self.wait_seconds += time.perf_counter() - start
 
     def require_taking_part(self) -> None:
-        """Raise RuntimeError after an error that has ended this rank's part."""
+        """Raise RuntimeError if this rank has stopped after an earlier error."""
         if self.stopped:
             raise RuntimeError(f"pycomm's hook no longer takes part after an earlier error: {self.stopped}")
 
     def stop(self, error: BaseException) -> None:
-        """Stop taking part, and tell the ranks that wait for this one."""
+        """Stop taking part, and raise ``error`` on ranks that wait for this one."""
         if self.stopped or all(communicator.size == 1 for communicator in self._communicators):
             return
         self.stopped = str(error) or type(error).__name__
@@ -126,7 +126,7 @@ class HookProgress:
             raise RuntimeError(f"{what}() inside backward: call it between steps")
 
     def stats(self, parts: Sequence[Sent], bytes_sent: int, num_buckets: int, otherwise: str) -> dict[str, Any]:
-        """Return the counters for ``HookHandle.stats``; ``otherwise`` stands for a source that is not known."""
+        """Return the counters of ``HookHandle.stats``; ``otherwise`` describes an unknown source."""
         nonfinite_steps = int(self.nonfinite)
         return {
             "bytes_sent": bytes_sent,
@@ -153,7 +153,7 @@ def all_finite(exchanges: Sequence[Exchange]) -> Flag:
 
 
 class HookWatcher(Protocol):
-    """Object that wants to know how a backward pass ends."""
+    """Object that is called if a backward pass fails."""
 
     def fail(self) -> None:
         """Note that the pass has ended with an exception."""

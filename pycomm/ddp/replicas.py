@@ -1,4 +1,4 @@
-"""Steps of sharded gradients between replicas: averaged module by module, and taken back if one overflows."""
+"""Steps of sharded gradients between replicas: averaged module by module, and undone on an overflow."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ShardedReplicas:
     """Shards of one module's parameters on this rank, and their exchange between the replicas.
 
     Args:
-        group: what torch has made of the module.
+        group: torch's description of the module's shards.
         names: names of its parameters.
     """
 
@@ -35,14 +35,14 @@ class ShardedReplicas:
         self.params = group.params
         self.numels = [math.prod(shape) for shape in group.shapes]
         device = group.params[0].to_local().device  # type: ignore[attr-defined]
-        # Of parameters the exchange needs only what they look like: no memory behind it.
+        # The exchange needs only shapes and dtypes of parameters, without memory.
         looks = [torch.empty(1, dtype=group.dtype, device=device).expand(shape) for shape in group.shapes]
         self.exchanges = BucketExchanges(names, looks, settings.method, communicator, settings.algorithm)
         self._shapes, self._division = group.shapes, group.division
         self._before: State | None = None
 
     def views(self, reduced: torch.Tensor) -> list[torch.Tensor]:
-        """Return views of ``reduced``, flat, for each parameter."""
+        """Split the flat ``reduced`` into one view per parameter."""
         if reduced.numel() != sum(self.numels):
             raise RuntimeError(
                 f"fully_shard reduced {reduced.numel()} elements of {self.exchanges.names[0]!r} and its neighbours, "
@@ -52,14 +52,14 @@ class ShardedReplicas:
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
     def add_averages(self) -> None:
-        """Add the averages to the gradients of this rank, where FSDP does not, as it has none for this module."""
+        """Add the averages to this rank's gradients, as FSDP does not for a module that this rank has not used."""
         division = self._division()
         views = [view for part in self.exchanges.parts for view in part.bucket.views]
         indices = [i for part in self.exchanges.parts for i in part.indices]
         for i, view in zip(indices, views, strict=True):
             param: Any = self.params[i]
             local = local_of(param)
-            # What is reduced is padded, at its end, to shards of equal size.
+            # Reduced gradients are padded at the end to shards of equal size.
             shard = view.reshape(-1)[: local.numel()].view(local.shape).to(local.dtype) / division
             if param.grad is None:
                 param.grad = dtensor_around(shard.to(local.device), param)
@@ -75,7 +75,7 @@ class ShardedReplicas:
             self._before = {name: {key: t.clone() for key, t in entry.items()} for name, entry in state.items()}
 
     def settle(self, finite: Flag) -> None:
-        """Put the state of before back unless ``finite``, and make the gradients of the step NaN then."""
+        """Unless ``finite``, restore the state from before this step, and make its gradients NaN."""
         before, self._before = self._before, None
         if finite is True:
             return
@@ -96,16 +96,17 @@ def _chosen(finite: Flag, this: torch.Tensor, other: torch.Tensor) -> torch.Tens
 class ReplicaSteps:
     """Steps of all modules of a model.
 
-    A module's shard has to be averaged by the time its hook returns, when nobody knows yet whether gradients of other
-    modules overflow: its state is copied before, and put back at the end of the pass where that turns out to be due.
+    A module's hook must return averages before it is known whether gradients of other modules overflow. So its state is
+    copied before, and restored at the end of the pass if any gradient was not finite.
 
-    Replicas may use different modules, in another order. Before each average they tell each other which module they
-    are at, and average the last of these in the order of registration, which backward comes to first. Those that are
-    not at it take part with no gradients, and go on with their own; at the end of the pass until all are there.
+    Replicas may use different modules, in different orders. Before each average they exchange which module they have
+    reached, and average the last of these in the order of registration, which backward reaches first. Replicas that
+    have not reached it take part without gradients, and repeat this until their own module's turn, or at the end of the
+    pass until all replicas have ended.
 
     Args:
         modules: shards of all modules, in the same order on all ranks.
-        loop: what this rank's loop has left out since the last pass.
+        loop: counts of this rank's training loop since the last pass.
         communicator: this rank's replicas.
         shard_communicator: the ranks that the parameters are sharded over, whose verdicts count too.
         progress: of this registration.
@@ -141,14 +142,14 @@ class ReplicaSteps:
             shards.exchanges.write(grads)
 
     def _stand_in_until(self, place: int) -> None:
-        """Take part in averages of other modules until it is the turn of the one in ``place``; -1: until none has."""
+        """Take part in averages of other modules until the turn of module ``place``; -1: until the pass has ended."""
         while (turn := self._next_turn(place)) != place:
             shards = self._modules[turn]
             self._exchange(shards, [None] * len(shards.params))
             shards.add_averages()
 
     def _next_turn(self, place: int) -> int:
-        """Return the place of the module that is averaged next; -1 if all replicas have ended the pass."""
+        """Return the place of the module to average next; -1 if all replicas have ended the pass."""
         unused = self._loop.num_unused if self._is_first else 0
         words = np.array([place, self._progress.num_steps, unused], np.int64)
         gathered = np.empty(self._communicator.size * len(words), np.int64)
@@ -181,7 +182,7 @@ class ReplicaSteps:
 
     @torch.no_grad()
     def end(self) -> None:
-        """Keep or take back the state of the step, as all ranks' gradients are finite or not."""
+        """Keep the state of the step if all ranks' gradients are finite, else restore it."""
         try:
             with self._progress.waiting():
                 self._stand_in_until(_END)
@@ -209,7 +210,7 @@ class ReplicaSteps:
 
 
 def _check_same_loop(rows: np.ndarray) -> None:
-    """Raise RuntimeError if a replica has left out a batch, by what all have told at the first turn of a pass."""
+    """Raise RuntimeError if a replica has left out a batch, by the counts exchanged at the first turn of a pass."""
     for column, what in (
         (1, "backward passes were averaged so far"),
         (2, "forwards in training mode, since the last pass that was averaged, that no backward() followed"),

@@ -1,4 +1,4 @@
-"""Steps of a model under DistributedDataParallel: its buckets are exchanged as they come, and committed together."""
+"""Steps under DistributedDataParallel: buckets are exchanged as they arrive, and committed together."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _STOP = FINGERPRINT_BITS - 1
 
 @dataclass(frozen=True)
 class TakenStep:
-    """Bucket that DistributedDataParallel has handed over, and the future that it waits for.
+    """Bucket from DistributedDataParallel, and the future that it waits for.
 
     Attributes:
         params: its parameters.
@@ -45,8 +45,8 @@ class Weighting:
     """Share of this rank in the average.
 
     Attributes:
-        by_active: whether to divide by the number of ranks that still have inputs, in place of the group's size.
-        joined: whether this rank has none any more, and only stands in for itself.
+        by_active: whether to divide by the number of ranks that still have inputs, not by the group's size.
+        joined: whether this rank has no more inputs, as inside ``join()``.
     """
 
     by_active: bool = False
@@ -54,10 +54,10 @@ class Weighting:
 
 
 class Stopping:
-    """Flag of one bit, by which all ranks hear of a request of any of them at the same step.
+    """One-bit flag by which all ranks receive a request to stop at the same step.
 
     Attributes:
-        requested: the request that all ranks have heard of; see ``pycomm.Reducer.stop_requested``.
+        requested: the request that all ranks have received; see ``pycomm.Reducer.stop_requested``.
     """
 
     def __init__(self, communicator: Communicator, device: torch.device) -> None:
@@ -71,7 +71,7 @@ class Stopping:
         """Ask all ranks to stop.
 
         Raises:
-            ValueError: on a GPU, where the host does not wait for what others tell.
+            ValueError: on a GPU, where the host does not wait for other ranks' flags.
         """
         if self._on_gpu:
             raise ValueError("request_stop() on a GPU requires pycomm.attach() in place of pycomm.ddp.register()")
@@ -79,7 +79,7 @@ class Stopping:
             self._mine = reason
 
     def flags(self) -> torch.Tensor:
-        """Return what this rank tells with this step."""
+        """Return this rank's flags of this step."""
         self._sent = None if self.requested else self._mine
         if self._sent is None:
             return self._none
@@ -87,8 +87,8 @@ class Stopping:
         flags[_STOP] = True
         return flags
 
-    def hear(self, parts: Sequence[HookPart]) -> None:
-        """Take note of what the ranks have told with the first bucket, of these ``parts``. Collective if one asks."""
+    def receive(self, parts: Sequence[HookPart]) -> None:
+        """Read the ranks' flags, sent with the ``parts`` of the first bucket. Collective if a rank has set its flag."""
         if self._on_gpu or not (self._sent is not None or bool(parts[0].exchange.differing()[_STOP])):
             return
         mine = b"" if self._sent is None else b"!" + self._sent.encode()
@@ -100,17 +100,18 @@ class Stopping:
 class Steps:
     """Steps of one model. Methods named ``_on_...`` run on the communication thread.
 
-    A bucket's exchange is a job of the communication thread (on a GPU, of a stream). The last bucket's is followed by
-    the end of the step: state changes if all buckets are finite on all ranks, and every future gets its average. All of
-    it is waited for in a final callback of the backward pass, which autograd calls before the model's own: an
-    error is raised there, and comes out of ``backward()`` as it is. An error in a future would lose its type.
+    A bucket's exchange is a job of the communication thread (on a GPU, of a stream). After the last bucket, state is
+    committed if all buckets are finite on all ranks, and every future gets its average. A final callback of the
+    backward pass, called before the model's own, waits for all of it. An error raised there leaves ``backward()``
+    unchanged, whereas an error in a future would lose its type.
 
     Args:
         sorting: exchanges by bucket.
-        progress: of this registration.
+        communicator: the ranks.
+        progress: counters of this registration.
 
     Attributes:
-        stopping: what this rank and others ask for.
+        stopping: requests to stop.
     """
 
     def __init__(self, sorting: Sorting, communicator: Communicator, progress: HookProgress) -> None:
@@ -128,9 +129,9 @@ class Steps:
         """Begin to exchange ``bucket``; return the future of its average, a flat tensor.
 
         Args:
-            bucket: as DistributedDataParallel hands it to its hook, in the order of their numbers.
-            weighting: share of this rank, looked at with the first bucket of a step.
-            zeros_are_unused: whether a gradient of zeros may be that of a parameter which was not used.
+            bucket: argument of DistributedDataParallel's hook; buckets come in the order of their numbers.
+            weighting: share of this rank; used with the first bucket of a step.
+            zeros_are_unused: whether a gradient of zeros may belong to an unused parameter.
         """
         index, is_last = bucket.index(), bucket.is_last()
         taken = self._taken_over(bucket)
@@ -155,7 +156,7 @@ class Steps:
             raise ValueError("a gradient is sparse; pycomm reduces dense gradients")
         devices: list[Any] | None = [self._device] if self._on_gpu else None
         future: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
-        # The bucket itself is gone when the hook returns.
+        # The bucket itself is invalid once the hook has returned.
         return TakenStep(bucket.parameters(), bucket.gradients(), buffer, future)
 
     def _begin(self, weighting: Weighting) -> None:
@@ -166,7 +167,7 @@ class Steps:
         self._weighting, self._scaling = weighting, self._progress.scaling()
 
     def _require_alone(self) -> None:
-        """Go on after a pass that failed half-way if there are no other ranks; else stop, and raise RuntimeError."""
+        """Recover from a failed pass if there are no other ranks; else stop, and raise RuntimeError."""
         if self._communicator.size > 1:
             self._progress.stop(RuntimeError(HALF_SENT))
             raise RuntimeError(HALF_SENT)
@@ -179,7 +180,7 @@ class Steps:
         return channel.submit(job)
 
     def wait(self, work: Work | GpuWork) -> None:
-        """Wait for the end of the step, and raise what went wrong in it."""
+        """Wait for the end of the step, and raise its error."""
         try:
             with self._progress.waiting():
                 work.wait()
@@ -211,12 +212,12 @@ class Steps:
             with checks:
                 exchanges.exchange(grads, scaling)
         except BaseException as error:
-            self._error = error  # raised by the end of the step
+            self._error = error  # raised at the end of the step
             if self._on_gpu:
                 raise
 
     def _weigh(self) -> None:
-        """Learn how many ranks have inputs, if it is by them that sums are divided."""
+        """Count the ranks with inputs, if sums are divided by their number. Collective in that case."""
         if not self._weighting.by_active:
             return
         active = torch.tensor([0.0 if self._weighting.joined else 1.0])
@@ -242,7 +243,7 @@ class Steps:
         mine = [self._sorting[index] for index in range(len(taken))]
         parts = [part for each in mine for part in each.parts]
         self._progress.source.share(parts, self._communicator)
-        self.stopping.hear(mine[0].parts)
+        self.stopping.receive(mine[0].parts)
         finite: Flag = True
         if any(part.exchange.transactional for part in parts):
             finite = all_finite([part.exchange for part in parts])

@@ -1,1 +1,1 @@
-"""Membership of a group that ranks may leave: who is left, and what all of them go on from."""
+"""Membership of an elastic group: which ranks remain, which join, and the last step that counts."""

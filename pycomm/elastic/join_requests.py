@@ -1,12 +1,11 @@
-"""Requests to join, which processes that come later write to the store of the process group.
+"""Requests to join a group of ranks, written to the store of its process group.
 
-Whoever reaches the store can write a request there. So where the job has a secret, requests and answers are signed with
-it; without one, only processes of this user on the first rank's host are let in, and nobody from another host.
+Anyone who can reach the store can write a request. So if the job has a secret, requests and answers are signed with it;
+without one, only processes of the same user on the first rank's host are admitted.
 
-A newcomer writes what it is: its processes, its version, and the lines by which ranks compare their settings and
-parameters. The first of the ranks looks now and then, on a thread of its own. If the newcomer fits, its number goes
-through the next commit of a step to all ranks, which open before their next step: they, and the newcomer, meet as
-a new world.
+A newcomer writes its process, and the lines by which ranks compare their versions, settings and parameters. A thread of
+the first rank polls for requests. If the newcomer fits, the next commit of a step sends the request's number to all
+ranks, which meet with the newcomer before their next step.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class JoinRequest:
 
     Attributes:
         number: its number among all requests, from 1.
-        process: its process, see :class:`ProcessWatch`.
+        process: its process, as in :mod:`pycomm.elastic.liveness`.
     """
 
     number: int
@@ -68,13 +67,13 @@ def _requests_in(store: Store, index: int | str) -> PrefixStore:
 
 
 class JoinListener:
-    """The ranks' side: looks for requests, and answers them.
+    """The ranks' side: polls for requests, and answers them.
 
     Args:
         store: the process group's store.
-        index: tells what newcomers join: the number of this attach among those of this process, for example.
-        lines: what a newcomer must match: kind and text.
-        host: identity of the only host whose processes can come in; empty if those of all can.
+        index: identifies what newcomers join, such as the number of this attach among those of this process.
+        lines: kinds and texts that a newcomer must match.
+        host: identity of the only host whose processes can join; empty for any host.
     """
 
     def __init__(self, store: Store, index: int | str, lines: Sequence[tuple[str, str]], host: str) -> None:
@@ -86,19 +85,15 @@ class JoinListener:
         self._look: Work | None = None
         self._looked = time.monotonic()
 
-    def open(self, lines: Sequence[tuple[str, str]]) -> None:
-        """Compare newcomers with ``lines`` from now on."""
-        self._lines = lines
-
     def waiting(self) -> JoinRequest | None:
-        """Return the request of a newcomer that fits, if the last look has found one. Does not wait for the store."""
+        """Return the request of a newcomer that fits, if the last poll has found one. Does not wait for the store."""
         look = self._look
         if look is not None and look.is_completed():
             self._look = None
             try:
                 found: JoinRequest | None = look.wait()
                 return found
-            except RuntimeError:  # the store has gone: nobody can come any more
+            except RuntimeError:  # without the store no newcomer can join
                 self._looked = float("inf")
         elif look is None and time.monotonic() - self._looked > _INTERVAL:
             self._looked = time.monotonic()
@@ -106,23 +101,23 @@ class JoinListener:
         return None
 
     def read(self, number: int) -> JoinRequest:
-        """Return the request with that number."""
-        wanted = self._parsed(number)
-        self._nonces[number] = wanted["nonce"]
-        return JoinRequest(number, wanted["process"])
+        """Return request ``number``."""
+        request = self._parsed(number)
+        self._nonces[number] = request["nonce"]
+        return JoinRequest(number, request["process"])
 
     def answer(self, number: int, content: dict[str, Any]) -> None:
-        """Answer the request with that number."""
+        """Answer request ``number``."""
         proof = self._signer.sign("answer", *_bound(self._index, number, self._nonces.pop(number, ""), content))
         text = json.dumps({"content": content, "proof": proof})
         self._ask(lambda store: store.set(f"answer/{number}", text))
 
-    def pass_by(self, number: int) -> None:
-        """Look for later requests only."""
+    def skip_to(self, number: int) -> None:
+        """Poll only for requests after ``number``."""
         self._next = max(self._next, number + 1)
 
     def close(self) -> None:
-        """Stop looking."""
+        """Stop polling."""
         self._worker.stop(patience=0.0)
 
     def _read(self) -> JoinRequest | None:
@@ -131,28 +126,28 @@ class JoinListener:
         if not self._ask(lambda store: store.check([f"request/{number}"])):
             return None
         try:
-            wanted = self._parsed(number)
-            problem = self._who_is_wrong(number, wanted) or self._problem(wanted)
+            request = self._parsed(number)
+            problem = self._distrust(number, request) or self._problem(request)
         except ValueError as error:
             problem = str(error)
         if not problem:
-            return JoinRequest(number, wanted["process"])
+            return JoinRequest(number, request["process"])
         self._next += 1
         self.answer(number, {"refused": problem})
         return None
 
     def _parsed(self, number: int) -> dict[str, Any]:
         text = self._ask(lambda store: store.get(f"request/{number}"))
-        wanted: dict[str, Any] = parse(text, _REQUEST, "the request")
-        return wanted
+        request: dict[str, Any] = parse(text, _REQUEST, "the request")
+        return request
 
-    def _who_is_wrong(self, number: int, wanted: dict[str, Any]) -> str:
-        """Return why nobody knows who asks; empty if it is known."""
-        self._nonces[number] = wanted["nonce"]
-        process = wanted["process"]
+    def _distrust(self, number: int, request: dict[str, Any]) -> str:
+        """Return why the sender of a request is not trusted; "" if it is."""
+        self._nonces[number] = request["nonce"]
+        process = request["process"]
         if self._signer.key is not None:
-            parts = _bound(self._index, number, wanted["nonce"], [process, wanted["lines"]])
-            return "" if self._signer.is_signed(wanted["proof"], "request", *parts) else f"it does not know {SECRET}"
+            parts = _bound(self._index, number, request["nonce"], [process, request["lines"]])
+            return "" if self._signer.is_signed(request["proof"], "request", *parts) else f"it does not know {SECRET}"
         if process["host"] != rendezvous.host_identity():
             return (
                 f"it is not on the host of the first rank, or is of another user or container; set {SECRET} on all "
@@ -162,7 +157,7 @@ class JoinListener:
         return "" if is_own else "it has ended, or belongs to another user"
 
     def _ask(self, question: Callable[[Store], T]) -> T:
-        """Return what the store answers, over a new connection if the one that there was has broken."""
+        """Return what ``question`` reads from the store, over a new connection if the old one has broken."""
         try:
             return question(self._store)
         except RuntimeError:  # torch's DistNetworkError is one
@@ -173,13 +168,13 @@ class JoinListener:
         self._store = _requests_in(new, self._index)
         return question(self._store)
 
-    def _problem(self, wanted: dict[str, Any]) -> str:
-        if self._host and wanted["process"]["host"] != self._host:
+    def _problem(self, request: dict[str, Any]) -> str:
+        if self._host and request["process"]["host"] != self._host:
             return "the ranks agree in memory of their host, and this process is not on it, or may not share it"
-        theirs = [(kind, text) for kind, text in wanted["lines"]]
+        theirs = [(kind, text) for kind, text in request["lines"]]
         for i in range(max(len(theirs), len(self._lines))):
             here, there = (lines[i] if i < len(lines) else ("", "nothing") for lines in (self._lines, theirs))
-            if there[0] and there[0] != here[0]:  # one more of a kind
+            if there[0] and there[0] != here[0]:  # an additional line of its kind
                 here = there[0], "nothing"
             if here != there:
                 return f"{here[0]} is {there[1]!r} here, {here[1]!r} on the ranks"
@@ -187,7 +182,7 @@ class JoinListener:
 
 
 def _bound(index: int | str, number: int, nonce: str, content: Any) -> list[str]:
-    """Return what is signed: ``content``, and what it belongs to."""
+    """Return the texts to sign: ``content`` and the request that it belongs to."""
     return [str(index), str(number), nonce, json.dumps(content, sort_keys=True)]
 
 
@@ -199,12 +194,12 @@ def _user_of(pid: int) -> int:
 
 
 class JoinClient:
-    """The newcomer's side: asks at the store that listens at ``address``.
+    """The newcomer's side: writes requests to the store at ``address``.
 
     Args:
-        address: "host:port" of the store; "[::1]:29500" for an address of IPv6.
+        address: "host:port" of the store; "[::1]:29500" for IPv6.
         index: see :class:`JoinListener`.
-        timeout: limit of the whole, in seconds.
+        timeout: seconds for joining as a whole.
     """
 
     def __init__(self, address: str, index: int | str, timeout: float) -> None:
@@ -223,13 +218,13 @@ class JoinClient:
         """Return the ranks' answer, with the number of the request under "request".
 
         Raises:
-            ValueError: they refuse, or do not know the secret that this process knows.
+            ValueError: they refuse, or do not know this process's secret.
             CommError: they do not answer.
         """
         number, nonce = self._requests.add("requests", 1), secrets.token_hex(16)
-        wanted = [process, [list(line) for line in lines]]
-        proof = self._signer.sign("request", *_bound(self.index, number, nonce, wanted))
-        request = {"process": wanted[0], "lines": wanted[1], "nonce": nonce, "proof": proof}
+        content = [process, [list(line) for line in lines]]
+        proof = self._signer.sign("request", *_bound(self.index, number, nonce, content))
+        request = {"process": content[0], "lines": content[1], "nonce": nonce, "proof": proof}
         self._requests.set(f"request/{number}", json.dumps(request))
         while not self._requests.check([f"answer/{number}"]):
             if time.monotonic() > self._deadline:
@@ -249,7 +244,7 @@ class JoinClient:
         return {**answer, "request": number}
 
     def is_late(self) -> bool:
-        """Return whether the time for coming in has passed."""
+        """Return whether the time limit has passed."""
         return time.monotonic() > self._deadline
 
     def _failed(self, what: str) -> CommError:

@@ -1,8 +1,8 @@
-"""Signs of life: the operating system's about ranks of this host, and a thread's answers for other hosts.
+"""Liveness of ranks: by the operating system on this host, by a heartbeat thread on other hosts.
 
-A rank that finds an operation failed calls the others through the agreement's store. One that computes
-notices that only at its next operation; so a thread of each rank looks for calls now and then, and answers them. A rank
-that does not answer has died, is stopped or cannot be reached.
+A rank whose operation failed calls the others through the agreement's store. A rank that is computing would notice
+this only at its next operation, so a thread of each rank polls for calls and answers them. A rank that does not answer
+has died, is stopped, or cannot be reached.
 """
 
 from __future__ import annotations
@@ -20,24 +20,23 @@ from pycomm.torch_internals import PrefixStore, Store
 from pycomm.transport import processes, rendezvous
 
 STOPPED_PATIENCE = 0.5
-"""Seconds for which a process may be stopped before it is left behind."""
+"""Seconds for which a process may be stopped before its rank is excluded."""
 
 _STOPPED = "is stopped"
 
 Process = dict[str, Any]
-"""Process of a rank: its ``host``, ``pid`` and ``start``, which distinguishes it from a later one with its id."""
+"""Process of a rank: ``host``, ``pid`` and start time ``start``, which tells processes of equal ids apart."""
 
 
 def this_process() -> Process:
-    """Return this process."""
     return {"host": rendezvous.host_identity(), "pid": os.getpid(), "start": processes.start_of(os.getpid())}
 
 
 class ProcessWatch:
-    """Processes of ranks, and whether those of this host are alive.
+    """Watch over the processes of ranks, which detects deaths on this host.
 
     Attributes:
-        processes: of each rank, by its number.
+        processes: process of each rank, by its number.
     """
 
     def __init__(self) -> None:
@@ -46,7 +45,7 @@ class ProcessWatch:
         self._stopped: dict[int, float] = {}
 
     def meet(self, communicator: Communicator, ranks: Iterable[int]) -> None:
-        """Learn the processes of ``ranks``, by which the communicator's are called here. Collective."""
+        """Exchange the processes of ``ranks``, the numbers of the communicator's ranks. Collective."""
         everyones = communicator.channel.all_gather_bytes(json.dumps(this_process()).encode())
         self.processes = {rank: json.loads(text) for rank, text in zip(ranks, everyones, strict=True)}
 
@@ -55,7 +54,7 @@ class ProcessWatch:
         return rank in self.processes and self.processes[rank]["host"] == self._here
 
     def fate_of(self, rank: int) -> str | None:
-        """Return why ``rank`` can no longer take part; ``None`` if nothing is known against it."""
+        """Return why ``rank`` can no longer take part; ``None`` if it is alive or on another host."""
         if not self.sees(rank):
             return None
         process = self.processes[rank]
@@ -68,10 +67,10 @@ class ProcessWatch:
 
 
 PATIENCE = 3.0
-"""Seconds after which a rank that does not answer a call is left behind."""
+"""Seconds after which a rank that does not answer a call is excluded."""
 
 _INTERVAL = 0.25  # seconds between two looks, for a few ranks
-_LOOKS_PER_SECOND = 500.0  # of all ranks together, which one store can well answer
+_LOOKS_PER_SECOND = 500.0  # by all ranks together, a load that one store can answer
 
 
 class Heartbeat:
@@ -86,11 +85,11 @@ class Heartbeat:
         threads.start(self._run, f"pycomm-heartbeat-{me}", self.stop)
 
     def expect(self, number: int) -> None:
-        """Look for calls of the round with that number from now on."""
+        """Answer calls of round ``number`` from now on."""
         self._round = number
 
     def stop(self) -> None:
-        """Answer no more."""
+        """Stop the thread."""
         self._stopped.set()
 
     def _run(self) -> None:
@@ -108,10 +107,10 @@ class Heartbeat:
 
 
 def round_store(store: Store, number: int) -> PrefixStore:
-    """Return the part of the agreement's store that belongs to a round of the agreement."""
+    """Return the part of the agreement's store that belongs to round ``number``."""
     return PrefixStore(f"round/{number}", store)
 
 
 def is_called(store: Store, number: int) -> bool:
-    """Return whether a rank has called the others to that round."""
+    """Return whether a rank has called the others to round ``number``."""
     return bool(round_store(store, number).check(["called"]))

@@ -1,14 +1,12 @@
 """Agreement of the remaining ranks on who they are, and on the last step that counts.
 
-Every rank whose operation fails writes a report: the last step that it has committed. Once each
-rank has reported or is known to be gone, any of them proposes the world to go on with; the store takes the
-first proposal of an epoch, and all read that one. A decision binds nobody by itself: its ranks meet, and if
-one of them does not come, the next epoch decides again. So a death at any time, of any rank, during this
-too, only takes another round.
+Every rank whose operation fails writes a report with the last step that it has committed. Once each rank has reported
+or is known to be lost, any rank may propose the new world. The store accepts the first proposal of a round, and all
+ranks read it. The ranks of a decision then meet; if one of them does not come, the next round decides again. So a rank
+may die at any time, also during the agreement: that only takes another round.
 
-What makes a step whole: a rank commits it after an exchange that all ranks enter with all results in their
-hands. If any rank has committed a step, all have its results, and commit it too. If none has, none will, and it is
-reduced again.
+A step is committed after an exchange that every rank enters with all results of the step. If any rank has committed it,
+all ranks have its results and commit it too. If none has, none will, and the step is reduced again.
 """
 
 from __future__ import annotations
@@ -22,10 +20,15 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from pycomm.communicator import Communicator
-from pycomm.elastic.agreement_store import AgreementStore, open_agreement_store, open_file
+from pycomm.elastic.agreement_store import (
+    AgreementStore,
+    ReadyCount,
+    open_agreement_store,
+    open_file,
+    open_ready_count,
+)
 from pycomm.elastic.join_requests import JoinRequest
 from pycomm.elastic.liveness import PATIENCE, STOPPED_PATIENCE, Heartbeat, ProcessWatch, is_called, round_store
-from pycomm.elastic.ready import ReadyCount, open_ready_count
 from pycomm.errors import CommError
 from pycomm.torch_internals import PrefixStore, Store
 from pycomm.transport.own_group import Place
@@ -34,21 +37,21 @@ _POLL = 0.002  # seconds
 
 _TO_MEET = 2.0
 _TO_MEET_PER_RANK = 0.02
-"""Seconds within which ranks meet once they have agreed. After that they agree again, with more time."""
+"""Seconds within which ranks meet once they have agreed. After that they agree again, with a longer limit."""
 _TO_JOIN = 10.0
-"""Seconds in which a newcomer that has asked to be let in comes."""
+"""Seconds within which an admitted newcomer must connect."""
 
 World = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What the ranks that are left go on with.
+    """Decision of one round: the new world.
 
     Attributes:
-        world: ranks by the numbers that they had first, in rising order.
-        committed: number of steps that any of them has committed.
-        gone: what became of the others.
+        world: remaining ranks by their original numbers, sorted.
+        committed: largest number of steps that any of them has committed.
+        gone: lost ranks, each with the reason.
     """
 
     world: World
@@ -57,7 +60,7 @@ class Decision:
 
 
 class _Round:
-    """Round of the agreement of ``world``, as it stands in the store and as this rank knows it."""
+    """One round of agreement between the ranks of ``world``: what the store has of it, and what this rank has read."""
 
     def __init__(
         self, agreement: AgreementStore, number: int, world: World, watch: ProcessWatch, patience: float
@@ -71,21 +74,20 @@ class _Round:
         self._gone: dict[int, str] = {}
 
     def report(self, rank: int, content: dict[str, Any]) -> None:
-        """Write the report of ``rank``."""
         self._agreement.ask(lambda: self._store.set(f"report/{rank}", json.dumps(content)))
         self._agreement.ask(lambda: self._store.set("called", ""))
 
     def note_gone(self, rank: int, fate: str) -> None:
-        """Write what became of ``rank``."""
+        """Write that ``rank`` is lost, and why."""
         self._gone[rank] = fate
         self._agreement.ask(lambda: self._store.set(f"gone/{rank}", fate))
 
     def decision(self) -> Decision | None:
-        """Return the decision, if there is one; read what others have written otherwise."""
+        """Return the decision; if there is none yet, read what other ranks have written and return ``None``."""
         return self._agreement.ask(self._look)
 
     def is_over(self, *, out_of_patience: bool) -> bool:
-        """Return whether every rank has reported, or will not: it has gone, or there is no more patience."""
+        """Return whether every rank has reported or counts as lost, as silent ones do when ``out_of_patience``."""
         accused = {int(rank): why for report in self._reports.values() for rank, why in report["silent"].items()}
         for rank in self._silent():
             fate = self._watch.fate_of(rank) or accused.get(rank)
@@ -96,13 +98,13 @@ class _Round:
         return not self._silent()
 
     def propose(self) -> None:
-        """Propose those that have reported, unless a decision is there already."""
+        """Propose the ranks that have reported as the new world, unless there is a decision already."""
         committed = max(int(report["committed"]) for report in self._reports.values())
         text = json.dumps([sorted(self._reports), committed, self._gone])
         self._agreement.ask(lambda: self._store.compare_set("decision", "", text))
 
     def _is_mute(self, rank: int) -> bool:
-        """Return whether ``rank``, of another host, has had time to show that it is alive, and has not."""
+        """Return whether ``rank``, on another host, has shown no sign of life within the patience."""
         if self._watch.sees(rank) or rank in self._alive or time.monotonic() - self._begun < self._patience:
             return False
         if self._agreement.ask(lambda: self._store.check([f"alive/{rank}"])):
@@ -127,22 +129,22 @@ class _Round:
 
 
 class Membership:
-    """Membership of this rank in a group that may lose ranks, and gain some.
+    """Membership of this rank in a group that may lose and gain ranks.
 
     Args:
-        agreement: of the ranks; owned from now on.
-        first: where the first ranks have met.
+        agreement: the ranks' store; owned from now on.
+        first: place where the first ranks have met.
         me: this rank's number.
-        min_ranks: fewest ranks that go on.
-        timeout: for how long a rank that is alive may be silent, in seconds.
-        counts_ready: whether ranks tell each other when they are ready.
+        min_ranks: fewest ranks that continue.
+        timeout: seconds for which a living rank may be silent.
+        counts_ready: whether ranks count those that are ready.
 
     Attributes:
-        world: its ranks, by the numbers they were given when they joined.
+        world: the ranks, by the numbers that they got when they joined.
         me: this rank's number.
-        epoch: number of times that the world has changed.
-        watch: their processes.
-        ready: of those that are ready, if it is called.
+        epoch: number of changes of the world.
+        watch: the ranks' processes.
+        ready: count of the ranks that are ready, with ``counts_ready``.
     """
 
     ready: ReadyCount | None = None
@@ -157,33 +159,33 @@ class Membership:
         self._agreement, self._first = agreement, first
         self._min_ranks, self._timeout, self._counts_ready = min_ranks, timeout, counts_ready
         self._round = 0
-        self._meetings = 0  # since the last one in which all came
-        self._numbers = first.size  # given so far
-        self._heartbeat: Heartbeat | None = None  # where ranks are on several hosts
+        self._meetings = 0  # attempts since the last complete one
+        self._numbers = first.size  # handed out so far
+        self._heartbeat: Heartbeat | None = None  # only with several hosts
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first rank of the world, which logs for all what all of them see."""
+        """Whether this is the first rank of the world, which logs for all."""
         return self.world[0] == self.me
 
     @classmethod
     def found(cls, communicator: Communicator, min_ranks: int, counts_ready: bool) -> Membership:
-        """Make the membership of the first ranks, those of ``communicator``. Collective."""
+        """Return the membership of the first ranks, those of ``communicator``. Collective."""
         store, first, timeout = open_agreement_store(communicator), communicator.place, communicator.channel.timeout
         made = cls(store, first, communicator.rank, min_ranks, timeout, counts_ready)
         made._meet(communicator)
         return made
 
     def agree(self, committed: int, silent: Mapping[int, str] | None = None, why: str = "") -> Decision:
-        """Return what all ranks that are left go on with. Collective among them; they then meet at :meth:`place`.
+        """Agree on the remaining ranks. Collective among them; they then meet at :meth:`place`.
 
         Args:
             committed: number of steps that this rank has committed.
-            silent: why ranks that this one has waited for will not come; left behind, unless they report.
-            why: what happened, for those that are left out and may still see it.
+            silent: ranks that this one has waited for in vain, with reasons; excluded unless they report.
+            why: what happened, for ranks that are excluded.
 
         Raises:
-            CommError: this rank is left out, or too few are left; or the store is gone.
+            CommError: this rank is excluded, too few remain, or the store does not answer.
         """
         self._round += 1
         if self._heartbeat is not None:
@@ -199,8 +201,8 @@ class Membership:
         return self._follow(decision, time.monotonic() - start)
 
     def leave(self, reason: str) -> None:
-        """Tell the others, who may be about to ask, that this rank no longer takes part."""
-        with contextlib.suppress(CommError):  # they will find out
+        """Announce to the others that this rank no longer takes part."""
+        with contextlib.suppress(CommError):  # they will notice it
             self._attempt(self._round + 1).note_gone(self.me, reason)
 
     def _attempt(self, number: int) -> _Round:
@@ -209,22 +211,22 @@ class Membership:
 
     @property
     def is_on_one_host(self) -> bool:
-        """Whether the ranks agree in memory of their host, on which all of them are."""
+        """Whether all ranks are on one host and agree in its memory."""
         return bool(self._agreement.path)
 
     @property
     def store(self) -> Store:
-        """Store of the process group of the first ranks."""
+        """Store of the first ranks' process group."""
         return self._first.store
 
     def place(self) -> Place:
-        """Return where the ranks that have agreed meet."""
+        """Return the place where the ranks that have agreed meet."""
         patience = (_TO_MEET + _TO_MEET_PER_RANK * len(self.world)) * 2 ** min(self._meetings, 10)
         self._meetings += 1
         return self._place(f"epoch/{self._round}", patience)
 
     def settle(self, communicator: Communicator) -> None:
-        """Go on with the ranks of ``communicator``, which have met. Collective."""
+        """Continue with the ranks of ``communicator``, which have met. Collective."""
         self._meet(communicator)
         self.epoch += 1
         self._meetings = 0
@@ -232,7 +234,7 @@ class Membership:
     # Newcomers.
 
     def admit(self, request: JoinRequest) -> Place:
-        """Add the newcomer that has made ``request`` to the world; return where they meet. On all ranks alike."""
+        """Add the newcomer of ``request`` to the world; return where all meet. Called on every rank."""
         number, self._numbers = self._numbers, self._numbers + 1
         self.watch.processes[number] = request.process
         self.world += (number,)
@@ -243,7 +245,7 @@ class Membership:
         self.world = self.world[:-1]
 
     def invitation(self) -> dict[str, Any]:
-        """Return what a newcomer must know, after :meth:`admit`, to call :meth:`accept`."""
+        """Return what a newcomer needs for :meth:`accept`; called after :meth:`admit`."""
         return {
             "name": self._first.name,
             "backends": self._first.backends,
@@ -259,10 +261,10 @@ class Membership:
     def accept(
         cls, invitation: Mapping[str, Any], store: Store, min_ranks: int, timeout: float, counts_ready: bool
     ) -> tuple[Membership, Place]:
-        """Return the membership that an :meth:`invitation` means, found in ``store``, and where its ranks meet.
+        """Return a newcomer's membership after an :meth:`invitation`, and the place where its ranks meet.
 
         Raises:
-            CommError: the rank that has written it has died.
+            CommError: the inviting rank has died.
         """
         name, path = invitation["agreement"]
         world = tuple(invitation["world"])
@@ -300,13 +302,13 @@ class Membership:
             self.ready = open_ready_count(communicator, self._agreement, communicator.place.name)
 
     def close(self) -> None:
-        """Release the agreement."""
+        """Stop answering, and release the store."""
         if self._heartbeat is not None:
             self._heartbeat.stop()
         self._agreement.close()
 
     def _lost(self, position: int) -> str | None:
-        """Return what became of the rank at ``position`` in the world, if it will not come."""
+        """Return why the rank at ``position`` in the world will not come; ``None`` if it may."""
         fate = self.watch.fate_of(self.world[position])
         if fate is not None:
             return f"rank {self.world[position]} {fate}"
@@ -335,12 +337,12 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Reconvened(Generic[_T]):
-    """What the ranks that are left have come to.
+    """Result of :func:`reconvene`.
 
     Attributes:
-        decision: who they are.
+        decision: the remaining ranks.
         committed: number of operations that count.
-        opened: what ``open_again`` has returned.
+        opened: result of ``open_again``.
     """
 
     decision: Decision
@@ -358,19 +360,19 @@ def reconvene(
     open_again: Callable[[], _T],
     nobody_waits: bool = False,
 ) -> Reconvened[_T]:
-    """Agree with the ranks that are left on who they are, and let ``communicator`` go on among them. Collective.
+    """Agree with the other remaining ranks, and move ``communicator`` to them. Collective.
 
     Args:
-        membership: who has belonged to the group.
-        communicator: that on which an operation failed; all memory of it is left behind.
-        error: how this rank learned of it.
-        committed: number of operations that count, as far as this rank knows.
-        catch_up: called with that number if it turns out to be larger; takes over what the operations have left.
-        open_again: opens what else the ranks need, over the communicator; again if another rank is lost meanwhile.
-        nobody_waits: no rank waits for this one on the communicator: it need not be told that this one goes on.
+        membership: membership before the failure.
+        communicator: communicator on which an operation failed; its memory is abandoned.
+        error: error of that operation.
+        committed: number of operations that this rank has committed.
+        catch_up: called with the ranks' number if it is larger, to take over the results of those operations.
+        open_again: opens further communicators over the moved one; called again if another rank is lost meanwhile.
+        nobody_waits: whether no rank waits for this one on the communicator, so that it need not be closed early.
 
     Raises:
-        CommError: this rank is left behind, or too few are left.
+        CommError: this rank is excluded, or too few remain.
     """
     start = time.monotonic()
     while True:
@@ -387,14 +389,14 @@ def reconvene(
             opened = open_again()
             membership.settle(communicator)
             return Reconvened(decision, committed, opened)
-        except CommError as another:  # one of them was lost meanwhile, or cannot be reached by all
+        except CommError as another:  # another rank was lost meanwhile, or cannot be reached by all
             if time.monotonic() - start > communicator.channel.timeout:
                 raise
             error, nobody_waits = another, False
 
 
 def _silent(membership: Membership, error: CommError) -> dict[int, str]:
-    """Return the rank that was waited for in vain, if ``error`` says so; death is seen without it."""
+    """Return the rank that ``error`` says was waited for in vain, with the reason; deaths are detected elsewhere."""
     world = membership.world
     if error.peer is None or error.peer >= len(world):
         return {}

@@ -1,9 +1,8 @@
 """Averaging of gradients over the ranks: ``attach``, and the ``Reducer`` that it returns."""
 
 from pycomm.reducer.attach import attach, join
-from pycomm.reducer.attached_training import AttachedTraining
 from pycomm.reducer.rank_flags import SignalStop, StopRequest, stop_on_signal
-from pycomm.reducer.reducer import Reducer
+from pycomm.reducer.reducer import AttachedTraining, Reducer
 from pycomm.reducer.settings import Sharding, Survive, Tuning
 
 __all__ = [

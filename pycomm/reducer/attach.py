@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -15,25 +17,29 @@ from torch.distributed.device_mesh import DeviceMesh
 from pycomm.agreement import agreed, check_same_lines
 from pycomm.broadcasting import broadcast_state, check_state_keys
 from pycomm.checks import refuse_unknown, shown
-from pycomm.communicator import Communicator
+from pycomm.communicator import Communicator, communicator_at
 from pycomm.compression import Compression
 from pycomm.deprecated import Moved, Old, renamed
-from pycomm.errors import attempt
+from pycomm.elastic.join_requests import JoinClient, JoinListener
+from pycomm.elastic.liveness import this_process
+from pycomm.elastic.membership import Membership
+from pycomm.errors import CommError, attempt
 from pycomm.layout import require_dense
 from pycomm.optim.attached import refuse_second_average, register
-from pycomm.optim.fused import FusedStep, KernelStep, rule_of
+from pycomm.optim.fused import rule_of
 from pycomm.optim.master_weights import MasterWeights
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.optim.step_override import HALF
 from pycomm.optim.wrappers import refuse_wrapped, watch_constructions
 from pycomm.reducer.attached_tensors import AttachedTensors
+from pycomm.reducer.backup import BackupPolicy
 from pycomm.reducer.buckets import check_sharding
 from pycomm.reducer.engine import Engine, StepPolicy
-from pycomm.reducer.joining import join_ranks, surviving_policy
 from pycomm.reducer.lanes import open_lanes
+from pycomm.reducer.newcomers import Carried, lines_of, share_state
 from pycomm.reducer.parameters import ParameterTable, table_of
-from pycomm.reducer.partition.on_host import HostPartition
-from pycomm.reducer.partition.partition import PartitionTerms, StepPartition, memory_of_all, settings_of
+from pycomm.reducer.partition.on_host import HostPartition, memory_of_all
+from pycomm.reducer.partition.partition import settings_of
 from pycomm.reducer.partition.spread import SpreadPartition
 from pycomm.reducer.reducer import Reducer
 from pycomm.reducer.settings import (
@@ -45,13 +51,11 @@ from pycomm.reducer.settings import (
     sharding_of,
     survive_of,
 )
-from pycomm.reducer.statistics import Waits, open_board
-from pycomm.torch_internals import is_dtensor
+from pycomm.reducer.statistics import Waits, open_ready_page
+from pycomm.reducer.surviving import Survival, SurvivingPolicy
+from pycomm.torch_internals import Store, is_dtensor
 from pycomm.transport.authentication import secret
 from pycomm.transport.own_group import timeout_seconds
-
-if TYPE_CHECKING:
-    from pycomm.reducer.parameters import ParameterTable
 
 
 def require_shardable(table: ParameterTable, shard: str) -> None:
@@ -92,38 +96,13 @@ def require_reachable(communicator: Communicator, shard: Sharding) -> None:
         )
 
 
-def open_partition(
-    communicator: Communicator, table: ParameterTable, settings: AttachSettings, shard: Sharding
-) -> StepPartition:
-    """Return a partition of the parameters that ``table`` is about to sort into buckets. Collective."""
-    there = table.stepper
-    is_there = isinstance(there, KernelStep)
-    terms = PartitionTerms(
-        communicator,
-        there if isinstance(there, KernelStep) else FusedStep(table.optimizer),
-        table.module,
-        grads=shard.grads,
-        average=settings.average,
-        most_writes=0 if settings.loss_scaler is None else 1,  # by unscale_()
-        was_fused_here=not is_there,
-    )
-    if memory_of_all(communicator) is None:
-        return SpreadPartition(terms)
-    return HostPartition(terms, shares_parameters=shard.kind == "parameters")
-
-
-def settings_lines(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return a line for each parameter group, to be compared between ranks."""
-    return settings_of(optimizer).decode().splitlines()
-
-
 _OPTIONS: Any = {
     "model": Old(("model_or_named_parameters",), lambda model_or_named_parameters: model_or_named_parameters),
     "survive": Old(("on_failure", "min_ranks", "backup", "carry"), survive_of),
     "shard": Old(("full_grad",), sharding_of, short=str),
     "tuning": Old(tuple(field.name for field in fields(Tuning)), Tuning),
 }
-"""Arguments that have replaced others, which go on working for two releases."""
+"""New arguments, and the old ones that they replace, which work for two more releases."""
 
 
 def _is_join(given: Mapping[str, Any]) -> bool:
@@ -192,11 +171,11 @@ def attach(
             any attach is reported, once, by a warning.
         buffers: treatment of the module's buffers (BatchNorm's statistics, for example) in each reduction.
             "local": each rank keeps its own; "broadcast": all ranks get rank 0's; "average": floating-point
-            buffers are averaged, the others are rank 0's. Buffers that are sparse or quantised are compared instead.
-        survive: ``pycomm.Survive(min_ranks=..., backup=..., carry=...)``: go on when ranks are lost, and let newcomers
-            in (:func:`pycomm.join`). ``None``: every rank gets a CommError.
-        shard: ``pycomm.Sharding("optimizer" | "parameters", grads=...)``, or one of the two names: the ranks share the
-            optimizer's step and state out among themselves (ZeRO).
+            buffers are averaged, all others become rank 0's. Sparse or quantised buffers are compared instead.
+        survive: ``pycomm.Survive(min_ranks=..., backup=..., carry=...)``: continue when ranks are lost, and admit
+            newcomers (:func:`pycomm.join`). ``None``: every rank gets a CommError.
+        shard: ``pycomm.Sharding("optimizer" | "parameters", grads=...)``, or one of the two names: the ranks divide
+            the optimizer's step and state among themselves (ZeRO).
         tuning: ``pycomm.Tuning(bucket_mb=..., algorithm=..., check_replicas=..., timeout=..., ignore=...)``: settings
             that most scripts leave alone.
 
@@ -207,8 +186,7 @@ def attach(
         RuntimeError: torch.distributed is not initialised.
         TypeError, ValueError: an argument is wrong, or has an unknown name; or ranks differ in settings, in names,
             shapes, dtypes, order or kinds of parameters and buffers, or in the contents of those that cannot be sent;
-            or a parameter cannot be averaged (on every rank, naming the first one). Nothing is left behind in that
-            case.
+            or a parameter cannot be averaged (on every rank, naming the first one). Everything is undone then.
     """
     given = _settings_in(locals())
     communicator = Communicator(process_group, tuning.timeout if isinstance(tuning, Tuning) else None)
@@ -242,21 +220,21 @@ def join(
     tuning: Tuning | None = None,
     **unknown: NoReturn,
 ) -> Reducer:
-    """Become one more rank of those that have called ``attach(..., survive=pycomm.Survive(...))``, between two steps.
+    """Join the ranks that have called ``attach(..., survive=pycomm.Survive(...))``, between two of their steps.
 
-    Such a process calls no ``init_process_group``. It gets all state from the others, and takes part in its first step
-    with weight zero.
+    The new process calls no ``init_process_group``. It receives all state from the others, and takes part in its first
+    step with weight zero.
 
     Args:
         address: "host:port" or "[::1]:port" of the store in which the other ranks have met.
-        optimizer, model: as for :func:`attach`, as are all others; settings must be those of the other ranks.
-        survive: ``None``: ``pycomm.Survive()``.
+        optimizer, model: as for :func:`attach`, like all further arguments. Settings must equal the other ranks'.
+        survive: ``None`` means ``pycomm.Survive()``.
 
     Returns:
         The :class:`Reducer`.
 
     Raises:
-        CommError: nobody answers.
+        CommError: no rank answers.
         TypeError, ValueError: an argument is wrong, has an unknown name, or differs from that of the other ranks.
     """
     if not isinstance(address, str):
@@ -270,24 +248,24 @@ def join(
 
 
 class _Attached(NamedTuple):
-    """What is attached, on this rank: settings, parameters, and all tensors beside them."""
+    """Checked arguments of ``attach`` on this rank: settings, parameters, and all other tensors."""
 
     settings: AttachSettings
     table: ParameterTable
     tensors: AttachedTensors
 
     def lines(self) -> dict[str, list[str]]:
-        """Return what the ranks must have set alike."""
+        """Return lines that must be equal on all ranks."""
         return {"setting": self.settings.lines()}
 
 
 def _settings_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of a call's ``arguments`` that are settings."""
+    """Select the settings among a call's ``arguments``."""
     return {field.name: arguments[field.name] for field in fields(AttachSettings)}
 
 
 def _checked(optimizer: Any, model: Any, unknown: Mapping[str, Any], ranks: Sequence[int], **given: Any) -> _Attached:
-    """Return what is to be attached over the global ``ranks``; raise the error that it causes."""
+    """Check the arguments of an ``attach`` over the global ``ranks``; raise the first error."""
     if unknown.get("join") is not None:
         raise TypeError(f"join is {shown(unknown['join'])}, wanted an address, or None")
     refuse_unknown("attach", [name for name in unknown if name != "join"], _WRITTEN, OF_DISTRIBUTED_DATA_PARALLEL)
@@ -312,7 +290,7 @@ def _checked(optimizer: Any, model: Any, unknown: Mapping[str, Any], ranks: Sequ
 
 
 def _check_ignored(table: ParameterTable, settings: AttachSettings) -> None:
-    """Raise ValueError if the optimizer has ignored parameters, and its steps concern all of them at once."""
+    """Raise ValueError if the optimizer has ignored parameters, and a setting requires it to step all or none."""
     ignored = next(filter(None, map(table.ignored.name_of, optimizer_parameters(table.optimizer))), None)
     if ignored is None:
         return
@@ -325,10 +303,10 @@ def _check_ignored(table: ParameterTable, settings: AttachSettings) -> None:
 
 
 def _require_survivable(table: ParameterTable) -> None:
-    """Raise TypeError or ValueError if ranks that go on without others could not keep or move these gradients."""
+    """Raise TypeError or ValueError if these gradients cannot be kept and moved when ranks are lost."""
     if table.on_gpu:
         raise ValueError("survive requires gradients in CPU memory, and these parameters are on a GPU")
-    secret()  # by which newcomers are known: what is wrong with it is told to all ranks
+    secret()  # raises its error here, where all ranks learn of it
     for name, param in table.named():
         if is_dtensor(param):
             raise TypeError(
@@ -338,15 +316,16 @@ def _require_survivable(table: ParameterTable) -> None:
 
 
 def _attach_over(lanes: Sequence[Communicator], settings: AttachSettings, table: ParameterTable) -> Reducer:
-    """Make a Reducer over the communicators ``lanes`` on all ranks, or on none of them."""
-    board = open_board(lanes[0], table.on_gpu)
+    """Create a Reducer over the communicators ``lanes`` on all ranks, or on none of them."""
+    page = open_ready_page(lanes[0], table.on_gpu)
     try:
         survive = settings.survive
         policy = StepPolicy() if survive is None else surviving_policy(lanes[0], table, settings, survive)
         engine = Engine(table, lanes, settings, policy)
-        engine.statistics.waits = Waits(board, engine)
+        engine.statistics.waits = Waits(page, engine)
         if settings.shard is not None:
-            table.partition = open_partition(lanes[0], table, settings, settings.shard)
+            kind = SpreadPartition if memory_of_all(lanes[0]) is None else HostPartition
+            table.partition = kind(lanes[0], table.optimizer, table.module, settings)
         made: Reducer | Exception = Reducer(engine)
     except Exception as error:
         made = error
@@ -364,14 +343,14 @@ def _attach_over(lanes: Sequence[Communicator], settings: AttachSettings, table:
 
 
 def _make_equal(communicator: Communicator, attached: _Attached) -> None:
-    """Raise ValueError if the ranks' settings or tensors do not match; then copy rank 0's state to all ranks."""
+    """Compare the ranks' settings and tensors, then copy rank 0's state to all; ValueError if they differ."""
     settings, table, tensors = attached
     if settings.shard is not None:
-        lines = settings_lines(table.optimizer)
+        lines = settings_of(table.optimizer).decode().splitlines()
         check_same_lines(communicator.channel.all_gather_bytes, lines, "parameter group")
     communicator.all_reduce(
         torch.zeros(1, dtype=torch.float32), algorithm=settings.tuning.algorithm
-    )  # raises here if there is no such algorithm
+    )  # raises if there is no such algorithm
     names = dict(table.named())
     table.stepper.warn_of_lost_updates(names)
     tensors.make_equal(communicator)
@@ -388,4 +367,77 @@ _WRITTEN = {
     **{field.name: f"tuning=pycomm.Tuning({field.name}=...)" for field in fields(Tuning)},
     **{field.name: f"survive=pycomm.Survive({field.name}=...)" for field in fields(Survive)},
 }
-"""How to write arguments of ``attach``, and those of its options."""
+"""How to write the arguments of ``attach`` and of its options, for hints in errors."""
+
+
+_indices = itertools.count()
+"""Numbers of the attaches with ``survive``: the n-th of a newcomer joins the n-th of the others."""
+
+
+def surviving_policy(
+    communicator: Communicator, table: ParameterTable, settings: AttachSettings, survive: Survive
+) -> SurvivingPolicy:
+    """Return the policy of ranks that may be lost and may gain newcomers. Collective."""
+    membership = Membership.found(communicator, survive.min_ranks, settings.backup > 0)
+    listener = _listener(membership, membership.store, next(_indices), lines_of(settings, table))
+    return _policy(settings, Survival(membership, communicator, table, settings, listener))
+
+
+def _policy(settings: AttachSettings, survival: Survival) -> SurvivingPolicy:
+    return BackupPolicy(survival) if settings.backup > 0 else SurvivingPolicy(survival)
+
+
+def _listener(membership: Membership, store: Store, index: int | str, lines: Sequence[tuple[str, str]]) -> JoinListener:
+    return JoinListener(store, index, lines, str(this_process()["host"]) if membership.is_on_one_host else "")
+
+
+def join_ranks(
+    address: str, table: ParameterTable, settings: AttachSettings, survive: Survive, timeout: float
+) -> Reducer:
+    """Join the ranks whose store listens at ``address``; return this process's Reducer.
+
+    Tries again if a rank is lost while this process joins.
+
+    Raises:
+        ValueError: the ranks refuse it, or ``address`` is malformed.
+        CommError: the ranks do not answer, or fail.
+    """
+    client = JoinClient(address, next(_indices), timeout)
+    while True:
+        try:
+            return _join(client, table, settings, survive, timeout)
+        except CommError:
+            if client.is_late():
+                raise
+
+
+def _join(
+    client: JoinClient, table: ParameterTable, settings: AttachSettings, survive: Survive, timeout: float
+) -> Reducer:
+    lines = lines_of(settings, table)
+    answer = client.ask(this_process(), lines)
+    membership, place = Membership.accept(answer, client.store, survive.min_ranks, timeout, settings.backup > 0)
+    with contextlib.ExitStack() as until_joined:
+        until_joined.callback(membership.close)
+        communicator = communicator_at(place, timeout)
+        until_joined.callback(communicator.close)
+        lanes = open_lanes(communicator, settings, table.on_gpu)
+        membership.settle(communicator)
+        listener = _listener(membership, client.store, client.index, lines)
+        listener.skip_to(answer["request"])
+        until_joined.callback(listener.close)
+        survival = Survival(membership, communicator, table, settings, listener)
+        policy = _policy(settings, survival)
+        engine = Engine(table, lanes, settings, policy)
+        engine.statistics.waits = Waits(ranks=engine)
+        plain = share_state(communicator, Carried.of(engine), newcomer=True)
+        until_joined.pop_all()
+    table.ranks = membership.world
+    reducer = Reducer(engine)
+    Carried.of(engine).take_compression(plain)
+    engine.reported_world = membership.world[:-1]
+    survival.note_join(engine.progress.num_reductions, 0.0)
+    register(reducer)
+    watch_constructions(reducer)
+    policy.enter()
+    return reducer

@@ -1,12 +1,12 @@
-"""Look at every tensor that ranks are about to have in common: what is sent, what is compared, and what is refused.
+"""Tensors that ``attach`` sends, compares or refuses.
 
-| tensor | what becomes of it |
+| tensor | treatment |
 |---|---|
-| parameter that is averaged | plain dense memory of a dtype that gradients have, else an error; rank 0's is sent |
-| frozen parameter, buffer | rank 0's is sent, bytes of any dtype; of an expanded one, the memory behind it |
-| frozen parameter or buffer of several tensors, sparse, quantised | compared, if its bytes can be had; left alone |
-| trainable parameter that this optimizer does not have | compared; if they differ each rank keeps its own: a warning |
-| what ``ignore`` names | nothing |
+| averaged parameter | rank 0's is sent; an error unless it is dense and of a dtype with gradients |
+| frozen parameter, buffer | rank 0's is sent, whatever its dtype; of an expanded one, the memory behind it |
+| sparse, quantised or composite frozen parameter or buffer | compared if its bytes are accessible; never changed |
+| trainable parameter of other optimizers | compared; on a difference each rank keeps its own, with a warning |
+| named by ``ignore`` | none |
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hooks on optimizers, models and parameters. None of them keeps the rest of pycomm alive."""
+"""Hooks of autograd and of the optimizer's step. None of them keeps the rest of pycomm alive."""
 
 from __future__ import annotations
 
@@ -11,8 +11,22 @@ import torch
 
 from pycomm.counting import GradientCounter
 from pycomm.optim.attached import is_covered
-from pycomm.optim.module_hooks import AfterForward, BeforeForward, ZeroGradHook, forget_original
-from pycomm.torch_internals import accumulation_hooks
+from pycomm.torch_internals import (
+    accumulation_hooks,
+    calls_hooks_of_running_nodes,
+    compiles_autograd,
+    current_graph_task,
+    current_node,
+    queue_final_callback,
+)
+
+
+class StepProgress(Protocol):
+    """Counters of steps; see :class:`pycomm.reducer.window.TrainingProgress`."""
+
+    def enter_step(self) -> bool: ...
+    def stepped(self) -> None: ...
+    def run_closure(self, closure: Callable[[], Any]) -> Any: ...
 
 
 class Uncovered:
@@ -20,7 +34,7 @@ class Uncovered:
 
     Args:
         module: the module whose parameters are watched.
-        covers: returns whether the Reducer that is being made averages a parameter, or is to leave it alone.
+        covers: returns whether the new Reducer averages or ignores a parameter.
     """
 
     def __init__(self, module: torch.nn.Module, covers: Callable[[torch.Tensor], bool]) -> None:
@@ -82,85 +96,27 @@ class _Note:
             owner.note(self._name, param)
 
 
-class Watcher(Protocol):
-    """Object that hooks of an optimizer and a module keep alive, and call."""
+def step_hook(progress: StepProgress, require_averaged: Callable[[], None]) -> Callable[..., Any]:
+    """Return a pre-hook for ``optimizer.step`` that calls ``require_averaged``, after each run of a closure if any.
 
-    def before_forward(self) -> None: ...
-    def note_forward(self, output: Any) -> None: ...
-    def note_zero_grad(self) -> None: ...
-    def enter_step(self) -> bool: ...
-    def begin_step(self) -> None: ...
-    def run_closure(self, closure: Callable[[], Any]) -> Any: ...
-    def before_step(self) -> None: ...
-    def after_step(self) -> None: ...
-    def covers(self, param: torch.Tensor) -> bool: ...
-
-
-class ModelHooks:
-    """Hooks on an optimizer and its module. They hold strong references to the objects they call.
-
-    Args:
-        optimizer, module: objects to hook.
-        watcher: object to call.
-    """
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        module: torch.nn.Module | None,
-        watcher: Watcher,
-    ) -> None:
-        self._handles: list[Any] = [
-            optimizer.register_step_pre_hook(step_hook(watcher)),
-            optimizer.register_step_post_hook(lambda *_: watcher.after_step()),
-            ZeroGradHook(optimizer, watcher.note_zero_grad),
-        ]
-        self._module, self._uncovered = module, None if module is None else Uncovered(module, watcher.covers)
-        if module is not None:
-            forget_original(module)
-            before = BeforeForward(watcher.before_forward, watches_copies=True)
-            self._handles.append(module.register_forward_pre_hook(before))
-            self._handles.append(module.register_forward_hook(AfterForward(watcher.note_forward)))
-
-    def watch_uncovered(self) -> None:
-        """Watch parameters that the module has got since."""
-        if self._module is not None and self._uncovered is not None:
-            self._uncovered.watch(self._module)
-
-    def warn_of_uncovered(self) -> None:
-        """Warn once of gradients that nobody averages."""
-        if self._uncovered is not None:
-            self._uncovered.warn()
-
-    def remove(self) -> None:
-        """Remove the hooks from the optimizer and the module."""
-        for handle in self._handles:
-            handle.remove()
-        if self._uncovered is not None:
-            self._uncovered.close()
-
-
-def step_hook(watcher: Watcher) -> Callable[..., Any]:
-    """Return a pre-hook for ``optimizer.step`` that checks gradients, after each run of the closure if there is one.
-
-    A closure runs the last backward pass of a window itself. ``begin_step`` is called before its first run, because
-    some optimizers (SAM) use the existing gradients first and only then ask for new ones. ``enter_step`` returns
-    whether this is no step inside another one: a class that calls the step of its base class runs the hooks twice.
+    A closure runs the last backward pass of a window itself. ``progress.stepped`` is called before its first run,
+    because some optimizers (SAM) use the existing gradients before they ask for new ones. ``progress.enter_step``
+    returns whether this step is the outermost one: a class that calls its base class's step runs the hooks twice.
     """
 
     def hook(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not watcher.enter_step():
+        if not progress.enter_step():
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
-            watcher.before_step()
+            require_averaged()
             return None
-        watcher.begin_step()
+        progress.stepped()
         evaluate: Callable[[], Any] = closure
 
         def checked_closure() -> Any:
-            loss = watcher.run_closure(evaluate)
-            watcher.before_step()
+            loss = progress.run_closure(evaluate)
+            require_averaged()
             return loss
 
         if "closure" in kwargs:
@@ -170,11 +126,125 @@ def step_hook(watcher: Watcher) -> Callable[..., Any]:
     return hook
 
 
-class GradientHook:
-    """Hook that calls ``method(owner, slot)`` when the gradient of ``param`` has been accumulated, or counts it.
+class BackwardWatch:
+    """Watch that detects backward passes by the gradients they accumulate.
 
-    It counts, with ``counter`` if there is one, where nothing else is to be done. Both references are weak: the
-    garbage collector does not see a parameter's hooks, so it would never collect a cycle that runs through them.
+    ``on_begin`` is called before the first gradient of a pass, ``on_gradients`` when all have arrived, and
+    ``on_end`` when ``backward()`` is about to return. If one pass produces gradients for several watches,
+    ``on_gradients`` is called on all of them before ``on_end`` is called on the first: ``on_end`` may wait
+    for other ranks, which may have reached another watch first and need what that watch sends.
+
+    Autograd's final callbacks belong to a graph task. Reentrant checkpointing runs a nested task for
+    every checkpointed piece, whose callback is called while the outer backward still runs; the node that
+    started the nested task is then still being evaluated. In that case a hook on that node requests a
+    callback from the enclosing task, and so on outwards. A task that fails is dropped without its
+    callback, which shows that the pass has ended with an exception; ``on_failure`` is then called.
+    """
+
+    def __init__(
+        self,
+        on_begin: Callable[[], None],
+        on_gradients: Callable[[], None],
+        on_end: Callable[[], None],
+        on_failure: Callable[[], None],
+    ) -> None:
+        self._on_begin, self._on_gradients, self._on_end = on_begin, on_gradients, on_end
+        self._on_failure = on_failure
+        self._tasks: set[int] = set()
+        self._active = False
+        self._abandoned = False
+
+    def touch(self, *_: object) -> None:
+        """Note that a gradient has been accumulated, in whichever graph task is running."""
+        if not self._active:
+            _refuse_compiled_autograd()
+        task = current_graph_task()
+        if task in self._tasks:
+            return
+        if not self._active:
+            self._on_begin()
+            self._active = True
+            _active.add(self)
+        self._tasks.add(task)
+        queue_final_callback(_TaskEnd(self, task))
+
+    def abandoned(self) -> bool:
+        """Return whether a pass has ended with an exception since the last call."""
+        abandoned, self._abandoned = self._abandoned, False
+        return abandoned
+
+    def task_ended(self, task: int) -> None:
+        """Handle the final callback of a graph task."""
+        enclosing = current_node()
+        if enclosing is not None:
+            if not calls_hooks_of_running_nodes():
+                raise RuntimeError(
+                    "reentrant checkpointing, with which this torch does not tell when backward() has ended: call "
+                    "checkpoint(..., use_reentrant=False), or use a newer torch"
+                )
+            enclosing.register_hook(self.touch)
+            return
+        for watch in list(_active):
+            if task in watch._tasks:
+                watch._reset()
+                watch._on_gradients()
+                _ending.add(watch)
+        if self in _ending:
+            _ending.discard(self)
+            self._on_end()
+
+    def task_failed(self) -> None:
+        """Handle a graph task that was dropped without its final callback."""
+        if self._active:
+            self._reset()
+            self._abandoned = True
+            self._on_failure()
+        _ending.discard(self)
+
+    def _reset(self) -> None:
+        self._tasks.clear()
+        self._active = False
+        _active.discard(self)
+
+
+_active: weakref.WeakSet[BackwardWatch] = weakref.WeakSet()
+_ending: weakref.WeakSet[BackwardWatch] = weakref.WeakSet()
+"""Watches between their calls of ``on_gradients`` and ``on_end``."""
+
+
+class _TaskEnd:
+    """Final callback of a graph task; reports a failure if it is dropped without having been called."""
+
+    def __init__(self, watch: BackwardWatch, task: int) -> None:
+        self._watch = weakref.ref(watch)
+        self._task = task
+        self._called = False
+
+    def __call__(self) -> None:
+        self._called = True
+        watch = self._watch()
+        if watch is not None:
+            watch.task_ended(self._task)
+
+    def __del__(self) -> None:
+        watch = None if self._called else self._watch()
+        if watch is not None:
+            watch.task_failed()
+
+
+def _refuse_compiled_autograd() -> None:
+    if compiles_autograd():
+        raise RuntimeError(
+            "compiled autograd does not call pycomm's hooks as backward() goes: leave it off "
+            "(torch._dynamo.config.compiled_autograd = False); torch.compile of the model is fine"
+        )
+
+
+class GradientHook:
+    """Hook that calls ``method(owner, slot)`` when the gradient of ``param`` has been accumulated.
+
+    While the gate of ``counter`` is open, it only counts. Both references are weak: the garbage collector does not see
+    a parameter's hooks, so it would never collect a cycle through them.
     """
 
     def __init__(
@@ -204,7 +274,7 @@ class GradientHook:
         self._method(owner, slot)
 
     def count_with(self, counter: GradientCounter | None) -> None:
-        """Count with ``counter`` from now on: the parameter has another place."""
+        """Count with ``counter`` from now on, as the parameter has another place."""
         self._count = counter.count if counter is not None else _never
 
     @property

@@ -3,13 +3,13 @@
 Synchronous SGD with backup workers (Chen et al., "Revisiting Distributed Synchronous SGD", 2016) drops what
 the slowest ranks have computed. Here it is kept, and added to what the same rank contributes next.
 
-After each ``optimizer.step()`` a job stands by on the communication thread. It sends buckets as backward
-launches them. Once all ranks but b are known to have all their gradients, and this one has not, it takes part with
-what it has: the remaining buckets go without this rank's gradients, into new memory, as autograd and the user may
-still use the old one. The main thread finds the averages there when its own backward ends. Nobody needs to agree
-on who is late: each rank judges itself, and those that the others have counted never do.
+After each ``optimizer.step()`` a standby job runs on the communication thread. It sends buckets as backward launches
+them. Once all ranks but b have all their gradients, and this one has not, the job sends the remaining buckets without
+this rank's gradients. Their results go into new memory, as autograd and the user may still use the old one, and the
+main thread finds them there when its backward ends. Ranks need not agree on who is late: each one decides for itself,
+and a rank that was counted as ready is never late.
 
-A rank that is late stands by again only after its own step, so that it is one step behind at most.
+A late rank starts the next standby job only after its own step, so that it is at most one step behind.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from pycomm.transport.gpu import GpuWork
 from pycomm.worker import Work
 
 _POLL = 0.002
-"""Seconds from one look at who is ready to the next, at least: on several hosts each look is a message."""
+"""Shortest interval between two polls of the ready count, in seconds: on several hosts a poll is a message."""
 _POLL_PART = 0.05
-"""Part of the time waited so far after which it looks again: what a late rank costs the others at most, besides."""
+"""Poll interval as a part of the time waited so far; it bounds the delay that polling adds."""
 _LONGEST_POLL = 0.1  # seconds
 
 _LATE = "late"
@@ -46,15 +46,15 @@ _LATE = "late"
 
 
 class StandbyJob:
-    """Job that runs the works of one step as they are added, and may go on by itself before they are.
+    """Job that runs the works of one step as they are added, and adds missing ones itself if this rank is late.
 
     Args:
-        is_enough: returns whether the other ranks need not wait for this one any more.
-        substitute: adds all works that are missing. Called once at most, with ``turn`` held.
-        is_stopped: returns whether nothing will be added any more.
+        is_enough: returns whether enough other ranks are ready.
+        substitute: adds all missing works. Called at most once, with ``turn`` held.
+        is_stopped: returns whether no more works will be added.
 
     Attributes:
-        turn: held by whoever adds works, or looks whether this has gone on by itself.
+        turn: lock for adding works, and for reading :attr:`is_late`.
         is_late: whether ``substitute`` has been called.
     """
 
@@ -86,7 +86,7 @@ class StandbyJob:
             self.turn.notify()
 
     def cancel(self) -> bool:
-        """End before anything was added; return whether nothing was."""
+        """End the job if no work was added; return whether none was."""
         with self.turn:
             if not self._has_begun:
                 self.complete()
@@ -98,7 +98,7 @@ class StandbyJob:
             work.run()
 
     def end(self) -> None:
-        """Run what :meth:`run` has left, if it failed or was never called; not in a forked child, whose parent does."""
+        """Run the works that :meth:`run` has left if it failed or was never called; not in a forked child."""
         if os.getpid() == self._pid:
             self.complete()
             self.run()
@@ -124,27 +124,27 @@ class StandbyJob:
 
 
 class LateGradients:
-    """Gradients of this rank that came too late for their step, which it contributes to the next one."""
+    """Gradients of this rank that were late for one step and are added to the next one."""
 
     def __init__(self) -> None:
-        self._absent: list[Slot] = []  # whose gradients come too late for this step
-        self._pending: dict[Slot, torch.Tensor] = {}  # those gradients, once they are there: until averages are
-        self._carried: dict[Slot, torch.Tensor] = {}  # those of the step before, which this one contributes
-        self.num_steps = 0  # that went on without some
+        self._absent: list[Slot] = []  # whose gradients are late for this step
+        self._pending: dict[Slot, torch.Tensor] = {}  # those gradients, from their arrival to the hand-out
+        self._carried: dict[Slot, torch.Tensor] = {}  # late gradients of the step before
+        self.num_steps = 0  # number of steps with late gradients
 
     def miss(self, slots: list[Slot]) -> None:
-        """Note that this step goes on without the gradients of ``slots``."""
+        """Note that the gradients of ``slots`` are late for this step."""
         self._absent = slots
 
     def collect(self) -> None:
-        """Keep the gradients that this step went on without, which are there now."""
+        """Keep the late gradients of this step, which have arrived now."""
         for slot in self._absent:
             if slot.owner.grad is not None:
                 self._pending[slot] = slot.owner.grad.detach()
         self.num_steps += bool(self._absent)
 
     def add(self, flight: BucketInFlight, grads: Grads, weight: float) -> Grads:
-        """Return ``grads``, each of ``weight`` in the average, with what was late in the step before."""
+        """Return ``grads``, of ``weight`` in the average, plus the late gradients of the step before."""
         sent = list(grads)
         for i, slot in enumerate(flight.slots):
             if slot in self._carried:
@@ -153,8 +153,8 @@ class LateGradients:
         return sent
 
     def carry(self, weight: float) -> None:
-        """Contribute what was late in this step, each of ``weight`` in the average, to the next one."""
-        self._carried = {  # of half types in float32, as its share may not be a number of them
+        """Carry the late gradients of this step, of ``weight`` in the average, to the next one."""
+        self._carried = {  # half precision in float32, as the product may not be representable
             slot: (grad.float() if grad.dtype.itemsize < 4 else grad) * weight for slot, grad in self._pending.items()
         }
 
@@ -163,7 +163,7 @@ class LateGradients:
         self._absent, self._pending = [], {}
 
     def save(self, state: State, slots: list[Slot]) -> None:
-        """Add what the next step contributes to ``state``."""
+        """Add the late gradients to ``state``."""
         for slot in slots:
             late = self._carried.get(slot)
             state[slot.name] = {
@@ -172,7 +172,7 @@ class LateGradients:
             }
 
     def load(self, state: State, slots: list[Slot]) -> State:
-        """Take what :meth:`save` has added to ``state``; return the rest."""
+        """Take back what :meth:`save` added to ``state``; return the rest."""
         self._carried = {
             slot: state[slot.name][_LATE].to(slot.local.device, copy=True)
             for slot in slots
@@ -183,7 +183,7 @@ class LateGradients:
 
 
 def _standby_job(policy: weakref.ref[BackupPolicy], survival: Survival, engine: Engine, steps: int) -> StandbyJob:
-    """Return the job that stands by in the step after ``steps``. It keeps neither the policy nor the engine alive."""
+    """Return the standby job of the step after ``steps``. It keeps neither the policy nor the engine alive."""
     num_awaited = max(engine.communicator.size - engine.settings.backup, 1)
     ready, worker = survival.membership.ready, engine.communicator.channel.worker
     assert ready is not None
@@ -191,7 +191,7 @@ def _standby_job(policy: weakref.ref[BackupPolicy], survival: Survival, engine: 
     def is_enough() -> bool:
         try:
             return ready.num_ready(steps) >= num_awaited
-        except CommError:  # without the store all are waited for, and its absence is named when it is needed
+        except CommError:  # without the store all ranks are waited for; a later use of it raises
             return False
 
     def substitute() -> None:
@@ -203,28 +203,28 @@ def _standby_job(policy: weakref.ref[BackupPolicy], survival: Survival, engine: 
 
 
 class BackupPolicy(SurvivingPolicy):
-    """Policy of ranks that do not wait for the slowest of them."""
+    """Policy of ranks that do not wait for the slowest ones."""
 
     def __init__(self, survival: Survival) -> None:
         super().__init__(survival)
         self._standby: StandbyJob | None = None
         self._late = LateGradients()
-        self.lets_count = False  # as another thread launches too
+        self.lets_count = False  # as another thread may launch, too
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[bool]:
-        """Keep the other thread from launching meanwhile; yield whether this step goes on without this rank."""
+        """Keep the other thread from launching inside; yield whether this step was launched without this rank."""
         standby = self._standby
         with contextlib.nullcontext() if standby is None else standby.turn:
             yield self._is_idle or (standby is not None and standby.is_late)
 
     def stand_by(self) -> None:
-        """Have the next step go on without this rank if it is late; not if all ranks have something else to do first.
+        """Start the standby job of the next step, unless all ranks must communicate first.
 
-        Steps that compare the replicas wait for all: a rank's parameters may be written to until its next forward.
+        Steps that compare replicas wait for all ranks: parameters may be written to until a rank's next forward.
         """
         engine, steps, size = self.engine, self.engine.progress.num_reductions, self.engine.communicator.size
-        is_due = engine.comparison.replicas.is_due(steps)
+        is_due = engine.comparison.is_due(steps)
         if self._standby is not None or size == 1 or steps == 0 or is_due or self.survival.invited != 0:
             return
         engine.window.fix_scales(with_next=True, step=engine.outcome.committed_steps)
@@ -233,43 +233,43 @@ class BackupPolicy(SurvivingPolicy):
         engine.communicator.channel.submit(standby.run).when_done(standby.end)
 
     def stand_down(self) -> None:
-        """Let other operations come first, unless this step is under way."""
+        """Cancel the standby job, unless this step is under way."""
         if self._standby is not None and self._standby.cancel():
             self._standby = None
 
     def leave(self, reason: str) -> None:
-        """Tell the others that this rank takes part no more; the job that stands by ends with what it has."""
+        """Announce that this rank no longer takes part, and end the standby job."""
         standby, self._standby = self._standby, None
         if standby is not None:
-            standby.complete()  # nothing will be added
+            standby.complete()  # no more works will be added
         super().leave(reason)
 
     def go_without(self) -> None:
-        """Launch what is missing without gradients, on the communication thread."""
+        """Launch the missing buckets without gradients. Called on the communication thread."""
         self._late.miss(self.engine.launch_without())
         self.launch_commit()
 
     def admit_newcomer(self) -> None:
-        """Let in a newcomer, unless it is the present step's commit that has announced it, before this rank's pass."""
+        """Admit a newcomer, unless the present step's own commit has announced it before this rank's pass."""
         if self._standby is None:
             super().admit_newcomer()
 
     def launching(self, flight: BucketInFlight) -> None:
-        """Count this rank among those that have all their gradients, when it launches the last bucket."""
+        """Count this rank as ready when it launches the last bucket."""
         engine, ready = self.engine, self.survival.membership.ready
         if engine.num_launched + 1 == len(engine.table.flights) and ready is not None and not self._is_idle:
-            with contextlib.suppress(CommError):  # they wait for this rank then
-                ready.answer(engine.progress.num_reductions)
+            with contextlib.suppress(CommError):  # the others wait for this rank then
+                ready.add(engine.progress.num_reductions)
         super().launching(flight)
 
     def launch_commit(self) -> None:
-        """Launch the exchange that ends the step; nothing is added to the job that stands by afterwards."""
+        """Launch the exchange that ends the step, the last work of the standby job."""
         super().launch_commit()
         if self._standby is not None:
             self._standby.complete()
 
     def submit(self, job: Callable[[], None], launch: Launch) -> Work | GpuWork:
-        """Add ``job`` to the one that stands by, if there is one; else have it run by ``launch``."""
+        """Add ``job`` to the standby job, if there is one; else launch it."""
         if self._standby is not None:
             work = self._standby.add(functools.partial(self.survival.run_or_leave, job))
             if work is not None:
@@ -277,7 +277,7 @@ class BackupPolicy(SurvivingPolicy):
         return super().submit(job, launch)
 
     def receive(self) -> Mapping[int, float]:
-        """Wait for all results and hand them out; keep the gradients that came too late for them."""
+        """Wait for all results and hand them out; keep this step's late gradients."""
         self._late.collect()
         return super().receive()
 
@@ -289,21 +289,21 @@ class BackupPolicy(SurvivingPolicy):
         self._late.end()
 
     def contributed(self, flight: BucketInFlight, grads: Grads) -> Grads:
-        """Keep ``grads``; return them with those that were too late for the step before."""
+        """Keep ``grads``; return them plus the late gradients of the step before."""
         return self._late.add(flight, super().contributed(flight, grads), self.engine.window.scaling.weight)
 
     def hand_out(self) -> None:
-        """Hand out the averages; gradients that came too late are now this rank's to contribute."""
+        """Hand out the averages; carry late gradients to the next step."""
         super().hand_out()
         self._late.carry(self.engine.window.scaling.weight)  # only known now, as ranks may have been lost since
 
-    def go_on(self, lanes: Sequence[Communicator]) -> None:
-        """Go on over ``lanes``; all that the job that stands by had to run has failed."""
+    def continue_over(self, lanes: Sequence[Communicator]) -> None:
+        """Continue over ``lanes``, without the standby job, whose works have failed."""
         self._standby = None
-        super().go_on(lanes)
+        super().continue_over(lanes)
 
     def save(self, state: State) -> None:
-        """Add late gradients to ``state``, as their contribution to the average."""
+        """Add late gradients to ``state``, as contributions to the average."""
         self._late.save(state, self.engine.table.slots())
 
     def load(self, state: State) -> State:
@@ -317,5 +317,5 @@ class BackupPolicy(SurvivingPolicy):
         return self._late.load(state, self.engine.table.slots())
 
     def stats(self) -> dict[str, Any]:
-        """Return what happened to the world, and in how many steps this rank was late."""
+        """Return the changes of the world, and the number of steps in which this rank was late."""
         return {**super().stats(), "late": self._late.num_steps}

@@ -30,7 +30,7 @@ PACKET_BYTES = 16
 
 @dataclass(eq=False)
 class Slot:
-    """Parameter with its place in a bucket and the progress of its gradient in the current pass."""
+    """Parameter, its place in a bucket, and the progress of its gradient in the current pass."""
 
     name: str
     param: torch.Tensor
@@ -41,11 +41,11 @@ class Slot:
     """Version counter of the averaged gradient when it was handed out."""
     hook: GradientHook | None = None
     kept: torch.Tensor | None = None
-    """This step's gradient, as backward made it, until the next one is sent; where ranks may be lost."""
+    """This step's gradient as backward made it, until the next one is sent; only where ranks may be lost."""
     spare: torch.Tensor | None = None
-    """Memory for ``kept``, once it was needed."""
+    """Memory for ``kept``, allocated when first needed."""
     sharded: LocalGradient | None = None
-    """What stands for the parameter if it is a DTensor, of which only this rank's part matters here."""
+    """Access to this rank's part of the gradient, if the parameter is a DTensor."""
     wide: torch.Tensor | None = None
     """Memory for the sum of a window's half-precision gradients, in float32; kept from window to window."""
     has_wide: bool = False
@@ -54,7 +54,7 @@ class Slot:
     """Whether the optimizer had the parameter when it was found."""
 
     owner: HasGradient = field(init=False)
-    """Object whose ``grad`` is the gradient, or this rank's part of it: the parameter, or what stands for it."""
+    """Object whose ``grad`` is the gradient, or this rank's part of it: the parameter, or ``sharded``."""
 
     def __post_init__(self) -> None:
         self.sharded = LocalGradient(self.param) if is_dtensor(self.param) else None
@@ -67,7 +67,7 @@ class Slot:
 
     @property
     def expected(self) -> int:
-        """Number of times its gradient is accumulated in one pass; 0 until one pass has been seen."""
+        """Number of times its gradient is accumulated in one pass; 0 before the first pass has ended."""
         return 0 if self.flight is None else self.flight.counts.expected(self.index)
 
     @property
@@ -83,13 +83,13 @@ class Slot:
         return version_of(self.param.grad)
 
     def counter(self, gate: PassGate) -> GradientCounter | None:
-        """Return what counts its gradients while ``gate`` is open, unless each of them is to be looked at."""
+        """Return the counter of its gradients while ``gate`` is open; ``None`` if each must be handled."""
         if self.flight is None:
             return None
         return GradientCounter(gate, self.flight.counts, self.index, is_plain=self.sharded is None)
 
     def fire(self) -> None:
-        """Note that its gradient has been accumulated once more; lay it over the mesh as the parameter is."""
+        """Count an accumulation of its gradient; give a DTensor gradient the parameter's placements."""
         assert self.flight is not None
         self.flight.counts.note(self.index)
         if self.sharded is not None:
@@ -108,8 +108,8 @@ class Slot:
     def accumulate(self) -> None:
         """Take the gradient of a pass that is not the last of its window.
 
-        Half-precision gradients are added up in float32, as a sum of many in half precision loses what is below its own
-        last bit; ``.grad`` is ``None`` until the window ends. Others stay in the bucket, where autograd adds to them.
+        Half-precision gradients are added up in float32, since a long sum in half precision loses small terms;
+        ``.grad`` is ``None`` until the window ends. Others stay in the bucket, where autograd adds to them.
         """
         grad = self.owner.grad
         if grad is None or grad.dtype not in HALF:
@@ -145,11 +145,11 @@ class Slot:
             owner.grad = owner.grad.clone(memory_format=torch.preserve_format)
 
     def holds_average(self) -> bool:
-        """Return whether ``.grad`` is the view into the bucket, whatever has been written to it."""
+        """Return whether ``.grad`` is the view into the bucket, even if it was written to."""
         return self.flight is not None and self.owner.grad is self.flight.bucket.views[self.index]
 
     def untouched(self) -> bool:
-        """Return whether ``.grad`` is still what was handed out last."""
+        """Return whether ``.grad`` is still the last average, unchanged."""
         grad = self.owner.grad
         if grad is None or self.flight is None:
             return grad is None
@@ -159,7 +159,7 @@ class Slot:
 
 
 def scale_gradients(slots: Iterable[Slot], factor: float) -> None:
-    """Multiply what has been accumulated; zero even of NaN, which a gradient of no samples may be."""
+    """Multiply accumulated gradients; a factor of zero clears NaN, too, which a gradient of no samples may be."""
     for slot in slots:
         sums = (slot.owner.grad, slot.wide if slot.has_wide else None)
         for grad in (grad for grad in sums if grad is not None):
@@ -167,31 +167,31 @@ def scale_gradients(slots: Iterable[Slot], factor: float) -> None:
 
 
 def round_gradients(slots: Iterable[Slot]) -> None:
-    """Make ``.grad`` of half-precision parameters what all passes of the window have come to."""
+    """Make ``.grad`` of half-precision parameters the rounded sum of all passes of the window."""
     for slot in slots:
         slot.round()
 
 
 def forget_passes(slots: Iterable[Slot]) -> None:
-    """Forget what earlier passes of a window have accumulated outside ``.grad``, which has been cleared."""
+    """Discard float32 sums of earlier passes, as the user has cleared ``.grad``."""
     for slot in slots:
         slot.has_wide = False
 
 
 @dataclass(eq=False)
 class BucketInFlight:
-    """Bucket on its way: the parameters in it, the exchange that sends it, and its progress in this pass."""
+    """Bucket with its parameters, the exchange that sends it, and its progress in this pass."""
 
     slots: list[Slot]
     bucket: Bucket
     exchange: Exchange
     communicator: Communicator
-    """The one that it travels by."""
+    """Communicator that sends it."""
     work: Work | GpuWork | None = None
     producers: set[int] = field(default_factory=set)
     """On a GPU, the streams (as integers) on which this pass's gradients were computed."""
     unused: Sequence[Slot] = ()
-    """Those that no rank had a gradient of in the last reduction."""
+    """Slots without a gradient on any rank in the last reduction."""
     counts: GradientCounts = field(init=False)
     """How often each gradient has been accumulated in this pass."""
 
@@ -205,13 +205,13 @@ class BucketInFlight:
         self.bucket.leave_to_users()
 
     def abandon(self) -> None:
-        """Wait for what is under way, and forget it."""
+        """Wait for the exchange that is under way, and discard it."""
         if self.work is not None:
             self.work.wait()
             self.work = None
 
     def ready(self) -> bool:
-        """Return whether all gradients have arrived; not before one pass has shown how often each comes."""
+        """Return whether all gradients have arrived; never in the first pass, which only counts them."""
         return self.counts.is_complete()
 
     def hand_out(self, finite: Flag) -> None:
@@ -223,21 +223,21 @@ class BucketInFlight:
         for slot, view, used in zip(self.slots, self.bucket.views, used_here, strict=True):
             if not used:
                 slot.owner.grad = None
-            elif slot.owner.grad is not view:  # which most are since their bucket was launched
+            elif slot.owner.grad is not view:  # most already are, since their bucket was launched
                 slot.owner.grad = view
             slot.version = version_of(view)
         self.bucket.note_handed_out()
 
 
 _GROWTH = 4
-"""How many times as large as the last one a bucket is at most."""
+"""Largest ratio of a bucket's size to that of the one before."""
 _TINY = 8
-"""A bucket that has come to less than this part of its size, such as a bias before a large matrix, takes the next
-parameter too: by itself it would cost more than it lets begin earlier. The first one does not, as nothing is under way.
+"""A bucket filled to less than 1/8, such as by a bias before a large matrix, takes the next parameter: sent alone it
+would cost more than it gains. The first bucket does not, as nothing else is under way.
 """
 _MOST_TIMES_DENSE = 8
-"""How many times ``bucket_bytes`` of gradients a bucket holds at most, however little is sent: what comes later than
-its gradients is not hidden behind backward."""
+"""Largest size of a compressed bucket's gradients in units of ``bucket_bytes``: larger ones would come too late to be
+hidden behind backward."""
 
 
 def make_buckets(
@@ -253,17 +253,17 @@ def make_buckets(
     """Sort ``slots`` into buckets in reverse order, which is roughly the order in which gradients arrive.
 
     The result depends on the parameters and settings alone, so all ranks make the same buckets. Each
-    bucket holds parameters of one dtype and one method, up to ``bucket_bytes`` (or one larger parameter, and
-    what little came before it). On a GPU, where it is launches that cost, that is what the method sends of
-    them; on the CPU it is the gradients themselves, since the work on one bucket is hidden behind that on the next.
+    bucket holds parameters of one dtype and one method, up to ``bucket_bytes`` (or one larger parameter and a few
+    small ones before it). On a GPU, where launches are expensive, this limits the bytes that the method sends; on the
+    CPU the bytes of the gradients, since the work on one bucket is hidden behind that on the next.
 
     Args:
         slots: parameters to sort.
-        compression: how they travel.
-        lanes: communicators to travel by, in turns.
+        compression: compression method.
+        lanes: communicators that buckets use in turn.
         bucket_bytes: see above.
-        algorithm: of dense sums.
-        num_earlier: number of buckets that there are already.
+        algorithm: name of the algorithm of dense sums.
+        num_earlier: number of existing buckets.
         first_bytes: size of the very first bucket, from which the next ones grow; ``bucket_bytes`` if ``None``.
     """
     flights: list[BucketInFlight] = []
@@ -282,10 +282,10 @@ def make_buckets(
 
 
 def _place(slot: Slot) -> tuple[bool, int]:
-    """Return what the slots of a bucket are sorted by: most gradients begin at a border of 16 bytes, without any gap.
+    """Return the sort key of a bucket's slots, by which most gradients are aligned to 16 bytes without gaps.
 
-    GPUs move 16 bytes at a time between places that begin so. A gradient of another size moves all behind
-    it off the borders: these come last, the largest first.
+    GPUs copy 16 bytes at a time between aligned addresses. A gradient whose size is not a multiple of 16 misaligns all
+    after it, so these come last, the largest first.
     """
     num_bytes = slot.local.nbytes
     uneven = num_bytes % PACKET_BYTES != 0
@@ -295,7 +295,7 @@ def _place(slot: Slot) -> tuple[bool, int]:
 def _groups(
     slots: Iterable[Slot], compression: Compression, bucket_bytes: int, first_bytes: int
 ) -> list[tuple[list[Slot], bool]]:
-    """Return the parameters of each bucket, and whether they are compressed; in the order of completion."""
+    """Return the parameters of each bucket and whether they are compressed, in the order in which gradients arrive."""
     closed: list[tuple[list[Slot], bool]] = []
     open_: dict[tuple[torch.dtype, bool], list[Slot]] = {}
     sizes: dict[tuple[torch.dtype, bool], int] = {}
@@ -363,7 +363,7 @@ class LocalGradient:
         return version_of(grad) + version_of(local_of(grad))
 
     def match(self, name: str) -> None:
-        """Lay ``.grad`` over the mesh as the parameter is; see :func:`pycomm.optim.shards.matched`.
+        """Give ``.grad`` the placements of the parameter; see :func:`pycomm.optim.shards.matched`.
 
         Raises:
             RuntimeError: the local gradient has another shape than the local parameter.
@@ -384,7 +384,7 @@ class LocalGradient:
 
 
 def check_sharding(names: Mapping[str, torch.Tensor], ranks: Sequence[int]) -> None:
-    """Raise TypeError if a DTensor is laid over ``ranks``, which gradients are averaged over, or FSDP2's.
+    """Raise TypeError if a DTensor is distributed over the process group's ``ranks``, or belongs to FSDP2.
 
     Args:
         names: parameters by name.
@@ -420,7 +420,7 @@ def _check_placements(name: str, param: Sharded, ranks: set[int]) -> None:
 def _refuse_fully_sharded(names: Mapping[str, torch.Tensor]) -> None:
     """Raise TypeError if a living module that was given to ``fully_shard`` has one of the parameters.
 
-    Autograd does not see the gradients of their shards, so no hook would tell when they are there.
+    Autograd does not see the gradients of their shards, so hooks would not be called.
     """
     module: Any = sys.modules.get("torch.distributed.fsdp")
     sharded = {id(param): name for name, param in names.items() if is_dtensor(param)}
@@ -432,6 +432,6 @@ def _refuse_fully_sharded(names: Mapping[str, torch.Tensor]) -> None:
         try:
             found = next((sharded[id(p)] for p in candidate.parameters() if id(p) in sharded), None)
         except AttributeError:
-            continue  # the collector is taking this module apart: it has no attributes any more
+            continue  # the garbage collector is clearing this module
         if found is not None:
             raise TypeError(f"parameter {found!r} is a DTensor, sharded by fully_shard: {_INSTEAD}")

@@ -1,8 +1,8 @@
 """Norms of gradients, and clipping by them.
 
-A norm also tells whether all gradients are finite. It is always taken of what is in ``.grad`` now. Norms could be taken
-while buckets arrive, and kept; but only reading the gradients again tells that they are still the same. torch's
-GradScaler on the CPU, ``.data`` and numpy's views write without raising the version counter, and to any elements.
+A norm also shows whether all gradients are finite. It is always computed from the present ``.grad``. It could be cached
+as buckets arrive, but only reading the gradients again shows that they are unchanged: torch's GradScaler on
+the CPU, ``.data``, and numpy's views write without raising the version counter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pycomm.reducer.partition import StepPartition
 
 
 def squared_norm_of_parts(slots: Sequence[Slot], partition: StepPartition) -> torch.Tensor:
-    """Return the squared norm of all gradients, of which each rank has its own part: as below. Collective."""
+    """Return :func:`squared_norm` of gradients of which each rank has its own part. Collective."""
     parts = [partition.own_part(slot.param, grad) for slot in slots if (grad := slot.owner.grad) is not None]
     return partition.add_up(_total(parts).view(1))[0]
 
@@ -33,8 +33,8 @@ def squared_norm_of_parts(slots: Sequence[Slot], partition: StepPartition) -> to
 def squared_norm(slots: Sequence[Slot], shards: Shards) -> torch.Tensor:
     """Return the squared norm of all gradients together: a 0-d float64 tensor on their device.
 
-    It is the same on all ranks once the gradients are averaged. Of gradients that are DTensors it is that of the
-    whole: collective over the ranks of ``shards``, if there are any.
+    It is the same on all ranks once the gradients are averaged. DTensors count as a whole, which is collective over the
+    ranks of ``shards``, if there are any.
     """
     if shards:
         return shards.total(shards.add_up(_squares_by_slot(slots), [slot.param for slot in slots]))
@@ -64,11 +64,11 @@ def clip_parts(slots: Sequence[Slot], shards: Shards, max_norm: float, scale: fl
     factors = torch.where(torch.isfinite(norms), (max_norm / norms).clamp(max=1.0), 1.0).float()
     for slot, factor in zip(split, factors, strict=True):
         if (grad := slot.owner.grad) is not None:
-            slot.owner.grad = grad * factor  # not in place: autograd may have left the memory to others, too
+            slot.owner.grad = grad * factor  # not in place: others may use autograd's memory, too
 
 
 def _flat(grad: torch.Tensor) -> torch.Tensor:
-    """Return the elements of ``grad`` in any order, uncopied if they fill one piece of memory: kernels copy others."""
+    """Return a flat alias of ``grad`` in memory order if it is dense; else ``grad``, which kernels copy."""
     alias = flat_alias(grad, grad)
     return grad if alias is None else alias
 
@@ -84,7 +84,7 @@ def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
 
 
 def narrowed(factor: torch.Tensor, slots: Iterable[Slot]) -> torch.Tensor:
-    """Return ``factor`` as float32, unless it is to be multiplied with float64 gradients."""
+    """Return ``factor`` as float32, unless there are float64 gradients."""
     return factor if any(slot.param.dtype == torch.float64 for slot in slots) else factor.float()
 
 
@@ -99,7 +99,7 @@ def first_not_finite(grads: Mapping[str, torch.Tensor]) -> str | None:
 def unscaled_norm(table: ParameterTable, loss_scaler: Any) -> torch.Tensor:
     """Return the norm of all gradients together without the loss scale, as a 0-d float64 tensor on their device.
 
-    It is that of what the next step would use: clipped ones, if they have been clipped since ``backward()``.
+    It includes clipping since ``backward()``, as the next step will.
 
     Raises:
         RuntimeError: the scaler leaves gradients of half-precision parameters scaled.
@@ -109,7 +109,7 @@ def unscaled_norm(table: ParameterTable, loss_scaler: Any) -> torch.Tensor:
 
 
 def _norm(table: ParameterTable) -> torch.Tensor:
-    """Return the norm of all gradients together, as they are or, where that is done apart, as they were unscaled."""
+    """Return the norm of all gradients together; of unscaled copies, if the optimizer has them."""
     unscaled, partial = table.stepper.unscaled(), table.partial
     if partial is not None:
         partial.reduce_early()
@@ -125,10 +125,10 @@ def _norm(table: ParameterTable) -> torch.Tensor:
 
 
 def clip(table: ParameterTable, norm: torch.Tensor, max_norm: float) -> bool:
-    """Scale gradients, whose norm is ``norm``, down to ``max_norm``: in the next step if it can do so, else now.
+    """Scale gradients of total norm ``norm`` down to ``max_norm``: in the next step if it can do so, else now.
 
     Returns:
-        Whether it is left to the next step.
+        Whether the next step will do it.
     """
     factor = narrowed(clip_factor(norm, max_norm), table.slots())
     if table.stepper.leave_factor(factor.float() if table.on_gpu else float(factor)):
@@ -139,9 +139,9 @@ def clip(table: ParameterTable, norm: torch.Tensor, max_norm: float) -> bool:
 
 
 class LoneFactor:
-    """Factor that is left for a step of a lone rank: dropped where new gradients come before the step.
+    """Clipping factor for the next step of a single rank, dropped if new gradients come before it.
 
-    With several ranks a reduction drops it. A lone rank has none, and no other hook on its gradients.
+    With several ranks a reduction drops it. A single rank has no reductions, and no other hooks on its gradients.
     """
 
     def __init__(self, table: ParameterTable) -> None:
@@ -163,7 +163,7 @@ class LoneFactor:
             self._table.stepper.drop_factor()
 
     def remove(self) -> None:
-        """Watch no more."""
+        """Remove all hooks."""
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()

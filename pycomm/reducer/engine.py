@@ -46,22 +46,22 @@ def require_sendable(slot: Slot) -> None:
 
 
 def gradients_of(flight: BucketInFlight, settings: AttachSettings, is_first_pass: bool) -> list[torch.Tensor | None]:
-    """Return the gradients that the parameters of ``flight`` have, checked: hooks that count have looked at nothing.
+    """Return the gradients of the parameters of ``flight``, checked here as the counting hooks check nothing.
 
     Args:
         flight: bucket that is about to be sent.
-        settings: of the attach.
+        settings: arguments of ``attach``.
         is_first_pass: whether this is the first pass of the window.
 
     Raises:
-        RuntimeError, ValueError: see :func:`require_sendable` and :func:`require_no_average`; or a sum that was handed
-            out would be summed again.
+        RuntimeError, ValueError: see :func:`require_sendable` and :func:`require_no_average`; or an earlier sum would
+            be summed again.
     """
     grads = [slot.owner.grad for slot in flight.slots]
     for slot, grad in zip(flight.slots, grads, strict=True):
         if (grad is None and slot.fired > 0) or (grad is not None and grad.is_sparse):
             require_sendable(slot)
-    if is_first_pass and not _is_linear(settings):
+    if is_first_pass and not settings.is_linear:
         for slot, grad, view in zip(flight.slots, grads, flight.bucket.views, strict=True):
             if grad is view and slot.fired > 0:
                 require_no_average(slot, settings)
@@ -74,17 +74,12 @@ def gradients_of(flight: BucketInFlight, settings: AttachSettings, is_first_pass
     return grads
 
 
-def _is_linear(settings: AttachSettings) -> bool:
-    return settings.average and not settings.compression.transactional and settings.clip_local_norm is None
-
-
 def require_no_average(slot: Slot, settings: AttachSettings) -> None:
-    """Raise RuntimeError if the first pass of a window has accumulated into an average that was handed out.
+    """Raise RuntimeError if the first pass of a window has accumulated into an earlier average.
 
-    The mean over the ranks of an average plus a fresh gradient is correct; its sum, and error feedback of
-    it, are meaningless.
+    The mean over the ranks of an average plus a new gradient is correct; a sum, or error feedback, is not.
     """
-    if _is_linear(settings):
+    if settings.is_linear:
         return
     grad, flight = slot.owner.grad, slot.flight
     assert grad is not None
@@ -98,14 +93,12 @@ def require_no_average(slot: Slot, settings: AttachSettings) -> None:
 
 
 class StepPolicy:
-    """What an engine does where ranks may be lost, come later, or need not be waited for.
-
-    These are the defaults, for a fixed set of ranks that wait for one another: most do nothing.
+    """Default hooks of an engine for a fixed set of ranks; most are no-ops. Subclasses allow changes.
 
     Attributes:
-        engine: the one that asks, which sets this.
-        survives: whether ranks may be lost, and others may come.
-        lets_count: whether hooks may count gradients without asking the engine.
+        engine: the engine that calls these hooks; it sets this.
+        survives: whether ranks may be lost and others may join.
+        lets_count: whether hooks may count gradients without calling the engine.
     """
 
     engine: Engine
@@ -113,72 +106,72 @@ class StepPolicy:
 
     @property
     def world(self) -> tuple[int, ...]:
-        """Ranks that take part, by the numbers that they got when they came."""
+        """Numbers of the ranks that take part, given to them as they joined."""
         return tuple(range(self.engine.communicator.size))
 
     # Launching.
 
     def turn(self) -> AbstractContextManager[bool]:
-        """Keep other threads from launching meanwhile; yield whether this step goes on without this rank."""
+        """Keep other threads from launching inside; yield whether this step was launched without this rank."""
         return _ALONE
 
     def submit(self, job: Callable[[], None], launch: Launch) -> Work | GpuWork:
-        """Have ``job`` run on the communication thread or stream, by ``launch`` or otherwise."""
+        """Run ``job`` on the communication thread or stream, usually by ``launch``."""
         return launch(job)
 
     def launching(self, flight: BucketInFlight) -> None:
-        """Prepare for the launch of ``flight``."""
+        """Called before ``flight`` is launched."""
 
     def launched(self) -> None:
-        """Follow the launch of the last bucket."""
+        """Called after the last bucket is launched."""
 
     def contributed(self, flight: BucketInFlight, grads: Grads) -> Grads:
-        """Return what is sent for ``grads``. On the communication thread."""
+        """Return the gradients to send for ``grads``. Called on the communication thread."""
         return grads
 
     # Receiving.
 
     def receive(self) -> Mapping[int, float]:
-        """Wait for all results and hand them out; return when ranks had all their gradients, as far as is known."""
+        """Wait for all results and hand them out; return the known times at which ranks had all their gradients."""
         self.engine.await_all(self.engine.outcome.share_source)
         self.engine.hand_out()
-        return self.engine.statistics.waits.on_board()
+        return self.engine.statistics.waits.arrivals()
 
     def ended(self) -> None:
-        """Forget the step, which has been handed out or has failed."""
+        """Called after the step has been handed out or has failed."""
 
     def recover(self, error: CommError) -> bool:
-        """Go on without lost ranks, and return whether the step has been handed out; else raise ``error``."""
+        """Continue without lost ranks, and return whether the step has been handed out; else raise ``error``."""
         raise error
 
     # Between two steps.
 
     def admit_newcomer(self) -> None:
-        """Let in a newcomer that waits."""
+        """Admit a waiting newcomer."""
 
     def stand_by(self) -> None:
-        """Prepare to go on without this rank's gradients in the next step."""
+        """Prepare a job that launches the next step without this rank's gradients if they are late."""
 
     def stand_down(self) -> None:
-        """Let operations of the main thread come before the next step again."""
+        """Cancel that job, so that the main thread may communicate before the next step."""
 
     def leave(self, reason: str) -> None:
-        """Tell the others that this rank takes part no more."""
+        """Announce to the others that this rank no longer takes part."""
 
     def close(self, reason: str) -> None:
-        """Leave, and release what the policy holds."""
+        """Leave, and release the policy's resources."""
 
     # State.
 
     def save(self, state: State) -> None:
-        """Add what this rank carries to the next step to ``state``."""
+        """Add what the policy carries to the next step to ``state``."""
 
     def load(self, state: State) -> State:
-        """Take what :meth:`save` has added to ``state``; return the rest."""
+        """Take back what :meth:`save` added to ``state``; return the rest."""
         return state
 
     def stats(self) -> dict[str, Any]:
-        """Return more counters for ``Reducer.stats``."""
+        """Return further counters for ``Reducer.stats``."""
         return {}
 
 
@@ -190,28 +183,28 @@ _ALONE = contextlib.nullcontext(False)
 class Engine:
     """Engine that sends the gradients of a window, bucket by bucket, in the same order on all ranks.
 
-    A bucket is launched, handed to the communication thread, which packs and exchanges it, when all its
-    gradients have arrived and all buckets before it have been launched; at the end of backward if it has
-    parameters that this step did not use. The very first pass only learns how often each gradient is
-    accumulated (several times, for a parameter shared between checkpointed pieces), and launches at its end. On a GPU
-    the communication thread is a stream; the host waits only where this rank lacks a gradient that others may have.
+    To launch a bucket is to hand it to the communication thread, which packs and exchanges it. A bucket is launched
+    once all its gradients have arrived and all buckets before it have been launched; a bucket with unused parameters,
+    at the end of backward. The very first pass only counts how often each gradient is accumulated (several times if
+    checkpointed pieces share a parameter), and launches at its end. On a GPU the communication thread is a stream, and
+    the host waits only where this rank lacks a gradient that others may have.
 
     Attributes:
         table: parameters and their buckets.
         communicator: the ranks to average over.
-        lanes: communicators that buckets travel by, in turns; ``communicator`` first.
+        lanes: communicators that buckets use in turn; ``communicator`` is the first.
         settings: arguments of ``attach``.
-        policy: what happens where ranks may be lost, come later, or need not be waited for.
+        policy: hooks for ranks that may be lost, join, or be late.
         window: accumulation window, the passes that make up a step.
         progress: counts of reductions and steps.
         firing: slot of the parameter whose hooks are running, if any.
         num_launched: number of buckets launched in this reduction.
-        callbacks, told_world: called with the old and the new world when it has changed; the world that they know.
+        callbacks, reported_world: called with the old and new world after a change; the world of their last call.
         buffers: synchronisation of the module's buffers, if they are kept equal.
-        outcome: of the last reduction.
-        statistics: who was waited for, where the time goes, what compression leaves out.
-        comparison, flags: what this rank tells the others with each reduction, and hears of them.
-        admit_new: called when all ranks have told of new parameters; makes buckets for them.
+        outcome: outcome of the last reduction.
+        statistics: waits, times, and what compression leaves out.
+        comparison, flags: bits that ranks send each other with each reduction.
+        admit_new: called when all ranks have announced new parameters; creates buckets for them.
     """
 
     def __init__(
@@ -236,23 +229,23 @@ class Engine:
         self.outcome = ReductionOutcome(table, settings, self.flags, self.progress, self.communicator)
         self.statistics = Statistics()
         self._buffer_work: Work | GpuWork | None = None
-        self.num_launched, self._has_sent = 0, False  # in this reduction: of buckets; whether with any gradient
-        self._num_left_out = 0  # of these, launched without this rank's gradients as they came too late
+        self.num_launched, self._has_sent = 0, False  # in this reduction
+        self._num_left_out = 0  # launched without this rank's gradients, which were late
         self.firing: Slot | None = None
-        self._late: Slot | None = None  # its .grad becomes its view once all its hooks have run
+        self._late: Slot | None = None  # its .grad becomes the bucket's view once all its hooks have run
         policy.engine = self
-        self.told_world = self.world
+        self.reported_world = self.world
         if policy.survives:
-            self.flags.takes_new = False  # what is launched after a step's commit would not be part of it
-            self.flags.compares_loop = self.comparison.replicas.looks_soon = settings.backup == 0
+            self.flags.takes_new = False  # buckets launched after a step's commit would not be part of it
+            self.flags.compares_loop = self.comparison.looks_soon = settings.backup == 0
 
     @property
     def world(self) -> tuple[int, ...]:
-        """Ranks that take part, by the numbers that they got when they came."""
+        """Numbers of the ranks that take part, given to them as they joined."""
         return self.policy.world
 
     def _named_buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the buffers to compare; none if they are synchronised, which makes them equal only afterwards."""
+        """Return the buffers to compare; none if they are synchronised, which happens only after the comparison."""
         return [] if self.buffers is not None else self.table.named_buffers()
 
     def has_launched(self) -> bool:
@@ -322,19 +315,19 @@ class Engine:
             self._launch_ready()
 
     def settle_late(self) -> None:
-        """Take the last gradient out of the user's sight, whose hooks have all run by now."""
+        """Move the last gradient into its bucket, as all its hooks have run by now."""
         late, self._late = self._late, None
         if late is not None:
             late.show_bucket() if self.window.sending else late.accumulate()
 
     def may_count(self) -> bool:
-        """Return whether hooks may count further gradients of this pass without :meth:`take`, until one is missing."""
+        """Return whether hooks may count gradients without calling :meth:`take` until the next bucket is complete."""
         if self.table.on_gpu or not self.window.sending or self._late is not None or not self.policy.lets_count:
             return False
         return not self._next_is_ready()
 
     def drop_launched(self) -> None:
-        """Forget a pass that ended with an exception; only if no other rank waits for the rest of it."""
+        """Discard a pass that ended with an exception. Only for a single rank, as others would wait for the rest."""
         for flight in self.table.flights:
             flight.abandon()
         self.table.drop_gradients()
@@ -343,7 +336,7 @@ class Engine:
     # Launching.
 
     def forget_launched(self) -> None:
-        """Expect all buckets to be launched anew."""
+        """Forget which buckets have been launched."""
         self.num_launched = self._num_left_out = 0
 
     def _launch_ready(self) -> None:
@@ -370,9 +363,9 @@ class Engine:
             self.policy.launched()
 
     def launch_without(self) -> list[Slot]:
-        """Launch the remaining buckets without this rank's gradients, into new memory; return whose those are.
+        """Launch the remaining buckets without this rank's gradients; return the slots of their parameters.
 
-        On the communication thread, while autograd and the user may still use the old memory.
+        Runs on the communication thread. The results go to new memory, as autograd and the user may use the old one.
         """
         first, flights = self.num_launched, self.table.flights[self.num_launched :]
         self._num_left_out = len(flights)
@@ -384,17 +377,17 @@ class Engine:
         return [slot for flight in flights for slot in flight.slots]
 
     def restart(self, lanes: Sequence[Communicator]) -> None:
-        """Expect all buckets of this step to be launched once more, over ``lanes``."""
+        """Prepare to launch all buckets of this step again, over ``lanes``."""
         self.lanes, self._buffer_work = lanes, None
         self.forget_launched()
         self.window.rescale()
         self.hash_state()
 
     def launch(self, flight: BucketInFlight, grads: Grads | None = None) -> None:
-        """Launch ``flight``, with the gradients that its parameters have if none are given."""
+        """Launch ``flight`` with ``grads``, or with its parameters' present gradients."""
         self.policy.launching(flight)
         self.num_launched += 1
-        if self.num_launched == len(self.table.flights):  # before it is launched: others may have it at once
+        if self.num_launched == len(self.table.flights):  # before the launch, as the others may have all at once
             self.statistics.waits.arrive(self.progress.num_reductions)
         weights = self.window.weights
         if grads is None:
@@ -405,26 +398,26 @@ class Engine:
             grads = gradients_of(flight, self.settings, is_first_pass=not self.window.is_open)
             if weights.is_zero or self.flags.skips:
                 grads = [None] * len(grads)
-            elif self.flags.veto is not None and self.table.on_gpu:  # where the host does not wait to hear of it
+            elif self.flags.veto is not None and self.table.on_gpu:  # as the host does not wait for the others' vetoes
                 grads[0] = torch.full_like(flight.bucket.views[0], math.nan)
         self._has_sent |= any(grad is not None for grad in grads)
         if weights.in_use and self.table.on_gpu:
-            weights.relative()  # waits on the host here, so that the job does not have to
+            weights.relative()  # waits here on the host, so that the job need not
         job = self._exchange_of(flight, grads, self.num_launched)
         flight.work = self.submit(flight.communicator, job, grads, flight.producers | self.window.streams)
         flight.producers = set()
         for slot in flight.slots:
             if slot is self.firing:
-                self._late = slot  # hooks called after ours (DistributedDataParallel's) still need its gradient
+                self._late = slot  # later hooks (DistributedDataParallel's) still need its gradient
             else:
-                slot.show_bucket()  # autograd's own allocation is freed as soon as it has been packed
+                slot.show_bucket()  # frees autograd's own allocation as soon as it has been packed
 
     def _exchange_of(self, flight: BucketInFlight, grads: Grads, number: int) -> Callable[[], None]:
-        """Return the job that exchanges ``grads`` of the bucket launched as ``number``; its inputs are fixed now."""
+        """Return the job that exchanges ``grads`` of the ``number``-th launched bucket; its inputs are fixed now."""
         weights = self.window.weights if self.window.weights.in_use else None
         fingerprint = self.comparison.fingerprint_of(number)
         is_first = number <= len(self.lanes)  # on its lane
-        # attach has compared all buckets: ranks that agree on a lane's first exchange agree on all after it.
+        # attach has compared all buckets: ranks that agree on a lane's first exchange agree on all later ones.
         contributed = functools.partial(self.policy.contributed, flight, grads)
         run = functools.partial(_exchange, flight, contributed, self.window.scaling, weights, fingerprint, is_first)
         recorder = None if self.table.on_gpu else flight.communicator.channel.recorder
@@ -437,9 +430,9 @@ class Engine:
         reads: Sequence[torch.Tensor | None] = (),
         producers: Collection[int] = frozenset(),
     ) -> Work | GpuWork:
-        """Have ``job`` run on the communication thread of ``communicator``, or on its stream.
+        """Run ``job`` on the communication thread of ``communicator``, or on its stream.
 
-        On a GPU ``reads`` are tensors that it reads, and ``producers`` streams that it waits for.
+        On a GPU, ``reads`` are the tensors that it reads, and ``producers`` the streams that it waits for.
         """
         channel = communicator.channel
         if not self.table.on_gpu:
@@ -457,9 +450,9 @@ class Engine:
         try:
             arrivals = self.policy.receive()
             self.statistics.waits.count(arrivals, warn=self.communicator.rank == 0)
-            self.table.stepper.forget()  # a factor left for a step that never came belonged to other gradients
+            self.table.stepper.forget()  # drops a clipping factor that no step has used
         except BaseException:
-            self.table.drop_gradients()  # they are no averages, and must not be mistaken for them
+            self.table.drop_gradients()  # they are not averages, and must not be mistaken for them
             raise
         finally:
             for flight in self.table.flights:
@@ -471,30 +464,30 @@ class Engine:
             self.policy.ended()
         self.statistics.phases.end_reduction()
         self.hash_state()
-        old, self.told_world = self.told_world, self.world
-        if old != self.told_world:
+        old, self.reported_world = self.reported_world, self.world
+        if old != self.reported_world:
             for callback in list(self.callbacks):
-                callback(old, self.told_world)
+                callback(old, self.reported_world)
 
     def await_all(self, then: Callable[[], None]) -> None:
-        """Wait for all results, those of parameters that are new among them; compare what the ranks have told.
+        """Wait for all results, including those of new parameters, and compare the ranks' flags.
 
         ``then`` is called after each wait for buckets.
         """
         self._await_results(then)
         self.comparison.compare()
-        if self.flags.heard.new:
+        if self.flags.announced.new:
             self.admit_new()
             self.launch_rest()
             self._await_results(then)
 
     def works(self) -> list[Work | GpuWork]:
-        """Return what has been launched in this step: buckets, then the module's buffers."""
+        """Return the launched works of this step: buckets, then the module's buffers."""
         works = [*(flight.work for flight in self.table.flights), self._buffer_work]
         return [work for work in works if work is not None]
 
     def hash_state(self) -> None:
-        """Have the state of compression hashed, which has just changed, if it is to be looked at before it changes."""
+        """Hash compression's new state if the next reduction checks that nothing else has changed it."""
         taken = self.comparison.taking()
         if taken is not None:
             self.submit(self.communicator, taken.take)
@@ -509,26 +502,25 @@ class Engine:
             then()
 
     def hand_out(self) -> None:
-        """Hand out the averages."""
         with self.statistics.phases.unpacking():
             self.outcome.hand_out(has_sent=self._has_sent)
 
     # State that is carried from step to step.
 
     def state(self) -> State:
-        """Return what this rank carries from step to step, by parameter (not copied)."""
+        """Return this rank's state of compression and policy, by parameter (not copied)."""
         state = state_of(self.table.flights)
         self.policy.save(state)
         return state
 
     def load_state(self, state: State, num_steps: int) -> None:
-        """Load what :meth:`state` has returned, as it was after so many committed steps."""
+        """Load a result of :meth:`state`, taken after ``num_steps`` committed steps."""
         state = self.policy.load(state)
         for flight in self.table.flights:
             flight.exchange.load_state(state)
         self.statistics.figures.forget()
         self.outcome.committed_steps.fill_(num_steps)
-        self.hash_state()  # instead of the hashes that there may be of what it was
+        self.hash_state()  # replaces hashes of the old state
 
     def stats(self) -> dict[str, Any]:
         """Return the counters of ``Reducer.stats``."""
@@ -546,7 +538,7 @@ def _exchange(
     is_compared: bool,
 ) -> None:
     """Exchange gradients: a job on the communication thread or stream."""
-    grads = contributed()  # first, as what follows may fail when a rank is lost
+    grads = contributed()  # first, as the rest may fail when a rank is lost
     if weights is not None:
         scaling = replace(scaling, relative=weights.relative())
     if fingerprint is not None:

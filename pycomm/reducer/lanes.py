@@ -1,9 +1,9 @@
-"""Lanes: communicators over the same ranks by which several buckets are in flight at once.
+"""Lanes: several communicators over the same ranks, so that several buckets are in flight at once.
 
-Between hosts an all-reduce leaves the link idle now and then: while ranks reduce what came, wake up, or wait
-for a slower one. A second one fills these gaps. Each lane has a thread and connections of its own; on all
-ranks bucket i takes lane i modulo their number, so that the operations of a lane come in the same order
-everywhere. Ranks of one host have one lane: their memory is never idle.
+Between hosts an all-reduce leaves the link idle while ranks add up, wake up, or wait for a slower one. A second
+all-reduce fills these gaps. Each lane has its own thread and connections. Bucket i uses lane i modulo their number, so
+that the operations of a lane have the same order on all ranks. Ranks of one host have one lane, which keeps their
+memory busy.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from pycomm.reducer.settings import AttachSettings
 _NUM_LANES = 2
 _USUAL_BYTES = 25 << 20
 _FIRST_BYTES = 1 << 20
-"""Size of the first bucket between hosts: so the link has work as soon as the last layers' gradients are there."""
+"""Size of the first bucket between hosts, small so that the link has work as soon as possible."""
 _NUM_BUCKETS = 4
-"""Number of buckets of a small model on one host: what comes before the last one can be hidden behind backward."""
+"""Number of buckets of a small model on one host: all but the last can be hidden behind backward."""
 _LEAST_BYTES = 1 << 20
-"""Size of a bucket on one host below which waking its thread costs more than there is to hide."""
+"""Size of a bucket on one host below which waking a thread costs more than it hides."""
 
 
 def open_lanes(communicator: Communicator, settings: AttachSettings, on_gpu: bool) -> list[Communicator]:
-    """Return the lanes, ``communicator`` the first of them, which closes the others with itself. Collective.
+    """Return the lanes. The first is ``communicator``, which closes the others with itself. Collective.
 
-    ``Auto`` has one: it measures the link, which nothing else may use meanwhile. So have ranks that need not be waited
-    for, as one thread decides which buckets go without them.
+    ``Auto`` uses one lane, as nothing else may use the link while it measures. So does ``backup``, where one thread
+    decides which buckets are sent without this rank.
 
     Args:
-        communicator: of the attach.
-        settings: of the attach.
-        on_gpu: whether the gradients are on a GPU, and so do not travel over the transport.
+        communicator: communicator of the attach.
+        settings: arguments of ``attach``.
+        on_gpu: whether the gradients are on a GPU, and so do not use the transport.
     """
     lanes = [communicator]
     if on_gpu or not is_remote(communicator) or isinstance(settings.compression, Auto):
@@ -57,9 +57,9 @@ def bucket_sizes(
 ) -> tuple[int, int]:
     """Return the size of a bucket, and that of the first one, for ``num_bytes`` of gradients; equal on all ranks.
 
-    On one host small models get four buckets, unless somebody has said how large a bucket is. Between hosts the first
-    one is small, as the link would otherwise wait for it. Neither where a method has much to do for each bucket and
-    little to send, nor on a GPU, where launches cost.
+    On one host small models get four buckets, unless ``bucket_mb`` is given. Between hosts the first bucket is small,
+    as the link would otherwise wait for it. Neither holds for methods with much work per bucket and little to send, nor
+    on a GPU, where launches are expensive.
     """
     most = _USUAL_BYTES if settings.tuning.bucket_bytes is None else settings.tuning.bucket_bytes
     if on_gpu or settings.compression.transactional:

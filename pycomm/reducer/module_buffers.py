@@ -24,7 +24,7 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _AVERAGED = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 _synced_by: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[BufferSync]] = weakref.WeakKeyDictionary()
-"""Owner of the buffers of each module."""
+"""Synchronisation that each module's buffers belong to."""
 
 
 @dataclass
@@ -35,7 +35,7 @@ class _Place:
     name: str
     full_name: str
     buffer: torch.Tensor | None = None
-    """The buffer that the rest describes, if it has plain memory, whose description holds until it is replaced."""
+    """The buffer described below, if it has plain memory."""
     key: tuple[Any, ...] = ()
     memory: Memory = field(default_factory=lambda: Memory((), False))
     line: str = ""
@@ -49,19 +49,19 @@ class _Place:
         self.line = f"{self.full_name}: {signature(buffer)}{', ' if self.memory.text else ''}{self.memory.text}"
         if self.memory.writable:
             self.buffer, self.key = buffer, _key(buffer)
-        else:  # what cannot be sent is compared, each time
+        else:  # buffers that cannot be sent are compared each time
             self.buffer = None
             self.line += f", contents {digests_of([self.memory])[0].hex()}"
 
     def parts(self) -> tuple[torch.Tensor, ...]:
-        """Return the memory to be written, without its version counter if graphs do not need what is there now."""
+        """Return the memory to write, without its version counter if no graph needs its present values."""
         if self.name in _STATISTICS and keeps_statistics_aside(self.owner):
             return tuple(part.data for part in self.memory.parts)
         return self.memory.parts
 
 
 def _key(buffer: torch.Tensor) -> tuple[Any, ...]:
-    """Return what changes if the memory of a ``buffer`` is exchanged that had plain memory; () if it has none now."""
+    """Return a key that changes when the memory of ``buffer`` is replaced; () if that is not plain memory."""
     if is_dtensor(buffer):
         return ()
     try:
@@ -80,8 +80,8 @@ class BufferSync:
         module: owner of the buffers, also in its submodules.
         mode: "broadcast" or "average".
         communicator: the ranks that share the buffers.
-        leaves_out: returns whether the buffer of some name is this rank's own.
-        keeps: whether to keep what the buffers were before, so that :meth:`restore` can undo a run that did not end.
+        leaves_out: returns whether a buffer, given by name, is ignored.
+        keeps: whether to keep old contents, so that :meth:`restore` can undo a failed run.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class BufferSync:
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def _present(self) -> Iterator[_Place]:
-        """Yield the place of each buffer once, also if it is registered twice, with a fresh description."""
+        """Yield the place of each buffer with a fresh description, once even if it is registered twice."""
         seen: set[int] = set()
         for prefix, owner in self._owners:
             for name, buffer in buffers_of(owner).items():
@@ -126,12 +126,12 @@ class BufferSync:
     def run(self) -> None:
         """Make the buffers equal. Collective; runs on the communication thread or stream.
 
-        Before anything is sent, ranks compare eight bytes that stand for all names, shapes and dtypes. Between GPUs the
-        hosts do, which therefore wait for each other here.
+        Before anything is sent, ranks compare a hash of 8 bytes of all names, shapes and dtypes. On GPUs the hosts
+        compare it, and so wait for each other here.
 
         Raises:
-            ValueError: the ranks' buffers differ in names, shapes or dtypes, or contents do that cannot be sent; on
-                every rank, naming the first difference. None has been written to.
+            ValueError: the ranks' buffers differ in names, shapes or dtypes, or in contents that cannot be sent; on
+                every rank, naming the first difference. No buffer has been written to.
         """
         with self._unchecked():
             places = self._compared()
@@ -156,7 +156,7 @@ class BufferSync:
         return channel.skip_checks() if channel.worker.is_current() else contextlib.nullcontext()
 
     def _compared(self) -> list[_Place]:
-        """Return the places of buffers that can be sent, after all ranks have found that theirs are alike."""
+        """Compare the ranks' buffers; return the places of those that can be sent."""
         try:
             places, problem = list(self._present()), ""
         except TypeError as error:
@@ -172,7 +172,7 @@ class BufferSync:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put the buffers back as they were before the last :meth:`run`."""
+        """Restore the buffers' contents from before the last :meth:`run`."""
         for part, before in self._before:
             write(part, before)
         self._before = []

@@ -1,7 +1,6 @@
-"""State for a rank that comes later: what it must have before its first step, from a rank that has it.
+"""State that a newcomer receives before its first step.
 
-Ranks that were there are within a backward pass, whose graph holds their parameters: theirs are read, and not written
-to.
+The other ranks are inside a backward pass, whose graph holds their parameters: these are read, but not written to.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _CHUNK_BYTES = 32 << 20
 
 
 def lines_of(settings: AttachSettings, table: ParameterTable) -> list[tuple[str, str]]:
-    """Return what a newcomer must have in common with the ranks: kinds and texts."""
+    """Return what a newcomer must have in common with the ranks, as kinds and texts."""
     names = dict(table.named())
     parameters = [f"{name}: {signature(p)}{'' if p.requires_grad else ' frozen'}" for name, p in names.items()]
     sizes = group_sizes(table.optimizer, table.ignored.covers)
@@ -58,7 +57,7 @@ def lines_of(settings: AttachSettings, table: ParameterTable) -> list[tuple[str,
 
 @dataclass(frozen=True)
 class Carried:
-    """Everything besides parameters that a newcomer gets.
+    """State that a newcomer receives besides parameters.
 
     Attributes:
         table: parameters, optimizer, and the state of compression.
@@ -78,13 +77,13 @@ class Carried:
 
     @classmethod
     def of(cls, engine: Engine) -> Carried:
-        """Return what a newcomer gets from ``engine``."""
+        """Return the state of ``engine`` for a newcomer."""
         scaler, survive, steps = engine.settings.loss_scaler, engine.settings.survive, engine.outcome.committed_steps
         objects = (survive and survive.carry) or {}
         return cls(engine.table, engine.progress, steps, scaler, objects, engine.window.weights)
 
     def plain(self) -> dict[str, Any]:
-        """Return it as numbers, texts, tensors and containers of them."""
+        """Return it as numbers, strings, tensors and containers of them."""
         scaler = self.scaler
         return {
             "progress": [self.progress.num_reductions, self.progress.num_steps, int(self.committed_steps)],
@@ -95,7 +94,7 @@ class Carried:
         }
 
     def take(self, plain: Mapping[str, Any]) -> None:
-        """Take what :meth:`plain` has returned on another rank."""
+        """Load a result of :meth:`plain` from another rank."""
         reductions, steps, committed = plain["progress"]
         self.progress.resume(reductions, steps)
         self.committed_steps.fill_(committed)
@@ -107,12 +106,12 @@ class Carried:
             self.weights.set(0, 0)
 
     def take_compression(self, plain: Mapping[str, Any]) -> None:
-        """Take the state of compression from what :meth:`plain` has returned, once there are buckets."""
+        """Load compression's state from a result of :meth:`plain`, once there are buckets."""
         for flight in self.table.flights:
             flight.exchange.load_state(plain["compression"])
 
     def _common_state(self) -> State:
-        """Return the state of compression that is equal on all ranks."""
+        """Return compression's state as far as it is equal on all ranks."""
         return {
             name: {key: tensor for key, tensor in entry.items() if key not in CONTRIBUTIONS}
             for name, entry in state_of(self.table.flights).items()
@@ -121,10 +120,15 @@ class Carried:
 
 @torch.no_grad()
 def share_state(communicator: Communicator, carried: Carried, newcomer: bool) -> dict[str, Any]:
-    """Give ``newcomer`` ranks the state of rank 0, and compare that of all. Collective.
+    """Send rank 0's state to a newcomer, and compare the state of all ranks. Collective.
+
+    Args:
+        communicator: all ranks, including the newcomer.
+        carried: state of this rank.
+        newcomer: whether this rank is the newcomer.
 
     Returns:
-        To a newcomer, rank 0's :meth:`Carried.plain`.
+        Rank 0's :meth:`Carried.plain` on the newcomer; an empty dict on the others.
 
     Raises:
         ValueError: the optimizer state does not fit a newcomer, or the ranks' states differ; on every rank.
@@ -158,7 +162,7 @@ def _restructured(
 
 
 def _spread(communicator: Communicator, tensors: Sequence[torch.Tensor], write: bool) -> None:
-    """Send rank 0's ``tensors`` to all ranks; those that ``write`` overwrite theirs."""
+    """Send rank 0's ``tensors`` to all ranks; overwrite this rank's own if ``write``."""
     for chunk in _chunks(tensors):
         parts = [t.detach().contiguous().view(-1).view(torch.uint8) for t in chunk]
         flat = torch.cat(parts)

@@ -1,7 +1,7 @@
-"""Outcome of a reduction: averages that are handed out, or nothing; and verdicts on whether they are finite.
+"""Outcome of a reduction: averages that are handed out or discarded, and whether they are finite.
 
-All ranks must share a verdict. Ranks that average the same gradients receive the same bits, and so agree without a
-message. Parts of DTensors are averaged apart: the ranks that hold them tell each other.
+All ranks must reach the same verdict. Ranks that average the same gradients receive the same bits, and so agree without
+a message. Parts of DTensors are averaged separately, so the ranks that hold them exchange their verdicts.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from pycomm.reducer.window import TrainingProgress
 
 
 def needs_verdict(flights: Sequence[BucketInFlight], shards: Shards, settings: AttachSettings) -> bool:
-    """Return whether it has to be known, before gradients are handed out, if the step is finite."""
-    # "auto" may choose differently for other parts of DTensors, whose ranks wait for this one's verdict.
+    """Return whether the hand-out requires the verdict on whether the step is finite."""
+    # "auto" may choose differently for other parts of DTensors, whose ranks wait for this rank's verdict.
     transactional = bool(shards) and settings.compression.transactional
     return transactional or any(flight.exchange.transactional for flight in flights)
 
 
 def all_finite(flights: Sequence[BucketInFlight], shards: Shards) -> torch.Tensor:
-    """Return whether all that ``flights`` received is finite, on all ranks of ``shards``: 0-d bool.
+    """Return whether all received gradients are finite, on all ranks of ``shards``: 0-d bool.
 
     Does not wait for a GPU. Collective over the ranks of ``shards``, if there are any.
     """
@@ -46,8 +46,8 @@ def all_finite(flights: Sequence[BucketInFlight], shards: Shards) -> torch.Tenso
 def spread_failure_of_parts(flights: Sequence[BucketInFlight], partition: StepPartition) -> str | None:
     """Make all gradients NaN, on all ranks, if a rank's own part of the averages is not finite; return its name.
 
-    Every rank, and a loss scaler there, so decides the same about the step. Collective only where a rank had gradients
-    so large that their sum may not be finite, which all know from the flags.
+    So every rank and its loss scaler decide the same about the step. Collective only if a rank had gradients so large
+    that their sum may not be finite, which all ranks know from the flags.
     """
     if all(bool(flight.exchange.finite()) for flight in flights):
         return None
@@ -65,9 +65,9 @@ def spread_failure_of_parts(flights: Sequence[BucketInFlight], partition: StepPa
 def spread_failure(flights: Sequence[BucketInFlight], shards: Shards, loss_scaler: Any) -> None:
     """Make gradients that have been handed out NaN if another rank's parts of DTensors are not finite.
 
-    torch's GradScaler looks at each rank's own gradients, and would step on some ranks only. Does nothing without a
-    scaler, for :class:`pycomm.LossScaler`, which asks :func:`all_finite`, and without DTensors. Otherwise it is
-    collective over the ranks of ``shards``, and waits for a GPU, as GradScaler is about to do.
+    torch's GradScaler checks only each rank's own gradients, and would step on some ranks only. Does nothing without a
+    scaler or DTensors, nor for :class:`pycomm.LossScaler`, which calls :func:`all_finite`. Otherwise it is collective
+    over the ranks of ``shards``, and waits for a GPU, as GradScaler is about to do.
     """
     if not shards or loss_scaler is None or isinstance(loss_scaler, LossScaler):
         return
@@ -82,17 +82,17 @@ class ReductionOutcome:
     Args:
         table: parameters and their buckets.
         settings: arguments of ``attach``.
-        flags: what the ranks have told one another.
+        flags: requests that the ranks have announced.
         progress: counts of reductions and steps.
         communicator: the ranks.
 
     Attributes:
-        finite: whether the last step was finite; ``None`` if nothing needed to know.
-        not_finite: name of the first gradient that is not finite on some rank, if each rank has only its own part.
+        finite: whether the last step was finite; ``None`` if that was not computed.
+        not_finite: name of the first non-finite gradient of any rank, if each rank has only its own part.
         nonfinite_steps, committed_steps: counts, 0-d int64 tensors on the gradients' device.
-        unused: ids of the parameters that no rank had a gradient of in the last reduction.
-        vetoed_steps, last_veto: number of vetoed steps, and who vetoed the last of them, and why.
-        source: who had the last gradient that was not finite.
+        unused: ids of the parameters without a gradient on any rank in the last reduction.
+        vetoed_steps, last_veto: number of vetoed steps; ranks and reasons of the last one.
+        source: rank and parameter of the last non-finite gradient.
     """
 
     def __init__(
@@ -115,15 +115,15 @@ class ReductionOutcome:
         self.source = NonfiniteSource()
 
     def share_source(self) -> None:
-        """Have all ranks know which of them has a gradient that is not finite. Collective, if any has."""
+        """Share which rank has a non-finite gradient. Collective, if any has one."""
         self.source.share(self._table.flights, self._communicator)
 
     def hand_out(self, *, has_sent: bool) -> None:
-        """Hand out the averages of all buckets, unless a rank has vetoed the step, or no rank had anything to send.
+        """Hand out the averages of all buckets, unless a rank has vetoed the step or no rank had a gradient.
 
         ``has_sent``: whether this rank had a gradient.
         """
-        if self._flags.heard.veto or not (has_sent or self._any_used()):
+        if self._flags.announced.veto or not (has_sent or self._any_used()):
             self._discard()
         else:
             self._hand_out()
@@ -150,24 +150,24 @@ class ReductionOutcome:
         return finite if self._table.on_gpu else bool(finite)
 
     def _leave_out_skipping(self) -> None:
-        """Turn the mean over all ranks into that over those that had a batch."""
-        num_skipping, size = len(self._flags.heard.skipping), self._communicator.size
+        """Turn the mean over all ranks into the mean over the ranks with a batch."""
+        num_skipping, size = len(self._flags.announced.skipping), self._communicator.size
         if 0 < num_skipping < size and self._settings.average:
             for flight in self._table.flights:
                 flight.bucket.flat.mul_(size / (size - num_skipping))
 
     def _any_used(self) -> bool:
-        """Return whether any rank has had a gradient; the same on all ranks that ask, which have had none."""
+        """Return whether any rank had a gradient. Called by ranks without one; all of them get the same answer."""
         flights = self._table.flights
         return not flights or any(any(flight.exchange.used()) for flight in flights)
 
     def _discard(self) -> None:
-        """Leave no trace of this reduction.
+        """Discard this reduction.
 
-        A loss scaler gets gradients that are not finite, and leaves out the step. Otherwise there are none, and
-        ``optimizer.step()`` has nothing to do.
+        With a loss scaler, gradients become NaN, so that it skips the step. Without one they become ``None``, so that
+        ``optimizer.step()`` does nothing.
         """
-        veto = self._flags.heard.veto
+        veto = self._flags.announced.veto
         for flight in self._table.flights:
             flight.hand_out(False)
             flight.bucket.flat.fill_(math.nan)
@@ -181,10 +181,10 @@ class ReductionOutcome:
         else:
             self._progress.num_reductions += 1
 
-    # Questions.
+    # Queries.
 
     def stats(self) -> dict[str, Any]:
-        """Return the counters of ``Reducer.stats`` about steps that were not taken."""
+        """Return the counters of ``Reducer.stats`` about skipped steps."""
         nonfinite_steps = int(self.nonfinite_steps.item())
         return {
             "nonfinite_steps": nonfinite_steps,
@@ -207,7 +207,7 @@ class ReductionOutcome:
         """Return whether the last gradients are finite; the same on all ranks. Waits for a GPU.
 
         Args:
-            was_exchanged: whether the engine has sent and received them; a lone rank's are only looked at.
+            was_exchanged: whether the engine has reduced them; those of a single rank are checked here.
         """
         table = self._table
         if not was_exchanged:

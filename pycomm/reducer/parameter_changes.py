@@ -1,8 +1,8 @@
-"""Changes of parameters while they are attached, and the provenance of their gradients.
+"""Changes of attached parameters, and the provenance of their gradients.
 
-A gradient that no reduction made since the last step is of this rank alone: written by hand, made by
-``torch.autograd.grad``, of a parameter that nobody averages, or used by a step already. A step on it would move this
-rank's parameters alone. What is found here is known by looking at this rank's own objects; nothing is sent.
+A gradient that no reduction has made since the last step is local to this rank: it was written by hand, computed by
+``torch.autograd.grad``, belongs to a parameter that is not averaged, or was used by a step already. A step on it would
+change the parameters of this rank only. These checks read only local objects, and send nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def require_provenance(table: ParameterTable, has_averages: bool, unused: Set[in
     Args:
         table: parameters that are averaged.
         has_averages: whether there was a reduction since the last step.
-        unused: ids of the parameters that no rank had a gradient of in that reduction.
+        unused: ids of the parameters without a gradient on any rank in that reduction.
         rank: this rank, for the message.
     """
     if has_averages and not unused and not table.has_new():
@@ -50,7 +50,7 @@ def require_provenance(table: ParameterTable, has_averages: bool, unused: Set[in
             continue
         name = names.get(id(param))
         averaged = has_averages and name is not None and id(param) not in unused
-        # Zeros move nothing: distributed checkpointing steps on them to create optimizer state.
+        # Zeros are harmless: distributed checkpointing steps on them to create optimizer state.
         if averaged or not bool(local_of(param.grad).any()):
             continue
         if name is None:
@@ -69,8 +69,8 @@ def _name_of(table: ParameterTable, param: torch.Tensor) -> str:
 
 
 def require_written(table: ParameterTable, settings: AttachSettings) -> None:
-    """Raise RuntimeError if ``.grad`` still is what was handed out last, and averaging it again would be wrong."""
-    if settings.average and not settings.compression.transactional and settings.clip_local_norm is None:
+    """Raise RuntimeError if ``.grad`` is still the last average, and averaging it again would be wrong."""
+    if settings.is_linear:
         return
     for slot in table.slots():
         if slot.owner.grad is not None and slot.untouched():
@@ -81,17 +81,17 @@ def require_written(table: ParameterTable, settings: AttachSettings) -> None:
 
 
 class _Places:
-    """Objects in dicts, and whether they are still there. Asked in every forward, so without a loop in Python."""
+    """Objects in dicts, and whether they are still there. Checked in every forward, so without a Python loop."""
 
     def __init__(self) -> None:
         self._dicts: list[dict[str, Any]] = []
         self._size = 0
-        self._holders: list[dict[str, Any]] = []  # one for each object
+        self._holders: list[dict[str, Any]] = []  # one per object
         self._keys: list[str] = []
         self._objects: list[Any] = []
 
     def add(self, holder: Mapping[str, Any], wanted: Callable[[Any], bool]) -> None:
-        """Note the objects in ``holder`` that are ``wanted``; those of TorchScript's modules are in no dict."""
+        """Note the ``wanted`` objects in ``holder``, if it is a dict, as it is not in TorchScript's modules."""
         if isinstance(holder, dict):
             self._dicts.append(holder)
             self._size += len(holder)
@@ -102,26 +102,26 @@ class _Places:
                     self._objects.append(value)
 
     def are_unchanged(self) -> bool:
-        """Return whether each object is where it was, and no other has come."""
+        """Return whether each object is where it was, and none was added."""
         found = map(dict.get, self._holders, self._keys)
         return not self.has_others_beside() and all(map(operator.is_, found, self._objects))
 
     def has_others_beside(self) -> bool:
-        """Return whether the dicts have other numbers of objects."""
+        """Return whether the dicts' sizes have changed."""
         return sum(map(len, self._dicts)) != self._size
 
     def others(self) -> list[Any]:
-        """Return what is in the place of those that are not."""
+        """Return what is in the place of the objects that were replaced."""
         found = zip(map(dict.get, self._holders, self._keys), self._objects, strict=True)
         return [now for now, before in found if now is not before]
 
 
 class ParameterPlaces:
-    """Places of parameters in their modules, by which it is seen that a module has got others in their stead.
+    """Places of parameters in their modules, which show when a module's parameters are replaced.
 
-    That alone is no mistake: ``torch.func.functional_call`` exchanges them for one forward, parameters move (pruning,
-    adapters), and the optimizer may be told of new ones. It is one if the new parameter is still there when backward
-    gives it a gradient.
+    A replacement alone is no mistake: ``torch.func.functional_call`` replaces parameters for one forward, pruning and
+    adapters move them, and new ones may be added to the optimizer. It is a mistake if the new parameter is still there
+    when backward gives it a gradient.
 
     Args:
         table: parameters that are averaged.
@@ -147,7 +147,7 @@ class ParameterPlaces:
         self._found = {id(param): weakref.ref(param) for param in table.module.parameters()}
 
     def look(self, table: ParameterTable) -> bool:
-        """Watch parameters that are in the place of others now; return whether the module has got any beside others."""
+        """Watch parameters that have replaced others; return whether parameters were added to the module."""
         if table.module is None or (self._params.are_unchanged() and self._parts.are_unchanged()):
             return False
         others = self._params.others()
@@ -176,13 +176,13 @@ class ParameterPlaces:
 
 
 def _is(found: Mapping[int, weakref.ref[torch.Tensor]], param: torch.Tensor) -> bool:
-    """Return whether ``param`` is among those that were ``found``."""
+    """Return whether ``param`` is in ``found``."""
     reference = found.get(id(param))
     return reference is not None and reference() is param
 
 
 class _InPlaceOf:
-    """Hook of a parameter that was found in the place of another."""
+    """Hook of a parameter that has replaced another one."""
 
     def __init__(self, name: str, params: Mapping[str, torch.Tensor | None], key: str, refuse: Any) -> None:
         self._name, self._params, self._key, self._refuse = name, params, key, refuse
@@ -197,48 +197,48 @@ class _InPlaceOf:
 
 
 _numbers = itertools.count()
-"""Of the attaches of this process, which are made in the same order on all ranks."""
+"""Numbers of the attaches of this process, which are made in the same order on all ranks."""
 
 
 class ParameterChanges:
-    """Follower of the changes of an optimizer's and a module's parameters, which all ranks have to make alike.
+    """Changes of an optimizer's and a module's parameters, which all ranks must make alike.
 
-    Ranks meet about them before the next forward. Where no forward of the module is seen, they tell one another of
-    them with the gradients that they have, and meet when these are there.
+    Ranks exchange them before the next forward. Without a forward of the module, ranks announce them by a flag with the
+    gradients, and exchange them after these.
 
     Args:
         engine: engine of the attach.
-        listen_to: method that has hooks put on the parameters of slots.
-        stop: method that ends this rank's part, and tells the other ranks why.
+        hook_parameters: method that hooks the parameters of slots.
+        stop: method that stops this rank, with an error for the other ranks.
     """
 
     def __init__(
-        self, engine: Engine, listen_to: Callable[[Iterable[Slot]], None], stop: Callable[[Exception], None]
+        self, engine: Engine, hook_parameters: Callable[[Iterable[Slot]], None], stop: Callable[[Exception], None]
     ) -> None:
         self._engine, self._table, self._communicator = engine, engine.table, engine.communicator
-        self._listen_to, self._stop = weakref.WeakMethod(listen_to), weakref.WeakMethod(stop)
+        self._hook_parameters, self._stop = weakref.WeakMethod(hook_parameters), weakref.WeakMethod(stop)
         self._places = ParameterPlaces(engine.table, self._refuse)
         self._number = next(_numbers)
         engine.admit_new = self._admit
 
     def hook(self, slots: list[Slot]) -> None:
-        """Give ``slots`` buckets, and listen to their gradients."""
+        """Put ``slots`` into buckets, and hook their parameters."""
         self._table.make_buckets(slots, self._engine.lanes, self._engine.settings)
-        self._listen(slots)
+        self._hook(slots)
         self._places.find(self._table)
 
-    def _listen(self, slots: list[Slot]) -> None:
-        listen_to = self._listen_to()
-        assert listen_to is not None
-        listen_to(slots)
+    def _hook(self, slots: list[Slot]) -> None:
+        hook_parameters = self._hook_parameters()
+        assert hook_parameters is not None
+        hook_parameters(slots)
 
     def find_new(self) -> None:
-        """Admit parameters that were added or unfrozen. Collective, if there are any."""
+        """Add parameters that are new or unfrozen. Collective, if there are any."""
         if not self._table.has_new():
             return
         self._engine.policy.stand_down()
         self._require_replaceable()
-        with self._telling():
+        with self._announced():
             try:
                 self._admit()
             except ValueError as error:
@@ -251,7 +251,7 @@ class ParameterChanges:
         self.hook(self._table.admit())
 
     def _require_replaceable(self) -> None:
-        """Raise RuntimeError if a parameter has been replaced where ranks write to one another's."""
+        """Raise RuntimeError if a parameter has been replaced under a sharded step, where other ranks write to it."""
         replaced = self._table.replaced() if self._table.partition is not None else []
         if replaced:
             raise RuntimeError(
@@ -260,21 +260,21 @@ class ParameterChanges:
             )
 
     def drop_replaced(self) -> None:
-        """Forget parameters that others have taken the place of, and go on in buckets without them."""
+        """Forget replaced parameters, and rebuild the buckets without them."""
         replaced = self._table.replaced()
         if replaced and self._table.partition is None:
             self._table.drop(replaced)
             self._table.rebuild(self._engine.lanes, self._engine.settings, adopt=True)
             self._engine.hash_state()
-            self._listen(self._table.slots())
+            self._hook(self._table.slots())
 
     # Errors of ranks that do not make the same changes.
 
     @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
-        """Note in the store, until the ranks have met, that this one meets them about new parameters."""
+    def _announced(self) -> Iterator[None]:
+        """Announce this rank's new parameters in the store until all ranks have exchanged theirs."""
         store, key = self._communicator.place.store, self._key(self._communicator.rank)
-        with contextlib.suppress(RuntimeError):  # of the store, without which an error is less clear
+        with contextlib.suppress(RuntimeError):  # of the store; without it an error is less clear
             store.set(key, json.dumps(self._table.new_names()))
         yield
         with contextlib.suppress(RuntimeError):
@@ -285,7 +285,7 @@ class ParameterChanges:
         return f"pycomm/new/{self._communicator.place.name}/{self._number}/{reductions}/{rank}"
 
     def explained(self, error: ValueError) -> Exception:
-        """Return ``error``, or the one behind it: some ranks have met about new parameters, and others have not."""
+        """Return ``error``, or its cause if only some ranks have new parameters."""
         names = {}
         with contextlib.suppress(RuntimeError, ValueError):
             store = self._communicator.place.store
@@ -298,14 +298,14 @@ class ParameterChanges:
             return found
         return error
 
-    # A module that has other parameters than the optimizer.
+    # Parameters of the module that the optimizer does not have.
 
     def look_at_module(self) -> bool:
-        """Watch parameters in the place of others in the module, before a forward; return whether any came beside."""
+        """Watch replaced parameters of the module, before a forward; return whether any were added."""
         return self._places.look(self._table)
 
     def _refuse(self, name: str) -> None:
-        """Raise RuntimeError: the parameter ``name`` of the module is not the one that is averaged, and is trained."""
+        """Raise RuntimeError: the module trains a parameter ``name`` that is not the attached one."""
         error = RuntimeError(
             f"rank {self._communicator.rank}: parameter {name!r} of the module is another object than the one that was "
             "attached (load_state_dict(assign=True), a layer or a parametrization that was exchanged), and nothing "

@@ -1,4 +1,4 @@
-"""Parameters of an attach, the buckets that they are in, and those that belong to one rank alone."""
+"""Parameters of an attach, their buckets, and tensors that ``ignore`` names."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from pycomm.torch_internals import local_of, version_of
 
 
 class Ignored:
-    """What ``ignore`` means for one module.
+    """Parameters and buffers of a module that ``ignore`` names.
 
     Args:
-        patterns: names, and patterns as of a shell, of parameters and buffers.
-        tensors: those of the module that they match, by name.
+        patterns: names and shell patterns of parameters and buffers.
+        tensors: matching tensors of the module, by name.
 
     Attributes:
-        patterns: what was given, tensors by their names; to be compared between the ranks.
+        patterns: the patterns, with names in place of tensors, to be compared between ranks.
     """
 
     def __init__(self, patterns: Sequence[str] = (), tensors: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -49,7 +49,7 @@ class Ignored:
         return any(_is_match(name, pattern) for pattern in self.patterns)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Note that ``tensor`` is one of those that are ignored, as is one that has come into the place of another."""
+        """Ignore ``tensor``, too, such as one that has replaced an ignored one."""
         self._names[id(tensor)] = name, weakref.ref(tensor)
 
     def covers(self, tensor: torch.Tensor) -> bool:
@@ -57,7 +57,7 @@ class Ignored:
         return self.name_of(tensor) is not None
 
     def finds(self, param: torch.Tensor, module: torch.nn.Module | None) -> bool:
-        """Return whether ``param``, which may be new, is ignored, by the name that ``module`` has for it now."""
+        """Return whether ``param``, which may be new, is ignored by its present name in ``module``."""
         if self and not self.covers(param) and module is not None:
             name = next((name for name, p in module.named_parameters() if p is param), None)
             if name is not None and self.matches(name):
@@ -73,11 +73,11 @@ class Ignored:
 def ignored_of(
     ignore: Any, pairs: Sequence[tuple[str, torch.Tensor]], buffers: Sequence[tuple[str, torch.Tensor]]
 ) -> Ignored:
-    """Return what ``ignore`` means among the named parameters ``pairs`` and ``buffers``.
+    """Resolve ``ignore`` among the named parameters ``pairs`` and ``buffers``.
 
     Raises:
-        TypeError: it is no iterable of names, patterns, tensors and modules.
-        ValueError: one of them matches nothing; it is named.
+        TypeError: ``ignore`` is not an iterable of names, patterns, tensors and modules.
+        ValueError: an item matches nothing; it is named.
     """
     named = dict([*pairs, *buffers])
     names = {id(tensor): name for name, tensor in reversed([*pairs, *buffers])}
@@ -100,7 +100,7 @@ def ignored_of(
 
 
 def _items(ignore: Any) -> list[Any]:
-    """Return what is in ``ignore``, with the parameters and buffers of modules instead of them."""
+    """Return the items of ``ignore``, with modules replaced by their parameters and buffers."""
     if isinstance(ignore, torch.nn.Module):
         ignore = [ignore]
     if isinstance(ignore, (str, torch.Tensor)) or not isinstance(ignore, Iterable):
@@ -125,18 +125,14 @@ def _nothing_of(named: Mapping[str, object], pattern: str) -> str:
     return f"none of the {len(named)} parameters and buffers, {', '.join(map(repr, list(named)[:3]))} ..."
 
 
-NONE_IGNORED = Ignored()
-"""What is ignored by default."""
-
-
 class ParameterTable:
     """Table of an optimizer's parameters: the trainable ones, sorted into buckets, and the frozen ones.
 
     Args:
-        optimizer: watched for parameters that are added later.
+        optimizer: the optimizer, watched for parameters that are added later.
         names: the parameters by name.
-        module: the module, if ``attach`` was given one; source of names for parameters added later.
-        ignored: what takes no part in anything here.
+        module: the module, if ``attach`` was given one; it names parameters that are added later.
+        ignored: tensors that take no part.
 
     Attributes:
         flights: the buckets.
@@ -144,8 +140,8 @@ class ParameterTable:
         ranks: global ranks that gradients are averaged over; ``attach`` sets it.
         shards: the trainable parameters that are DTensors, with the ranks that their parts are on.
         on_gpu: whether that is a GPU.
-        partition: the ranks that step together; ``None``: each steps by itself.
-        rank_local: names of parameters of the module, none of these, that each rank has its own of.
+        partition: partition of a sharded step; ``None`` without one.
+        rank_local: names of the module's other parameters that differ between ranks and stay so.
     """
 
     rank_local: frozenset[str] = frozenset()
@@ -175,16 +171,16 @@ class ParameterTable:
 
     @property
     def stepper(self) -> Stepper:
-        """Description of how the optimizer steps now."""
+        """Object that describes how the optimizer steps now."""
         return stepper_of(self.optimizer)
 
     @property
     def partial(self) -> StepPartition | None:
-        """The ranks that step together, if each has only its own part of the averaged gradients."""
+        """The partition, if each rank has only its own part of the averaged gradients."""
         return None if self.partition is None or self.partition.full_grad else self.partition
 
     def await_parameters(self) -> None:
-        """Return when all parameters are there, those too that no forward has used since a step of several hosts."""
+        """Wait until all parameters have arrived that other hosts have stepped."""
         if self.partition is not None:
             self.partition.await_parameters()
 
@@ -206,7 +202,7 @@ class ParameterTable:
         return [(name, local_of(b)) for name, b in named if not self.ignores(name, b)]
 
     def ignores(self, name: str, tensor: torch.Tensor) -> bool:
-        """Return whether the parameter or buffer ``tensor`` of the module, called ``name``, is to be left alone."""
+        """Return whether the module's tensor ``name`` is ignored."""
         return self.ignored.covers(tensor) or self.ignored.matches(name)
 
     def labels(self) -> dict[str, str]:
@@ -214,7 +210,7 @@ class ParameterTable:
         return labels_of((slot.name, slot.param) for slot in self._slots.values())
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Return the existing gradients by name, and this rank's part of those that are DTensors."""
+        """Return the existing gradients by name, or this rank's part of DTensors."""
         return {slot.name: grad for slot in self._slots.values() if (grad := slot.owner.grad) is not None}
 
     def drop_gradients(self) -> None:
@@ -233,7 +229,7 @@ class ParameterTable:
     def unfrozen(self) -> list[Slot]:
         """Return the slots of parameters that have become trainable and have not been admitted yet.
 
-        With ``takes_written`` they are also those of frozen parameters whose ``.grad`` somebody has set.
+        With ``takes_written``, frozen parameters whose ``.grad`` the user has set are included.
         """
         written = self.takes_written
         return [s for s in self._frozen.values() if s.param.requires_grad or (written and s.param.grad is not None)]
@@ -244,11 +240,11 @@ class ParameterTable:
         for slot in slots:
             del self._frozen[id(slot.param)]
             self._slots[id(slot.param)] = slot
-        self.shards = Shards(param for _, param in self.named())  # those of frozen ones take part in sums all the same
+        self.shards = Shards(param for _, param in self.named())  # frozen ones take part in sums, too
         return slots
 
     def make_buckets(self, slots: list[Slot], lanes: Sequence[Communicator], settings: AttachSettings) -> None:
-        """Sort ``slots`` into new buckets, which travel by ``lanes`` in turns."""
+        """Sort ``slots`` into new buckets, which use ``lanes`` in turn."""
         most, first = bucket_sizes(lanes, settings, sum(slot.local.nbytes for slot in slots), self.on_gpu)
         made = make_buckets(
             *(slots, settings.compression, lanes, most, settings.tuning.algorithm),
@@ -260,7 +256,7 @@ class ParameterTable:
         self.flights += made
 
     def rebuild(self, lanes: Sequence[Communicator], settings: AttachSettings, *, adopt: bool) -> None:
-        """Sort all parameters into new buckets, with the state of the old ones; ``adopt``: and their gradients."""
+        """Sort all parameters into new buckets with the old ones' state, and with their gradients if ``adopt``."""
         add_counts(self.earlier, [flight.exchange for flight in self.flights])
         state = state_of(self.flights)
         self.flights = []
@@ -276,7 +272,7 @@ class ParameterTable:
             flight.bucket.note_handed_out()
 
     def has_new(self) -> bool:
-        """Return whether parameters were added by ``add_param_group`` or unfrozen, which :meth:`find_new` finds."""
+        """Return whether parameters were added by ``add_param_group``, or unfrozen."""
         if self._frozen and self.unfrozen():
             return True
         ids = parameter_ids(self.optimizer)
@@ -291,13 +287,13 @@ class ParameterTable:
         return [p for p in unknown if not self.ignored.finds(p, self.module)]
 
     def new_names(self) -> tuple[str, ...]:
-        """Return the names of these parameters."""
+        """Return the names of added and unfrozen parameters."""
         if not self.has_new():
             return ()
         return (*(slot.name for slot in self.unfrozen()), *self._names_of_added())
 
     def frozen_of_trained(self) -> tuple[str, ...]:
-        """Return which parameters in buckets do not require gradients; only looked at if a gradient is missing."""
+        """Return the names of frozen parameters in buckets, if a gradient is missing."""
         if all(flight.ready() for flight in self.flights):
             return ()
         return tuple(slot.name for slot in self._slots.values() if not slot.param.requires_grad)
@@ -309,7 +305,7 @@ class ParameterTable:
         return {names.get(id(p), f"added.{number + i}"): p for i, p in enumerate(added)}
 
     def find_new(self, communicator: Communicator) -> None:
-        """Find parameters that are new, which :meth:`admit` then returns. Collective, where all ranks find some.
+        """Add new parameters to the table, for :meth:`admit` to return. Collective between ranks that all have some.
 
         Raises:
             TypeError, ValueError: a parameter cannot be averaged on some rank, or they differ; on every rank.
@@ -327,7 +323,7 @@ class ParameterTable:
         self._frozen.update({id(p): Slot(name, p, in_optimizer=True) for name, p in new.items()})
 
     def replaced(self) -> list[Slot]:
-        """Return the slots of parameters that are no longer the optimizer's, though they were when they were found."""
+        """Return the slots of parameters that have been removed from the optimizer."""
         ids = parameter_ids(self.optimizer)
         if ids == self._kept_ids:
             return []
@@ -340,7 +336,7 @@ class ParameterTable:
 
     def drop(self, slots: Iterable[Slot]) -> None:
         """Forget ``slots``; :meth:`rebuild` then makes buckets without them."""
-        self._known_ids = []  # a new parameter may get the id of one that goes
+        self._known_ids = []  # a new parameter may get the id of a dropped one
         for slot in slots:
             slot.leave_bucket()
             self._slots.pop(id(slot.param), None)
@@ -381,8 +377,8 @@ def table_of(optimizer: Any, model_or_named_parameters: Any, all_parameters: boo
     """Return the parameters of ``optimizer``, checked, with the names that the model gives them.
 
     Raises:
-        TypeError, ValueError: it is no optimizer, or a parameter has no name, or cannot be averaged; or ``ignore``
-            matches nothing, or everything.
+        TypeError, ValueError: ``optimizer`` is not one, a parameter has no name or cannot be averaged, or ``ignore``
+            matches nothing or everything.
     """
     optimizer = checked_optimizer(optimizer, model_or_named_parameters, "attach")
     module = model_or_named_parameters if isinstance(model_or_named_parameters, torch.nn.Module) else None
@@ -407,9 +403,9 @@ def _pairs_of(
 def _names_of(
     optimizer: torch.optim.Optimizer, pairs: Sequence[tuple[str, torch.Tensor]], all_parameters: bool, ignored: Ignored
 ) -> dict[str, torch.Tensor]:
-    """Return the optimizer's parameters by name in the model's order, or with ``all_parameters`` all named ones.
+    """Return the optimizer's parameters, or with ``all_parameters`` all, by name in the model's order.
 
-    Those that are ``ignored`` are not among them.
+    Ignored ones are left out.
 
     Raises:
         TypeError, ValueError: the names are missing or ambiguous, or a parameter of the optimizer has none.

@@ -1,10 +1,10 @@
-"""Backward passes: their beginning, each gradient, the last gradient, and their end; passes of this rank alone."""
+"""Backward passes: beginning, each gradient, the last gradient, and end; paused passes; hooks of the training loop."""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,26 +13,21 @@ import torch
 from pycomm.counting import PassGate
 from pycomm.errors import HALF_SENT, CommError
 from pycomm.optim.copies import training_alone
+from pycomm.optim.module_hooks import AfterForward, BeforeForward, ZeroGradHook, forget_original
 from pycomm.optim.wrappers import refuse_active_wrapper
-from pycomm.reducer.autograd_hooks import GradientHook, ModelHooks
+from pycomm.reducer.autograd_hooks import BackwardWatch, GradientHook, Uncovered, step_hook
 from pycomm.reducer.buckets import Slot, forget_passes
 from pycomm.reducer.engine import Engine
 from pycomm.reducer.parameter_changes import ParameterChanges, require_provenance
 from pycomm.reducer.replica_differences import DamageError
-from pycomm.torch_internals import (
-    calls_hooks_of_running_nodes,
-    compiles_autograd,
-    current_graph_task,
-    current_node,
-    queue_final_callback,
-)
+from pycomm.torch_internals import current_graph_task
 
 
 class LocalPasses:
-    """Record of the gradients that paused passes left in ``.grad``, kept until they are gone.
+    """Record of the gradients that paused passes have left in ``.grad``.
 
     Attributes:
-        depth: number of ``paused()`` contexts that are open.
+        depth: number of open ``paused()`` contexts.
     """
 
     def __init__(self) -> None:
@@ -40,7 +35,7 @@ class LocalPasses:
         self._left: WeakKeyDictionary[Slot, tuple[weakref.ref[torch.Tensor], int]] = WeakKeyDictionary()
 
     def note(self, slot: Slot) -> None:
-        """Note that a pass that is not averaged has accumulated the gradient of ``slot``."""
+        """Note that a paused pass has accumulated the gradient of ``slot``."""
         grad = slot.owner.grad
         assert grad is not None
         self._left[slot] = weakref.ref(grad), slot.grad_version()
@@ -49,8 +44,8 @@ class LocalPasses:
         """Raise RuntimeError if such a gradient is still in ``.grad``.
 
         Args:
-            why: reason for which it must be gone now, for the message.
-            firing: slot to whose gradient the current pass has already added.
+            why: why it must have been cleared, for the message.
+            firing: slot whose gradient the current pass has already accumulated.
         """
         suspects = [slot for slot in self._left if self._may_be_there(slot, slot is firing)]
         if not suspects:
@@ -76,127 +71,12 @@ class LocalPasses:
         return not added_to or slot.grad_version() == version + 1  # else it was zeroed before this pass added to it
 
 
-class BackwardWatch:
-    """Watch that detects backward passes by the gradients they accumulate.
-
-    ``on_begin`` is called before the first gradient of a pass, ``on_gradients`` when all have arrived, and
-    ``on_end`` when ``backward()`` is about to return. If one pass produces gradients for several watches,
-    ``on_gradients`` is called on all of them before ``on_end`` is called on the first: ``on_end`` may wait
-    for other ranks, which may have reached another watch first and need what that watch sends.
-
-    Autograd's final callbacks belong to a graph task. Reentrant checkpointing runs a nested task for
-    every checkpointed piece, whose callback is called while the outer backward still runs; the node that
-    started the nested task is then still being evaluated. In that case a hook on that node requests a
-    callback from the enclosing task, and so on outwards. A task that fails is dropped without its
-    callback: this is how a pass that ended with an exception is detected, and ``on_failure`` called.
-    """
-
-    def __init__(
-        self,
-        on_begin: Callable[[], None],
-        on_gradients: Callable[[], None],
-        on_end: Callable[[], None],
-        on_failure: Callable[[], None],
-    ) -> None:
-        self._on_begin, self._on_gradients, self._on_end = on_begin, on_gradients, on_end
-        self._on_failure = on_failure
-        self._tasks: set[int] = set()
-        self._active = False
-        self._abandoned = False
-
-    def touch(self, *_: object) -> None:
-        """Note that a gradient has been accumulated, in whichever graph task is running."""
-        if not self._active:
-            _refuse_compiled_autograd()
-        task = current_graph_task()
-        if task in self._tasks:
-            return
-        if not self._active:
-            self._on_begin()
-            self._active = True
-            _active.add(self)
-        self._tasks.add(task)
-        queue_final_callback(_TaskEnd(self, task))
-
-    def abandoned(self) -> bool:
-        """Return whether a pass has ended with an exception since the last call."""
-        abandoned, self._abandoned = self._abandoned, False
-        return abandoned
-
-    def task_ended(self, task: int) -> None:
-        """Handle the final callback of a graph task."""
-        enclosing = current_node()
-        if enclosing is not None:
-            if not calls_hooks_of_running_nodes():
-                raise RuntimeError(
-                    "reentrant checkpointing, with which this torch does not tell when backward() has ended: call "
-                    "checkpoint(..., use_reentrant=False), or use a newer torch"
-                )
-            enclosing.register_hook(self.touch)
-            return
-        for watch in list(_active):
-            if task in watch._tasks:
-                watch._reset()
-                watch._on_gradients()
-                _ending.add(watch)
-        if self in _ending:
-            _ending.discard(self)
-            self._on_end()
-
-    def task_failed(self) -> None:
-        """Handle a graph task that was dropped without its final callback."""
-        if self._active:
-            self._reset()
-            self._abandoned = True
-            self._on_failure()
-        _ending.discard(self)
-
-    def _reset(self) -> None:
-        self._tasks.clear()
-        self._active = False
-        _active.discard(self)
-
-
-_active: weakref.WeakSet[BackwardWatch] = weakref.WeakSet()
-_ending: weakref.WeakSet[BackwardWatch] = weakref.WeakSet()
-"""Watches on which ``on_gradients`` has been called, and ``on_end`` not yet."""
-
-
-class _TaskEnd:
-    """Final callback of a graph task; reports a failure if it is dropped without having been called."""
-
-    def __init__(self, watch: BackwardWatch, task: int) -> None:
-        self._watch = weakref.ref(watch)
-        self._task = task
-        self._called = False
-
-    def __call__(self) -> None:
-        self._called = True
-        watch = self._watch()
-        if watch is not None:
-            watch.task_ended(self._task)
-
-    def __del__(self) -> None:
-        watch = None if self._called else self._watch()
-        if watch is not None:
-            watch.task_failed()
-
-
-def _refuse_compiled_autograd() -> None:
-    if compiles_autograd():
-        raise RuntimeError(
-            "compiled autograd does not call pycomm's hooks as backward() goes: leave it off "
-            "(torch._dynamo.config.compiled_autograd = False); torch.compile of the model is fine"
-        )
-
-
 class Passes:
-    """Driver of the engine, called by autograd: by a hook on each parameter and at the end of each backward pass.
+    """Driver of the engine. Autograd calls it by a hook on each parameter, and at the end of each backward pass.
 
     Attributes:
-        changes: parameters that are added, unfrozen or replaced.
-        model_hooks: hooks on the optimizer and the module, once they are installed.
-        stopped: error after which this rank no longer takes part; empty while it does.
+        changes: handling of parameters that are added, unfrozen or replaced.
+        stopped: error after which this rank no longer takes part; "" without one.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -205,33 +85,54 @@ class Passes:
         self._watch = BackwardWatch(self._begin, self._all_gradients_arrived, self._end, self._failed)
         self._local = LocalPasses()
         self._gate = PassGate(current_graph_task)
-        self.changes = ParameterChanges(engine, self.listen_to, self.stop)
+        self.changes = ParameterChanges(engine, self.hook_parameters, self.stop)
         self._hookless: list[Slot] = []
-        self.model_hooks: ModelHooks | None = None
+        self._owner: Any = None
+        self._handles: list[Any] = []
+        self._uncovered: Uncovered | None = None
         self.stopped = ""
 
     # Parameters.
 
-    def listen_to(self, slots: Iterable[Slot]) -> None:
-        """Listen to the gradients of ``slots``, which have places in buckets."""
+    def hook_parameters(self, slots: Iterable[Slot]) -> None:
+        """Hook the parameters of ``slots``, which are in buckets."""
         for slot in slots:
             if slot.hook is not None:
                 slot.hook.count_with(slot.counter(self._gate))
             elif slot.param.requires_grad:
                 slot.hook = GradientHook(self, Passes._on_gradient, slot, slot.param, slot.counter(self._gate))
-            else:  # it has no gradients but those that somebody writes, until it is unfrozen
+            else:  # frozen: only the user may write its gradient
                 self._hookless.append(slot)
+
+    def hook_model(self, owner: object) -> None:
+        """Hook the optimizer and the module. These hooks keep ``owner`` alive; those of parameters do not."""
+        self._owner = owner
+        optimizer, module = self._table.optimizer, self._table.module
+        self._handles = [
+            optimizer.register_step_pre_hook(step_hook(self._progress, self.require_averaged)),
+            optimizer.register_step_post_hook(lambda *_: self.stepped()),
+            ZeroGradHook(optimizer, self.note_zero_grad),
+        ]
+        if module is not None:
+            forget_original(module)
+            self._uncovered = Uncovered(module, self._table.covers)
+            before = BeforeForward(self.before_forward, watches_copies=True)
+            self._handles.append(module.register_forward_pre_hook(before))
+            self._handles.append(module.register_forward_hook(AfterForward(self.note_forward)))
 
     def unhook(self) -> None:
         """Remove all hooks."""
         for slot in self._table.slots():
             if slot.hook is not None:
                 slot.hook.remove()
-        if self.model_hooks is not None:
-            self.model_hooks.remove()
+        for handle in self._handles:
+            handle.remove()
+        if self._uncovered is not None:
+            self._uncovered.close()
+        self._owner = None
 
     def before_forward(self) -> None:
-        """Refuse wrappers that average these parameters too; admit new parameters if a window may begin here."""
+        """Refuse wrappers that average these parameters, too; add new parameters if no window is open."""
         if current_graph_task() != -1:
             return  # inside backward: a checkpointed piece is being recomputed
         refuse_active_wrapper(lambda: dict(self._table.named()))
@@ -240,13 +141,14 @@ class Passes:
         if not self._window.is_open and not self.stopped and not self._local.depth:
             if self._hookless:
                 slots, self._hookless = self._hookless, []
-                self.listen_to(slots)
+                self.hook_parameters(slots)
             self.changes.find_new()
-            if torch.is_grad_enabled() and self.changes.look_at_module() and self.model_hooks is not None:
-                self.model_hooks.watch_uncovered()
+            module = self._table.module
+            if torch.is_grad_enabled() and self.changes.look_at_module() and module is not None and self._uncovered:
+                self._uncovered.watch(module)
 
     def note_forward(self, output: Any) -> None:
-        """Note a forward in training mode of the module; its ``output`` tells later whether backward followed."""
+        """Note a forward of the module in training mode; its ``output`` shows later whether a backward followed."""
         if current_graph_task() == -1 and not self._local.depth:
             self._engine.flags.loop.note_forward(output)
 
@@ -290,7 +192,7 @@ class Passes:
         self._progress.stepped()
 
     def _require_provenance(self) -> None:
-        """Raise RuntimeError if a gradient comes from no reduction since the last step; tell the other ranks."""
+        """Raise RuntimeError, also on other ranks, if a gradient comes from no reduction since the last step."""
         try:
             require_provenance(
                 self._table, self._progress.has_averages, self._engine.outcome.unused, self._communicator.rank
@@ -301,6 +203,7 @@ class Passes:
 
     def stepped(self) -> None:
         """Note that ``optimizer.step()`` has returned."""
+        self._engine.statistics.phases.end_step()
         if not self._progress.leave_step():
             return
         self._window.complete = False
@@ -341,8 +244,8 @@ class Passes:
     def _all_gradients_arrived(self) -> None:
         if not self._window.sending:
             return
-        # Known buckets first, before _end looks for new parameters: ranks may differ in how many buckets they have
-        # launched by now, but not in their order.
+        # Known buckets first, before _end looks for new parameters: ranks may have launched different numbers of
+        # buckets by now, but always in the same order.
         try:
             self._engine.launch_rest()
         except (RuntimeError, ValueError) as error:
@@ -359,15 +262,15 @@ class Passes:
             self.reduce()
         else:
             self._engine.statistics.phases.end_backward()
-        if self.model_hooks is not None:
-            self.model_hooks.warn_of_uncovered()
+        if self._uncovered is not None:
+            self._uncovered.warn()
 
     def _failed(self) -> None:
         if self._engine.has_launched():
             self.stop(RuntimeError(HALF_SENT))
 
     def reduce(self) -> None:
-        """Have the engine end the reduction, with parameters that are new."""
+        """Complete the reduction, including new parameters."""
         announced = self._engine.flags.takes_new and bool(self._table.flights)
         if not announced:
             self.changes.find_new()
@@ -375,10 +278,10 @@ class Passes:
             self._engine.reduce()
         except DamageError as error:
             if self._engine.policy.survives and error.ranks:
-                self.stopped = str(error)  # the others go on, and must not meet this rank again
+                self.stopped = str(error)  # the others continue without this rank
             raise
         except CommError as error:
-            if not self._engine.policy.survives:  # else all ranks have agreed on what happened
+            if not self._engine.policy.survives:  # else all ranks have agreed on the cause
                 number, rank = self._progress.num_reductions + 1, self._communicator.rank
                 error.args = (f"{error}; rank {rank} was in reduction {number}",)
             raise
@@ -388,14 +291,14 @@ class Passes:
         self.changes.drop_replaced()
 
     def admit_newcomer(self) -> None:
-        """Let in a newcomer that waits, between two steps."""
+        """Admit a waiting newcomer between two steps."""
         if not self._window.is_open and not self.stopped:
             self._engine.policy.admit_newcomer()
 
     # Errors.
 
     def require_taking_part(self) -> None:
-        """Raise RuntimeError if an earlier error has kept this rank from a reduction."""
+        """Raise RuntimeError if this rank has stopped after an earlier error."""
         if self.stopped:
             raise RuntimeError(f"this Reducer no longer takes part after an earlier error: {self.stopped}")
 
@@ -409,7 +312,7 @@ class Passes:
         self._table.require_as_attached()
 
     def stop(self, error: Exception) -> None:
-        """Stop taking part, and tell the other ranks, which are about to enter this reduction or are in it."""
+        """Stop taking part, and raise ``error`` on ranks that are in this reduction or about to enter it."""
         if self.stopped or self._communicator.size == 1 or torch.compiler.is_compiling():
             return
         self.stopped = str(error)

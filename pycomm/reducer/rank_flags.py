@@ -1,26 +1,26 @@
-"""Rank flags: what ranks tell one another with every reduction, in 64 bits inside the messages of the gradients.
+"""Rank flags: 64 bits that ranks send each other with every reduction, inside the messages of the gradients.
 
 Bits 0 to 31 travel with the first bucket, made by :mod:`pycomm.reducer.replicas`:
 
 - 0-3: number of steps that the optimizer has taken, modulo 16. If ranks differ, that is an error.
-- 4: the state of compression has changed by itself. An error names rank and parameter.
+- 4: compression's state was changed by something else. An error names rank and parameter.
 - 5-26: hash of the parameters, in some reductions. An error names parameter and ranks.
-- 27-31: hash of the buffers, with the parameters'. A line of log names a buffer.
+- 27-31: hash of the buffers, in the same reductions. A log line names a buffer.
 
-Bits 32 to 63 travel with the last bucket. They are fixed when it is launched, which is when they are known:
+Bits 32 to 63 travel with the last bucket, and are fixed when it is launched:
 
 - 32-43: hash of every group's numbers (lr, momentum, betas, ...). An error names group, key, values and ranks.
-- 44-49: loop index: forwards that no backward followed, calls of ``zero_grad``, gradients that were not cleared. An
-  error names the rank that has left out a batch.
-- 50-59: hash of which parameters are frozen. An error names parameter and ranks.
-- 60: the optimizer has parameters that are not averaged yet. If all ranks say so, they are taken; else an error.
+- 44-49: loop index: forwards without a backward, calls of ``zero_grad``, gradients that were not cleared. An error
+  names the rank that has left out a batch.
+- 50-59: hash of the names of frozen parameters. An error names parameter and ranks.
+- 60: the optimizer has parameters that are not averaged yet. If all ranks have some, they are added; else an error.
 - 61: a veto of this step, which is then discarded on all ranks.
 - 62: this rank has no batch: the mean is that of the other ranks.
-- 63: a request to stop, of which all ranks hear.
+- 63: a request to stop, which all ranks receive.
 
-Only bits travel. If they differ, which all ranks see alike, or one of the last three is set, the ranks exchange the
-words behind them, and each comes to the same verdict before any gradient is handed out. On a GPU, where the host does
-not wait for the gradients, that is two reductions later.
+Usually only bits travel. If they differ, or one of the last three is set, all ranks see it alike. They then exchange
+the records behind the bits, and reach the same verdict before any gradient is handed out. On a GPU, where the host does
+not wait for the gradients, that happens two reductions later.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import signal
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
@@ -47,22 +47,21 @@ FROZEN = slice(50, 60)
 NEW, VETO, SKIP, STOP = 60, 61, 62, 63
 _ANY = (VETO, SKIP, STOP)
 _SALTED_ALIKE = 8
-"""Number of reductions after which what the few bits of hyperparameters have missed is found."""
+"""Reductions with one salt of the hyperparameters' hash: a collision of its few bits lasts no longer."""
 _REMEMBERED = 4
-"""Number of records that are kept: on a GPU the one of two reductions before is asked for."""
+"""Number of records that are kept: on a GPU, the record of two reductions before is read."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """Words behind the flags of one rank in one reduction; all of it can be JSON.
+    """Record behind the flags of one rank in one reduction. All fields can be encoded as JSON.
 
     Attributes:
-        loop: unused forwards, calls of ``zero_grad`` beyond one, and whether gradients of the step before were added
-            to.
-            ``None``: the rank took part without a pass of its own, and is not compared.
+        loop: number of unused forwards, number of calls of ``zero_grad`` beyond one, and whether this step added to
+            gradients of the one before. ``None``: the rank took part without a pass of its own, and is not compared.
         frozen: names of the parameters that do not require gradients.
-        new: names of the parameters of the optimizer that are not averaged yet.
-        veto, stop: reasons; ``None`` if it was not asked for.
+        new: names of the optimizer's parameters that are not averaged yet.
+        veto, stop: reasons of the requests; ``None`` without one.
         skips: whether this rank has no batch.
     """
 
@@ -84,22 +83,18 @@ class Record:
         flags = {NEW: bool(self.new), VETO: self.veto is not None, SKIP: self.skips, STOP: self.stop is not None}
         return value | sum(1 << bit for bit, is_set in flags.items() if is_set)
 
-    def words(self) -> dict[str, Any]:
-        """Return it as a dict."""
-        return asdict(self)
-
 
 def hash_of(names: Collection[str]) -> int:
-    """Return a number that is the same for equal ``names`` in every process."""
+    """Return a hash of ``names`` that is the same in every process."""
     return zlib.crc32("\n".join(names).encode())
 
 
 @dataclass
-class Announcements:
-    """What the ranks have told one another in the last reduction.
+class RankRequests:
+    """Requests that the ranks have announced to one another in the last reduction.
 
     Attributes:
-        veto: reasons for which the step is discarded, by rank.
+        veto: reasons to discard the step, by rank.
         skipping: ranks without a batch.
         new: whether all ranks have parameters that are not averaged yet.
     """
@@ -110,10 +105,10 @@ class Announcements:
 
 
 class StopRequest:
-    """Request of a rank to end the training; false until there is one, which all ranks learn at the same step.
+    """Request of a rank to end the training. False until there is one; all ranks receive it at the same step.
 
     Attributes:
-        rank: rank that asked first; -1 while nobody has.
+        rank: first rank that asked; -1 without a request.
         reason: its reason.
     """
 
@@ -128,23 +123,23 @@ class StopRequest:
 
 
 class RankFlags:
-    """The second half of the flags of this rank, and what it has heard of the others.
+    """Bits 32 to 63 of this rank, and what the other ranks have announced.
 
     Args:
-        hyperparameters: of the optimizer, which are compared.
+        hyperparameters: the optimizer's hyperparameters, which are compared.
         device: device of the gradients.
-        check: called when a hyperparameter has changed; raises ValueError if it does not go with compression.
+        check: called when a hyperparameter has changed; raises ValueError if compression does not support it.
 
     Attributes:
         loop: counts since the last reduction.
-        takes_new: whether parameters that are new are announced here; otherwise the ranks meet about them.
-        compares_loop: whether the loop index and the groups are compared; not where ranks may be a step behind.
-        veto, stop: what this rank asks for, until all have heard of it.
+        takes_new: whether new parameters are announced by a flag; otherwise the ranks meet to add them.
+        compares_loop: whether loop index and groups are compared; false where ranks may be a step behind.
+        veto, stop: reasons of this rank's requests, until all ranks have received them.
         skips: whether this rank has no batch for this reduction.
         just_stepped: whether the optimizer has taken a step, and no forward or ``zero_grad`` has followed.
-        has_pass: whether this reduction follows from a pass of this rank.
-        heard: what the ranks have told one another in the last reduction.
-        stop_requested: the request that all ranks have heard of.
+        has_pass: whether a pass of this rank leads to this reduction.
+        announced: what the ranks have announced in the last reduction.
+        stop_requested: the request to stop that all ranks have received.
     """
 
     def __init__(
@@ -161,28 +156,28 @@ class RankFlags:
         self.stop: str | None = None
         self.skips = False
         self.has_pass, self.just_stepped = True, False
-        self.heard = Announcements()
+        self.announced = RankRequests()
         self.stop_requested = StopRequest()
         on_host = device.type == "cpu"
         self._shifts = None if on_host else torch.arange(FINGERPRINT_BITS, device=device, dtype=torch.int64)
-        self._told: tuple[Any, int] | None = None
-        self._telling = (Record(), 0, torch.empty(0, dtype=torch.bool))  # for these words
+        self._last: tuple[Any, int] | None = None  # fields and digest of the last reduction
+        self._sent = (Record(), 0, torch.empty(0, dtype=torch.bool))  # what they came to
         self._records: deque[tuple[int, Record, int]] = deque(maxlen=_REMEMBERED)
 
     def request_stop(self, reason: str, lone_rank: int | None) -> None:
-        """Ask all ranks to stop, with the next reduction; at once if ``lone_rank`` is alone, and reduces nothing."""
+        """Ask all ranks to stop with the next reduction, or at once if ``lone_rank`` is the only rank."""
         if lone_rank is not None and not self.stop_requested:
             self.stop_requested = StopRequest(lone_rank, reason)
         elif self.stop is None:
             self.stop = reason
 
     def require_suitable(self) -> None:
-        """Have hyperparameters that have changed checked, and raise ValueError if they do not go with compression."""
+        """Check changed hyperparameters; raise ValueError if compression does not support them."""
         if self.hyperparameters.refresh():
             self._check()
 
     def fix(self, num_reductions: int, frozen: tuple[str, ...], new: tuple[str, ...]) -> torch.Tensor:
-        """Fix what this rank tells in the reduction that follows ``num_reductions`` others; return the bits.
+        """Fix this rank's record for the reduction that follows ``num_reductions`` others; return its bits.
 
         Args:
             num_reductions: number of reductions before this one.
@@ -190,7 +185,7 @@ class RankFlags:
         """
         loop = self.loop
         compared = self.compares_loop and self.has_pass
-        words = (
+        fields = (
             (loop.num_unused, loop.num_restarts, loop.accumulated) if compared else None,
             frozen,
             new if self.takes_new else (),
@@ -199,11 +194,11 @@ class RankFlags:
             self.stop,
         )
         digest = self.hyperparameters.digest(num_reductions // _SALTED_ALIKE) if self.compares_loop else 0
-        if (words, digest) != self._told:  # most reductions tell what the one before has told
-            record = Record(*words)
+        if (fields, digest) != self._last:  # most reductions repeat the one before
+            record = Record(*fields)
             value = record.value(digest)
-            self._told, self._telling = (words, digest), (record, value, self._bits(value))
-        record, value, bits = self._telling
+            self._last, self._sent = (fields, digest), (record, value, self._bits(value))
+        record, value, bits = self._sent
         self._records.append((num_reductions, record, value))
         return bits
 
@@ -212,12 +207,12 @@ class RankFlags:
             octets = np.frombuffer(value.to_bytes(FINGERPRINT_BITS // 8, "little"), np.uint8)
             return torch.from_numpy(np.unpackbits(octets, bitorder="little").view(np.bool_))
         signed = value - (1 << FINGERPRINT_BITS) if value >> (FINGERPRINT_BITS - 1) else value
-        # A number that a kernel fills in, not one that is copied: no copy to a GPU has to be waited for.
+        # A kernel fills it in: a copy to the GPU would have to be waited for.
         number = torch.full((), signed, dtype=torch.int64, device=self._shifts.device)
         return ((number >> self._shifts) & 1).bool()
 
-    def said(self, differing: torch.Tensor, num_reductions: int) -> torch.Tensor:
-        """Return ``differing`` with the bits that count if a single rank has set them, even if all have."""
+    def with_own_requests(self, differing: torch.Tensor) -> torch.Tensor:
+        """Return ``differing`` with this rank's requests set, which count even if all ranks make them."""
         _, _, value = self._records[-1] if self._records else (0, Record(), 0)
         mine = [bit for bit in _ANY if value >> bit & 1] + ([NEW] if value >> NEW & 1 else [])
         if not mine:
@@ -227,19 +222,19 @@ class RankFlags:
         return differing
 
     def record_of(self, num_reductions: int) -> Record:
-        """Return this rank's record of that reduction."""
+        """Return this rank's record of reduction ``num_reductions``."""
         return next((record for number, record, _ in self._records if number == num_reductions), Record())
 
     def reduced(self) -> None:
-        """Begin to count anew, for the next reduction: gradients have been handed out, or discarded."""
+        """Reset the counts for the next reduction: gradients have been handed out, or discarded."""
         self.loop.restart()
         self.veto, self.skips, self.has_pass = None, False, True
         if self.stop_requested:
             self.stop = None
 
-    def hear(self, by_rank: Mapping[int, Mapping[str, Any]]) -> None:
-        """Take note of what all ranks ask for: their records as words."""
-        self.heard = Announcements(
+    def apply(self, by_rank: Mapping[int, Mapping[str, Any]]) -> None:
+        """Note the requests in all ranks' records, which are dicts."""
+        self.announced = RankRequests(
             veto={rank: words["veto"] for rank, words in by_rank.items() if words["veto"] is not None},
             skipping=tuple(rank for rank, words in by_rank.items() if words["skips"]),
             new=any(words["new"] for words in by_rank.values()),
@@ -250,7 +245,7 @@ class RankFlags:
 
 
 Words = Mapping[str, Any]
-"""Record of one rank; see :class:`pycomm.reducer.rank_comparison.Record`."""
+"""Fields of one rank's :class:`Record`."""
 
 _PAIRED = (
     "Their gradients would be averaged with those of other batches. A rank without a usable batch calls "
@@ -286,18 +281,18 @@ def raise_out_of_loop(records: Mapping[int, Words]) -> None:
 
 
 def raise_different_groups(groups: Mapping[int, list[Numbers] | None]) -> None:
-    """Raise ValueError if hyperparameters differ; ``None`` for ranks that are not compared."""
+    """Raise ValueError if hyperparameters differ; those of ranks that are not compared are ``None``."""
     found = first_difference(list(groups.values()))
     if found is None:
         return
     index, key, values = found
     by_value: dict[str, list[int]] = {}
-    for (rank, told), value in zip(groups.items(), values, strict=True):
-        if told is not None:
+    for (rank, group), value in zip(groups.items(), values, strict=True):
+        if group is not None:
             by_value.setdefault("missing" if value is None else repr(value), []).append(rank)
-    told_values = ", ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in by_value.items())
+    described = ", ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in by_value.items())
     raise ValueError(
-        f"the ranks' optimizers differ: {key!r} of parameter group {index} is {told_values}. Change it on all ranks "
+        f"the ranks' optimizers differ: {key!r} of parameter group {index} is {described}. Change it on all ranks "
         "alike: by the same schedule, by a loss or progress that is averaged over the ranks, by a checkpoint that all "
         f'load. If it is meant to differ, write tuning=pycomm.Tuning(per_rank=("{key}",))'
     )
@@ -334,18 +329,18 @@ def _by_rank(counts: Mapping[int, int]) -> str:
 
 
 def reasons_of(veto: Mapping[int, str]) -> str:
-    """Return who vetoed a step, and why."""
+    """Return which ranks vetoed a step, and why."""
     return ", ".join(f"rank {rank}{f' ({reason})' if reason else ''}" for rank, reason in veto.items())
 
 
 class Stoppable(Protocol):
-    """Object through which all ranks can be asked to stop: a Reducer, or a handle of :func:`pycomm.ddp.register`."""
+    """Object with ``request_stop``: a Reducer, or a handle of :func:`pycomm.ddp.register`."""
 
     def request_stop(self, reason: str = "") -> None: ...
 
 
 class SignalStop:
-    """Handler of signals that requests a stop; a context manager, which gives back the former handlers at its end.
+    """Signal handler that requests a stop. As a context manager, it restores the former handlers on exit.
 
     Made by :func:`stop_on_signal`.
     """
@@ -361,7 +356,7 @@ class SignalStop:
             before(number, frame)
 
     def close(self) -> None:
-        """Give back the handlers that the signals had before. Idempotent."""
+        """Restore the former handlers. Idempotent."""
         before, self._before = self._before, {}
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
@@ -376,21 +371,22 @@ class SignalStop:
 
 
 def stop_on_signal(reducer: Stoppable, *signals: int) -> SignalStop:
-    """Have ``signals`` that this process gets request a stop of all ranks, in place of ending this one.
+    """Request a stop of all ranks when this process receives one of ``signals``, instead of ending it.
 
-    A batch system sends SIGTERM, or SIGUSR1, before it takes the machines away, often to one process only. All ranks
-    learn of it at the same step: see :meth:`pycomm.Reducer.request_stop`. A handler that was there is called too,
-    unless it is Python's own for Ctrl-C. Call it on any of the ranks, on the main thread.
+    A batch system sends SIGTERM or SIGUSR1 before it takes the machines away, often to one process only. All ranks
+    receive the request at the same step: see :meth:`pycomm.Reducer.request_stop`. A former handler is called too,
+    unless it is Python's own for Ctrl-C. Call it on any rank, on the main thread.
 
     Args:
-        reducer: what ``attach``, ``pycomm.ddp.register`` or the ``attach`` of an integration returned.
+        reducer: result of ``attach``, ``pycomm.ddp.register``, or an integration's ``attach``.
         signals: ``signal.SIGTERM`` and others.
 
     Returns:
-        A context manager, and an object with ``close()``, which gives back the former handlers.
+        A context manager, also with ``close()``, that restores the former handlers.
 
     Raises:
-        TypeError, ValueError: ``reducer`` has no ``request_stop``, or ``signals`` are none, or not on the main thread.
+        TypeError, ValueError: ``reducer`` has no ``request_stop``, there are no ``signals``, or this is not the main
+            thread.
     """
     if not callable(getattr(reducer, "request_stop", None)):
         raise TypeError(f"reducer is a {type(reducer).__name__}, wanted what attach() returned")

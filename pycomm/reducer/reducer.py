@@ -1,29 +1,29 @@
-"""Reducer, which ``attach`` returns: the public face of averaging, kept alive by hooks on optimizer and module."""
+"""Reducer, the public object that ``attach`` returns; hooks on the optimizer and module keep it alive."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from pycomm import checks
+from pycomm.communicator import Communicator
+from pycomm.compression import Compression
 from pycomm.compression.dense import method_text
 from pycomm.compression.saved_state import gather_state, select_state
 from pycomm.descriptions import counted, size_text, tensors_text
 from pycomm.optim.attached import forget
 from pycomm.optim.wrappers import unwatch_constructions
 from pycomm.reducer import clipping
-from pycomm.reducer.attached_training import AttachedTraining
-from pycomm.reducer.autograd_hooks import ModelHooks
 from pycomm.reducer.buckets import scale_gradients
 from pycomm.reducer.engine import Engine
 from pycomm.reducer.module_buffers import BufferSync
 from pycomm.reducer.passes import Passes
 from pycomm.reducer.rank_flags import StopRequest
-from pycomm.reducer.statistics import Phases
 from pycomm.reducer.step_trace import StepTrace
 from pycomm.reducer.window import TrainingProgress
 from pycomm.reducer.without_backward import WithoutBackward, request_veto
@@ -31,7 +31,7 @@ from pycomm.torch_internals import current_graph_task, is_dtensor
 
 
 def description(engine: Engine) -> str:
-    """Return who averages, what, and how, in the words of ``repr``."""
+    """Return the ranks, parameters and method, for ``repr``."""
     settings, table = engine.settings, engine.table
     transport = "nccl" if table.on_gpu else engine.communicator.transport
     parts = [counted(len(engine.world), "rank"), transport, _parameters(engine), method_text(settings.compression)]
@@ -43,7 +43,7 @@ def description(engine: Engine) -> str:
 
 
 def _parameters(engine: Engine) -> str:
-    """Return the trainable parameters, in the buckets that they travel in. One rank alone needs no buckets."""
+    """Return the numbers and size of parameters and buckets. A single rank needs no buckets."""
     slots, flights = engine.table.slots(), engine.table.flights
     if not flights:
         return tensors_text(slot.local for slot in slots)
@@ -52,25 +52,24 @@ def _parameters(engine: Engine) -> str:
 
 
 class Reducer:
-    """Reducer that averages gradients over the ranks while backward runs. Made by :func:`pycomm.attach`.
+    """Average gradients over the ranks while backward runs. Created by :func:`pycomm.attach`.
 
-    It lives as long as the optimizer or the attached module, whose hooks refer to it (parameters' hooks do not).
+    Hooks keep it alive as long as the optimizer or the attached module.
 
     Attributes:
         optimizer, module: the attached ones; ``module`` is ``None`` if ``attach`` was given named parameters.
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._detached = False
+        self._engine, self._detached = engine, False
         self._last_stats: dict[str, Any] = {}
-        communicator, settings = engine.communicator, engine.settings
-        self._communicator, self._settings = communicator, settings
+        communicator = self._communicator = engine.communicator
+        self._settings = engine.settings
         self._table, self._window, self._progress = engine.table, engine.window, engine.progress
         self.optimizer, self.module = engine.table.optimizer, engine.table.module
-        self._passes = Passes(engine)
-        self._without_backward = WithoutBackward(engine, self._passes)
-        _say_at_the_end(engine, "its optimizer and model are gone, or its process has ended")
+        passes = self._passes = Passes(engine)
+        self._without_backward = WithoutBackward(engine, passes)
+        _set_farewell(engine, "its optimizer and model are gone, or its process has ended")
         self._lone_factor = clipping.LoneFactor(engine.table)
         engine.statistics.phases.trace = StepTrace.wanted(communicator.channel.recorder.global_rank, communicator.size)
         self._idle = _has_nothing_to_do(engine)
@@ -87,8 +86,7 @@ class Reducer:
         self._idle = False
         self._passes.changes.hook(self._table.slots())
         self._passes.changes.hook(self._table.admit())
-        hooks = ReducerHooks(self, self._passes, self._engine.progress, self._engine.statistics.phases)
-        self._passes.model_hooks = ModelHooks(self.optimizer, self.module, hooks)
+        self._passes.hook_model(owner=self)
         if self.module is not None and self._settings.buffers != "local":
             mode, keeps = self._settings.buffers, self._engine.policy.survives
             self._engine.buffers = BufferSync(self.module, mode, self._communicator, self._table.ignores, keeps=keeps)
@@ -104,14 +102,14 @@ class Reducer:
 
     @property
     def world(self) -> tuple[int, ...]:
-        """Ranks that take part, by their numbers; a newcomer gets a new one. This process's index is its rank."""
+        """Numbers of the ranks that take part, indexed by rank; a newcomer gets a new number."""
         return self._engine.world
 
     def on_change(self, callback: Callable[[tuple[int, ...], tuple[int, ...]], None]) -> None:
         """Call ``callback(old_world, new_world)`` on each remaining rank when :attr:`world` has changed.
 
-        It is called at the end of that ``backward()``, before ``optimizer.step()``: the place to divide samples anew or
-        to scale the learning rate. Never called without ``survive``.
+        It runs at the end of that ``backward()``, before ``optimizer.step()``, where samples can be redistributed and
+        the learning rate scaled. Never called without ``survive``.
         """
         self._require_attached()
         self._engine.callbacks.append(callback)
@@ -124,7 +122,7 @@ class Reducer:
             ``wait_seconds``, ``pack_seconds``, ``wire_seconds``, ``unpack_seconds``, ``hidden_share``, ``waits``,
             ``nonfinite_steps``, ``last_nonfinite``, ``vetoed_steps``, ``last_veto``. With error feedback also
             ``residual_norm`` and ``compression_error``; with TopK and DGC ``selections``, ``selections_missed``,
-            ``miss_rate``; with ``survive`` ``recoveries``, ``joins``, ``late``. The reference explains each of them.
+            ``miss_rate``; with ``survive`` ``recoveries``, ``joins``, ``late``. The reference explains each counter.
         """
         if self._detached:
             return dict(self._last_stats)
@@ -133,8 +131,8 @@ class Reducer:
     def reduce(self) -> None:
         """Average what is in ``.grad`` now, in place of a ``backward()``. Collective.
 
-        For gradients that ``backward()`` did not make: ``torch.autograd.grad``, ``torch.func.grad``, evolution
-        strategies, clipping by sample. Write them to ``.grad``, call this, then ``optimizer.step()``. It ends an
+        For gradients that ``backward()`` did not compute: ``torch.autograd.grad``, ``torch.func.grad``, evolution
+        strategies, per-sample clipping. Write them to ``.grad``, call this, then ``optimizer.step()``. It ends an
         accumulation window. Other ranks may call ``backward()`` meanwhile. A parameter without a gradient counts as
         zeros. Frozen parameters take part if they have a gradient on all ranks.
 
@@ -149,11 +147,11 @@ class Reducer:
             self._without_backward.reduce_written()
 
     def veto_step(self, reason: str = "") -> None:
-        """Have this step left out on all ranks. Call it on any rank, before or during its ``backward()``.
+        """Skip this step on all ranks. Call it on any rank, before or during its ``backward()``.
 
-        The averages are discarded like those that are not finite: compression's state stays as it was. A loss scaler
-        leaves out the step; :class:`pycomm.LossScaler` keeps its scale, torch's GradScaler lowers it. Without a scaler
-        ``.grad`` is ``None`` on all ranks. An accumulation window is left out as a whole. It costs nothing if unused.
+        The averages are discarded like non-finite ones, and compression's state stays as it was. A loss scaler skips
+        the step; :class:`pycomm.LossScaler` keeps its scale, torch's GradScaler lowers it. Without a scaler
+        ``.grad`` is ``None`` on all ranks. An accumulation window is skipped as a whole. Unused, this costs nothing.
 
         Raises:
             RuntimeError: this step's gradients have been sent, or averaged.
@@ -184,26 +182,26 @@ class Reducer:
         """Ask all ranks to end the training together. Call it on any rank and thread, or in a signal handler.
 
         The request travels with the next reduction. When that returns, :attr:`stop_requested` is true on all ranks (on
-        a GPU two reductions later), so that all can save and leave after the same step. It ends nothing by itself.
+        a GPU two reductions later), so that all can save and exit after the same step. Nothing is stopped by itself.
         """
         self._require_attached()
         self._engine.flags.request_stop(str(reason), self._communicator.rank if self._idle else None)
 
     @property
     def stop_requested(self) -> StopRequest:
-        """Request to stop that all ranks have heard of: true, with ``rank`` and ``reason``; false before that."""
+        """Request to stop that all ranks have received, with ``rank`` and ``reason``; false without one."""
         return self._engine.flags.stop_requested
 
     @property
     def is_vetoed(self) -> bool:
         """Whether a rank has vetoed the last step; see :meth:`veto_step`."""
-        return bool(self._engine.flags.heard.veto)
+        return bool(self._engine.flags.announced.veto)
 
     def reduce_now(self) -> None:
-        """Average the gradients that there are, unless their averages wait for a step already. Collective.
+        """Average the present gradients, unless their averages already wait for a step. Collective.
 
         For a rank whose ``.grad`` was set by hand, whose window ends early, or which has no gradients in this step,
-        while others call ``backward()``. A parameter without a gradient counts as zeros. :mod:`pycomm.horovod` uses it.
+        while other ranks call ``backward()``. A parameter without a gradient counts as zeros.
 
         Raises:
             RuntimeError: a gradient was set after the others had been averaged.
@@ -215,17 +213,19 @@ class Reducer:
     def stay_absent(self) -> int:
         """Take part in the other ranks' reductions without data, until all ranks have called this.
 
-        Averages still divide by the number of all ranks. Gradients are dropped; parameters do not change.
-
-        Returns:
-            Number of the others' reductions that this rank was absent from.
+        Averages still divide by the number of all ranks. Gradients are dropped; parameters do not change. Returns the
+        number of reductions that this rank was absent from.
         """
         self._require_attached()
-        return 0 if self._idle else self._without_backward.stay_absent()
+        count = 0
+        with torch.no_grad(), torch.cuda.device(self._table.device if self._table.on_gpu else -1):
+            while not self._idle and not self._without_backward.take_part(absent=True):
+                count += 1
+        return count
 
     @property
     def attached(self) -> AttachedTraining:
-        """What the rest of pycomm may use of this training. Raises RuntimeError once it is detached."""
+        """Internal interface for the rest of pycomm. Raises RuntimeError once this Reducer is detached."""
         self._require_attached()
         return AttachedTraining(self._engine)
 
@@ -245,9 +245,9 @@ class Reducer:
     def flush(self) -> None:
         """Average an accumulation window that ended early. Collective; call before unscaling, clipping and ``step``.
 
-        Does nothing if no rank has gradients waiting. All ranks must have had equally many passes, unless
-        :meth:`set_weight` is in use. A rank whose window is complete then does nothing here; ranks with fewer passes,
-        or none, join it by this call.
+        Does nothing if no rank has gradients waiting. All ranks must have had the same number of passes, unless
+        :meth:`set_weight` is in use. In that case a rank whose window is complete does nothing here, and ranks with
+        fewer passes, or none, join its reduction by this call.
         """
         self._require_attached()
         if not self._idle:
@@ -257,10 +257,10 @@ class Reducer:
     def paused(self) -> Iterator[None]:
         """Keep backward passes inside local to this rank: nothing is sent, and no rank is waited for.
 
-        For passes that are no training step of this optimizer: a saliency map, a penalty, the generator's pass through
+        For passes that are not a training step of this optimizer: a saliency map, a penalty, a generator's pass through
         its discriminator (``with discriminator_reducer.paused(): generator_loss.backward()``). Their gradients are
-        never averaged. If they are still in ``.grad`` in the next pass outside, or at ``optimizer.step()``, that is an
-        error: call ``zero_grad()`` first. Not collective.
+        never averaged. It is an error if they are still in ``.grad`` in the next pass outside, or at
+        ``optimizer.step()``: call ``zero_grad()`` first. Not collective.
 
         Raises:
             RuntimeError: an accumulation window is open.
@@ -270,9 +270,9 @@ class Reducer:
             yield
 
     def skip_step(self) -> None:
-        """Declare that ``optimizer.step()`` is left out on purpose, on all ranks: what was sent is not sent again.
+        """Declare that ``optimizer.step()`` is skipped on all ranks, so that its gradients are not sent again.
 
-        Only compression methods with state require it.
+        Required only by compression methods with state.
         """
         self._require_attached()
         self._progress.skipped()
@@ -281,10 +281,10 @@ class Reducer:
         """Declare, before ``backward()``, that the loss is the mean over ``num_samples`` samples or tokens.
 
         From now on ``.grad`` gets the mean over the samples of all ranks and passes: the sum of n_p g_p divided by the
-        sum of n_p, with g_p the gradient of pass p. So the loss of each pass must be the mean over its own samples, not
-        divided by the number of passes. The value holds until the next call. All ranks make their first call in the
-        same step. With ``average=False`` the result is that mean times the world size. A rank without samples sets 0;
-        its gradients do not count, even NaN. ``num_samples`` may be fractional.
+        sum of n_p, with g_p the gradient of pass p. So each pass's loss must be the mean over its own samples,
+        without division by the number of passes. The value holds until the next call. All ranks make their first call
+        in the same step. With ``average=False`` the result is that mean times the world size. A rank without samples
+        sets 0; its gradients do not count, even NaN. ``num_samples`` may be fractional.
 
         Raises:
             TypeError, ValueError: ``num_samples`` is not a finite number, or is negative; inside an accumulation
@@ -295,7 +295,7 @@ class Reducer:
         if self._settings.backup > 0:
             raise ValueError("set_weight does not go with backup: a gradient that comes late would have no weight")
         self._passes.forget_abandoned()
-        self._window.complete = False  # it is of the next pass
+        self._window.complete = False  # the weight is that of the next pass
         factor = self._window.weights.set(num_samples, self._window.num_passes)
         if self._idle:
             self._install()
@@ -374,14 +374,14 @@ class Reducer:
         self._engine.load_state(chosen, steps)
 
     def detach(self) -> None:
-        """Undo ``attach``: remove all hooks, move ``.grad`` to ordinary memory, release shared memory. Idempotent."""
+        """Undo ``attach``: remove all hooks, copy ``.grad`` to ordinary memory, release shared memory. Idempotent."""
         if self._detached:
             return
         self._last_stats = self.stats()
         self._detached = True
         self._lone_factor.remove()
         self._uninstall()
-        _let_go(self._engine)
+        _release(self._engine)
         for slot in self._table.slots():
             slot.leave_bucket()
         partition = self._table.partition
@@ -389,12 +389,12 @@ class Reducer:
             partition.move_out()
         forget(self)
         unwatch_constructions(self)
-        _say_at_the_end(self._engine, "detach")
+        _set_farewell(self._engine, "detach")
         self._engine.policy.close(self._passes.stopped or _farewell(self._progress, "detach"))
         self._communicator.close(self._passes.stopped or None)
         if partition is not None:
             partition.release()
-        # Cleared now, so that shared memory is released with its last view and not when this object is collected.
+        # Cleared now, so that shared memory is released with its last view, not when this object is collected.
         self._table.clear()
 
     def _require_attached(self) -> None:
@@ -403,7 +403,7 @@ class Reducer:
 
 
 def _has_nothing_to_do(engine: Engine) -> bool:
-    """Return whether this is one rank that compresses nothing. (Of DTensors gradients are summed over their mesh.)"""
+    """Return whether this is a single rank without compression, clipping or DTensors, so that gradients stay as is."""
     settings, table = engine.settings, engine.table
     if engine.communicator.size > 1 or engine.policy.survives or table.partition is not None:
         return False
@@ -411,71 +411,74 @@ def _has_nothing_to_do(engine: Engine) -> bool:
     return not transforms and not any(is_dtensor(param) for _, param in table.named())
 
 
-def _let_go(engine: Engine) -> None:
-    """Have ``engine`` let go of memory that is not its own."""
+def _release(engine: Engine) -> None:
+    """Release memory that ``engine`` shares with others."""
     engine.policy.stand_down()
-    engine.comparison.replicas.state_hashes.forget()
+    engine.comparison.state_hashes.forget()
     engine.statistics.waits.close()
 
 
-def _say_at_the_end(engine: Engine, how: str) -> None:
-    """Have ranks that wait for this one told that it has ended its training, and after which step."""
+def _set_farewell(engine: Engine, how: str) -> None:
+    """Set the message to ranks that still wait for this one after it has ended its training."""
     for lane in engine.lanes:
-        lane.channel.farewell = functools.partial(_farewell, engine.progress, how)  # which keeps nothing else alive
+        lane.channel.farewell = functools.partial(_farewell, engine.progress, how)  # keeps nothing else alive
 
 
 def _farewell(progress: TrainingProgress, how: str) -> str:
-    """Return what a rank says to those that wait for it when it ends."""
+    """Return the message of a rank that ends its training to those that wait for it."""
     return f"it has ended its training ({how}) after step {progress.num_reductions}"
 
 
-class ReducerHooks:
-    """Object that hooks call, and hold.
+@dataclass(frozen=True)
+class AttachedTraining:
+    """Internal interface to a Reducer's training, for checkpoints and integrations; see ``Reducer.attached``."""
 
-    Args:
-        reducer: kept alive; asked which parameters it covers.
-        passes: handling of passes.
-        progress: counters of steps.
-        phases: account of where the time goes.
-    """
+    _engine: Engine
 
-    def __init__(self, reducer: Any, passes: Passes, progress: TrainingProgress, phases: Phases) -> None:
-        self._reducer, self._passes, self._progress, self._phases = reducer, passes, progress, phases
+    @property
+    def communicator(self) -> Communicator:
+        """Communicator of the ranks."""
+        return self._engine.communicator
 
-    def before_forward(self) -> None:
-        """Admit new parameters, and refuse wrappers that average these too."""
-        self._passes.before_forward()
+    @property
+    def method(self) -> Compression:
+        """Compression method."""
+        return self._engine.settings.compression
 
-    def note_forward(self, output: Any) -> None:
-        """Note a forward of the module in training mode."""
-        self._passes.note_forward(output)
+    @property
+    def loss_scaler(self) -> Any:
+        """Loss scaler that ``attach`` was given, or ``None``."""
+        return self._engine.settings.loss_scaler
 
-    def note_zero_grad(self) -> None:
-        """Note a call of ``optimizer.zero_grad()``."""
-        self._passes.note_zero_grad()
+    @property
+    def survives(self) -> bool:
+        """Whether training continues when ranks are lost."""
+        return self._engine.settings.survive is not None
 
-    def enter_step(self) -> bool:
-        """Note that ``optimizer.step()`` begins; return whether it is no step inside another one."""
-        return self._progress.enter_step()
+    @property
+    def has_own_values(self) -> bool:
+        """Whether parameters or optimizer state may differ between ranks on purpose."""
+        table = self._engine.table
+        return bool(table.ignored or table.rank_local) or self._engine.settings.tuning.optimizer_state == "keep"
 
-    def begin_step(self) -> None:
-        """Note that ``optimizer.step()`` is about to call its closure for the first time."""
-        self._progress.stepped()
+    @property
+    def is_window_open(self) -> bool:
+        """Whether an accumulation window has gradients that are not averaged yet."""
+        return self._engine.window.is_open
 
-    def run_closure(self, closure: Callable[[], Any]) -> Any:
-        """Return the result of ``closure``, which runs inside ``optimizer.step()``."""
-        return self._progress.run_closure(closure)
+    def name_of_ignored(self, param: torch.Tensor) -> str | None:
+        """Return the name of ``param`` if ``ignore`` covers it."""
+        return self._engine.table.ignored.name_of(param)
 
-    def before_step(self) -> None:
-        """Raise RuntimeError if ``optimizer.step()`` would use gradients that have not been averaged."""
-        self._passes.require_averaged()
+    def stand_down(self) -> None:
+        """Permit collectives of the main thread before the next step."""
+        self._engine.policy.stand_down()
 
-    def after_step(self) -> None:
-        """Note that ``optimizer.step()`` has returned."""
-        self._phases.end_step()
-        self._passes.stepped()
+    def compare_replicas(self) -> None:
+        """Raise an error on every rank if the ranks' parameters differ. Collective."""
+        self._engine.comparison.compare_replicas()
 
-    def covers(self, param: torch.Tensor) -> bool:
-        """Return whether the gradient of ``param`` is averaged, or left alone as ``ignore`` says."""
-        covers: bool = self._reducer.covers(param)
-        return covers
+    def check_state(self, states: Sequence[dict[str, Any]]) -> None:
+        """Raise ValueError if ``Reducer.load_state_dict`` would not accept these ``states`` of all ranks."""
+        labels = self._engine.table.labels()
+        select_state(list(states), self._engine.state(), self.method, self.communicator, True, labels)

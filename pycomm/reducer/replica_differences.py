@@ -1,4 +1,4 @@
-"""Reports on replicas that differ: where, on which ranks, and whether a majority says who is wrong."""
+"""Reports on replicas that differ: which parameters, on which ranks, and whether a majority agrees."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from pycomm.tensor_memory import hashable
 
 
 class DamageError(CommError):
-    """A CommError that accuses ranks of data that they alone have, or that only memory can have spoiled.
+    """CommError about ranks whose data differ from the majority's, or were damaged in memory.
 
-    The ranks have all come to it together, in an exchange that was whole: the communicator can still be used.
+    All ranks raise it together after a complete exchange, so the communicator remains usable.
 
     Attributes:
-        ranks: those that are wrong, by their numbers in ``Reducer.world``; empty if no majority says which.
+        ranks: the damaged ranks, by their numbers in ``Reducer.world``; empty without a majority.
     """
 
     ranks: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, ranks: Sequence[int], what: str, *, rank: int) -> DamageError:
-        """Make the error of ``rank`` that accuses ``ranks``."""
+        """Create the error on ``rank`` that accuses ``ranks``."""
         error = cls(f"rank {rank}: {what}", rank=rank, peer=next(iter(ranks), None), operation="backward", elapsed=0.0)
         error.ranks = tuple(ranks)
         return error
 
     def spares(self, rank: int) -> bool:
-        """Return whether ``rank`` is among those that can go on without the others."""
+        """Return whether ``rank`` can continue without the accused ranks."""
         return bool(self.ranks) and rank not in self.ranks
 
 
@@ -59,7 +59,7 @@ def outvoted(by_rank: np.ndarray) -> list[int]:
 
 
 def alike(column: Sequence[int], ranks: Sequence[int]) -> list[list[int]]:
-    """Return ``ranks`` sorted into those that have equal values in ``column``."""
+    """Group ``ranks`` by equal values in ``column``."""
     groups: dict[int, list[int]] = {}
     for rank, value in zip(ranks, column, strict=True):
         groups.setdefault(value, []).append(rank)
@@ -70,9 +70,9 @@ _LAST_BITS = 1e-3
 """Largest difference, relative to the largest magnitude, that processors which round differently may explain."""
 
 _FEW = 64
-"""Most elements that differ where it is memory that did it: whoever writes to a parameter writes to more of it."""
+"""Largest number of differing elements that suggests damaged memory: code usually writes to more."""
 _FEW_OF = 8
-"""How many times as many elements a parameter has at least then: of a small one, code too writes to few."""
+"""Smallest ratio of a parameter's size to that number: in a small parameter, code may write to few, too."""
 
 _DRIFT = (
     "updates them differently: a learning rate, data that decides whether a step is taken, code that writes to "
@@ -115,7 +115,7 @@ class Hashes:
 
 
 class ReplicaDifferences:
-    """Reporter of differences between the ranks' tensors. What it does is collective, and the same on all ranks.
+    """Reports of differences between the ranks' tensors. All methods are collective, and do the same on all ranks.
 
     Args:
         communicator: the ranks to compare.
@@ -130,7 +130,7 @@ class ReplicaDifferences:
         self._warned = False
 
     def report(self, hashes: Hashes, num_reductions: int, absent: Sequence[bool]) -> None:
-        """Raise the error, or give the warning, of parameters whose ``hashes`` differ after so many reductions."""
+        """Raise an error, or warn, about parameters whose ``hashes`` differ after ``num_reductions``."""
         names, by_rank = self.find(hashes, absent)
         if any(absent) and not names:
             return
@@ -154,7 +154,7 @@ class ReplicaDifferences:
             )
 
     def _raise_difference(self, message: str, odd: list[int], count: int, is_flip: bool) -> NoReturn:
-        """Raise DamageError if most ranks agree, or if it was no code by the look of it; else RuntimeError."""
+        """Raise DamageError if a majority agrees or it looks like a flipped bit; else RuntimeError."""
         why = f"Something {_DRIFT}"
         if is_flip:
             why = (
@@ -171,10 +171,7 @@ class ReplicaDifferences:
         raise RuntimeError(f"{message}. {why}")
 
     def _distance(self) -> tuple[float, float, int, int]:
-        """Return the largest difference between the ranks' parameters, the largest magnitude, and how many differ.
-
-        The last is the number of elements of the parameters that differ. Collective.
-        """
+        """Return largest difference, largest magnitude, number of differing elements, and size of their parameters."""
         found, count, total = torch.zeros(2, dtype=torch.float64), 0, 0
         for _, parameter in self._parameters():
             if parameter.numel() == 0:
@@ -183,7 +180,7 @@ class ReplicaDifferences:
             self._communicator.all_reduce(highest, "max")
             self._communicator.all_reduce(lowest, "min")
             here = torch.stack([(highest - lowest).max(), torch.maximum(highest.abs(), lowest.abs()).max()]).cpu()
-            found = torch.where(found >= here, found, here)  # NaN stays
+            found = torch.where(found >= here, found, here)  # NaN wins
             num_different = int((highest != lowest).sum())
             count, total = count + num_different, total + bool(num_different) * parameter.numel()
         return float(found[0]), float(found[1]), max(count, 1), total  # 0 and -0 are equal
@@ -203,7 +200,7 @@ class ReplicaDifferences:
         return [names[column] for column in columns], by_rank[:, columns]
 
     def _who(self, by_rank: np.ndarray) -> str:
-        """Return on which ranks the first of the differing tensors is odd, or between which it differs."""
+        """Describe which ranks differ in the first differing tensor."""
         if by_rank.shape[1] == 0:
             return "differs"
         first = by_rank[:, :1]
@@ -223,7 +220,7 @@ class ReplicaDifferences:
 
 
 def _processor() -> str:
-    """Return the names of this rank's CPU and GPU, on which the rounding of floating-point numbers depends."""
+    """Return the names of this rank's CPU and GPU, which determine floating-point rounding."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,20 +1,19 @@
-"""Check that the ranks are at the same step with the same parameters, by fingerprints that travel with gradients.
+"""Check that the ranks are at the same step with the same parameters, by fingerprints sent with the gradients.
 
-Each reduction carries the number of steps that the optimizer has taken, modulo 16: if a rank ran a
-backward pass on its own, all ranks learn it in the next reduction. The 2nd, 3rd, 5th, 9th, ... reduction, and then
-one in every ``check_replicas``, also carries hashes of all parameters and of the module's buffers (which read them
-once). Every reduction carries the flags of :mod:`pycomm.reducer.rank_flags`. If a bit differs, all ranks
-see that; they then exchange the data behind the bits, and name the difference and its ranks. What differs
-on fewer than half of the ranks is theirs alone: the error accuses them, and the others may go on without them.
+Each reduction carries the number of steps that the optimizer has taken, modulo 16: if a rank ran a backward pass on its
+own, the next reduction shows it to all ranks. The 2nd, 3rd, 5th, 9th, ... reduction, and then one in every
+``check_replicas``, also carries hashes of all parameters and of the module's buffers. Every reduction carries the flags
+of :mod:`pycomm.reducer.rank_flags`. If a bit differs, all ranks see it; they then exchange the data behind the bits,
+and name the difference and its ranks. If fewer than half of the ranks differ, the error accuses them, and the others
+may continue without them.
 
-That is enough for averaged gradients, too, which all ranks have alike: a bit that is flipped in one, while it
-travels or where it lies, leads to another parameter, or to none, and then to no harm.
+This covers averaged gradients, too, which are equal on all ranks: a flipped bit in one leads to a different parameter,
+or has no effect.
 
-Residuals and velocities differ between the ranks by nature, so no other rank can say what they should be. Nothing
-writes to them between the commit of one step and that of the next. A hash is taken right after a commit, and compared
-before the next exchange reads them; a rank that finds its own changed tells the others by a bit. The two hashes cost
-two reads of the state, and see what happens to it in the time between them: to see every flipped bit they have to be
-taken in every step.
+Residuals and velocities differ between ranks by nature, so other ranks cannot check them. But nothing may write to them
+between the commits of two steps. So a hash is taken right after a commit, and compared before the next exchange reads
+them; a rank whose state has changed sets a bit. The two hashes read the state twice, and find only changes between
+them: to find every flipped bit, they would have to be taken in every step.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ import json
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -41,8 +41,8 @@ from pycomm.reducer.rank_flags import (
     GROUPS,
     LOOP,
     NEW,
-    Announcements,
     RankFlags,
+    RankRequests,
     raise_different_freezing,
     raise_different_groups,
     raise_different_new,
@@ -54,14 +54,14 @@ from pycomm.reducer.window import HostCopy, TrainingProgress
 from pycomm.tensor_memory import comparable, hashable
 
 _REMEMBERED = 4
-"""Verdicts that may still be asked for: on a GPU the host learns of them two reductions later."""
+"""Number of comparisons that may still be reported: on a GPU the host reports two reductions later."""
 
 
 class TakenHashes:
-    """Hashes of state as it was committed. Made by the thread that commits; the rest runs where buckets are sent."""
+    """Hashes of committed state. Created by the thread that commits; computed and compared where buckets are sent."""
 
     def __init__(self, flights: Iterable[BucketInFlight], scratch: kernels.Scratch) -> None:
-        # An exchange that carries nothing in this step may have no memory for state yet, and is not to get any.
+        # An exchange without state in this step may have no memory for it yet, and must not allocate any.
         state = state_of(flight for flight in flights if flight.exchange.transactional)
         found = [(f"{key} of parameter {name!r}", t) for name, entry in state.items() for key, t in entry.items()]
         device = found[0][1].device if found else None
@@ -79,7 +79,7 @@ class TakenHashes:
             self._then = kernels.hashes(self._tensors, scratch=self._scratch, out=self._room())
 
     def compare(self) -> None:
-        """Take them again, and compare. Lets go of the state."""
+        """Take the hashes again, and compare them. Releases the state."""
         if self._then is not None:
             self.changed = kernels.hashes(self._tensors, scratch=self._scratch, out=self._room()) != self._then
         self._tensors = []
@@ -89,7 +89,7 @@ class TakenHashes:
 
 
 class StateHashes:
-    """Keeper of this rank's hashes, from a commit to the reduction after it."""
+    """Hashes of this rank's state, kept from a commit to the reduction after it."""
 
     def __init__(self) -> None:
         self._scratch = kernels.Scratch()
@@ -98,7 +98,7 @@ class StateHashes:
         self._has_graph = False
 
     def taking(self, flights: list[BucketInFlight]) -> TakenHashes | None:
-        """Begin anew with the state of ``flights``; return the hashes, to be taken; ``None`` if there is nothing to."""
+        """Return hashes, still to be taken, of the state of ``flights``; ``None`` if there is no state."""
         self._taken = None
         if not self._has_graph and any(flight.exchange.transactional for flight in flights):
             taken = TakenHashes(flights, self._scratch)
@@ -106,18 +106,18 @@ class StateHashes:
         return self._taken
 
     def comparing(self) -> TakenHashes | None:
-        """Return the hashes that were taken after the last commit, if they were; they are compared only once."""
-        # The launches of a CUDA graph change state unseen: between them and other steps no hash would be right.
+        """Return the hashes of the last commit, if they were taken; they are compared only once."""
+        # The launches of a CUDA graph change state without the host, so that hashes would be out of date.
         self._has_graph = self._has_graph or HostCopy.impossible()
         taken, self._taken = self._taken, None
         return None if self._has_graph else taken
 
     def forget(self) -> None:
-        """Let go of the hashes, and of the state: it is about to be released."""
+        """Discard the hashes, and release the state."""
         self._taken = None
 
     def changed(self, taken: TakenHashes | None) -> Flag:
-        """Compare ``taken``; return whether any state was found changed now or lately. Does not wait for a GPU."""
+        """Compare ``taken``; return whether this or a recent comparison found a change. Does not wait for a GPU."""
         if taken is not None:
             taken.compare()
             self._compared.append(taken)
@@ -127,11 +127,11 @@ class StateHashes:
         return torch.stack(flags).any() if on_gpu(flags[0]) else any(map(bool, flags))
 
     def reported(self) -> None:
-        """Note that all ranks know what was found."""
+        """Note that the changes have been reported on all ranks."""
         self._compared.clear()
 
     def damaged(self) -> str:
-        """Return what was found changed, "" if nothing was. Waits for a GPU."""
+        """Return the label of the first changed state; "" without one. Waits for a GPU."""
         for taken in self._compared:
             if taken.changed is not None and bool(taken.changed.any()):
                 return taken.labels[int(taken.changed.cpu().nonzero()[0])]
@@ -148,55 +148,57 @@ _BUFFERS = slice(GROUPS.start - _BUFFER_BITS, GROUPS.start)
 _logger = logging.getLogger("pycomm")
 
 
-class ReplicaCheck:
-    """Maker of this rank's fingerprints, which reports differences between the ranks.
+class RankComparison:
+    """Comparison between ranks of their replicas, and of what else they must do alike, by bits sent with gradients.
 
     Args:
-        communicator: the ranks to compare.
-        device: device of the parameters.
-        interval: number of reductions from one comparison of parameters to the next; 0 for none.
-        waits: whether the host may wait for results of ``device``.
-        parameters: returns the tensors to compare by name, which must be equal on all ranks; called for
-            each comparison.
-        buffers: likewise, for the module's buffers.
-        world: returns the numbers by which the ranks are called.
-        flags: what this rank tells besides.
+        communicator: the ranks.
+        table: parameters and their buckets.
+        settings: arguments of ``attach``.
+        progress: counts of reductions and steps.
+        buffers: returns the module's buffers to compare, by name.
+        world: returns the numbers of the ranks.
 
     Attributes:
-        looks_soon: whether parameters are compared more often at the beginning; not where steps must not wait for all.
-        absent: whether this rank takes part without data, and steps no more: its parameters and steps do not count.
+        flags: further bits of this rank, and what the other ranks have announced.
+        looks_soon: whether parameters are compared more often at the beginning; false where steps do not wait for all.
+        absent: whether this rank takes part without data and takes no steps, so that its parameters do not count.
     """
-
-    absent = False
-    looks_soon = True
 
     def __init__(
         self,
         communicator: Communicator,
-        device: torch.device,
-        interval: int,
-        waits: bool,
-        parameters: Callable[[], Named],
+        table: ParameterTable,
+        settings: AttachSettings,
+        progress: TrainingProgress,
         buffers: Callable[[], Named],
         world: Callable[[], Sequence[int]],
-        flags: RankFlags,
     ) -> None:
-        self._communicator, self._interval, self._world = communicator, interval, world
-        self._flags = flags
-        self._parameters: Callable[[], Named] = lambda: comparable(parameters())
+        self._communicator, self._table, self._progress, self._world = communicator, table, progress, world
+        self._interval, device = settings.tuning.check_replicas, table.device
+        self.absent, self.looks_soon = False, True
+        ignores = table.ignored.covers if table.ignored else None
+        self.flags = RankFlags(
+            Hyperparameters(table.optimizer, tuple(settings.tuning.per_rank), ignores),
+            device,
+            lambda: settings.compression.check(table.optimizer),
+        )
+        self.flags.takes_new = not table.on_gpu  # there the host learns too late
+        self._parameters: Callable[[], Named] = lambda: comparable(table.locals())
         self._buffers: Callable[[], Named] = lambda: comparable(buffers())
         steps = torch.arange(1 << _STEP_BITS).unsqueeze(1) >> torch.arange(_STEP_BITS)
-        table = torch.zeros(1 << _STEP_BITS, FINGERPRINT_BITS, dtype=torch.bool)
-        table[:, _STEP] = (steps & 1).bool()
-        self._by_step = table.to(device)
+        by_step = torch.zeros(1 << _STEP_BITS, FINGERPRINT_BITS, dtype=torch.bool)
+        by_step[:, _STEP] = (steps & 1).bool()
+        self._by_step = by_step.to(device)
         self._parameter_hashes = Hashes(device, _PARAMETERS.stop - _PARAMETERS.start)
         self._buffer_hashes = Hashes(device, _BUFFER_BITS)
         self.state_hashes = StateHashes()
         self._state_changed: Flag = False
-        self._seen = [] if waits else [HostCopy(FINGERPRINT_BITS, device) for _ in range(2)]
+        # On a GPU the host reads the bits two reductions later.
+        self._seen = [HostCopy(FINGERPRINT_BITS, device) for _ in range(2)] if table.on_gpu else []
         self._num_seen = 0
         self._logged = False
-        self._differences = ReplicaDifferences(communicator, parameters, world)
+        self._differences = ReplicaDifferences(communicator, table.locals, world)
 
     def is_due(self, num_reductions: int) -> bool:
         """Return whether parameters are compared in the reduction that follows ``num_reductions`` others."""
@@ -204,19 +206,27 @@ class ReplicaCheck:
             return False
         if num_reductions % self._interval == 0 or num_reductions == 1:
             return True
-        # In the 3rd, 5th, 9th, ... too: differences in setup show after the first step, others soon after.
+        # Also in the 3rd, 5th, 9th, ... reduction: most differences show soon after the first step.
         is_power_of_two = num_reductions & (num_reductions - 1) == 0
         return is_power_of_two and num_reductions < self._interval and self.looks_soon
 
-    def fingerprint(self, num_steps: int, num_reductions: int) -> Callable[[], torch.Tensor]:
-        """Return the function that computes the fingerprint, to be called on the communication thread or stream.
+    def fingerprint_of(self, number: int) -> Callable[[], torch.Tensor] | None:
+        """Return the function that makes the bits sent with the ``number``-th launched bucket, if it carries any."""
+        first = self._fingerprint() if number == 1 else None
+        if number != len(self._table.flights):
+            return first
+        reductions = self._progress.num_reductions
+        flags = self.flags.fix(reductions, self._table.frozen_of_trained(), self._table.new_names())
+        return (lambda: flags) if first is None else (lambda: first() | flags)
 
-        The parameters must not be written to until then. The lists of tensors are read now, as they may
-        grow before that thread calls the function.
+    def _fingerprint(self) -> Callable[[], torch.Tensor]:
+        """Return the function that computes the first bucket's bits, to be called on its thread or stream.
+
+        The parameters must not be written to until then. The lists of tensors are read now, as they may grow before.
         """
-        by_step = self._by_step[num_steps % (1 << _STEP_BITS)]
+        by_step = self._by_step[self._progress.num_steps % (1 << _STEP_BITS)]
         taken = self.state_hashes.comparing()
-        if not self.is_due(num_reductions):
+        if not self.is_due(self._progress.num_reductions):
             return lambda: by_step
         parameters, buffers = self._parameters(), self._buffers()
 
@@ -230,52 +240,54 @@ class ReplicaCheck:
 
         return make
 
-    def taking(self, flights: list[BucketInFlight], num_reductions: int) -> TakenHashes | None:
-        """Return what takes hashes of the state of ``flights``, if they are compared in the next reduction.
+    def taking(self) -> TakenHashes | None:
+        """Return hashes of compression's state, to be taken before the next bucket, if they are compared then.
 
-        To be called by the thread that has just committed the state; what it returns is to be run where buckets are
-        sent, before the next ones.
+        Called by the thread that has just committed the state.
         """
-        return self.state_hashes.taking(flights) if self.is_due(num_reductions) else None
+        is_due = self.is_due(self._progress.num_reductions)
+        return self.state_hashes.taking(self._table.flights) if is_due else None
 
-    def check(self, differing: torch.Tensor, num_steps: int, num_reductions: int) -> int:
-        """Report differences between the ranks, at once or, to avoid waiting for a GPU, in :meth:`check_previous`.
+    def compare(self) -> None:
+        """Report what differs, and note what ranks ask for. Collective if there is anything.
 
-        In a CUDA graph nothing is reported: the host is not there when it is launched. Returns the number of steps
-        with which this rank goes on: see :meth:`report`.
+        On a GPU, :meth:`compare_previous` does it two reductions later. In a CUDA graph nothing is reported, as the
+        host takes no part in its launches.
         """
+        self.flags.announced = RankRequests()
+        if not self._table.flights:
+            return
+        first, last = self._table.flights[0].exchange, self._table.flights[-1].exchange
+        differing = first.differing() if last is first else first.differing() | last.differing()
         if self._seen and HostCopy.impossible():
-            return num_steps
-        differing = self._flags.said(differing, num_reductions)
-        if self.is_due(num_reductions):  # the bit differs between ranks, unless the state of all of them is damaged
+            return
+        reductions = self._progress.num_reductions
+        differing = self.flags.with_own_requests(differing)
+        if self.is_due(reductions):  # the bit differs between ranks, unless the state of all of them is damaged
             differing = differing.clone()
             differing[_STATE] |= self._state_changed
         if self._seen:
             self._seen[self._num_seen % 2].put(differing)
             self._num_seen += 1
         elif bool(differing.any()):
-            return self.report(differing.tolist(), num_steps, num_reductions, num_reductions)
-        return num_steps
+            self._report(differing.tolist(), reductions)
 
-    def check_previous(self, num_steps: int, num_reductions: int) -> int:
-        """Report differences that the reduction before the last found on a GPU; return as :meth:`check` does.
-
-        Called on all ranks at the beginning of each reduction.
-        """
+    def compare_previous(self) -> None:
+        """Report differences that the reduction before the last found on a GPU. Called as each reduction begins."""
         if self._num_seen > 1 and not HostCopy.impossible():
             differing = self._seen[self._num_seen % 2].get()
             if any(differing):
-                return self.report(differing, num_steps, num_reductions, num_reductions - 2)
-        return num_steps
+                self._report(differing, self._progress.num_reductions - 2)
 
-    def compare(self, num_reductions: int) -> None:
-        """Report parameters that differ between the ranks now, after so many reductions. Collective, and waits.
+    def compare_replicas(self) -> None:
+        """Report parameters that differ between the ranks now. Collective, and waits for a GPU.
 
         Does nothing where reductions do not compare them more often at the beginning either.
 
         Raises:
-            RuntimeError, DamageError: as :meth:`report`.
+            RuntimeError, DamageError: parameters differ.
         """
+        num_reductions = self._progress.num_reductions
         if self._interval == 0 or num_reductions == 0 or not self.looks_soon:
             return
         self._parameter_hashes.bits(self._parameters())
@@ -284,60 +296,60 @@ class ReplicaCheck:
             self._differences.report(self._parameter_hashes, num_reductions, absent)
 
     def forget_seen(self) -> None:
-        """Report no differences of earlier reductions that have not been reported yet."""
+        """Discard differences of earlier reductions that have not been reported yet."""
         self._num_seen = 0
 
-    def report(self, differing: Sequence[bool], num_steps: int, num_reductions: int, of: int) -> int:
+    def _report(self, differing: Sequence[bool], of: int) -> None:
         """Raise, warn or log the differences between the ranks. Collective; all ranks do the same.
+
+        An absent rank, which cannot know whether the others have left out a step, adopts their number of steps.
 
         Args:
             differing: bits that differ, or that a rank has set.
-            num_steps, num_reductions: of this rank.
-            of: number of the reduction in which they did.
-
-        Returns:
-            ``num_steps``; on an absent rank, which cannot know whether the others have left out a step, theirs.
+            of: number of the reduction that carried them.
 
         Raises:
             RuntimeError: the ranks are at different steps, or did not do the same, or their parameters differ.
             ValueError: their hyperparameters differ.
             DamageError: some ranks' parameters differ from those of most, or their state has changed by itself.
         """
-        mine = {"steps": num_steps, "absent": self.absent, **self._flags.record_of(of).words()}
-        told = [json.loads(text) for text in self._differences.all_gather_text(json.dumps(mine))]
-        absent = [words["absent"] for words in told]
-        steps = [words["steps"] for words in told if not words["absent"]] or [words["steps"] for words in told]
+        mine = {"steps": self._progress.num_steps, "absent": self.absent, **asdict(self.flags.record_of(of))}
+        records = [json.loads(text) for text in self._differences.all_gather_text(json.dumps(mine))]
+        by_rank = dict(zip(self._world(), records, strict=True))
+        absent = [words["absent"] for words in records]
+        steps = [words["steps"] for words in records if not words["absent"]] or [words["steps"] for words in records]
         if any(differing[_STEP]) and (len(set(steps)) > 1 or not any(absent)) and not all(absent):
-            raise RuntimeError(_out_of_step(dict(zip(self._world(), told, strict=True))))
-        self._report_flags(differing, dict(zip(self._world(), told, strict=True)))
+            raise RuntimeError(_out_of_step(by_rank))
+        self._report_flags(differing, by_rank)
         if differing[_STATE]:
             self._report_state()
         if any(differing[_PARAMETERS]):
-            self._differences.report(self._parameter_hashes, num_reductions, absent)
+            self._differences.report(self._parameter_hashes, self._progress.num_reductions, absent)
         if any(differing[_BUFFERS]) and not self._logged:
             self._log_buffers(absent)
-        return max(steps) if self.absent else num_steps
+        if self.absent:
+            self._progress.num_steps = max(steps)
 
-    def _report_flags(self, differing: Sequence[bool], told: dict[int, Any]) -> None:
-        """Raise the errors of what ranks did differently, and note what they ask for. Collective."""
-        there = {rank: words for rank, words in told.items() if not words["absent"]}
+    def _report_flags(self, differing: Sequence[bool], records: dict[int, Any]) -> None:
+        """Raise the error of what ranks did differently, or note what they ask for. Collective."""
+        there = {rank: words for rank, words in records.items() if not words["absent"]}
         if differing[NEW]:  # before the groups, which then differ too
             raise_different_new(there)
         if any(differing[GROUPS]):
-            texts = self._differences.all_gather_text(json.dumps(self._flags.hyperparameters.groups()))
-            groups = dict(zip(told, map(json.loads, texts), strict=True))
+            texts = self._differences.all_gather_text(json.dumps(self.flags.hyperparameters.groups()))
+            groups = dict(zip(records, map(json.loads, texts), strict=True))
             raise_different_groups({rank: None if rank not in there else of for rank, of in groups.items()})
         if any(differing[LOOP]):
             raise_out_of_loop(there)
         if any(differing[FROZEN]):
             raise_different_freezing(there)
-        self._flags.hear(told)
+        self.flags.apply(records)
 
     def _log_buffers(self, absent: Sequence[bool]) -> None:
         names, _ = self._differences.find(self._buffer_hashes, absent)
         if names or not any(absent):
             self._logged = True
-            if self._communicator.rank > 0:  # it is the same on all
+            if self._communicator.rank > 0:  # all ranks would log the same
                 return
             _logger.warning(
                 "buffer %r%s differs between the ranks: each rank keeps its own. "
@@ -364,9 +376,9 @@ class ReplicaCheck:
         return self._world()[self._communicator.rank]
 
 
-def _out_of_step(told: Mapping[int, Mapping[str, Any]]) -> str:
-    """Return the message about ranks that have told their numbers of steps, and whether they are absent."""
-    steps = {rank: words["steps"] for rank, words in told.items() if not words["absent"]}
+def _out_of_step(records: Mapping[int, Mapping[str, Any]]) -> str:
+    """Return the message about ranks with different numbers of steps."""
+    steps = {rank: words["steps"] for rank, words in records.items() if not words["absent"]}
     behind = [rank for rank, count in steps.items() if count < max(steps.values())]
     counts = ", ".join(f"rank {rank}: {count}" for rank, count in steps.items())
     return (
@@ -375,70 +387,3 @@ def _out_of_step(told: Mapping[int, Mapping[str, Any]]) -> str:
         "averages were of different passes. A pass that is not a training step of all ranks (a saliency map, a "
         "penalty, validation) belongs in `with reducer.paused():`"
     )
-
-
-class RankComparison:
-    """Comparison of what the ranks tell one another with their gradients.
-
-    Args:
-        communicator: the ranks.
-        table: parameters and their buckets.
-        settings: arguments of ``attach``.
-        progress: counts of reductions and steps.
-        buffers: returns the module's buffers that are compared, by name.
-        world: returns the numbers by which the ranks are called.
-
-    Attributes:
-        flags: what this rank tells besides hashes of its replica, and what it hears.
-        replicas: hashes of the replica.
-    """
-
-    def __init__(
-        self,
-        communicator: Communicator,
-        table: ParameterTable,
-        settings: AttachSettings,
-        progress: TrainingProgress,
-        buffers: Callable[[], Named],
-        world: Callable[[], Sequence[int]],
-    ) -> None:
-        self._table, self._progress = table, progress
-        ignores = table.ignored.covers if table.ignored else None
-        self.flags = RankFlags(
-            Hyperparameters(table.optimizer, tuple(settings.tuning.per_rank), ignores),
-            table.device,
-            lambda: settings.compression.check(table.optimizer),
-        )
-        self.flags.takes_new = not table.on_gpu  # there the host learns too late
-        waits = not table.on_gpu
-        self.replicas = ReplicaCheck(
-            communicator, table.device, settings.tuning.check_replicas, waits, table.locals, buffers, world, self.flags
-        )
-
-    def fingerprint_of(self, number: int) -> Callable[[], torch.Tensor] | None:
-        """Return what makes the flags that travel with the bucket launched as ``number``, the first as 1, if any do."""
-        reductions = self._progress.num_reductions
-        first = self.replicas.fingerprint(self._progress.num_steps, reductions) if number == 1 else None
-        if number != len(self._table.flights):
-            return first
-        flags = self.flags.fix(reductions, self._table.frozen_of_trained(), self._table.new_names())
-        return (lambda: flags) if first is None else (lambda: first() | flags)
-
-    def compare(self) -> None:
-        """Report what differs, and take note of what ranks ask for; collective if there is anything."""
-        self.flags.heard = Announcements()
-        if not self._table.flights:
-            return
-        first, last = self._table.flights[0].exchange, self._table.flights[-1].exchange
-        differing = first.differing() if last is first else first.differing() | last.differing()
-        progress = self._progress
-        progress.num_steps = self.replicas.check(differing, progress.num_steps, progress.num_reductions)
-
-    def compare_previous(self) -> None:
-        """Report what an earlier reduction found on a GPU."""
-        progress = self._progress
-        progress.num_steps = self.replicas.check_previous(progress.num_steps, progress.num_reductions)
-
-    def taking(self) -> TakenHashes | None:
-        """Return what takes hashes of the state of compression, if the next reduction compares them."""
-        return self.replicas.taking(self._table.flights, self._progress.num_reductions)

@@ -23,16 +23,16 @@ from pycomm.reducer.module_buffers import BUFFERS
 
 @dataclass(frozen=True)
 class Survive:
-    """Go on when ranks are lost: those that die, are stopped, miss the timeout, or raise in ``backward()``.
+    """Continue when ranks are lost: those that die, are stopped, miss the timeout, or raise in ``backward()``.
 
-    The ranks that are left agree on who they are and reduce the step again from the gradients that they have;
+    The remaining ranks agree on who they are and reduce the step again from the gradients that they have;
     ``backward()`` returns the mean over them. See ``Reducer.world``, ``Reducer.on_change`` and docs/survival.md. In CPU
     memory only, and not with DTensors.
 
     Args:
-        min_ranks: fewest ranks that go on; with fewer left, each of them gets the same CommError.
-        backup: number of ranks that need not be waited for in a step. As soon as the others have all their gradients, a
-            late rank goes on without its own, which it adds to those of its next step (Chen et al., "Revisiting
+        min_ranks: fewest ranks that continue; if fewer remain, each of them gets the same CommError.
+        backup: number of ranks that a step need not wait for. Once the other ranks have all their gradients, the step
+            goes on without those of a late rank, which adds them to its next step (Chen et al., "Revisiting
             Distributed Synchronous SGD", 2016).
         carry: objects with ``state_dict`` and ``load_state_dict``, by name, whose state newcomers get as well:
             learning-rate schedules, samplers. Equal names on all ranks.
@@ -56,14 +56,14 @@ class Survive:
 
 @dataclass(frozen=True)
 class Sharding:
-    """Share the optimizer's step out among the ranks (ZeRO, Rajbhandari et al., 2020); see docs/sharding.md.
+    """Divide the optimizer's step among the ranks (ZeRO, Rajbhandari et al., 2020); see docs/sharding.md.
 
     Args:
-        kind: "optimizer": each rank steps its own part of the parameters and keeps that part of the optimizer's state
-            only. "parameters": likewise, and the ranks of one host have one copy of the parameters among them.
-        grads: what ``.grad`` has after ``backward()``. "part": the average of this rank's own part, else its own
-            gradient; "full": all of the average on every rank; "local": this rank's own gradient, as gradients are
-            summed inside ``step()``, which moves fewer bytes.
+        kind: "optimizer": each rank steps its own part of the parameters, and keeps only that part of the optimizer's
+            state. "parameters": likewise, and the ranks of one host share one copy of the parameters.
+        grads: content of ``.grad`` after ``backward()``. "part": the average in this rank's own part, elsewhere its
+            local gradient; "full": the whole average on every rank; "local": this rank's local gradient. Gradients are
+            then reduced inside ``step()``, which moves fewer bytes.
 
     Raises:
         ValueError: an argument is wrong.
@@ -88,26 +88,26 @@ class Tuning:
 
     Args:
         bucket_mb: approximate size of a bucket in MiB; gradients are sent in buckets, while backward computes those of
-            the next one. ``None``: 25. On one host a model of less than 100 MiB then has four equal buckets, but none
-            below 1 MiB, if gradients travel as they are or in half precision. On a GPU, the size is that of what
-            ``TopK`` and ``DGC`` send, up to eight times as much of the gradients.
+            the next one. ``None``: 25. On one host a model below 100 MiB then gets four equal buckets, of at least 1
+            MiB, if gradients are sent unchanged or in half precision. On a GPU it is the size of what ``TopK`` and
+            ``DGC`` send, for up to eight times as many bytes of gradients.
         algorithm: name of the algorithm that sums dense buckets; see ``Communicator.all_reduce``.
         check_replicas: compare all ranks' parameters after the first step and then once in this many reductions (by
-            hashes, which read them once); 0 never does. A difference is an error: a :class:`pycomm.CommError` if most
-            ranks agree, whose ``peer`` is then the other one, or if only a few elements differ, as after a flipped
-            bit. Residuals and velocities are compared with what they were after the step before; a rank whose own have
-            changed is an error of all. Buffers that differ are only logged.
+            hashes, which read them once); 0: never. A difference is an error. It is a :class:`pycomm.CommError` if a
+            majority agrees (``peer`` is then the other rank), or if only a few elements differ, as after a flipped bit.
+            Residuals and velocities are compared with their values after the previous step; a change on one rank is an
+            error on all. Buffers that differ are only logged.
         timeout: limit of every wait for a peer; seconds or ``timedelta``. ``None``: the process group's own.
-        ignore: what is each rank's own: names of parameters and buffers, patterns of them as in a shell
-            ("experts.*"), parameters, or modules. It is not sent, averaged, compared or warned of, and may have other
-            shapes on other ranks. Patterns must be equal on all ranks. Without it, trainable parameters of the module
-            that this optimizer does not have, and that differ between ranks, stay as they are, with a RuntimeWarning
-            that names them; all others become rank 0's.
+        ignore: tensors that each rank has for itself: names of parameters and buffers, shell patterns of names
+            ("experts.*"), parameters, or modules. They are not sent, averaged, compared or warned of, and may have
+            different shapes on different ranks. Patterns must be equal on all ranks. Other trainable parameters of the
+            module that this optimizer does not have stay as they are if they differ, with a RuntimeWarning that names
+            them; everything else becomes rank 0's.
         per_rank: keys of ``optimizer.param_groups``, such as "lr", whose numbers may differ between ranks. All others
             are compared in every reduction, and a difference is an error that names group, key and values.
-        optimizer_state: "broadcast": all ranks get rank 0's; what other ranks have and rank 0 does not is an error.
-            "keep": each rank keeps its own, for an optimizer that shares its state out among the ranks; only
-            hyperparameters become rank 0's.
+        optimizer_state: "broadcast": all ranks get rank 0's; state that rank 0 does not have is an error. "keep": each
+            rank keeps its own, for an optimizer that divides its state among the ranks; only hyperparameters become
+            rank 0's.
 
     Raises:
         TypeError, ValueError: an argument is wrong.
@@ -142,7 +142,7 @@ class Tuning:
 
 
 def survive_of(*, on_failure: Any = "raise", min_ranks: Any = 1, backup: Any = 0, carry: Any = None) -> Survive | None:
-    """Return what earlier arguments of ``attach`` are now."""
+    """Convert deprecated arguments of ``attach`` to an option."""
     if on_failure not in ("raise", "shrink"):
         raise ValueError(f'on_failure is {on_failure!r}, wanted "raise" or "shrink"')
     made = Survive(min_ranks, backup, carry)
@@ -156,7 +156,7 @@ def survive_of(*, on_failure: Any = "raise", min_ranks: Any = 1, backup: Any = 0
 
 
 def sharding_of(*, shard: Any = None, full_grad: Any = False) -> Sharding | None:
-    """Return what earlier arguments of ``attach`` are now."""
+    """Convert deprecated arguments of ``attach`` to an option."""
     if full_grad is not None and not isinstance(full_grad, bool):
         raise TypeError(f"full_grad is {full_grad!r}, wanted True, False or None")
     if shard is not None:
@@ -167,9 +167,9 @@ def sharding_of(*, shard: Any = None, full_grad: Any = False) -> Sharding | None
 
 
 def checked_option(name: str, value: Any, kind: type, example: str) -> Any:
-    """Return ``value``, an option of ``kind`` or ``None``; raise TypeError otherwise, or the error that it is.
+    """Return ``value``, an option of ``kind`` or ``None``. Raise TypeError otherwise, or ``value`` if it is an error.
 
-    Earlier arguments become options before ranks meet, and what is wrong with them is raised where all learn of it.
+    Deprecated arguments are converted before the ranks meet; their errors are raised here, where all ranks learn of it.
     """
     if isinstance(value, Exception):
         raise value
@@ -179,7 +179,7 @@ def checked_option(name: str, value: Any, kind: type, example: str) -> Any:
 
 
 def _written(option: Any, **texts: object) -> str:
-    """Return an option as one writes it, with what differs from its defaults."""
+    """Return the expression that makes ``option``, with the arguments that are not defaults."""
     given = {field.name: getattr(option, field.name) for field in fields(option)}
     changed = {f.name: given[f.name] for f in fields(option) if given[f.name] != f.default}
     written = ", ".join(f"{name}={texts.get(name, value)!r}" for name, value in changed.items())
@@ -265,13 +265,18 @@ class AttachSettings:
         return 0 if self.survive is None else self.survive.backup
 
     @property
+    def is_linear(self) -> bool:
+        """Whether averaging an average again, plus a new gradient, is correct: the result is linear in its inputs."""
+        return self.average and not self.compression.transactional and self.clip_local_norm is None
+
+    @property
     def accumulates(self) -> bool:
         """Whether a step may have several backward passes."""
         return self.accumulate != 1
 
     @property
     def passes(self) -> str:
-        """The number of backward passes per step, or who says so."""
+        """The number of backward passes per step, as text."""
         return "several (a function says)" if callable(self.accumulate) else str(self.accumulate)
 
     def is_last(self, num_passes: int) -> bool:
@@ -287,7 +292,7 @@ class AttachSettings:
 
 
 def _check_together(settings: AttachSettings) -> None:
-    """Raise ValueError if some of ``settings`` do not go with others."""
+    """Raise ValueError if some of ``settings`` exclude each other."""
     if settings.tuning.optimizer_state == "keep":
         _check_kept_state(settings)
     if settings.backup > 0:
@@ -297,7 +302,7 @@ def _check_together(settings: AttachSettings) -> None:
 
 
 def _check_shard(settings: AttachSettings, shard: Sharding) -> None:
-    """Raise ValueError if ``settings`` do not go with steps that the ranks take together."""
+    """Raise ValueError if ``settings`` exclude sharded steps."""
     method = type(settings.compression).__name__
     unsuitable = {
         f"compression={method}": (
@@ -320,7 +325,7 @@ def _check_shard(settings: AttachSettings, shard: Sharding) -> None:
 
 
 def _check_kept_state(settings: AttachSettings) -> None:
-    """Raise ValueError if ``settings`` do not go with optimizer state that each rank has for itself."""
+    """Raise ValueError if ``settings`` exclude optimizer state that each rank keeps for itself."""
     unsuitable = {
         f"survive={settings.survive}": (settings.survive, "a lost rank takes its share of the state with it"),
         f"shard={settings.shard}": (settings.shard, "pycomm shares the state out by itself then"),
@@ -331,7 +336,7 @@ def _check_kept_state(settings: AttachSettings) -> None:
 
 
 def _check_backup(settings: AttachSettings) -> None:
-    """Raise ValueError if ``settings`` do not go with ranks that are not waited for, whose gradients come later."""
+    """Raise ValueError if ``settings`` exclude backup, by which gradients may come a step later."""
     unsuitable = {
         f"accumulate={settings.passes}": settings.accumulates,
         "a loss_scaler": settings.loss_scaler is not None,
@@ -353,7 +358,7 @@ OF_DISTRIBUTED_DATA_PARALLEL = {
     "gradient_as_bucket_view": "leave it out, .grad always is a view of the bucket",
     "device_ids": "leave it out, gradients are averaged where the parameters are",
 }
-"""What stands for arguments of torch's DistributedDataParallel whose names are not near enough to be guessed."""
+"""Hints for arguments of torch's DistributedDataParallel whose names resemble none of ``attach``."""
 
 
 def _buffers(mode: Any, model: Any) -> str:

@@ -1,8 +1,8 @@
 """Statistics of a Reducer: what ``Reducer.stats`` returns about buckets, time, waits and compression.
 
-It is known who is waited for by when each rank had all gradients of a reduction. Ranks of one host write that to a page
-of memory that all of them see. It takes no message, and can be read while the others are waited for. Ranks that survive
-failures tell it in the exchange with which each step ends, on however many hosts they are.
+Each rank records when it had all gradients of a reduction, which shows whom the others wait for. Ranks of one host
+write these times to a shared page of memory: that takes no message, and can be read while a rank waits. Ranks that
+survive failures send them in the exchange that ends each step, on any number of hosts.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from typing import Any, Protocol
 
 from pycomm.communicator import Communicator
 from pycomm.compression.base import Exchange, method_stats
-from pycomm.elastic.agreement_store import shared_file
-from pycomm.elastic.ready import ReadyPage
+from pycomm.elastic.agreement_store import ReadyPage, shared_file
 from pycomm.recorder import Recorder, labelled, listened_to
 from pycomm.reducer.parameters import ParameterTable
 from pycomm.reducer.step_trace import StepTrace
@@ -28,14 +27,14 @@ from pycomm.torch_internals import is_profiling, profiled_range
 from pycomm.transport import late_ranks
 
 INTERVAL = 10
-"""Number of reductions for which figures stand: looking at each of them could cost a tenth of the time of a step."""
+"""Number of reductions between two measurements: to measure each could cost a tenth of a step's time."""
 
 _TINY = 1e-300
-"""Square that stands for zero where it divides."""
+"""Square that replaces zero in a division."""
 
 
 class CompressionFigures:
-    """Figures of what this rank's compression leaves out, looked at anew once they are ``INTERVAL`` reductions old."""
+    """Error of this rank's compression, measured anew once it is ``INTERVAL`` reductions old."""
 
     def __init__(self) -> None:
         self._looked_at: int | None = None
@@ -43,11 +42,11 @@ class CompressionFigures:
         self._error: float | None = None
 
     def forget(self) -> None:
-        """Look anew at the next question, since what was left has been replaced."""
+        """Measure anew at the next report, as the state has been replaced."""
         self._looked_at = None
 
     def report(self, exchanges: Sequence[Exchange], num_reductions: int) -> dict[str, float]:
-        """Return ``residual_norm`` and ``compression_error``, as far as they are known; see ``Reducer.stats``."""
+        """Return ``residual_norm`` and ``compression_error`` if they are known; see ``Reducer.stats``."""
         if self._looked_at is None or num_reductions >= self._looked_at + INTERVAL:
             self._looked_at = num_reductions
             self._look(exchanges)
@@ -60,7 +59,7 @@ class CompressionFigures:
         return {name: figure for name, figure in known.items() if figure is not None}
 
     def _look(self, exchanges: Sequence[Exchange]) -> None:
-        """Read the residuals, and have the next reduction measured."""
+        """Read the residuals, and measure the next reduction."""
         residuals = [square for exchange in exchanges if (square := exchange.squared_residual()) is not None]
         self._residual = math.sqrt(sum(residuals)) if residuals else None
         for exchange in exchanges:
@@ -68,13 +67,13 @@ class CompressionFigures:
 
 
 class Phases:
-    """Account of the seconds of all reductions of a rank.
+    """Times of the phases of all reductions of a rank, in seconds.
 
-    The communication thread packs (with compression: encodes, and decodes what comes) and calls collectives; the thread
-    of ``backward()`` waits for the rest of that, and unpacks: hands out the gradients, and commits compression's state.
+    The communication thread packs (with compression: encodes and decodes) and calls collectives. The thread of
+    ``backward()`` waits for it, and unpacks: hands out the gradients and commits compression's state.
 
     Attributes:
-        trace: gets the spans of one step, if somebody wants to see them.
+        trace: records the spans of one step, if requested.
     """
 
     def __init__(self) -> None:
@@ -122,7 +121,7 @@ class Phases:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count what happens inside as waiting."""
+        """Count the time inside as waiting."""
         began = time.monotonic()
         try:
             with self._range("wait"):
@@ -132,7 +131,7 @@ class Phases:
 
     @contextlib.contextmanager
     def unpacking(self) -> Iterator[None]:
-        """Count what happens inside as unpacking."""
+        """Count the time inside as unpacking."""
         began = time.monotonic()
         try:
             with self._range("unpack"):
@@ -150,7 +149,7 @@ class Phases:
         return profiled_range(f"pycomm::{name}") if self._profiling else contextlib.nullcontext()
 
     def report(self) -> dict[str, float | None]:
-        """Return the account; see ``Reducer.stats``."""
+        """Return the times; see ``Reducer.stats``."""
         busy = self.pack + self.wire
         return {
             "pack_seconds": self.pack,
@@ -162,7 +161,7 @@ class Phases:
 
 @contextlib.contextmanager
 def _ranges(label: str) -> Iterator[None]:
-    """Show a profiler what is done inside: collectives as ranges ``pycomm::wire``, all else as ``pycomm::pack``."""
+    """Mark the time inside for a profiler: collectives as ``pycomm::wire``, everything else as ``pycomm::pack``."""
     with contextlib.ExitStack() as present:
 
         def change(on_the_wire: bool) -> None:
@@ -177,22 +176,22 @@ def _ranges(label: str) -> Iterator[None]:
 _LOG = logging.getLogger("pycomm")
 
 _FACTOR = 10
-"""How many times the usual wait is worth a warning."""
+"""Ratio to the usual wait from which a wait is worth a warning."""
 _LEAST_WARNED = 1.0
-"""Shortest wait that is: shorter ones are the operating system's."""
+"""Shortest wait, in seconds, that is worth a warning: the operating system causes shorter ones."""
 _FEWEST_KNOWN = 10
-"""Number of steps after which it is known what is usual."""
+"""Number of steps before the usual wait is known."""
 _REMEMBERED = 100
-"""Number of steps by which it is known."""
+"""Number of last steps that define the usual wait."""
 _NOTHING = (0.0, 0.0, 0)
 _WARN_EVERY = 60.0
 """Seconds from one warning about a rank to the next."""
 
 
-def open_board(communicator: Communicator, on_gpu: bool) -> ReadyPage | None:
-    """Return the board of the ranks of ``communicator``. Collective.
+def open_ready_page(communicator: Communicator, on_gpu: bool) -> ReadyPage | None:
+    """Return the page on which the ranks of ``communicator`` write their arrivals. Collective.
 
-    ``None`` if they are on several hosts; and on GPUs, where the host runs ahead of the gradients.
+    ``None`` on several hosts, and on GPUs, where the host runs ahead of the gradients.
     """
     if on_gpu or communicator.size == 1 or communicator.transport != "shared_memory":
         return None
@@ -201,7 +200,7 @@ def open_board(communicator: Communicator, on_gpu: bool) -> ReadyPage | None:
 
 
 class ReducingRanks(Protocol):
-    """Ranks that reduce together, by the numbers that they got when they came, and what they reduce by."""
+    """Ranks that reduce together, by their numbers, and their communicators."""
 
     lanes: Sequence[Communicator]
 
@@ -210,26 +209,26 @@ class ReducingRanks(Protocol):
 
 
 class Waits:
-    """Account of who was waited for. One thread keeps it; any may ask for the :meth:`report`.
+    """Account of which ranks were waited for. One thread writes it; any thread may read the :meth:`report`.
 
-    A reduction ends when the last rank has arrived. It is that rank that the others wait for: from when half of them
-    were there, so that neither another late one nor an early one counts.
+    A reduction ends when the last rank has arrived. The wait for that rank counts from the moment when half of the
+    ranks had arrived, so that neither another late rank nor an early one changes it.
 
     Args:
-        board: of the ranks, if they have one.
-        ranks: who reduces together; they are not kept alive. While this rank waits for others, these are named in the
-            log (see :mod:`pycomm.transport.late_ranks`).
+        page: page of the ranks' arrivals, if they have one.
+        ranks: ranks that reduce together, not kept alive. While this rank waits for some, the log names them (see
+            :mod:`pycomm.transport.late_ranks`).
 
     Attributes:
-        seconds: time that this rank has waited, for whatever reason.
+        seconds: time that this rank has waited, for any reason.
     """
 
-    def __init__(self, board: ReadyPage | None = None, ranks: ReducingRanks | None = None) -> None:
+    def __init__(self, page: ReadyPage | None = None, ranks: ReducingRanks | None = None) -> None:
         self.seconds = 0.0
         self._ranks = None if ranks is None else weakref.ref(ranks)
         if ranks is not None:
             late_ranks.add_reductions(self)
-        self._board = board
+        self._page = page
         self._reduction: int | None = None  # the present one, once this rank has arrived at it
         self._arrived = 0.0
         self._began: tuple[float, float] | None = None  # the present wait, by the monotonic clock and the wall's
@@ -238,34 +237,34 @@ class Waits:
         self._warned: dict[int, float] = {}
 
     def arrive(self, reduction: int) -> None:
-        """Note that this rank has all gradients of ``reduction``; only the first call for it counts."""
+        """Note that this rank has all gradients of ``reduction``; later calls for it are ignored."""
         if self._reduction is not None:
             return
         self._reduction, self._arrived = reduction, time.monotonic()
-        if self._board is not None:
-            self._board.write(reduction)
+        if self._page is not None:
+            self._page.write(reduction)
 
     def microseconds_here(self) -> int:
-        """Return for how long this rank has been there, at least 1; 0 if it has not arrived."""
+        """Return the time since this rank has arrived, at least 1; 0 if it has not."""
         return 0 if self._reduction is None else 1 + int((time.monotonic() - self._arrived) * 1e6)
 
-    def on_board(self) -> dict[int, float]:
-        """Return when the ranks have arrived at the present reduction, as far as the board tells; in seconds."""
-        board, reduction = self._board, self._reduction  # which another thread may change
-        return {} if board is None or reduction is None else board.read(reduction)
+    def arrivals(self) -> dict[int, float]:
+        """Return when ranks arrived at the present reduction, in seconds, as far as the page shows it."""
+        page, reduction = self._page, self._reduction  # which another thread may change
+        return {} if page is None or reduction is None else page.read(reduction)
 
     def begin(self) -> None:
-        """Note that this rank waits from now on."""
+        """Note that this rank begins to wait."""
         self._began = (time.monotonic(), time.time())
 
     def end(self) -> None:
-        """Note that it does not any more, and that the reduction is over."""
+        """Note that the wait and the reduction have ended."""
         if self._began is not None:
             self.seconds += time.monotonic() - self._began[0]
         self._began = self._reduction = None
 
     def count(self, arrivals: Mapping[int, float], *, warn: bool) -> None:
-        """Charge the last of the ranks that arrived at these times, in seconds; ``warn`` of it if that is unusual."""
+        """Count the wait for the last of the ``arrivals``, in seconds; ``warn`` if it is unusually long."""
         if len(arrivals) < 2:
             return
         last = max(arrivals, key=arrivals.__getitem__)
@@ -294,7 +293,7 @@ class Waits:
         began, reduction, ranks = self._began, self._reduction, self._present_ranks()
         if began is None or reduction is None or ranks is None:
             return None
-        return late_ranks.Reduction(reduction, began[0], self.on_board(), ranks.world)
+        return late_ranks.Reduction(reduction, began[0], self.arrivals(), ranks.world)
 
     def recorders(self) -> list[Recorder]:
         """Return the recorders of what the ranks reduce by. On any thread."""
@@ -305,8 +304,8 @@ class Waits:
         return None if self._ranks is None else self._ranks()
 
     def close(self) -> None:
-        """Let go of the board; name nobody any more."""
-        self._board = self._ranks = None
+        """Release the page, and log no late ranks any more."""
+        self._page = self._ranks = None
         late_ranks.forget_reductions(self)
 
     def report(self, world: Sequence[int]) -> dict[str, Any]:
@@ -320,9 +319,9 @@ class Waits:
         }
 
     def _present(self, began: tuple[float, float], world: Sequence[int]) -> dict[str, Any]:
-        there, board = self.on_board(), self._board
-        # Without this rank among them the reduction is over, and the next has not begun.
-        absent = tuple(rank for rank in world if rank < board.size and rank not in there) if board and there else ()
+        there, page = self.arrivals(), self._page
+        # If this rank is missing, the reduction is over and the next one has not begun.
+        absent = tuple(rank for rank in world if rank < page.size and rank not in there) if page and there else ()
         return {"seconds": time.monotonic() - began[0], "since": began[1], "ranks": absent}
 
 
@@ -330,9 +329,9 @@ class Statistics:
     """Statistics of all reductions of a rank.
 
     Attributes:
-        waits: who was waited for.
-        phases: where the time goes.
-        figures: what compression leaves out.
+        waits: ranks that were waited for.
+        phases: times of the phases.
+        figures: error of compression.
     """
 
     def __init__(self) -> None:

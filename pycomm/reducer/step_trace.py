@@ -1,4 +1,4 @@
-"""Trace of one step: what each thread of a rank did when, written to a file that ``pycomm trace`` draws.
+"""Trace of one step: spans of each thread of a rank, written to a file for ``pycomm trace``.
 
 ``PYCOMM_TRACE`` names the folder, ``PYCOMM_TRACE_STEP`` the reduction, counted from 1 (10 if it is not set).
 """
@@ -22,12 +22,12 @@ _optimizers: Counter[Path] = Counter()  # attached ones of this process, by the 
 
 
 class TracedSpan(NamedTuple):
-    """Time in which something was done, on the wall clock, in seconds.
+    """Span of time on the wall clock, in seconds.
 
     Attributes:
         lane: "training" or "communication", the thread; "wire": collectives on the latter.
-        name: what was done.
-        began, ended: when.
+        name: activity.
+        began, ended: times.
     """
 
     lane: str
@@ -40,10 +40,11 @@ class StepTrace:
     """Trace of the reduction ``step`` of rank ``rank``, with its passes, and the optimizer's step after it.
 
     Args:
-        rank: among all ranks, whose files may lie in one folder.
+        folder: folder for the file ``rank<rank>.json`` (``rank<rank>-2.json`` for a second optimizer, and so on). It is
+            written after the optimizer's step, or when the next backward pass begins without one.
+        step: number of the reduction, from 1.
+        rank: global rank.
         size: number of ranks that average together.
-        folder: gets the file, ``rank<rank>.json``, when that optimizer's step has ended, or the next backward pass
-            begins without one. Those of further optimizers are called ``rank<rank>-2.json``, and so on.
     """
 
     def __init__(self, folder: Path, step: int, rank: int, size: int) -> None:
@@ -58,10 +59,10 @@ class StepTrace:
 
     @staticmethod
     def wanted(rank: int, size: int) -> StepTrace | None:
-        """Return what the environment asks for, if it asks.
+        """Return the trace that the environment requests, or ``None``.
 
         Raises:
-            ValueError: it asks for a step that is no positive number.
+            ValueError: the requested step is not a positive number.
         """
         folder = os.environ.get(FOLDER)
         if not folder:
@@ -78,7 +79,7 @@ class StepTrace:
     def begin_backward(self) -> None:
         """Note that a backward pass begins."""
         if not self.done and self._spans and self._reductions >= self._step:
-            self._write()  # the optimizer's step was left out, as GradScaler does where gradients are not finite
+            self._write()  # the optimizer's step was skipped, as by GradScaler for non-finite gradients
         self._backward_began = time.monotonic()
         if self._is_on and self._forward_began:
             self._append("training", "forward", self._forward_began, self._backward_began)
@@ -88,7 +89,7 @@ class StepTrace:
         self._forward_began = time.monotonic()
         if self._is_on and self._backward_began:
             self._append("training", "backward", self._backward_began, self._forward_began)
-        self._backward_began = 0.0  # a flush() ends none
+        self._backward_began = 0.0  # so that flush() ends no pass
 
     def add(self, lane: str, name: str, began: float, ended: float) -> None:
         """Note that ``name`` was done, at these times of the monotonic clock."""
@@ -137,5 +138,5 @@ class StepTrace:
             self._folder.mkdir(parents=True, exist_ok=True)
             partial.write_text(json.dumps(content))
             partial.replace(file)
-        except OSError as error:  # nothing that this rank alone should stop training for
+        except OSError as error:  # no reason to stop training on one rank
             _LOG.warning("the trace of step %d could not be written to %s: %s", self._step, file, error)

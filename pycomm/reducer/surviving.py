@@ -1,9 +1,9 @@
-"""Steps that go on when ranks are lost, and when others come (``attach(..., survive=pycomm.Survive())``).
+"""Steps that survive the loss of ranks and admit newcomers (``attach(..., survive=pycomm.Survive())``).
 
-Each step ends with an exchange, the commit, after which every rank is known to have all results; only then are they
-handed out. If an operation fails, no rank uses the old memory or the old connections again. The ranks that are left
-agree on who they are (:mod:`pycomm.elastic`), meet anew, move the state of compression into buckets that no lost rank
-has mapped, and reduce the step again from the gradients that backward made. Backward itself is not repeated.
+Each step ends with an exchange, the commit. It returns once every rank has all results, and only then are they handed
+out. After a failed operation no rank uses the old memory or connections again. The remaining ranks agree on who they
+are (:mod:`pycomm.elastic`), meet again, move compression's state into buckets that no lost rank has mapped, and reduce
+the step again from the gradients that backward made. Backward itself is not repeated.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ World = tuple[int, ...]
 
 
 class Survival:
-    """Keeper of a step's gradients until all ranks have the averages, and guide of those that are left.
+    """Commit, recovery and admission of ranks that may be lost and may gain newcomers.
 
     Args:
-        membership: who belongs to the group.
-        communicator: their communicator, which moves with them.
+        membership: membership of the group.
+        communicator: the ranks' communicator, which is moved when they change.
         table: parameters and their buckets.
         settings: arguments of ``attach``.
-        door: where newcomers ask to be let in.
+        listener: reads and answers the requests of newcomers.
 
     Attributes:
-        recoveries, joins: what happened, a dict each; see ``Reducer.stats``.
-        invited: number of a newcomer's request that the last commit has announced; 0 for none.
-        arrivals: when ranks had all their gradients of the last step, in seconds before its commit.
+        recoveries, joins: one dict per event; see ``Reducer.stats``.
+        invited: number of the newcomer's request that the last commit has announced; 0 for none.
+        arrivals: times at which ranks had all their gradients of the last step, in seconds relative to its commit.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class Survival:
         communicator: Communicator,
         table: ParameterTable,
         settings: AttachSettings,
-        door: JoinListener,
+        listener: JoinListener,
     ) -> None:
         self.membership, self.invited = membership, 0
-        self._door = door
+        self._listener = listener
         self._newcomers: set[int] = set()  # of the present step
         self._communicator, self._table, self._settings = communicator, table, settings
         self.recoveries: list[dict[str, Any]] = []
@@ -71,37 +71,22 @@ class Survival:
         self.arrivals: dict[int, float] = {}
 
     def stats(self) -> dict[str, Any]:
-        """Return what happened to the world so far."""
+        """Return the events so far."""
         return {"recoveries": list(self.recoveries), "joins": list(self.joins)}
 
-    # Keeping.
-
-    @staticmethod
-    def keep(flight: BucketInFlight, grads: list[torch.Tensor | None]) -> None:
-        """Keep ``grads``, which are about to be sent; a gradient that lies in the bucket itself is copied."""
-        for i, (slot, grad) in enumerate(zip(flight.slots, grads, strict=True)):
-            if grad is not None and flight.bucket.holds(i, grad):
-                slot.spare = torch.empty_like(grad) if slot.spare is None else slot.spare
-                grad = slot.spare.copy_(grad)
-            slot.kept = grad
-
-    def kept(self, flight: BucketInFlight) -> list[torch.Tensor | None]:
-        """Return what was kept of the gradients of ``flight``."""
-        return [slot.kept for slot in flight.slots]
-
     def forget_newcomers(self) -> None:
-        """Take newcomers for ranks like the others: the step is over."""
+        """Treat newcomers like the other ranks, as their first step is over."""
         self._newcomers.clear()
 
     def commit(self, microseconds_here: int = 0) -> None:
-        """Return once all ranks have the results of this step. On the communication thread, with its results there.
+        """Return once all ranks have the results of this step. Called on the communication thread, after all results.
 
-        The first rank tells the others of a newcomer, if one waits; each tells for how long it has been there, 0 if it
-        does not know.
+        The first rank announces a waiting newcomer, if there is one. Each rank sends how long ago it had all its
+        gradients, 0 if unknown.
         """
         words = np.zeros(1 + self._communicator.size, np.int64)
         words[1 + self._communicator.rank] = microseconds_here
-        if self.membership.is_first and (waiting := self._door.waiting()) is not None:
+        if self.membership.is_first and (waiting := self._listener.waiting()) is not None:
             words[0] = waiting.number
         with self._communicator.channel.skip_checks():
             self._communicator.all_reduce(words, "max")
@@ -110,26 +95,26 @@ class Survival:
         self.arrivals = {rank: -1e-6 * microseconds for rank, microseconds in here if microseconds > 0}
 
     def take_arrivals(self) -> dict[int, float]:
-        """Return when ranks had all their gradients of the last step, as they told in its commit; forget it."""
+        """Return the :attr:`arrivals` of the last step, and clear them."""
         arrivals, self.arrivals = self.arrivals, {}
         return arrivals
 
     # Losing ranks.
 
     def leave(self, reason: str) -> None:
-        """Tell the others that this rank no longer takes part; the first reason counts."""
+        """Announce to the others that this rank no longer takes part; only the first reason counts."""
         if not self._has_left:
             self._has_left = True
             self.membership.leave(reason)
 
     def close(self, reason: str) -> None:
-        """Leave, and release what the agreement needs."""
-        self._door.close()
+        """Leave, and release the membership."""
+        self._listener.close()
         self.leave(reason)
         self.membership.close()
 
     def run_or_leave(self, job: Callable[[], None]) -> None:
-        """Run ``job``; leave if it fails by itself: the next one would send what the others take for this one's."""
+        """Run ``job``; leave if it fails on this rank alone, as others would mistake the next job for it."""
         try:
             job()
         except (CommError, ValueError):  # the latter is raised by all ranks alike
@@ -142,18 +127,18 @@ class Survival:
             raise
 
     def recover(self, error: CommError, num_committed: int, complete: Callable[[], None]) -> tuple[bool, Any]:
-        """Go on among those that are left. Collective among them.
+        """Continue with the remaining ranks. Collective among them.
 
         Args:
-            error: how this rank learned that an operation failed.
+            error: error of the operation that failed.
             num_committed: number of steps that this rank has committed.
             complete: hands out the results of the present step, if another rank has committed it.
 
         Returns:
-            Whether ``complete`` was called, and the lanes to go on with.
+            Whether ``complete`` was called, and the new lanes.
 
         Raises:
-            CommError: this rank is left behind, or is damaged, or too few are left.
+            CommError: this rank is excluded or damaged, or too few remain.
         """
         if isinstance(error, DamageError) and not error.spares(self.membership.me):
             if error.ranks:
@@ -168,7 +153,7 @@ class Survival:
             num_committed,
             catch_up=lambda _: complete(),
             open_again=lambda: open_lanes(self._communicator, self._settings, self._table.on_gpu),
-            nobody_waits=isinstance(error, DamageError),  # and a rank that was slower shall learn it, too
+            nobody_waits=isinstance(error, DamageError),  # slower ranks must still find the damage themselves
         )
         is_complete = found.committed > num_committed
         self._rebuild(found.opened, is_complete)
@@ -178,19 +163,19 @@ class Survival:
     # Gaining ranks.
 
     def let_in(self, carried: Carried) -> list[Communicator]:
-        """Let in the newcomer that was announced; return the lanes to go on with. Collective, with it.
+        """Admit the announced newcomer; return the new lanes. Collective, including the newcomer.
 
         Raises:
-            CommError: it did not come, or a rank was lost meanwhile.
+            CommError: it did not connect, or a rank was lost meanwhile.
             ValueError: its state does not fit.
         """
         start = time.monotonic()
         number, self.invited = self.invited, 0
-        self._door.pass_by(number)
-        place = self.membership.admit(self._door.read(number))
+        self._listener.skip_to(number)
+        place = self.membership.admit(self._listener.read(number))
         try:
             if self.membership.is_first:
-                self._door.answer(number, self.membership.invitation())
+                self._listener.answer(number, self.membership.invitation())
             self._communicator.move(place)
             lanes = open_lanes(self._communicator, self._settings, self._table.on_gpu)
             self.membership.settle(self._communicator)
@@ -199,11 +184,11 @@ class Survival:
         except BaseException:
             self.membership.dismiss()
             raise
-        self.welcome(carried.progress.num_reductions, time.monotonic() - start)
+        self.note_join(carried.progress.num_reductions, time.monotonic() - start)
         return lanes
 
-    def welcome(self, step: int, seconds: float) -> None:
-        """Note that the newest rank has come."""
+    def note_join(self, step: int, seconds: float) -> None:
+        """Record and log that the newest rank has joined."""
         newcomer = self.membership.world[-1]
         self._newcomers.add(newcomer)
         self.joins.append({"seconds": seconds, "step": step, "rank": newcomer, "world": self.membership.world})
@@ -211,11 +196,11 @@ class Survival:
             _LOG.warning("rank %d has come: %d ranks go on at step %d", newcomer, len(self.membership.world), step)
 
     def num_newcomers(self) -> int:
-        """Return the number of ranks that take part in the present step without gradients."""
+        """Return the number of newcomers, which take part in the present step without gradients."""
         return len(self._newcomers.intersection(self.membership.world))
 
     def _rebuild(self, lanes: list[Communicator], adopt: bool) -> None:
-        """Sort all parameters into new buckets, with the state of the old ones; ``adopt``: and their gradients."""
+        """Sort all parameters into new buckets with the old ones' state, and with their gradients if ``adopt``."""
         self._table.rebuild(lanes, self._settings, adopt=adopt)
 
     def _note(self, old: World, decision: Decision, step: int, seconds: float) -> None:
@@ -230,14 +215,14 @@ class Survival:
 
 
 class SurvivingPolicy(StepPolicy):
-    """Policy of ranks that go on without those that are lost, and with newcomers; ``survival`` has them meet again."""
+    """Policy of ranks that may be lost and may gain newcomers; ``survival`` recovers and admits."""
 
     survives = True
 
     def __init__(self, survival: Survival) -> None:
         self.survival = survival
         self._commit_work: Work | GpuWork | None = None
-        self._is_idle = False  # whether this step was launched without gradients, before its passes
+        self._is_idle = False  # whether this step was launched without gradients before its pass
 
     @property
     def world(self) -> tuple[int, ...]:
@@ -245,21 +230,25 @@ class SurvivingPolicy(StepPolicy):
         return self.survival.membership.world
 
     def turn(self) -> AbstractContextManager[bool]:
-        """Yield whether this step has been launched without this rank's gradients."""
+        """Yield whether this step was launched without this rank's gradients."""
         return nullcontext(self._is_idle)
 
     def launching(self, flight: BucketInFlight) -> None:
-        """Forget what was kept of the last step; if all went at its end, autograd would touch new pages each time."""
+        """Drop the last step's kept gradients, not earlier, so that autograd reuses memory bucket by bucket."""
         for slot in flight.slots:
             slot.kept = None
 
     def contributed(self, flight: BucketInFlight, grads: Grads) -> Grads:
-        """Keep ``grads``, and return them."""
-        self.survival.keep(flight, grads)
+        """Keep ``grads`` and return them; a gradient that lies in the bucket itself is copied."""
+        for i, (slot, grad) in enumerate(zip(flight.slots, grads, strict=True)):
+            if grad is not None and flight.bucket.holds(i, grad):
+                slot.spare = torch.empty_like(grad) if slot.spare is None else slot.spare
+                grad = slot.spare.copy_(grad)
+            slot.kept = grad
         return grads
 
     def launched(self) -> None:
-        """Launch the commit after the last bucket."""
+        """Launch the commit."""
         if self._commit_work is None:
             self.launch_commit()
 
@@ -272,7 +261,7 @@ class SurvivingPolicy(StepPolicy):
 
         def job() -> None:
             for work in works:
-                work.wait()  # at once, but for those of other lanes; raises if it failed
+                work.wait()  # those of other lanes may still run; raises if one failed
             engine.outcome.share_source()  # before the commit: a rank may be lost in it
             is_known = not self._is_idle and not engine.table.on_gpu  # there the host runs ahead of the gradients
             self.survival.commit(engine.statistics.waits.microseconds_here() if is_known else 0)
@@ -280,7 +269,7 @@ class SurvivingPolicy(StepPolicy):
         return job
 
     def submit(self, job: Callable[[], None], launch: Launch) -> Work | GpuWork:
-        """Have ``job`` run by ``launch``; this rank leaves if it fails."""
+        """Launch ``job``; this rank leaves if it fails."""
         return launch(functools.partial(self.survival.run_or_leave, job))
 
     def receive(self) -> Mapping[int, float]:
@@ -304,7 +293,6 @@ class SurvivingPolicy(StepPolicy):
         self._commit_work.wait()
 
     def hand_out(self) -> None:
-        """Hand out the averages."""
         self.engine.hand_out()
 
     def ended(self) -> None:
@@ -317,45 +305,45 @@ class SurvivingPolicy(StepPolicy):
     # Losing ranks.
 
     def recover(self, error: CommError) -> bool:
-        """Go on among the ranks that are left; return whether they count this step, which has been handed out then."""
+        """Continue with the remaining ranks; return whether this step counts and has been handed out."""
         engine = self.engine
         works = [*engine.works(), self._commit_work]
         was_complete, lanes = self.survival.recover(error, engine.progress.num_reductions, self.hand_out)
-        self.go_on(lanes)
+        self.continue_over(lanes)
         for work in works:
             if isinstance(work, Work):
                 work.forget_trace()  # else the memory of the old world would stay mapped until it is collected
         return was_complete
 
-    def go_on(self, lanes: Sequence[Communicator]) -> None:
-        """Go on over ``lanes``, whose ranks are those of the new world."""
+    def continue_over(self, lanes: Sequence[Communicator]) -> None:
+        """Continue over ``lanes``, between the ranks of the new world."""
         self.engine.window.num_idle = self.survival.num_newcomers()
         self._commit_work = None
         self.engine.restart(lanes)
 
     def _launch_again(self) -> None:
-        """Launch all buckets with what was kept of their gradients."""
+        """Launch all buckets again with their kept gradients."""
         engine = self.engine
         if engine.window.weights.in_use:
             engine.window.weights.sum_again()
         if engine.buffers is not None:
             engine.buffers.restore()
         for flight in engine.table.flights:
-            engine.launch(flight, self.survival.kept(flight))
+            engine.launch(flight, [slot.kept for slot in flight.slots])
         engine.launch_rest()
 
     def admit_newcomer(self) -> None:
-        """Let in the newcomer that the last commit has announced, if any. Collective then; between two steps."""
+        """Admit the newcomer that the last commit has announced, if any. Collective in that case; between two steps."""
         if self.survival.invited == 0:
             return
         try:
-            self.go_on(self.survival.let_in(Carried.of(self.engine)))
-        except (RuntimeError, ValueError) as error:  # CommError is the former, and so is what the store raises
+            self.continue_over(self.survival.let_in(Carried.of(self.engine)))
+        except (RuntimeError, ValueError) as error:  # CommError and the store's errors are RuntimeErrors
             what = f"the newcomer was not let in: {error}"
             self.recover(CommError.during("join", what, rank=self.engine.communicator.rank))
 
     def enter(self) -> None:
-        """Take part in the present step without gradients, as a newcomer does, whose first pass only gets averages."""
+        """Take part in the present step without gradients: a newcomer's first pass only receives averages."""
         engine = self.engine
         engine.expect_gradients()
         engine.flags.has_pass = False
@@ -367,13 +355,13 @@ class SurvivingPolicy(StepPolicy):
         engine.launch_rest()
 
     def leave(self, reason: str) -> None:
-        """Tell the others that this rank takes part no more."""
+        """Announce to the others that this rank no longer takes part."""
         self.survival.leave(reason)
 
     def close(self, reason: str) -> None:
-        """Leave, and release what the agreement needs."""
+        """Leave, and release the membership."""
         self.survival.close(reason)
 
     def stats(self) -> dict[str, Any]:
-        """Return what happened to the world."""
+        """Return the changes of the world."""
         return self.survival.stats()

@@ -1,4 +1,4 @@
-"""Accumulation windows, the progress of training, and weights by which every sample or token counts the same."""
+"""Accumulation windows, counters of training, and weights by which every sample or token counts the same."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pycomm.worker import Work
 
 
 class HostCopy:
-    """Copy of flags from a device to the host, which waits for them only when it reads them."""
+    """Asynchronous copy of flags from a device to the host, which waits only when it reads them."""
 
     def __init__(self, num_flags: int, device: torch.device) -> None:
         pinned = device.type == "cuda" and torch.cuda.is_available()
@@ -35,20 +35,20 @@ class HostCopy:
     def impossible() -> bool:
         """Return whether torch's current stream is being captured into a CUDA graph.
 
-        Then the host cannot wait for flags, and those of the graph come whenever it is launched.
+        The host cannot wait for flags then; each launch of the graph computes its own.
         """
         initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         return initialized and torch.cuda.is_current_stream_capturing()
 
     def put(self, flags: torch.Tensor) -> None:
-        """Begin to copy ``flags``, on the current stream."""
+        """Start to copy ``flags``, on the current stream."""
         self._host.copy_(flags, non_blocking=True)
         if flags.is_cuda:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(flags.device))
 
     def get(self) -> list[bool]:
-        """Wait for the flags that were put last, and return them."""
+        """Wait for the last flags, and return them."""
         if self._event is not None:
             self._event.synchronize()
         flags: list[bool] = self._array.tolist()
@@ -59,26 +59,25 @@ class TrainingProgress:
     """Counters of reductions and steps.
 
     Args:
-        device: device on which it is computed whether compression has committed its state; ``None`` if
-            the host knows.
+        device: device that computes whether compression has committed its state; ``None`` if the host knows.
 
     Attributes:
         num_reductions: number of reductions that have been handed out.
-        num_steps: number of those that ``optimizer.step()`` has used.
+        num_steps: number of reductions that ``optimizer.step()`` has used.
     """
 
     def __init__(self, device: torch.device | None) -> None:
         self.num_reductions = 0
         self.num_steps = 0
         self._used = True
-        self._step_depth = 0  # of step() calls inside one another
-        self._had_averages = False  # when the step began whose closure runs
+        self._step_depth = 0  # number of nested step() calls
+        self._had_averages = False  # as the step began whose closure runs
         # Whether compression committed state in the last reduction; None if only the device knows.
         self._committed: bool | None = False
         self._on_device = None if device is None else HostCopy(1, device)
 
     def resume(self, num_reductions: int, num_steps: int) -> None:
-        """Go on as a rank with these counts does."""
+        """Continue with the counts of another rank."""
         self.num_reductions, self.num_steps = num_reductions, num_steps
 
     def reduced(self, committed: Flag) -> None:
@@ -87,7 +86,7 @@ class TrainingProgress:
         self._used = False
         self._step_depth = 0  # a step that raised has left it
         if isinstance(committed, torch.Tensor) and HostCopy.impossible():
-            self._committed = False  # what launches of the graph commit, and which steps use it, the host does not see
+            self._committed = False  # the host does not see what launches of the graph commit
         elif isinstance(committed, torch.Tensor):
             assert self._on_device is not None
             self._on_device.put(committed)
@@ -102,23 +101,23 @@ class TrainingProgress:
 
     @property
     def has_averages(self) -> bool:
-        """Return whether there was a reduction since the last step, or, in a closure, since that before this one."""
+        """Return whether there was a reduction since the last step; in a closure, since the step before this one."""
         return self._had_averages or not self._used
 
     def enter_step(self) -> bool:
-        """Note that ``step()`` begins; return whether it is no step inside another one."""
+        """Note that ``step()`` begins; return whether it is the outermost one."""
         self._step_depth += 1
         if self._step_depth == 1:
             self._had_averages = not self._used
         return self._step_depth == 1
 
     def leave_step(self) -> bool:
-        """Note that ``step()`` has returned; return whether it was no step inside another one."""
+        """Note that ``step()`` has returned; return whether it was the outermost one."""
         self._step_depth = max(self._step_depth - 1, 0)
         return self._step_depth == 0
 
     def run_closure(self, closure: Callable[[], Any]) -> Any:
-        """Return the result of a step's ``closure``: reductions in it do not mean that the step has failed."""
+        """Return the result of a step's ``closure``, whose reductions do not mean that the step has failed."""
         depth = self._step_depth
         result = closure()
         self._step_depth = depth
@@ -131,14 +130,14 @@ class TrainingProgress:
             self.num_steps += 1
 
     def skipped(self) -> None:
-        """Note that the step for the last averages is left out on purpose."""
+        """Note that the step for the last averages is skipped on purpose."""
         self._used = True
 
     def require_used(self) -> None:
         """Raise RuntimeError if compression has counted the last gradients as applied, but no step has applied them.
 
         Never raises before the first step, as some loops update parameters without ``step()``. Waits for a
-        GPU if the last step was left out, as a loss scaler may have done.
+        GPU if the last step was skipped, as by a loss scaler.
         """
         if self._used or self.num_steps == 0:
             return
@@ -161,7 +160,7 @@ class SampleWeights:
     """Number of samples behind this rank's gradients, pass by pass, and their share of all ranks' samples.
 
     Autograd adds up the gradients of a window's passes. With g_p the gradient of pass p's mean loss over
-    n_p samples, the sum of n_p g_p is wanted. Accumulated gradients are therefore kept in units of the
+    n_p samples, the required result is the sum of n_p g_p. Accumulated gradients are therefore kept in units of the
     next pass's n: before that pass they are multiplied by n_before / n_next, which is 1 unless the batch
     size changes. The window's gradient is then n_last times the accumulated gradient. Divided by the sum
     of n over all passes and ranks, which takes one message of 16 bytes, it is this rank's contribution.
@@ -206,15 +205,15 @@ class SampleWeights:
         return 1.0 if num_passes == 0 or before == unit else (before or 0.0) / unit
 
     def note_pass(self) -> None:
-        """Note that a pass has ended that is not the last of its window."""
+        """Note the end of a pass that is not the last of its window."""
         self._passed += self._unit or 0.0
 
     def forget_passes(self) -> None:
-        """Forget the passes of a window whose samples were not to count."""
+        """Forget the passes of a window whose samples do not count."""
         self._passed = 0.0
 
     def start_sum(self, num_passes: int, with_next: bool) -> None:
-        """Begin to sum the samples of the window over all ranks. Collective.
+        """Start to sum the samples of the window over all ranks. Collective.
 
         The message is the same whether the window ends with the next pass or has ended, as the ranks may
         differ in their numbers of passes.
@@ -230,7 +229,7 @@ class SampleWeights:
         self.sum_again()
 
     def sum_again(self) -> None:
-        """Begin to sum the same samples over the ranks that there are now. Collective."""
+        """Start to sum the same samples over the present ranks. Collective."""
         sums = np.array(self._mine, np.float64)
 
         def job() -> tuple[float, float]:
@@ -332,11 +331,11 @@ class AccumulationWindow:
         self.scaling = Scaling(size, self._relative(), loss_scale=loss_scale, average=average, step=number)
 
     def rescale(self) -> None:
-        """Go on with the number of ranks that there are now, with the scales of the window as they were otherwise."""
+        """Adapt the scales of the window to the present number of ranks."""
         self.scaling = replace(self.scaling, size=self._communicator.size, relative=self._relative())
 
     def _relative(self) -> float:
-        """Return the weight of a rank that has gradients, where others take part without any."""
+        """Return the weight of a rank with gradients, where others take part without any."""
         size = self._communicator.size
         return size / (size - self.num_idle) if self.num_idle < size else 1.0
 
@@ -354,7 +353,7 @@ class AccumulationWindow:
                 self.streams.add(self._communicator.channel.current_stream(self._device))
 
     def sends_early(self, shards: Shards) -> bool:
-        """Return whether gradients may be sent before all have arrived: none is clipped by what others know."""
+        """Return whether gradients may be sent before all have arrived, as none is clipped by a norm of several."""
         return self._settings.clip_local_norm is None and (self._part_norm is None or not shards)
 
     def _clip_all(self, slots: Sequence[Slot], shards: Shards) -> None:

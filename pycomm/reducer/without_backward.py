@@ -1,4 +1,4 @@
-"""Reductions that no backward pass ends: flushed windows, written gradients, missing batches; requests to all ranks."""
+"""Reductions without a backward pass: flushed windows, written gradients, missing batches; and vetoes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _LOG = logging.getLogger("pycomm")
 
 
 def request_veto(engine: Engine, reason: str) -> None:
-    """Have this rank ask, in this reduction or the next, that its step is discarded on all ranks.
+    """Request that the step of this reduction, or of the next one, is discarded on all ranks.
 
     Raises:
         RuntimeError: it is too late.
-        ValueError: the settings do not go with it.
+        ValueError: the settings exclude it.
     """
     table, settings = engine.table, engine.settings
     if settings.backup > 0:
@@ -43,7 +43,7 @@ def request_veto(engine: Engine, reason: str) -> None:
 
 
 def require_skippable(engine: Engine) -> None:
-    """Raise ValueError if a rank cannot take part with weight zero, unless all have set weights by samples."""
+    """Raise ValueError if settings exclude a rank of weight zero, unless weights by samples are in use."""
     if engine.window.weights.in_use:
         return
     unsuitable = {
@@ -60,29 +60,24 @@ def require_skippable(engine: Engine) -> None:
 
 
 class WithoutBackward:
-    """Driver of the engine where the user asks for a reduction. To other ranks it is as if a backward pass ended here.
-
-    Args:
-        engine: engine of the attach.
-        passes: handling of backward passes.
-    """
+    """Reductions that the user requests; to other ranks they look like the end of a backward pass."""
 
     def __init__(self, engine: Engine, passes: Passes) -> None:
         self._engine, self._passes = engine, passes
         self._table, self._window, self._progress = engine.table, engine.window, engine.progress
 
     def is_averaged(self) -> bool:
-        """Return whether the averages of this step have been handed out, and nothing of another step has begun."""
+        """Return whether this step's averages have been handed out, and no other step has begun."""
         return self._window.complete and any(slot.holds_average() for slot in self._table.slots())
 
     def flush(self) -> None:
-        """Reduce a ragged last window; see ``Reducer.flush``."""
+        """Reduce a window that ended early; see ``Reducer.flush``."""
         if self.is_averaged():
             return
         self._prepare()
         if self._window.weights.in_use and not self._any_passes():
             return
-        if not self._window.is_open:  # other ranks may have gradients: this one takes part without any
+        if not self._window.is_open:  # other ranks may have gradients
             self._table.drop_gradients()
         self._reduce(with_next=None if self._window.weights.in_use else False)
 
@@ -119,7 +114,7 @@ class WithoutBackward:
                 f"skip_batch() after {self._window.num_passes} of {settings.passes} backward passes: the window has "
                 "gradients already; leave that backward() out and call reducer.flush() when the window ends"
             )
-        # A step that a scaler has left out may leave its averages until zero_grad().
+        # After a step that a scaler has skipped, averages may remain until zero_grad().
         if self.is_averaged() and settings.loss_scaler is None:
             raise RuntimeError(
                 "skip_batch() after backward(): the gradients of this step have been averaged; call it in place of "
@@ -127,17 +122,17 @@ class WithoutBackward:
             )
 
     def take_part(self, *, absent: bool) -> bool:
-        """Take part in a reduction with the gradients that there are.
+        """Take part in a reduction with the present gradients.
 
         Args:
-            absent: this rank has no data: it contributes nothing, keeps no average, and will not step. Gradients that
-                it has are dropped.
+            absent: whether this rank has no data: it contributes nothing, keeps no average, and takes no step. Its
+                gradients are dropped.
 
         Returns:
             Whether all ranks are absent.
         """
-        replicas = self._engine.comparison.replicas
-        replicas.absent = absent  # its parameters and steps are not compared then
+        comparison = self._engine.comparison
+        comparison.absent = absent  # then its parameters and steps are not compared
         self._engine.flags.has_pass = not absent
         try:
             if absent:
@@ -150,12 +145,12 @@ class WithoutBackward:
                 self._progress.stepped()
             return self._all_absent(absent)
         finally:
-            replicas.absent = False
+            comparison.absent = False
 
     def _all_absent(self, absent: bool) -> bool:
-        """Return whether all ranks are ``absent``, after a reduction that came to nothing; adopt their last step then.
+        """Return whether all ranks are ``absent``, after a reduction without gradients; if so, adopt the last step.
 
-        No message is sent after reductions in which any rank had a gradient, as all ranks know that. Collective.
+        Collective; but if any rank had a gradient, which all ranks know, nothing is sent.
         """
         if any(any(flight.exchange.used()) for flight in self._table.flights):
             return False
@@ -164,11 +159,11 @@ class WithoutBackward:
         if found[0]:
             return False
         self._progress.num_steps = int(found[1])
-        self._engine.comparison.replicas.forget_seen()
+        self._engine.comparison.forget_seen()
         return True
 
     def reduce_now(self) -> None:
-        """Reduce the gradients that there are, unless their averages wait for a step; see ``Reducer.reduce_now``."""
+        """Reduce the present gradients, unless their averages wait for a step; see ``Reducer.reduce_now``."""
         there = any(slot.owner.grad is not None for slot in self._table.slots())
         if there and not self._window.is_open and not self._progress.is_used:
             self._require_all_averaged()
@@ -176,7 +171,7 @@ class WithoutBackward:
             self.take_part(absent=False)
 
     def _require_all_averaged(self) -> None:
-        """Raise RuntimeError if a parameter that no rank had a gradient of has got one since."""
+        """Raise RuntimeError if a parameter without a gradient on any rank has got one since."""
         for flight in self._table.flights:
             for slot, used in zip(flight.slots, flight.exchange.used(), strict=True):
                 grad = slot.owner.grad
@@ -185,14 +180,6 @@ class WithoutBackward:
                         f"the gradient of {slot.name!r} has not been averaged: it was set after the others had been. "
                         "Set .grad before backward(), on all ranks, or leave backward() out and set all of them"
                     )
-
-    def stay_absent(self) -> int:
-        """Take part without data until all ranks do; see ``Reducer.stay_absent``."""
-        count = 0
-        with torch.no_grad(), torch.cuda.device(self._table.device if self._table.on_gpu else -1):
-            while not self.take_part(absent=True):
-                count += 1
-        return count
 
     def _prepare(self) -> None:
         self._passes.require_taking_part()
@@ -206,11 +193,11 @@ class WithoutBackward:
             try:
                 return self._window.weights.any_passes()
             except CommError as error:
-                self._engine.policy.recover(error)  # raises it, if no rank may be lost
+                self._engine.policy.recover(error)  # raises the error if no rank may be lost
                 self._window.weights.sum_again()
 
     def _reduce(self, *, with_next: bool | None) -> None:
-        """Reduce what is there; ``with_next``: see ``Engine.begin_pass``."""
+        """Reduce the present gradients; ``with_next`` as in ``Engine.begin_pass``."""
         try:
             self._passes.forget_abandoned()
             self._window.sending = True

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import pycomm
-from pycomm.checkpoint import storage, writing
+from pycomm.checkpoint import saving, storage
 from pycomm.checkpoint.files import Summed
 from tests.checkpoint.training import Training, training
 from tests.on_ranks import Pools, on_ranks
@@ -183,7 +183,7 @@ def test_killed_while_writing(culprit: int, new_ranks: Pools, rank_pools: Pools,
 def die_before_publishing(folder: str) -> None:
     run = Training("adamw", "topk")
     pycomm.save(folder, run.reducer, step=1, **run.more).wait()
-    with patch.object(writing, "write_sealed", lambda *_: os.kill(os.getpid(), signal.SIGKILL)):
+    with patch.object(saving, "write_sealed", lambda *_: os.kill(os.getpid(), signal.SIGKILL)):
         with pytest.raises(pycomm.CommError, match="rank 0 died"):
             pycomm.save(folder, run.reducer, step=2, **run.more).wait(20)
 
@@ -205,7 +205,7 @@ def test_a_rank_that_never_writes(tmp_path: Path) -> None:
         release.wait(30)
         return original(*args)
 
-    with training("adamw", timeout=2) as run, patch.object(writing, "_PATIENCE_FOR_OTHERS", 0.1):
+    with training("adamw", timeout=2) as run, patch.object(saving, "_PATIENCE_FOR_OTHERS", 0.1):
         with patch.object(storage, "write_tensors", hang if dist.get_rank() == 1 else original):
             pending = pycomm.save(tmp_path, run.reducer)
         if dist.get_rank() == 0:

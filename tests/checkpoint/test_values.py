@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from pycomm.checkpoint.files import DamagedError, Reserve, told_in
-from pycomm.checkpoint.storage import read_tensors, write_tensors
+from pycomm.checkpoint.files import DamagedError, Reserve, read_report
+from pycomm.checkpoint.storage import write_tensors
+from pycomm.checkpoint.torch_files import read_tensors
 from pycomm.checkpoint.values import check_node, decode, encode, lines_of, positions_in
 
 
@@ -113,9 +114,9 @@ def test_every_dtype(tmp_path: Path) -> None:
 
 def test_a_reserve_tells(tmp_path: Path) -> None:
     reserve = Reserve(tmp_path / "writing")
-    assert told_in(tmp_path / "failed") is None
-    reserve.tell("OSError", "é" * 5000, "failed")
-    kind, text = told_in(tmp_path / "failed") or ("", "")
+    assert read_report(tmp_path / "failed") is None
+    reserve.report("OSError", "é" * 5000, "failed")
+    kind, text = read_report(tmp_path / "failed") or ("", "")
     assert kind == "OSError"
     assert text.startswith("éé")
     assert not (tmp_path / "writing").exists()

@@ -26,7 +26,7 @@ def let_in(store: TCPStore, listener: JoinListener) -> int:
     asked = ask(store, this_process())
     request = look(listener)
     assert request is not None
-    listener.pass_by(request.number)
+    listener.skip_to(request.number)
     listener.answer(request.number, ANSWER)
     asked.result(20.0)
     return request.number

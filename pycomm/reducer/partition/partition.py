@@ -1,30 +1,28 @@
-"""StepPartition: ranks step together, each its own part of every bucket."""
+"""StepPartition: a sharded step, in which each rank steps its own part of every bucket."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import mmap
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
-from pycomm.agreement import agreed, check_same_lines
+from pycomm.agreement import check_same_lines
 from pycomm.bucket import Bucket
 from pycomm.communicator import Communicator
-from pycomm.errors import CommError, attempt
+from pycomm.errors import CommError
 from pycomm.layout import view_like
-from pycomm.optim.fused import KernelStep
+from pycomm.optim.fused import FusedStep, KernelStep
 from pycomm.optim.module_hooks import BeforeForward
 from pycomm.optim.partition import Span
+from pycomm.optim.step_override import stepper_of
 from pycomm.reducer.buckets import BucketInFlight
+from pycomm.reducer.settings import AttachSettings
 from pycomm.torch_internals import version_of
-from pycomm.transport.base import HostMemory
 
 _TEXT = (
     "a rank was lost in the middle of optimizer.step(), while the ranks wrote to each other's parameters: those here "
@@ -33,9 +31,9 @@ _TEXT = (
 
 
 class Aftermath:
-    """Guard that makes every forward of ``module`` and every step of ``optimizer`` raise, until the module is loaded.
+    """Guard that makes every forward of ``module`` and step of ``optimizer`` raise until the module is loaded.
 
-    It stays when the Reducer is detached.
+    It outlives the Reducer.
     """
 
     def __init__(self, module: torch.nn.Module | None, optimizer: torch.optim.Optimizer, cause: BaseException) -> None:
@@ -55,38 +53,44 @@ class Aftermath:
         self._handles.clear()
 
 
-@dataclass(frozen=True)
-class PartitionTerms:
-    """What ranks that step together have agreed on, and what steps them.
+class StepPartition:
+    """Partition of the parameters of an attached optimizer; see :class:`pycomm.optim.partition.Partition`.
 
-    Attributes:
+    By default gradients are reduced before the step, and all parameters have arrived when it ends.
+
+    Args:
         communicator: the ranks.
-        stepper: what steps the optimizer by kernels.
+        optimizer: the attached optimizer, which kernels must be able to step.
         module: the attached module, if there is one.
-        grads: which reduced gradients a rank gets: "full": all; "part": its own part; "local": none, as they are
-            reduced in the step.
-        average: whether gradients are averaged over the ranks, or summed.
-        most_writes: how often a gradient may be written to after it was handed out.
-        was_fused_here: whether ``stepper`` is to be detached with the partition.
+        settings: arguments of ``attach``, with ``shard``.
     """
 
-    communicator: Communicator
-    stepper: KernelStep
-    module: torch.nn.Module | None
-    grads: str
-    average: bool
-    most_writes: int
-    was_fused_here: bool
-
-
-class _Plain:
-    """Partition with gradients that were reduced before the step, and parameters that are there when it ends."""
+    def __init__(
+        self,
+        communicator: Communicator,
+        optimizer: torch.optim.Optimizer,
+        module: torch.nn.Module | None,
+        settings: AttachSettings,
+    ) -> None:
+        assert settings.shard is not None
+        self.full_grad = settings.shard.grads == "full"
+        self.reduction = "mean" if settings.average else "sum"
+        self._communicator, self._module = communicator, module
+        self._most_writes = 0 if settings.loss_scaler is None else 1  # to a gradient after backward(), by unscale_()
+        stepper = stepper_of(optimizer)
+        self._was_fused_here = not isinstance(stepper, KernelStep)
+        self._stepper = stepper if isinstance(stepper, KernelStep) else FusedStep(optimizer)
+        self._flights: list[BucketInFlight] = []
+        self._places: dict[torch.Tensor, tuple[Segment, int]] = {}
+        self._addresses: list[tuple[torch.Tensor, int]] = []
+        self._num_steps = 0
+        self._stepper.share(self)
 
     def await_parameters(self) -> None:
-        """Return when parameters can be used by what torch does not see; raise CommError if they do not come."""
+        """Wait until all parameters have arrived; raise CommError if they do not."""
 
     def release(self) -> None:
-        """Let go of the memory, once the communicator is closed."""
+        """Release the memory, once the communicator is closed."""
 
     @property
     def terms_version(self) -> int:
@@ -99,35 +103,20 @@ class _Plain:
         """Reduce the gradients now, if that was left to the step. Collective."""
 
     def reduce_early(self) -> None:
-        """Reduce gradients now, and from now on while backward runs, as they are needed before the step. Collective."""
+        """Reduce gradients now, and from now on during backward, as they are needed before the step. Collective."""
 
     def _has_moved(self) -> bool:
         """Return whether gradients that the step reduces are in other memory than in the last one."""
         return False
 
     def _open_terms(self) -> None:
-        """Find the gradients of all ranks, some of which are in other memory than before. Collective."""
-
-
-class StepPartition(_Plain, ABC):
-    """Partition of the parameters of an attached optimizer; see :class:`pycomm.optim.partition.Partition`."""
-
-    def __init__(self, terms: PartitionTerms) -> None:
-        self.full_grad = terms.grads == "full"
-        self.reduction = "mean" if terms.average else "sum"
-        self._communicator, self._stepper, self._module = terms.communicator, terms.stepper, terms.module
-        self._most_writes, self._was_fused_here = terms.most_writes, terms.was_fused_here
-        self._flights: list[BucketInFlight] = []
-        self._places: dict[torch.Tensor, tuple[Segment, int]] = {}
-        self._addresses: list[tuple[torch.Tensor, int]] = []
-        self._num_steps = 0
-        terms.stepper.share(self)
+        """Find the gradients of all ranks again, some of which have moved. Collective."""
 
     # Parameters.
 
-    @abstractmethod
     def adopt(self, flights: Iterable[BucketInFlight]) -> None:
-        """Take over the parameters of ``flights``, and move them to memory for it. Collective."""
+        """Move the parameters of ``flights`` to memory of the partition. Collective."""
+        raise NotImplementedError
 
     def _settle_in(self, flight: BucketInFlight, segment: Segment) -> None:
         """Move the parameters of ``flight`` to ``segment``."""
@@ -161,7 +150,7 @@ class StepPartition(_Plain, ABC):
         return self.span_of(param).of(grad)
 
     def move_out(self) -> None:
-        """Move parameters and state to memory of this rank's own, and have it step alone."""
+        """Move parameters and state to this rank's own memory, and let it step alone."""
         for param in self._places:
             param.data = param.detach().clone(memory_format=torch.preserve_format)
         self._stepper.step_alone()
@@ -192,14 +181,14 @@ class StepPartition(_Plain, ABC):
         try:
             self._prepare()
         except (RuntimeError, ValueError) as error:
-            self._communicator.refuse(str(error))  # the others are about to ask whether all are there
+            self._communicator.refuse(str(error))  # the others are about to vote on the step
             raise
         try:
             is_taken = self._agree(optimizer, is_skipped)
             if is_taken and needs_gradients:
                 self.require_reduced()
         except CommError as error:
-            self._lost(optimizer, error)  # others may have seen that all are here
+            self._lost(optimizer, error)  # others may have completed the vote
             raise
         if not is_taken:
             yield False
@@ -215,19 +204,19 @@ class StepPartition(_Plain, ABC):
                 self._lost(optimizer, error)
             raise
 
-    @abstractmethod
     def _hand_out(self) -> None:
-        """Let all ranks have what this one has written. Collective."""
+        """Make this rank's new parameters available to all ranks. Collective."""
+        raise NotImplementedError
 
-    @abstractmethod
     def _is_complete(self) -> bool:
-        """Return whether all of the last step is here, though it ended with an error."""
+        """Return whether the last step is complete on this rank, though it ended with an error."""
+        raise NotImplementedError
 
     def _lost(self, optimizer: torch.optim.Optimizer, error: BaseException) -> None:
         Aftermath(self._module, optimizer, error)
 
     def _prepare(self) -> None:
-        """Raise RuntimeError or ValueError if parameters or gradients are not what the ranks step together."""
+        """Raise RuntimeError or ValueError if parameters were moved, or gradients written to."""
         for param, address in self._addresses:
             if param.data_ptr() != address and param.numel() > 0:
                 raise RuntimeError(
@@ -276,11 +265,11 @@ def settings_of(optimizer: torch.optim.Optimizer) -> bytes:
 
 
 _ALIGNMENT = 64
-"""Parts begin at multiples of so many elements: two ranks never write to the same line of a cache."""
+"""Alignment of parts in elements, so that two ranks never write to the same cache line."""
 
 
 def shares_of(num_elements: int, order: Sequence[int]) -> list[slice]:
-    """Return the part of each rank, all equal but for rounding; they lie in memory in ``order``."""
+    """Return the part of each rank, of equal size up to alignment, laid out in ``order``."""
     size, pieces = len(order), -(-num_elements // _ALIGNMENT)
     bounds = [min(pieces * place // size * _ALIGNMENT, num_elements) for place in range(size + 1)]
     shares = {rank: slice(bounds[place], bounds[place + 1]) for place, rank in enumerate(order)}
@@ -353,134 +342,8 @@ class Segment(ABC):
     def _zeros(self, num_bytes: int) -> Memory: ...
 
 
-class HostSegment(Segment):
-    """Segment in memory that all ranks reach.
-
-    Args:
-        bucket, params, shares, rank: as above.
-        memory: allocator.
-        shares_parameters: whether the ranks have one copy of the parameters among them.
-    """
-
-    def __init__(
-        self,
-        bucket: Bucket,
-        params: Sequence[torch.Tensor],
-        shares: Sequence[slice],
-        rank: int,
-        memory: CommonMemory,
-        shares_parameters: bool,
-    ) -> None:
-        self._memory, size = memory, len(shares)
-        num_bytes = bucket.num_elements * bucket.dtype.itemsize
-        everyone = [memory.of_one(num_bytes)] if shares_parameters else memory.of_each(num_bytes)
-        # Each rank begins with another one, so that they do not all write to the same memory at once.
-        self._others = [] if shares_parameters else [everyone[(rank + i) % size] for i in range(1, size)]
-        super().__init__(bucket, params, shares, rank, everyone[0 if shares_parameters else rank])
-
-    def mirrors_of(self, index: int) -> list[torch.Tensor]:
-        return [self.part_in(memory, index) for memory in self._others]
-
-    def _zeros(self, num_bytes: int) -> Memory:
-        return self._memory.of_one(num_bytes)
-
-
-class SpreadSegment(Segment):
-    """Segment of ranks that reach each other by messages.
-
-    State is laid out as that of all ranks, but only this rank's part is ever touched, so that only that takes memory.
-    """
-
-    def mirrors_of(self, index: int) -> list[torch.Tensor]:
-        return []
-
-    def _zeros(self, num_bytes: int) -> Memory:
-        return mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-
-    def own_parts(self) -> list[torch.Tensor]:
-        """Return the parameters as one flat part for each rank."""
-        return self.parts_in(self.own, self.dtype)
-
-    def parts_in(self, memory: Memory, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Return the parts of the ranks in memory that is laid out as the bucket."""
-        return [tensor_in(memory, dtype, share.start, share.stop) for share in self.shares]
-
-    def states(self) -> list[tuple[str, torch.dtype, Memory]]:
-        """Return the keys, dtypes and memory of all state, in an order that is the same on all ranks."""
-        return [(*key, self._states[key]) for key in sorted(self._states, key=str)]
-
-
 Memory = Any
 """Object with the buffer protocol."""
-
-
-def memory_of_all(communicator: Communicator) -> HostMemory | None:
-    """Return the memory that all ranks of ``communicator`` reach; ``None`` if there is none."""
-    memory = communicator.channel.transport.host_memory
-    return memory if memory is not None and memory.num_ranks == communicator.size else None
-
-
-class CommonMemory:
-    """Allocator of memory that all ranks of ``communicator`` reach.
-
-    What a rank has allocated stays allocated until it calls :meth:`release`, however long others use it.
-    """
-
-    def __init__(self, communicator: Communicator) -> None:
-        memory = memory_of_all(communicator)
-        assert memory is not None, "checked before"
-        self._communicator, self._memory = communicator, memory
-        self._own: list[Memory] = []
-        self._num_shared = 0
-
-    def of_each(self, num_bytes: int) -> list[Memory]:
-        """Return memory of so many bytes of every rank, in rank order. Collective.
-
-        Raises:
-            MemoryError: this rank has too little memory. ValueError on the others.
-        """
-        return self._open(num_bytes, range(self._communicator.size))
-
-    def of_one(self, num_bytes: int) -> Memory:
-        """Return memory of so many bytes that all ranks share, zeros. Collective; errors as above.
-
-        The ranks take turns in providing it.
-        """
-        owner = self._num_shared % self._communicator.size
-        self._num_shared += 1
-        memory = self._open(num_bytes, [owner])[0]
-        if self._communicator.rank == owner:
-            np.frombuffer(memory, np.uint8)[:] = 0
-        self._communicator.barrier()
-        return memory
-
-    def of_all(self, own: torch.Tensor) -> list[Memory]:
-        """Return the memory of all ranks' tensors, ``own`` among them, in rank order. Collective.
-
-        Each lies in memory of its rank that all reach, and takes as many bytes.
-        """
-        offset = self._memory.offset_of(own.data_ptr(), own.nbytes)
-        assert offset >= 0
-        return self._exchange(offset, own.nbytes, range(self._communicator.size))
-
-    def release(self) -> None:
-        """Let go of what this rank has allocated, once the communicator is closed: nobody gets it again."""
-        self._own.clear()
-
-    def _open(self, num_bytes: int, owners: Sequence[int]) -> list[Memory]:
-        is_owner, num_bytes = self._communicator.rank in owners, max(num_bytes, 1)
-        mine = attempt(lambda: self._allocate(num_bytes) if is_owner else 0)
-        offset = agreed(self._communicator.channel.all_gather_bytes, mine, "allocate memory that the ranks share")
-        return self._exchange(offset, num_bytes, owners)
-
-    def _exchange(self, offset: int, num_bytes: int, owners: Sequence[int]) -> list[Memory]:
-        offsets = [int(text) for text in self._communicator.channel.all_gather_bytes(str(offset).encode())]
-        return [self._memory.of_rank(owner, offsets[owner], num_bytes) for owner in owners]
-
-    def _allocate(self, num_bytes: int) -> int:
-        block: Memory = self._memory.allocate(num_bytes)
-        self._own.append(block)
-        return self._memory.offset_of(np.frombuffer(block, np.uint8).ctypes.data, num_bytes)
 
 
 def tensor_in(memory: Memory, dtype: torch.dtype, begin: int, end: int) -> torch.Tensor:

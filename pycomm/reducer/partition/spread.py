@@ -1,46 +1,48 @@
-"""SpreadPartition: ranks on several hosts step together.
+"""SpreadPartition: a sharded step between ranks on several hosts.
 
-A step of P hosts that average n gradients, each by itself, has each send 2 (P - 1) / P n elements before it. Here
-(P - 1) / P n are sent before the step, and as many after it, when each rank sends the new parameters of its part:
-during the next forward, which waits only for what it uses. The state of an optimizer is kept by the rank whose part it
-is of (ZeRO, Rajbhandari et al., 2020, section 5.1).
+If P hosts average n gradients and each steps all parameters, each sends 2 (P - 1) / P n elements before the step. Here
+each sends (P - 1) / P n before the step, and as many after it: the new parameters of its part. These travel during the
+next forward, which waits only for the parameters that it uses. Each rank keeps the optimizer state of its own part
+(ZeRO, Rajbhandari et al., 2020, section 5.1).
 
-So that nobody reads a parameter before it is there, it is of the class :class:`_Arriving` until then: whatever torch is
-to do with it waits first.
+Until a parameter has arrived, it has the class :class:`_Arriving`, so that every torch operation on it waits first.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import mmap
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
+from pycomm.communicator import Communicator
 from pycomm.errors import CommError
 from pycomm.layout import view_like
 from pycomm.optim.module_hooks import BeforeForward
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.reducer.buckets import BucketInFlight
-from pycomm.reducer.partition.partition import PartitionTerms, SpreadSegment, StepPartition, shares_of
+from pycomm.reducer.partition.partition import Memory, Segment, StepPartition, shares_of, tensor_in
+from pycomm.reducer.settings import AttachSettings
 from pycomm.torch_internals import has_compiled, has_scripted, prepare_scripts, without_torch_function
 from pycomm.transport.hosts import order_of
 from pycomm.worker import Work
 
 _arrivals: dict[int, Arrival] = {}
-"""By id of the parameter: its attributes would be saved with it."""
+"""By id of the parameter, as its attributes would be saved with it."""
 
 _Tensor: Any = torch.Tensor
 _HARMLESS = {
     *(_Tensor.grad.__get__, _Tensor.grad.__set__, _Tensor.requires_grad.__get__, _Tensor.is_leaf.__get__),
     *(_Tensor.shape.__get__, _Tensor.dtype.__get__, _Tensor.device.__get__, _Tensor.numel),
 }
-"""What does not read a parameter's values, and is called between a step and the next forward (``zero_grad()``)."""
+"""Operations that do not read values, and are called between a step and the next forward (``zero_grad()``)."""
 
 
 class _Arriving(torch.nn.Parameter):
-    """Parameter whose values are on their way. It becomes an ordinary one again as soon as torch wants to use it."""
+    """Parameter whose values have not arrived. Its first use waits and makes it an ordinary parameter again."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -53,7 +55,7 @@ class _Arriving(torch.nn.Parameter):
 
     def __deepcopy__(self, memo: Any) -> Any:
         _await(self)
-        return self.__deepcopy__(memo)  # which is another one now
+        return self.__deepcopy__(memo)  # now that of the ordinary class
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _await(self)
@@ -99,7 +101,7 @@ class Arrival:
             param.__class__ = _Arriving
 
     def wait(self) -> None:
-        """Wait until they are there. They can be used then: if that fails, whoever does is told before."""
+        """Wait until the parameters have arrived, and make them ordinary ones; on an error call ``failed`` first."""
         if not self._params:
             return
         try:
@@ -111,7 +113,7 @@ class Arrival:
             self._make_ordinary()
 
     def abandon(self) -> None:
-        """Wait until nothing is written any more, and let the parameters be used as they are then."""
+        """Wait until nothing writes to the parameters, and make them ordinary ones as they are."""
         self._work.ends_within(None)
         self._make_ordinary()
 
@@ -137,9 +139,9 @@ class ParameterArrivals:
             self._hooks[module] = module.register_forward_pre_hook(BeforeForward(self._before_root))
 
     def expect(self, params: Iterable[torch.Tensor]) -> None:
-        """Have the modules that own ``params`` wait for them before they run.
+        """Make the modules that own ``params`` wait for them before their forward.
 
-        For what torch does not see: extensions that are given a parameter by ``torch.autograd.Function``.
+        This serves extensions that get a parameter by ``torch.autograd.Function``, which torch does not intercept.
         """
         if self._module is None:
             return
@@ -151,7 +153,7 @@ class ParameterArrivals:
                 self._hooks[module] = module.register_forward_pre_hook(hook)
 
     def may_come_late(self, params: Iterable[torch.Tensor]) -> bool:
-        """Return whether whoever reads ``params`` can be made to wait: not compiled code, nor TorchScript."""
+        """Return whether all readers of ``params`` can be made to wait, unlike compiled code and TorchScript."""
         if self._module is None or has_compiled() or has_scripted():
             return False
         if any(isinstance(module, torch.jit.ScriptModule) for module in self._module.modules()):
@@ -159,7 +161,7 @@ class ParameterArrivals:
         return all(type(param) is torch.nn.Parameter for param in params)
 
     def add(self, arrival: Arrival) -> None:
-        """Note an arrival that :meth:`wait` is to wait for."""
+        """Add an arrival for :meth:`wait`."""
         self._open.append(arrival)
 
     def wait(self) -> None:
@@ -168,7 +170,7 @@ class ParameterArrivals:
             arrival.wait()
 
     def abandon(self) -> None:
-        """Let all parameters be used as they are, since one bucket of them has not come."""
+        """Make all parameters ordinary ones as they are, since one bucket has not arrived."""
         for arrival in self._taken():
             arrival.abandon()
 
@@ -179,7 +181,7 @@ class ParameterArrivals:
     def _before_root(self) -> None:
         assert self._module is not None
         if not self._module.training:
-            self.wait()  # torch's fast paths of evaluation look at the class
+            self.wait()  # torch's fast paths of evaluation check the class
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -194,16 +196,47 @@ States = dict[int, dict[str, torch.Tensor]]
 """Whole state of parameters, by their ids, then by key."""
 
 
+class SpreadSegment(Segment):
+    """Segment of ranks that reach each other by messages.
+
+    State is laid out as that of all ranks, but only this rank's part is ever touched, so that only that takes memory.
+    """
+
+    def mirrors_of(self, index: int) -> list[torch.Tensor]:
+        return []
+
+    def _zeros(self, num_bytes: int) -> Memory:
+        return mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    def own_parts(self) -> list[torch.Tensor]:
+        """Return the parameters as one flat part for each rank."""
+        return self.parts_in(self.own, self.dtype)
+
+    def parts_in(self, memory: Memory, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return the parts of the ranks in memory that is laid out as the bucket."""
+        return [tensor_in(memory, dtype, share.start, share.stop) for share in self.shares]
+
+    def states(self) -> list[tuple[str, torch.dtype, Memory]]:
+        """Return the keys, dtypes and memory of all state, in an order that is the same on all ranks."""
+        return [(*key, self._states[key]) for key in sorted(self._states, key=str)]
+
+
 class SpreadPartition(StepPartition):
     """Partition over ranks that reach each other by messages."""
 
-    def __init__(self, terms: PartitionTerms) -> None:
-        self._optimizer = terms.stepper.optimizer
+    def __init__(
+        self,
+        communicator: Communicator,
+        optimizer: torch.optim.Optimizer,
+        module: torch.nn.Module | None,
+        settings: AttachSettings,
+    ) -> None:
+        self._optimizer = optimizer
         self._segments: dict[BucketInFlight, SpreadSegment] = {}
         self._at_home: set[torch.Tensor] = set()  # parameters whose masters are kept by parts
-        self._arrivals = ParameterArrivals(terms.module)
+        self._arrivals = ParameterArrivals(module)
         self._is_lost = False
-        super().__init__(terms)
+        super().__init__(communicator, optimizer, module, settings)
         self._hook = self._optimizer.register_state_dict_post_hook(self._complete)
 
     def adopt(self, flights: Iterable[BucketInFlight]) -> None:
@@ -275,7 +308,7 @@ class SpreadPartition(StepPartition):
         return found
 
     def _completed(self, entry: dict[str, Any], param: torch.Tensor, whole: States) -> dict[str, Any]:
-        """Return the state ``entry`` of ``param`` with whole tensors in place of parts; what was loaded is whole."""
+        """Return the state ``entry`` of ``param`` with whole tensors in place of parts."""
         if param not in self._places:
             return entry
         segment, index = self._places[param]
@@ -290,7 +323,7 @@ class SpreadPartition(StepPartition):
                 states[index] = self._completed(states[index], param, whole)
 
     def move_out(self) -> None:
-        """Move parameters and whole state to memory of this rank's own, and have it step alone. Collective."""
+        """Move parameters and whole state to this rank's own memory, and let it step alone. Collective."""
         self._hook.remove()
         self._arrivals.close()
         try:
