@@ -10,28 +10,28 @@ import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from pycomm.launching import Failure, RankError, Tell, explain, run_ranks
+from pycomm.launching import Failure, RankError, Send, explain, run_ranks
 
 
-def tells_much(tell: Tell) -> None:
+def sends_much(send: Send) -> None:
     for step in range(2000):  # more than a pipe holds
-        tell((dist.get_rank(), step))
+        send((dist.get_rank(), step))
     dist.barrier()
 
 
-def rank_1_is_killed_and_others_tell(kills: bool, tell: Tell) -> None:
+def rank_1_is_killed_and_others_send(kills: bool, send: Send) -> None:
     if dist.get_rank() == 1 and kills:
         os.kill(os.getpid(), signal.SIGKILL)
-    tell((dist.get_rank(), os.environ["A_VARIABLE"]))
+    send((dist.get_rank(), os.environ["A_VARIABLE"]))
 
 
-def rank_1_raises(_tell: Tell) -> None:
+def rank_1_raises(_send: Send) -> None:
     if dist.get_rank() == 1:
         raise ArithmeticError("rank 1 is to blame")
     dist.barrier()
 
 
-def rank_1_hangs_when_rank_0_is_killed(_tell: Tell) -> None:
+def rank_1_hangs_when_rank_0_is_killed(_send: Send) -> None:
     if dist.get_rank() == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -49,9 +49,9 @@ def _no_process_more() -> Iterator[None]:
 @pytest.mark.timeout(60)
 def test_messages_of_all_ranks_arrive_in_order() -> None:
     received: list[tuple[int, int]] = []
-    run_ranks(tells_much, 2, [], received.append)
+    run_ranks(sends_much, 2, [], received.append)
     for rank in range(2):
-        assert [step for teller, step in received if teller == rank] == list(range(2000))
+        assert [step for sender, step in received if sender == rank] == list(range(2000))
 
 
 @pytest.mark.parametrize("kills", [True, False])
@@ -59,7 +59,7 @@ def test_messages_of_all_ranks_arrive_in_order() -> None:
 def test_a_mortal_rank_may_be_killed_and_the_others_are_waited_for(kills: bool) -> None:
     received: list[tuple[int, str]] = []
     variables = {"A_VARIABLE": "its value"}
-    run_ranks(rank_1_is_killed_and_others_tell, 3, [kills], received.append, mortal=[1], environment=variables)
+    run_ranks(rank_1_is_killed_and_others_send, 3, [kills], received.append, mortal=[1], environment=variables)
     expected = {(0, "its value"), (2, "its value")} | (set() if kills else {(1, "its value")})
     assert expected - {(1, "its value")} <= set(received) <= expected
 
@@ -68,7 +68,7 @@ def test_a_mortal_rank_may_be_killed_and_the_others_are_waited_for(kills: bool) 
 def test_of_a_mortal_rank_another_death_is_still_a_failure() -> None:
     with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
         run_ranks(
-            rank_1_is_killed_and_others_tell, 3, [True], lambda _: None, mortal=[2], environment={"A_VARIABLE": ""}
+            rank_1_is_killed_and_others_send, 3, [True], lambda _: None, mortal=[2], environment={"A_VARIABLE": ""}
         )
 
 
