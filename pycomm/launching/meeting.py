@@ -50,7 +50,7 @@ def connect(port: int, patience: timedelta = PATIENCE) -> Store:
 
 
 def variables_of(port: int, rank: int, size: int) -> dict[str, str]:
-    """Return the environment that torchrun would make, by which a script's ``init_process_group()`` finds the others."""
+    """Return the environment as torchrun makes it, by which a script's ``init_process_group()`` finds the others."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0}
     return {
         **{name: str(value) for name, value in place.items()},

@@ -27,6 +27,8 @@ _worker: Any = None  # in a rank
 class WorkerGroup:
     """Group of ``size`` processes with a ``worker`` ("module:Class") each. A context manager.
 
+    If workers have a method ``close``, it is called before their processes end.
+
     Args:
         name: for error messages.
         setup: what the worker's constructor is given.
@@ -79,7 +81,8 @@ def _make(worker: str, setup: Mapping[str, Any]) -> None:
     global _worker
     module, _, name = worker.partition(":")
     _worker = getattr(importlib.import_module(module), name)(**setup)
-    atexit.register(_worker.close)
+    if hasattr(_worker, "close"):
+        atexit.register(_worker.close)
 
 
 def _call(method: str, arguments: tuple[Any, ...]) -> Any:
