@@ -43,12 +43,8 @@ class RankPool:
         self._pool.run(_prepare)
         assert self._pool.port is not None
         self.port = self._pool.port
-        self.ask, self.kill, self.alive, self.close = (
-            self._pool.ask,
-            self._pool.kill,
-            self._pool.is_alive,
-            self._pool.close,
-        )
+        self.ask, self.kill = self._pool.ask, self._pool.kill
+        self.alive, self.close = self._pool.is_alive, self._pool.close
 
     def outcomes(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Outcome]:
         """Run ``function(*args)`` on every rank; an argument in ``PerRank`` is dealt out."""

@@ -140,13 +140,12 @@ class RankPool:
         self._finishing = False
         with contextlib.ExitStack() as stack:
             self.port = stack.enter_context(meeting.rendezvous()) if start is None else None
-            options: dict[str, Any] = {"captured": output != "inherit", "preload": preload}
-            variables = environment or {}
-            self._started: StartedRanks = (
-                RankProcesses(serve_and_end, size, (), variables, **options)
-                if start is None
-                else start(size, variables)
-            )
+            captured, variables = output != "inherit", environment or {}
+            self._started: StartedRanks
+            if start is not None:
+                self._started = start(size, variables)
+            else:
+                self._started = RankProcesses(serve_and_end, size, (), variables, captured=captured, preload=preload)
             stack.callback(self._started.end)
             self._listen_to(self._started, output)
             if self.port is not None:

@@ -24,6 +24,9 @@ Send = Callable[[Any], None]
 WHERE = signal.SIGUSR1
 """Lets a rank write where its threads are."""
 
+_driver: Pipe | None = None  # the pipe to it, in a rank
+_sending = threading.Lock()
+
 
 @dataclass(frozen=True)
 class Call:
@@ -45,30 +48,17 @@ class Returned:
     result: bytes
 
 
-class _Driver:
-    """The process that asks this one, where it is a rank."""
-
-    def __init__(self) -> None:
-        self.pipe: Pipe | None = None
-        self._lock = threading.Lock()
-
-    def send(self, message: Any) -> None:
-        assert self.pipe is not None, "this process is no rank of a pool"
-        with self._lock:
-            self.pipe.send(message)
-
-
-_driver = _Driver()
-
-
 def send(message: Any) -> None:
     """Send ``message`` to the process that has called this function on its ranks. From any thread."""
-    _driver.send(message)
+    assert _driver is not None, "this process is no rank of a pool"
+    with _sending:
+        _driver.send(message)
 
 
 def serve(pipe: Pipe) -> bool:
     """Do what comes through ``pipe``; return True if asked to finish, False once nobody is there to ask."""
-    _driver.pipe = pipe
+    global _driver
+    _driver = pipe
     while True:
         try:
             call = pipe.recv()
@@ -86,19 +76,15 @@ def serve(pipe: Pipe) -> bool:
 def _answer(call: Call) -> Returned | Failure:
     try:
         function, arguments = deserialize(call.function)
-        result = _result(function, arguments)
+        try:
+            result = function(*arguments)
+        except SystemExit as error:
+            if error.code not in (None, 0):  # these are a script's way to say that it is done
+                raise
+            result = None
         return Returned(serialize(f"the result of rank {call.rank}, a {type(result).__name__},", result))
     except BaseException as error:
         return _failure(call.rank, error)
-
-
-def _result(function: Any, arguments: Any) -> Any:
-    try:
-        return function(*arguments)
-    except SystemExit as error:
-        if error.code in (None, 0):  # a script's way to say that it is done
-            return None
-        raise
 
 
 def serve_and_end(rank: int, pipe: Pipe) -> None:

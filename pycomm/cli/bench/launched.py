@@ -28,12 +28,8 @@ class LaunchedWorkers:
         found.set_timeout(_PATIENCE)
         self.store = PrefixStore("pycomm bench", found)
         self._answers = PrefixStore("answers", self.store)
-        self._worker: Any = None
+        self.worker: Any = None  # every rank sets its own
         self._calls = 0
-
-    def use(self, worker: Any) -> None:
-        """Have ``worker``, of which every rank makes one, do what is called."""
-        self._worker = worker
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Call this rank's worker's ``method``; returns what each rank's returned, in rank order. Collective.
@@ -42,7 +38,7 @@ class LaunchedWorkers:
             RankError: it raised on one.
         """
         try:
-            mine = {"value": getattr(self._worker, method)(*arguments)}
+            mine = {"value": getattr(self.worker, method)(*arguments)}
         except Exception:
             mine = {"error": traceback.format_exc()}
         answers = self._exchange(mine)

@@ -104,8 +104,7 @@ def _torchs_ranks(settings: BenchSettings) -> Iterator[Team]:
 def _among_launched(settings: BenchSettings) -> int:
     """Be one of the ranks that a launcher has started. All do the same; only rank 0 prints and writes."""
     workers = LaunchedWorkers()
-    worker = BenchRank(**setup_of(settings), store=workers.store)
-    workers.use(worker)
+    worker = workers.worker = BenchRank(**setup_of(settings), store=workers.store)
     try:
         try:
             contenders = [Contender(name, workers) for name in (settings.backend, *settings.peers)]
