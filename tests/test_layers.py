@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-_USED_WHERE_INSTALLED = {"launching/reporting.py": {"rich"}, "launching/cargo.py": {"cloudpickle"}}
+_USED_WHERE_INSTALLED = {"launching/reporting.py": {"rich"}, "launching/serialize.py": {"cloudpickle"}}
 
 
 def imports_of(path: Path) -> set[str]:

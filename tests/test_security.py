@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "pycomm"
-CHILDREN = {"launching/cargo.py: pickle", "launching/cargo.py: cloudpickle"}
+CHILDREN = {"launching/serialize.py: pickle", "launching/serialize.py: cloudpickle"}
 """What ``launch`` sends to and takes from processes that it has started, through pipes that nobody else has."""
 MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 CALLS = {

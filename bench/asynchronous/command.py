@@ -25,7 +25,7 @@ from typing import Any
 
 from bench.asynchronous.ranks import GLOO, MODES, OURS, REDUCE, WAYS
 from bench.harness.arguments import make_parser, positive
-from bench.harness.ranks import Ranks
+from bench.harness.ranks import WorkerGroup
 from bench.harness.results import headline, write_json
 from bench.harness.timing import Samples, times
 from pycomm.cli.table import print_table
@@ -38,7 +38,9 @@ def main() -> None:
     setup = {"megabytes": arguments.megabytes}
     with (
         rendezvous() as port,
-        Ranks("asynchronous", "bench.asynchronous.ranks:ServerRank", arguments.ranks, {"port": port, **setup}) as ranks,
+        WorkerGroup(
+            "asynchronous", "bench.asynchronous.ranks:ServerRank", arguments.ranks, {"port": port, **setup}
+        ) as ranks,
     ):
         if arguments.losses:
             figures = {"losses": _measure_losses(ranks, arguments)}
@@ -58,7 +60,7 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _measure_exchanges(ranks: Ranks, arguments: argparse.Namespace) -> dict[str, Any]:
+def _measure_exchanges(ranks: WorkerGroup, arguments: argparse.Namespace) -> dict[str, Any]:
     taken: dict[str, list[float]] = {way: [] for way in (OURS, GLOO, REDUCE)}
     for number in range(arguments.rounds):
         ways = list(taken) if number % 2 == 0 else list(taken)[::-1]
@@ -72,7 +74,7 @@ def _measure_exchanges(ranks: Ranks, arguments: argparse.Namespace) -> dict[str,
     return {way: samples.as_json() for way, samples in found.items()}
 
 
-def _measure_rates(ranks: Ranks) -> dict[str, Any]:
+def _measure_rates(ranks: WorkerGroup) -> dict[str, Any]:
     print("\n(b) steps a second of the other workers while one is ten times as slow")
     rows, figures = [], {}
     for mode in MODES:
@@ -84,7 +86,7 @@ def _measure_rates(ranks: Ranks) -> dict[str, Any]:
     return figures
 
 
-def _measure_losses(ranks: Ranks, arguments: argparse.Namespace) -> dict[str, Any]:
+def _measure_losses(ranks: WorkerGroup, arguments: argparse.Namespace) -> dict[str, Any]:
     print(
         f"\n(c) language model, {arguments.ranks} ranks, {arguments.steps} steps, {arguments.seeds} seeds", flush=True
     )

@@ -1,4 +1,4 @@
-"""Ranks of ``bench.asynchronous``: rank 0 serves, the others work."""
+"""WorkerGroup of ``bench.asynchronous``: rank 0 serves, the others work."""
 
 from __future__ import annotations
 

@@ -3,51 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing as mp
 import os
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from multiprocessing import forkserver
 from multiprocessing.connection import wait
-from multiprocessing.context import ForkServerContext
-from multiprocessing.process import BaseProcess
 from typing import Any
-from unittest.mock import patch
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from bench.chaos.faults import STOPPED, Fault
 from bench.chaos.ranks import Setup, enter_namespace, serve
-from pycomm.launching import Pipe
+from pycomm.launching import RankProcesses
 
 _PORT = 29577  # in a namespace, where nobody else is
 _DUMP = 1.0  # seconds for ranks to say where they hang
+_PRELOAD = ("bench.chaos.ranks", "pycomm.cost.auto", "pycomm.reducer", "torch._dynamo")
 
 
 class HangError(RuntimeError):
     """What was waited for did not happen in time."""
-
-
-def context() -> ForkServerContext:
-    """Return the context in which ranks are forked, from a server that has imported what they need.
-
-    The server looks for modules where this process does; by itself it would begin in the sources.
-    """
-    made = mp.get_context("forkserver")
-    made.set_forkserver_preload(["bench.chaos.ranks", "pycomm.cost.auto", "pycomm.reducer", "torch._dynamo"])
-    here = os.getcwd()
-    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(path or here for path in sys.path)):
-        os.chdir("/")
-        try:
-            forkserver.ensure_running()
-        finally:
-            os.chdir(here)
-    return made
 
 
 @contextlib.contextmanager
@@ -88,9 +66,7 @@ class Member:
     """
 
     setup: Setup
-    process: BaseProcess
-    reports: Pipe
-    orders: Pipe
+    started: RankProcesses
     number: int = -1
     happened: tuple[float, int] | None = None
     noticed: list[float] = field(default_factory=list)
@@ -106,10 +82,14 @@ class Member:
         """The last step that it has ended."""
         return max(self.done, default=-1)
 
+    @property
+    def pid(self) -> int | None:
+        return self.started.processes[0].pid
+
     def order(self, order: str, argument: Any = None) -> None:
         """Have it do something before its next step."""
         with contextlib.suppress(OSError):
-            self.orders.send((order, argument))
+            self.started.pipes[0].send((order, argument))
 
 
 class Group:
@@ -130,7 +110,6 @@ class Group:
     """
 
     def __init__(self, setup: Setup, size: int, hosts: str = "", namespaces: Sequence[str] = ()) -> None:
-        self._context = context()
         self.members: list[Member] = []
         self.digests: dict[int, str] = {}
         self.problems: list[str] = []
@@ -150,21 +129,12 @@ class Group:
 
     def __exit__(self, *_: object) -> None:
         for member in self.members:
-            member.process.kill()
-        for member in self.members:
-            member.process.join()
-            member.reports.close()
-            member.orders.close()
+            member.started.kill()
+            member.started.end()
 
     def start(self, setup: Setup) -> Member:
         """Start one more process."""
-        reports, theirs = self._context.Pipe(duplex=False)
-        mine, orders = self._context.Pipe(duplex=False)
-        process = self._context.Process(target=serve, args=(setup, theirs, mine), daemon=True)
-        process.start()
-        theirs.close()
-        mine.close()
-        self.members.append(Member(setup, process, reports, orders))
+        self.members.append(Member(setup, RankProcesses(serve, 1, (setup,), preload=_PRELOAD)))
         return self.members[-1]
 
     def replace(self, lost: Member) -> Member:
@@ -188,8 +158,8 @@ class Group:
             if time.monotonic() > deadline:
                 states = ", ".join(f"{m.number}: step {m.step}, world {m.world}" for m in self.members)
                 for member in self.members:
-                    if member.process.pid is not None:
-                        os.kill(member.process.pid, signal.SIGUSR1)
+                    if member.pid is not None:
+                        os.kill(member.pid, signal.SIGUSR1)
                 time.sleep(_DUMP)
                 raise HangError(f"not within {seconds:g} s: {what} ({states})")
             self._listen(0.02)
@@ -205,23 +175,24 @@ class Group:
                 os.kill(pid, signal.SIGCONT)
             else:
                 seconds = min(seconds, when - time.monotonic())
-        sources = {member.reports: member for member in self.members}
+        sources = {member.started.pipes[0]: member for member in self.members}
         for source in wait(list(sources), max(0.0, seconds)):
             member = sources[source]  # type: ignore[index]
+            pipe = member.started.pipes[0]
             try:
-                while member.reports.poll():
-                    self._hear(member, *member.reports.recv())
+                while pipe.poll():
+                    self._hear(member, *pipe.recv())
             except (EOFError, OSError):
                 self._bury(member)
 
     def _bury(self, member: Member) -> None:
-        member.process.join()
+        process = member.started.processes[0]
+        process.join()
         if member.end is None:
-            member.end = f"died ({member.process.exitcode})"
+            member.end = f"died ({process.exitcode})"
         self.members.remove(member)
         self.gone.append(member)
-        member.reports.close()
-        member.orders.close()
+        member.started.end()
 
     def _hear(self, member: Member, kind: str, *content: Any) -> None:
         if kind == "begun":
@@ -231,8 +202,8 @@ class Group:
         elif kind == "fault":
             member.happened = content
             pause = STOPPED.get(self._kinds.get(id(member), ""))
-            if pause is not None and member.process.pid is not None:
-                self._to_wake.append((content[0] + pause, member.process.pid))
+            if pause is not None and member.pid is not None:
+                self._to_wake.append((content[0] + pause, member.pid))
         elif kind == "noticed":
             member.noticed.append(content[0])
         elif kind == "ready":

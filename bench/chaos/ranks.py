@@ -16,7 +16,6 @@ import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import parent_process
 from typing import Any
 
 import torch
@@ -105,23 +104,22 @@ def vitals() -> dict[str, int]:
     return {**counts, "threads": len(os.listdir("/proc/self/task"))}
 
 
-def serve(setup: Setup, reports: Pipe, orders: Pipe) -> None:
+def serve(_: int, pipe: Pipe, setup: Setup) -> None:
     """Be a rank, until ordered to end."""
     faulthandler.register(signal.SIGUSR1)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     logging.getLogger("pycomm").setLevel(logging.ERROR)
     lock = threading.Lock()
 
     def tell(*message: Any) -> None:
         with lock:
-            reports.send(message)
+            pipe.send(message)
 
     try:
         _enter(setup)
         trap = Trap(lambda when: tell("fault", when, steps.number))
         lay(trap, tell)
         steps = Steps()
-        (Averager if setup.local_steps else Trainee)(setup, steps, trap, tell).run(orders)
+        (Averager if setup.local_steps else Trainee)(setup, steps, trap, tell).run(pipe)
         tell("ended", "")
     except BaseException as error:
         allow_memory()
@@ -129,13 +127,6 @@ def serve(setup: Setup, reports: Pipe, orders: Pipe) -> None:
             tell("ended", f"{type(error).__name__}: {error}")
         os._exit(1)
     os._exit(0)
-
-
-def _end_with_parent() -> None:
-    parent = parent_process()
-    assert parent is not None
-    parent.join()
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def enter_namespace(name: str) -> None:

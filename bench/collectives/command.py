@@ -26,7 +26,7 @@ from typing import Any
 
 from bench.harness.arguments import counts, make_parser, positive, size_text, sizes
 from bench.harness.mpi import MPIS, Mpi, NotInstalledError
-from bench.harness.ranks import Ranks, by_launcher
+from bench.harness.ranks import WorkerGroup, by_launcher
 from bench.harness.results import headline, write_json
 from bench.harness.timing import Samples, times
 from pycomm.cli.table import print_table
@@ -43,7 +43,7 @@ class Line:
     """One line of a table: whose all_reduce, of which memory."""
 
     label: str
-    group: Ranks
+    group: WorkerGroup
     variant: str
 
 
@@ -135,10 +135,12 @@ def _start(
     """Start the groups; yields them as lines of the table, pycomm's first. Fills ``missing``."""
     largest = max(arguments.sizes) // 4
 
-    def group(name: str, worker: str, variants: list[str], setup: dict[str, Any], mpi: Mpi | None = None) -> Ranks:
+    def group(
+        name: str, worker: str, variants: list[str], setup: dict[str, Any], mpi: Mpi | None = None
+    ) -> WorkerGroup:
         setup = {**setup, "num_elements": largest, "variants": variants}
         how: tuple[Any, ...] = () if mpi is None else (mpi.environment, by_launcher(name, mpi.launcher))
-        return stack.enter_context(Ranks(name, f"bench.collectives.peers:{worker}", size, setup, *how))
+        return stack.enter_context(WorkerGroup(name, f"bench.collectives.peers:{worker}", size, setup, *how))
 
     def store() -> dict[str, Any]:
         return {"port": stack.enter_context(rendezvous())}

@@ -19,7 +19,7 @@ from functools import partial
 from bench.harness.arguments import plain_parser
 from bench.harness.busy import add_arguments, busy
 from bench.harness.mpi import MPIS, NotInstalledError
-from bench.harness.ranks import Ranks, by_launcher
+from bench.harness.ranks import WorkerGroup, by_launcher
 from pycomm.cli.bench import settings as options
 from pycomm.cli.bench.measure import Team, run, setup_of
 from pycomm.cli.bench.settings import BenchSettings, UsageError, launched_ranks, settings_of
@@ -78,7 +78,7 @@ def _mpi_ranks(name: str, settings: BenchSettings) -> Iterator[Team]:
     label, find = MPIS[name]
     mpi = find()
     start = by_launcher(label, mpi.launcher)
-    with Ranks(label, _WORKER, settings.ranks, setup_of(settings), mpi.environment, start) as ranks:
+    with WorkerGroup(label, _WORKER, settings.ranks, setup_of(settings), mpi.environment, start) as ranks:
         yield ranks
 
 

@@ -24,7 +24,7 @@ from statistics import mean
 from typing import Any
 
 from bench.harness.arguments import counts, make_parser, size_text, sizes
-from bench.harness.ranks import Ranks, by_launcher
+from bench.harness.ranks import WorkerGroup, by_launcher
 from bench.harness.results import headline, write_json
 from bench.harness.timing import Samples, times
 from pycomm.cli.table import print_table
@@ -81,7 +81,7 @@ def _measure(size: int, arguments: argparse.Namespace) -> Measured:
     with contextlib.ExitStack() as stack:
         setup = {"port": stack.enter_context(rendezvous()), "num_elements": max(sizes), "variants": _VARIANTS}
         ranks = stack.enter_context(
-            Ranks("scale", "bench.collectives.scale_ranks:ScaleRank", size, setup, _QUIET, _LAUNCHER)
+            WorkerGroup("scale", "bench.collectives.scale_ranks:ScaleRank", size, setup, _QUIET, _LAUNCHER)
         )
         for variant in _VARIANTS:
             ranks.call("open", variant, sizes)  # the first one also takes what stays: code, pages of the heap

@@ -220,10 +220,10 @@ class Measurement:
         if self._device.type != "cuda":
             self._skip("NCCL", "no GPU")
             return
-        from bench.harness.ranks import Ranks  # imports pycomm, as above
+        from bench.harness.ranks import WorkerGroup  # imports pycomm, as above
         from pycomm.launching import rendezvous
 
-        with rendezvous() as port, Ranks("NCCL", "bench.gpu.ranks:NcclRank", 1, {"port": port}) as ranks:
+        with rendezvous() as port, WorkerGroup("NCCL", "bench.gpu.ranks:NcclRank", 1, {"port": port}) as ranks:
             for num_bytes in (4096, 100_000_000):
                 found = ranks.call("measure", num_bytes, self._arguments.rounds)[0]
                 self.report["nccl"].append(_nccl_row(num_bytes, found))
@@ -245,14 +245,14 @@ class Measurement:
 
     def _attach_in(self, size: int, environment: dict[str, str]) -> None:
         from bench.gpu.ranks import WAYS
-        from bench.harness.ranks import Ranks  # imports pycomm, as above
+        from bench.harness.ranks import WorkerGroup  # imports pycomm, as above
         from pycomm.launching import rendezvous
 
         sizes = self._sizes
         setup = {"device": str(self._device), "blocks": sizes.blocks, "batch": sizes.batch, "image": sizes.image}
         rounds, worker = 2 * self._arguments.rounds, "bench.gpu.ranks:AttachRank"  # a few per cent take more of them
         turns: list[dict[str, dict[str, Any]]] = []
-        with rendezvous() as port, Ranks("attach", worker, size, {"port": port, **setup}, environment) as ranks:
+        with rendezvous() as port, WorkerGroup("attach", worker, size, {"port": port, **setup}, environment) as ranks:
             ranks.call("verify")
             for number in range(rounds):
                 if number >= _LEAST_ATTACH_ROUNDS and self._out_of_time():

@@ -1,4 +1,4 @@
-"""Rank that a launcher such as MPI's has started: ``python worker.py MODULE:CLASS``, by the path of this file."""
+"""Rank that a launcher such as MPI's has started: ``python worker.py``, by the path of this file."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import threading
 import time
 from multiprocessing.connection import Connection
 
-from pycomm.cli.bench.ranks import PATIENCE_SECONDS, serve
-from pycomm.launching import Pipe
+from pycomm.cli.bench.workers import PATIENCE_SECONDS
+from pycomm.launching import Pipe, serve
 
 DRIVER = "PYCOMM_BENCH_DRIVER"
+_RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")  # as this repository, MPICH and Open MPI call it
 
 
-def answer_driver(worker_name: str) -> None:
+def answer_driver() -> None:
     """Connect to the driver that the environment names, and serve it."""
     stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     stream.connect(bytes.fromhex(os.environ[DRIVER]))
@@ -26,7 +27,8 @@ def answer_driver(worker_name: str) -> None:
         raise PermissionError("the driver has gone, and another user listens in its place")
     pipe: Pipe = Connection(stream.detach())
     threading.Thread(target=_end_with_driver, args=(pipe.fileno(),), daemon=True).start()
-    serve(pipe, worker_name)
+    pipe.send(next(int(os.environ[name]) for name in _RANKS if name in os.environ))
+    serve(pipe)
 
 
 def _end_with_driver(descriptor: int) -> None:
@@ -44,4 +46,4 @@ def _end_with_driver(descriptor: int) -> None:
 
 if __name__ == "__main__":
     sys.path.pop(0)  # this directory: its modules are found as parts of the package
-    answer_driver(sys.argv[1])
+    answer_driver()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 
 from bench.harness.arguments import make_parser, positive, size_text, sizes
-from bench.harness.ranks import KEEP_MEMORY, Ranks
+from bench.harness.ranks import KEEP_MEMORY, WorkerGroup
 from bench.harness.results import headline, write_json
 from bench.harness.timing import Samples, duration, times
 from bench.horovod.ranks import AGREED, WAYS
@@ -46,7 +46,7 @@ def _measure(arguments: argparse.Namespace) -> Found:
     taken: dict[int, dict[str, list[float]]] = {n: {way: [] for way in WAYS} for n in arguments.sizes}
     with (
         rendezvous() as port,
-        Ranks(
+        WorkerGroup(
             *("horovod", "bench.horovod.ranks:HorovodRank", arguments.ranks, {"port": port}),
             environment=KEEP_MEMORY,
         ) as ranks,

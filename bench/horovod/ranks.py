@@ -1,4 +1,4 @@
-"""Ranks of ``bench.horovod``."""
+"""WorkerGroup of ``bench.horovod``."""
 
 from __future__ import annotations
 

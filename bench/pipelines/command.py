@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Any
 
 from bench.harness.arguments import make_parser, positive
-from bench.harness.ranks import Ranks
+from bench.harness.ranks import WorkerGroup
 from bench.harness.results import headline, write_json
 from bench.harness.timing import Samples, duration
 from pycomm.cli.table import print_table
@@ -25,7 +25,7 @@ from pycomm.launching import rendezvous
 from pycomm.schedule import pipeline as tables
 
 _LARGE = (64, 512)
-"""Ranks and microbatches of (b)."""
+"""WorkerGroup and microbatches of (b)."""
 
 
 def main() -> None:
@@ -67,7 +67,9 @@ def _measure_steps(arguments: argparse.Namespace, seconds: dict[str, float]) -> 
     setup = {"seconds": seconds, "width": 64, "microbatches": arguments.microbatches}
     with (
         rendezvous() as port,
-        Ranks("pipelines", "bench.pipelines.ranks:PipelineRank", arguments.ranks, {"port": port, **setup}) as ranks,
+        WorkerGroup(
+            "pipelines", "bench.pipelines.ranks:PipelineRank", arguments.ranks, {"port": port, **setup}
+        ) as ranks,
     ):
         for name in names:
             ranks.call("make", name)

@@ -1,4 +1,4 @@
-"""Ranks of ``bench.pipelines``: stages that sleep instead of computing, so that cores are no resource."""
+"""WorkerGroup of ``bench.pipelines``: stages that sleep instead of computing, so that cores are no resource."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from bench.harness.arguments import make_parser, positive
-from bench.harness.ranks import KEEP_MEMORY, Ranks
+from bench.harness.ranks import KEEP_MEMORY, WorkerGroup
 from bench.harness.results import headline, write_json
 from bench.planning.models import CASES, Case
 from pycomm.cli.plan.report import time_text
@@ -76,7 +76,7 @@ def _compare(name: str, size: int, cores: int, arguments: argparse.Namespace) ->
     seconds: dict[str, list[float]] = {key: [] for key in layouts}
     layers: dict[str, list[Any]] = {key: [] for key in layouts}
     speeds: list[float] = []
-    with rendezvous() as port, Ranks("planning", "bench.planning.ranks:PlanRank", size, {"port": port},
+    with rendezvous() as port, WorkerGroup("planning", "bench.planning.ranks:PlanRank", size, {"port": port},
                                      environment=KEEP_MEMORY) as ranks:  # fmt: skip
         network = Network.from_json(ranks.call("calibrate")[0])
         described = {key: _described(candidate, divided, plain) for key, candidate in layouts.items()}
@@ -162,7 +162,7 @@ def _price(task: Task, candidate: Candidate, made: Profile, stages: list[list[st
 
 def _memory(name: str, size: int, layout: dict[str, Any]) -> int:
     """Return the most that a rank takes, measured by ranks that have done nothing else."""
-    with rendezvous() as port, Ranks("planning", "bench.planning.ranks:PlanRank", size, {"port": port},
+    with rendezvous() as port, WorkerGroup("planning", "bench.planning.ranks:PlanRank", size, {"port": port},
                                      environment=_GIVE_MEMORY_BACK) as ranks:  # fmt: skip
         return int(max(ranks.call("memory", name, layout)))
 

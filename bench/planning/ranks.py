@@ -1,4 +1,4 @@
-"""Ranks of ``bench.planning``: a model in one layout, whose steps are timed and whose memory is counted."""
+"""WorkerGroup of ``bench.planning``: a model in one layout, whose steps are timed and whose memory is counted."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from bench.harness.arguments import make_parser, positive
 from bench.harness.busy import add_arguments, busy
-from bench.harness.ranks import KEEP_MEMORY, Ranks
+from bench.harness.ranks import KEEP_MEMORY, WorkerGroup
 from bench.harness.results import headline, write_json
 from bench.harness.timing import Samples, times
 from bench.sharding.ranks import FULL, LATER, OPTIMIZER, PARAMETERS, PARAMETERS_LATER, WAYS, WHOLE
@@ -50,7 +50,7 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Samples]:
     setup: dict[str, Any] = {"millions": arguments.millions}
     with (
         rendezvous() as port,
-        Ranks(
+        WorkerGroup(
             *("sharding", "bench.sharding.ranks:ShardingRank", arguments.ranks, {"port": port, **setup}),
             environment=KEEP_MEMORY,
         ) as ranks,

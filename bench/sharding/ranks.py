@@ -1,4 +1,4 @@
-"""Ranks of ``bench.sharding``: one optimizer phase, from each rank's gradients to the new parameters of all."""
+"""WorkerGroup of ``bench.sharding``: one optimizer phase, from each rank's gradients to the new parameters of all."""
 
 from __future__ import annotations
 

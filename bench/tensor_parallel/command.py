@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from statistics import median
 
 from bench.harness.arguments import make_parser, positive
-from bench.harness.ranks import KEEP_MEMORY, Ranks
+from bench.harness.ranks import KEEP_MEMORY, WorkerGroup
 from bench.harness.results import headline, write_json
 from bench.harness.timing import Samples, times
 from bench.tensor_parallel.ranks import GLOO, PYCOMM, WAYS
@@ -57,12 +57,14 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def _ranks(way: str, arguments: argparse.Namespace, sizes: dict[str, int]) -> Iterator[Ranks]:
+def _ranks(way: str, arguments: argparse.Namespace, sizes: dict[str, int]) -> Iterator[WorkerGroup]:
     setup = {"way": way, "sizes": sizes, "batch": arguments.batch}
     worker = "bench.tensor_parallel.ranks:SplitRank"
     with (
         rendezvous() as port,
-        Ranks("tensor_parallel", worker, arguments.ranks, setup | {"port": port}, environment=KEEP_MEMORY) as ranks,
+        WorkerGroup(
+            "tensor_parallel", worker, arguments.ranks, setup | {"port": port}, environment=KEEP_MEMORY
+        ) as ranks,
     ):
         yield ranks
 

@@ -1,4 +1,4 @@
-"""Ranks of ``bench.tensor_parallel``: steps of a byte-level GPT whose layers are split, over two backends."""
+"""WorkerGroup of ``bench.tensor_parallel``: steps of a byte-level GPT whose layers are split, over two backends."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from typing import Any
 
 from bench.harness.arguments import counts, make_parser, positive
 from bench.harness.busy import add_arguments, busy
-from bench.harness.ranks import KEEP_MEMORY, Ranks
+from bench.harness.ranks import KEEP_MEMORY, WorkerGroup
 from bench.harness.results import headline, write_json
 from bench.harness.timing import Samples, duration, times
 from bench.training.monitoring import EVERY, share
@@ -83,9 +83,11 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _ranks(worker: str, size: int, port: int, arguments: argparse.Namespace, environment: dict[str, str]) -> Ranks:
+def _ranks(
+    worker: str, size: int, port: int, arguments: argparse.Namespace, environment: dict[str, str]
+) -> WorkerGroup:
     setup = {"port": port, "widths": arguments.widths, "batch": arguments.batch}
-    return Ranks("training", f"bench.training.ranks:{worker}", size, setup, environment=environment)
+    return WorkerGroup("training", f"bench.training.ranks:{worker}", size, setup, environment=environment)
 
 
 class Steps:

@@ -1,4 +1,4 @@
-"""Ranks of ``bench.training``: whole steps of a multi-layer perceptron, with and without communication."""
+"""WorkerGroup of ``bench.training``: whole steps of a multi-layer perceptron, with and without communication."""
 
 from __future__ import annotations
 

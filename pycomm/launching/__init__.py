@@ -1,19 +1,25 @@
-"""Ranks on this host: start their processes, join them in a group, listen to them, leave none of them behind."""
+"""Ranks on this host: start processes, join them in a group, call functions on all of them, leave none behind."""
 
 from pycomm.launching.failures import Failure, RankError, explain
-from pycomm.launching.launcher import launch
-from pycomm.launching.local_ranks import LocalRanks, Pipe
+from pycomm.launching.launcher import launch, run_ranks
 from pycomm.launching.meeting import PATIENCE, connect, join, rendezvous
+from pycomm.launching.pool import Outcome, PerRank, RankPool, StartedRanks
+from pycomm.launching.processes import Outputs, Pipe, RankProcesses
 from pycomm.launching.reporting import progress
-from pycomm.launching.running import Tell, run_ranks
+from pycomm.launching.serving import Send, send, serve
 
 __all__ = [
     "PATIENCE",
     "Failure",
-    "LocalRanks",
+    "Outcome",
+    "Outputs",
+    "PerRank",
     "Pipe",
     "RankError",
-    "Tell",
+    "RankPool",
+    "RankProcesses",
+    "Send",
+    "StartedRanks",
     "connect",
     "explain",
     "join",
@@ -21,4 +27,6 @@ __all__ = [
     "progress",
     "rendezvous",
     "run_ranks",
+    "send",
+    "serve",
 ]

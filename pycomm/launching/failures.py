@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 UNGUARDED = 213
 """Exit code of a rank whose script calls ``launch`` while the rank imports it."""
+UNKNOWN = 1000
+"""In the place of the exit code of a rank that has ended and is no process of the driver's."""
 
 _NOT_GUARDED = """the script calls pycomm.launch where it is imported, and every rank imports it to find the function.
 Put the call where only the script itself gets to:
@@ -78,6 +80,8 @@ def explain(
 
 
 def _ending(exitcode: int) -> str:
+    if exitcode == UNKNOWN:
+        return "died"
     if exitcode >= 0:
         return f"ended with exit code {exitcode}" + ("" if exitcode else ", and without a result")
     name = signal.Signals(-exitcode).name

@@ -1,4 +1,4 @@
-"""Entry point ``launch``: a function on ranks of this host, from a notebook, a prompt or a script."""
+"""``launch``: a function on ranks of this host, from a notebook, a prompt or a script; ``run_ranks`` for commands."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import inspect
 import math
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 
 from pycomm import checks
-from pycomm.launching import cargo, reporting
+from pycomm.launching import reporting
 from pycomm.launching.failures import UNGUARDED, RankError
-from pycomm.launching.local_ranks import LocalRanks, is_being_started
-from pycomm.launching.meeting import rendezvous
-from pycomm.launching.running import RankJob, Tell, listen, run_rank
+from pycomm.launching.pool import OnMessage, RankPool
+from pycomm.launching.processes import is_being_started
+from pycomm.launching.serialize import Sources, add_sources, deserialize, interactive_sources, serialize
+from pycomm.launching.serving import send
 from pycomm.transport.authentication import SECRET, SECRET_FILE
 
 _INSIDE = "PYCOMM_LAUNCHED"
@@ -88,42 +89,57 @@ def launch(
     threads = _threads(threads, ranks, variables)
     variables.setdefault(_OMP, str(threads))
     seconds = math.inf if timeout is None else checks.seconds_of(timeout)
-    call = function, _arguments(args), _keywords(kwargs)
-    job = _job_of(call, backend, timedelta(seconds=checks.seconds_of(patience, "patience")), threads)
-    return _results_of(job, ranks, variables, output, seconds)
-
-
-def _job_of(call: tuple[Any, ...], backend: str | None, patience: timedelta, threads: int) -> RankJob:
-    packed = cargo.pack("function, with args and kwargs,", call), cargo.interactive_sources()
-    return RankJob(_call, packed, backend, patience, threads)
-
-
-def _results_of(
-    job: RankJob, ranks: int, variables: dict[str, str], output: str | int | None, seconds: float
-) -> list[Any]:
-    """Return what ``job`` returns on each rank. The ranks are started here, and gone when this returns or raises."""
+    call = serialize("function, with args and kwargs,", (function, _arguments(args), _keywords(kwargs)))
+    waits = timedelta(seconds=checks.seconds_of(patience, "patience"))
     if not any(os.environ.get(name) or variables.get(name) for name in (SECRET, SECRET_FILE)):
         variables[SECRET] = secrets.token_hex(32)
+    how: dict[str, Any] = {"backend": backend, "patience": waits, "threads": threads, "environment": variables}
     try:
-        with (
-            rendezvous() as port,
-            LocalRanks(run_rank, ranks, (ranks, port, job), variables, captured=True) as started,
-            reporting.display() as show,
-        ):
-            results = listen(started, show, output, seconds)
+        with reporting.display() as show, RankPool(ranks, output=output, limit=seconds, **how) as pool:
+            results = pool.run(_call, call, interactive_sources(), on_message=show, leaves=True)
+            pool.finish()
     except RankError as error:
         # What counts is where the rank was. Notebooks show every line of the way from here to where that was noticed.
         raise error.with_traceback(None) from error.__cause__
-    return [cargo.unpack(result) for result in results]
+    return results
 
 
-def _call(packed: bytes, sources: cargo.Sources, tell: Tell) -> Any:
+def run_ranks(
+    program: Callable[..., None],
+    size: int,
+    arguments: Sequence[Any],
+    on_message: OnMessage,
+    *,
+    mortal: Collection[int] = (),
+    environment: Mapping[str, str] | None = None,
+) -> None:
+    """Run ``program(*arguments, send)`` on ``size`` ranks, in a default process group, until all have ended well.
+
+    They are gone when this returns. What they ``send`` is passed on to ``on_message``.
+
+    Args:
+        mortal: ranks that may be killed: the others go on, and are all that is waited for.
+        environment: variables that the ranks have besides this process's.
+
+    Raises:
+        RankError: a rank raised an exception, or one that is not ``mortal`` was killed.
+    """
+    with RankPool(size, environment=environment, mortal=mortal) as pool:
+        pool.run(_run_program, program, *arguments, on_message=on_message, leaves=True)
+        pool.finish()
+
+
+def _run_program(program: Callable[..., None], *arguments: Any) -> None:
+    program(*arguments, send)
+
+
+def _call(call: bytes, sources: Sources) -> Any:
     """Call the function in a rank."""
     os.environ[_INSIDE] = "1"
-    cargo.add_sources(sources)
+    add_sources(sources)
     first = os.environ["RANK"] == "0"
-    reporting.tell_by(tell if first else lambda _: None)
-    function, args, kwargs = cargo.unpack(packed)
+    reporting.send_by(send if first else lambda _: None)
+    function, args, kwargs = deserialize(call)
     return function(*args, **kwargs)
 
 

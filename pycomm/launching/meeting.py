@@ -49,10 +49,14 @@ def connect(port: int, patience: timedelta = PATIENCE) -> Store:
     return TCPStore(loopback(), port, is_master=False, timeout=patience)
 
 
-def announce(port: int, rank: int, size: int) -> None:
-    """Put into the environment what torchrun would: a script's own ``init_process_group()`` finds the others by it."""
+def variables_of(port: int, rank: int, size: int) -> dict[str, str]:
+    """Return the environment as torchrun makes it, by which a script's ``init_process_group()`` finds the others."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0}
-    os.environ.update({name: str(value) for name, value in place.items()})
-    os.environ.update(MASTER_ADDR=loopback(), MASTER_PORT=str(port))
-    # The store is there already: rank 0 must not make one.
-    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
+    return {
+        **{name: str(value) for name, value in place.items()},
+        "MASTER_ADDR": loopback(),
+        "MASTER_PORT": str(port),
+        # The store is there already: rank 0 must not make one.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from pycomm.launching.local_ranks import Pipe
+from pycomm.launching.processes import Pipe
 
 _PIECE_BYTES = 1 << 16
 _KEPT = 4000  # characters of the standard error, for the rank that ends without a word

@@ -1,4 +1,4 @@
-"""How far a function on ranks has come, told by rank 0 and shown where the ranks were started."""
+"""How far a function on ranks has come, sent by rank 0 and shown where the ranks were started."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _last = float("-inf")
 
 @dataclass(frozen=True)
 class Progress:
-    """What rank 0 tells."""
+    """What rank 0 sends."""
 
     done: int
     total: int
@@ -57,7 +57,7 @@ def progress(done: int, total: int, **figures: float | torch.Tensor) -> None:
     now = time.monotonic()
     if done == total or now - _last >= _SECONDS:
         _last = now
-        _tell(Progress(done, total, {name: _number(name, value) for name, value in figures.items()}))
+        _send(Progress(done, total, {name: _number(name, value) for name, value in figures.items()}))
 
 
 def _number(name: str, value: object) -> float:
@@ -80,10 +80,10 @@ class Lines:
             print(progress, flush=True)
 
 
-def tell_by(tell: Callable[[Progress], None]) -> None:
-    """Pass what this process says of its progress on to ``tell``."""
-    global _tell
-    _tell = tell
+def send_by(send: Callable[[Progress], None]) -> None:
+    """Pass what this process says of its progress on to ``send``."""
+    global _send
+    _send = send
 
 
 def _print_on_rank_0(progress: Progress, lines: Lines = Lines()) -> None:  # noqa: B008  # of the whole process
@@ -91,7 +91,7 @@ def _print_on_rank_0(progress: Progress, lines: Lines = Lines()) -> None:  # noq
         lines.show(progress)
 
 
-_tell = _print_on_rank_0
+_send = _print_on_rank_0
 
 
 class Bar:

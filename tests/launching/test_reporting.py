@@ -17,7 +17,7 @@ from pycomm.launching.reporting import Bar, Lines, Progress
 def told(monkeypatch: pytest.MonkeyPatch) -> list[Progress]:
     found: list[Progress] = []
     monkeypatch.setattr(reporting, "_last", float("-inf"))
-    monkeypatch.setattr(reporting, "_tell", found.append)
+    monkeypatch.setattr(reporting, "_send", found.append)
     return found
 
 

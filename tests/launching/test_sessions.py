@@ -228,7 +228,7 @@ def test_says_what_to_install_where_something_was_typed(sessions: list[subproces
             "TypeError: function, with args and kwargs, cannot be sent to another process: 'here' is defined in an "
             "interactive session; to send it as code, install cloudpickle (pip install 'pycomm-torch[notebook]')"
         )
-        or "CargoError: function, with args and kwargs, cannot be sent" in errors
+        or "SerializationError: function, with args and kwargs, cannot be sent" in errors
     )
 
 

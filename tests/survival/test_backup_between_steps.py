@@ -101,10 +101,10 @@ def raise_in_backward() -> tuple[int, ...]:
 
 def test_more_ranks_than_are_backed_up_raise_in_their_backward(new_ranks: Pools) -> None:
     ranks = new_ranks(SIZE)
-    for pipe in ranks.pipes:
-        pipe.send((raise_in_backward, []))
-    assert ranks.pipes[2].poll(8.0), "they have been waited for"
-    assert ranks.pipes[2].recv().result == (2,)
+    ranks.ask(raise_in_backward)
+    answers = ranks.answers(8.0, [2])
+    assert answers, "they have been waited for"
+    assert answers[2].result == (2,)
 
 
 def try_again(folder: str) -> tuple[str, int]:

@@ -111,41 +111,23 @@ class Group:
 
     def _outcomes(self, pool: RankPool, seed: int, number: int) -> list[Outcome]:
         """Every rank's; who is left alone is released by the others' leaving, and gets a CommError."""
-        for pipe in pool.pipes:
-            pipe.send((fuzz_rank.perform, (seed, number, self.transport)))
+        pool.ask(fuzz_rank.perform, seed, number, self.transport)
         outcomes: dict[int, Outcome] = {}
-        start = time.monotonic()
         told: list[int] = []
-        while len(outcomes) < self.size and time.monotonic() < start + self._timeout + 10:
-            for rank in set(range(self.size)) - set(outcomes):
-                outcome = self._answer(pool, rank)
-                if outcome is not None:
-                    outcomes[rank] = outcome
-            if 0 < len(outcomes) < self.size and time.monotonic() > start + self._patience:
-                for rank in sorted(set(outcomes) - set(told)):
-                    told.append(rank)
-                    if outcomes[rank].error is None:
-                        pool.pipes[rank].send((fuzz_rank.leave, (self.transport,)))
-        for rank in told:  # their answers to that
+        deadline = time.monotonic() + self._timeout + 10
+        while len(outcomes) < self.size and (left := deadline - time.monotonic()) > 0:
+            outcomes = {**pool.answers(min(left, self._patience)), **outcomes}
+            if len(outcomes) < self.size:
+                late = [rank for rank, outcome in outcomes.items() if outcome.error is None and rank not in told]
+                pool.ask(fuzz_rank.leave, self.transport, ranks=late)
+                told += late
+        if told:
             self._forget()
-            while outcomes[rank].error is None and self._answer(pool, rank) is None:
-                pass
+            pool.answers(self._timeout, told)
         if len(outcomes) < self.size or any(outcome.error is not None for outcome in outcomes.values()):
             self._forget()
-            for process in pool.processes:
-                process.kill()
-                process.join()
+            pool.kill()
         return [outcomes.get(rank, Outcome(trace="did not come back")) for rank in range(self.size)]
-
-    def _answer(self, pool: RankPool, rank: int) -> Outcome | None:
-        pipe, process = pool.pipes[rank], pool.processes[rank]
-        try:
-            if pipe.poll(0.02):
-                outcome: Outcome = pipe.recv()
-                return outcome
-        except EOFError:
-            return Outcome(error=ChildProcessError(), trace="died")
-        return None if process.is_alive() else Outcome(error=ChildProcessError(), trace="died")
 
 
 class PoolsBySize:

@@ -26,7 +26,7 @@ from typing import Any
 from bench.asynchronous.experiment.methods import METHODS, SCENARIOS, TUNED_IN, Run
 from bench.asynchronous.experiment.report import print_report, write_docs
 from bench.harness.arguments import plain_parser, positive
-from bench.harness.ranks import Ranks
+from bench.harness.ranks import WorkerGroup
 from bench.harness.results import headline, write_json
 from pycomm.launching import rendezvous
 
@@ -113,21 +113,21 @@ class _Experiment:
         try:
             with (
                 rendezvous() as port,
-                Ranks("experiment", worker, size, {"port": port, "has_server": has_server}) as ranks,
+                WorkerGroup("experiment", worker, size, {"port": port, "has_server": has_server}) as ranks,
             ):
                 for name in names:
                     self._run_method(ranks, name)
         except BaseException as error:
             self._error = error
 
-    def _run_method(self, ranks: Ranks, name: str) -> None:
+    def _run_method(self, ranks: WorkerGroup, name: str) -> None:
         rates = {rate: self._train(ranks, name, TUNED_IN, rate, 0, tunes=True) for rate in self._arguments.rates}
         best = min(rates, key=lambda rate: rates[rate])
         for scenario in SCENARIOS:
             for seed in range(self._arguments.seeds):
                 self._train(ranks, name, scenario, best, seed)
 
-    def _train(self, ranks: Ranks, name: str, scenario: str, lr: float, seed: int, tunes: bool = False) -> float:
+    def _train(self, ranks: WorkerGroup, name: str, scenario: str, lr: float, seed: int, tunes: bool = False) -> float:
         """Train; return the last loss."""
         run = Run(name, scenario, lr, seed, self._arguments.seconds, self._arguments.pace)
         outcomes = ranks.call("train", asdict(run))

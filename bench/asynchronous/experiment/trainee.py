@@ -1,4 +1,4 @@
-"""Ranks of the experiment: workers, and a server at rank 0 where there is one."""
+"""WorkerGroup of the experiment: workers, and a server at rank 0 where there is one."""
 
 from __future__ import annotations
 

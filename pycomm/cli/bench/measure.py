@@ -6,19 +6,20 @@ It verifies what is measured and what it is compared with, lets them take turns,
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from pycomm.cli.bench import report, table
+from pycomm.cli.bench.launched import LaunchedWorkers
 from pycomm.cli.bench.operations import Case
 from pycomm.cli.bench.rank import BenchRank
-from pycomm.cli.bench.ranks import Ranks
 from pycomm.cli.bench.settings import BenchSettings
-from pycomm.cli.bench.surrounding import Surrounding
 from pycomm.cli.bench.table import PLACES, TableLine, Timed
 from pycomm.cli.bench.timing import Samples
+from pycomm.cli.bench.workers import WorkerGroup
 from pycomm.launching import RankError, rendezvous
 
 _WRONG = 7  # exit code for wrong results or too little bandwidth: that of nccl-tests
@@ -52,8 +53,15 @@ def run(settings: BenchSettings, others: Mapping[str, Started] | None = None) ->
     Args:
         others: libraries that are not torch's, by name, and how ranks that have them are started.
     """
+    if settings.launched and os.environ["RANK"] != "0":  # rank 0 speaks for all
+        with open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
+            return _run(replace(settings, output=None), {})
+    return _run(settings, others or {})
+
+
+def _run(settings: BenchSettings, others: Mapping[str, Started]) -> int:
     try:
-        return _among_launched(settings) if settings.launched else _among_own(settings, others or {})
+        return _among_launched(settings) if settings.launched else _among_own(settings, others)
     except RankError as error:
         print(f"pycomm bench: {error}", file=sys.stderr)
         if "timed out" in str(error):
@@ -89,26 +97,24 @@ def _among_own(settings: BenchSettings, others: Mapping[str, Started]) -> int:
 @contextlib.contextmanager
 def _torchs_ranks(settings: BenchSettings) -> Iterator[Team]:
     setup, worker = setup_of(settings), f"{BenchRank.__module__}:{BenchRank.__name__}"
-    with rendezvous() as port, Ranks("torch", worker, settings.ranks, {**setup, "port": port}) as ranks:
-        yield ranks
+    with rendezvous() as port, WorkerGroup("torch", worker, settings.ranks, {**setup, "port": port}) as workers:
+        yield workers
 
 
 def _among_launched(settings: BenchSettings) -> int:
-    """Be one of the ranks that a launcher has started; rank 0 drives."""
-    surrounding = Surrounding()
-    worker = BenchRank(**setup_of(settings), store=surrounding.store)
-    surrounding.use(worker)
+    """Be one of the ranks that a launcher has started. All do the same; only rank 0 prints and writes."""
+    workers = LaunchedWorkers()
+    worker = workers.worker = BenchRank(**setup_of(settings), store=workers.store)
     try:
-        if surrounding.rank > 0:
-            return surrounding.serve()
-        code = 1
         try:
-            contenders = [Contender(name, surrounding) for name in (settings.backend, *settings.peers)]
+            contenders = [Contender(name, workers) for name in (settings.backend, *settings.peers)]
             for contender in contenders:
-                surrounding.call("open", contender.name)
+                workers.call("open", contender.name)
             code = _conclude(settings, contenders)
-        finally:
-            surrounding.end(code)
+        except RankError:  # which all ranks raise; after another error the launcher ends the others
+            workers.close()
+            raise
+        workers.close()
         return code
     finally:
         worker.close()

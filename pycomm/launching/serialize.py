@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from types import FunctionType
 from typing import Any
 
-from pycomm.launching.local_ranks import script_of
+from pycomm.launching.processes import script_of
 
 Sources = Mapping[str, Any]
 """Entries of ``linecache``."""
@@ -24,18 +24,18 @@ Sources = Mapping[str, Any]
 _INSTALL = "pip install 'pycomm-torch[notebook]'"
 
 
-class CargoError(TypeError):
+class SerializationError(TypeError):
     """Something cannot be sent to another process; the message says why, and what helps."""
 
 
-def pack(what: str, things: Any) -> bytes:
+def serialize(what: str, things: Any) -> bytes:
     """Return ``things``, pickled by name where names do, else by code.
 
     Args:
         what: names ``things`` in errors.
 
     Raises:
-        CargoError: they cannot be pickled, or only by cloudpickle, which is not installed.
+        SerializationError: they cannot be pickled, or only by cloudpickle, which is not installed.
     """
     file = io.BytesIO()
     try:
@@ -45,9 +45,9 @@ def pack(what: str, things: Any) -> bytes:
     return file.getvalue()
 
 
-def unpack(packed: bytes) -> Any:
-    """Return what was packed."""
-    return pickle.loads(packed)
+def deserialize(serialized: bytes) -> Any:
+    """Return what was serialized."""
+    return pickle.loads(serialized)
 
 
 def interactive_sources() -> Sources:
@@ -87,14 +87,16 @@ def _is_interactive() -> bool:
 
 def _by_code(what: str, things: Any, reason: Exception) -> bytes:
     if importlib.util.find_spec("cloudpickle") is None:
-        raise CargoError(f"{what} cannot be sent to another process: {_in_words(reason)}{_advice(reason)}") from reason
+        raise SerializationError(
+            f"{what} cannot be sent to another process: {_in_words(reason)}{_advice(reason)}"
+        ) from reason
     import cloudpickle  # type: ignore[import-untyped]
 
     try:
-        packed: bytes = cloudpickle.dumps(things)
+        serialized: bytes = cloudpickle.dumps(things)
     except Exception as error:
-        raise CargoError(f"{what} cannot be sent to another process: {_in_words(error)}") from error
-    return packed
+        raise SerializationError(f"{what} cannot be sent to another process: {_in_words(error)}") from error
+    return serialized
 
 
 def _in_words(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Processes of this host as ranks: started anew, with pipes to each, and gone when the process that wants them is."""
+"""Processes of this host as ranks: started anew or forked, with a pipe to each, gone when their starter is."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import gc
 import io
+import mmap
 import multiprocessing as mp
 import os
 import signal
@@ -15,9 +16,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnContext
+from multiprocessing.context import BaseContext, ForkServerContext
 from multiprocessing.process import BaseProcess
 from types import ModuleType
 from typing import Any, TextIO, TypeAlias
@@ -29,23 +30,32 @@ Outputs: TypeAlias = "tuple[Pipe, Pipe]"
 _NAME = "pycomm rank"
 _GRACE = 2.0  # seconds between asking a rank to end and killing it
 _PR_SET_PDEATHSIG = 1
+_APART = 1 << 30  # bytes of addresses
+_NO_ACCESS = 0
+_kept: list[mmap.mmap] = []
 _starting = threading.Lock()  # whoever has it changes the environment, which is the process's
 _begun = False  # whether this process is a rank, and past the import of its script
 
 
-class LocalRanks:
+class RankProcesses:
     """Processes of this host, with a pipe to each. A context manager: they are gone when it ends.
 
     They end with the process that started them, however that ends.
 
+    torch.distributed.elastic.multiprocessing starts processes too, but its output goes through files, it has no
+    messages while they run, and it imports everything anew in each.
+
     Args:
-        main: called in every process with its rank, its end of the pipe and ``arguments``; importable by name, as the
-            processes are new ones.
+        main: called in every process with its rank, its end of the pipe and ``arguments``; importable by name.
         environment: variables that they have besides this process's.
         captured: whether what they write is to be read from ``outputs``, and does not go where this process's goes.
-    """
+        preload: modules that a server imports, from which ranks are then forked: in a hundredth of a second, not in
+            seconds. A process has one such server, so only the first list counts. All forked ranks have the server's
+            hash seed, so they do not show that an order depends on it. ``None``: ranks are started anew.
 
-    outputs: Sequence[Outputs] = ()
+    Attributes:
+        pipes, processes, outputs: by rank.
+    """
 
     def __init__(
         self,
@@ -53,22 +63,24 @@ class LocalRanks:
         size: int,
         arguments: Sequence[Any] = (),
         environment: Mapping[str, str] | None = None,
+        *,
         captured: bool = False,
+        preload: Sequence[str] | None = None,
     ) -> None:
         self.pipes: list[Pipe] = []
         self.processes: list[BaseProcess] = []
-        outputs: list[Outputs] = []
-        self.outputs = outputs
-        context = mp.get_context("spawn")
+        self.outputs: list[Outputs] = []
         resource_tracker.ensure_running()  # the first start of a rank would do it, and let Ctrl-C through afterwards
         try:
             # Ctrl-C waits until all that was started is known; and so do other threads that start ranks.
             with _starting, _no_interrupt(), _importable_script(), _variables(environment or {}):
+                context = mp.get_context("spawn") if preload is None else _fork_server(preload)
+                inherited = None if preload is None else dict(os.environ)
                 for rank in range(size):
                     ours, theirs = context.Pipe()
                     self.pipes.append(ours)
-                    with theirs, _output_pipes(context, captured, outputs) as written:
-                        given = (main, os.getpid(), rank, theirs, written, *arguments)
+                    with theirs, _output_pipes(context, captured, self.outputs) as written:
+                        given = (main, os.getpid(), inherited, rank, theirs, written, *arguments)
                         process = context.Process(target=_rank_main, args=given, name=f"{_NAME} {rank}")
                         process.start()
                     self.processes.append(process)
@@ -76,22 +88,23 @@ class LocalRanks:
             self.end()
             raise
 
-    def __enter__(self) -> LocalRanks:
+    def __enter__(self) -> RankProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.end()
 
-    def end(self, patience: float = 0.0) -> None:
-        """Hang up, give the ranks ``patience`` seconds to end by themselves, then ask them to, then kill them."""
+    def end(self) -> None:
+        """Hang up, ask the ranks to end, then kill them."""
         with _no_interrupt():  # a second Ctrl-C must not leave half of them
             try:
                 for pipe in (*self.pipes, *(pipe for outputs in self.outputs for pipe in outputs)):
                     pipe.close()
-                self._join(patience)
                 for process in self.processes:
                     process.terminate()
-                self._join(_GRACE)
+                deadline = time.monotonic() + _GRACE
+                for process in self.processes:
+                    process.join(max(0.0, deadline - time.monotonic()))
             finally:
                 self.kill()
 
@@ -102,14 +115,27 @@ class LocalRanks:
         for process in self.processes:
             process.join()
 
-    def _join(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
+
+def _fork_server(preload: Sequence[str]) -> ForkServerContext:
+    """Return the context in which processes are forked, from a server that runs after this.
+
+    The server looks for modules where this process does. By itself it would begin where it is started, in the sources,
+    whose package may not have been built.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(list(preload))
+    here = os.getcwd()
+    with _variables({"PYTHONPATH": os.pathsep.join(path or here for path in sys.path)}):
+        os.chdir("/")
+        try:
+            forkserver.ensure_running()
+        finally:
+            os.chdir(here)
+    return context
 
 
 @contextlib.contextmanager
-def _output_pipes(context: SpawnContext, captured: bool, read: list[Outputs]) -> Iterator[Outputs | None]:
+def _output_pipes(context: BaseContext, captured: bool, read: list[Outputs]) -> Iterator[Outputs | None]:
     """Add the ends that are read to ``read``, and yield those that a rank writes to, which are for it alone."""
     if not captured:
         yield None
@@ -214,7 +240,13 @@ def leave(code: int) -> None:
 
 
 def _rank_main(
-    main: Callable[..., None], parent: int, rank: int, pipe: Pipe, outputs: Outputs | None, *arguments: Any
+    main: Callable[..., None],
+    parent: int,
+    environment: Mapping[str, str] | None,
+    rank: int,
+    pipe: Pipe,
+    outputs: Outputs | None,
+    *arguments: Any,
 ) -> None:
     global _begun
     _begun = True
@@ -222,12 +254,32 @@ def _rank_main(
     # tracebacks.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)  # it died before the kernel was asked to tell
+    if environment is None:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)  # it died before the kernel was asked to tell
+    else:
+        _be_as_if_new(rank, environment)
     if outputs is not None:
         sys.stdout, sys.stderr = (_opened(*each) for each in zip((1, 2), outputs, strict=True))
     main(rank, pipe, *arguments)
+
+
+def _be_as_if_new(rank: int, environment: Mapping[str, str]) -> None:
+    """Have what a forked rank does not get from the process that asked for it: variables, addresses, its end."""
+    os.environ.clear()
+    os.environ.update(environment)
+    # Lest what ranks map has the same addresses on all: taking a peer's address for one's own would go unnoticed.
+    _kept.append(mmap.mmap(-1, (rank + 1) * _APART, prot=_NO_ACCESS))
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Wait until the process that asked for this one has ended; the server, its parent, would wait for its children."""
+    parent = mp.parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _opened(descriptor: int, written: Pipe) -> TextIO:
