@@ -25,24 +25,16 @@ if _native_build_info()["cuda"] is not None:
     # Otherwise communicators on one GPU, PyTorch's included, can deadlock. NCCL reads it at its first operation.
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
-from pycomm import backend
 from pycomm import logs as _logs  # noqa: F401  # prefixes log lines with the rank
+from pycomm.collectives import backend
 from pycomm.errors import CommError
 from pycomm.worker import Work
 
 if TYPE_CHECKING:  # imported at first use: see _HOMES
-    from pycomm import checkpoint, compression, ddp, kernels, optim, parallel, schedule
-    from pycomm.asynchronous.averager import Averager
-    from pycomm.asynchronous.averaging import elastic_averaging, local_sgd
-    from pycomm.asynchronous.decoupled import decoupled_sgd
-    from pycomm.asynchronous.fragment import DelayedNesterov, Nesterov
-    from pycomm.asynchronous.gossip import Gossip, gossip
-    from pycomm.asynchronous.local_averager import LocalAverager
-    from pycomm.asynchronous.modes import Async, DelayCompensation, SoftSync, StaleSynchronous, Sync
-    from pycomm.asynchronous.parameter_server import ParameterServer, parameter_server
-    from pycomm.broadcasting import broadcast_optimizer_state, broadcast_parameters
-    from pycomm.checkpoint import load, save
-    from pycomm.communicator import Communicator
+    from pycomm import compression, ddp, kernels, optim, parallel, schedule
+    from pycomm.collectives.broadcasting import broadcast_optimizer_state, broadcast_parameters
+    from pycomm.collectives.communicator import Communicator
+    from pycomm.collectives.transport.gpu import GpuWork
     from pycomm.compression import (
         BF16,
         DGC,
@@ -56,12 +48,22 @@ if TYPE_CHECKING:  # imported at first use: see _HOMES
         TernGrad,
         TopK,
     )
-    from pycomm.cost.auto import Auto
-    from pycomm.launching import RankError, launch, progress
-    from pycomm.monitoring.monitor import Monitor, monitor
     from pycomm.optim import LAMB, LARS, FusedStep, LossScaler, MasterWeights, fuse
     from pycomm.optim.master_weights import master_weights
-    from pycomm.reducer import (
+    from pycomm.tools.launching import RankError, launch, progress
+    from pycomm.tools.monitoring.monitor import Monitor, monitor
+    from pycomm.training import checkpoint
+    from pycomm.training.asynchronous.averager import Averager
+    from pycomm.training.asynchronous.averaging import elastic_averaging, local_sgd
+    from pycomm.training.asynchronous.decoupled import decoupled_sgd
+    from pycomm.training.asynchronous.fragment import DelayedNesterov, Nesterov
+    from pycomm.training.asynchronous.gossip import Gossip, gossip
+    from pycomm.training.asynchronous.local_averager import LocalAverager
+    from pycomm.training.asynchronous.modes import Async, DelayCompensation, SoftSync, StaleSynchronous, Sync
+    from pycomm.training.asynchronous.parameter_server import ParameterServer, parameter_server
+    from pycomm.training.checkpoint import load, save
+    from pycomm.training.cost.auto import Auto
+    from pycomm.training.reducer import (
         Reducer,
         Sharding,
         SignalStop,
@@ -70,8 +72,7 @@ if TYPE_CHECKING:  # imported at first use: see _HOMES
         Tuning,
         stop_on_signal,
     )
-    from pycomm.reducer.attach import attach, join
-    from pycomm.transport.gpu import GpuWork
+    from pycomm.training.reducer.attach import attach, join
 
 __version__: str = _native_build_info()["version"]
 
@@ -157,7 +158,7 @@ def build_info() -> dict[str, Any]:
         loads, ``None`` if there is none; ``simd``: the instruction set in use ("avx512", "avx2", "baseline");
         ``compiler``.
     """
-    from pycomm.transport.nccl import nccl_version
+    from pycomm.collectives.transport.nccl import nccl_version
 
     nccl = nccl_version()
     return {**_native_build_info(), "nccl": None if nccl is None else nccl[0]}
@@ -177,30 +178,30 @@ _MOVED = (
 """Names of :mod:`pycomm.optim` that remain available here for one more release."""
 
 _HOMES = {
-    "asynchronous.averager": ("Averager",),
-    "asynchronous.averaging": ("elastic_averaging", "local_sgd"),
-    "asynchronous.decoupled": ("decoupled_sgd",),
-    "asynchronous.gossip": ("Gossip", "gossip"),
-    "asynchronous.local_averager": ("LocalAverager",),
-    "asynchronous.modes": ("Async", "DelayCompensation", "SoftSync", "StaleSynchronous", "Sync"),
-    "asynchronous.fragment": ("DelayedNesterov", "Nesterov"),
-    "asynchronous.parameter_server": ("ParameterServer", "parameter_server"),
-    "broadcasting": ("broadcast_optimizer_state", "broadcast_parameters"),
-    "checkpoint": ("load", "save"),
-    "communicator": ("Communicator",),
+    "training.asynchronous.averager": ("Averager",),
+    "training.asynchronous.averaging": ("elastic_averaging", "local_sgd"),
+    "training.asynchronous.decoupled": ("decoupled_sgd",),
+    "training.asynchronous.gossip": ("Gossip", "gossip"),
+    "training.asynchronous.local_averager": ("LocalAverager",),
+    "training.asynchronous.modes": ("Async", "DelayCompensation", "SoftSync", "StaleSynchronous", "Sync"),
+    "training.asynchronous.fragment": ("DelayedNesterov", "Nesterov"),
+    "training.asynchronous.parameter_server": ("ParameterServer", "parameter_server"),
+    "collectives.broadcasting": ("broadcast_optimizer_state", "broadcast_parameters"),
+    "training.checkpoint": ("load", "save"),
+    "collectives.communicator": ("Communicator",),
     "compression": (
         *("BF16", "DGC", "FP16", "Int8", "NoCompression", "OneBit"),
         *("PowerSGD", "QSGD", "RandomK", "TernGrad", "TopK"),
     ),
-    "cost.auto": ("Auto",),
-    "launching": ("RankError", "launch", "progress"),
-    "monitoring": ("Monitor", "monitor"),
+    "training.cost.auto": ("Auto",),
+    "tools.launching": ("RankError", "launch", "progress"),
+    "tools.monitoring": ("Monitor", "monitor"),
     "optim": ("FusedStep", "LAMB", "LARS", "LossScaler", "MasterWeights", "fuse", "master_weights"),
-    "reducer": (
+    "training.reducer": (
         *("Reducer", "Sharding", "SignalStop", "StopRequest", "Survive", "Tuning", "attach", "join"),
         "stop_on_signal",
     ),
-    "transport.gpu": ("GpuWork",),
+    "collectives.transport.gpu": ("GpuWork",),
 }
 """Module of each name, imported at its first use: so ``import pycomm`` adds little to ``import torch``."""
 

@@ -2,8 +2,8 @@
 
 ``import pycomm`` imports torch, as it makes the backend "pycomm" known there, and that takes seconds. So the script
 enters by this package: it puts ``pycomm`` in place as a package whose ``__init__.py`` has not run yet.
-``pycomm.cli`` can be imported from it, and reads the arguments with the standard library alone. Commands that need more
-run ``__init__.py`` first, by ``pycomm.cli.arguments.load_package``.
+``pycomm.tools.cli`` can be imported from it, and reads the arguments with the standard library alone. Commands that need more
+run ``__init__.py`` first, by ``pycomm.tools.cli.arguments.load_package``.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import sys
 
 
 def main() -> int:
-    """Run one command and return the exit code, see ``pycomm.cli.main.main``."""
+    """Run one command and return the exit code, see ``pycomm.tools.cli.main.main``."""
     if "pycomm" not in sys.modules:
         spec = importlib.util.find_spec("pycomm")
         assert spec is not None, "the packages are installed together"
         sys.modules["pycomm"] = importlib.util.module_from_spec(spec)
-    from pycomm.cli.main import main as run_command
+    from pycomm.tools.cli.main import main as run_command
 
     return run_command()

@@ -29,10 +29,10 @@ import torch.distributed as dist
 
 import pycomm
 import pycomm.horovod as hvd
-from pycomm.elastic import join_requests, liveness
-from pycomm.launching.meeting import connect
+from pycomm.collectives.transport import late_ranks, rendezvous
+from pycomm.tools.launching.meeting import connect
 from pycomm.torch_internals import PrefixStore, Store
-from pycomm.transport import late_ranks, rendezvous
+from pycomm.training.elastic import join_requests, liveness
 from pycomm.worker import Worker
 from tests.chaos.ranks import PR_SET_PDEATHSIG
 from tests.ranks import SLOWER

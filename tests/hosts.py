@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch.distributed as dist
 
-from pycomm.transport import rendezvous
+from pycomm.collectives.transport import rendezvous
 
 
 @contextmanager

@@ -8,9 +8,9 @@ import socket
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from pycomm import launching
-from pycomm.launching import Outcome, PerRank
-from pycomm.launching.meeting import variables_of
+from pycomm.tools import launching
+from pycomm.tools.launching import Outcome, PerRank
+from pycomm.tools.launching.meeting import variables_of
 
 __all__ = ["PRELOAD", "SLOWER", "Outcome", "PerRank", "RankPool", "free_port"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pycomm.counting import GradientCounter, GradientCounts, PassGate
+from pycomm.collectives.counting import GradientCounter, GradientCounts, PassGate
 
 
 class Tasks:

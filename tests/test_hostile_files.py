@@ -25,15 +25,15 @@ import pytest
 import torch
 
 import pycomm
-from pycomm.asynchronous.journal import Journal, packed, read_events
-from pycomm.asynchronous.settings import Replay
-from pycomm.checkpoint.files import Reserve, read_report, write_json, write_sealed
-from pycomm.checkpoint.torch_files import load_values
-from pycomm.cli.main import build_parser
-from pycomm.monitoring.writers import FileWriter
 from pycomm.parallel import Plan
 from pycomm.parallel.planning.scaling import read_points
 from pycomm.schedule import NETWORKS, load
+from pycomm.tools.cli.main import build_parser
+from pycomm.tools.monitoring.writers import FileWriter
+from pycomm.training.asynchronous.journal import Journal, packed, read_events
+from pycomm.training.asynchronous.settings import Replay
+from pycomm.training.checkpoint.files import Reserve, read_report, write_json, write_sealed
+from pycomm.training.checkpoint.torch_files import load_values
 from tests.asynchronous.stories import begun, core_of
 from tests.checkpoint.training import Training, training
 from tests.cli.test_explain import DUMP
@@ -179,7 +179,7 @@ def calibration(folder: Path) -> Reader:
 
 
 def step_trace(folder: Path) -> Reader:
-    timeline = pytest.importorskip("pycomm.cli.trace.timeline")
+    timeline = pytest.importorskip("pycomm.tools.cli.trace.timeline")
     span = {"lane": "training", "name": "backward", "began": 1.0, "ended": 1.5}
     content = {"rank": 0, "size": 1, "step": 7, "optimizer": 1, "spans": [span, {**span, "lane": "wire"}]}
 

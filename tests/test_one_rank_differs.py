@@ -7,7 +7,7 @@ import tempfile
 import pytest
 import torch.distributed as dist
 
-from pycomm.transport import rendezvous
+from pycomm.collectives.transport import rendezvous
 from tests.on_ranks import on_ranks
 from tests.one_rank import backend_calls, horovod_calls, parallel_calls, training_calls
 from tests.one_rank.anything import ANYTHING

@@ -91,7 +91,7 @@ def classes_of(path: Path) -> dict[str, ast.ClassDef]:
 
 
 def names_of(path: Path) -> dict[str, str]:
-    """Return what a file imports: full names, "pycomm.bucket.Bucket" or "pycomm.bucket", by the names it uses."""
+    """Return what a file imports: full names, "pycomm.collectives.bucket.Bucket" or "pycomm.collectives.bucket", by the names it uses."""
     names: dict[str, str] = {}
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -251,12 +251,12 @@ def test_no_files_import_each_other() -> None:
 
 
 def users_of_the_reducers_inside(tree: ast.AST) -> Iterator[str]:
-    """Yield what is imported of the submodules of ``pycomm.reducer``, and private attributes of a Reducer."""
+    """Yield what is imported of the submodules of ``pycomm.training.reducer``, and private attributes of a Reducer."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pycomm.reducer."):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pycomm.training.reducer."):
             yield str(node.module)
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.startswith("pycomm.reducer."))
+            yield from (alias.name for alias in node.names if alias.name.startswith("pycomm.training.reducer."))
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
             owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
             if owner.lstrip("_") in ("reducer", "inner", "attached"):
@@ -264,7 +264,7 @@ def users_of_the_reducers_inside(tree: ast.AST) -> Iterator[str]:
 
 
 def test_nobody_looks_into_the_reducer() -> None:
-    """``pycomm.reducer`` declares what the rest of pycomm may use of it: its own names, and ``Reducer.attached``."""
+    """``pycomm.training.reducer`` declares what the rest of pycomm may use of it: its own names, and ``Reducer.attached``."""
     found = {}
     for path in sources():
         where = path.relative_to(ROOT)
@@ -277,11 +277,15 @@ def test_nobody_looks_into_the_reducer() -> None:
 
 
 def test_looks_into_the_reducer_are_found() -> None:
-    lines = "from pycomm.reducer.engine import Engine", "import pycomm.reducer.passes", "self._reducer._table"
+    lines = (
+        "from pycomm.training.reducer.engine import Engine",
+        "import pycomm.training.reducer.passes",
+        "self._reducer._table",
+    )
     text = "\n".join([*lines, "reducer.attached"])
     assert list(users_of_the_reducers_inside(ast.parse(text))) == [
-        "pycomm.reducer.engine",
-        "pycomm.reducer.passes",
+        "pycomm.training.reducer.engine",
+        "pycomm.training.reducer.passes",
         "_reducer._table",
     ]
 

@@ -28,8 +28,8 @@ from bench.harness.arguments import make_parser, positive
 from bench.harness.ranks import WorkerGroup
 from bench.harness.results import headline, write_json
 from bench.harness.timing import Samples, times
-from pycomm.cli.table import print_table
-from pycomm.launching import rendezvous
+from pycomm.tools.cli.table import print_table
+from pycomm.tools.launching import rendezvous
 
 
 def main() -> None:

@@ -40,7 +40,7 @@ from bench.harness.arguments import counts, plain_parser, positive
 from bench.harness.results import headline, write_json
 from bench.harness.timing import duration
 from bench.slow_network.namespaces import available
-from pycomm.cli.table import print_table
+from pycomm.tools.cli.table import print_table
 
 
 def main() -> None:

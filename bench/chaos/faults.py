@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from pycomm.communicator import Communicator
-from pycomm.elastic.membership import Membership
-from pycomm.reducer.engine import Engine
-from pycomm.reducer.surviving import Survival
+from pycomm.collectives.communicator import Communicator
+from pycomm.training.elastic.membership import Membership
+from pycomm.training.reducer.engine import Engine
+from pycomm.training.reducer.surviving import Survival
 
 _HUGE = 4 << 30  # bytes, more than the limit leaves
 _LONGEST_DELAY = 5e-4  # seconds into an exchange

@@ -17,11 +17,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from bench.chaos.faults import STOPPED, Fault
 from bench.chaos.ranks import Setup, enter_namespace, serve
-from pycomm.launching import RankProcesses
+from pycomm.tools.launching import RankProcesses
 
 _PORT = 29577  # in a namespace, where nobody else is
 _DUMP = 1.0  # seconds for ranks to say where they hang
-_PRELOAD = ("bench.chaos.ranks", "pycomm.cost.auto", "pycomm.reducer", "torch._dynamo")
+_PRELOAD = ("bench.chaos.ranks", "pycomm.training.cost.auto", "pycomm.training.reducer", "torch._dynamo")
 
 
 class HangError(RuntimeError):

@@ -25,9 +25,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import pycomm
 from bench.chaos.faults import Fault, Trap, allow_memory, lay
+from pycomm.collectives.transport import rendezvous
 from pycomm.compression import Compression
-from pycomm.launching import Pipe
-from pycomm.transport import rendezvous
+from pycomm.tools.launching import Pipe
 
 _CLONE_NEWNET = 0x40000000
 

@@ -13,7 +13,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from pycomm.cli.table import print_table
+from pycomm.tools.cli.table import print_table
 
 _RANKS, _STEPS, _SEEDS = 4, 600, 5
 _RATIO = 0.01

@@ -29,8 +29,8 @@ from bench.harness.mpi import MPIS, Mpi, NotInstalledError
 from bench.harness.ranks import WorkerGroup, by_launcher
 from bench.harness.results import headline, write_json
 from bench.harness.timing import Samples, times
-from pycomm.cli.table import print_table
-from pycomm.launching import rendezvous
+from pycomm.tools.cli.table import print_table
+from pycomm.tools.launching import rendezvous
 
 _PEERS = ("gloo", *MPIS)
 _FLOOR_BYTES = 16 << 20  # arrays from this size on do not live in caches

@@ -20,9 +20,9 @@ from bench.harness.arguments import plain_parser
 from bench.harness.busy import add_arguments, busy
 from bench.harness.mpi import MPIS, NotInstalledError
 from bench.harness.ranks import WorkerGroup, by_launcher
-from pycomm.cli.bench import settings as options
-from pycomm.cli.bench.measure import Team, run, setup_of
-from pycomm.cli.bench.settings import BenchSettings, UsageError, launched_ranks, settings_of
+from pycomm.tools.cli.bench import settings as options
+from pycomm.tools.cli.bench.measure import Team, run, setup_of
+from pycomm.tools.cli.bench.settings import BenchSettings, UsageError, launched_ranks, settings_of
 
 _WORKER = "bench.harness.mpi_rank:MpiRank"
 

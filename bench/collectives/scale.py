@@ -27,8 +27,8 @@ from bench.harness.arguments import counts, make_parser, size_text, sizes
 from bench.harness.ranks import WorkerGroup, by_launcher
 from bench.harness.results import headline, write_json
 from bench.harness.timing import Samples, times
-from pycomm.cli.table import print_table
-from pycomm.launching import rendezvous
+from pycomm.tools.cli.table import print_table
+from pycomm.tools.launching import rendezvous
 
 _VARIANTS = ("pycomm", "Gloo")  # bench.collectives.scale_ranks imports torch, which the driver need not
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # every one of many ranks warns of addresses without names

@@ -65,7 +65,7 @@ def _driver() -> str | None:
 
 def _nccl() -> dict[str, str] | None:
     """Return version and path of the NCCL that pycomm would use."""
-    from pycomm.transport.nccl import nccl_version
+    from pycomm.collectives.transport.nccl import nccl_version
 
     found = nccl_version()
     return None if found is None else {"version": found[0], "path": found[1]}

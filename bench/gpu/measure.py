@@ -221,7 +221,7 @@ class Measurement:
             self._skip("NCCL", "no GPU")
             return
         from bench.harness.ranks import WorkerGroup  # imports pycomm, as above
-        from pycomm.launching import rendezvous
+        from pycomm.tools.launching import rendezvous
 
         with rendezvous() as port, WorkerGroup("NCCL", "bench.gpu.ranks:NcclRank", 1, {"port": port}) as ranks:
             for num_bytes in (4096, 100_000_000):
@@ -246,7 +246,7 @@ class Measurement:
     def _attach_in(self, size: int, environment: dict[str, str]) -> None:
         from bench.gpu.ranks import WAYS
         from bench.harness.ranks import WorkerGroup  # imports pycomm, as above
-        from pycomm.launching import rendezvous
+        from pycomm.tools.launching import rendezvous
 
         sizes = self._sizes
         setup = {"device": str(self._device), "blocks": sizes.blocks, "batch": sizes.batch, "image": sizes.image}
@@ -318,7 +318,7 @@ def _slowest(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _why_not_shared() -> str | None:
     """Return why two ranks cannot share a GPU here; ``None`` if they can."""
-    from pycomm.transport.nccl import nccl_version
+    from pycomm.collectives.transport.nccl import nccl_version
 
     found = nccl_version()
     if found is None:

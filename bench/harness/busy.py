@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from pycomm.cli.arguments import integer
+from pycomm.tools.cli.arguments import integer
 
 _WORK = """
 import os, sys

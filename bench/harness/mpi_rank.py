@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from pycomm.cli.bench.libraries import Call, Library, UnsupportedError, through_scratch
-from pycomm.cli.bench.operations import Case
-from pycomm.cli.bench.rank import BenchRank
+from pycomm.tools.cli.bench.libraries import Call, Library, UnsupportedError, through_scratch
+from pycomm.tools.cli.bench.operations import Case
+from pycomm.tools.cli.bench.rank import BenchRank
 
 
 class MpiRank(BenchRank):

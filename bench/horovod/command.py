@@ -17,8 +17,8 @@ from bench.harness.ranks import KEEP_MEMORY, WorkerGroup
 from bench.harness.results import headline, write_json
 from bench.harness.timing import Samples, duration, times
 from bench.horovod.ranks import AGREED, WAYS
-from pycomm.cli.table import print_table
-from pycomm.launching import rendezvous
+from pycomm.tools.cli.table import print_table
+from pycomm.tools.launching import rendezvous
 
 Found = dict[int, dict[str, Samples]]
 

@@ -29,8 +29,8 @@ from bench.kernels import compression, dense, optimizers, sparse, steps
 from bench.kernels.case import Arrays, Call, Calls, Case
 from bench.kernels.resnet50 import parameter_shapes
 from pycomm import kernels
-from pycomm.cli.arguments import integer
-from pycomm.cli.table import print_table
+from pycomm.tools.cli.arguments import integer
+from pycomm.tools.cli.table import print_table
 
 _COPIES = ("numpy copy", "torch copy")
 _READS = ("torch sum", "pycomm absmax")

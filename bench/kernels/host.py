@@ -22,7 +22,7 @@ import pycomm
 from bench.harness.arguments import counts, make_parser, positive
 from bench.harness.results import headline, write_json
 from bench.harness.timing import Samples, interleave, stopwatch, times
-from pycomm.cli.table import print_table
+from pycomm.tools.cli.table import print_table
 
 _ADAM = {"lr": 1e-3, "weight_decay": 1e-2}
 _SGD = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-2}

@@ -20,9 +20,9 @@ from bench.harness.arguments import make_parser, positive
 from bench.harness.ranks import WorkerGroup
 from bench.harness.results import headline, write_json
 from bench.harness.timing import Samples, duration
-from pycomm.cli.table import print_table
-from pycomm.launching import rendezvous
 from pycomm.schedule import pipeline as tables
+from pycomm.tools.cli.table import print_table
+from pycomm.tools.launching import rendezvous
 
 _LARGE = (64, 512)
 """WorkerGroup and microbatches of (b)."""

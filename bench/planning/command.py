@@ -21,14 +21,14 @@ from bench.harness.arguments import make_parser, positive
 from bench.harness.ranks import KEEP_MEMORY, WorkerGroup
 from bench.harness.results import headline, write_json
 from bench.planning.models import CASES, Case
-from pycomm.cli.plan.report import time_text
-from pycomm.cli.table import print_table
 from pycomm.descriptions import size_text
-from pycomm.launching import rendezvous
 from pycomm.parallel.auto import styles_of
 from pycomm.parallel.planning import Candidate, Device, Price, Pricer, Profile, Task, profile, with_seconds
 from pycomm.parallel.planning.price import Rows
 from pycomm.schedule import Network
+from pycomm.tools.cli.plan.report import time_text
+from pycomm.tools.cli.table import print_table
+from pycomm.tools.launching import rendezvous
 
 _LAYOUTS = {
     2: (Candidate(1, 1, 2), Candidate(1, 2, 1), Candidate(2, 1, 1, microbatches=4)),

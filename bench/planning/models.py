@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from pycomm.cli.demo.model import Block, loss_of
+from pycomm.tools.cli.demo.model import Block, loss_of
 
 
 class Embedding(nn.Module):

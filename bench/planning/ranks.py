@@ -17,8 +17,8 @@ from bench.planning.models import CASES, Case
 from bench.planning.timing import time_layers
 from bench.training.ranks import _own_bytes
 from pycomm import torch_internals
-from pycomm.calibration import calibrate
-from pycomm.communicator import Communicator
+from pycomm.collectives.calibration import calibrate
+from pycomm.collectives.communicator import Communicator
 from pycomm.parallel.cut import cut
 from pycomm.parallel.mesh import mesh as make_mesh
 from pycomm.parallel.pipeline import Pipeline

@@ -30,8 +30,8 @@ from bench.harness.results import headline, write_json
 from bench.recommended_stack.experiment import example, measure, recipes, search, start
 from bench.slow_network.figures import Link, link_name, ring_bytes
 from bench.slow_network.namespaces import available, hosts, run_ranks
-from pycomm.cli.table import print_table
-from pycomm.launching import RankError
+from pycomm.tools.cli.table import print_table
+from pycomm.tools.launching import RankError
 
 _MODULE = "bench.recommended_stack.experiment"
 _RATES = "0.05,0.1,0.2,0.4,0.8,1.6"

@@ -22,8 +22,8 @@ from bench.harness.ranks import KEEP_MEMORY, WorkerGroup
 from bench.harness.results import headline, write_json
 from bench.harness.timing import Samples, times
 from bench.sharding.ranks import FULL, LATER, OPTIMIZER, PARAMETERS, PARAMETERS_LATER, WAYS, WHOLE
-from pycomm.cli.table import print_table
-from pycomm.launching import rendezvous
+from pycomm.tools.cli.table import print_table
+from pycomm.tools.launching import rendezvous
 
 
 def main() -> None:

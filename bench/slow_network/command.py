@@ -52,7 +52,7 @@ from bench.slow_network.methods import (
 from bench.slow_network.namespaces import available, hosts, run_ranks
 from bench.slow_network.ranks import make_model
 from bench.slow_network.report import print_report, write_docs
-from pycomm.launching import RankError
+from pycomm.tools.launching import RankError
 
 _MODULE = "bench.slow_network.ranks"
 _UNLIMITED_ROUNDS = 4  # times as many: steps are short there, and so are the differences

@@ -32,7 +32,7 @@ from typing import IO
 
 from bench import ROOT
 from bench.harness.processes import kill_session
-from pycomm.launching import RankError
+from pycomm.tools.launching import RankError
 
 _DEVICE = "eth0"
 _SUBNET = "10.77.0"

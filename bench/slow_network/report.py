@@ -23,7 +23,7 @@ from bench.slow_network.figures import (
     targets,
 )
 from bench.slow_network.methods import COMPUTE, DDP, METHODS, label_of
-from pycomm.cli.table import print_table
+from pycomm.tools.cli.table import print_table
 
 Table = tuple[list[str], list[list[str]]]
 """A header and rows."""

@@ -20,8 +20,8 @@ from bench.harness.ranks import KEEP_MEMORY, WorkerGroup
 from bench.harness.results import headline, write_json
 from bench.harness.timing import Samples, times
 from bench.tensor_parallel.ranks import GLOO, PYCOMM, WAYS
-from pycomm.cli.table import print_table
-from pycomm.launching import rendezvous
+from pycomm.tools.cli.table import print_table
+from pycomm.tools.launching import rendezvous
 
 _SIZES = ("width", "layers", "context", "num_heads")
 

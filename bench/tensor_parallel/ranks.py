@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from bench.harness.ranks import join_group
 from pycomm import parallel
-from pycomm.cli.demo.model import ByteGPT, loss_of
+from pycomm.tools.cli.demo.model import ByteGPT, loss_of
 
 GLOO = "gloo"
 PYCOMM = "pycomm"

@@ -35,8 +35,8 @@ from bench.harness.results import headline, write_json
 from bench.harness.timing import Samples, duration, times
 from bench.training.monitoring import EVERY, share
 from bench.training.ranks import DDP, DDP_VIEWS, DENSE, NONE, TOPK, WAYS, make_model
-from pycomm.cli.table import print_table
-from pycomm.launching import rendezvous
+from pycomm.tools.cli.table import print_table
+from pycomm.tools.launching import rendezvous
 
 _WIDTHS = (784, 2048, 2048, 2048, 10)
 _MONITORED = (DENSE, TOPK)

@@ -12,7 +12,7 @@ import torch
 
 import pycomm
 from bench.harness.timing import stopwatch
-from pycomm.recorder.watch import watch
+from pycomm.collectives.recorder.watch import watch
 
 EVERY = 50
 """Steps from one row to the next."""

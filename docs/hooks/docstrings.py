@@ -40,7 +40,7 @@ _DOCS = Path(__file__).resolve().parent.parent
 _REFERENCE = _DOCS / "reference"
 
 GROUPS = {
-    "pycomm.reducer.attach.attach": {
+    "pycomm.training.reducer.attach.attach": {
         "What is averaged": "optimizer model process_group average all_parameters buffers",
         "Batches, precision and clipping": "accumulate loss_scaler clip_local_norm",
         "Compression and tuning": "compression tuning",

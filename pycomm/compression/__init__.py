@@ -2,7 +2,7 @@
 
 Four parts turn gradients into bytes:
 
-- ``Bucket`` (pycomm/bucket.py): gradients that are sent together, in one flat piece of memory.
+- ``Bucket`` (pycomm/collectives/bucket.py): gradients that are sent together, in one flat piece of memory.
 - ``Exchange`` (base.py): the reduction of one bucket, with the state it keeps between steps. It sends the
   gradients as they are (``DenseExchange``, dense.py), or adds them to the residual of earlier steps and
   sends a part of the sum (``CodecExchange``, feedback.py).
@@ -13,7 +13,7 @@ Four parts turn gradients into bytes:
 A method, such as ``FP16`` or ``DGC``, is a frozen configuration that makes the exchange of a bucket; see
 ``methods/``. ``sparse/`` has the codec for selected entries, and three ways to sum such entries over the
 ranks. Custom methods derive from ``CodecMethod``, or from ``Method`` if they keep no state:
-docs/extending/compression_method.md. ``pycomm.cost`` estimates what a method costs on a network.
+docs/extending/compression_method.md. ``pycomm.training.cost`` estimates what a method costs on a network.
 """
 
 from pycomm.compression.base import Compression, Exchange, Method

@@ -14,8 +14,8 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from pycomm.bucket import Bucket
-from pycomm.communicator import Communicator
+from pycomm.collectives.bucket import Bucket
+from pycomm.collectives.communicator import Communicator
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from pycomm import kernels
-from pycomm.bucket import Bucket
+from pycomm.collectives.bucket import Bucket
 from pycomm.compression.base import Defaults, Flag, Operation, State
 from pycomm.compression.report import Report, Told
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from pycomm.bucket import Bucket, differing_places
-from pycomm.communicator import Communicator
+from pycomm.collectives.bucket import Bucket, differing_places
+from pycomm.collectives.communicator import Communicator
 from pycomm.compression.base import Compression, Defaults, Flag, Method, Scaling, State, as_flag
 from pycomm.descriptions import settings_text
 

@@ -24,12 +24,12 @@ from typing import Any
 import torch
 
 from pycomm import kernels
-from pycomm.bucket import Bucket
-from pycomm.communicator import Communicator
+from pycomm.collectives.bucket import Bucket
+from pycomm.collectives.communicator import Communicator
+from pycomm.collectives.layout import laid_out_like
 from pycomm.compression.base import Flag, Method, Operation, Scaling, State, as_flag
 from pycomm.compression.codec import Accumulated, Codec, Outcome, wide_dtype
 from pycomm.compression.report import Report, Told
-from pycomm.layout import laid_out_like
 
 
 @dataclass(frozen=True)

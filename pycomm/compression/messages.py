@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from pycomm import kernels
-from pycomm.bucket import Bucket
-from pycomm.communicator import Communicator
+from pycomm.collectives.bucket import Bucket
+from pycomm.collectives.communicator import Communicator
 from pycomm.compression.codec import wide_dtype
 from pycomm.compression.report import GatheredReport, Report, SummedReport, Told, num_codes
 

@@ -4,7 +4,7 @@ For every parameter: was it used on this rank, and was it finite? A gathered mes
 parameter. A summed message has, for each parameter, the number of ranks that used it and, for each rank,
 an element with the number of its first parameter that was not finite.
 
-A fingerprint (pycomm/bucket.py) follows. In a gathered message each of its bits is a byte.
+A fingerprint (pycomm/collectives/bucket.py) follows. In a gathered message each of its bits is a byte.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from pycomm.bucket import FINGERPRINT_BITS, FINGERPRINT_PLACES, differing_places, put_fingerprint
+from pycomm.collectives.bucket import FINGERPRINT_BITS, FINGERPRINT_PLACES, differing_places, put_fingerprint
 
 UNUSED, USED, NOT_FINITE = 0, 1, 2
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pycomm.checks import shown
-from pycomm.communicator import Communicator
+from pycomm.collectives.communicator import Communicator
 from pycomm.compression import Compression
 from pycomm.compression.base import State
 

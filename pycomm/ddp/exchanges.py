@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from pycomm.bucket import Bucket
-from pycomm.communicator import Communicator
+from pycomm.collectives.bucket import Bucket
+from pycomm.collectives.communicator import Communicator
 from pycomm.compression import Compression
 from pycomm.compression.base import Exchange, Flag, Scaling, State
 from pycomm.compression.dense import by_method

@@ -14,8 +14,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from pycomm.agreement import agreed
-from pycomm.broadcasting import signature
-from pycomm.communicator import Communicator
+from pycomm.collectives.broadcasting import signature
+from pycomm.collectives.communicator import Communicator
 from pycomm.compression import Compression
 from pycomm.compression.saved_state import gather_state, select_state
 from pycomm.ddp.exchanges import Sorting
@@ -23,8 +23,8 @@ from pycomm.ddp.progress import HookProgress, HookSettings, checked_settings
 from pycomm.ddp.steps import Steps, weighting_of
 from pycomm.errors import attempt
 from pycomm.optim.parameter_checks import check_parameters
-from pycomm.reducer import StopRequest
 from pycomm.torch_internals import GradBucket, communication_hooks, divides_by_active_ranks, zero_buckets
+from pycomm.training.reducer import StopRequest
 
 
 def register(

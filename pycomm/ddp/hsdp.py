@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pycomm.agreement import agreed
-from pycomm.broadcasting import broadcast_tensors, share_tensors
-from pycomm.communicator import Communicator
+from pycomm.collectives.broadcasting import broadcast_tensors, share_tensors
+from pycomm.collectives.communicator import Communicator
+from pycomm.collectives.transport.own_group import group_of
 from pycomm.compression import Compression
 from pycomm.compression.saved_state import gather_state, select_state
 from pycomm.ddp.progress import HookProgress, HookSettings, checked_settings
@@ -22,7 +23,6 @@ from pycomm.errors import attempt
 from pycomm.optim.loop_index import LoopIndex
 from pycomm.optim.module_hooks import AfterForward
 from pycomm.torch_internals import ShardedGroup, sharded_groups
-from pycomm.transport.own_group import group_of
 
 Modules = dict[torch.nn.Module, tuple[list[str], ShardedGroup]]
 """Modules given to ``fully_shard``, each with its parameters' names and torch's description of its shards."""

@@ -11,14 +11,14 @@ from typing import Any, Protocol
 
 import torch
 
-from pycomm.communicator import Communicator
+from pycomm.collectives.communicator import Communicator
 from pycomm.compression import Compression
 from pycomm.compression.base import Exchange, Flag, Scaling, method_stats
 from pycomm.compression.nonfinite import NonfiniteSource, Sent
-from pycomm.cost.auto import checked_method
 from pycomm.optim.loss_scaler import checked_scaler, loss_scale_of
 from pycomm.optim.parameters import unwrapped
 from pycomm.torch_internals import queue_final_callback
+from pycomm.training.cost.auto import checked_method
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pycomm.communicator import Communicator
+from pycomm.collectives.communicator import Communicator
 from pycomm.compression.base import Flag, Scaling, State
 from pycomm.ddp.exchanges import BucketExchanges
 from pycomm.ddp.progress import HookProgress, HookSettings, all_finite, at_pass_end

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from pycomm.bucket import FINGERPRINT_BITS
-from pycomm.communicator import Communicator
+from pycomm.collectives.bucket import FINGERPRINT_BITS
+from pycomm.collectives.communicator import Communicator
+from pycomm.collectives.transport.gpu import GpuWork
 from pycomm.compression.base import Flag, Scaling
 from pycomm.ddp.exchanges import HookPart, Sorting
 from pycomm.ddp.progress import HookProgress, all_finite, at_pass_end
 from pycomm.errors import HALF_SENT
-from pycomm.reducer import StopRequest
 from pycomm.torch_internals import GradBucket, current_graph_task, current_node
-from pycomm.transport.gpu import GpuWork
+from pycomm.training.reducer import StopRequest
 from pycomm.worker import Work
 
 _STOP = FINGERPRINT_BITS - 1

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 import pycomm.compression as methods
-from pycomm.broadcasting import broadcast_optimizer_state, broadcast_parameters
+from pycomm.collectives.broadcasting import broadcast_optimizer_state, broadcast_parameters
 from pycomm.horovod.collectives import synchronize
 from pycomm.horovod.execution import split_list
 from pycomm.horovod.names import Adasum, Average, Compression, ReduceOp, Sum, compressed
 from pycomm.horovod.operations import grouped_allreduce_, grouped_allreduce_async_, sparse_allreduce_async
 from pycomm.horovod.process_sets import ProcessSet, members_of, world
 from pycomm.optim.wrappers import refuse_wrapped
-from pycomm.reducer import Reducer, Tuning, attach
+from pycomm.training.reducer import Reducer, Tuning, attach
 
 Named = list[tuple[str, torch.Tensor]]
 _TOO_OFTEN = (

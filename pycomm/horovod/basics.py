@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from pycomm.communicator import Communicator
+from pycomm.collectives.communicator import Communicator
 from pycomm.errors import CommError, attempt
 from pycomm.horovod.environment import Launched, by_mpi, launched, meeting_seconds, timeout
 from pycomm.horovod.process_sets import (

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from pycomm.communicator import Communicator
+from pycomm.collectives.communicator import Communicator
 from pycomm.horovod.requests import ALLREDUCE, JOIN, REFUSED, Key, Request, kind_of, op_of
 
 _MOST_KNOWN = 4096

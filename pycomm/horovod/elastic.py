@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from pycomm.communicator import Communicator
-from pycomm.elastic.membership import Membership, reconvene
+from pycomm.collectives.communicator import Communicator
 from pycomm.errors import CommError
 from pycomm.horovod.basics import begin_among, init, leave_world, rank, shutdown, size
 from pycomm.horovod.functions import (
@@ -25,6 +24,7 @@ from pycomm.horovod.functions import (
 from pycomm.horovod.names import HorovodInternalError, HostsUpdatedInterrupt, InvalidRequestError
 from pycomm.horovod.optimizer import control_of
 from pycomm.horovod.process_sets import world
+from pycomm.training.elastic.membership import Membership, reconvene
 
 __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "init", "run", "run_fn", "shutdown"]
 

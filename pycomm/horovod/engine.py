@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from pycomm import threads
-from pycomm.communicator import Communicator
+from pycomm.collectives.communicator import Communicator
 from pycomm.errors import CommError, reworded
 from pycomm.horovod.coordinator import Response, Rounds, full_name
 from pycomm.horovod.execution import Execution, can_fuse

@@ -24,9 +24,9 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pycomm import threads
+from pycomm.collectives.transport.addresses import loopback, store_on_loopback
+from pycomm.collectives.transport.authentication import own_folder, process_behind
 from pycomm.torch_internals import PrefixStore, Store
-from pycomm.transport.addresses import loopback, store_on_loopback
-from pycomm.transport.authentication import own_folder, process_behind
 
 _LAUNCHERS = (
     ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE", ("HOROVOD_GLOO_RENDEZVOUS_PORT",)),

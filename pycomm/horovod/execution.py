@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import torch
 
-from pycomm.backend.tensors import reducible
-from pycomm.communicator import Communicator
+from pycomm.collectives.backend.tensors import reducible
+from pycomm.collectives.communicator import Communicator
 from pycomm.horovod.coordinator import Response
 from pycomm.horovod.requests import (
     ALLGATHER,

@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 import torch
 
 from pycomm import agreement
-from pycomm.broadcasting import encode, restructure_state
-from pycomm.checkpoint import values
+from pycomm.collectives.broadcasting import encode, restructure_state
 from pycomm.errors import attempt
 from pycomm.horovod.collectives import AllGather, check_root, check_tensor, synchronize_all
 from pycomm.horovod.names import InvalidRequestError
 from pycomm.horovod.operations import allgather, broadcast_, broadcast_async_
 from pycomm.horovod.process_sets import ProcessSet, global_process_set, members_of, world
 from pycomm.optim.parameters import checked_optimizer
+from pycomm.training.checkpoint import values
 
 T = TypeVar("T")
 

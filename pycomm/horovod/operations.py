@@ -42,7 +42,7 @@ from pycomm.horovod.names import (
 )
 from pycomm.horovod.process_sets import ProcessSet, global_process_set, world
 from pycomm.horovod.requests import ALLGATHER, BARRIER, JOIN, Request, RequestTerms
-from pycomm.reducer import Reducer
+from pycomm.training.reducer import Reducer
 
 P = ParamSpec("P")
 R = TypeVar("R", covariant=True)

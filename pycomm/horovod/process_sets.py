@@ -13,15 +13,15 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from pycomm.communicator import Communicator
+from pycomm.collectives.communicator import Communicator
+from pycomm.collectives.transport import late_ranks
 from pycomm.errors import attempt
 from pycomm.horovod.engine import NegotiatingEngine
 from pycomm.horovod.environment import cycle_seconds, meeting_seconds, stall_check_seconds
 from pycomm.horovod.names import InvalidRequestError
 from pycomm.horovod.requests import BARRIER, Key, Request, RequestTerms
 from pycomm.horovod.timeline import Timeline
-from pycomm.reducer import Reducer
-from pycomm.transport import late_ranks
+from pycomm.training.reducer import Reducer
 
 
 def _counters() -> defaultdict[str, Iterator[int]]:

@@ -7,7 +7,7 @@ import threading
 import time
 from typing import TextIO
 
-from pycomm.recorder.traces import ChromeTrace
+from pycomm.collectives.recorder.traces import ChromeTrace
 
 
 class Timeline:

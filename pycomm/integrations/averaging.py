@@ -16,15 +16,15 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from pycomm.checkpoint.saving import exchanged, together
-from pycomm.checkpoint.torch_files import load_values
-from pycomm.communicator import Communicator
+from pycomm.collectives.communicator import Communicator
 from pycomm.compression import Compression
 from pycomm.ddp import HookHandle, register
 from pycomm.descriptions import name_ranks
 from pycomm.optim.parameters import unwrapped
-from pycomm.reducer import Reducer, StopRequest, Tuning, attach
 from pycomm.torch_internals import uncompiled
+from pycomm.training.checkpoint.saving import exchanged, together
+from pycomm.training.checkpoint.torch_files import load_values
+from pycomm.training.reducer import Reducer, StopRequest, Tuning, attach
 from pycomm.untrusted import create_file
 
 _LOG = logging.getLogger("pycomm")

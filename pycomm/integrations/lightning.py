@@ -20,7 +20,7 @@ import torch
 from pycomm.checks import seconds_of
 from pycomm.integrations.averaging import ATTACH_OPTIONS, Averaging, check_options, for_attach, library
 from pycomm.optim.parameters import optimizer_parameters, unwrapped
-from pycomm.reducer import Reducer, attach
+from pycomm.training.reducer import Reducer, attach
 
 
 def _strategies(new: str, old: str) -> Any:

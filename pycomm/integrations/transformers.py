@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from torch.nn.parallel import DistributedDataParallel
 
-from pycomm.cost.auto import checked_method
 from pycomm.integrations.averaging import Averaging, averaging_of, library
-from pycomm.reducer import stop_on_signal
 from pycomm.torch_internals import uncompiled
+from pycomm.training.cost.auto import checked_method
+from pycomm.training.reducer import stop_on_signal
 
 _transformers: Any = library("transformers", whose="pycomm.integrations.transformers")
 _Callback: Any = _transformers.TrainerCallback

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pycomm.layout import require_dense
+from pycomm.collectives.layout import require_dense
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.optim.partition import Partition, Span
 from pycomm.optim.plans import Rule

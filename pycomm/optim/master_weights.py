@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from pycomm import kernels
+from pycomm.collectives.layout import laid_out_like
 from pycomm.kernels.prepared import PackScaling
-from pycomm.layout import laid_out_like
 from pycomm.optim.fused import RULES, KernelStep, rule_of
 from pycomm.optim.master_state import (
     KEY,

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
-from pycomm.layout import is_dense
-from pycomm.tensor_memory import look_at
+from pycomm.collectives.layout import is_dense
+from pycomm.collectives.tensor_memory import look_at
 from pycomm.torch_internals import is_flat_parameter, local_of, steps_in_backward
 
 GRADIENT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)

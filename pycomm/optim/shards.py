@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from pycomm.layout import to_device
+from pycomm.collectives.layout import to_device
 from pycomm.torch_internals import Sharded, is_dtensor, local_of
 
 Ranks = tuple[int, ...]

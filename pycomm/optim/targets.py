@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pycomm.layout import laid_out_like
+from pycomm.collectives.layout import laid_out_like
 from pycomm.optim.partition import Partition, Span
 from pycomm.optim.shards import matched
 from pycomm.torch_internals import dtensor_around, is_dtensor, local_of

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from pycomm import kernels
-from pycomm.layout import flat_alias, on_gpu
+from pycomm.collectives.layout import flat_alias, on_gpu
 from pycomm.torch_internals import local_of, version_of
 
 _LEAST_AS_WORDS = 4096  # elements; below that, hashing costs less than a look at the layout

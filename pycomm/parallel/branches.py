@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from pycomm.checks import integer
+from pycomm.collectives.transport.own_group import found_group, group_of
 from pycomm.errors import attempt
 from pycomm.parallel.functional import all_gather, copy_to_group, reduce_from_group
 from pycomm.parallel.functional.announce import MOST_DIMENSIONS, agreed_rows, number_of, require_tensor
 from pycomm.parallel.functional.replicated import gather_along
 from pycomm.parallel.groups import GroupLike, agree
-from pycomm.transport.own_group import found_group, group_of
 
 _COMBINATIONS = ("list", "concatenate", "sum", "own")
 

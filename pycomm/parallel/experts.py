@@ -10,12 +10,12 @@ from torch import nn
 from torch.autograd import Function
 
 from pycomm.checks import bounded, count, flag
+from pycomm.collectives.transport.own_group import found_group, group_of
 from pycomm.errors import attempt
 from pycomm.parallel.functional import all_to_all
 from pycomm.parallel.functional.announce import agreed_rows, fail_together, require_tensor
 from pycomm.parallel.groups import GroupLike, agree
 from pycomm.parallel.routing import Choices, TokenRoute, capacity_of, choose, counts_of, route
-from pycomm.transport.own_group import found_group, group_of
 
 
 class ExpertsOutput(NamedTuple):

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pycomm.agreement import Words, agreed
-from pycomm.backend.process_group import PycommProcessGroup
+from pycomm.collectives.backend.process_group import PycommProcessGroup
+from pycomm.collectives.transport.own_group import group_of
 from pycomm.errors import attempt, text_of
 from pycomm.torch_internals import backend_of
-from pycomm.transport.own_group import group_of
 
 GroupLike = dist.ProcessGroup | DeviceMesh | None
 

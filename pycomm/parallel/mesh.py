@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pycomm.checks import count, flag, instance
+from pycomm.collectives.transport.own_group import group_of
+from pycomm.collectives.transport.rendezvous import host_identity
 from pycomm.errors import attempt
 from pycomm.parallel.groups import agree, all_gather_text
 from pycomm.parallel.plan import DIMENSIONS
-from pycomm.transport.own_group import group_of
-from pycomm.transport.rendezvous import host_identity
 
 
 @dataclass(frozen=True)

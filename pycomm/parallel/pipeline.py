@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pycomm.backend.process_group import PycommProcessGroup
+from pycomm.collectives.backend.process_group import PycommProcessGroup
+from pycomm.collectives.transport.own_group import OWN, PYCOMM, destroy_group, found_group
 from pycomm.descriptions import counted, tensors_text
 from pycomm.errors import attempt, text_of
 from pycomm.optim.attached import attached_to
@@ -25,7 +26,6 @@ from pycomm.schedule import pipeline as tables
 from pycomm.schedule.pipeline.table import LETTERS
 from pycomm.torch_internals import backend_of, make_process_group, number_process_group, store_of, timeout_of
 from pycomm.torch_internals.pipelines import QuietStage, forget_shapes, pipeline_runtime, run_forward
-from pycomm.transport.own_group import OWN, PYCOMM, destroy_group, found_group
 
 
 class Pipeline:

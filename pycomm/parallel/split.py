@@ -16,14 +16,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from pycomm.agreement import agreed
-from pycomm.broadcasting import broadcast_tensors
-from pycomm.communicator import Communicator
+from pycomm.collectives.broadcasting import broadcast_tensors
+from pycomm.collectives.communicator import Communicator
+from pycomm.collectives.transport.own_group import found_group, group_of
 from pycomm.errors import attempt
 from pycomm.parallel import auto
 from pycomm.parallel.chains import WHOLE, layouts_of
 from pycomm.parallel.plan import STYLES, Plan
 from pycomm.parallel.styles import check_module, let_attention_be_split, padding, parallel_style
-from pycomm.transport.own_group import found_group, group_of
 
 _LOG = logging.getLogger("pycomm")
 _Model = TypeVar("_Model", bound=nn.Module)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
-from pycomm.asynchronous.parameter_server import traced
+from pycomm.training.asynchronous.parameter_server import traced
 from tests.models import mean_square, perceptron
 
 STEPS = 8

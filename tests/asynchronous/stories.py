@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from pycomm.asynchronous.core import Core, ShardOptimizer, cut
-from pycomm.asynchronous.journal import Journal, apply
-from pycomm.asynchronous.modes import Compensator, SoftSync, StaleSynchronous, checked_mode
-from pycomm.asynchronous.serving import Serving
-from pycomm.asynchronous.wire import SharedMemory, WorkerListener
+from pycomm.training.asynchronous.core import Core, ShardOptimizer, cut
+from pycomm.training.asynchronous.journal import Journal, apply
+from pycomm.training.asynchronous.modes import Compensator, SoftSync, StaleSynchronous, checked_mode
+from pycomm.training.asynchronous.serving import Serving
+from pycomm.training.asynchronous.wire import SharedMemory, WorkerListener
 
 SIZE = 8
 

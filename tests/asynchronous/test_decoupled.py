@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import pycomm
 from pycomm import CommError
-from pycomm.asynchronous.core import Core
+from pycomm.training.asynchronous.core import Core
 from tests.asynchronous.averaged import flat
 from tests.asynchronous.runs import loss_of, model_of
 from tests.on_ranks import Pools, on_ranks

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import pycomm
-from pycomm.asynchronous.core import Core, Piece, ShardOptimizer
-from pycomm.asynchronous.modes import Compensator, StaleSynchronousRules
+from pycomm.training.asynchronous.core import Core, Piece, ShardOptimizer
+from pycomm.training.asynchronous.modes import Compensator, StaleSynchronousRules
 from tests.asynchronous.runs import Run, Simulation, loss_of, model_of, read_trace, work
 from tests.on_ranks import Pools
 

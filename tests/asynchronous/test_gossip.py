@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import pycomm
 from pycomm import CommError, schedule
-from pycomm.asynchronous import gossip as module
+from pycomm.training.asynchronous import gossip as module
 from tests.asynchronous.averaged import flat
 from tests.asynchronous.runs import loss_of, model_of
 from tests.on_ranks import Pools, on_ranks

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from pycomm.asynchronous.decoupled import GraceQuorum, RankArrivals
+from pycomm.training.asynchronous.decoupled import GraceQuorum, RankArrivals
 
 
 def after_rounds(durations: list[list[float]], samples: float = 1.0) -> RankArrivals:

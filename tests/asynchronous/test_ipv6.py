@@ -20,7 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import pycomm
 from pycomm import CommError
-from pycomm.asynchronous import wire
+from pycomm.training.asynchronous import wire
 from tests.on_ranks import Pools
 
 

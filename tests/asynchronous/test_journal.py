@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pycomm.asynchronous.journal import Journal
+from pycomm.training.asynchronous.journal import Journal
 from tests.asynchronous.stories import MODES, Story, core_of
 
 

@@ -15,9 +15,9 @@ from torch import nn
 
 import pycomm
 from pycomm import CommError
-from pycomm.asynchronous import serving, wire, worker
-from pycomm.asynchronous.core import Core
-from pycomm.asynchronous.worker import Outbox
+from pycomm.training.asynchronous import serving, wire, worker
+from pycomm.training.asynchronous.core import Core
+from pycomm.training.asynchronous.worker import Outbox
 from tests.asynchronous.runs import Run, work
 from tests.hosts import on_hosts
 from tests.on_ranks import Pools

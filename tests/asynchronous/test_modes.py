@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 import pycomm
-from pycomm.asynchronous.modes import checked_mode, mode_of
-from pycomm.asynchronous.settings import checked_settings
+from pycomm.training.asynchronous.modes import checked_mode, mode_of
+from pycomm.training.asynchronous.settings import checked_settings
 from tests.asynchronous.runs import model_of
 from tests.on_ranks import on_ranks
 
@@ -96,7 +96,9 @@ def test_traces_have_an_entry_of_their_own() -> None:
     with tempfile.TemporaryDirectory() as folder:
         paths = [folder]
         dist.broadcast_object_list(paths, src=0)
-        with pytest.warns(DeprecationWarning, match=r"write pycomm.asynchronous.parameter_server.traced\(..., trace="):
+        with pytest.warns(
+            DeprecationWarning, match=r"write pycomm.training.asynchronous.parameter_server.traced\(..., trace="
+        ):
             call(torch.optim.SGD(model.parameters(), 0.1), model, trace=f"{paths[0]}/trace").close()
         dist.barrier()
 

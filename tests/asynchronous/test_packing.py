@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import pycomm
-from pycomm.asynchronous.packing import Packer, Unpackers
 from pycomm.compression import Compression
+from pycomm.training.asynchronous.packing import Packer, Unpackers
 
 METHODS: dict[str, Compression] = {
     "topk": pycomm.TopK(0.1),

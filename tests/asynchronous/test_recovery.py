@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from pycomm.asynchronous.journal import Journal
-from pycomm.asynchronous.settings import Replay, Trace
-from pycomm.checkpoint.torch_files import load_values
+from pycomm.training.asynchronous.journal import Journal
+from pycomm.training.asynchronous.settings import Replay, Trace
+from pycomm.training.checkpoint.torch_files import load_values
 from tests.asynchronous.stories import MODES, SIZE, Story, begun, core_of, files_in
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
-from pycomm.asynchronous.worker import ServerLink
+from pycomm.training.asynchronous.worker import ServerLink
 from tests.asynchronous.runs import Run, loss_of, model_of, optimizer_of, serve, weight_of, work
 from tests.on_ranks import Pools
 from tests.ranks import free_port

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 import pycomm
-from pycomm.asynchronous import wire
+from pycomm.collectives.transport import authentication
 from pycomm.torch_internals import PrefixStore
-from pycomm.transport import authentication
+from pycomm.training.asynchronous import wire
 from tests.asynchronous.runs import model_of
 from tests.hosts import on_hosts
 from tests.on_ranks import on_ranks

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import pycomm
 from pycomm import CommError
-from pycomm.asynchronous.elastic_group import ElasticGroup
+from pycomm.training.asynchronous.elastic_group import ElasticGroup
 from tests.asynchronous.averaged import HALVES, Course, flat
 from tests.asynchronous.runs import loss_of, model_of
 from tests.hosts import on_hosts

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 import torch
 
-from pycomm.asynchronous import wire
-from pycomm.asynchronous.serving import Serving
-from pycomm.asynchronous.wire import SharedMemory
+from pycomm.training.asynchronous import wire
+from pycomm.training.asynchronous.serving import Serving
+from pycomm.training.asynchronous.wire import SharedMemory
 from pycomm.untrusted import COUNT
 from tests.asynchronous.stories import SIZE, core_of
 
@@ -205,7 +205,7 @@ def test_what_is_slow_to_prove_itself_is_turned_away(
 WITHOUT_DESCRIPTORS = """
 import os, resource, socket, sys, threading, time
 import encodings.idna
-from pycomm.asynchronous import wire
+from pycomm.training.asynchronous import wire
 listener = wire.WorkerListener("127.0.0.1", b"a secret of the job")
 held = [socket.create_connection(listener.address) for _ in range(10)]
 time.sleep(0.3)
@@ -369,7 +369,7 @@ def test_whatever_a_worker_sends_ends_only_itself(serve: Callable[..., Server]) 
 def test_who_says_nothing_does_not_hold_up_the_end(
     serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pycomm.asynchronous.serving._HANDSHAKE", 0.5)
+    monkeypatch.setattr("pycomm.training.asynchronous.serving._HANDSHAKE", 0.5)
     server = serve(1)
     silent = wire.connect_here(server.listener.name)
     good = server.worker(1)

@@ -244,7 +244,7 @@ def test_whatever_is_done_gloo_would_have_left_the_same(transport: str) -> None:
     begun, number = time.monotonic(), 0
     with pytest.MonkeyPatch.context() as patch:
         if transport == "torch":  # ranks of other hosts
-            from pycomm.transport import rendezvous
+            from pycomm.collectives.transport import rendezvous
 
             real = rendezvous.host_identity()
             patch.setattr(rendezvous, "host_identity", lambda: f"{dist.get_rank()}{real}")

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-import pycomm.backend
-from pycomm.backend import moved
+import pycomm.collectives.backend
+from pycomm.collectives.backend import moved
 from tests.backend.groups import pycomm_group
 from tests.on_ranks import on_ranks
 
@@ -43,17 +43,17 @@ def test_buckets_are_moved_and_stay(settings: dict[str, Any]) -> None:
         model = DistributedDataParallel(a_model(), process_group=group, bucket_cap_mb=1, **settings)
         for step in range(5):
             model.zero_grad()
-            before = pycomm.backend.stats(group)
+            before = pycomm.collectives.backend.stats(group)
             model(x).square().sum().backward()
             for param, grad in zip(model.parameters(), expected, strict=True):
                 torch.testing.assert_close(param.grad, grad)
-            after = pycomm.backend.stats(group)
+            after = pycomm.collectives.backend.stats(group)
             assert after["bytes_staged"] == before["bytes_staged"], f"step {step}"
             assert after["bytes_direct"] > before["bytes_direct"]
         buckets = after["storages_moved"]
         for _ in range(3):
             model(x).sum().backward()
-        assert pycomm.backend.stats(group)["storages_moved"] == buckets
+        assert pycomm.collectives.backend.stats(group)["storages_moved"] == buckets
 
 
 def reduce_in_backward(bucket: torch.Tensor, group: Any) -> None:
@@ -90,7 +90,7 @@ def test_views_move_along_and_memory_returns() -> None:
             assert x[-1] == 7.0
             del x, views
             gc.collect()  # the class inside the helper is a cycle
-            assert pycomm.backend.stats(group)["storages_moved"] == turn + 1
+            assert pycomm.collectives.backend.stats(group)["storages_moved"] == turn + 1
             assert len(backend.engine._moved._moved) == 1
 
 
@@ -108,7 +108,7 @@ def test_what_is_no_bucket_stays() -> None:
         x.fill_(1.0)
         reduce_in_backward(x, group)
         assert x.eq(2).all()
-        assert pycomm.backend.stats(group)["storages_moved"] == 0
+        assert pycomm.collectives.backend.stats(group)["storages_moved"] == 0
 
 
 @on_ranks(2)
@@ -133,7 +133,7 @@ def test_too_little_shared_memory() -> None:
                 for x in tensors:
                     reduce_in_backward(x, group)
                     assert x.eq(2.0 ** (step + 1)).all()
-            counted = pycomm.backend.stats(group)
+            counted = pycomm.collectives.backend.stats(group)
             assert counted["storages_moved"] == 0
             assert counted["bytes_staged"] == 6 * 400_000
             assert len(views) == 2
@@ -153,7 +153,7 @@ def test_shared_by_the_user() -> None:
             reduce_in_backward(x, group)
         assert views[0].data_ptr() == address
         assert x.eq(8).all()
-        assert pycomm.backend.stats(group)["storages_moved"] == 0
+        assert pycomm.collectives.backend.stats(group)["storages_moved"] == 0
 
 
 @on_ranks(2)
@@ -163,7 +163,7 @@ def test_sending_a_moved_tensor_elsewhere() -> None:
         x = torch.ones(100_000)
         views = x.split(10_000)
         reduce_in_backward(x, group)
-        assert pycomm.backend.stats(group)["storages_moved"] == 1
+        assert pycomm.collectives.backend.stats(group)["storages_moved"] == 1
         assert views[0].eq(2).all()
         descriptor, size = x.untyped_storage()._share_fd_cpu_()
         storages: Any = torch.UntypedStorage
@@ -183,7 +183,7 @@ def test_memory_of_the_group() -> None:
         dist.all_gather_into_tensor(whole, x, group=group)
         dist.reduce_scatter_tensor(x, whole, group=group)
         assert x.eq(2).all()
-        assert pycomm.backend.stats(group)["bytes_staged"] == 0
+        assert pycomm.collectives.backend.stats(group)["bytes_staged"] == 0
         with pytest.raises(ValueError, match="wanted the CPU"):
             backend.allocate_tensor(1, device="meta")
 
@@ -191,4 +191,4 @@ def test_memory_of_the_group() -> None:
 @on_ranks(2)
 def test_stats_of_other_groups() -> None:
     with pytest.raises(ValueError, match="wanted one with the backend 'pycomm'"):
-        pycomm.backend.stats()
+        pycomm.collectives.backend.stats()

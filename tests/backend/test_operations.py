@@ -301,7 +301,7 @@ def test_wrong_arguments() -> None:
 def test_works_stay_where_torch_does_not_keep_them(keeps: bool) -> None:
     """As torch 2.4, whose C++ finds no ``wait`` once the Python object is gone."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pycomm.backend.calls.keeps_python_works", lambda: keeps)
+        patch.setattr("pycomm.collectives.backend.calls.keeps_python_works", lambda: keeps)
         with world("pycomm"):
             work = weakref.ref(dist.all_reduce(torch.ones(3), async_op=True))
             dist.barrier()

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
-from pycomm.backend import stats
+from pycomm.collectives.backend import stats
 from tests.backend.worlds import on_world
 
 

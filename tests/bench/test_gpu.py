@@ -109,7 +109,7 @@ def test_two_ranks_on_one_gpu(
     found: tuple[str, str] | None, why: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They get the variable that NCCL wants, or the report says why there are none."""
-    monkeypatch.setattr("pycomm.transport.nccl.nccl_version", lambda: found)
+    monkeypatch.setattr("pycomm.collectives.transport.nccl.nccl_version", lambda: found)
     monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
     arguments = argparse.Namespace(device="cuda:0", seconds=100.0, rounds=7, out=tmp_path / "out.json")
     measurement = Measurement(arguments)

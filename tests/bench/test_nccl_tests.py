@@ -9,7 +9,7 @@ import pytest
 from bench import ROOT
 from bench.collectives.nccl_tests import checked, make_parser
 from bench.harness import mpi
-from pycomm.cli.bench.settings import BenchSettings, UsageError
+from pycomm.tools.cli.bench.settings import BenchSettings, UsageError
 from tests.cli.bench.running import SHORT, bench
 from tests.cli.bench.third_party import read_table
 

@@ -15,7 +15,7 @@ import pytest
 from bench.slow_network import namespaces
 from bench.slow_network.link import measure
 from bench.slow_network.namespaces import NamespaceError, available, hosts, run_ranks
-from pycomm.launching import RankError
+from pycomm.tools.launching import RankError
 from tests.processes import child_processes
 
 

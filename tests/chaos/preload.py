@@ -8,10 +8,10 @@ import signal
 
 import torch._dynamo  # noqa: F401  # which an optimizer's first step would import, in every process
 
-import pycomm.backend.process_group
-import pycomm.checkpoint
-import pycomm.cost.auto
-import pycomm.reducer  # noqa: F401
+import pycomm.collectives.backend.process_group
+import pycomm.training.checkpoint
+import pycomm.training.cost.auto
+import pycomm.training.reducer  # noqa: F401
 import tests.chaos.ranks
 
 # Ranks keep this process, as multiprocessing makes it, alive; so it must end with the judge, and they with it.

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 import pycomm
-from pycomm.checkpoint.contents import check_generators, generators_state
-from pycomm.checkpoint.files import DamagedError, write_json, write_sealed
+from pycomm.training.checkpoint.contents import check_generators, generators_state
+from pycomm.training.checkpoint.files import DamagedError, write_json, write_sealed
 from tests.checkpoint.training import Training, training
 from tests.on_ranks import on_ranks
 

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 import pycomm
-from pycomm.checkpoint import saving, storage
-from pycomm.checkpoint.files import Summed
+from pycomm.training.checkpoint import saving, storage
+from pycomm.training.checkpoint.files import Summed
 from tests.checkpoint.training import Training, training
 from tests.on_ranks import Pools, on_ranks
 
@@ -124,7 +124,7 @@ def test_no_directory(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_another_directory_on_each_rank(tmp_path: Path) -> None:
-    with training() as run, patch("pycomm.checkpoint.saving._PATIENCE", 0.2):
+    with training() as run, patch("pycomm.training.checkpoint.saving._PATIENCE", 0.2):
         with pytest.raises(OSError, match="path must be one for all ranks"):
             pycomm.save(tmp_path / str(dist.get_rank()), run.reducer)
 
@@ -242,7 +242,7 @@ def test_a_parameter_that_nobody_has_used(one_rank_group: None, tmp_path: Path) 
 AT_EXIT = """
 import time, torch, torch.distributed as dist, pycomm
 from torch._C._distributed_c10d import HashStore
-from pycomm.checkpoint.files import Summed
+from pycomm.training.checkpoint.files import Summed
 write = Summed.write
 Summed.write = lambda self, data: (time.sleep(0.01), write(self, data))[1]
 dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)

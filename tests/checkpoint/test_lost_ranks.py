@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import pycomm
-from pycomm.checkpoint import saving
+from pycomm.training.checkpoint import saving
 from tests.checkpoint.test_ranks_change import totals
 from tests.checkpoint.training import Training, bits, training
 from tests.on_ranks import Pools

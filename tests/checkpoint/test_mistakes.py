@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import pycomm
-from pycomm.checkpoint.folder import unfinished
+from pycomm.training.checkpoint.folder import unfinished
 from tests.checkpoint.training import Training, training
 from tests.on_ranks import on_ranks
 from tests.reducer.attaching import grouped

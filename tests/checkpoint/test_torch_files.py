@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from pycomm.checkpoint.files import DamagedError
-from pycomm.checkpoint.torch_files import load_values
+from pycomm.training.checkpoint.files import DamagedError
+from pycomm.training.checkpoint.torch_files import load_values
 
 BASE = torch.arange(24.0)
 VALUES: dict[Any, Any] = {

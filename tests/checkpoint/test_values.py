@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from pycomm.checkpoint.files import DamagedError, Reserve, read_report
-from pycomm.checkpoint.storage import write_tensors
-from pycomm.checkpoint.torch_files import read_tensors
-from pycomm.checkpoint.values import check_node, decode, encode, lines_of, positions_in
+from pycomm.training.checkpoint.files import DamagedError, Reserve, read_report
+from pycomm.training.checkpoint.storage import write_tensors
+from pycomm.training.checkpoint.torch_files import read_tensors
+from pycomm.training.checkpoint.values import check_node, decode, encode, lines_of, positions_in
 
 
 def test_there_and_back() -> None:

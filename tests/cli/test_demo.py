@@ -17,11 +17,11 @@ from typing import NoReturn
 
 import pytest
 
-from pycomm.cli.demo import network
-from pycomm.cli.main import main
+from pycomm.tools.cli.demo import network
+from pycomm.tools.cli.main import main
 from tests.cli.processes import left_behind, ranks_of_session
 
-COMMAND = [sys.executable, "-m", "pycomm.cli.main", "demo"]
+COMMAND = [sys.executable, "-m", "pycomm.tools.cli.main", "demo"]
 TINY = ["--width", "64", "--layers", "1", "--context", "16", "--batch", "4", "--seconds", "2"]
 SENT = ("DDP", "DDP, fp16 hook", "pycomm dense", "pycomm DGC 1 %")
 CORES = len(os.sched_getaffinity(0))

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import pycomm
-from pycomm.cli import info
-from pycomm.cli.main import main
+from pycomm.tools.cli import info
+from pycomm.tools.cli.main import main
 
 
 def test_info_says_what_runs_here(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pycomm.cli.demo import network
+from pycomm.tools.cli.demo import network
 
 PAYLOAD = os.urandom(1 << 20)
 MEGABITS = 200.0
@@ -130,11 +130,11 @@ def test_other_users_start_the_command_anew(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, "", ""))
     monkeypatch.setattr(os, "execvp", lambda _name, words: started.append(words))
-    monkeypatch.setattr("sys.orig_argv", ["python3", "-m", "pycomm.cli.main", "demo", "--kill"])
+    monkeypatch.setattr("sys.orig_argv", ["python3", "-m", "pycomm.tools.cli.main", "demo", "--kill"])
     network.become_root()
     (words,) = started
     assert words[:3] == ["unshare", "--user", "--map-root-user"]
-    assert words[4:] == ["-m", "pycomm.cli.main", "demo", "--kill"]
+    assert words[4:] == ["-m", "pycomm.tools.cli.main", "demo", "--kill"]
 
 
 def test_root_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

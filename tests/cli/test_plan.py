@@ -12,12 +12,12 @@ from subprocess import PIPE
 import pytest
 
 from pycomm import schedule
-from pycomm.cli.main import main
-from pycomm.cli.plan.compression import verdict
-from pycomm.cli.plan.report import time_text
-from pycomm.cost.planning import Priced
 from pycomm.descriptions import size_text
 from pycomm.schedule.choose import Ranking
+from pycomm.tools.cli.main import main
+from pycomm.tools.cli.plan.compression import verdict
+from pycomm.tools.cli.plan.report import time_text
+from pycomm.training.cost.planning import Priced
 from tests.cli.processes import left_behind
 
 PNG = b"\x89PNG\r\n"
@@ -100,7 +100,7 @@ def test_where_compression_does_not_pay() -> None:
 
 
 def test_nobody_reads_on(tmp_path: Path) -> None:
-    command = f"{sys.executable} -m pycomm.cli.main plan ranks --ranks 6 | head -1; exit ${{PIPESTATUS[0]}}"
+    command = f"{sys.executable} -m pycomm.tools.cli.main plan ranks --ranks 6 | head -1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.stdout.startswith("all_reduce of 100 MB among 6 ranks, 1 per host")
     assert "Traceback" not in done.stderr
@@ -157,7 +157,7 @@ def test_other_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_without_matplotlib(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in [name for name in sys.modules if name.startswith(("matplotlib", "pycomm.cli.plan.plot"))]:
+    for name in [name for name in sys.modules if name.startswith(("matplotlib", "pycomm.tools.cli.plan.plot"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert plan("ranks", "--ranks", "2", "--plot", str(tmp_path / "plan.png")) == 1
@@ -175,7 +175,17 @@ def test_units() -> None:
 def test_calibration(tmp_path: Path) -> None:
     """Of two local ranks: a file that plan and Communicator take, and that is only about two."""
     file = tmp_path / "here.json"
-    command = [sys.executable, "-m", "pycomm.cli.main", "plan", "calibrate", "--ranks", "2", "--output", str(file)]
+    command = [
+        sys.executable,
+        "-m",
+        "pycomm.tools.cli.main",
+        "plan",
+        "calibrate",
+        "--ranks",
+        "2",
+        "--output",
+        str(file),
+    ]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=PIPE, stderr=PIPE, text=True, start_new_session=True)
     try:
         out, error = process.communicate(timeout=100)

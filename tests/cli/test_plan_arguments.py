@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pycomm.cli.plan import arguments
+from pycomm.tools.cli.plan import arguments
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pycomm.cli.main import main
-from pycomm.cli.plan.arguments import in_todays_form
+from pycomm.tools.cli.main import main
+from pycomm.tools.cli.plan.arguments import in_todays_form
 
 LAYERS = ["--devices", "2", "--memory", "10GB"]
 

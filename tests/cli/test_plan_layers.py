@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pycomm.cli.main import main
+from pycomm.tools.cli.main import main
 
 
 def plan(*arguments: str) -> int:

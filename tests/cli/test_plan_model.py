@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pycomm.cli.main import main
 from pycomm.parallel import Plan
+from pycomm.tools.cli.main import main
 
 MODEL = """
 import torch

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pycomm import schedule
-from pycomm.cli.main import main
+from pycomm.tools.cli.main import main
 
 POINTS = "1:100,2:190,4:350"
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from pycomm.cli.demo.plot import save_plot
-from pycomm.cli.demo.report import conclusions, link_name, show, title
-from pycomm.cli.demo.results import Death, Results, RunOutcome, problems, smoothed, speed
-from pycomm.cli.demo.settings import HOST_METHODS, LINK_METHODS, DemoSettings
-from pycomm.cli.demo.trainee import first_difference
-from pycomm.launching.reporting import Bar, Progress
+from pycomm.tools.cli.demo.plot import save_plot
+from pycomm.tools.cli.demo.report import conclusions, link_name, show, title
+from pycomm.tools.cli.demo.results import Death, Results, RunOutcome, problems, smoothed, speed
+from pycomm.tools.cli.demo.settings import HOST_METHODS, LINK_METHODS, DemoSettings
+from pycomm.tools.cli.demo.trainee import first_difference
+from pycomm.tools.launching.reporting import Bar, Progress
 from tests.ranks import RankPool
 
 STEPS, TURNS = 10, 4

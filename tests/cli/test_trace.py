@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pycomm.cli.main import main
+from pycomm.tools.cli.main import main
 
 pytest.importorskip("matplotlib")
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
-from pycomm.bucket import FINGERPRINT_BITS, FINGERPRINT_PLACES
+from pycomm.collectives.bucket import FINGERPRINT_BITS, FINGERPRINT_PLACES
 from tests.compression.machines import Gradients, gradients_of
 from tests.ranks import RankPool
 from tests.reducer.attaching import attached, own_state

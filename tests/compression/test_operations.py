@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import pycomm
 from pycomm import Communicator, kernels
-from pycomm.bucket import Bucket
+from pycomm.collectives.bucket import Bucket
 from pycomm.compression.base import Scaling
 from tests.on_ranks import on_ranks
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from pycomm import Communicator, kernels
-from pycomm.bucket import Bucket
+from pycomm.collectives.bucket import Bucket
 from pycomm.compression.codec import Accumulated, Outcome
 from pycomm.compression.report import Report, Told
 from pycomm.compression.sparse.codec import WAYS, choose_way, received_bytes

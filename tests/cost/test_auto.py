@@ -12,9 +12,9 @@ from torch import nn
 
 import pycomm
 from pycomm.compression.base import Operation
-from pycomm.cost import auto, pricing
-from pycomm.cost.auto import cheapest
-from pycomm.cost.pricing import Costs, MeasuredLink, PricedLine
+from pycomm.training.cost import auto, pricing
+from pycomm.training.cost.auto import cheapest
+from pycomm.training.cost.pricing import Costs, MeasuredLink, PricedLine
 from tests.compression.machines import gradients_of
 from tests.ranks import RankPool
 from tests.reducer.attaching import attached, own_state

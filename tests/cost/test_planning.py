@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pycomm.cost import planning
 from pycomm.schedule.network import Link, Network, load
+from pycomm.training.cost import planning
 
 
 def test_planning() -> None:

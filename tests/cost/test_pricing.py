@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pycomm.bucket import FINGERPRINT_PLACES
-from pycomm.cost import planning
-from pycomm.cost.pricing import PricedLine, rehearse
+from pycomm.collectives.bucket import FINGERPRINT_PLACES
+from pycomm.training.cost import planning
+from pycomm.training.cost.pricing import PricedLine, rehearse
 
 
 def test_lines() -> None:

@@ -22,7 +22,7 @@ from tests.docs.pages import ROOT, Block, blocks_of
 _COPIED = ("CMakeLists.txt", "LICENSE", "NOTICE", "README.md", "constraints.txt", "pyproject.toml")
 _FOLDERS = (".ci", "bench", "csrc", "docs", "examples", "pycomm", "pycomm_console", "tests")
 _PROGRAMS = {
-    "pycomm": ("-m", "pycomm.cli.main"),
+    "pycomm": ("-m", "pycomm.tools.cli.main"),
     "pytest": ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"),
     "python": (),
 }

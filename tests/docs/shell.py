@@ -16,7 +16,7 @@ from functools import cache
 from importlib.util import find_spec
 from unittest.mock import patch
 
-from pycomm.cli.main import build_parser
+from pycomm.tools.cli.main import build_parser
 from tests.docs.pages import ROOT, Block
 
 _ASSIGNMENT = re.compile(r"[A-Z_]+=\S*$")

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 import pycomm.horovod as hvd
+from pycomm.collectives.transport import authentication
 from pycomm.horovod import environment
 from pycomm.horovod.environment import first_node, launched
-from pycomm.transport import authentication
 from tests.on_ranks import Pools, on_ranks
 from tests.ranks import free_port
 

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 from torch.optim import swa_utils
 
 import pycomm
-from pycomm.reducer.engine import Engine
+from pycomm.training.reducer.engine import Engine
 from tests.on_ranks import on_ranks
 from tests.reducer.attaching import assert_replicas_equal, attached
 from tests.reducer.models import average_gradients, batch_of, loss_of, losses_at, make_model, sgd

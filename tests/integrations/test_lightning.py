@@ -296,7 +296,7 @@ def with_timeout(folder: str, timeout: Any) -> None:
         return pycomm.Communicator(group, timeout)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(vars(sys.modules["pycomm.reducer.attach"]), "Communicator", noted)
+        patch.setitem(vars(sys.modules["pycomm.training.reducer.attach"]), "Communicator", noted)
         strategy = strategy_of(False, None, timeout=timeout)
         fitted(f"{folder}/{seconds}", False, strategy, epochs=1)
         looped = Looped(None, timeout=timeout)

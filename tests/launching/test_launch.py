@@ -19,8 +19,8 @@ import torch
 import torch.multiprocessing as mp
 
 import pycomm
-from pycomm.launching.failures import RankError
-from pycomm.launching.pool import RankPool
+from pycomm.tools.launching.failures import RankError
+from pycomm.tools.launching.pool import RankPool
 from tests.launching import functions
 from tests.ranks import PRELOAD
 
@@ -39,7 +39,7 @@ def _no_process_more() -> Iterator[None]:
 @pytest.fixture
 def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks take a hundredth of a second to start."""
-    monkeypatch.setattr("pycomm.launching.launcher.RankPool", functools.partial(RankPool, preload=PRELOAD))
+    monkeypatch.setattr("pycomm.tools.launching.launcher.RankPool", functools.partial(RankPool, preload=PRELOAD))
 
 
 forked = pytest.mark.usefixtures("_forked")
@@ -211,7 +211,7 @@ class TestWrongArguments:
 
     @pytest.fixture(autouse=True)
     def _nothing_starts(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("pycomm.launching.launcher.RankPool", None)
+        monkeypatch.setattr("pycomm.tools.launching.launcher.RankPool", None)
 
     @pytest.mark.parametrize(
         ("arguments", "kind", "says"),

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from pycomm.launching import Failure, PerRank, RankError, RankPool, Send, explain, run_ranks, send
+from pycomm.tools.launching import Failure, PerRank, RankError, RankPool, Send, explain, run_ranks, send
 from tests.ranks import PRELOAD
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import pycomm
-from pycomm.launching import reporting
-from pycomm.launching.reporting import Bar, Lines, Progress
+from pycomm.tools.launching import reporting
+from pycomm.tools.launching.reporting import Bar, Lines, Progress
 
 
 @pytest.fixture

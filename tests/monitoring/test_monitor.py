@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
-from pycomm.monitoring import FIELDS, writers
-from pycomm.monitoring.writers import row_between
+from pycomm.tools.monitoring import FIELDS, writers
+from pycomm.tools.monitoring.writers import row_between
 from tests.on_ranks import on_ranks
 from tests.reducer.models import loss_of, make_model, sgd
 
@@ -278,7 +278,7 @@ def test_the_slowest_rank_of_the_interval_is_named() -> None:
 
 def test_table_on_a_terminal_and_elsewhere() -> None:
     console = pytest.importorskip("rich.console")
-    from pycomm.monitoring.live import LiveTable
+    from pycomm.tools.monitoring.live import LiveTable
 
     row = row_between({"steps": 0, "wait_seconds": 0.0, "bytes_sent": 0}, {"steps": 1, "wait_seconds": 0.5}, 1.0, 0.0)
     for terminal in (True, False):

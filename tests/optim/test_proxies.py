@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
-from pycomm.broadcasting import broadcast_optimizer_state
+from pycomm.collectives.broadcasting import broadcast_optimizer_state
 from pycomm.optim.parameters import checked_optimizer, unwrapped
 from tests.on_ranks import on_ranks
 from tests.reducer.test_around_torch import proxy_of

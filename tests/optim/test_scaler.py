@@ -116,8 +116,8 @@ def test_trace_of_gradscaler(two_ranks: RankPool, options: str, fused: bool) -> 
 
 
 def messages_of_three_steps(scaled: bool) -> list[str]:
-    from pycomm.channel import Channel
-    from pycomm.communicator import Communicator
+    from pycomm.collectives.channel import Channel
+    from pycomm.collectives.communicator import Communicator
 
     rank, _ = rank_and_size()
     model = make()

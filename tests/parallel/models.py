@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from pycomm.cli.demo.model import ByteGPT
+from pycomm.tools.cli.demo.model import ByteGPT
 
 D = torch.float64
 WIDTH = 8

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from pycomm.cli.demo.model import ByteGPT
 from pycomm.parallel import cut
+from pycomm.tools.cli.demo.model import ByteGPT
 
 WIDTH = 4
 

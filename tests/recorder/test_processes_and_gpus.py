@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import pycomm
-from pycomm.recorder import DIRECTORY, Recorder, dump, recorders
+from pycomm.collectives.recorder import DIRECTORY, Recorder, dump, recorders
 from tests.on_ranks import on_ranks
 from tests.recorder.test_recorder import writing_to, written
 
@@ -49,7 +49,7 @@ class _OnGpu:
 @on_ranks(2)
 def test_operations_on_gpus_are_noted(tmp_path: Path) -> None:
     with pycomm.Communicator(timeout=20) as communicator, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pycomm.channel.NcclTransport", _OnGpu)
+        patch.setattr("pycomm.collectives.channel.NcclTransport", _OnGpu)
         made: Any = communicator.channel._make_nccl(0, "native", [])
         gc.collect()
         made.all_reduce(torch.ones(3), "sum", 0, 1.0)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
-from pycomm import communicator
+from pycomm.collectives import communicator
 from tests.reducer.models import loss_of, make_model, sgd
 
 _TUNING = frozenset(field.name for field in fields(pycomm.Tuning))

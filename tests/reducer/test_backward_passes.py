@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pycomm.reducer.buckets import Slot
-from pycomm.reducer.engine import Engine
+from pycomm.training.reducer.buckets import Slot
+from pycomm.training.reducer.engine import Engine
 from tests.on_ranks import on_ranks
 from tests.reducer.attaching import assert_replicas_equal, attached, rank_and_size
 from tests.reducer.models import average_gradients, batch_of, close, loss_of, losses_at, make_model, sgd

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
-from pycomm.bucket import FINGERPRINT_PLACES
+from pycomm.collectives.bucket import FINGERPRINT_PLACES
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
 from tests.reducer.attaching import assert_replicas_equal, attached, own_state

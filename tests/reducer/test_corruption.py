@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import pycomm
-from pycomm.reducer.buckets import state_of
+from pycomm.training.reducer.buckets import state_of
 from tests.on_ranks import Pools, on_ranks
 from tests.reducer.attaching import assert_replicas_equal, grouped
 from tests.reducer.models import loss_of, make_model, sgd

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 import pycomm
-from pycomm.channel import Channel
-from pycomm.communicator import Communicator
-from pycomm.reducer.window import HostCopy
+from pycomm.collectives.channel import Channel
+from pycomm.collectives.communicator import Communicator
+from pycomm.training.reducer.window import HostCopy
 from tests.on_ranks import on_ranks
 from tests.reducer.attaching import attached, own_state
 from tests.reducer.models import loss_of, make_model
@@ -70,8 +70,8 @@ def pretended_gpu() -> Iterator[list[set[int]]]:
 
     patch = pytest.MonkeyPatch()
     with patch.context() as context:
-        context.setattr("pycomm.bucket.on_gpu", lambda _: True)
-        context.setattr("pycomm.reducer.parameters.on_gpu", lambda _: True)
+        context.setattr("pycomm.collectives.bucket.on_gpu", lambda _: True)
+        context.setattr("pycomm.training.reducer.parameters.on_gpu", lambda _: True)
         context.setattr(Channel, "submit_on_gpu", submit)
         context.setattr(Channel, "current_stream", staticmethod(lambda _: STREAM))
         yield followed

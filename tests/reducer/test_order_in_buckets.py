@@ -64,7 +64,7 @@ def test_buckets_on_a_gpu_go_by_what_is_sent() -> None:
         for method in methods:
             model = nn.Sequential(*(nn.Linear(64, 16, bias=False) for _ in range(16)))  # 4 KiB each
             with pytest.MonkeyPatch.context() as context:
-                context.setattr("pycomm.reducer.buckets.on_gpu", lambda _, pretend=pretend: pretend)
+                context.setattr("pycomm.training.reducer.buckets.on_gpu", lambda _, pretend=pretend: pretend)
                 with attached(
                     torch.optim.SGD(model.parameters(), lr=0.1), model, compression=method, bucket_mb=1 / 256
                 ) as r:

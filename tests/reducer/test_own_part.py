@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 import pycomm
-from pycomm.bucket import Bucket
-from pycomm.transport.base import Transport
+from pycomm.collectives.bucket import Bucket
+from pycomm.collectives.transport.base import Transport
 from tests.on_ranks import on_ranks
 from tests.reducer.attaching import grouped
 

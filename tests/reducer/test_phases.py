@@ -17,8 +17,8 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 import pycomm
-from pycomm.recorder.traces import FOLDER, STEP
-from pycomm.reducer.statistics import INTERVAL
+from pycomm.collectives.recorder.traces import FOLDER, STEP
+from pycomm.training.reducer.statistics import INTERVAL
 from tests.on_ranks import on_ranks
 from tests.reducer.attaching import grouped
 from tests.reducer.models import loss_of, make_model, sgd

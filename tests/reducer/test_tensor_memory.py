@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from pycomm.tensor_memory import comparable, digests_of, memory_of
+from pycomm.collectives.tensor_memory import comparable, digests_of, memory_of
 from tests.reducer.odd_tensors import Quantised, overlapping, quantised
 
 PLAIN: list[Callable[[], torch.Tensor]] = [

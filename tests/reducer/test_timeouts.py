@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm import CommError, Communicator, torch_internals
-from pycomm.broadcasting import broadcast_optimizer_state
 from pycomm.checks import LONGEST_TIMEOUT
-from pycomm.transport.own_group import timeout_seconds
+from pycomm.collectives.broadcasting import broadcast_optimizer_state
+from pycomm.collectives.transport.own_group import timeout_seconds
 from tests.on_ranks import on_ranks
 from tests.reducer.attaching import grouped
 from tests.reducer.models import loss_of, make_model, sgd

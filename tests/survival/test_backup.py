@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
-from pycomm.reducer.backup import BackupPolicy, StandbyJob
+from pycomm.training.reducer.backup import BackupPolicy, StandbyJob
 from tests.hosts import on_hosts
 from tests.on_ranks import Pools
 from tests.reducer.attaching import grouped

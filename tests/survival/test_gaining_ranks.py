@@ -18,7 +18,7 @@ from torch import nn
 
 import pycomm
 from pycomm import CommError
-from pycomm.reducer import newcomers, surviving
+from pycomm.training.reducer import newcomers, surviving
 from tests.hosts import on_hosts
 from tests.on_ranks import Pools
 from tests.ranks import Outcome
@@ -155,9 +155,13 @@ def come_and_die(plan: Plan, size: int, port: int) -> None:
     moment = plan.options["moment"]
     with pytest.MonkeyPatch.context() as patch:
         if moment == "meeting":
-            patch.setattr(importlib.import_module("pycomm.reducer.attach"), "communicator_at", lambda *_: die())
+            patch.setattr(
+                importlib.import_module("pycomm.training.reducer.attach"), "communicator_at", lambda *_: die()
+            )
         elif moment == "state":
-            patch.setattr(importlib.import_module("pycomm.reducer.attach"), "share_state", lambda *_, **__: die())
+            patch.setattr(
+                importlib.import_module("pycomm.training.reducer.attach"), "share_state", lambda *_, **__: die()
+            )
         elif moment == "hashes":
             patch.setattr(newcomers, "_compare", lambda *_: die())
         model = small_model()

@@ -14,10 +14,10 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pycomm import CommError
-from pycomm.elastic.join_requests import JoinClient, JoinListener, JoinRequest
-from pycomm.elastic.liveness import this_process
-from pycomm.elastic.membership import Membership
 from pycomm.torch_internals import Store
+from pycomm.training.elastic.join_requests import JoinClient, JoinListener, JoinRequest
+from pycomm.training.elastic.liveness import this_process
+from pycomm.training.elastic.membership import Membership
 from tests.ranks import free_port
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from pycomm import CommError
-from pycomm.reducer import engine
+from pycomm.training.reducer import engine
 from tests.on_ranks import Pools
 from tests.ranks import Outcome
 from tests.survival.training import METHODS, Plan, expected, train

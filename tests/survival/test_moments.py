@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 import pycomm
 from pycomm import CommError, Communicator
-from pycomm.elastic import membership
-from pycomm.reducer import surviving
+from pycomm.training.elastic import membership
+from pycomm.training.reducer import surviving
 from tests.on_ranks import Pools
 from tests.survival.training import METHODS, Plan, batch, die, expected, small_model, train
 

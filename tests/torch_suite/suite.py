@@ -49,7 +49,7 @@ def module() -> ModuleType:
         MASTER_ADDR="127.0.0.1",  # which tests of what DDP logs look up; nobody connects
         GLOO_SOCKET_IFNAME="lo",
     )
-    assert pycomm.backend
+    assert pycomm.collectives.backend
     return importlib.import_module("torch.testing._internal.distributed.distributed_test")
 
 

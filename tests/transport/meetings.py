@@ -8,8 +8,8 @@ from typing import Any
 
 from torch._C._distributed_c10d import HashStore, Store
 
-from pycomm.transport.meeting import Meeting
-from pycomm.transport.rendezvous import Peers, exchange_memory, introduction, listen
+from pycomm.collectives.transport.meeting import Meeting
+from pycomm.collectives.transport.rendezvous import Peers, exchange_memory, introduction, listen
 
 Disturbance = Callable[[Store], None]
 

@@ -8,8 +8,15 @@ from typing import Any
 
 import pytest
 
-from pycomm.transport import addresses
-from pycomm.transport.addresses import address_towards, family_of, is_ipv6, join_address, loopback, split_address
+from pycomm.collectives.transport import addresses
+from pycomm.collectives.transport.addresses import (
+    address_towards,
+    family_of,
+    is_ipv6,
+    join_address,
+    loopback,
+    split_address,
+)
 
 
 @pytest.mark.parametrize(

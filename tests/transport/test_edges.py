@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from pycomm import CommError, Communicator, kernels
-from pycomm.transport import choice
+from pycomm.collectives.transport import choice
 from pycomm.worker import Worker
 from tests.on_ranks import Pools, on_ranks
 from tests.ranks import RankPool
@@ -288,7 +288,7 @@ def test_a_mapping_that_fails_leaks_nothing(new_ranks: Pools) -> None:
 
 
 def test_memory_is_sealed() -> None:
-    from pycomm.transport import rendezvous
+    from pycomm.collectives.transport import rendezvous
 
     descriptor = rendezvous._anonymous_memory(4096)
     try:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pycomm import kernels, schedule
+from pycomm.collectives.transport.gpu_program import GpuProgram
 from pycomm.schedule.program import program_of
-from pycomm.transport.gpu_program import GpuProgram
 from tests.transport.nccl_ranks import NOW, Fake, requires_emulator, run_ranks
 from tests.transport.test_collectives import contribution
 from tests.transport.test_nccl_transport import transports

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from pycomm import CommError, Communicator
-from pycomm.transport import rendezvous
-from pycomm.transport.base import Message
-from pycomm.transport.hosts import hosts_of, log_isolation
-from pycomm.transport.torch_group import TorchGroup
+from pycomm.collectives.transport import rendezvous
+from pycomm.collectives.transport.base import Message
+from pycomm.collectives.transport.hosts import hosts_of, log_isolation
+from pycomm.collectives.transport.torch_group import TorchGroup
 from tests.hosts import on_hosts
 from tests.on_ranks import Pools, on_ranks
 from tests.transport.test_collectives import check_all_reduce, check_the_others

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import pycomm
-from pycomm.transport import late_ranks
+from pycomm.collectives.transport import late_ranks
 from tests.on_ranks import on_ranks
 from tests.reducer.attaching import Training
 from tests.reducer.models import loss_of

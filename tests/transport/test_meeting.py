@@ -13,7 +13,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from pycomm import CommError
-from pycomm.transport.meeting import Meeting
+from pycomm.collectives.transport.meeting import Meeting
 from tests.transport.meetings import greet, in_threads
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from pycomm import CommError, Communicator
-from pycomm.transport.base import buffer_limit
-from pycomm.transport.shared_memory import SharedMemoryTransport
+from pycomm.collectives.transport.base import buffer_limit
+from pycomm.collectives.transport.shared_memory import SharedMemoryTransport
 from tests.on_ranks import on_ranks
 
 TIMEOUT = 30.0

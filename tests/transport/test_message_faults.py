@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from pycomm import CommError, Communicator
-from pycomm.transport.shared_memory import SharedMemoryTransport
+from pycomm.collectives.transport.shared_memory import SharedMemoryTransport
 from tests.on_ranks import Pools, on_ranks
 from tests.ranks import RankPool
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pycomm import CommError, Communicator
-from pycomm.transport.base import Transport
+from pycomm.collectives.transport.base import Transport
 from tests.on_ranks import on_ranks
 
 TRANSPORTS = ["shared_memory", "torch"]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import pycomm
-from pycomm.transport.nccl import nccl_version
+from pycomm.collectives.transport.nccl import nccl_version
 from tests.kernels.gpus import requires_cuda
 from tests.on_ranks import Pools
 from tests.ranks import RankPool

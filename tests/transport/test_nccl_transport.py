@@ -15,8 +15,8 @@ import pytest
 
 import pycomm._native as _native
 from pycomm import CommError
-from pycomm.transport import nccl
-from pycomm.transport.nccl import NcclTransport
+from pycomm.collectives.transport import nccl
+from pycomm.collectives.transport.nccl import NcclTransport
 from tests.transport.nccl_ranks import NOW, Fake, contribution, on_device, on_ranks, requires_emulator, run_ranks
 
 pytestmark = requires_emulator

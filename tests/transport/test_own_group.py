@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from pycomm import CommError, Communicator
-from pycomm.transport import own_group as module
+from pycomm.collectives.transport import own_group as module
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from pycomm import Communicator
-from pycomm.transport.hosts import order_of
-from pycomm.transport.torch_group import TorchGroup
+from pycomm.collectives.transport.hosts import order_of
+from pycomm.collectives.transport.torch_group import TorchGroup
 from tests.hosts import on_hosts
 from tests.on_ranks import on_ranks
 from tests.ranks import PerRank, RankPool

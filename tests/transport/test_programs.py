@@ -22,9 +22,9 @@ import pytest
 import torch
 
 from pycomm import CommError, Communicator, schedule
+from pycomm.collectives.transport.algorithms import AlgorithmSelector
 from pycomm.schedule import COPY, REDUCE, Round, ScheduleError, verify
 from pycomm.schedule.program import program_of
-from pycomm.transport.algorithms import AlgorithmSelector
 from tests.on_ranks import Pools, on_ranks
 from tests.ranks import PerRank, RankPool
 from tests.transport.threads import ThreadsTransport, run_threads

@@ -19,9 +19,9 @@ import pytest
 from torch._C._distributed_c10d import HashStore, Store
 
 from pycomm import CommError
-from pycomm.transport import rendezvous
-from pycomm.transport.authentication import process_behind
-from pycomm.transport.rendezvous import Peers, host_identity
+from pycomm.collectives.transport import rendezvous
+from pycomm.collectives.transport.authentication import process_behind
+from pycomm.collectives.transport.rendezvous import Peers, host_identity
 from tests.transport.meetings import close_all, swap_in_threads, swap_memory
 
 
@@ -145,7 +145,7 @@ def test_a_host_is_its_namespaces_too() -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="namespaces want root")
 @pytest.mark.parametrize("kind", ["--pid", "--user", "--net"])
 def test_another_namespace_is_another_host(kind: str) -> None:
-    program = "from pycomm.transport.rendezvous import host_identity; print(host_identity())"
+    program = "from pycomm.collectives.transport.rendezvous import host_identity; print(host_identity())"
     command = ["unshare", kind, "--fork", sys.executable, "-c", program]
     made = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd="/")
     if made.returncode != 0 and "unshare" in made.stderr:

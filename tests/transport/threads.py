@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from pycomm.collectives.transport.base import Message
+from pycomm.collectives.transport.messages import run_program
 from pycomm.errors import CommError
 from pycomm.schedule.program import Program
-from pycomm.transport.base import Message
-from pycomm.transport.messages import run_program
 
 Result = TypeVar("Result")
 

@@ -28,7 +28,7 @@ from bench.asynchronous.experiment.report import print_report, write_docs
 from bench.harness.arguments import plain_parser, positive
 from bench.harness.ranks import WorkerGroup
 from bench.harness.results import headline, write_json
-from pycomm.launching import rendezvous
+from pycomm.tools.launching import rendezvous
 
 
 def main() -> None:

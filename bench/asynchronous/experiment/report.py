@@ -11,7 +11,7 @@ from typing import Any
 
 from bench.asynchronous.experiment.methods import EVERY, METHODS, OUTER, SCENARIOS, TUNED_IN
 from bench.asynchronous.experiment.trainee import BATCH, CONTEXT, LAYERS, WIDTH
-from pycomm.cli.table import print_table
+from pycomm.tools.cli.table import print_table
 
 TUNED_IN_WORDS = f"where {SCENARIOS[TUNED_IN]}"
 PAGE = "asynchronous_experiment.md"

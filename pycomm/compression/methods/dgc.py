@@ -7,8 +7,8 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 
 from pycomm import checks
-from pycomm.bucket import Bucket
-from pycomm.communicator import Communicator
+from pycomm.collectives.bucket import Bucket
+from pycomm.collectives.communicator import Communicator
 from pycomm.compression.base import Compression
 from pycomm.compression.feedback import CodecMethod, Correction
 from pycomm.compression.sparse.codec import ENTRY_BYTES, SparseCodec, WholeCodec

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import torch
 
 from pycomm import kernels
-from pycomm.bucket import Bucket
-from pycomm.communicator import Communicator
+from pycomm.collectives.bucket import Bucket
+from pycomm.collectives.communicator import Communicator
+from pycomm.collectives.layout import laid_out_like
 from pycomm.compression.base import Flag, Method, Scaling, as_flag
 from pycomm.compression.codec import agreed_scale
 from pycomm.compression.dense import DenseExchange, reduce_message
-from pycomm.layout import laid_out_like
 
 
 class HalfExchange(DenseExchange):

@@ -8,8 +8,8 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 
 from pycomm import checks
-from pycomm.bucket import Bucket
-from pycomm.communicator import Communicator
+from pycomm.collectives.bucket import Bucket
+from pycomm.collectives.communicator import Communicator
 from pycomm.compression.base import Flag, State
 from pycomm.compression.codec import Accumulated, BaseCodec, seed_of, wide_dtype
 from pycomm.compression.feedback import CodecMethod

@@ -7,8 +7,8 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 
 from pycomm import checks, kernels
-from pycomm.bucket import Bucket
-from pycomm.communicator import Communicator
+from pycomm.collectives.bucket import Bucket
+from pycomm.collectives.communicator import Communicator
 from pycomm.compression.codec import Accumulated, BaseCodec, seed_of, sum_of_maxima
 from pycomm.compression.feedback import CodecMethod
 from pycomm.compression.messages import GatheredMessages

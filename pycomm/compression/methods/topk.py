@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 
 from pycomm import checks
-from pycomm.bucket import Bucket
-from pycomm.communicator import Communicator
+from pycomm.collectives.bucket import Bucket
+from pycomm.collectives.communicator import Communicator
 from pycomm.compression.codec import Codec
 from pycomm.compression.feedback import CodecMethod
 from pycomm.compression.sparse.codec import ENTRY_BYTES, SparseCodec, WholeCodec

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 import torch
 
 from pycomm import kernels
-from pycomm.bucket import Bucket
-from pycomm.communicator import Communicator
+from pycomm.collectives.bucket import Bucket
+from pycomm.collectives.communicator import Communicator
 from pycomm.compression.base import Flag
 from pycomm.compression.codec import Accumulated, Outcome, settle_by, wide_dtype
 from pycomm.compression.messages import GatheredMessages, Layout

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 from pycomm import kernels
-from pycomm.bucket import Bucket
-from pycomm.communicator import Communicator
+from pycomm.collectives.bucket import Bucket
+from pycomm.collectives.communicator import Communicator
+from pycomm.collectives.layout import to_device
 from pycomm.compression.base import Flag, Operation, State
 from pycomm.compression.codec import Accumulated, BaseCodec, Outcome, wide_dtype
 from pycomm.compression.messages import SummedMessage
 from pycomm.compression.report import Report, Told
 from pycomm.compression.sparse.balanced import BalancedSum, split_room, sum_room
 from pycomm.compression.sparse.sums import DenseSum, Entries, GatheredSum, Selected, SparseSum
-from pycomm.layout import to_device
 
 ENTRY_BYTES = 1.5
 """Approximate bytes of an entry, with its index, for each byte of its value."""

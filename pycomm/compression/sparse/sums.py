@@ -12,13 +12,13 @@ from typing import Protocol
 import torch
 
 from pycomm import kernels
-from pycomm.bucket import FINGERPRINT_BITS, Bucket
-from pycomm.communicator import Communicator
+from pycomm.collectives.bucket import FINGERPRINT_BITS, Bucket
+from pycomm.collectives.communicator import Communicator
+from pycomm.collectives.layout import to_device
 from pycomm.compression.base import Flag
 from pycomm.compression.codec import Accumulated, Outcome, agreed_scale, settle_by, wide_dtype
 from pycomm.compression.messages import SummedMessage
 from pycomm.compression.report import UNUSED, Report, Told
-from pycomm.layout import to_device
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 from pycomm.checks import count, length, reduction
+from pycomm.collectives.transport.own_group import found_group, group_of
 from pycomm.errors import attempt
 from pycomm.parallel.functional import moves
 from pycomm.parallel.functional.announce import Announcements, Call, announce, require_dim, require_tensor
 from pycomm.parallel.functional.moves import differentiable
 from pycomm.parallel.groups import GroupLike
-from pycomm.transport.own_group import found_group, group_of
 
 _OPS = ("sum", "mean")
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import torch
 
+from pycomm.collectives.transport.own_group import group_of
 from pycomm.parallel.functional import moves
 from pycomm.parallel.functional.announce import exchange_rows, require_dim, require_tensor
 from pycomm.parallel.functional.moves import differentiable
 from pycomm.parallel.groups import GroupLike, reporting
-from pycomm.transport.own_group import group_of
 
 _copy = differentiable(moves.viewed, moves.summed)
 _sum = differentiable(moves.summed, moves.viewed)

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from pycomm.cost.planning import METHODS
-from pycomm.cost.pricing import Costs, rehearse
 from pycomm.parallel.plan import Plan
 from pycomm.parallel.planning.candidates import Candidate, Task, candidates, meshes
 from pycomm.parallel.planning.layers import Profile
 from pycomm.parallel.planning.price import Price, Pricer, Rows
 from pycomm.parallel.planning.profile import shared_parameter
+from pycomm.training.cost.planning import METHODS
+from pycomm.training.cost.pricing import Costs, rehearse
 
 ProfileBy = Callable[[Mapping[str, str]], Profile]
 StylesBy = Callable[[int], dict[str, str]]
@@ -32,7 +32,7 @@ class Option:
 
     Attributes:
         averaging: seconds of a step in which only gradients are averaged.
-        compression: method for the gradients, one of ``pycomm.cost.planning.METHODS``, or ``None``.
+        compression: method for the gradients, one of ``pycomm.training.cost.planning.METHODS``, or ``None``.
         split: style of each module that is split.
     """
 

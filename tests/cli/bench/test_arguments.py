@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from pycomm.cli.bench import table
-from pycomm.cli.bench.operations import Case
-from pycomm.cli.bench.settings import BenchSettings, UsageError, settings_of
-from pycomm.cli.bench.table import PLACES, TableLine, Timed
-from pycomm.cli.bench.timing import Samples
-from pycomm.cli.main import build_parser, main
-from pycomm.launching import RankError
+from pycomm.tools.cli.bench import table
+from pycomm.tools.cli.bench.operations import Case
+from pycomm.tools.cli.bench.settings import BenchSettings, UsageError, settings_of
+from pycomm.tools.cli.bench.table import PLACES, TableLine, Timed
+from pycomm.tools.cli.bench.timing import Samples
+from pycomm.tools.cli.main import build_parser, main
+from pycomm.tools.launching import RankError
 
 
 def parsed(*arguments: str, launched: int | None = None) -> BenchSettings:
@@ -137,7 +137,7 @@ def test_a_wait_that_timed_out_names_the_option(
 
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("pycomm.cli.bench.measure._among_own", fail)
+    monkeypatch.setattr("pycomm.tools.cli.bench.measure._among_own", fail)
     assert main(["bench", "all_reduce", "-b", "4", "--backend", "communicator"]) == 1
     error = capsys.readouterr().err
     assert what in error

@@ -9,8 +9,8 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from pycomm.cli.bench.operations import COMMUNICATOR, DTYPES, OPERATIONS, REDUCTIONS, Case
-from pycomm.cli.bench.rank import BenchRank
+from pycomm.tools.cli.bench.operations import COMMUNICATOR, DTYPES, OPERATIONS, REDUCTIONS, Case
+from pycomm.tools.cli.bench.rank import BenchRank
 from tests.on_ranks import on_ranks
 
 ABSENT = {"reduce", "gather", "scatter", "sendrecv"}  # from Communicator

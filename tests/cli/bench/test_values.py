@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from pycomm.cli.bench.operations import DTYPES, OPERATIONS, REDUCTIONS, Case
-from pycomm.cli.bench.values import chunks, count_wrong, fill, modulus, pattern
+from pycomm.tools.cli.bench.operations import DTYPES, OPERATIONS, REDUCTIONS, Case
+from pycomm.tools.cli.bench.values import chunks, count_wrong, fill, modulus, pattern
 
 RANKS = 3
 

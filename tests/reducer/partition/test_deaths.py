@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import pycomm
-from pycomm.reducer.partition.partition import StepPartition
+from pycomm.training.reducer.partition.partition import StepPartition
 from tests.on_ranks import Pools
 from tests.reducer.partition.stepping import Weights, assert_unusable_until_loaded, backward, gradients_of, rank
 

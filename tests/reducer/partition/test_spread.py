@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
-from pycomm.channel import Channel
+from pycomm.collectives.channel import Channel
 from tests.hosts import on_hosts
 from tests.on_ranks import Pools, on_ranks
 from tests.reducer.attaching import assert_replicas_equal, attached, grouped

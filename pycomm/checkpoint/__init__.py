@@ -1,6 +1,0 @@
-"""Checkpoints of the training state: atomic, checksummed, written in the background, for any number of ranks."""
-
-from pycomm.checkpoint.loading import load
-from pycomm.checkpoint.saving import PendingSave, save
-
-__all__ = ["PendingSave", "load", "save"]

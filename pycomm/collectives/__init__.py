@@ -1,0 +1,1 @@
+"""Collectives: communicators, transports, the backend for torch.distributed, the memory that they send."""

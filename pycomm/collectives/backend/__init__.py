@@ -1,0 +1,54 @@
+"""torch.distributed's backend "pycomm": ``dist.init_process_group("pycomm")``.
+
+With it, DistributedDataParallel, FSDP, DTensor, pipelining and everything else built on torch.distributed use pycomm's
+transports without a changed line. An engine runs the operations; a thin adapter is torch's ``ProcessGroup``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pycomm.collectives.transport.own_group import PYCOMM
+from pycomm.torch_internals import backend_of, open_monitored_barrier
+
+__all__ = ["register", "stats"]
+
+
+def register() -> None:
+    """Register the backend with torch, as ``import pycomm`` does; from torch 2.14 on, torch finds it by itself."""
+    if not dist.is_available() or hasattr(dist.Backend, PYCOMM.upper()):
+        return
+    dist.Backend.register_backend(PYCOMM, _make, extended_api=True, devices=["cpu", "cuda"])
+    open_monitored_barrier(PYCOMM)
+
+
+def _make(*arguments: Any) -> dist.ProcessGroup:
+    """Make a group; imports are local, so that only users of the backend pay for them."""
+    from pycomm.collectives.backend.process_group import make
+
+    return make(*arguments)
+
+
+def stats(group: dist.ProcessGroup | None = None) -> dict[str, Any]:
+    """Return counters of a group over "pycomm", the default group if ``None``, on this rank.
+
+    Returns:
+        ``transport``: "shared_memory", "hierarchical" or "torch". ``bytes_direct``: bytes of tensors in memory
+        that all ranks of the host reach; ``bytes_staged``: of others, which were copied through it;
+        ``bytes_small``: of those that travel with their announcement. ``storages_moved``: number of storages
+        (buckets of DistributedDataParallel) that were moved to such memory.
+
+    Raises:
+        ValueError: the group has another backend, or there is none.
+    """
+    from pycomm.collectives.backend.process_group import PycommProcessGroup
+
+    found = dist.group.WORLD if group is None else group
+    backend = None if found is None else backend_of(found, torch.device("cpu"))
+    if not isinstance(backend, PycommProcessGroup):
+        what = "there is no group" if found is None else f"group has the backend {dist.get_backend(found)!r}"
+        raise ValueError(f"{what}, wanted one with the backend {PYCOMM!r}")
+    return backend.engine.stats()

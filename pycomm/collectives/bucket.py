@@ -1,0 +1,335 @@
+"""Bucket: gradients that are reduced together, in one flat buffer."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from pycomm import kernels
+from pycomm.collectives.layout import laid_out_like, on_gpu, view_like
+from pycomm.torch_internals import storage_uses, uses_outside_python
+
+FINGERPRINT_BITS = 64
+"""Bits that must be equal on all ranks, and are sent with the gradients.
+
+Each bit takes two elements of a sum of any floating dtype. Each rank adds 1 to one of them: if neither sum is 0, ranks
+differ.
+"""
+FINGERPRINT_PLACES = 2 * FINGERPRINT_BITS
+"""Number of elements that a fingerprint takes in a sum."""
+
+
+class Group(Protocol):
+    """Ranks that a bucket is reduced over, and an allocator of memory that all of them can reach."""
+
+    @property
+    def size(self) -> int: ...
+    def empty(self, shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor: ...
+
+
+class HasGradient(Protocol):
+    """Object whose ``grad`` receives a gradient: a parameter, or a stand-in for one that is a DTensor."""
+
+    grad: torch.Tensor | None
+
+
+_LEAST_APART = 16 << 10
+"""Number of elements from which reducing a gradient where it lies, without packing it, pays off."""
+
+
+class _Run:
+    """Adjacent gradients of a bucket, which one call of ``pack(gradients, place)`` packs."""
+
+    def __init__(self, pack: Callable[[list[torch.Tensor], torch.Tensor], object]) -> None:
+        self._pack = pack
+        self._run: list[torch.Tensor] = []
+        self._begin = self._end = 0
+
+    def add(self, flat: torch.Tensor, begin: int, grad: torch.Tensor) -> None:
+        """Add ``grad``, packed to ``flat[begin:]``; a gradient that is not adjacent begins a new run."""
+        if begin != self._end:
+            self.pack(flat)
+            self._begin = self._end = begin
+        if grad.numel() > 0:
+            self._run.append(grad)
+            self._end += grad.numel()
+
+    def pack(self, flat: torch.Tensor) -> None:
+        if self._run:
+            self._pack(self._run, flat[self._begin : self._end])
+            self._run = []
+
+
+class _Pieces:
+    """Elements ``own`` of ``memory`` as a list of pieces, some of which are unpacked gradients."""
+
+    def __init__(self, memory: torch.Tensor, own: slice | None) -> None:
+        self._memory = memory
+        self._first, self._last = (0, 0) if own is None else (int(own.start), int(own.stop))
+        self._pieces: list[torch.Tensor] = []
+        self._end = self._first
+
+    def covers(self, begin: int, end: int) -> bool:
+        """Return whether enough of the elements from ``begin`` to ``end`` are among ``own``."""
+        return min(end, self._last) - max(begin, self._first) >= _LEAST_APART
+
+    def add(self, begin: int, grad: torch.Tensor) -> tuple[int, int]:
+        """Add the part of flat ``grad``, whose place is ``begin``, that is in ``own``; return the part's bounds."""
+        first, last = max(begin, self._first), min(begin + grad.numel(), self._last)
+        if first > self._end:
+            self._pieces.append(self._memory[self._end : first])
+        self._pieces.append(grad[first - begin : last - begin])
+        self._end = last
+        return first, last
+
+    def finish(self) -> list[torch.Tensor]:
+        """Return the pieces; none if all of ``own`` is in ``memory``."""
+        if self._pieces and self._end < self._last:
+            self._pieces.append(self._memory[self._end : self._last])
+        return self._pieces
+
+
+class Bucket:
+    """Bucket of the averaged gradients of ``params``, one after the other in ``flat``; ``views[i]`` is the i-th.
+
+    ``flat`` lies in memory that the transport can reach directly. The gradients are followed by flags, which are summed
+    in the same message: one per parameter, whether it was used; one that is not 0 if a rank's gradients are so large
+    that the sum might overflow; and the elements of a fingerprint (see fingerprint.py). ``algorithm`` makes dense sums
+    over the ranks.
+
+    The views are handed out as ``.grad`` of ``owners``: ``params`` themselves, or their stand-ins. Users may do
+    anything with their gradients without affecting later ones: see :meth:`repair` and :meth:`leave_to_users`.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        params: Sequence[torch.Tensor],
+        group: Group,
+        algorithm: str = "auto",
+        owners: Sequence[HasGradient] | None = None,
+    ) -> None:
+        self.names = list(names)
+        self.algorithm = algorithm
+        self.numels = [p.numel() for p in params]
+        self.dtype = params[0].dtype
+        self.device = params[0].device
+        self.on_gpu = on_gpu(params[0])
+        self.num_elements = sum(self.numels)
+        self._params = list(params)
+        self._owners: Sequence[HasGradient] = self._params if owners is None else list(owners)
+        self._scratch, self._stayed_scratch = kernels.Scratch(), kernels.Scratch()
+        self.num_flags = len(params) + 1 + FINGERPRINT_PLACES
+        self._group = group
+        itemsize = self.dtype.itemsize
+        self._offsets = [itemsize * begin for begin in itertools.accumulate(self.numels, initial=0)][:-1]
+        self._handed_out_uses = 0  # references to the storage when the views were handed out
+        self.shares: Sequence[slice] | None = None
+        self.defers, self.is_deferred = False, False
+        self._rank = 0
+        self.use(self._new_memory())
+
+    def reduce_part_only(self, shares: Sequence[slice], rank: int, *, later: bool = False) -> None:
+        """Give each rank only its own part of the sum: elements ``shares[rank]``.
+
+        The rest of ``flat`` remains this rank's contribution. With ``later`` all of ``flat`` does, and ``is_deferred``
+        is true until it is reduced.
+        """
+        self.shares, self._rank, self.defers = shares, rank, later
+
+    @property
+    def own(self) -> slice:
+        """Elements of which this rank gets the sum."""
+        return slice(0, self.num_elements) if self.shares is None else self.shares[self._rank]
+
+    def own_parts(self) -> list[torch.Tensor]:
+        """Return the elements of :attr:`own`, split by parameter; parts may be empty."""
+        if self.shares is None:
+            return self.parts(self.memory)
+        first, last = self.own.start, self.own.stop
+        ends = itertools.accumulate(self.numels, initial=0)
+        places = [(max(first, begin), min(last, end)) for begin, end in itertools.pairwise(ends)]
+        return [self.flat[begin : max(begin, end)] for begin, end in places]
+
+    def _new_memory(self) -> torch.Tensor:
+        return self._group.empty(self.num_elements + self.num_flags, self.dtype, self.device)
+
+    def use(self, memory: torch.Tensor) -> None:
+        """Keep the gradients in ``memory``, of ``num_elements + num_flags`` elements, from now on."""
+        self.memory = memory
+        self.flat = memory[: self.num_elements]
+        self.flags = memory[self.num_elements :]
+        num_params = len(self.numels)
+        self.used_flags, self.too_large_flag = self.flags[:num_params], self.flags[num_params]
+        self.fingerprint_places = self.flags[num_params + 1 :]
+        self._address = memory.data_ptr()
+        self.views = [view_like(part, p) for part, p in zip(self.parts(memory), self._params, strict=True)]
+
+    def params(self) -> list[torch.Tensor]:
+        return [p.detach() for p in self._params]
+
+    def parts(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """Split memory that is laid out like the bucket's by parameter."""
+        return list(torch.split(memory[: self.num_elements], self.numels))
+
+    def holds(self, index: int, grad: torch.Tensor) -> bool:
+        """Return whether ``grad`` already lies where the bucket keeps the ``index``-th gradient."""
+        return self._is_in_place(index, grad) and grad.stride() == self.views[index].stride()
+
+    def _is_in_place(self, index: int, tensor: torch.Tensor) -> bool:
+        return tensor.data_ptr() == self._address + self._offsets[index] or tensor.numel() == 0
+
+    def repair(self) -> None:
+        """Replace views whose memory was swapped, as by ``p.grad.data = ...`` and ``module.to()``."""
+        begin = self._address
+        for i, (view, offset) in enumerate(zip(self.views, self._offsets, strict=True)):
+            if view.data_ptr() != begin + offset and self.numels[i] > 0:
+                self.views[i] = view_like(self.parts(self.memory)[i], self._params[i])
+
+    def note_handed_out(self) -> None:
+        """Note that the views are ``.grad`` now: any further reference to the memory belongs to a user."""
+        self._handed_out_uses = storage_uses(self.memory)
+
+    def leave_to_users(self) -> None:
+        """Preserve the last gradients that users kept, before new ones are written.
+
+        A kept view that is no longer ``.grad`` gets memory of its own. If a tensor derived from a view is kept, it
+        keeps the whole memory, and the bucket gets new memory. A view that still is ``.grad`` is written in place, as
+        autograd would.
+        """
+        dropped = [i for i, owner in enumerate(self._owners) if owner.grad is not self.views[i]]
+        if not dropped:
+            return
+        if self._is_aliased() or any(is_shared(self.views[i]) for i in dropped):
+            self.renew()
+            return
+        for i in dropped:
+            if is_held(self.views, i):
+                kept = self.views[i]
+                kept.data = kept.clone(memory_format=torch.preserve_format)
+                del kept
+                self.views[i] = view_like(self.parts(self.memory)[i], self._params[i])
+
+    def renew(self) -> None:
+        """Switch to new memory, and leave the old one to the owners of its views."""
+        self.use(self._new_memory())
+        self._handed_out_uses = 0
+
+    def is_kept(self) -> bool:
+        """Return whether anything besides ``.grad`` refers to the gradients handed out."""
+        return self._is_aliased() or any(
+            is_held(self.views, i, is_grad=owner.grad is self.views[i]) for i, owner in enumerate(self._owners)
+        )
+
+    def _is_aliased(self) -> bool:
+        return bool(self._handed_out_uses) and storage_uses(self.memory) > self._handed_out_uses
+
+    def gather(
+        self,
+        grads: Sequence[torch.Tensor | None],
+        scale: float | torch.Tensor = 1.0,
+        fingerprint: torch.Tensor | None = None,
+        own: slice | None = None,
+    ) -> list[torch.Tensor]:
+        """Write ``grads`` times ``scale`` to ``flat``, zeros for ``None``, and set the flags.
+
+        Large gradients in ``own``, elements of ``memory``, that need neither scale nor cast are neither copied nor
+        checked: then the elements ``own`` are returned as a list of pieces.
+        """
+        limit = self.limit(self.dtype)
+        scaled = isinstance(scale, torch.Tensor) or scale != 1.0
+        fits: list[torch.Tensor] = []
+        stayed: list[torch.Tensor] = []
+        pieces = _Pieces(self.memory, own)
+        run = _Run(lambda run, to: fits.append(kernels.pack(run, to, scale, limit=limit, scratch=self._scratch)))
+        end = 0
+        for i, grad in enumerate(grads):
+            begin, end = end, end + self.numels[i]
+            if grad is None:
+                self.views[i].zero_()
+            elif self.holds(i, grad) and not scaled:
+                stayed.append(self.parts(self.memory)[i])
+            else:
+                raw = laid_out_like(grad, self.views[i])
+                if scaled or raw.dtype != self.dtype or not pieces.covers(begin, end):
+                    run.add(self.flat, begin, raw)
+                    continue
+                raw = raw.view(-1)
+                first, last = (bound - begin for bound in pieces.add(begin, raw))
+                run.add(self.flat, begin, raw[:first])
+                run.add(self.flat, begin + last, raw[last:])
+        run.pack(self.flat)
+        if stayed:
+            fits.append(kernels.absmax(stayed, scratch=self._stayed_scratch) < limit)
+        self.set_flags(grads, fits, fingerprint)
+        return pieces.finish()
+
+    def limit(self, dtype: torch.dtype) -> float:
+        """Return the magnitude below which the sum over all ranks is finite in ``dtype``."""
+        return torch.finfo(dtype).max / self._group.size
+
+    def finite(self) -> torch.Tensor:
+        """Return, once flags are summed, whether the gradients of all ranks, and so their sum, are finite: 0-d bool."""
+        return self.too_large_flag == 0.0
+
+    def set_flags(
+        self, grads: Sequence[torch.Tensor | None], fits: Sequence[torch.Tensor], fingerprint: torch.Tensor | None
+    ) -> None:
+        """Set the flags. ``fits`` are 0-d bools: whether some of the gradients are below the limit."""
+        self.used_flags.fill_(1.0)
+        for i, grad in enumerate(grads):
+            if grad is None:
+                self.flags[i].zero_()  # assigning a number would copy it from the host and wait
+        self.too_large_flag.zero_()
+        for flag in fits:
+            self.too_large_flag += ~flag
+        put_fingerprint(self.fingerprint_places, fingerprint)
+
+
+def put_fingerprint(places: torch.Tensor, fingerprint: torch.Tensor | None) -> None:
+    """Write this rank's part of a sum; ``None`` agrees with any fingerprint."""
+    if fingerprint is None:
+        places.zero_()
+    else:
+        places[:FINGERPRINT_BITS].copy_(fingerprint)
+        places[FINGERPRINT_BITS:].copy_(~fingerprint)
+
+
+def differing_places(places: torch.Tensor) -> torch.Tensor:
+    """Return, for each bit, whether it differs between ranks, given the sum or mean over all ranks: bool."""
+    there = places != 0
+    return there[:FINGERPRINT_BITS] & there[FINGERPRINT_BITS:]
+
+
+# The next reduction overwrites the memory of the gradients handed out. In plain autograd a gradient that the user keeps
+# stays as it is after zero_grad(). To promise the same without copying every gradient, references are counted.
+
+
+def _references(tensors: list[torch.Tensor], index: int) -> int:
+    tensor = tensors[index]
+    return sys.getrefcount(tensor)
+
+
+def _usual_references() -> tuple[int, int]:
+    """Return the reference counts of a tensor that only a list holds, and of one that is also a ``.grad``."""
+    tensors, param = [torch.empty(1)], torch.nn.Parameter(torch.empty(1))
+    alone = _references(tensors, 0)
+    param.grad = tensors[0]
+    return alone, _references(tensors, 0)
+
+
+_ALONE, _AS_GRAD = _usual_references()  # releases of Python and torch count differently
+
+
+def is_held(tensors: list[torch.Tensor], index: int, is_grad: bool = False) -> bool:
+    """Return whether Python refers to ``tensors[index]`` outside this list; ``is_grad``: and outside ``.grad``."""
+    return _references(tensors, index) > (_AS_GRAD if is_grad else _ALONE)
+
+
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Return whether C++ (a DLPack consumer, a graph) refers to ``tensor``, which is no ``.grad``."""
+    return uses_outside_python(tensor) > 1

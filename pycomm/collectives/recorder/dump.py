@@ -1,0 +1,191 @@
+"""Files of the flight recorder: what this process has called on all of its groups, as JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import stat
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from pycomm.collectives.recorder.ring import Entry, Line, Recorder, is_forked, line_of, recorders
+from pycomm.logs import prefix
+
+DIRECTORY = "PYCOMM_FLIGHT_DIR"
+"""Environment variable that names the folder; if it is set and empty, nothing is ever written."""
+
+FORMAT = 1
+_MOST_FILES = 128
+_DAY = 24 * 3600.0
+_STDERR = 2
+_LOG = logging.getLogger("pycomm")
+_lock = threading.RLock()  # reentrant, as the signal may come while this very thread writes
+_failed: set[str] = set()  # groups of whose failure a file tells already
+
+
+def folder() -> Path | None:
+    """Return the folder of the files: that of the environment, or one of this user below the temporary files'."""
+    named = os.environ.get(DIRECTORY)
+    if named is not None:
+        return Path(named) if named else None
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # no name for this number
+        user = str(os.getuid())
+    return Path(tempfile.gettempdir()) / f"pycomm_flight_{user}"
+
+
+def dump(reason: str) -> Path | None:
+    """Write what is known of all groups of this process, over what it wrote before; return the file.
+
+    ``None`` if nothing is to be written, as in a rank's forked children, or cannot be: that is logged, as whoever asks
+    for it has other troubles.
+    """
+    place = folder()
+    if place is None or is_forked():
+        return None
+    found = recorders()
+    largest = max(found, key=lambda each: len(each.ranks), default=None)
+    name = f"rank{largest.global_rank if largest else 0}-{socket.gethostname()}-{os.getpid()}.json"
+    with _lock:
+        try:
+            place.mkdir(parents=True, exist_ok=True, mode=0o700)
+            is_named = DIRECTORY in os.environ  # then what lies there, and who may read it, is somebody else's affair
+            if not is_named:
+                _check(place)
+                _drop_old(place)
+            partial = place / f".{name}.partial"
+            _write_new(partial, json.dumps(_content(reason, found)), 0o666 if is_named else 0o600)
+            return partial.replace(place / name)
+        except OSError as error:
+            _LOG.warning("the flight recorder could not write to %s: %s", place, error)
+            return None
+
+
+def dump_failure(recorder: Recorder, why: str) -> None:
+    """Write it because an operation of ``recorder`` has failed, the first time that one of its group does."""
+    if recorder.group in _failed or len(recorder.ranks) < 2:
+        return
+    _failed.add(recorder.group)
+    file = dump(why)
+    if file is not None:
+        _LOG.warning("the last operations of this rank are in %s; `pycomm explain` compares those of all ranks", file)
+
+
+def dump_on_signal() -> None:
+    """Have SIGUSR2 write the file, unless the program itself does something at SIGUSR2."""
+    if folder() is None or threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
+        signal.signal(signal.SIGUSR2, _on_signal)
+
+
+def _on_signal(_number: int, _frame: FrameType | None) -> None:
+    file = dump("SIGUSR2")
+    if file is not None:
+        line = f"{prefix()} the last operations of this rank are in {file}\n"
+        with contextlib.suppress(OSError):  # not by sys.stderr: the signal may have come while that writes
+            os.write(_STDERR, line.encode("utf-8", "replace"))
+
+
+def _check(place: Path) -> None:
+    """Refuse a folder that is not this user's alone: below /tmp, anybody may have made one of this name before.
+
+    Raises:
+        PermissionError: it is a link, or of another user, or others may write to it.
+    """
+    found = place.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise PermissionError("it is no folder, or a link to one")
+    if found.st_uid != os.geteuid():
+        raise PermissionError(f"it belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"other users may write to it (mode {stat.S_IMODE(found.st_mode):o})")
+
+
+def _write_new(path: Path, text: str, mode: int) -> None:
+    """Write a file that was not there: what a process of the same number has left goes, and no link is followed."""
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode), "w") as file:
+        file.write(text)
+
+
+def _drop_old(place: Path) -> None:
+    """Delete the oldest files of this host, so that they never become many; none of the last day."""
+    name = re.compile(rf"rank\d+-{re.escape(socket.gethostname())}-\d+\.json")
+    files = sorted((_time_of(path), path) for path in place.iterdir() if name.fullmatch(path.name))
+    for written, path in files[: max(0, len(files) - _MOST_FILES)]:
+        if written < time.time() - _DAY:
+            path.unlink(missing_ok=True)
+
+
+def _time_of(file: Path) -> float:
+    with contextlib.suppress(OSError):
+        return file.stat().st_mtime
+    return 0.0
+
+
+def _content(reason: str, found: list[Recorder]) -> dict[str, Any]:
+    wall = time.time() - time.monotonic()  # all times are the wall clock's, which hosts have in common, about
+    return {
+        "format": FORMAT,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "command": sys.argv,
+        "directory": _directory(),
+        "time": time.time(),
+        "reason": reason,
+        "main_thread": _as_json(_line_of_main_thread()),
+        "groups": [
+            {
+                "name": recorder.group,
+                "rank": recorder.rank,
+                "ranks": list(recorder.ranks),
+                "count": recorder.count,
+                "operations": [_operation(entry, wall) for entry in recorder.entries()],
+            }
+            for recorder in found
+        ],
+    }
+
+
+def _directory() -> str:
+    with contextlib.suppress(OSError):  # it may have been removed
+        return os.getcwd()
+    return ""
+
+
+def _line_of_main_thread() -> Line | None:
+    ident = threading.main_thread().ident
+    frame = None if ident is None else sys._current_frames().get(ident)
+    return line_of(frame)
+
+
+def _operation(entry: Entry, wall: float) -> dict[str, Any]:
+    return {
+        "number": entry.number,
+        "operation": entry.operation,
+        "dtype": entry.dtype,
+        "elements": entry.elements,
+        "detail": list(entry.detail),
+        "label": entry.label,
+        "line": _as_json(entry.line),
+        "began": entry.began + wall,
+        "seconds": None if entry.ended is None else entry.ended - entry.began,
+        "error": entry.error,
+    }
+
+
+def _as_json(line: Line | None) -> dict[str, Any] | None:
+    return None if line is None else dict(zip(("file", "line", "function"), line, strict=True))

@@ -1,0 +1,106 @@
+"""Recording of a transport's operations as they are called."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pycomm._native as _native
+from pycomm.collectives.recorder.dump import dump_failure
+from pycomm.collectives.recorder.ring import Recorder, array_of
+from pycomm.errors import CommError
+
+_DIFFERS = "the ranks disagree"
+"""Text that identifies a ValueError of ranks that disagree: shared memory raises all ValueErrors in C++."""
+
+# Index of the argument with this rank's input (-1: none), and the range of arguments to record.
+_COLLECTIVES = {
+    "all_reduce": (0, 1, 2),
+    "all_reduce_apart": (0, 1, 2),
+    "reduce_scatter": (1, 2, 3),
+    "all_gather": (1, 0, 0),
+    "all_to_all": (1, 0, 0),
+    "reduce": (0, 1, 3),
+    "all_to_all_v": (1, 0, 0),
+    "reduce_scatter_v": (1, 2, 3),
+    "all_gather_v": (1, 0, 0),
+    "broadcast": (0, 1, 2),
+    "barrier": (-1, 0, 0),
+    "refuse": (-1, 0, 1),
+    "run_program": (1, 2, 3),
+}
+_MESSAGES = {"send": (0, 1, 3), "receive": (0, 1, 3), "recv": (0, 1, 2)}
+_CALLED = {"all_reduce_apart": "all_reduce", "recv": "receive"}
+
+
+def watch(transport: Any, group: str, ranks: Sequence[int]) -> Recorder:
+    """Record the operations of ``transport`` from now on; return the recorder.
+
+    Replaces the object's operations by recording ones. Operations that one transport runs by another are recorded once.
+
+    Args:
+        transport: has ``rank`` and operations with the arguments of :class:`pycomm.collectives.transport.base.Transport`, which
+            are called by position.
+        group, ranks: see :class:`Recorder`.
+    """
+    recorder = Recorder(group, transport.rank, ranks)
+    failed = functools.partial(_failed, weakref.ref(recorder))
+    for name, places in (_COLLECTIVES | _MESSAGES).items():
+        call = getattr(transport, name, None)
+        if call is None:
+            continue
+        if getattr(call, "__self__", None) is transport:
+            call = _without_self(call)
+        watched = _native.watch_operation(
+            recorder.ring, _CALLED.get(name, name), call, *places, name in _COLLECTIVES, array_of, failed
+        )
+        setattr(transport, name, functools.partial(_receive, watched, failed) if name == "receive" else watched)
+    if (check := getattr(transport, "check", None)) is not None:  # which tells of operations that were only enqueued
+        transport.check = functools.partial(_check, check, failed)
+    return recorder
+
+
+def _without_self(method: Any) -> Callable[..., Any]:
+    """Return a function that calls ``method`` and does not keep its object, which is about to refer to it."""
+    function, owner = method.__func__, weakref.ref(method.__self__)
+    return lambda *args: function(owner(), *args)
+
+
+def _failed(recorder: weakref.ref[Recorder], error: BaseException) -> None:
+    found = recorder()
+    if found is None:
+        return
+    if isinstance(error, CommError) or (isinstance(error, ValueError) and _DIFFERS in str(error)):
+        dump_failure(found, str(error))
+
+
+def _check(check: Callable[[], None], failed: Callable[[BaseException], None]) -> None:
+    try:
+        check()
+    except CommError as error:
+        failed(error)
+        raise
+
+
+def _receive(post: Callable[..., Any], failed: Callable[[BaseException], None], *args: Any) -> _Receipt:
+    return _Receipt(post(*args), failed)
+
+
+class _Receipt:
+    """Posted receive whose failure is recorded. See :class:`pycomm.collectives.transport.base.Receipt`."""
+
+    __slots__ = ("_failed", "_receipt", "cancel", "is_completed")
+
+    def __init__(self, receipt: Any, failed: Callable[[BaseException], None]) -> None:
+        self._receipt, self._failed = receipt, failed
+        self.is_completed, self.cancel = receipt.is_completed, receipt.cancel
+
+    def wait(self, timeout: float) -> int:
+        try:
+            source: int = self._receipt.wait(timeout)
+        except CommError as error:
+            self._failed(error)
+            raise
+        return source

@@ -1,0 +1,280 @@
+"""Meeting of the ranks of a group through the group's store.
+
+Every rank stores its greeting, or the error in its arguments, under one key. A rank that has read all greetings
+confirms that under a name derived from all of them, so the ranks continue only if they have read the same greetings. A
+rank that fails, or tries again, replaces its greeting; waiting ranks notice. Attempts are not counted: each one starts
+afresh.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
+
+from pycomm.collectives.transport import late_ranks
+from pycomm.errors import CommError
+from pycomm.torch_internals import PrefixStore, Store
+from pycomm.worker import Worker
+
+_SLOWEST_POLL = 0.2  # seconds
+_SLOWEST_ANSWER = 2.0  # seconds that the store gets to answer even after the deadline
+_LATE_REPORT = 1.0  # seconds by which the reason of a failure may arrive later than its consequences
+_STRANGERS_AFTER = 3.0  # seconds of waiting after which to ask whether a rank is doing something else
+_LONGEST_REASON = 2000  # characters
+_LONGEST_GREETING = 1 << 16  # bytes
+_NO_GREETING = "-"  # once all have read it; without libuv, torch's store takes 0.2 s to give out an empty value
+
+T = TypeVar("T")
+
+
+class Meeting:
+    """Attempt to bring ``size`` ranks together through ``store`` within ``timeout`` seconds.
+
+    Args:
+        stranger: returns why a late rank will never arrive, if the store shows that.
+        lost: returns the fate of a rank known not to arrive.
+
+    Attributes:
+        name: name of this attempt, set once :meth:`greet` has returned; unique in the store.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: float,
+        stranger: Callable[[int], str | None] | None = None,
+        lost: Callable[[int], str | None] | None = None,
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.name = ""
+        self._store = PrefixStore("pycomm", store)
+        self._stranger, self._lost = stranger, lost
+        self._started = time.monotonic()
+        self._deadline = self._started + timeout
+        # On a thread of its own: a store whose server hangs never answers, and some of its calls have no timeout.
+        self._store_worker = Worker(f"pycomm-store-{rank}")
+
+    def __enter__(self) -> Meeting:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._store_worker.stop(patience=0.0)
+
+    def left(self) -> float:
+        """Return the number of seconds left until the deadline."""
+        return max(0.001, self._deadline - time.monotonic())
+
+    def failed(self, peer: int | None, what: str) -> CommError:
+        """Return the error that says ``what`` went wrong in this meeting."""
+        elapsed = time.monotonic() - self._started
+        return CommError.during(
+            "rendezvous", f"{what} after {elapsed:.2f} s", rank=self.rank, peer=peer, elapsed=elapsed
+        )
+
+    def greet(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the greetings of all ranks, in rank order. Returns or raises once all ranks have read all of them.
+
+        Args:
+            mine: this rank's greeting; an error in its arguments is stored under "problem".
+
+        Raises:
+            CommError: a rank did not arrive in time, or the store failed or holds something else.
+            ValueError: another rank has a problem, or will never arrive.
+        """
+        key = f"hello/{self.rank}"
+        mine = {**mine, "nonce": secrets.token_hex(16)}
+        self._ask("its own greeting", lambda: self._store.set(key, json.dumps(mine)))
+        try:
+            greetings = self._greetings()
+            while not self._all_have_read(greetings):
+                greetings = self._greetings()
+        except BaseException as error:
+            if self.name:  # other ranks may have seen this rank's confirmation and continued
+                self.report(error)
+            raise
+        finally:
+            with contextlib.suppress(CommError):
+                self._ask("its own greeting", lambda: self._store.set(key, _NO_GREETING), _SLOWEST_ANSWER)
+        for rank, greeting in enumerate(greetings):
+            if "problem" in greeting and rank != self.rank:
+                raise ValueError(f"rank {rank} could not take part: {greeting['problem']}")
+        return greetings
+
+    def report(self, error: BaseException) -> None:
+        """Report this rank's failure to ranks that have continued after the greeting."""
+        text = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
+        key = f"problem/{self.name}"
+
+        def tell() -> None:
+            if not self._store.check([key]):  # only the first reason is reported
+                self._store.set(key, f"{self.rank} {text}")
+
+        with contextlib.suppress(CommError):
+            self._ask("what went wrong", tell, _SLOWEST_ANSWER)
+
+    def check(self, late: bool = False) -> None:
+        """Raise CommError if another rank has reported a failure.
+
+        Args:
+            late: wait a moment for a report that may still arrive.
+        """
+        key = f"problem/{self.name}"
+        give_up = time.monotonic() + (_LATE_REPORT if late else 0.0)
+        while not self._ask("what went wrong", lambda: self._store.check([key])):
+            if time.monotonic() >= give_up:
+                return
+            time.sleep(0.02)
+        report: bytes = self._ask("what went wrong", lambda: self._store.get(key))
+        rank, _, text = report.decode("utf-8", "replace").partition(" ")
+        if rank != str(self.rank):
+            raise self.failed(int(rank) if rank.isdigit() else None, f"rank {rank} could not take part: {text}")
+
+    def back_off(self, rank: int) -> None:
+        """Sleep for a moment before polling ``rank`` again.
+
+        Raises:
+            CommError: the deadline has passed, or a rank has failed.
+        """
+        self.check()
+        self._require_not_lost(rank)
+        if time.monotonic() >= self._deadline:
+            raise self.failed(rank, f"rank {rank} did not connect")
+        time.sleep(0.01)
+
+    def end(self) -> None:
+        """Delete this attempt's key, once every rank has continued; stores that cannot delete keep it."""
+        with contextlib.suppress(CommError, RuntimeError, NotImplementedError):
+            key = f"read/{self.name}/{self.rank}"
+            self._ask("what is over", lambda: self._store.delete_key(key), _SLOWEST_ANSWER)
+
+    def _greetings(self) -> list[dict[str, Any]]:
+        greetings: list[dict[str, Any] | None] = [None] * self.size
+
+        began = time.monotonic()
+
+        def missing() -> int | None:
+            for rank in range(self.size):
+                if greetings[rank] is None:
+                    greetings[rank] = self._read(rank)
+                if greetings[rank] is None:
+                    if time.monotonic() - began > _STRANGERS_AFTER:
+                        self._require_no_strangers()
+                    return rank
+            return None
+
+        self._poll(missing)
+        return [greeting for greeting in greetings if greeting is not None]
+
+    def _read(self, rank: int) -> dict[str, Any] | None:
+        """Return the greeting of ``rank``; ``None`` while there is none."""
+        key = f"hello/{rank}"
+        if not self._store.check([key]):
+            return None
+        data: bytes = self._store.get(key)
+        if data == _NO_GREETING.encode():
+            return None
+        if len(data) > _LONGEST_GREETING:
+            self._malformed(rank, f"{len(data)} bytes")
+        try:
+            greeting = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            self._malformed(rank, str(error))
+        if not isinstance(greeting, dict) or not isinstance(greeting.get("nonce"), str):
+            self._malformed(rank, "not a greeting of pycomm")
+        return greeting
+
+    def _require_no_strangers(self) -> None:
+        """Raise ValueError if a rank will never arrive."""
+        for rank in range(self.size):
+            why = self._stranger(rank) if self._stranger is not None and rank != self.rank else None
+            if why is not None:
+                raise ValueError(why)
+
+    def _malformed(self, rank: int, what: str) -> NoReturn:
+        raise self.failed(rank, f"what the store holds for rank {rank} is malformed ({what})")
+
+    def _all_have_read(self, greetings: Sequence[dict[str, Any]]) -> bool:
+        """Wait until all ranks have read ``greetings``; return false if a rank has replaced its greeting meanwhile."""
+        nonces = " ".join(greeting["nonce"] for greeting in greetings)
+        self.name = hashlib.sha256(nonces.encode()).hexdigest()[:32]
+        keys = [f"read/{self.name}/{rank}" for rank in range(self.size)]
+        self._ask("the others", lambda: self._store.set(keys[self.rank], ""))
+        changed = False
+
+        def unread() -> list[int]:
+            return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+
+        def missing() -> int | None:
+            nonlocal changed
+            waiting_for = unread()
+            if not waiting_for:
+                return None
+            current = [self._read(rank) for rank in range(self.size)]
+            same = [
+                there is not None and there["nonce"] == here["nonce"]
+                for there, here in zip(current, greetings, strict=True)
+            ]
+            if all(same):
+                return waiting_for[0]
+            # A rank that continues removes its greeting, but only after all have read it: hence the second check.
+            changed = bool(unread())
+            return None
+
+        self._poll(missing)
+        return not changed
+
+    def _poll(self, missing: Callable[[], int | None]) -> None:
+        """Call ``missing``, which asks the store, until it names no more ranks.
+
+        Raises:
+            CommError: the deadline has passed.
+        """
+        began = time.monotonic()
+        named_at = began + late_ranks.NAMED_AFTER
+        while (rank := self._ask("a rank", missing)) is not None:
+            now = time.monotonic()
+            self._require_not_lost(rank)
+            if now >= self._deadline:
+                raise self.failed(rank, f"rank {rank} did not arrive")
+            if now >= named_at:
+                late_ranks.name_absent(self.rank, self.size, self._ask("the others", self._absent), now - began)
+                named_at = now + late_ranks.NAMED_AGAIN
+            time.sleep(min(_SLOWEST_POLL, 0.001 + (now - began) / 20))
+
+    def _absent(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank != self.rank and self._read(rank) is None]
+
+    def _require_not_lost(self, rank: int) -> None:
+        what = None if self._lost is None else self._lost(rank)
+        if what is not None:
+            raise self.failed(rank, what)
+
+    def _ask(self, about: str, question: Callable[[], T], patience: float | None = None) -> T:
+        """Return the result of ``question``, which is run on the store's thread.
+
+        Args:
+            about: subject of the question, for messages.
+            question: calls the store.
+            patience: seconds to wait for the answer; up to the deadline if ``None``.
+
+        Raises:
+            CommError: the store failed, or did not answer in time.
+        """
+        work = self._store_worker.submit(question)
+        if not work.ends_within(max(_SLOWEST_ANSWER, self.left()) if patience is None else patience):
+            raise self.failed(None, f"the process group's store did not answer, asked about {about},")
+        try:
+            answer: T = work.wait()
+        except RuntimeError as error:  # torch's DistStoreError is one, and so is CommError
+            if isinstance(error, CommError):
+                raise
+            raise self.failed(None, f"the process group's store failed, asked about {about}: {error},") from error
+        return answer

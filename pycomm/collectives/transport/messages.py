@@ -1,0 +1,82 @@
+"""Execution of a program by messages, over anything that can send and receive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Protocol
+
+import torch
+
+from pycomm import kernels
+from pycomm.collectives.transport.base import Message
+from pycomm.schedule.program import Program
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+class Messenger(Protocol):
+    """Messages between this rank and its peers."""
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], timeout: float) -> None:
+        """Send and receive all messages at once, and return when all is done.
+
+        Messages between the same two ranks arrive in the order of the lists.
+
+        Raises:
+            CommError: a peer failed, or did not take part within ``timeout`` seconds.
+        """
+
+
+def run_program(program: Program, x: torch.Tensor, op: str, messenger: Messenger, timeout: float) -> None:
+    """All-reduce contiguous ``x`` in place. For means the sums, of half types in float32, are divided at the end."""
+    if op == "mean" and x.dtype in _HALVES:
+        wide = x.float()  # the sum may not fit the half type although the mean does
+        run_program(program, wide, op, messenger, timeout)
+        x.copy_(wide)
+        return
+    flat = x.view(-1)
+    for sends, receives in rounds_of(program):
+        _do_round(program, flat, "sum" if op == "mean" else op, sends, receives, messenger, timeout)
+    if op == "mean":
+        flat.mul_(1.0 / program.num_ranks)
+
+
+def rounds_of(program: Program) -> Iterator[tuple[list[list[int]], list[list[int]]]]:
+    """Iterate over the rounds in which this rank has any messages: its sends and its receives."""
+    rows: list[dict[int, list[list[int]]]] = []
+    for numbers, table in ((program.send_rounds, program.sends), (program.receive_rounds, program.receives)):
+        numbered = zip(numbers.tolist(), table.tolist(), strict=True)
+        rows.append(
+            {number: [row for _, row in group] for number, group in groupby(numbered, key=lambda pair: pair[0])}
+        )
+    for number in sorted({*rows[0], *rows[1]}):
+        yield rows[0].get(number, []), rows[1].get(number, [])
+
+
+def _do_round(
+    program: Program,
+    flat: torch.Tensor,
+    op: str,
+    sends: list[list[int]],
+    receives: list[list[int]],
+    messenger: Messenger,
+    timeout: float,
+) -> None:
+    def part(row: list[int]) -> torch.Tensor:
+        chunk, count = row[1:3]
+        return flat[program.border(chunk, len(flat)) : program.border(chunk + count, len(flat))]
+
+    outgoing = [(row[0], part(row)) for row in sends]
+    mine = [(row[0], part(row), bool(row[3])) for row in receives]
+    # No COPY writes what its round reads, so it may arrive where it belongs.
+    incoming = [(peer, torch.empty_like(own) if reduces else own) for peer, own, reduces in mine]
+    messenger.exchange(
+        [message for message in outgoing if len(message[1])],
+        [message for message in incoming if len(message[1])],
+        timeout,
+    )
+    for (peer, own, reduces), (_, theirs) in zip(mine, incoming, strict=True):
+        if reduces and len(own):
+            # In the order of the ranks: partners that exchange sums get the same bits, also of zeros and NaNs.
+            kernels.reduce(own, [theirs, own] if peer < program.rank else [own, theirs], op)

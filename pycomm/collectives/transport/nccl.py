@@ -1,0 +1,251 @@
+"""Collectives between GPUs by NCCL. The work is done in csrc/transport/nccl/group.h.
+
+NCCL is not a dependency. When it is first needed, pycomm looks for the copy that PyTorch has loaded, then in the
+packages ``nvidia-nccl-cu12`` / ``nvidia-nccl-cu13``, then in the system. ``PYCOMM_NCCL_LIBRARY`` names another one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib.util
+import json
+import os
+import socket
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import pycomm._native as _native
+from pycomm.collectives.recorder import Recorder
+from pycomm.errors import CommError
+
+ALGORITHMS = ("native", "ring")
+_SHARED_GPU_VERSION = (2, 30)
+_SHARED_GPU_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
+
+
+def candidate_paths() -> list[str]:
+    """Return the paths at which Python packages have installed NCCL."""
+    try:
+        spec = importlib.util.find_spec("nvidia.nccl")
+    except (ImportError, ValueError):  # there is no package "nvidia", or it is not a package
+        return []
+    folders = spec.submodule_search_locations if spec is not None else None
+    candidates = [Path(folder) / "lib" / "libnccl.so.2" for folder in folders or ()]
+    return [str(path) for path in candidates if path.exists()]
+
+
+def nccl_version() -> tuple[str, str] | None:
+    """Return ``(version, path)`` of the NCCL that would be used; ``None`` without one, or if this build has no CUDA."""
+    return _native.nccl_version(candidate_paths()) if hasattr(_native, "nccl_version") else None
+
+
+class NcclTransport:
+    """NCCL communicator among ``size`` ranks, each on its CUDA device ``device``. Creating one is collective.
+
+    Operations are enqueued on ``stream`` (a ``cudaStream_t`` as an integer) and return at once. Arrays are contiguous
+    device arrays that must stay alive until the stream has finished the operation; ``timeout`` limits the seconds from
+    the call until then. Wrong arguments are errors only on the rank that passed them.
+
+    Args:
+        rank, size: this rank, and the number of ranks.
+        device: ordinal of this rank's GPU.
+        share: all-gather of bytes over the CPU; returns those of all ranks, in rank order.
+        algorithm: "native", which leaves the choice to NCCL, or "ring", for which ``NCCL_ALGO=Ring`` is set in the
+            environment while this communicator is made. (NCCL reads the environment of the process: see
+            csrc/transport/nccl/init.h.)
+        timeout: limit for creating the communicator, in seconds.
+        streams: streams of ``device`` for which it is made, none of which may be captured into a CUDA graph now.
+
+    Raises:
+        ValueError: on every rank: the ranks' algorithms or versions of NCCL differ, or ranks share a GPU although NCCL
+            does not support it.
+        RuntimeError: on every rank: some rank has no usable NCCL, or captures one of its ``streams``.
+        CommError: NCCL failed on some rank, or a rank did not arrive in time. If raised by an operation later, the
+            communicator is unusable, and the results of operations since the failure are invalid.
+    """
+
+    name = "nccl"
+    recorder: Recorder
+    """Set by the owner, as for any transport."""
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        device: int,
+        share: Callable[[bytes], list[bytes]],
+        algorithm: str = "native",
+        timeout: float = 600.0,
+        streams: Sequence[int] = (),
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.device = device
+        paths = candidate_paths()
+        plans = _exchange(share, _plan_of(paths, device, algorithm, streams))
+        _require_agreement(plans)
+        unique_id = _make_unique_id(paths, rank, share)
+        outcome: dict[str, str | None] = {"problem": None}
+        failure: Exception | None = None
+        group: Any = None
+        try:
+            group = _native.NcclGroup(rank, size, device, unique_id, algorithm == "ring", timeout, paths)
+        except Exception as error:
+            failure = error
+            outcome["problem"] = str(error)
+        try:
+            outcomes = _exchange(share, outcome)
+            if failure is not None:
+                raise failure
+            _require_success(rank, outcomes)
+        except BaseException:
+            if group is not None:
+                group.close("another rank could not create its communicator")
+            raise
+        self._group = group
+        self.all_reduce = group.all_reduce
+        self.reduce_scatter = group.reduce_scatter
+        self.all_gather = group.all_gather
+        self.broadcast = group.broadcast
+        self.send = group.send
+        self.recv = group.recv
+        self.check = group.check
+        _open.add(self)
+
+    @contextlib.contextmanager
+    def grouped(self, timeout: float) -> Iterator[None]:
+        """Collect the operations called inside and give them to NCCL together at the end, all on one stream.
+
+        This is for sends and receives that need each other. If the body raises, none of them is executed on this rank.
+        """
+        self._group.group_start()
+        try:
+            yield
+        except BaseException:
+            self._group.group_abandon()
+            raise
+        self._group.group_end(timeout)
+
+    def close(self) -> None:
+        """Close the communicator, and abort operations that are on the device after another second.
+
+        Idempotent, not collective.
+        """
+        _open.discard(self)
+        self._group.close("it was closed")
+
+
+def _plan_of(paths: Sequence[str], device: int, algorithm: str, streams: Sequence[int]) -> dict[str, Any]:
+    """Return this rank's settings for the other ranks; ``problem`` is the reason why it cannot take part, if any."""
+    plan: dict[str, Any] = {"problem": None, "kind": "RuntimeError", "version": None, "algorithm": algorithm}
+    if algorithm not in ALGORITHMS:
+        plan |= {"problem": f"algorithm is {algorithm!r}, wanted one of {', '.join(ALGORITHMS)}", "kind": "ValueError"}
+        return plan
+    if not hasattr(_native, "NcclGroup"):
+        plan["problem"] = (
+            "this build of pycomm has no CUDA: install it from source again where nvcc is on PATH "
+            "(PYCOMM_CUDA=ON pip install --no-cache-dir --force-reinstall --no-deps ...)"
+        )
+        return plan
+    num_gpus, why_none = _native.cuda_devices()
+    if num_gpus == 0:
+        plan["problem"] = why_none
+        return plan
+    try:
+        plan["version"], plan["path"] = _native.nccl_library(list(paths))
+        plan["gpu"] = _identity_of(device)
+        what = f"the first operation of algorithm {algorithm!r} on GPU {device}"
+        _native.require_no_capture(device, streams, what, "its communicator is not made yet")
+    except Exception as error:  # of any kind: sent to the other ranks
+        plan["problem"] = str(error)
+    plan["may_share_gpu"] = os.environ.get(_SHARED_GPU_VARIABLE) == "1"
+    return plan
+
+
+def _identity_of(device: int) -> str:
+    """Return the identity of a GPU: its UUID if torch knows it, else its ordinal and host."""
+    if torch.cuda.is_available():
+        uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+        if uuid is not None:
+            return str(uuid)
+    try:
+        host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        host = socket.gethostname()
+    return f"device {device} of {os.environ.get('CUDA_VISIBLE_DEVICES', 'all')} on {host}"
+
+
+def _exchange(share: Callable[[bytes], list[bytes]], mine: dict[str, Any]) -> list[dict[str, Any]]:
+    return [json.loads(data) for data in share(json.dumps(mine).encode())]
+
+
+def _require_agreement(plans: list[dict[str, Any]]) -> None:
+    """Raise ValueError or RuntimeError, the same on all ranks, if the ranks' plans do not match."""
+    for p, plan in enumerate(plans):
+        if plan["problem"] is not None:
+            kind = ValueError if plan["kind"] == "ValueError" else RuntimeError
+            raise kind(f"rank {p} cannot use NCCL: {plan['problem']}")
+    for p, plan in enumerate(plans):
+        if plan["algorithm"] != plans[0]["algorithm"]:
+            raise ValueError(
+                f"the ranks disagree: rank {p} wants algorithm {plan['algorithm']!r}, rank 0 {plans[0]['algorithm']!r}"
+            )
+        if plan["version"] != plans[0]["version"]:
+            raise ValueError(
+                f"the ranks have different versions of NCCL: rank {p} {plan['version']} ({plan['path']}), "
+                f"rank 0 {plans[0]['version']} ({plans[0]['path']})"
+            )
+    first_on: dict[str, int] = {}
+    for p, plan in enumerate(plans):
+        other = first_on.setdefault(plan["gpu"], p)
+        if other != p:
+            _require_shared_gpu(other, p, plans)
+
+
+def _require_shared_gpu(first: int, second: int, plans: list[dict[str, Any]]) -> None:
+    version = plans[0]["version"]
+    able = tuple(int(part) for part in version.split(".")[:2]) >= _SHARED_GPU_VERSION
+    without = [p for p, plan in enumerate(plans) if not plan["may_share_gpu"]]
+    if able and not without:
+        return
+    raise ValueError(
+        f"ranks {first} and {second} are on the same GPU ({plans[first]['gpu']}), wanted one GPU per rank, or NCCL "
+        f"2.30 or newer and {_SHARED_GPU_VARIABLE}=1 in the environment of every rank: NCCL is {version}"
+        + (f", and rank {without[0]} has no such variable" if without else "")
+    )
+
+
+def _make_unique_id(paths: Sequence[str], rank: int, share: Callable[[bytes], list[bytes]]) -> bytes:
+    """Return the unique id that rank 0 makes, on every rank."""
+    mine: dict[str, str] = {}
+    if rank == 0:
+        try:
+            mine["id"] = _native.nccl_unique_id(list(paths)).hex()
+        except Exception as error:
+            mine["problem"] = str(error)
+    first = _exchange(share, mine)[0]
+    if "problem" in first:
+        raise RuntimeError(f"rank 0 cannot use NCCL: {first['problem']}")
+    return bytes.fromhex(first["id"])
+
+
+def _require_success(rank: int, outcomes: list[dict[str, Any]]) -> None:
+    operation = "creating the NCCL communicator"
+    for p, outcome in enumerate(outcomes):
+        if outcome["problem"] is not None:
+            raise CommError.during(operation, f"rank {p} failed ({outcome['problem']})", rank=rank, peer=p)
+
+
+_open: weakref.WeakSet[NcclTransport] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close all transports before the interpreter ends: NCCL and the watchdogs must not outlive what they use."""
+    for transport in list(_open):
+        transport.close()

@@ -1,0 +1,199 @@
+"""Private process group of torch.distributed: messages, waits, and the search for the rank that caused a failure."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from pycomm.collectives.transport.base import Message
+from pycomm.collectives.transport.failure_notes import FailureNotes
+from pycomm.collectives.transport.own_group import destroy_group
+from pycomm.errors import CommError
+
+T = TypeVar("T")
+
+# Newer releases of torch renamed it, and warn about the old name.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# Up to this many ranks and bytes per rank, messages go directly to every rank. Over Gloo that takes at most half as
+# long as its ring, each step of which waits for a process to wake up.
+DIRECT_RANKS = 16
+_DIRECT_BYTES = 256 << 10
+_MESSAGES = ("send", "recv")  # not counted, as ranks send different numbers of them
+NUM_FREE_TAGS = 64
+"""Number of the largest tags that no message uses."""
+_FIRST_FREE_TAG = 2**31 - NUM_FREE_TAGS
+
+
+class TorchGroup:
+    """Owner of a private process group, which it destroys when it is closed.
+
+    After a failure, every further use raises an error that names the first failure.
+
+    Attributes:
+        rank, size: rank of this process, and number of ranks.
+        is_gloo: whether its messages go over Gloo.
+        begun, finished: numbers of operations begun and finished; the same on all ranks.
+        on_failure: called once, with the reason, after the first failed operation was noted for the other ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, failure_notes: FailureNotes) -> None:
+        self._own: dist.ProcessGroup | None = group
+        self._failure_notes = failure_notes
+        self._pid = os.getpid()
+        self._closed = False
+        self._broken = ""  # the reason, once an operation has failed
+        self._broken_by: int | None = None
+        self.on_failure: Callable[[str], None] | None = None
+        self._waits: list[Any] = []  # works for which threads wait
+        self.begun = self.finished = 0
+        self.rank = group.rank()
+        self.size = group.size()
+        self.is_gloo = dist.get_backend(group) == dist.Backend.GLOO
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Process group to use.
+
+        Raises:
+            CommError: it is closed, broken, or was inherited by a fork.
+        """
+        if os.getpid() != self._pid:
+            raise self._error(
+                f"this communicator belongs to process {self._pid} and was inherited by a fork; make one in the new "
+                "process"
+            )
+        if self._closed:
+            raise self._error("this communicator is closed")
+        if self._broken:
+            what = f"this communicator is broken since an earlier failure ({self._broken})"
+            raise self._error(what, peer=self._broken_by)
+        assert self._own is not None  # torch would take None for the default group
+        return self._own
+
+    def works(self) -> bool:
+        """Return whether operations are still possible."""
+        return not (self._closed or self._broken) and os.getpid() == self._pid
+
+    def exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], timeout: float, operation: str = "all_reduce"
+    ) -> None:
+        """Send and receive messages; the interface is :class:`pycomm.collectives.transport.messages.Messenger`."""
+        # As bytes, because not every backend supports every dtype.
+        group = self.group
+
+        def start(way: Callable[..., Any], peer: int, tensor: torch.Tensor) -> Any:
+            return lambda: way(tensor.view(torch.uint8), dist.get_global_rank(group, peer), group)
+
+        messages = [(peer, start(dist.irecv, peer, t)) for peer, t in receives]
+        messages += [(peer, start(dist.isend, peer, t)) for peer, t in sends]
+        works = [(peer, self.begin(operation, begin, peer)) for peer, begin in messages]
+        for peer, work in works:
+            self.wait(operation, work, timeout, peer)
+
+    def gather(self, operation: str, out: torch.Tensor, x: torch.Tensor, timeout: float) -> None:
+        """Write the ``x`` of all ranks into ``out`` in rank order; both are flat."""
+        if self.size > DIRECT_RANKS or x.nbytes > _DIRECT_BYTES:
+            group = self.group
+            work = self.begin(operation, lambda: _all_gather(out, x, group=group, async_op=True))
+            self.wait(operation, work, timeout)
+            return
+        by_rank = out.view(self.size, -1)
+        by_rank[self.rank].copy_(x)
+        if x.numel() > 0:
+            peers = [p for p in range(self.size) if p != self.rank]
+            self.exchange([(p, x) for p in peers], [(p, by_rank[p]) for p in peers], timeout, operation)
+
+    def wait(
+        self, operation: str, work: Any, timeout: float, peer: int | None = None, since: float | None = None
+    ) -> None:
+        """Wait for ``work`` of ``operation`` for at most ``timeout`` seconds; raise CommError if it fails.
+
+        ``since``: when the wait has begun, on the monotonic clock, if that was not now.
+        """
+        start = time.monotonic() if since is None else since
+        try:
+            self._wait_until_closed(work, timeout)
+        except RuntimeError as error:
+            raise self.fail_with_culprit(operation, peer, error, time.monotonic() - start) from error
+
+    def _wait_until_closed(self, work: Any, timeout: float) -> None:
+        self._waits.append(work)
+        try:
+            if self._own is None:  # sever() on another thread may have missed this wait
+                raise RuntimeError("the connections were closed")
+            work.wait(timedelta(seconds=timeout))
+        finally:
+            self._waits.remove(work)
+
+    def begin(self, operation: str, start: Callable[[], T], peer: int | None = None) -> T:
+        """Return the result of ``start``, which begins a part of ``operation``; raise CommError if it fails."""
+        try:
+            return start()
+        except RuntimeError as error:
+            raise self.fail_with_culprit(operation, peer, error, 0.0) from error
+
+    def fail_with_culprit(self, operation: str, peer: int | None, error: Exception, elapsed: float) -> CommError:
+        """Mark the group as broken by the rank that caused ``error``, possibly ``peer``; return the error to raise."""
+        if self._closed:
+            what = f"the communicator was closed meanwhile, after {elapsed:.2f} s"
+            return self._error(what, operation, peer, elapsed)
+        find = self._failure_notes.culprit_of_message if operation in _MESSAGES else self._failure_notes.culprit
+        culprit, what = find(peer, self.begun)
+        where = "shared memory" if isinstance(error, CommError) else "torch.distributed"
+        return self.fail(operation, culprit, f"{what or 'failed'}; {where}: {error}", elapsed)
+
+    def fail(self, operation: str, peer: int | None, what: str, elapsed: float) -> CommError:
+        """Mark the group as broken, note that for the other ranks, and return the error to raise."""
+        error = self._error(f"{what} after {elapsed:.2f} s", operation, peer, elapsed)
+        first = not self._broken
+        if first:
+            self._broken, self._broken_by = str(error), peer
+        self._failure_notes.leave(peer, str(error), self.finished)
+        if first and self.on_failure is not None:
+            self.on_failure(str(error))
+        return error
+
+    def note_refusal(self, reason: str) -> None:
+        """Note why this rank cannot take part in the present operation, for :meth:`refusal_of` on the others."""
+        self._failure_notes.refuse(reason, self.begun)
+
+    def refusal_of(self, rank: int) -> str:
+        """Return why ``rank`` cannot take part in the present operation; "" if it is not known."""
+        return self._failure_notes.refusal_of(rank, self.begun)
+
+    def sever(self) -> None:
+        """Close the connections, so that ranks that wait for this one notice; end the waits of other threads."""
+        group, self._own = self._own, None
+        if group is not None:
+            if self._waits and self.is_gloo:
+                self._end_waits(group)
+            destroy_group(group)
+
+    def _end_waits(self, group: dist.ProcessGroup) -> None:
+        """Make all waits in ``group`` fail: torch's ``abort()`` does nothing over Gloo.
+
+        A receive that times out closes Gloo's connections, which ends all waits for them. A group has a set of
+        connections for each interface; the tag of a message selects the set.
+        """
+        num_sets = os.environ.get("GLOO_SOCKET_IFNAME", "").count(",") + 1
+        for tag in range(_FIRST_FREE_TAG, _FIRST_FREE_TAG + min(num_sets, NUM_FREE_TAGS)):
+            with contextlib.suppress(RuntimeError):  # the timeout, or they are closed already
+                group.recv([torch.empty(1)], 0 if self.rank > 0 else 1, tag).wait(timedelta(milliseconds=1))
+
+    def close(self, reason: str) -> None:
+        """Destroy the group, and note the ``reason`` for ranks that still wait for this one."""
+        # Its connections close with the last reference to it, which makes peers notice.
+        if not self._closed:
+            self._closed = True
+            self._failure_notes.leave(self.rank, f"rank {self.rank}: {reason}", self.finished)
+            self.sever()
+
+    def _error(self, what: str, operation: str = "use", peer: int | None = None, elapsed: float = 0.0) -> CommError:
+        return CommError.during(operation, what, rank=self.rank, peer=peer, elapsed=elapsed)

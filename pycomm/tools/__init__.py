@@ -1,0 +1,1 @@
+"""Tools around training: the command line, launching ranks, monitoring."""

@@ -1,0 +1,203 @@
+"""nccl-tests' table, in its very columns, and what it does not print in comments behind it, which its parsers skip."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+
+import pycomm
+from pycomm.tools.cli.bench.operations import Case
+from pycomm.tools.cli.bench.rank import cpu_model
+from pycomm.tools.cli.bench.settings import BenchSettings
+from pycomm.tools.cli.bench.timing import Samples, duration, times
+from pycomm.tools.cli.table import table
+
+PLACES = ("out_of_place", "in_place")
+_SCATTERED = 2.0
+"""Ratio of the 90th percentile to the 10th above which a median says little."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What one library took for one case, out of place or in place.
+
+    Attributes:
+        wrong: wrong elements on all ranks together, ``None`` if nobody looked.
+        samples: seconds per call of the slowest rank, for each round.
+    """
+
+    wrong: int | None
+    samples: Samples
+
+
+@dataclass(frozen=True)
+class TableLine:
+    """A line of the table.
+
+    Attributes:
+        calls: of a turn.
+        ours: by place, of what is measured. peers: place -> name -> the same of a peer that has it.
+        floor: the least time in which all bytes can be read and written, at the speed of copies.
+    """
+
+    case: Case
+    calls: int
+    ours: dict[str, Timed]
+    peers: dict[str, dict[str, Timed]]
+    floor: Samples
+
+    def bandwidths(self, seconds: float) -> tuple[float, float]:
+        """Return algbw and busbw in GB/s."""
+        algbw = self.case.size / seconds / 1e9
+        return algbw, algbw * self.case.spec.bus_factor(self.case.ranks)
+
+
+def preamble(settings: BenchSettings, devices: Sequence[Mapping[str, Any]]) -> str:
+    """Return what stands above the table: who measures what, and where."""
+    smallest, largest = settings.sizes[0], settings.sizes[-1]
+    lines = [
+        f"# {headline(cpu_model())}",
+        f"# Collective test starting: {settings.operation.name}, {settings.backend}",
+        f"# nThread 1 nGpus 1 minBytes {smallest} maxBytes {largest} step: {settings.step} "
+        f"warmup iters: {settings.warmups_of(next(settings.cases))} iters: {settings.calls_of(next(settings.cases))} "
+        f"agg iters: 1 validation: {settings.checks} graph: 0",
+        "#",
+    ]
+    cores = len(os.sched_getaffinity(0))
+    if not settings.launched and settings.ranks > cores:
+        lines += [f"# {settings.ranks} ranks on {cores} cores take turns: waits last longer. {_limit(settings)}", "#"]
+    lines.append("# Using devices")
+    for found in devices:
+        lines.append(
+            f"#  Rank {found['rank']:>2} Group {found['group']:>2} Pid {found['pid']:>6} on {found['hostname']:>10} "
+            f"device {found['device']:>2} [{found['device_hex']}] {found['device_info']}"
+        )
+    return "\n".join(lines)
+
+
+def environment() -> dict[str, Any]:
+    """Return versions and machine, without which a figure means nothing."""
+    return {
+        "pycomm": pycomm.build_info(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "cpu": cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+    }
+
+
+def headline(processor: str) -> str:
+    """Return one line that says what ran where."""
+    found = environment()
+    build, cores = found["pycomm"], found["cores"]
+    ours = f"pycomm {build['version']} ({build['simd']})"
+    return f"{ours}, torch {found['torch']}, Python {found['python']}, {processor}, {cores} cores"
+
+
+def header() -> str:
+    """Return the table's head of three lines."""
+    what = "# {:>10}  {:>12}  {:>8}  {:>6}  {:>6}"
+    each = what + 2 * "  {:>7}  {:>6}  {:>6}  {:>6}"
+    return "\n".join(
+        [
+            "#",
+            what.format(*5 * [""]) + f"  {'out-of-place':^31}  {'in-place':^31}",
+            each.format("size", "count", "type", "redop", "root", *2 * ("time", "algbw", "busbw", "#wrong")),
+            each.format("(B)", "(elements)", "", "", "", *2 * ("(us)", "(GB/s)", "(GB/s)", "")),
+        ]
+    )
+
+
+def row(line: TableLine) -> str:
+    """Return one line of the table."""
+    case = line.case
+    cells = [f"{case.size:>12}", f"{case.count:>12}", f"{case.dtype:>8}", f"{case.redop:>6}", f"{case.root:>6}"]
+    for timed in map(line.ours.__getitem__, PLACES):
+        algbw, busbw = line.bandwidths(timed.samples.median)
+        cells += [_fitting(timed.samples.median * 1e6, 7), _fitting(algbw, 6), _fitting(busbw, 6)]
+        cells.append(f"{'N/A':>6}" if timed.wrong is None else f"{timed.wrong:>6g}")
+    return "  ".join(cells)
+
+
+def _fitting(value: float, width: int) -> str:
+    """Write ``value`` with as many digits behind the point, two at most, as ``width`` leaves room for."""
+    for digits in (2, 1, 0):
+        text = f"{value:{width}.{digits}f}"
+        if len(text) <= width:
+            return text
+    return f"{value:{width}.{1 if width >= 7 else 0}e}"
+
+
+def below(settings: BenchSettings, lines: Sequence[TableLine], verdict: Mapping[str, Any]) -> str:
+    """Return what stands below the table, all of it in comments: comparison, notes, and ``verdict``."""
+    notes = [*verdict["missing"], *_wrong_peers(lines), *scatter(settings, lines)]
+    failed, bandwidth = verdict["out_of_bounds"]["count"], verdict["average_bus_bandwidth"]
+    okay = {"unchecked": "", "true": "OK", "false": "FAILED"}[bandwidth["okay"]]
+    text = [
+        *_comparison(lines, settings.rounds),
+        *notes,
+        "",
+        f"{'Out of bounds values':<20} : {failed} {'FAILED' if failed else 'OK'}",
+        f"{'Avg bus bandwidth':<20} : {bandwidth['bandwidth']:g} {okay}",
+        "",
+        f"Collective test concluded: {settings.operation.name}, {settings.backend}",
+    ]
+    return "\n".join(f"# {line}".rstrip() for line in text)
+
+
+def average_busbw(lines: Sequence[TableLine]) -> float:
+    """Return the mean of the table's busbw columns in GB/s."""
+    found = [line.bandwidths(line.ours[place].samples.median)[1] for line in lines for place in PLACES]
+    return sum(found) / len(found)
+
+
+def _comparison(lines: Sequence[TableLine], rounds: int) -> list[str]:
+    """Return spread, floor and peers of every line of the table: out of place above, in place below."""
+    names = list(dict.fromkeys(name for line in lines for place in PLACES for name in line.peers[place]))
+    head = ["size", "", "time", "p10 - p90", "floor", "of floor"]
+    head += [text for name in names for text in (f"{name}\ntime", "times\nlonger")]
+    explained = (
+        f"medians of {rounds} turns of the slowest rank; floor: each byte read and written once, as fast as copies"
+    )
+    rows = [_compared(line, place, names) for line in lines for place in PLACES]
+    return ["", explained, *table(head, rows).splitlines()]
+
+
+def _compared(line: TableLine, place: str, names: Sequence[str]) -> list[str]:
+    ours, floor = line.ours[place].samples, line.floor.median
+    first = line.case.size if place == PLACES[0] else ""
+    cells = [str(first), place.replace("_", "-"), *ours.cells(), duration(floor), f"{floor / ours.median:.0%}"]
+    for name in names:
+        peer = line.peers[place].get(name)
+        median = 0.0 if peer is None else peer.samples.median
+        cells += ["-", "-"] if peer is None else [duration(median), times(median / ours.median)]
+    return cells
+
+
+def _wrong_peers(lines: Sequence[TableLine]) -> Iterator[str]:
+    for line in lines:
+        for place in PLACES:
+            for name, peer in line.peers[place].items():
+                if peer.wrong:
+                    yield f"{name}: {peer.wrong} wrong elements of {line.case.size} bytes, {place.replace('_', '-')}"
+
+
+def scatter(settings: BenchSettings, lines: Sequence[TableLine]) -> Iterator[str]:
+    """Yield a note on times that differ much from turn to turn, if there are such."""
+    samples = [(line.case.size, line.ours[place].samples) for line in lines for place in PLACES]
+    sizes = dict.fromkeys(size for size, each in samples if each.high > _SCATTERED * each.low)
+    if sizes:
+        where = f"{', '.join(map(str, sizes))} bytes"
+        busy = "the cores are busy with something else. Take more --rounds."
+        yield f"times scatter (p90 over {_SCATTERED:g} times p10) at {where}: {busy} {_limit(settings)}"
+
+
+def _limit(settings: BenchSettings) -> str:
+    return f"If a wait times out, raise -T ({settings.timeout:g} s)"

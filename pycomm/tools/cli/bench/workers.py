@@ -1,0 +1,89 @@
+"""Workers on ranks that stay: an object each, whose methods the driver calls on all of them at once.
+
+The driver starts every group once and lets them work in turns. Between turns a rank blocks in a read: it uses no core,
+whatever its communication library does while it waits. Nothing stays behind: ranks end when the driver does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pycomm.tools.launching import RankError, RankPool, StartedRanks
+
+PATIENCE_SECONDS = 10.0
+STARTUP_SECONDS = 120.0
+_TURN_SECONDS = 600.0
+_QUIET = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+Start = Callable[[int, Mapping[str, str]], StartedRanks]
+"""Starts so many ranks, with these variables besides this process's."""
+
+_worker: Any = None  # in a rank
+
+
+class WorkerGroup:
+    """Group of ``size`` processes with a ``worker`` ("module:Class") each. A context manager.
+
+    If workers have a method ``close``, it is called before their processes end.
+
+    Args:
+        name: for error messages.
+        setup: what the worker's constructor is given.
+        environment: added to this process's.
+        start: how ranks come up; by default they are started here, with RANK and WORLD_SIZE in their environment.
+
+    Raises:
+        RankError: a rank did not come up.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        worker: str,
+        size: int,
+        setup: Mapping[str, Any],
+        environment: Mapping[str, str] | None = None,
+        start: Start | None = None,
+    ) -> None:
+        self.name, self.size = name, size
+        self._pool = RankPool(size, backend=None, environment={**_QUIET, **(environment or {})}, start=start)
+        try:
+            self._run(STARTUP_SECONDS, _make, worker, dict(setup))
+        except BaseException:
+            self._pool.close()
+            raise
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call the workers' ``method`` on all ranks at once; returns what each returned, in rank order.
+
+        Raises:
+            RankError: it raised on one, one died, or they did not answer. The group is of no further use.
+        """
+        return self._run(_TURN_SECONDS, _call, method, arguments)
+
+    def __enter__(self) -> WorkerGroup:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.close(patience=2 * PATIENCE_SECONDS)  # they finish their turn and end, or are ended
+
+    def _run(self, seconds: float, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        try:
+            return self._pool.run(function, *arguments, timeout=seconds)
+        except RankError as error:
+            raise RankError(f"{self.name}: {error}", error.rank, error.traceback, error.signal) from None
+
+
+def _make(worker: str, setup: Mapping[str, Any]) -> None:
+    global _worker
+    module, _, name = worker.partition(":")
+    _worker = getattr(importlib.import_module(module), name)(**setup)
+    if hasattr(_worker, "close"):
+        atexit.register(_worker.close)
+
+
+def _call(method: str, arguments: tuple[Any, ...]) -> Any:
+    return getattr(_worker, method)(*arguments)

@@ -1,0 +1,130 @@
+"""The table, and what it means in words."""
+
+from __future__ import annotations
+
+import statistics
+
+from rich.console import Console
+
+from pycomm.tools.cli.demo.results import Death, Results, RunOutcome, smoothed, speed
+from pycomm.tools.cli.demo.settings import DGC_RATIO, MOMENTUM, DemoSettings
+from pycomm.tools.cli.table import table
+
+_HEADER = ["", "step", "speed\nvs DDP", "middle\nhalf", "steps", "sent per\nstep", "loss"]
+
+
+def show(results: Results, settings: DemoSettings, console: Console) -> None:
+    """Print everything; the three sentences come last."""
+    for text in (f"\n{title(results, settings)}\n", table(_HEADER, rows_of(results, settings))):
+        console.print(text, soft_wrap=True, highlight=False, markup=False)
+    console.print("\n" + notes(results, settings) + "\n", style="dim", highlight=False, markup=False)
+    for line in conclusions(results, settings):
+        console.print(line, highlight=False, markup=False)
+
+
+def title(results: Results, settings: DemoSettings) -> str:
+    """Return what was trained."""
+    return (
+        f"{results.num_parameters / 1e6:.2f} M parameters, {settings.ranks} ranks of one thread, "
+        f"{settings.batch} x {settings.context} bytes of text per rank and step"
+    )
+
+
+def rows_of(results: Results, settings: DemoSettings) -> list[list[str]]:
+    """Return the lines of the table: those of each part below its name."""
+    rows = []
+    for name, runs in (("This host", results.host), (link_name(settings), results.link)):
+        rows.append([name, *[""] * (len(_HEADER) - 1)])
+        rows += [_row(run, runs[0]) for run in runs]
+    if results.death is not None:
+        rows += _rows_of_death(results.death)
+    return rows
+
+
+def link_name(settings: DemoSettings) -> str:
+    """Return the head of the slow link's part."""
+    return f"{settings.link[0].upper()}{settings.link[1:].replace(' of', ',')}"
+
+
+def _row(run: RunOutcome, ddp: RunOutcome) -> list[str]:
+    faster = speed(run, ddp)
+    return [
+        f" {run.label}",
+        _duration(run.step_seconds),
+        f"{_times(faster.value)}x",
+        "" if run is ddp else f"{_times(faster.low)}-{_times(faster.high)}",
+        str(len(run.losses)),
+        "-" if run.wire_bytes is None else f"{run.wire_bytes / 1e6:.2f} MB",
+        f"{run.validation_loss:.3f}",
+    ]
+
+
+def _rows_of_death(death: Death) -> list[list[str]]:
+    losses = smoothed(death.losses)
+    before, after = death.seconds[: death.step - 1], death.seconds[death.step :]
+    parts = (
+        (f" {death.ranks} ranks", before, len(before), losses[death.step - 2]),
+        (f" rank {death.ranks - 1} is killed", [death.seconds[death.step - 1]], 1, losses[death.step - 1]),
+        (f" {death.ranks - 1} ranks", after, len(after), losses[-1]),
+    )
+    head = ["survive=pycomm.Survive()", *[""] * (len(_HEADER) - 1)]
+    return [
+        head,
+        *([name, _duration(statistics.median(s)), "", "", str(n), "-", f"{x:.3f}"] for name, s, n, x in parts),
+    ]
+
+
+def notes(results: Results, settings: DemoSettings) -> str:
+    """Return what the columns mean."""
+    sent = "what a host's interface counted" if settings.hosts else "what a rank hands to its transport"
+    simulated = "" if settings.hosts else " A simulated step takes what it took here, and the network model's time."
+    return (
+        "Runs take turns, each for the same number of seconds. Steps are medians without the warm-up, of the slowest "
+        f"rank; speeds are compared turn by turn (medians, and their middle half); sent is {sent}; the loss is the "
+        f"validation loss in nats per byte at the end ({results.initial_loss:.3f} untrained).{simulated}"
+    )
+
+
+def conclusions(results: Results, settings: DemoSettings) -> list[str]:
+    """Return three sentences: what was gained, where nothing was, what to write."""
+    faster: list[str] = []
+    others: list[str] = []
+    for where, (ddp, *runs) in (("on this host", results.host), (f"over the {settings.link}", results.link)):
+        for run in runs:
+            ratio = speed(run, ddp)
+            if run.label.startswith("DDP"):
+                continue
+            (faster if ratio.is_clearly_higher else others).append(f"{run.label} {where} ({_times(ratio.value)}x)")
+    gained = f"Gained: more steps per second than DDP by {_listed(faster)}" if faster else "Gained: nothing in this run"
+    lost = f"by {_listed(others)}" if others else "nowhere in this run"
+    return [f"{gained}{_sooner(results)}.", f"Not gained: {lost}.", _to_write(results)]
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
+
+
+def _sooner(results: Results) -> str:
+    """Say when DGC had the loss with which DDP ended."""
+    ddp, dgc = results.link[0], results.link[-1]
+    seconds = dgc.seconds_to(float(smoothed(ddp.losses)[-1]))
+    if seconds is None or seconds >= ddp.seconds[-1]:
+        return ""
+    return f"; {dgc.label} had DDP's last training loss after {seconds:.1f} s instead of {ddp.seconds[-1]:.1f} s"
+
+
+def _to_write(results: Results) -> str:
+    dgc = f"pycomm.DGC({DGC_RATIO:g}, momentum={MOMENTUM:g})"
+    return (
+        'Write: pycomm.attach(optimizer, model, shard="optimizer") on one host; over slow links compression='
+        f"{dgc} in its place, with an SGD optimizer without momentum"
+        + ("; survive=pycomm.Survive() where ranks may die." if results.death is not None else ".")
+    )
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio < 9.995 else f"{ratio:.1f}"
+
+
+def _duration(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"

@@ -1,0 +1,216 @@
+"""Work of each rank: training by every method in turns, on this host and then over the slow link."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import signal
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+import pycomm
+from pycomm.schedule.network import Link, Network
+from pycomm.tools.cli.demo import network
+from pycomm.tools.cli.demo.corpus import Corpus, random_starts, read_corpus, windows
+from pycomm.tools.cli.demo.model import ByteGPT, loss_of
+from pycomm.tools.cli.demo.results import Death, Results, RunOutcome, smoothed
+from pycomm.tools.cli.demo.settings import HEAD_WIDTH, HOST_METHODS, LINK_METHODS, DemoMethod, DemoSettings
+from pycomm.tools.cli.demo.trainee import Trainee, compression_of, first_difference, make_optimizer
+from pycomm.tools.launching import PATIENCE
+from pycomm.tools.launching.reporting import Progress
+from pycomm.training.cost.planning import SimulatedLink
+from pycomm.training.cost.pricing import rehearse
+
+Tell = Callable[[Any], None]
+_HOST_SHARE = 0.3  # of the seconds
+_WARM_UP_STEPS = 3
+_TURNS = 8
+_LATENCY = 100e-6  # of the simulated link
+_DEATH_STEPS = 120
+_VALIDATION_WINDOWS = 256
+_VALIDATION_BATCH = 32
+_VALIDATION_SEED = 2**31
+
+
+def make_model(settings: DemoSettings) -> ByteGPT:
+    """Return the untrained model, the same on all ranks."""
+    torch.manual_seed(settings.seed)
+    return ByteGPT(settings.width, settings.layers, settings.context, settings.width // HEAD_WIDTH)
+
+
+def train(settings: DemoSettings, tell: Tell) -> None:
+    """Train on this host, then over the slow link, and report the results. Collective."""
+    corpus, untrained = read_corpus(), make_model(settings)
+    initial_loss = validate(untrained, corpus, settings.context)
+    host_seconds = _HOST_SHARE * settings.seconds
+    tell = tell if dist.get_rank() == 0 else lambda _message: None
+    host = DemoPart(HOST_METHODS, untrained, corpus, settings, host_seconds, 0.0, tell).train()
+    if settings.hosts:
+        _move_to_own_host(settings)
+        logging.getLogger("pycomm").setLevel(logging.ERROR)  # that the hosts are namespaces of one is known
+    link = DemoPart(
+        LINK_METHODS, untrained, corpus, settings, settings.seconds - host_seconds, host_seconds, tell
+    ).train()
+    tell(Progress(round(settings.seconds), round(settings.seconds)))
+    tell(Results(sum(p.numel() for p in untrained.parameters()), initial_loss, host, link))
+
+
+class DemoPart:
+    """Part of the demo: its runs take turns in the same processes, so that other load of the machine meets them alike.
+
+    Every run is given the same seconds, so the number of its steps depends on its speed. Step ``i`` of every run sees
+    the same text, and every rank has its own.
+    """
+
+    def __init__(
+        self,
+        methods: Sequence[DemoMethod],
+        untrained: nn.Module,
+        corpus: Corpus,
+        settings: DemoSettings,
+        seconds: float,
+        before: float,
+        tell: Tell,
+    ) -> None:
+        self._corpus, self._settings, self._before, self._tell = corpus, settings, before, tell
+        self._share = seconds / len(methods)
+        over_link = methods is LINK_METHODS
+        self._counts_bytes = over_link and bool(settings.hosts)
+        self._trainees = [Trainee(copy.deepcopy(untrained), method, sgd=over_link) for method in methods]
+        self._outcomes = [RunOutcome(method.label, wire_bytes=0.0 if over_link else None) for method in methods]
+        self._simulated = [0.0] * len(methods)
+        if over_link and not settings.hosts:
+            for number, method in enumerate(methods):
+                self._simulated[number], self._outcomes[number].wire_bytes = _simulate(method, untrained, settings)
+
+    def train(self) -> list[RunOutcome]:
+        """Train, and return what came of it. Collective."""
+        for turn in range(1 + _TURNS):
+            numbers = range(len(self._trainees))
+            for number in numbers if turn % 2 == 0 else reversed(numbers):
+                if self._take_turn(number):
+                    self._report(self._outcomes[number])
+        for trainee, outcome in zip(self._trainees, self._outcomes, strict=True):
+            trainee.close()
+            outcome.validation_loss = validate(trainee.model, self._corpus, self._settings.context)
+            outcome.difference = first_difference(trainee.model)
+        return self._outcomes
+
+    def _take_turn(self, number: int) -> bool:
+        """Take as many steps as a turn's share of the seconds allows; none when a slow run has used up its own."""
+        outcome = self._outcomes[number]
+        steps = _WARM_UP_STEPS
+        if outcome.turns:
+            if len(outcome.turns) > 1 and outcome.seconds[-1] - sum(outcome.turns[0]) >= self._share:
+                return False
+            steps = max(1, round(self._share / _TURNS / statistics.median(outcome.turns[-1])))
+        dist.barrier()  # else the first step would also wait for work left over from the turn before
+        sent = network.bytes_sent() if self._counts_bytes else 0
+        taken = [self._step(number, len(outcome.losses) + i) for i in range(steps)]
+        dist.barrier()  # what a rank sent may still be in its queue when its step is done
+        sent = network.bytes_sent() - sent if self._counts_bytes else 0
+        table = torch.tensor(taken, dtype=torch.float64).T.contiguous()
+        dist.all_reduce(table[0], dist.ReduceOp.MAX)
+        dist.all_reduce(table[1])
+        before = len(outcome.losses)
+        outcome.turns.append([seconds + self._simulated[number] for seconds in table[0].tolist()])
+        outcome.losses += (table[1] / dist.get_world_size()).tolist()
+        if self._counts_bytes and outcome.wire_bytes is not None:
+            outcome.wire_bytes += (sent / steps - outcome.wire_bytes) * steps / (before + steps)
+        return True
+
+    def _step(self, number: int, step: int) -> tuple[float, float]:
+        settings = self._settings
+        seed = (settings.seed << 40) + (step << 16) + dist.get_rank()
+        starts = random_starts(self._corpus.train, settings.context, (settings.batch,), seed)
+        return self._trainees[number].step(*windows(self._corpus.train, starts, settings.context))
+
+    def _report(self, last: RunOutcome) -> None:
+        used = sum(min(self._share, outcome.seconds[-1]) for outcome in self._outcomes if outcome.turns)
+        total = round(self._settings.seconds)
+        done = min(total - 1, round(self._before + used))  # the end is told at the end
+        self._tell(Progress(done, total, {f"loss of {last.label}": float(smoothed(last.losses)[-1])}))
+
+
+def _move_to_own_host(settings: DemoSettings) -> None:
+    """Leave the process group of this host, and join one over the slow link."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    network.move_to(settings.hosts[rank])
+    os.environ["GLOO_SOCKET_IFNAME"] = network.DEVICE
+    store = TCPStore(network.address(0), network.PORT, size, rank == 0, PATIENCE)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=PATIENCE)
+
+
+def _simulate(method: DemoMethod, model: nn.Module, settings: DemoSettings) -> tuple[float, float]:
+    """Return the seconds that a step's communication takes on a slow link, by the network model, and its bytes."""
+    link = Link(alpha=_LATENCY, beta=8e-6 / settings.megabits, gamma=0.0)
+    network = Network(name="slow link", within_host=link, between_hosts=link, per_host=1)
+    simulated = SimulatedLink(settings.ranks, network)
+    costs = rehearse(compression_of(method), list(model.parameters()), settings.ranks)
+    return sum(simulated.seconds(operation) for operation in costs.operations), float(costs.num_bytes())
+
+
+def validate(model: nn.Module, corpus: Corpus, context: int) -> float:
+    """Return the mean loss over windows of the validation text, the same in every call and shared out to the ranks.
+
+    Collective.
+    """
+    starts = random_starts(corpus.validation, context, (_VALIDATION_WINDOWS,), _VALIDATION_SEED)
+    total = torch.zeros((), dtype=torch.float64)
+    with torch.no_grad():
+        for batch in torch.split(starts[dist.get_rank() :: dist.get_world_size()], _VALIDATION_BATCH):
+            inputs, targets = windows(corpus.validation, batch, context)
+            total += loss_of(model(inputs), targets, reduction="sum")
+    dist.all_reduce(total)
+    return total.item() / (_VALIDATION_WINDOWS * context)
+
+
+def train_with_a_death(settings: DemoSettings, tell: Tell) -> None:
+    """Train; the last rank is killed in the middle of a backward pass, half-way. Collective, for those that are left.
+
+    Raises:
+        RuntimeError: the others did not go on as they should.
+    """
+    corpus, model = read_corpus(), make_model(settings)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if rank > 0:
+        logging.getLogger("pycomm").setLevel(logging.ERROR)  # rank 0 says that one died, and how long it took
+    optimizer = make_optimizer(model, None)
+    reducer = pycomm.attach(
+        optimizer, model, survive=pycomm.Survive(), tuning=pycomm.Tuning(check_replicas=10, timeout=PATIENCE)
+    )
+    seconds, losses = [], []
+    for step in range(1, _DEATH_STEPS + 1):
+        if rank == size - 1 and step == _DEATH_STEPS // 2:
+            middle = list(model.parameters())[len(list(model.parameters())) // 2]
+            middle.register_post_accumulate_grad_hook(_die)  # type: ignore[no-untyped-call]
+        start = time.perf_counter()
+        starts = random_starts(
+            corpus.train, settings.context, (settings.batch,), (settings.seed << 40) + (step << 16) + rank
+        )
+        inputs, targets = windows(corpus.train, starts, settings.context)
+        loss = loss_of(model(inputs), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(time.perf_counter() - start)
+        losses.append(loss.item())
+        if rank == 0:
+            tell(Progress(step, _DEATH_STEPS, {"loss": losses[-1], "ranks": len(reducer.world)}))
+    if tuple(reducer.world) != tuple(range(size - 1)):
+        raise RuntimeError(f"the ranks that go on are {reducer.world}, wanted all of {size} but the last")
+    if rank == 0:
+        tell(Death(size, _DEATH_STEPS // 2, seconds, losses))
+
+
+def _die(_parameter: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,82 @@
+"""``pycomm``: the parser, and a command per module."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pycomm.tools.cli.arguments import Parser, later
+from pycomm.tools.cli.bench import command as bench
+from pycomm.tools.cli.demo import command as demo
+from pycomm.tools.cli.plan import command as plan
+from pycomm.tools.cli.trace import command as trace
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands; ``run`` of what it returns runs the one that was given."""
+    parser = Parser(prog="pycomm", description="Fast data-parallel training for PyTorch.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    info = commands.add_parser("info", help="show this build, what was found here, and the usable transports")
+    info.set_defaults(run=later("pycomm.tools.cli.info", whole=True))
+    for command in (demo, plan, bench, trace):
+        command.add_parser(commands)
+    _add_explain(commands)
+    return parser
+
+
+def _add_explain(commands: Any) -> None:
+    parser = commands.add_parser(
+        "explain",
+        help="say which rank did something else, or was late, before an error",
+        description=(
+            "Reads the files that ranks write when an operation fails, or at SIGUSR2 (kill -USR2 PID), and says which "
+            "rank did something else or was late. They are in the folder PYCOMM_FLIGHT_DIR, or in your folder below "
+            "that of temporary files. Copy those of several hosts to one place first."
+        ),
+        epilog="Exit code: 0 success; 2 wrong arguments, or no files.",
+    )
+    parser.add_argument(
+        "dumps",
+        nargs="*",
+        type=Path,
+        metavar="DUMP",
+        help="files, or folders (default: the newest run in this directory)",
+    )
+    parser.add_argument("--last", type=int, default=3, metavar="N", help="operations to list per rank (default 3)")
+    parser.set_defaults(run=later("pycomm.tools.cli.explain.report"))
+
+
+class _Version(argparse.Action):
+    """Print the version, which is looked up only then."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        import importlib.metadata
+
+        print(f"pycomm {importlib.metadata.version('pycomm-torch')}")
+        parser.exit()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit code.
+
+    0 done, 1 failed, 2 wrong arguments, 130 interrupted, 141 the reader of the output has gone.
+    """
+    arguments = build_parser().parse_args(argv)
+    try:
+        code: int = arguments.run(arguments)
+    except KeyboardInterrupt:
+        print("pycomm: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader, such as `head`, has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

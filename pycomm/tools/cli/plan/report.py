@@ -1,0 +1,63 @@
+"""What the commands of ``pycomm plan`` share: the network, files that are not replaced unasked, times and links."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from pathlib import Path
+from typing import Any
+
+from pycomm import schedule
+from pycomm.schedule.network import Network
+from pycomm.tools.cli.arguments import complain
+
+
+def network_of(arguments: argparse.Namespace) -> Network:
+    """Return the network of ``--network`` and ``--per-host`` for ``--ranks``."""
+    network = schedule.load(arguments.network).with_hosts_of(arguments.per_host)
+    if network.per_host is not None and arguments.per_host and arguments.ranks % network.per_host:
+        raise ValueError(f"--ranks {arguments.ranks} do not factor into hosts of {network.per_host}")
+    return network
+
+
+def require_free(path: Path, option: str, arguments: argparse.Namespace) -> None:
+    """Raise ValueError unless ``path`` can be written, and is not there yet or may be replaced."""
+    if not path.parent.is_dir():
+        raise ValueError(f"{path} cannot be written: {path.parent} is no folder")
+    if path.exists() and not arguments.force:
+        raise ValueError(f"{path} is there already: give another name with {option}, or --force to replace it")
+
+
+def draw(function: str, what: str, arguments: argparse.Namespace, *data: Any) -> int:
+    """Write a plot of ``data`` by that function of :mod:`pycomm.tools.cli.plan.plot`, if ``--plot`` is given.
+
+    Return the exit code: 1 if it cannot be drawn, not 2 as for wrong arguments, since the figures are printed already.
+    """
+    if arguments.plot is None:
+        return 0
+    try:
+        require_free(arguments.plot, "--plot", arguments)
+        plot = importlib.import_module("pycomm.tools.cli.plan.plot")  # needs an extra
+        getattr(plot, function)(*data, arguments.plot)
+    except ModuleNotFoundError as error:
+        complain(f"pycomm plan: no plot, {error.name} is not installed: pip install 'pycomm-torch[demo]'")
+        return 1
+    except (OSError, ValueError) as error:
+        complain(f"pycomm plan: no plot: {error}")
+        return 1
+    print(f"\nplot of {what}: {arguments.plot}")
+    return 0
+
+
+def time_text(seconds: float) -> str:
+    """Write a time with three digits."""
+    for unit, factor in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= factor:
+            return f"{seconds / factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def link_text(alpha: float, beta: float, gamma: float) -> str:
+    """Describe a class of links."""
+    rates = [f"{1 / cost / 1e9:.3g} GB/s" if cost > 0 else "no time" for cost in (beta, gamma)]
+    return f"{time_text(alpha)} per message, {rates[0]} sent, {rates[1]} added"

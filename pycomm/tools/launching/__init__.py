@@ -1,0 +1,32 @@
+"""Ranks on this host: start processes, join them in a group, call functions on all of them, leave none behind."""
+
+from pycomm.tools.launching.failures import Failure, RankError, explain
+from pycomm.tools.launching.launcher import launch, run_ranks
+from pycomm.tools.launching.meeting import PATIENCE, connect, join, rendezvous
+from pycomm.tools.launching.pool import Outcome, PerRank, RankPool, StartedRanks
+from pycomm.tools.launching.processes import Outputs, Pipe, RankProcesses
+from pycomm.tools.launching.reporting import progress
+from pycomm.tools.launching.serving import Send, send, serve
+
+__all__ = [
+    "PATIENCE",
+    "Failure",
+    "Outcome",
+    "Outputs",
+    "PerRank",
+    "Pipe",
+    "RankError",
+    "RankPool",
+    "RankProcesses",
+    "Send",
+    "StartedRanks",
+    "connect",
+    "explain",
+    "join",
+    "launch",
+    "progress",
+    "rendezvous",
+    "run_ranks",
+    "send",
+    "serve",
+]

@@ -1,0 +1,385 @@
+"""A pool of ranks: processes that run functions, all of them at once, until they are let go."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from typing import Any, Protocol
+
+import torch
+
+from pycomm.tools.launching import meeting
+from pycomm.tools.launching.failures import UNKNOWN, Failure, RankError, explain
+from pycomm.tools.launching.output import Stream, streams_of
+from pycomm.tools.launching.processes import Outputs, Pipe, RankProcesses
+from pycomm.tools.launching.serialize import deserialize, serialize
+from pycomm.tools.launching.serving import WHERE, Call, Returned, serve_and_end
+
+OnMessage = Callable[[Any], None]
+
+_AFTERMATH = 1.0  # seconds in which a failure's cause, if it is another rank's, shows itself
+_DUMP_SECONDS = 0.5  # for ranks to say where they are
+
+
+@dataclass
+class PerRank:
+    """An argument that differs between the ranks."""
+
+    values: Sequence[Any]
+
+
+@dataclass
+class Outcome:
+    """What a function came to on one rank.
+
+    Attributes:
+        error: what it raised; of a rank that died a ``ChildProcessError``.
+        trace: its traceback, as text.
+    """
+
+    result: Any = None
+    error: BaseException | None = None
+    trace: str = ""
+
+
+class StartedRanks(Protocol):
+    """Ranks that :func:`pycomm.tools.launching.serving.serve` at the other ends of ``pipes``, however they were started.
+
+    Attributes:
+        processes: by rank; none where they are not this process's.
+        outputs: by rank; none where what they write goes elsewhere.
+    """
+
+    pipes: list[Pipe]
+    processes: list[BaseProcess]
+    outputs: list[Outputs]
+
+    def end(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+@dataclass
+class _Rank:
+    """What is known of a rank.
+
+    Attributes:
+        exitcode: once it has ended.
+    """
+
+    number: int
+    pipe: Pipe
+    process: BaseProcess | None
+    streams: list[Stream]
+    asked: bool = False
+    answer: Returned | Failure | None = None
+    exitcode: int | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        return self.asked and self.answer is None and self.exitcode is None
+
+    def outcome(self) -> Outcome:
+        if isinstance(self.answer, Returned):
+            return Outcome(deserialize(self.answer.result))
+        if self.answer is not None:
+            error = _exception_of(self.answer) or RankError(self.answer.traceback, self.number, self.answer.traceback)
+            return Outcome(error=error, trace=self.answer.traceback)
+        died = f"died, with exit code {self.exitcode}"
+        return Outcome(error=ChildProcessError(f"rank {self.number} died"), trace=died)
+
+
+class RankPool:
+    """``size`` ranks that run functions. A context manager: they are gone when it ends.
+
+    Args:
+        backend: of the default process group that they join first. ``None``: there is none, but the environment that
+            makes one.
+        patience: for every wait of a rank for another.
+        threads: that torch uses in each rank.
+        environment: variables that they have besides this process's.
+        output: "inherit": what ranks write goes where this process's output goes; else what is shown of it, see
+            :func:`pycomm.tools.launching.output.streams_of`.
+        mortal: ranks that may be killed: the others go on, and are all that is waited for.
+        limit: seconds that all calls may take together, from now on.
+        preload: see :class:`RankProcesses`.
+        start: starts ranks otherwise, given their number and environment; they join nothing.
+
+    Attributes:
+        port: where the ranks have met.
+
+    Raises:
+        RankError: a rank did not come up.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        backend: str | None = "gloo",
+        patience: timedelta = meeting.PATIENCE,
+        threads: int = 1,
+        environment: Mapping[str, str] | None = None,
+        output: str | int | None = "inherit",
+        mortal: Collection[int] = (),
+        limit: float = math.inf,
+        preload: Sequence[str] | None = None,
+        start: Callable[[int, Mapping[str, str]], StartedRanks] | None = None,
+    ) -> None:
+        self.size = size
+        self._mortal, self._limit, self._begun = frozenset(mortal), limit, time.monotonic()
+        self._on_message: OnMessage = lambda _: None
+        self._finishing = False
+        with contextlib.ExitStack() as stack:
+            self.port = stack.enter_context(meeting.rendezvous()) if start is None else None
+            captured, variables = output != "inherit", environment or {}
+            self._started: StartedRanks
+            if start is not None:
+                self._started = start(size, variables)
+            else:
+                self._started = RankProcesses(serve_and_end, size, (), variables, captured=captured, preload=preload)
+            stack.callback(self._started.end)
+            self._listen_to(self._started, output)
+            if self.port is not None:
+                place = PerRank(range(size)), size, self.port
+                self.run(_take_place, *place, backend, patience, threads, leaves=True)
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout: float = math.inf,
+        on_message: OnMessage | None = None,
+        leaves: bool = False,
+    ) -> list[Any]:
+        """Call ``function(*args)`` on all ranks; return what each returned, by rank (``None`` of a dead one).
+
+        Args:
+            args: a :class:`PerRank` among them is dealt out.
+            timeout: in seconds.
+            on_message: is given what ranks :func:`pycomm.tools.launching.send` meanwhile.
+            leaves: whether a rank on which it fails ends at once, by which its peers notice.
+
+        Raises:
+            RankError: a rank failed or died, or they were not done in time. The pool is of no further use.
+        """
+        self._on_message = on_message or self._on_message
+        self.ask(function, *args, leaves=leaves)
+        self._wait_well(timeout, lambda: not any(rank.is_busy for rank in self._needed()))
+        answers = [rank.answer for rank in self._ranks]
+        return [deserialize(answer.result) if isinstance(answer, Returned) else None for answer in answers]
+
+    def outcomes(self, function: Callable[..., Any], *args: Any, timeout: float = math.inf) -> list[Outcome]:
+        """Call ``function(*args)`` on all ranks; return what it came to on each, an exception or a death too.
+
+        Raises:
+            RankError: they were not done in time. They have been killed.
+        """
+        self.ask(function, *args)
+        found = self.answers(timeout)
+        if len(found) < self.size:
+            error = self._too_late(timeout)
+            self.kill()
+            raise error
+        return [found[rank] for rank in range(self.size)]
+
+    def ask(
+        self, function: Callable[..., Any], *args: Any, ranks: Iterable[int] | None = None, leaves: bool = False
+    ) -> None:
+        """Have ``function(*args)`` called on ``ranks``, by default on all."""
+        what = "the function, with its arguments,"
+        dealt = any(isinstance(arg, PerRank) for arg in args)
+        same = b"" if dealt else serialize(what, (function, args))
+        for rank in self._chosen(ranks):
+            own = [arg.values[rank.number] if isinstance(arg, PerRank) else arg for arg in args]
+            rank.asked, rank.answer = True, None
+            with contextlib.suppress(OSError):  # it has died, which is noticed by its end
+                rank.pipe.send(Call(rank.number, same or serialize(what, (function, own)), leaves))
+
+    def answers(self, timeout: float, ranks: Iterable[int] | None = None) -> dict[int, Outcome]:
+        """Wait for the answers of ``ranks``, by default all; return those that are there in time."""
+        chosen = self._chosen(ranks)
+        deadline = time.monotonic() + timeout
+        while any(rank.is_busy for rank in chosen) and (left := deadline - time.monotonic()) > 0:
+            self._listen(left)
+        return {rank.number: rank.outcome() for rank in chosen if not rank.is_busy}
+
+    def finish(self) -> None:
+        """Let the ranks do what is left to the end of a program, such as exit handlers, and end.
+
+        Raises:
+            RankError: a rank failed at that, or they have not ended in time.
+        """
+        self._let_go()
+        self._wait_well(math.inf, lambda: not self._sources)
+
+    def is_alive(self) -> bool:
+        """Return whether all ranks are there."""
+        return all(process.is_alive() for process in self._started.processes)
+
+    def kill(self) -> None:
+        """End all ranks at once."""
+        self._started.kill()
+
+    def close(self, patience: float = 0.0) -> None:
+        """End the ranks: after their present call in ``patience`` seconds, as a program does; at once afterwards."""
+        try:
+            if patience and not self._finishing:
+                self._let_go()
+                deadline = time.monotonic() + patience
+                while self._sources and (left := deadline - time.monotonic()) > 0:
+                    self._listen(left)
+        finally:
+            self._stack.close()
+
+    def _chosen(self, ranks: Iterable[int] | None) -> list[_Rank]:
+        return self._ranks if ranks is None else [self._ranks[rank] for rank in ranks]
+
+    def _needed(self) -> list[_Rank]:
+        return [rank for rank in self._ranks if rank.number not in self._mortal]
+
+    def _let_go(self) -> None:
+        self._finishing = True
+        for rank in self._ranks:
+            with contextlib.suppress(OSError):  # it has died since, which its exit code will say
+                rank.pipe.send(None)
+
+    # Listening to all ranks at once: each message and piece of output as it comes.
+
+    def _listen_to(self, started: StartedRanks, output: str | int | None) -> None:
+        self._sources: dict[Any, Callable[[], bool]] = {}
+        self._ranks: list[_Rank] = []
+        for number, pipe in enumerate(started.pipes):
+            process = started.processes[number] if started.processes else None
+            streams = streams_of(number, started.outputs[number], output) if started.outputs else []
+            rank = _Rank(number, pipe, process, streams)
+            self._ranks.append(rank)
+            self._sources[pipe] = functools.partial(self._receive, rank)
+            self._sources.update({stream.pipe: stream.read for stream in streams})
+            if process is not None:
+                self._sources[process.sentinel] = functools.partial(self._end, rank)
+
+    def _listen(self, seconds: float) -> None:
+        for source in wait(list(self._sources), None if seconds == math.inf else seconds):
+            goes_on = self._sources.get(source)
+            if goes_on is not None and not goes_on():
+                self._sources.pop(source, None)
+
+    def _receive(self, rank: _Rank) -> bool:
+        """Take a message; return False at the end."""
+        try:
+            message = rank.pipe.recv()
+        except (EOFError, OSError):
+            if rank.process is None:
+                rank.exitcode = UNKNOWN
+            return False
+        if isinstance(message, Failure | Returned):
+            rank.answer = message
+        else:
+            self._on_message(message)
+        return True
+
+    def _end(self, rank: _Rank) -> bool:
+        """Take what a rank that has ended left: what it started may hold the other ends open."""
+        assert rank.process is not None
+        rank.process.join()
+        while rank.pipe in self._sources and rank.pipe.poll(0) and self._receive(rank):
+            pass
+        self._sources.pop(rank.pipe, None)
+        for stream in rank.streams:
+            if self._sources.pop(stream.pipe, None) is not None:
+                stream.finish()
+        rank.exitcode = rank.process.exitcode
+        return False
+
+    # What becomes of a call.
+
+    def _wait_well(self, timeout: float, is_done: Callable[[], bool]) -> None:
+        """Listen until ``is_done()``.
+
+        Raises:
+            RankError: a rank failed, or it was not done in time.
+        """
+        deadline = late = min(time.monotonic() + timeout, self._begun + self._limit)
+        while not is_done() and (left := deadline - time.monotonic()) > 0:
+            self._listen(left)
+            if deadline == late and self._has_failed():
+                deadline = time.monotonic() + _AFTERMATH
+        if self._has_failed():
+            raise self._explained()
+        if not is_done():
+            raise self._too_late(min(timeout, self._limit))
+
+    def _has_failed(self) -> bool:
+        return bool(self._failures()) or any(code is not None for code in self._exitcodes())
+
+    def _failures(self) -> list[Failure]:
+        return [rank.answer for rank in self._ranks if isinstance(rank.answer, Failure)]
+
+    def _exitcodes(self) -> list[int | None]:
+        """Return the codes of the ranks that ended otherwise than they should: with 0, after they were let go."""
+        return [
+            None
+            if rank.number in self._mortal or (self._finishing and rank.exitcode in (0, UNKNOWN))
+            else rank.exitcode
+            for rank in self._ranks
+        ]
+
+    def _last_words(self) -> dict[int, str]:
+        return {rank.number: rank.streams[1].last for rank in self._ranks if rank.streams}
+
+    def _explained(self) -> RankError:
+        failures = sorted(self._failures(), key=lambda failure: failure.when)
+        error = explain(self._exitcodes(), failures, self._last_words())
+        error.__cause__ = _exception_of(failures[0]) if failures else None
+        return error
+
+    def _too_late(self, seconds: float) -> RankError:
+        """Return the error that names the ranks that were not done, and says where they were."""
+        late = [rank for rank in self._ranks if rank.is_busy]
+        if not late:  # all have returned, but some have threads or exit handlers that do not end
+            late = [rank for rank in self._ranks if rank.exitcode is None]
+        for rank in late:
+            if rank.process is not None and rank.process.pid is not None:
+                with contextlib.suppress(ProcessLookupError):  # of a forked one that has ended
+                    os.kill(rank.process.pid, WHERE)
+        until = time.monotonic() + _DUMP_SECONDS
+        while (left := until - time.monotonic()) > 0 and self._sources:
+            self._listen(left)
+        where = "".join(f"\n\nrank {rank}:\n{words.rstrip()}" for rank, words in self._last_words().items() if words)
+        message = f"not done after {seconds:g} s: rank {', '.join(str(rank.number) for rank in late)}{where}"
+        return RankError(message, late[0].number if len(late) == 1 else None)
+
+
+def _exception_of(failure: Failure) -> BaseException | None:
+    try:
+        error: BaseException = deserialize(failure.exception)
+    except Exception:  # not to be made again here; the text says what it was
+        return None
+    return error
+
+
+def _take_place(rank: int, size: int, port: int, backend: str | None, patience: timedelta, threads: int) -> None:
+    """Meet the other ranks, as one of them."""
+    os.environ.update(meeting.variables_of(port, rank, size))
+    if backend is None:
+        torch.set_num_threads(threads)
+        return
+    if "nccl" in backend:
+        torch.cuda.set_device(rank)
+    meeting.join(port, rank, size, patience, backend, threads)

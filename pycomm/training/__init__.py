@@ -1,0 +1,1 @@
+"""Data-parallel training: reduced gradients, elastic groups, checkpoints, asynchronous methods, and what they cost."""

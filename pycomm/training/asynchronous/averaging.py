@@ -1,0 +1,295 @@
+"""Averaging less often: ranks step by themselves and meet every N steps (local SGD, DiLoCo, EASGD)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from pycomm import checks
+from pycomm.agreement import agreed
+from pycomm.collectives.broadcasting import named_tensors, share_tensors, signature
+from pycomm.collectives.communicator import Communicator
+from pycomm.collectives.transport.authentication import secret
+from pycomm.collectives.transport.choice import version
+from pycomm.collectives.transport.own_group import timeout_seconds
+from pycomm.compression import Compression, NoCompression
+from pycomm.deprecated import Moved, Old, renamed
+from pycomm.errors import attempt
+from pycomm.optim.parameters import checked_optimizer
+from pycomm.training.asynchronous.averager import Averager, checked_parameters, named_method
+from pycomm.training.asynchronous.decoupled import decoupled_sgd
+from pycomm.training.asynchronous.elastic_group import ElasticGroup, Lines
+from pycomm.training.asynchronous.fragment import DelayedNesterov, Elastic, Fragment, Nesterov, Outer
+from pycomm.training.asynchronous.local_averager import LocalAverager, MeetingSchedule
+from pycomm.training.asynchronous.loop import Loop, TrackedParameters
+
+_DEFAULTS = {"fragments": 1, "delay": 0, "on_failure": "raise", "join": None, "per_rank": ()}
+"""Options of ``local_sgd`` that :func:`decoupled_sgd` does not have."""
+
+
+class _Quorum(NamedTuple):
+    """Deprecated arguments of ``local_sgd`` that :func:`decoupled_sgd` takes."""
+
+    outer: Any
+    quorum: Any
+
+
+def _with_quorum(quorum: Any, outer: Any = None) -> Any:
+    return outer if quorum is None else _Quorum(outer, quorum)
+
+
+def _to_decoupled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Convert the arguments of ``local_sgd`` to those of :func:`decoupled_sgd`."""
+    rest, outer = dict(kwargs), kwargs["outer"]
+    if isinstance(outer, _Quorum):
+        rest |= outer._asdict()
+    for name, default in {**_DEFAULTS, "process_group": None}.items():
+        value = rest.pop(name, default)
+        if value != default:
+            what = f"{name}={value!r} does not go with ranks that meet one by one"
+            rest["outer"] = ValueError(f"{what} (quorum, or outer=DelayedNesterov)")
+    return args, rest
+
+
+@renamed(
+    Moved(
+        lambda kwargs: isinstance(kwargs.get("outer"), _Quorum | DelayedNesterov), lambda: decoupled_sgd, _to_decoupled
+    ),
+    outer=Old(("quorum",), _with_quorum, short=object),
+)
+def local_sgd(
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    *,
+    every: int,
+    outer: Nesterov | None = None,
+    fragments: int = 1,
+    delay: int = 0,
+    compression: Compression | str | None = None,
+    on_failure: str = "raise",
+    join: str | None = None,
+    per_rank: Iterable[str] = (),
+    process_group: dist.ProcessGroup | None = None,
+    timeout: timedelta | float | None = None,
+) -> Averager:
+    """Let each rank step by itself, and average the parameters over the ranks after every ``every`` steps.
+
+    The loop stays ``zero_grad``, ``backward``, ``step``: ranks meet at the end of ``optimizer.step()``. Each rank
+    keeps its own optimizer state. Collective: rank 0's parameters are first copied to all ranks. Do not wrap the
+    model, and do not ``attach`` the optimizer as well.
+
+    Args:
+        optimizer: any torch optimizer.
+        model: its parameters must all belong to the optimizer, and be all float32 or all float64, on one device.
+        every: number of steps between meetings; the same on all ranks, which must all make equally many steps.
+        outer: how the mean is applied. ``None``: it becomes the parameters (local SGD; with ``attach`` for the first
+            steps and then ``detach()``, post-local SGD). ``pycomm.Nesterov()``: DiLoCo.
+        fragments: number of parts of about equal size, which meet in turns, each of them every ``every`` steps. The
+            same bytes then travel in smaller portions (Douillard et al., "Streaming DiLoCo", 2025).
+        delay: number of steps, below ``every``, that ranks make while a mean is being computed. The result is then
+            mixed half and half with the parameters of that moment (same paper, section 3.2). 0: ranks wait.
+        compression: method, an object or a name such as "fp16", by which the change of the parameters travels. Its
+            residual is added at the next meeting.
+        on_failure: what happens when a rank dies, stops or does not come within the timeout. "raise":
+            ``optimizer.step()`` raises a CommError on the others. "shrink": the others repeat the meeting without it
+            and continue, and new ranks may join. "shrink" requires CPU memory, and with a ``delay`` another copy of
+            the parameters.
+        join: address, "host:port" or "[::1]:port", of the store of a running group. This process joins it after its
+            next meeting: it does not call ``init_process_group``, takes the group's parameters, and keeps the state
+            of its own ``optimizer``. Requires "shrink" on all ranks.
+        per_rank: keys of parameter groups, such as "lr", whose numbers may differ between ranks. All others are
+            compared in each meeting, except those that the optimizer itself changes.
+        process_group: the ranks; the default group if ``None``.
+        timeout: limit of every wait for a peer; seconds or ``timedelta``. ``None``: the process group's own.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong, or arguments or names, shapes or dtypes of parameters differ
+            between ranks: on every rank. From ``optimizer.step()``: ``model`` or ``optimizer`` has other parameters
+            now, or hyperparameters differ between ranks.
+        CommError: a rank did not come. ``optimizer.step()`` raises it, too, if one is lost.
+        RuntimeError: from ``optimizer.step()``, on every rank: a parameter of some rank is not finite; or the ranks
+            have made different numbers of steps, or one has left out a batch (see ``skip_step`` of the handle).
+    """
+    given = dict[str, Any](fragments=fragments, delay=delay, compression=compression, on_failure=on_failure)
+    checked = partial(_checked, "local_sgd", optimizer, model, partial(_checked_outer, outer), every, per_rank, **given)
+    if join is not None:
+        return _join(checked(join=join), join, timeout)
+    return _average(checked, process_group, timeout)
+
+
+def elastic_averaging(
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    *,
+    every: int,
+    strength: float = 0.9,
+    per_rank: Iterable[str] = (),
+    process_group: dist.ProcessGroup | None = None,
+    timeout: timedelta | float | None = None,
+) -> LocalAverager:
+    """Let each rank step by itself, and pull it towards a common center after every ``every`` steps (EASGD).
+
+    With a = strength / ranks, rank i's parameters x_i become x_i - a (x_i - c), and the center c becomes c plus a
+    times the sum of (x_i - c) (Zhang, Choromanska and LeCun, "Deep learning with Elastic Averaging SGD", 2015). With
+    momentum in ``optimizer`` this is EAMSGD. The ranks stay different, which explores more. At the end of training,
+    :meth:`LocalAverager.take_center` copies the center to all ranks' parameters.
+
+    Args:
+        optimizer, model, every, per_rank, process_group, timeout: as for :func:`local_sgd`.
+        strength: beta, above 0 and at most 1; the paper has 0.9.
+
+    Raises:
+        TypeError, ValueError, CommError, RuntimeError: as from :func:`local_sgd`.
+    """
+
+    def outer() -> Outer:
+        checks.bounded("strength", strength, "a number above 0 and at most 1", lambda b: 0 < b <= 1)
+        return Elastic(float(strength))
+
+    checked = partial(_checked, "elastic_averaging", optimizer, model, outer, every, per_rank)
+    return _average(checked, process_group, timeout)
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """Checked arguments."""
+
+    call: str
+    optimizer: torch.optim.Optimizer
+    model: torch.nn.Module
+    outer: Outer
+    method: Compression
+    schedule: MeetingSchedule
+    survives: bool
+    named: dict[str, torch.Tensor]
+    per_rank: tuple[str, ...]
+
+    def lines(self) -> Lines:
+        """Return what must be the same on all ranks."""
+        settings = [
+            *(f"every={self.schedule.every}", f"delay={self.schedule.delay}", f"fragments={len(self.schedule.turns)}"),
+            *(f"per_rank={list(self.per_rank)}", f"outer={self.outer!r}", f"compression={self.method!r}"),
+            f"on_failure shrinks: {self.survives}",
+        ]
+        return [
+            ("the version of pycomm", version()),
+            ("the optimizer", type(self.optimizer).__name__),
+            *(("setting", line) for line in settings),
+            *(("parameter", f"{name}: {signature(p)}") for name, p in self.named.items()),
+        ]
+
+    def averager(self, communicator: Communicator, group: ElasticGroup | None) -> LocalAverager:
+        """Make the handle, once the ranks have agreed."""
+        keeps = self.survives and self.schedule.delay > 0
+        parts = _split(self.named, len(self.schedule.turns))
+        fragments = [Fragment(part, self.outer, self.method, keeps) for part in parts]
+        loop = Loop(TrackedParameters(self.model, self.optimizer, self.named, f"{self.call}()"), self.per_rank)
+        buffers = list(self.model.buffers())
+        return LocalAverager(communicator, self.optimizer, fragments, self.schedule, group, buffers, loop)
+
+
+def _checked_outer(outer: Any) -> Outer:
+    if outer is not None and not isinstance(outer, Nesterov):
+        raise TypeError(f"outer is {outer!r}, wanted None or a pycomm.Nesterov, or pycomm.decoupled_sgd()")
+    return outer
+
+
+def _checked(
+    call: str,
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    outer: Callable[[], Outer],
+    every: Any,
+    per_rank: Any,
+    *,
+    fragments: Any = 1,
+    delay: Any = 0,
+    compression: Any = None,
+    on_failure: Any = "raise",
+    join: str | None = None,
+) -> _Settings:
+    optimizer = checked_optimizer(optimizer, model, call)
+    merges, named = outer(), checked_parameters(optimizer, model, every, fragments, f"{call}()")
+    if checks.count("delay", delay, 0) >= every:
+        raise ValueError(f"delay={delay}, wanted less than every={every}: the next meeting would begin before that")
+    method = named_method(compression) or NoCompression()
+    if on_failure not in ("raise", "shrink"):
+        raise ValueError(f'on_failure is {on_failure!r}, wanted "raise" or "shrink"')
+    survives = on_failure == "shrink"
+    if survives and next(iter(named.values())).device.type != "cpu":
+        raise ValueError('on_failure="shrink" requires parameters in CPU memory')
+    if survives:
+        secret()  # newcomers authenticate with it: a malformed one is reported to all ranks
+    if join is not None and not survives:
+        raise ValueError('join requires on_failure="shrink", as the ranks that are there have it')
+    schedule = MeetingSchedule(every, delay, tuple(every * (i + 1) // fragments for i in range(fragments)))
+    names = _checked_per_rank(per_rank, optimizer)
+    return _Settings(call, optimizer, model, merges, method, schedule, survives, named, names)
+
+
+def _checked_per_rank(per_rank: Any, optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    if isinstance(per_rank, str) or not isinstance(per_rank, Iterable):
+        raise TypeError(f'per_rank is {per_rank!r}, wanted names of numbers of parameter groups, like ("lr",)')
+    names = tuple(per_rank)
+    known = {key for group in optimizer.param_groups for key in group} - {"params"}
+    for name in names:
+        if name not in known:
+            raise ValueError(f"per_rank has {name!r}, wanted names out of {', '.join(sorted(known))}")
+    return names
+
+
+def _average(
+    checked: Callable[[], _Settings], process_group: dist.ProcessGroup | None, timeout: timedelta | float | None
+) -> LocalAverager:
+    communicator = Communicator(process_group, timeout)
+    try:
+
+        def compared(settings: _Settings) -> dict[str, list[str]]:
+            lines = settings.lines()
+            return {kind: [text for what, text in lines if what == kind] for kind in ("setting", "parameter")}
+
+        settings = agreed(communicator.channel.all_gather_bytes, attempt(checked), lines=compared)
+        lines = settings.lines()
+        share_tensors(communicator, named_tensors(settings.model), src=0)
+        group = ElasticGroup.found(communicator, lines) if settings.survives else None
+        return settings.averager(communicator, group)
+    except BaseException:
+        communicator.close()
+        raise
+
+
+def _join(settings: _Settings, address: str, timeout: timedelta | float | None) -> LocalAverager:
+    group = ElasticGroup.join(address, settings.lines(), timeout_seconds(timeout))
+    made: LocalAverager | None = None
+    try:
+        made = settings.averager(group.communicator, group)
+        made.share_state(is_newcomer=True)
+        return made
+    except BaseException:
+        if made is not None:
+            made.detach()
+        group.close("it could not join")
+        group.communicator.close()
+        raise
+
+
+def _split(named: Mapping[str, torch.Tensor], count: int) -> list[dict[str, torch.Tensor]]:
+    """Return ``named``, in its order, in ``count`` groups of about equal size. None is empty."""
+    groups: list[dict[str, torch.Tensor]] = []
+    left = sum(p.numel() for p in named.values())
+    rest = list(named.items())
+    for number in range(count, 0, -1):
+        group = [rest.pop(0)]
+        size = group[0][1].numel()
+        while len(rest) >= number and (number == 1 or size + rest[0][1].numel() / 2 <= left / number):
+            size += rest[0][1].numel()
+            group.append(rest.pop(0))
+        groups.append(dict(group))
+        left -= size
+    return groups

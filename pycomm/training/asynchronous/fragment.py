@@ -1,0 +1,406 @@
+"""Fragments: parameters that are averaged together, their state between meetings, and outer optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pycomm import checks
+from pycomm.collectives.bucket import Bucket
+from pycomm.collectives.communicator import Communicator
+from pycomm.collectives.layout import view_like
+from pycomm.collectives.transport.gpu import GpuWork
+from pycomm.compression import Compression
+from pycomm.compression.base import Exchange, Scaling, State
+from pycomm.compression.dense import by_method
+from pycomm.errors import CommError
+from pycomm.worker import Work
+
+
+@dataclass(frozen=True)
+class Nesterov:
+    """Outer optimizer of DiLoCo: SGD with Nesterov momentum on the mean change of the ranks' parameters.
+
+    With w the parameters of the last meeting, and d the mean over the ranks of (w - parameters now):
+    v = momentum * v + d, and the parameters become w - lr * (d + momentum * v) (Douillard et al., "DiLoCo", 2023).
+
+    Args:
+        lr: positive; the paper has 0.7.
+        momentum: from 0 to below 1; the paper has 0.9.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; it is named.
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        checks.real("lr", self.lr, 0.0, or_equal=False)
+        checks.real("momentum", self.momentum, 0.0, 1.0)
+
+    def step(self, anchor: torch.Tensor, velocity: torch.Tensor, moved: torch.Tensor) -> None:
+        """Step the flat ``anchor`` and ``velocity`` by the mean change ``moved``, which may be overwritten."""
+        velocity.mul_(self.momentum).add_(moved)
+        anchor.sub_(moved.add_(velocity, alpha=self.momentum), alpha=self.lr)
+
+    def optimizer(self, params: Iterable[torch.Tensor], num_ranks: int) -> torch.optim.Optimizer:
+        """Return a torch optimizer that takes the same steps with ``.grad``."""
+        return torch.optim.SGD(params, self.lr, self.momentum, nesterov=self.momentum > 0)
+
+
+@dataclass(frozen=True)
+class DelayedNesterov:
+    """Outer optimizer for contributions that arrive one by one: the momentum is updated after several of them.
+
+    The velocity v changes after every n contributions. Each contribution g moves the parameters at once, by
+    lr * (g / n + c * momentum * v). Every n-th contribution first changes v to momentum * v plus the mean of the last
+    n, and then moves the parameters by lr * (g / n + (1 - c * n + c) * momentum * v). With full momentum at each
+    contribution, which are all stale, training diverges (Liu et al., "Asynchronous Local-SGD Training for Language
+    Modeling", 2024, arXiv:2401.09135, algorithm 3).
+
+    Args:
+        lr: positive.
+        momentum: from 0 to below 1.
+        buffer: n, at least 1; the number of ranks if ``None``.
+        activation: c, from 0 to 1 / n: share of the momentum applied at each contribution. The paper has 0.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; it is named.
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+    buffer: int | None = None
+    activation: float = 0.0
+
+    def __post_init__(self) -> None:
+        checks.real("lr", self.lr, 0.0, or_equal=False)
+        checks.real("momentum", self.momentum, 0.0, 1.0)
+        if self.buffer is not None:
+            checks.count("buffer", self.buffer, 1)
+        most = 1.0 / (self.buffer or 1)
+        checks.bounded(
+            "activation", self.activation, f"a number from 0 to 1 / buffer = {most:g}", lambda c: 0 <= c <= most
+        )
+
+    def optimizer(self, params: Iterable[torch.Tensor], num_ranks: int) -> torch.optim.Optimizer:
+        """Return a torch optimizer that takes such a step for the contribution in ``.grad``."""
+        return _DelayedNesterov(params, self, self.buffer or num_ranks)
+
+
+class _DelayedNesterov(torch.optim.Optimizer):
+    def __init__(self, params: Iterable[torch.Tensor], settings: DelayedNesterov, buffer: int) -> None:
+        activation = min(settings.activation, 1.0 / buffer)
+        super().__init__(
+            params, {"lr": settings.lr, "momentum": settings.momentum, "buffer": buffer, "activation": activation}
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            lr, momentum, count, share = (group[key] for key in ("lr", "momentum", "buffer", "activation"))
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state |= {"step": 0, "velocity": torch.zeros_like(p), "sum": torch.zeros_like(p)}
+                state["step"] += 1
+                state["sum"].add_(p.grad)
+                applied = share
+                if state["step"] % count == 0:
+                    state["velocity"].mul_(momentum).add_(state["sum"], alpha=1.0 / count)
+                    state["sum"].zero_()
+                    applied = 1.0 - share * count + share
+                p.sub_(p.grad, alpha=lr / count)
+                if applied:
+                    p.sub_(state["velocity"], alpha=lr * momentum * applied)
+        return loss
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """Outer optimizer of elastic averaging; ``strength`` is beta."""
+
+    strength: float
+
+
+Outer = Nesterov | Elastic | None
+
+Check = Callable[[Communicator], float]
+"""Compares the ranks' loops; raises on all ranks if they do not match, else returns the sum of the weights."""
+
+_LATE = 0.5
+"""Share of a late mean in the mix with parameters stepped meanwhile (Douillard et al., "Streaming DiLoCo", 2025)."""
+
+
+class _FragmentPart:
+    """Parameters of a fragment that share one compression method.
+
+    Attributes:
+        anchor: parameters of the last meeting, or the center of elastic averaging; flat, as the bucket is.
+        velocity: velocity of the outer optimizer, flat; ``None`` if it has none.
+        mean: result of a meeting that is not applied yet, in the bucket's memory or in its own.
+    """
+
+    def __init__(
+        self, names: Sequence[str], params: Sequence[torch.Tensor], method: Compression, has_velocity: bool
+    ) -> None:
+        self.names, self.params, self._method = list(names), list(params), method
+        self.bucket: Bucket
+        self.exchange: Exchange | None = None
+        self._has_velocity = has_velocity
+        self.anchor: torch.Tensor
+        self.velocity: torch.Tensor | None = None
+        self.mean: torch.Tensor | None = None
+        self._kept: torch.Tensor | None = None
+
+    def open(self, communicator: Communicator) -> None:
+        """Make bucket and exchange for ``communicator``; anchor, velocity and residuals are kept."""
+        state: State = {} if self.exchange is None else self.exchange.state()
+        self.bucket = Bucket(self.names, [p.detach() for p in self.params], communicator)
+        if self.exchange is None:
+            self.anchor = torch.empty_like(self.bucket.flat)
+            self.velocity = torch.zeros_like(self.anchor) if self._has_velocity else None
+            for view, p in self.views_of(self.anchor):
+                view.copy_(p)
+        self.exchange = self._method.make(self.bucket, communicator)
+        self.exchange.load_state(state)
+
+    def views_of(self, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return each parameter with its view of ``flat`` before it."""
+        return [(view_like(x, p), p.detach()) for x, p in zip(self.bucket.parts(flat), self.params, strict=True)]
+
+    def fill(self, pull: float) -> None:
+        """Write anchor minus parameters to the bucket; add ``pull`` times that to the parameters."""
+        for view, (before, p) in zip(self.bucket.views, self.views_of(self.anchor), strict=True):
+            torch.sub(before, p, out=view)
+            if pull:
+                p.add_(view, alpha=pull)
+
+    def keep(self) -> None:
+        """Keep a copy of the bucket, for :meth:`restore`."""
+        flat = self.bucket.flat
+        self._kept = flat.clone() if self._kept is None else self._kept.copy_(flat)
+
+    def restore(self) -> None:
+        assert self._kept is not None
+        self.bucket.flat.copy_(self._kept)
+
+
+class Fragment:
+    """Parameters that are averaged together.
+
+    Args:
+        named: the parameters.
+        outer: outer optimizer, which applies the mean.
+        method: compression of the exchange.
+        keeps: whether to keep what was sent, because a meeting may be repeated after further steps.
+
+    Attributes:
+        launched: number of steps at the start of the meeting under way; ``None`` if there is none.
+        num_meetings: number of completed meetings.
+        met_at: number of steps at the last meeting that had no delay; -1 before.
+    """
+
+    def __init__(self, named: Mapping[str, torch.Tensor], outer: Outer, method: Compression, keeps: bool) -> None:
+        params = list(named.values())
+        self.names = names = list(named)
+        self.outer, self.method, self._keeps, self._weight = outer, method, keeps, 1.0
+        self._parts = [
+            _FragmentPart(
+                [names[i] for i in indices], [params[i] for i in indices], chosen, isinstance(outer, Nesterov)
+            )
+            for chosen, indices in by_method(method, params)
+        ]
+        self.launched: int | None = None
+        self.num_meetings, self.met_at = 0, -1
+        self._sent_before = 0
+        self._work: Work | GpuWork | None = None
+
+    @torch.no_grad()
+    def open(self, communicator: Communicator) -> None:
+        """Use ``communicator`` from now on."""
+        self._communicator = communicator
+        self._sent_before += self._sent()
+        for part in self._parts:
+            part.open(communicator)
+
+    @property
+    def params(self) -> list[torch.Tensor]:
+        return [param for part in self._parts for param in part.params]
+
+    def _sent(self) -> int:
+        return sum(part.exchange.bytes_sent for part in self._parts if part.exchange is not None)
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._sent_before + self._sent()
+
+    def steps_since_launch(self, num_steps: int) -> int:
+        """Return how many of ``num_steps`` steps were made since the meeting under way began."""
+        assert self.launched is not None
+        return num_steps - self.launched
+
+    # A meeting.
+
+    @torch.no_grad()
+    def launch(self, check: Check, weight: float, num_steps: int, then: Callable[[], None]) -> None:
+        """Begin a meeting; the communication thread calls ``then`` when it has the mean. Collective."""
+        self.launched, self._weight, self._check = num_steps, weight, check
+        pull = self.outer.strength / self._communicator.size if isinstance(self.outer, Elastic) else 0.0
+        for part in self._parts:
+            part.fill(pull)
+            if self._keeps:
+                part.keep()
+        self._submit(lambda: self._exchange(then))
+
+    @torch.no_grad()
+    def launch_again(self, then: Callable[[], None]) -> None:
+        """Repeat the meeting under way with the same contribution of this rank."""
+        for part in self._parts:
+            if self._keeps:
+                part.restore()
+            else:  # without a delay, the parameters have not changed
+                part.fill(0.0)
+        self._submit(lambda: self._exchange(then))
+
+    def _submit(self, job: Callable[[], None]) -> None:
+        bucket, channel = self._parts[0].bucket, self._communicator.channel
+        if bucket.on_gpu:
+            self._work = channel.submit_on_gpu(bucket.device, job, [], set())
+        else:
+            self._work = channel.submit(job)
+
+    def _exchange(self, then: Callable[[], None]) -> None:
+        total, size = self._check(self._communicator), self._communicator.size
+        scaling = Scaling(size, relative=self._weight * size / total, step=self.num_meetings)
+        for part in self._parts:
+            assert part.exchange is not None
+            part.exchange.exchange(part.bucket.views, scaling)
+        then()
+
+    @property
+    def has_mean(self) -> bool:
+        """Whether the mean of the meeting under way was received."""
+        return self._parts[0].mean is not None
+
+    def receive(self) -> None:
+        """Wait for the mean.
+
+        Raises:
+            CommError: a rank was lost meanwhile.
+            RuntimeError, ValueError: on all ranks: a rank's parameters are not finite, or the ranks' loops do not
+                match (:mod:`pycomm.training.asynchronous.loop`).
+        """
+        assert self._work is not None
+        try:
+            self._work.wait()
+        except CommError:
+            if isinstance(self._work, Work):
+                self._work.forget_trace()  # it would keep the old communicator's memory mapped
+            raise
+        except (RuntimeError, ValueError):
+            self._work = self.launched = None
+            raise
+        self.take_mean()
+
+    def take_mean(self) -> None:
+        """End the exchanges of a meeting that all ranks have completed, and keep the mean."""
+        exchanges = [part.exchange for part in self._parts if part.exchange is not None]
+        finite = all(bool(exchange.finite()) for exchange in exchanges)
+        for exchange in exchanges:
+            exchange.finish(finite)
+        self._work = None
+        if not finite:
+            self.launched = None
+            raise RuntimeError(f"the parameters of the ranks have no mean: {self._nonfinite()}")
+        self.num_meetings += 1
+        for part in self._parts:
+            part.mean = part.bucket.flat
+
+    def _nonfinite(self) -> str:
+        """Name a parameter that is not finite, and its rank. Collective."""
+        named = [(name, p) for part in self._parts for name, p in zip(part.names, part.params, strict=True)]
+        mine = next((name for name, p in named if not torch.isfinite(p).all()), "")
+        for rank, name in enumerate(self._communicator.channel.all_gather_bytes(mine.encode())):
+            if name:
+                return f"{name.decode()!r} is not finite on rank {rank}"
+        return "they are finite, but too large to be added"
+
+    @torch.no_grad()
+    def apply_mean(self, *, is_late: bool) -> None:
+        """Apply the received mean; ``is_late``: the parameters were stepped since the meeting began."""
+        self.launched = None
+        for part in self._parts:
+            moved, part.mean = part.mean, None
+            assert moved is not None
+            if isinstance(self.outer, Elastic):
+                part.anchor.sub_(moved, alpha=self.outer.strength)
+            elif isinstance(self.outer, Nesterov):
+                assert part.velocity is not None
+                self.outer.step(part.anchor, part.velocity, moved)
+            else:
+                part.anchor.sub_(moved)
+        if not isinstance(self.outer, Elastic):
+            self.move_to_anchor(share=_LATE if is_late else 1.0)
+
+    @torch.no_grad()
+    def move_to_anchor(self, share: float = 1.0) -> None:
+        """Move the parameters to the anchor, or by a ``share`` of the way."""
+        for part in self._parts:
+            for value, p in part.views_of(part.anchor):
+                if share == 1.0:
+                    p.copy_(value)
+                else:
+                    p.lerp_(value, share)
+
+    # State.
+
+    @torch.no_grad()
+    def move(self, communicator: Communicator) -> None:
+        """Use the changed ``communicator``; a mean that was received is kept."""
+        for part in self._parts:
+            if part.mean is not None:
+                part.mean = part.mean.clone()
+        self.open(communicator)
+
+    def state(self) -> dict[str, Any]:
+        """Return views of anchors, velocities, unapplied means and this rank's residuals, by parameter."""
+        found: dict[str, Any] = {"anchors": {}, "velocities": {}, "means": {}, "compression": {}}
+        for part in self._parts:
+            for what, flat in (("anchors", part.anchor), ("velocities", part.velocity), ("means", part.mean)):
+                if flat is not None:
+                    views = [view for view, _ in part.views_of(flat)]
+                    found[what] |= dict(zip(part.names, views, strict=True))
+            assert part.exchange is not None
+            found["compression"] |= part.exchange.state()
+        return found
+
+    def shared(self) -> list[torch.Tensor]:
+        """Return the tensors that are equal on all ranks."""
+        flats = [flat for part in self._parts for flat in (part.anchor, part.velocity, part.mean)]
+        return [flat for flat in flats if flat is not None]
+
+    def resume(self, launched: int | None, num_meetings: int) -> None:
+        """Set the counters, and allocate the mean of a meeting under way, for :meth:`load_state` to fill."""
+        self.launched, self.num_meetings = launched, num_meetings
+        for part in self._parts:
+            part.mean = None if launched is None else torch.empty_like(part.anchor)
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Load the states of all fragments, as :meth:`state` returns them, after :meth:`resume`."""
+        for part in self._parts:
+            for what, flat in (("anchors", part.anchor), ("velocities", part.velocity), ("means", part.mean)):
+                if flat is not None:
+                    for name, (view, _) in zip(part.names, part.views_of(flat), strict=True):
+                        view.copy_(state[what][name])
+            assert part.exchange is not None
+            own = {name: state["compression"][name] for name in part.names if name in state["compression"]}
+            part.exchange.load_state(own)

@@ -1,0 +1,206 @@
+"""Gossip: each rank mixes its parameters with a few neighbours, and over several rounds with all (D-PSGD, push-sum)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pycomm import schedule
+from pycomm.agreement import agreed
+from pycomm.collectives.broadcasting import named_tensors, share_tensors, signature
+from pycomm.collectives.communicator import Communicator
+from pycomm.descriptions import counted, tensors_text
+from pycomm.errors import attempt
+from pycomm.optim.attached import forget_averaged, register_averaged
+from pycomm.optim.module_hooks import watch_copies
+from pycomm.optim.parameters import checked_optimizer
+from pycomm.training.asynchronous.averager import checked_parameters
+from pycomm.training.asynchronous.loop import TrackedParameters
+
+_SEGMENT_BYTES = 4 << 20
+"""Bytes mixed at a time, so that buffered messages stay small for any model."""
+
+
+def gossip(
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    *,
+    topology: str | Sequence[Any] = "exponential",
+    every: int = 1,
+    seed: int = 0,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: timedelta | float | None = None,
+) -> Gossip:
+    """Let each rank step by itself, and mix its parameters with a few others' after each ``every`` steps.
+
+    Decentralised parallel SGD (Lian et al., 2017): the bytes a rank sends do not grow with the number of ranks, and a
+    rank waits for its neighbours only. The loop stays ``zero_grad``, ``backward``, ``step``. The ranks' parameters
+    differ, but mixing draws them towards their mean without changing it. Collective: rank 0's parameters are first
+    copied to all ranks.
+
+    Args:
+        optimizer: any torch optimizer; each rank keeps its own state.
+        model: its parameters must all belong to the optimizer, and be all float32 or all float64, in CPU memory.
+        topology: "ring": a third each from both neighbours and this rank. "exponential": half from a rank that is 1,
+            2, 4, ... ranks away, in turns (Assran et al., 2019). "random": pairs, from 64 random pairings in turns. Or
+            a matrix of weights, or several that take turns, where ``w[i][j]`` is rank i's weight for rank j's
+            parameters. Columns must sum to 1. If rows do not, push-sum corrects the weights, so that the ranks still
+            approach their mean. :func:`pycomm.schedule.verify` proves every topology.
+        every: number of steps between mixings; the same on all ranks, which must all make equally many steps.
+        seed: seed of "random".
+        process_group: the ranks; the default group if ``None``.
+        timeout: limit of every wait for a peer; seconds or ``timedelta``. ``None``: the process group's own.
+
+    Raises:
+        TypeError, ValueError: on every rank: an argument is wrong (weights are negative, columns do not sum to 1, or
+            some ranks are never mixed with others), or the ranks differ.
+        CommError: a rank did not come. ``optimizer.step()`` raises it, too, if a neighbour is lost or has failed.
+    """
+    communicator = Communicator(process_group, timeout)
+    try:
+
+        def checked() -> tuple[torch.optim.Optimizer, dict[str, torch.Tensor], schedule.Mixing]:
+            inner = checked_optimizer(optimizer, model, "gossip")
+            named = checked_parameters(inner, model, every, call="gossip()")
+            kind = next(iter(named.values())).device.type
+            if kind != "cpu":
+                raise ValueError(f"parameters are on {kind}, wanted CPU memory")
+            mixing = schedule.mixing(topology, communicator.size, seed)
+            schedule.verify(mixing)
+            return inner, named, mixing
+
+        def lines(found: tuple[object, dict[str, torch.Tensor], schedule.Mixing]) -> dict[str, list[str]]:
+            _, named, mixing = found
+            parameters = [f"{name}: {signature(p)}" for name, p in named.items()]
+            return {"setting": [f"topology={mixing.name}", f"every={every}"], "parameter": parameters}
+
+        gather = communicator.channel.all_gather_bytes
+        optimizer, named, mixing = agreed(gather, attempt(checked), "gossip", lines)
+        share_tensors(communicator, named_tensors(model), src=0)
+        tracked = TrackedParameters(model, optimizer, named, "gossip()")
+        return Gossip(communicator, tracked, mixing, every)
+    except BaseException:
+        communicator.close()
+        raise
+
+
+class Gossip:
+    """Handle of :func:`gossip`, kept alive by the optimizer's hook."""
+
+    def __init__(
+        self, communicator: Communicator, tracked: TrackedParameters, mixing: schedule.Mixing, every: int
+    ) -> None:
+        params = list(tracked.named.values())
+        self._communicator, self._params, self._mixing, self._every = communicator, params, mixing, every
+        self._tracked = tracked
+        # Push-sum: the last element is a mass that starts as 1 and is mixed like the others; the parameters are the
+        # other elements divided by it. So this is exact also for weights such as 1/3, whose rounded sum is not 1.
+        flat = [p.detach().reshape(-1) for p in params]
+        self._mixed = torch.cat([*flat, torch.ones(1, dtype=flat[0].dtype)])
+        parts = torch.split(self._mixed[:-1], [p.numel() for p in params])
+        self._parts = [part.view(p.shape) for part, p in zip(parts, params, strict=True)]
+        self._segments = torch.split(self._mixed, _SEGMENT_BYTES // self._mixed.itemsize)
+        self._incoming = torch.empty_like(self._segments[0])
+        self._num_steps = self._num_mixings = self._bytes = 0
+        self._seconds = 0.0
+        self._hook: Any = tracked.optimizer.register_step_post_hook(self._stepped)
+        self._copies = watch_copies(tracked.model)
+        register_averaged(tracked)
+
+    def __repr__(self) -> str:
+        if self._hook is None:
+            return "Gossip(detached)"
+        ranks, every = counted(self._communicator.size, "rank"), counted(self._every, "step")
+        what = [ranks, self._communicator.transport, tensors_text(self._params), self._mixing.name, f"every {every}"]
+        return f"Gossip({', '.join(what)})"
+
+    def _stepped(self, *_: object) -> None:
+        self._num_steps += 1
+        if self._num_steps % self._every == 0:
+            start = time.perf_counter()
+            self.mix()
+            self._seconds += time.perf_counter() - start
+
+    @torch.no_grad()
+    def mix(self) -> None:
+        """Mix with this round's neighbours. Collective.
+
+        After an error this rank can mix no more, and its neighbours get a CommError.
+
+        Raises:
+            CommError: a neighbour is lost.
+            ValueError: the module or the optimizer has other parameters now.
+        """
+        self._require_attached()
+        try:
+            if problem := self._tracked.problem():
+                raise ValueError(problem)
+            self._catch_up()
+            receivers, kept, sources = self._mixing.round_at(self._num_mixings).part_of(self._communicator.rank)
+            for segment in self._segments:
+                self._mix_segment(segment, receivers, kept, sources)
+        except BaseException as error:  # some segments may be mixed, and others not
+            self._communicator.close(f"its mixing failed: {error}")
+            raise
+        self._num_mixings += 1
+        self._show()
+
+    def _mix_segment(
+        self, segment: torch.Tensor, receivers: list[int], kept: float, sources: list[tuple[int, float]]
+    ) -> None:
+        tag = self._num_mixings % (1 << 29)
+        for peer in receivers:  # this copies it
+            self._communicator.send(segment, peer, tag)
+            self._bytes += segment.nbytes
+        segment.mul_(kept)
+        incoming = self._incoming[: len(segment)]
+        for peer, weight in sources:
+            self._communicator.recv(incoming, peer, tag)
+            segment.add_(incoming, alpha=weight)
+
+    def _catch_up(self) -> None:
+        """Add the steps since the last mixing: part becomes part + (p - part / mass)."""
+        before = 1 - 1 / float(self._mixed[-1])
+        for part, p in zip(self._parts, self._params, strict=True):
+            torch.add(p, part, alpha=before, out=part)
+
+    def _show(self) -> None:
+        mass = float(self._mixed[-1])
+        for part, p in zip(self._parts, self._params, strict=True):
+            torch.div(part, mass, out=p)
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Set all ranks' parameters to their mean, at the end or before an evaluation. Collective."""
+        self._require_attached()
+        self._catch_up()
+        self._communicator.all_reduce(self._mixed, "mean")
+        self._mixed /= float(self._mixed[-1])
+        self._show()
+
+    def stats(self) -> dict[str, Any]:
+        """Return ``steps``, ``mixings``, ``bytes_sent`` and ``wait_seconds``, the time spent mixing."""
+        return {
+            "steps": self._num_steps,
+            "mixings": self._num_mixings,
+            "bytes_sent": self._bytes,
+            "wait_seconds": self._seconds,
+        }
+
+    def detach(self) -> None:
+        """End the mixing, and release the communicator. Idempotent, not collective."""
+        if self._hook is not None:
+            forget_averaged(self._tracked)
+            self._hook.remove()
+            self._hook = None
+            self._copies.remove()
+            self._communicator.close(f"it has ended its training (detach) after step {self._num_steps}")
+
+    def _require_attached(self) -> None:
+        if self._hook is None:
+            raise RuntimeError("this Gossip is detached")

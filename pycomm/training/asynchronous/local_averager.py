@@ -1,0 +1,335 @@
+"""Handle of ``local_sgd`` and ``elastic_averaging``."""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pycomm.collectives.broadcasting import broadcast_tensors
+from pycomm.collectives.communicator import Communicator
+from pycomm.collectives.tensor_memory import shared_parts
+from pycomm.compression.dense import method_text
+from pycomm.descriptions import counted, settings_text, tensors_text
+from pycomm.errors import CommError
+from pycomm.training.asynchronous.averager import Averager, clone_tensors
+from pycomm.training.asynchronous.elastic_group import ElasticGroup
+from pycomm.training.asynchronous.fragment import Fragment
+from pycomm.training.asynchronous.loop import Loop, MeetingCheck
+
+_FORMAT = 2
+
+
+@dataclass(frozen=True)
+class MeetingSchedule:
+    """Schedule of the fragments' meetings.
+
+    Attributes:
+        every: number of steps between meetings of a fragment.
+        delay: number of steps from the beginning of a meeting to its end.
+        turns: for each fragment, the step of a period of ``every`` steps after which it begins to meet.
+    """
+
+    every: int
+    delay: int
+    turns: tuple[int, ...]
+
+    def begin(self, num_steps: int) -> list[int]:
+        """Return the fragments whose meetings begin after ``num_steps`` steps."""
+        phase = (num_steps - 1) % self.every + 1
+        return [i for i, turn in enumerate(self.turns) if turn == phase]
+
+
+@dataclass
+class _Progress:
+    num_steps: int = 0
+
+
+def _end(communicator: Communicator, progress: _Progress) -> None:
+    """Tell waiting ranks that this one's averager or process has ended."""
+    communicator.close(f"it has ended its training after step {progress.num_steps}")
+
+
+class LocalAverager(Averager):
+    """Averager of ranks that wait for each other. All make equally many steps between meetings."""
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        optimizer: torch.optim.Optimizer,
+        fragments: Sequence[Fragment],
+        schedule: MeetingSchedule,
+        group: ElasticGroup | None,
+        buffers: Sequence[torch.Tensor],
+        loop: Loop,
+    ) -> None:
+        self._communicator, self._schedule, self._group = communicator, schedule, group
+        self._fragments, self._buffers = list(fragments), list(buffers)
+        for fragment in self._fragments:
+            fragment.open(communicator)
+        self._under_way: list[tuple[int, Fragment]] = []  # meetings by number, the oldest first
+        self._num_launched = self._num_committed = 0
+        self._invitations: dict[int, int] = {}  # join requests by the meetings that announced them
+        self._invited = 0  # join request to admit after this step; 0 for none
+        self._num_meetings = self._num_skipped = 0
+        self._progress = _Progress()
+        self._finalizer = weakref.finalize(self, _end, communicator, self._progress)
+        self._is_new, self._seconds = False, 0.0  # a new rank has hyperparameters of its own
+        super().__init__(optimizer, loop)
+
+    @property
+    def _num_steps(self) -> int:
+        return self._progress.num_steps
+
+    @property
+    def world(self) -> tuple[int, ...]:
+        """Ranks that take part, by the numbers that they got when they joined. It changes with "shrink" only."""
+        return tuple(range(self._communicator.size)) if self._group is None else self._group.world
+
+    def _description(self) -> str:
+        fragments, schedule = self._fragments, self._schedule
+        params = tensors_text(param for fragment in fragments for param in fragment.params)
+        outer, delay = fragments[0].outer, f" with a delay of {schedule.delay}" if schedule.delay else ""
+        what = [
+            *(counted(len(self.world), "rank"), self._communicator.transport),
+            f"{params} in {counted(len(fragments), 'fragment')}",
+            f"every {counted(schedule.every, 'step')}{delay}",
+            *([] if outer is None else [settings_text(outer)]),
+            method_text(fragments[0].method),
+        ]
+        return ", ".join(what)
+
+    # Meetings.
+
+    def _skipped(self) -> None:
+        self._num_skipped += 1
+        self._stepped()
+
+    def _refused(self, problem: str) -> None:
+        self._leave(problem)
+
+    def _stepped(self) -> None:
+        start = time.perf_counter()
+        self._progress.num_steps += 1
+        delay = self._schedule.delay
+        while self._under_way and self._under_way[0][1].steps_since_launch(self._num_steps) >= delay:
+            self._end_oldest_meeting(is_late=True)
+        for index in self._schedule.begin(self._num_steps):
+            self._begin_meeting(index)
+            if delay == 0:
+                self._end_oldest_meeting()
+        if self._invited:  # last, as the new rank continues with the next step
+            self._admit_newcomer()
+        self._seconds += time.perf_counter() - start
+
+    def _begin_meeting(self, index: int) -> None:
+        self._num_launched += 1
+        fragment = self._fragments[index]
+        self._under_way.append((self._num_launched, fragment))
+        report, steps = self._loop.report(), self._num_steps
+        check = MeetingCheck(self._weight, self._num_launched, index, steps, self._num_skipped, self._is_new, report)
+        fragment.launch(
+            lambda communicator: check.compare(communicator, self.world),
+            self._weight,
+            steps,
+            functools.partial(self._commit, self._num_launched),
+        )
+
+    def _commit(self, number: int) -> None:
+        """Count the meeting, once all ranks have its mean; on the communication thread."""
+        if self._group is not None:
+            self._invitations[number] = self._group.commit()
+        self._num_committed = number
+
+    def _end_oldest_meeting(self, *, is_late: bool = False) -> None:
+        number, fragment = self._under_way[0]
+        try:
+            self._receive(fragment)
+        finally:
+            del self._under_way[0]
+        fragment.apply_mean(is_late=is_late)
+        if not is_late:
+            fragment.met_at = self._num_steps
+        self._num_meetings += 1
+        self._invited = self._invitations.pop(number, 0) or self._invited
+
+    def _receive(self, fragment: Fragment) -> None:
+        while not fragment.has_mean:
+            try:
+                fragment.receive()
+            except CommError as error:
+                self._recover(_in_meeting(error, self._num_steps))
+
+    def _recover(self, error: CommError) -> None:
+        """Continue among the remaining ranks, and repeat incomplete meetings; or raise ``error``."""
+        if self._group is None:
+            raise error
+
+        def catch_up(committed: int) -> None:
+            for number, fragment in self._under_way:
+                if number <= committed and not fragment.has_mean:
+                    fragment.take_mean()
+
+        self._num_committed = self._group.recover(error, self._num_committed, catch_up)
+        self._move()
+
+    def _move(self) -> None:
+        for fragment in self._fragments:
+            fragment.move(self._communicator)
+        for number, fragment in self._under_way:
+            if not fragment.has_mean:
+                fragment.launch_again(functools.partial(self._commit, number))
+
+    # Newcomers.
+
+    def _admit_newcomer(self) -> None:
+        number, self._invited = self._invited, 0
+        for _, fragment in self._under_way:  # these meetings are of the old group
+            self._receive(fragment)
+        assert self._group is not None
+        try:
+            self._group.admit(number)
+            self._move()
+            self.share_state(is_newcomer=False)
+        except CommError as error:
+            self._recover(error)
+
+    @torch.no_grad()
+    def share_state(self, *, is_newcomer: bool) -> None:
+        """Send the group's state to a new rank. Collective, with the new rank; meetings under way have their means."""
+        mine = json.dumps(self._counters()).encode() if self._communicator.rank == 0 else b""
+        counters = json.loads(self._communicator.channel.all_gather_bytes(mine)[0])
+        if is_newcomer:
+            self._resume(counters)
+            self._is_new = True
+        for fragment in self._fragments:
+            broadcast_tensors(self._communicator, fragment.shared(), src=0)
+            if is_newcomer:
+                fragment.move_to_anchor()
+        buffers = shared_parts(self._buffers)
+        broadcast_tensors(self._communicator, buffers if is_newcomer else [b.clone() for b in buffers], src=0)
+
+    def _counters(self) -> dict[str, Any]:
+        places = [[number, self._fragments.index(fragment)] for number, fragment in self._under_way]
+        return {
+            "steps": self._num_steps,
+            "launched": self._num_launched,
+            "under_way": places,
+            "fragments": [[fragment.launched, fragment.num_meetings] for fragment in self._fragments],
+        }
+
+    def _resume(self, counters: dict[str, Any]) -> None:
+        """Continue from the counters of another rank or of an earlier run; meetings under way have their means."""
+        self._loop.exclude_counts()  # they do not begin at a meeting
+        self._progress.num_steps, self._num_launched = counters["steps"], counters["launched"]
+        self._num_committed = self._num_launched
+        self._under_way = [(number, self._fragments[index]) for number, index in counters["under_way"]]
+        for fragment, (launched, num_meetings) in zip(self._fragments, counters["fragments"], strict=True):
+            fragment.resume(launched, num_meetings)
+
+    # What users call.
+
+    def meet(self) -> None:
+        """Average all fragments that have not met since the last step, as at the end of training. Collective."""
+        self._require_attached()
+        start = time.perf_counter()
+        while self._under_way:
+            self._end_oldest_meeting(is_late=True)
+        for index, fragment in enumerate(self._fragments):
+            if fragment.met_at != self._num_steps:  # else momentum would move it again without a new step
+                self._begin_meeting(index)
+                self._end_oldest_meeting()
+        self._seconds += time.perf_counter() - start
+
+    def take_center(self) -> None:
+        """Set the parameters to the center, or to those of the last meeting; the same on all ranks."""
+        self._require_attached()
+        for fragment in self._fragments:
+            fragment.move_to_anchor()
+
+    def stats(self) -> dict[str, Any]:
+        """Return ``steps``, ``meetings`` (of fragments), ``bytes_sent``, ``wait_seconds`` and ``skipped``.
+
+        ``wait_seconds`` is the time in meetings; ``skipped`` counts the steps skipped by a loss scaler or
+        :meth:`skip_step`. With "shrink" also ``changes``, a dict for each change of the group: ``world``, the ranks
+        after it, and either ``joined``, the new rank, or ``left``, the fates of lost ranks, and ``seconds``.
+        """
+        stats = {
+            "steps": self._num_steps,
+            "skipped": self._num_skipped,
+            "meetings": self._num_meetings,
+            "bytes_sent": sum(fragment.bytes_sent for fragment in self._fragments),
+            "wait_seconds": self._seconds,
+        }
+        return stats if self._group is None else {**stats, "changes": list(self._group.events)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return counters, and by parameter its value at its last meeting, outer velocity and residual.
+
+        All but the residuals of compression is equal on all ranks. Waits for meetings under way. It loads with
+        ``torch.load(weights_only=True)``.
+        """
+        self._require_attached()
+        for _, fragment in self._under_way:
+            self._receive(fragment)
+        return {"format": _FORMAT, "counters": self._counters(), **clone_tensors(self._state())}
+
+    def _state(self) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {}
+        for fragment in self._fragments:
+            for what, entries in fragment.state().items():
+                found.setdefault(what, {}).update(entries)
+        return found
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` has returned. The parameters stay as they are: load the model's own state.
+
+        Raises:
+            ValueError: it is of other parameters, or was saved with other settings. Nothing is changed then.
+        """
+        self._require_attached()
+        _check_state(state, self._state(), self._fragments)
+        self._resume(state["counters"])
+        for fragment in self._fragments:
+            fragment.load_state(state)
+
+    def _release(self) -> None:
+        self._leave(f"it has ended its training (detach) after step {self._num_steps}")
+
+    def _leave(self, reason: str) -> None:
+        if self._group is not None:
+            self._group.close(reason)
+        self._communicator.close(reason)
+        self._finalizer.detach()
+
+
+def _in_meeting(error: CommError, num_steps: int) -> CommError:
+    """Return ``error`` with the step of the meeting in its text."""
+    waits = f"{error} (rank {error.rank} waits in the meeting after step {num_steps})"
+    made = CommError(waits, rank=error.rank, peer=error.peer, operation=error.operation, elapsed=error.elapsed)
+    made.__cause__ = error.__cause__
+    return made
+
+
+def _check_state(state: dict[str, Any], current: dict[str, Any], fragments: Sequence[Fragment]) -> None:
+    """Raise ValueError if ``state`` cannot replace ``current``."""
+    wanted = {"format", "counters", *current}
+    if not isinstance(state, dict) or state.keys() != wanted or state["format"] != _FORMAT:
+        raise ValueError("state is not a LocalAverager.state_dict()")
+    for what in ("anchors", "velocities"):
+        if {n: t.shape for n, t in state[what].items()} != {n: t.shape for n, t in current[what].items()}:
+            raise ValueError(f"state[{what!r}] is of other parameters, or of another outer optimizer")
+    if state["compression"].keys() != current["compression"].keys():
+        raise ValueError("state['compression'] is of another compression")
+    number = len(state["counters"]["fragments"])
+    if number != len(fragments):
+        raise ValueError(f"state is of {number} fragments, not {len(fragments)}")
+    under_way = [fragments[index] for _, index in state["counters"]["under_way"]]
+    if state["means"].keys() != {name for fragment in under_way for name in fragment.names}:
+        raise ValueError("state lacks the means of meetings that were under way")

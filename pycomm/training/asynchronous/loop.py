@@ -1,0 +1,434 @@
+"""Training loop of a rank that averages less often: checks of its parameters, and of batches that it left out."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from pycomm.collectives.communicator import Communicator
+from pycomm.descriptions import name_ranks
+from pycomm.optim.attached import forget_averaged, register_averaged
+from pycomm.optim.hyperparameters import Hyperparameters, Numbers, first_difference
+from pycomm.optim.loop_index import LoopIndex
+from pycomm.optim.module_hooks import AfterForward, BeforeForward, ZeroGradHook, forget_original, watch_copies
+from pycomm.optim.skips import listen_to_skips, stop_listening
+from pycomm.torch_internals import Places, current_graph_task, version_of
+
+_ATTACH = "detach(), and call {} again with the module and the optimizer that are trained now"
+_LOOKED_AT = 8
+"""Approximate number of parameters whose versions are compared."""
+_MOST_WRITES = 8
+"""Most changes of the parameters between two steps: SAM and Reptile make some on purpose."""
+
+
+class TrackedParameters:
+    """Parameters of one module and one optimizer that ranks average.
+
+    Args:
+        named: the parameters by name.
+        what: name of the public function that averages them, for errors.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, named: Mapping[str, torch.Tensor], what: str
+    ) -> None:
+        self.model, self.optimizer, self.named, self.what = model, optimizer, dict(named), what
+        self.advice = _ATTACH.format(what)
+        self._own = {id(p) for p in named.values()}
+        self._places = Places(model)
+        self._groups = [list(group["params"]) for group in optimizer.param_groups]
+
+    def knows(self, param: torch.Tensor) -> bool:
+        return id(param) in self._own
+
+    def problem_of_optimizer(self) -> str:
+        """Return what is wrong with the parameters in the optimizer's groups; "" if nothing is."""
+        groups = [group["params"] for group in self.optimizer.param_groups]
+        same_sizes = list(map(len, groups)) == list(map(len, self._groups))
+        if same_sizes and all(map(operator.is_, itertools.chain(*groups), itertools.chain(*self._groups))):
+            return ""
+        held = {id(p) for group in groups for p in group}
+        known = self._own | {id(p) for group in self._groups for p in group}
+        new = [p for group in groups for p in group if id(p) not in known]
+        if new:
+            what = f"the optimizer has {len(new)} parameters that are not averaged, the first of shape"
+            return f"{what} {list(new[0].shape)}: they were added since. {self.advice}"
+        lost = [name for name, p in self.named.items() if id(p) not in held]
+        if lost:
+            return f"parameter {lost[0]!r} is averaged, and no longer in the optimizer. {self.advice}"
+        self._groups = [list(group) for group in groups]  # only their order has changed
+        return ""
+
+    def problem_at_forward(self) -> str:
+        """Return what is wrong with the module's parameters; "" if nothing is. Cheap while none was replaced."""
+        if self._places.are_unchanged():
+            return ""
+        problem = self.problem_of_model()
+        if not problem:  # parametrizations and pruning have renamed some
+            self._places = Places(self.model)
+        return problem
+
+    def problem_of_model(self) -> str:
+        """Return what is wrong with the module's parameters; "" if nothing is."""
+        here = dict(self.model.named_parameters())
+        ids = {id(p) for p in here.values()}
+        lost = [name for name, p in self.named.items() if id(p) not in ids]
+        new = [name for name, p in here.items() if p.requires_grad and id(p) not in self._own]
+        if lost and lost[0] in here:
+            what = f"parameter {lost[0]!r} of the module is another one than the one that is averaged"
+            return f"{what}: it was replaced. {self.advice}"
+        if new:
+            return f"parameter {new[0]!r} of the module is trained, and not averaged: it is new. {self.advice}"
+        if lost:
+            return f"parameter {lost[0]!r} is averaged, and no longer in the module. {self.advice}"
+        return ""
+
+    def problem(self) -> str:
+        return self.problem_of_optimizer() or self.problem_of_model()
+
+
+class GroupNumbers:
+    """Numbers of the optimizer's groups that must be the same on all ranks.
+
+    Numbers that the optimizer itself changes (the ``d`` of Prodigy) are left out: they follow from gradients, which
+    differ between ranks.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, per_rank: Iterable[str]) -> None:
+        self._optimizer, self._per_rank = optimizer, frozenset(per_rank)
+        self._reader = Hyperparameters(optimizer, self._per_rank)
+        self._before: list[dict[str, Any]] = []
+        self.own: set[str] = set()
+
+    def before_step(self) -> None:
+        self._before = [_plain(group) for group in self._optimizer.param_groups]
+
+    def after_step(self) -> None:
+        """Leave out the numbers that the step has changed."""
+        changed: set[str] = set()
+        for before, group in zip(self._before, self._optimizer.param_groups, strict=False):
+            after = _plain(group)
+            if after != before:
+                changed |= {key for key, value in after.items() if key in before and value != before[key]}
+        if changed - self.own:
+            self.own |= changed
+            self._reader = Hyperparameters(self._optimizer, self._per_rank | self.own)
+
+    def groups(self) -> list[Numbers]:
+        return self._reader.groups()
+
+    def digest(self) -> int:
+        """Return a 63-bit hash of the numbers."""
+        text = repr([sorted(numbers.items()) for numbers in self.groups()])
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if type(value) in (int, float)}
+
+
+@dataclass(frozen=True)
+class MeetingReport:
+    """State of a rank's loop at a meeting.
+
+    Attributes:
+        unused: number of forwards without a backward since the last meeting; -1 to skip the comparison.
+        zero_grads: number of calls of ``zero_grad`` since the last meeting; -1 to skip the comparison.
+        digest: hash of ``groups``.
+        groups: numbers of the optimizer's groups.
+        own: keys of numbers that the optimizer itself changes, which are not compared.
+        problem: what is wrong with the parameters; "" if nothing is.
+    """
+
+    unused: int
+    zero_grads: int
+    digest: int
+    groups: list[Numbers]
+    own: Collection[str]
+    problem: str
+
+
+class Loop:
+    """Loop of this rank, watched by hooks of the optimizer, its ``zero_grad``, the module and loss scalers.
+
+    Args:
+        tracked: the parameters, with their module and optimizer.
+        per_rank: keys of groups whose numbers may differ between ranks.
+    """
+
+    def __init__(self, tracked: TrackedParameters, per_rank: Iterable[str] = ()) -> None:
+        self.tracked, self.numbers = tracked, GroupNumbers(tracked.optimizer, per_rank)
+        self._model, self._optimizer = tracked.model, tracked.optimizer
+        self._index, self._in_step, self._is_excluded = LoopIndex(), False, False
+        self._foreign_writes = ForeignWrites(tracked)
+        self._handles: list[Any] = []
+        self._refused: Callable[[str], None] = lambda _: None
+
+    def watch(self, stepped: Callable[[], None], skipped: Callable[[], None], refused: Callable[[str], None]) -> None:
+        """Install the hooks.
+
+        Args:
+            stepped: called after each step.
+            skipped: called when a loss scaler skips a step; a bound method, held weakly.
+            refused: called with the problem before this rank raises an error about its parameters.
+        """
+
+        def before(*_: object) -> None:
+            self._require(self.tracked.problem_of_optimizer())
+            self._in_step = True
+            self.numbers.before_step()
+
+        def after(*_: object) -> None:
+            self._in_step = False
+            self.numbers.after_step()
+            stepped()
+            self._foreign_writes.begin()
+
+        self._refused = refused
+        forget_original(self._model)
+        self._handles = [
+            self._optimizer.register_step_pre_hook(before),
+            self._optimizer.register_step_post_hook(after),
+            self._model.register_forward_pre_hook(BeforeForward(self._before_forward, watches_copies=True)),
+            self._model.register_forward_hook(AfterForward(self._forwarded)),
+            ZeroGradHook(self._optimizer, self._zeroed),
+        ]
+        listen_to_skips(self._optimizer, skipped)
+        register_averaged(self.tracked)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        forget_averaged(self.tracked)
+        for handle in self._handles:
+            handle.remove()
+        stop_listening(self._optimizer)
+
+    def _require(self, problem: str) -> None:
+        if problem:
+            self._refused(problem)
+            raise ValueError(problem)
+
+    def _before_forward(self) -> None:
+        if current_graph_task() < 0 and self._is_training():
+            self._require(self.tracked.problem_at_forward() or self._foreign_writes.problem())
+
+    def _is_training(self) -> bool:
+        return self._model.training and torch.is_grad_enabled() and not self._in_step
+
+    def _zeroed(self) -> None:
+        if not self._in_step:  # an optimizer may evaluate a closure any number of times
+            self._index.num_zero_grads += 1
+
+    def _forwarded(self, output: Any) -> None:
+        if current_graph_task() < 0 and not self._in_step:
+            self._index.note_forward(output)
+
+    def report(self) -> MeetingReport:
+        """Return the loop's state, and restart its counts."""
+        numbers, own = self.numbers, frozenset(self.numbers.own)
+        unused, zero_grads = (-1, -1) if self._is_excluded else (self._index.num_unused, self._index.num_zero_grads)
+        self._index.restart()
+        self._is_excluded = False
+        return MeetingReport(unused, zero_grads, numbers.digest(), numbers.groups(), own, self.tracked.problem())
+
+    def exclude_counts(self) -> None:
+        """Exclude the counts since the last report from the next comparison."""
+        self._is_excluded = True
+
+
+class ForeignWrites:
+    """Detects that something other than the optimizer steps the parameters, so that ranks would never meet."""
+
+    def __init__(self, tracked: TrackedParameters) -> None:
+        self._advice = tracked.advice
+        params = list(tracked.named.values())
+        self._some = params[:: max(1, len(params) // _LOOKED_AT)]
+        self.begin()
+
+    def begin(self) -> None:
+        """Restart the count, after a step of the optimizer."""
+        self._num_writes, self._version = 0, self._versions()
+
+    def _versions(self) -> int:
+        return sum(map(version_of, self._some))
+
+    def problem(self) -> str:
+        """Count a change since the last call; return what is wrong, "" if nothing is."""
+        version = self._versions()
+        if version == self._version:
+            return ""
+        self._version = version
+        self._num_writes += 1
+        if self._num_writes < _MOST_WRITES:
+            return ""
+        return (
+            f"something else has changed the parameters {self._num_writes} times since the last step of the optimizer "
+            f"whose steps are counted, and ranks meet after its steps only: another optimizer? {self._advice}"
+        )
+
+
+_LEFT_OUT = (
+    "Ranks would average what they made of other batches. A rank without a usable batch calls averager.skip_step() "
+    "in place of the rest of its step. A forward that is no training step belongs in torch.no_grad(), or after "
+    "model.eval()"
+)
+
+
+@dataclass(frozen=True)
+class MeetingCheck:
+    """Message of this rank at the beginning of a meeting.
+
+    Its row of int64: the weight's float64 bits, meeting number and fragment in one word, steps, forwards without
+    backward, calls of ``zero_grad``, digest of the hyperparameters, whether there is a problem, whether it is new.
+
+    Attributes:
+        skipped: number of steps that a loss scaler or ``skip_step`` has skipped.
+    """
+
+    weight: float
+    meeting: int
+    fragment: int
+    steps: int
+    skipped: int
+    is_new: bool
+    report: MeetingReport
+
+    def compare(self, communicator: Communicator, world: Sequence[int]) -> float:
+        """Return the sum of all weights. Collective.
+
+        Args:
+            communicator: the ranks.
+            world: their numbers, for errors.
+
+        Raises:
+            RuntimeError, ValueError: on all ranks: their rows do not match, or one has a problem.
+        """
+        row = self._row()
+        gathered = np.empty(communicator.size * len(row), np.int64)
+        communicator.all_gather(gathered, row)
+        rows = gathered.reshape(-1, len(row))
+        if self._differ(rows):
+            self._explain(communicator, dict(zip(world, rows.tolist(), strict=True)))
+        return float(rows[:, 0].copy().view(np.float64).sum())
+
+    def _row(self) -> np.ndarray:
+        weight = int(np.array([self.weight]).view(np.int64)[0])
+        where = self.meeting << 16 | self.fragment
+        report = self.report
+        counts = where, self.steps, report.unused, report.zero_grads
+        return np.array([weight, *counts, report.digest, bool(report.problem), self.is_new], np.int64)
+
+    @staticmethod
+    def _differ(rows: np.ndarray) -> bool:
+        digests, loops = rows[rows[:, 7] == 0, 5], rows[rows[:, 3] >= 0, 3:5]
+        alike = (rows[:, 1:3] == rows[0, 1:3]).all() and (loops == loops[:1]).all() and (digests == digests[:1]).all()
+        return not alike or bool(rows[:, 6].any())
+
+    def _explain(self, communicator: Communicator, rows: Mapping[int, list[int]]) -> None:
+        """Raise the error that names the difference; return if only numbers differ that ``own`` excludes."""
+        report = self.report
+        groups = None if self.is_new else report.groups
+        mine = json.dumps([report.problem, self.skipped, groups, sorted(report.own)]).encode()
+        received = [json.loads(message) for message in communicator.channel.all_gather_bytes(mine)]
+        by_rank = dict(zip(rows, received, strict=True))
+        for rank, (problem, *_) in by_rank.items():
+            if problem:
+                raise ValueError(f"rank {rank}: {problem}")
+        steps = {rank: row[2] for rank, row in rows.items()}
+        made = ", ".join(
+            f"rank {rank} {count}" + (f" ({by_rank[rank][1]} of them left out)" if by_rank[rank][1] else "")
+            for rank, count in steps.items()
+        )
+        if len(set(steps.values())) > 1:
+            behind = [rank for rank, count in steps.items() if count < max(steps.values())]
+            raise RuntimeError(
+                f"ranks meet that have made different numbers of steps: {name_ranks(behind)} "
+                f"{'is' if len(behind) == 1 else 'are'} behind. Steps made: {made}. {_LEFT_OUT}"
+            )
+        _raise_left_out({rank: row[3] for rank, row in rows.items()}, made, "forwards that no backward() followed")
+        _raise_left_out({rank: row[4] for rank, row in rows.items()}, made, "calls of optimizer.zero_grad()")
+        meetings = {rank: row[1] >> 16 for rank, row in rows.items()}
+        if len({row[1] for row in rows.values()}) > 1:
+            raise RuntimeError(f"ranks are in different meetings: {meetings} by rank. Steps made: {made}")
+        own = {key for *_, keys in by_rank.values() for key in keys}
+        _raise_different({rank: _without(groups, own) for rank, (_, _, groups, _) in by_rank.items()})
+
+
+def _raise_left_out(counts: Mapping[int, int], made: str, what: str) -> None:
+    counts = {rank: count for rank, count in counts.items() if count >= 0}
+    if len(set(counts.values())) < 2:
+        return
+    most = [rank for rank, count in counts.items() if count > min(counts.values())]
+    by_rank = ", ".join(f"rank {rank} {count}" for rank, count in counts.items())
+    raise RuntimeError(
+        f"{name_ranks(most)} left out a batch since the last meeting: {what}: {by_rank}. "
+        f"Steps made: {made}. {_LEFT_OUT}"
+    )
+
+
+def _without(groups: list[Numbers] | None, keys: Collection[str]) -> list[Numbers] | None:
+    if groups is None:
+        return None
+    return [{key: number for key, number in group.items() if key not in keys} for group in groups]
+
+
+def _raise_different(groups: Mapping[int, list[Numbers] | None]) -> None:
+    found = first_difference(list(groups.values()))
+    if found is None:
+        return
+    index, key, values = found
+    by_rank = ", ".join(
+        f"{value!r} on rank {rank}"
+        for (rank, own), value in zip(groups.items(), values, strict=True)
+        if own is not None
+    )
+    raise ValueError(
+        f"the ranks' optimizers differ: {key!r} of parameter group {index} is {by_rank}. Change it on all ranks alike, "
+        f'or write per_rank=("{key}",) if it is meant to differ'
+    )
+
+
+class WorkerParameters:
+    """Parameters of a parameter server's worker, checked between pull and push. A worker never steps its optimizer."""
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, named: Mapping[str, torch.Tensor]
+    ) -> None:
+        self._tracked = TrackedParameters(model, optimizer, named, "parameter_server()")
+        self._reader = Hyperparameters(optimizer)
+        self._copies = watch_copies(model)
+        register_averaged(self._tracked)
+        self.remember_numbers()
+
+    def remember_numbers(self) -> None:
+        """Take the present numbers of the parameter groups for the servers'."""
+        self._numbers = self._reader.groups()
+
+    def require_unchanged(self) -> None:
+        """Raise ValueError if the module or the optimizer has other parameters now."""
+        if problem := self._tracked.problem():
+            raise ValueError(problem)
+
+    def require_same_numbers(self) -> None:
+        """Raise ValueError if parameters were replaced, or the groups' numbers differ from the servers'."""
+        self.require_unchanged()
+        found = first_difference([self._numbers, self._reader.groups()])
+        if found is not None:
+            index, key, (before, now) = found
+            raise ValueError(
+                f"{key!r} of parameter group {index} was changed on this worker, from {before!r} to {now!r}, and the "
+                "servers step: a schedule belongs in server.schedule(). Nothing was pushed"
+            )
+
+    def close(self) -> None:
+        """Stop the checks: copies may be trained, and something else may average the parameters."""
+        forget_averaged(self._tracked)
+        self._copies.remove()

@@ -1,0 +1,382 @@
+"""Parameter server: some ranks hold the parameters; the others compute gradients, each at its own speed."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pycomm.checks import bounded, positive
+from pycomm.collectives.transport import rendezvous
+from pycomm.compression import Compression
+from pycomm.compression.dense import method_text
+from pycomm.deprecated import Moved, Old, renamed
+from pycomm.descriptions import counted, settings_text, tensors_text
+from pycomm.optim.attached import refuse_second_average
+from pycomm.optim.fused import RULES, require_fusable
+from pycomm.optim.parameters import checked_optimizer
+from pycomm.training.asynchronous.core import Core, Piece, ShardOptimizer, shard_dtype
+from pycomm.training.asynchronous.loop import WorkerParameters
+from pycomm.training.asynchronous.modes import Compensator, Mode, mode_of
+from pycomm.training.asynchronous.packing import Packer, Unpackers
+from pycomm.training.asynchronous.server_meeting import ServerMeeting
+from pycomm.training.asynchronous.serving import Serving
+from pycomm.training.asynchronous.settings import (
+    ServerFiles,
+    ServerSettings,
+    checked_parameters,
+    checked_settings,
+    lines_of,
+    shards_of,
+    state_spec_of,
+)
+from pycomm.training.asynchronous.wire import SharedMemory
+from pycomm.training.asynchronous.worker import ServerLink
+
+_TRACED = frozenset(("trace", "replay"))
+
+
+@renamed(
+    Moved(lambda kwargs: not _TRACED.isdisjoint(kwargs), lambda: traced),
+    mode=Old(("staleness", "compensation", "quorum", "backup"), mode_of, short=str),
+)
+def parameter_server(
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    *,
+    servers: int = 1,
+    mode: Mode | str = "async",
+    compression: Compression | str | None = None,
+    checkpoint: str | Path | None = None,
+    timeout: timedelta | float | None = None,
+) -> ParameterServer:
+    """Train with a parameter server: ranks 0 to ``servers - 1`` hold and step the parameters, the others are workers.
+
+    Call it on every rank, with equal arguments and equal models. A worker calls ``pull()``, ``loss.backward()`` and
+    ``push()``, or runs its step inside ``with server.step():``; it never steps its own optimizer. A serving rank calls
+    ``close()``, which serves until every worker has closed. A process that starts later becomes another worker: it
+    requires no process group, but ``MASTER_ADDR``, ``MASTER_PORT`` and ``WORLD_SIZE`` in its environment, as torchrun
+    sets them. With the ``RANK`` of a process that has died, it takes that process's place.
+
+    Args:
+        optimizer: steps on the servers, by pycomm's kernels where :func:`pycomm.fuse` supports its class. From then
+            on, a serving rank's optimizer holds the parameters of its shard only.
+        model: its parameters must all belong to the optimizer, be of one dtype and in CPU memory. For float16 and
+            bfloat16 parameters, the servers hold and step float32 ones, and workers get them rounded.
+        servers: number of serving ranks. Each holds an equal part of the parameters' bytes. Parameters themselves are
+            cut only if the optimizer is known to update each element independently.
+        mode: which gradients make an update, and which workers wait: :class:`pycomm.Async`,
+            :class:`pycomm.StaleSynchronous`, :class:`pycomm.SoftSync` or :class:`pycomm.Sync`. "async" and "sync" are
+            short for the first and the last without options.
+        compression: method, or its name, by which gradients travel; over the connection even on one host. Residuals
+            stay with the worker. For each worker, a server requires the memory of the method's state and a bucket, 8
+            bytes per parameter for most methods. Parameters are then cut only at their borders.
+        checkpoint: folder in which servers record each event before they acknowledge it. A restarted server continues
+            from there without loss, and workers wait for it. All ranks must name the same folder.
+        timeout: limit of every wait for a peer; seconds or ``timedelta``. ``None``: the process group's own.
+
+    Raises:
+        RuntimeError: there is neither a process group nor the environment of torchrun.
+        TypeError, ValueError: on every rank: an argument is wrong; arguments, or names, shapes, dtypes or values of
+            parameters differ between ranks; a serving rank's optimizer has a replaced ``step``, as after an earlier
+            ``parameter_server``; or a server cannot open one of its files, or it is damaged (the error names it).
+        CommError: a rank did not come.
+    """
+    return traced(
+        *(optimizer, model),
+        servers=servers,
+        mode=mode,
+        compression=compression,
+        checkpoint=checkpoint,
+        timeout=timeout,
+    )
+
+
+def traced(
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    *,
+    trace: str | Path | None = None,
+    replay: str | Path | None = None,
+    timeout: timedelta | float | None = None,
+    **options: Any,
+) -> ParameterServer:
+    """Do the same as :func:`parameter_server`, and write or replay traces. For tests and debugging.
+
+    Args:
+        optimizer, model, timeout, options: as for :func:`parameter_server`.
+        trace: file to which a server writes the order of events. The server's number is added to the name.
+        replay: such a file; the servers repeat its order of events, with the same bits.
+    """
+    meeting, lines, problem = ServerMeeting(timeout), list[str](), None
+    files: ServerFiles | None = None
+    try:
+        optimizer = checked_optimizer(optimizer, model, "parameter_server")
+        settings = checked_settings(meeting.size, meeting.timeout, trace=trace, replay=replay, **options)
+        named = checked_parameters(optimizer, model)
+        refuse_second_average(named, "parameter_server()")
+        if settings.compression is not None:
+            settings.compression.check(optimizer)
+        lines = lines_of(settings, optimizer, named)
+        shards = shards_of(settings, optimizer, list(named.values()))
+        if 0 <= meeting.rank < settings.servers:
+            if type(optimizer) in RULES:  # the server will fuse it
+                require_fusable(optimizer)
+            dtype = next(iter(named.values())).dtype
+            wanted = state_spec_of(settings, optimizer, shards[meeting.rank], dtype)
+            files = ServerFiles(settings, meeting.rank, wanted)
+    except Exception as error:  # a user's object may raise anything
+        problem = error
+    try:
+        meeting.compare(lines, problem)
+        return ParameterServer(meeting, settings, optimizer, model, named, shards, files)
+    except BaseException:
+        if files is not None:
+            files.close()
+        raise
+
+
+class ParameterServer:
+    """Handle of :func:`parameter_server`, on servers and workers.
+
+    Attributes:
+        is_worker: whether this rank is a worker; otherwise it serves.
+    """
+
+    def __init__(
+        self,
+        meeting: ServerMeeting,
+        settings: ServerSettings,
+        optimizer: torch.optim.Optimizer,
+        model: torch.nn.Module,
+        named: dict[str, torch.Tensor],
+        shards: list[list[Piece]],
+        files: ServerFiles | None,
+    ) -> None:
+        self._meeting, self._settings, self._optimizer = meeting, settings, optimizer
+        self._params, self._names, self._shards = list(named.values()), list(named), shards
+        self.is_worker, self._files = files is None, files
+        self._links: list[ServerLink] = []
+        self._has_pulled = self._is_closed = False
+        self._num_steps = 0
+        self._last_stats: dict[str, Any] = {}
+        if self.is_worker:
+            self._trained = WorkerParameters(model, optimizer, named)
+            self._open_links()
+        else:
+            self._core, self._memory = self._make_core()
+
+    def __repr__(self) -> str:
+        servers, mode = self._settings.servers, self._settings.mode
+        me = f"worker {self._meeting.worker}" if self.is_worker else f"server {self._meeting.rank}"
+        if self._is_closed:
+            return f"ParameterServer({me}, closed)"
+        params, method = tensors_text(self._params), method_text(self._settings.compression)
+        return f"ParameterServer({me}, {counted(servers, 'server')}, {params}, mode={settings_text(mode)}, {method})"
+
+    # Workers.
+
+    def _open_links(self) -> None:
+        meeting, settings = self._meeting, self._settings
+        for server, pieces in enumerate(self._shards):
+            folder = "" if settings.checkpoint is None else str(settings.checkpoint / f"server-{server}")
+            packer = None
+            if settings.compression is not None:
+                packer = Packer([self._params[piece.index] for piece in pieces], settings.compression, meeting.worker)
+            link = ServerLink(server, meeting, pieces, self._params, settings.timeout, folder, packer)
+            link.open()
+            self._links.append(link)
+
+    def pull(self) -> None:
+        """Overwrite the model's parameters with the servers', as soon as the mode permits.
+
+        Raises:
+            RuntimeError: this rank serves, or has closed.
+            ValueError: the module or the optimizer has other parameters now.
+            CommError: a server has ended or does not answer.
+        """
+        self._require_worker("pull")
+        self._trained.require_unchanged()
+        for link in self._links:
+            link.ask_to_pull()
+        left = list(self._links)
+        while left:  # the first to answer first, as a server that has answered waits until this worker has read
+            by_descriptor = {link.fileno(): link for link in left}
+            for descriptor in wait(list(by_descriptor), self._settings.timeout) or list(by_descriptor):
+                assert isinstance(descriptor, int)
+                by_descriptor[descriptor].pull()
+                left.remove(by_descriptor[descriptor])
+        self._has_pulled = True
+
+    def push(self, samples: float = 1.0) -> None:
+        """Send the gradients in ``.grad`` to the servers. The update may come after this returns.
+
+        A parameter without a gradient has a gradient of zero.
+
+        Args:
+            samples: weight of this gradient in an update by the mean of several.
+
+        Raises:
+            ValueError: nothing was pulled since the last push; ``samples`` is not a positive number; a gradient is
+                sparse or not finite (it is named); the module or the optimizer has other parameters now; or a number
+                of this worker's parameter groups was changed, which the servers do not see. Nothing was pushed then,
+                to any server.
+            RuntimeError, CommError: as from :meth:`pull`.
+        """
+        self._require_worker("push")
+        samples = bounded("samples", samples, "a positive, finite number", lambda n: 0 < n < math.inf)
+        if not self._has_pulled:
+            raise ValueError("push() before pull(): the servers could not know what the gradient belongs to")
+        self._trained.require_same_numbers()
+        self._load()
+        for link in self._links:
+            link.push(samples)
+        self._has_pulled = False
+        self._num_steps += 1
+
+    def _load(self) -> None:
+        """Prepare a push to all servers. Raise ValueError, and prepare none, if a gradient is sparse or not finite."""
+        gradients = [p.grad for p in self._params]
+        named = list(zip(self._names, gradients, strict=True))
+        for name, gradient in named:
+            if gradient is not None and gradient.layout != torch.strided:
+                raise ValueError(f"the gradient of {name!r} is sparse: servers take dense ones")
+        finite = [link.load(gradients) for link in self._links]
+        if all(finite):
+            return
+        for link in self._links:
+            link.unload()
+        bad = next((name for name, g in named if g is not None and not torch.isfinite(g).all()), None)
+        method = self._settings.compression
+        what = f"gradients overflow in {method}" if bad is None else f"the gradient of {bad!r} is not finite"
+        raise ValueError(f"{what}: nothing was pushed")
+
+    @contextlib.contextmanager
+    def step(self, samples: float = 1.0) -> Iterator[None]:
+        """Pull, clear the gradients, run the block, and push its gradients. Nothing is pushed if the block raises."""
+        self.pull()
+        for p in self._params:
+            p.grad = None
+        yield
+        self.push(samples)
+
+    def stats(self) -> dict[str, Any]:
+        """Return counters.
+
+        Returns:
+            On a worker: its ``steps`` (pushes), ``bytes_sent`` and ``wait_seconds``, and ``servers``, a list of each
+            server's counters. On a serving rank: ``updates``, ``pushes``, ``dropped`` (gradients that came too late in
+            mode "sync"), ``duplicates``, ``staleness`` (number of gradients by their age in updates, as text) and
+            ``workers`` (their numbers).
+        """
+        if self._is_closed:
+            return dict(self._last_stats)
+        if not self.is_worker:
+            return {}
+        return {
+            "steps": self._num_steps,
+            "bytes_sent": sum(link.bytes_sent for link in self._links),
+            "wait_seconds": sum(link.seconds for link in self._links),
+            "servers": [link.stats() for link in self._links],
+        }
+
+    def schedule(self, scheduler: Any, *, samples: float | None = None) -> None:
+        """Step ``scheduler``, of this rank's optimizer, on the servers. Call it before ``close()`` on every rank.
+
+        Args:
+            scheduler: a torch schedule, or an object with its ``step``, ``state_dict`` and ``load_state_dict``. On
+                a worker, whose optimizer never steps, it is not stepped.
+            samples: step after every ``samples`` samples, as given to :meth:`push`; after each update if ``None``.
+
+        Raises:
+            ValueError: ``samples`` is not a positive number.
+        """
+        if samples is not None:
+            samples = positive("samples", samples)
+        if self.is_worker:
+            self._trained.remember_numbers()  # the scheduler's constructor has changed them
+        else:
+            self._core.shard.schedule(scheduler, samples)
+
+    def _require_worker(self, what: str) -> None:
+        if not self.is_worker:
+            raise RuntimeError(f"{what}() on rank {self._meeting.rank}, which serves: call close() there")
+        if self._is_closed:
+            raise RuntimeError(f"{what}() after close()")
+
+    # Servers.
+
+    def _make_core(self) -> tuple[Core, SharedMemory]:
+        pieces, settings = self._shards[self._meeting.rank], self._settings
+        wire, size = self._params[0].dtype, sum(piece.size for piece in pieces)
+        dtype, unpackers = shard_dtype(wire), None
+        if settings.compression is not None:
+            unpackers = Unpackers([self._params[piece.index] for piece in pieces], settings.compression, dtype)
+        memory = SharedMemory(max(1, size) * dtype.itemsize)
+        shard = ShardOptimizer(self._optimizer, pieces, memory.tensor(dtype)[:size])
+        rules, compensator = settings.mode.rules(), Compensator(settings.compensation)
+        return Core(shard, rules, compensator, wire, unpackers, settings.of_updates()), memory
+
+    def _serve(self) -> None:
+        settings, meeting, core, files = self._settings, self._meeting, self._core, self._files
+        assert files is not None
+        with contextlib.ExitStack() as opened:
+            opened.callback(files.close)
+            with meeting.reporting(meeting.rank, meeting.size - settings.servers):
+                journal = files.begin(core)
+                listener = meeting.open_listener()
+                opened.callback(listener.close)
+                expected = set(core.mode.workers if meeting.is_late else range(settings.servers, meeting.size))
+                serving = Serving(
+                    *(core, self._memory, listener, rendezvous.host_identity(), expected),
+                    *(settings.timeout, meeting.rank, journal, files.trace, files.replay),
+                )
+            meeting.publish_address(meeting.rank, listener)
+            try:
+                serving.run()
+            finally:
+                self._last_stats = serving.stats()
+            if journal is not None:
+                journal.checkpoint()
+        self._write_back()
+
+    @torch.no_grad()
+    def _write_back(self) -> None:
+        """Write this server's shard to the model, whose cut parameters are not views of it."""
+        begin = 0
+        for piece in self._shards[self._meeting.rank]:
+            values = self._core.shard.memory[begin : begin + piece.size]
+            self._params[piece.index].view(-1)[piece.begin : piece.end].copy_(values)
+            begin += piece.size
+
+    def close(self) -> None:
+        """End this worker; on a serving rank, serve until all workers have ended. Idempotent."""
+        if self._is_closed:
+            return
+        try:
+            if self.is_worker:
+                self._last_stats = self.stats()
+                self._trained.close()
+                for link in self._links:
+                    link.close()
+            else:
+                self._serve()
+        finally:
+            self._is_closed = True
+            for link in self._links:  # after an error, so that the other servers do not wait for this worker
+                link.abandon()
+            if not self.is_worker:
+                self._memory.close()
+
+    def __enter__(self) -> ParameterServer:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self.close()

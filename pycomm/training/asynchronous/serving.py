@@ -1,0 +1,385 @@
+"""Loop of a server, which admits workers and answers their requests in order."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import re
+import sys
+import threading
+import time
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from pycomm.collectives.transport import processes
+from pycomm.errors import CommError
+from pycomm.training.asynchronous.core import Core, packed_limit
+from pycomm.training.asynchronous.journal import Journal
+from pycomm.training.asynchronous.settings import Replay, Trace
+from pycomm.training.asynchronous.wire import (
+    Connection,
+    Message,
+    SharedMemory,
+    WorkerListener,
+    as_array,
+    readable,
+    receive,
+    receive_array,
+    send,
+    send_array,
+)
+from pycomm.untrusted import COUNT, Number, OneOf, require
+
+_LOG = logging.getLogger("pycomm")
+_TICK = 0.25  # seconds
+_READ_LIMIT = 10.0
+"""Seconds in which a worker must copy the shared parameters; the others' pushes wait for it."""
+
+_RETURN_LIMIT = 5.0
+"""Seconds in which a worker that has lost its connection, and may be alive, may connect again."""
+
+_HANDSHAKE = 10.0
+"""Seconds within which a new connection must name its worker."""
+
+_LOST = (EOFError, OSError, ValueError)
+"""Errors of a broken connection: it has ended, or a message is malformed."""
+
+_TINY = sys.float_info.min
+_MEMORY = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
+_ASKS = {"ask": OneOf("hello", "pull", "push", "read", "stats", "close")}
+_SHAPES: dict[str, Any] = {
+    "hello": {"worker": COUNT, "life": str, "host": str, "process": COUNT, "memory": OneOf(None, str)},
+    "pull": {"number": COUNT},
+    "push": {"number": COUNT, "samples": Number(_TINY), "rate?": Number(0)},
+    "read": {},
+    "stats": {},
+    "close": {},
+}
+"""Shapes of workers' requests."""
+
+
+@dataclass(eq=False)
+class _Worker:
+    """Connected worker.
+
+    Attributes:
+        number: its number; -1 before its "hello".
+        process: id of its process if that is on this host, else 0.
+        slot: its gradients: in memory that it shares, in this server's memory, or in its message.
+        since: time at which it began to read the shared parameters; 0 if it is not reading.
+        rate: its steps per second, if it reports them.
+        last_message: time of its last message.
+    """
+
+    connection: Connection
+    number: int = -1
+    process: int = 0
+    slot: torch.Tensor | None = None
+    is_local: bool = False
+    since: float = 0.0
+    rate: float = 0.0
+    last_message: float = field(default_factory=time.monotonic)
+
+    def open(self, core: Core, path: str | None) -> None:
+        """Open the memory that the worker shares at ``path``, or allocate memory for its pushes."""
+        wire, size = core.wire, 0 if core.unpackers is not None else len(core.shard.memory)
+        if path is not None:
+            with contextlib.suppress(OSError):  # /proc may hide other processes
+                shared = SharedMemory(max(1, size) * wire.itemsize, path)
+                shared.close()
+                self.slot, self.is_local = shared.tensor(wire)[:size], True
+        if self.slot is None:
+            self.slot = torch.empty(size, dtype=wire)
+
+    def receive(self, core: Core) -> None:
+        """Receive the data of a push, unless it is in shared memory."""
+        if core.unpackers is not None:
+            self.slot = as_array(self.connection.recv_bytes(packed_limit(core.shard.memory.nbytes)))
+        elif not self.is_local:
+            assert self.slot is not None
+            receive_array(self.connection, self.slot)
+
+
+class Serving:
+    """Service of one server until all its workers have ended.
+
+    Args:
+        core: state machine of the server.
+        memory: memory of the parameters, which workers of this host read.
+        listener: accepts the workers' connections.
+        host: identity of this host.
+        expected: numbers of the workers that must connect, or connect again.
+        timeout: seconds that they may take.
+        rank: rank of this process, for errors.
+
+    Attributes:
+        lock: held while ``core`` is used.
+        stopped: set by another thread to make :meth:`run` return soon.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        memory: SharedMemory,
+        listener: WorkerListener,
+        host: str,
+        expected: Iterable[int],
+        timeout: float,
+        rank: int,
+        journal: Journal | None = None,
+        trace: Trace | None = None,
+        replay: Replay | None = None,
+    ) -> None:
+        self._core, self._memory, self._listener, self._host = core, memory, listener, host
+        self._expected, self._timeout, self._rank = set(expected), timeout, rank
+        self._journal, self._trace, self._replay = journal, trace, replay
+        self._workers: dict[Connection, _Worker] = {}
+        self._queue: list[tuple[_Worker, Message]] = []  # requests, in order
+        self._begun = time.monotonic()
+        self.lock, self.stopped = threading.RLock(), threading.Event()
+        self._served = 0 if self._expected else 1  # a server restarted after all workers ended expects none
+        self._away: dict[int, float] = {}  # until when workers may connect again
+        for number in core.mode.workers - self._expected:  # of an earlier run
+            core.leave(number)
+        for number in self._expected:  # the mode waits for them from the start
+            core.mode.join(number)
+        if journal is not None:  # after these changes, for which there are no events
+            journal.checkpoint()
+
+    def run(self) -> None:
+        """Serve until no worker is left.
+
+        Raises:
+            CommError: no worker came within the timeout.
+        """
+        try:
+            self._serve()
+        finally:  # at once, even if a traceback keeps the connections alive
+            for connection in self._workers:
+                connection.close()
+
+    def _serve(self) -> None:
+        while not self.stopped.is_set() and (self._expected or self._workers or self._away):
+            seconds = min(_TICK, self._core.mode.seconds_left())
+            ready, has_come = readable(self._workers, self._listener.wakeup, seconds)
+            for connection in ready:
+                if connection in self._workers:  # an earlier one in the loop may have replaced it
+                    self._read_message(self._workers[connection])
+            for connection in self._listener.admitted() if has_come else []:
+                self._workers[connection] = _Worker(connection)
+            with self.lock:
+                self._apply_timeouts()
+                self._process_queue()
+        if self._served == 0 and not self.stopped.is_set():
+            what = f"no worker came in {self._timeout:g} s"
+            raise CommError.during("serve", what, rank=self._rank, elapsed=self._timeout)
+
+    def _read_message(self, worker: _Worker) -> None:
+        try:
+            message = _checked(receive(worker.connection, _ASKS), worker)
+            worker.last_message = time.monotonic()
+            match message["ask"]:
+                case "read":
+                    worker.since = 0.0
+                case "stats":
+                    send(worker.connection, **self.stats())
+                case ask:
+                    if ask == "push":
+                        worker.receive(self._core)
+                    self._queue.append((worker, message))
+        except _LOST as error:
+            self._disconnect(worker, error)
+
+    def _admit(self, worker: _Worker, message: Message) -> None:
+        number, is_here = message["worker"], message["host"] == self._host
+        worker.number = number
+        worker.open(self._core, message["memory"] if is_here else None)
+        worker.process = message["process"] if is_here else 0
+        self._expected.discard(number)
+        self._away.pop(number, None)
+        self._served += 1
+        life = message["life"]
+        self._record({"event": "join", "worker": number, "life": life})
+        last = self._core.join(number, life)
+        path = self._memory.path if worker.is_local else None
+        self._answer(worker, memory=path, last=last)
+
+    def _answer(self, worker: _Worker, array: torch.Tensor | None = None, **content: Any) -> None:
+        if worker.connection not in self._workers:
+            return
+        try:
+            send(worker.connection, **content)
+            if array is not None:
+                send_array(worker.connection, array)
+        except OSError as error:
+            self._disconnect(worker, error)
+
+    def _disconnect(self, worker: _Worker, error: Exception) -> None:
+        """Disconnect ``worker``; pushes that it has sent still count."""
+        if self._workers.pop(worker.connection, None) is None:
+            return
+        worker.connection.close()
+        self._queue = [(w, m) for w, m in self._queue if w is not worker or m["ask"] == "push"]
+        if worker.number >= 0:
+            _LOG.warning("worker %d is lost, the others go on: %s", worker.number, error or type(error).__name__)
+            self._queue.append((worker, {"ask": "leave"}))
+            if not worker.process or not processes.fate_of(worker.process):
+                self._away[worker.number] = time.monotonic() + _RETURN_LIMIT
+
+    def _apply_timeouts(self) -> None:
+        now = time.monotonic()
+        for worker in [w for w in self._workers.values() if w.since and now - w.since > _READ_LIMIT]:
+            self._disconnect(worker, TimeoutError(f"it has read parameters for {_READ_LIMIT:g} s"))
+        queue, everyone = self._queue, self._workers.values()
+        for worker in [w for w in everyone if _has_timed_out(w, now, self._timeout, queue, everyone)]:
+            self._disconnect(worker, TimeoutError(f"it has sent nothing for {now - worker.last_message:.3g} s"))
+        for number in [number for number, until in self._away.items() if now > until]:
+            del self._away[number]
+        if self._expected and now - self._begun > self._timeout:
+            for number in self._expected:
+                _LOG.warning("worker %d has not come", number)
+                self._leave({"event": "leave", "worker": number})
+            self._expected.clear()
+
+    # Requests.
+
+    def _process_queue(self) -> None:
+        """Handle the requests that are ready."""
+        while True:
+            if not self._has_readers():
+                self._core.update_if_due()
+            self._replace_old_connections()
+            ready = (i for i, (worker, message) in enumerate(self._queue) if self._is_ready(worker, message))
+            index = next(ready, None)
+            if index is None:
+                return
+            self._handle(*self._queue.pop(index))
+            if self._journal is not None and self._journal.is_long():
+                self._journal.checkpoint()
+
+    def _has_readers(self) -> bool:
+        """Return whether a worker is reading the shared parameters."""
+        return any(worker.since for worker in self._workers.values())
+
+    def _is_ready(self, worker: _Worker, message: Message) -> bool:
+        """Return whether ``message`` can be handled now."""
+        ask = message["ask"]
+        if ask == "hello":
+            number = message["worker"]  # after the requests of an earlier connection
+            return not any(w.number == number for w, m in self._queue if m is not message)
+        if ask != "pull" and self._has_readers():
+            return False
+        if ask == "pull":
+            # After earlier pushes, which wait for readers: else further pulls could delay them for ever.
+            earlier = itertools.takewhile(lambda each: each[1] is not message, self._queue)
+            is_behind = self._replay is None and any(m["ask"] == "push" for _, m in earlier)
+            if is_behind or not self._core.mode.may_pull(worker.number):
+                return False
+        return self._replay is None or self._replay.is_next(_event(worker, message))
+
+    def _replace_old_connections(self) -> None:
+        """Disconnect the earlier connections of workers that have connected again."""
+        again = {message["worker"] for _, message in self._queue if message["ask"] == "hello"}
+        for worker in [w for w in self._workers.values() if w.number in again]:
+            self._disconnect(worker, ConnectionError("it has connected again"))
+
+    def _handle(self, worker: _Worker, message: Message) -> None:
+        if message["ask"] == "hello":
+            try:
+                if worker.connection in self._workers:
+                    self._admit(worker, message)
+            except _LOST as error:
+                self._disconnect(worker, error)
+            return
+        event = _event(worker, message)
+        if message["ask"] == "pull":
+            self._record(event)
+            version = self._core.pull(worker.number)
+            worker.since = time.monotonic() if worker.is_local else 0.0
+            fastest = max(w.rate for w in self._workers.values())
+            array = None if worker.is_local else self._core.shard.memory.to(self._core.wire)
+            self._answer(worker, array, version=version, fastest=fastest)
+        elif message["ask"] == "push":
+            assert worker.slot is not None
+            self._push(worker, event, message.get("rate", 0.0))
+        else:
+            self._leave(event)
+            if message["ask"] == "close":
+                self._answer(worker, closed=True)
+                self._workers.pop(worker.connection, None)
+                worker.connection.close()
+
+    def _push(self, worker: _Worker, event: dict[str, Any], rate: float) -> None:
+        assert worker.slot is not None
+        try:
+            gradient = self._core.gradient_of(worker.number, event["number"], worker.slot)
+        except ValueError as error:
+            self._disconnect(worker, error)
+            return
+        self._record(event, worker.slot)
+        worker.rate = rate
+        self._core.push(worker.number, event["number"], event["samples"], gradient)
+        self._answer(worker, pushed=event["number"])
+
+    def _leave(self, event: dict[str, Any]) -> None:
+        self._record(event)
+        self._core.leave(event["worker"])
+
+    def _record(self, event: dict[str, Any], sent: torch.Tensor | None = None) -> None:
+        """Write ``event`` to trace and journal before it is applied, with the data of a push."""
+        if event["event"] != "join" and self._trace is not None:
+            self._trace.write(event)
+        if event["event"] != "join" and self._replay is not None:
+            self._replay.advance()
+        if self._journal is not None:
+            self._journal.write(event, sent)
+
+    def stats(self) -> dict[str, Any]:
+        """Return the counters."""
+        return {
+            **self._core.counts,
+            "updates": self._core.shard.num_updates,
+            "staleness": {str(value): count for value, count in sorted(self._core.staleness.items())},
+            "workers": sorted(self._core.mode.workers),
+        }
+
+
+def _has_timed_out(
+    worker: _Worker, now: float, timeout: float, queue: list[tuple[_Worker, Message]], everyone: Collection[_Worker]
+) -> bool:
+    """Return whether ``worker`` has been silent for too long: its process is stopped, or on another host.
+
+    A worker of this host may take any time for a step. One of another host may while no request waits, unless all are
+    silent.
+    """
+    if worker.number < 0:
+        return now - worker.last_message > _HANDSHAKE
+    if now - worker.last_message <= timeout or any(w is worker for w, _ in queue):
+        return False
+    if worker.process:
+        return bool(processes.fate_of(worker.process))
+    return bool(queue) or all(now - w.last_message > timeout for w in everyone)
+
+
+def _checked(message: Message, worker: _Worker) -> Message:
+    """Return ``message``. Raise ValueError if it is malformed, or comes at the wrong time."""
+    ask = message["ask"]
+    require(message, _SHAPES[ask], f"{ask!r}")
+    if (ask == "hello") != (worker.number < 0) and ask != "stats":
+        raise ValueError(f"{ask!r} came {'again' if ask == 'hello' else 'before hello'}")
+    if ask == "hello" and message["memory"] is not None and not _MEMORY.fullmatch(message["memory"]):
+        raise ValueError(f"'hello' names no memory, but {message['memory'][:80]!r}")
+    return message
+
+
+def _event(worker: _Worker, message: Message) -> dict[str, Any]:
+    if message["ask"] == "push":
+        number, samples = message["number"], message["samples"]
+        return {"event": "push", "worker": worker.number, "number": number, "samples": samples}
+    if message["ask"] == "pull":
+        return {"event": "pull", "worker": worker.number, "number": message["number"]}
+    return {"event": "leave", "worker": worker.number}

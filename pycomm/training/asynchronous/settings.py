@@ -1,0 +1,255 @@
+"""Checked arguments of a parameter server, and the files that they name."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pycomm import kernels
+from pycomm.checks import count
+from pycomm.collectives.transport.choice import version
+from pycomm.compression import Compression
+from pycomm.deprecated import settled
+from pycomm.optim.parameters import optimizer_parameters
+from pycomm.training.asynchronous.averager import named_method
+from pycomm.training.asynchronous.core import Core, Piece, StateSpec, cut, group_sizes, is_elementwise, shard_dtype
+from pycomm.training.asynchronous.journal import Journal, Recovery
+from pycomm.training.asynchronous.modes import MODES, Mode, Sync, checked_mode
+from pycomm.untrusted import COUNT, OneOf, open_output, parse, reading
+
+KEYS = ("event", "worker", "number")
+"""Keys that identify an event of a worker."""
+
+_EVENT = {"event": OneOf("pull", "push", "leave"), "worker": COUNT, "number?": COUNT}
+_LARGEST = 512 << 20  # bytes: ten million events
+
+
+class Trace:
+    """Trace written to ``path``, one event per line. The file keeps its old content until :meth:`begin`.
+
+    Raises:
+        ValueError: it is no regular file.
+        OSError: it cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = open_output(path)
+
+    def begin(self) -> None:
+        """Begin the trace, in an empty file."""
+        self._file.truncate(0)
+
+    def write(self, event: dict[str, Any]) -> None:
+        self._file.write(json.dumps({key: event[key] for key in KEYS if key in event}).encode() + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Replay:
+    """Order of events to repeat, read from a trace at ``path``.
+
+    Raises:
+        ValueError: the file is no trace.
+        OSError: it cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with reading(path) as file:
+            if os.fstat(file.fileno()).st_size > _LARGEST:
+                raise ValueError(f"replay={str(path)!r} has more than {_LARGEST} bytes")
+            try:
+                self._events = [_order(parse(line, _EVENT, f"line {n}")) for n, line in enumerate(file, 1)]
+            except ValueError as error:
+                raise ValueError(f"replay={str(path)!r} is no trace: {error}") from error
+        self._next = 0
+
+    def is_next(self, event: dict[str, Any]) -> bool:
+        """Return whether ``event`` is the next one of the trace. After the last one, any event is."""
+        return self._next >= len(self._events) or _order(event) == self._events[self._next]
+
+    def advance(self) -> None:
+        self._next += 1
+
+
+def _order(event: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(event.get(key) for key in KEYS)
+
+
+_DTYPES = torch.float32, torch.float64, torch.float16, torch.bfloat16
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Checked arguments of ``parameter_server``, equal on all ranks."""
+
+    servers: int
+    mode: Mode
+    compression: Compression | None
+    checkpoint: Path | None
+    trace: Path | None
+    replay: Path | None
+    timeout: float
+
+    @property
+    def compensation(self) -> Any:
+        return getattr(self.mode, "compensation", None)
+
+    def of_updates(self) -> str:
+        """Return the settings that updates depend on, as the first release wrote them to its checkpoints."""
+        name = next(name for name, kind in MODES.items() if type(self.mode) is kind)
+        staleness, quorum = (getattr(self.mode, option, None) for option in ("staleness", "quorum"))
+        return (
+            f"mode={name}, staleness={staleness}, compensation={self.compensation}, compression={self.compression}, "
+            f"quorum={quorum}, backup={getattr(self.mode, 'backup', 0)}, servers={self.servers}"
+        )
+
+
+def checked_settings(
+    size: int,
+    timeout: float,
+    *,
+    servers: Any = 1,
+    mode: Any = "async",
+    compression: Any = None,
+    checkpoint: Any = None,
+    trace: Any = None,
+    replay: Any = None,
+) -> ServerSettings:
+    num_workers = size - count("servers", servers, 1)
+    if num_workers < 1:
+        raise ValueError(f"servers={servers} of {size} ranks leaves none to work")
+    mode = checked_mode(settled(mode))
+    if isinstance(mode, Sync) and mode.backup >= num_workers:
+        raise ValueError(f"backup={mode.backup} requires more workers than the {num_workers} of this job")
+    paths = {"checkpoint": checkpoint, "trace": trace, "replay": replay}
+    checked = {name: _path(name, path) for name, path in paths.items()}
+    method = named_method(compression, "compares the costs of collectives, and a server has none")
+    return ServerSettings(servers, mode, method, timeout=timeout, **checked)
+
+
+def _path(name: str, value: str | Path | None) -> Path | None:
+    if value is not None and not isinstance(value, str | Path):
+        raise TypeError(f"{name} is {value!r}, wanted a path")
+    return None if value is None else Path(value)
+
+
+def checked_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters by name, in the optimizer's order."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}, wanted a torch.nn.Module")
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(f"{type(optimizer).__name__} requires a closure, which a server cannot evaluate")
+    names = {id(p): name for name, p in model.named_parameters()}
+    named: dict[str, torch.Tensor] = {}
+    for p in optimizer_parameters(optimizer):
+        if id(p) not in names:
+            raise ValueError("the optimizer has a parameter that is not in the model")
+        named[names[id(p)]] = p
+    left = next((name for name, p in model.named_parameters() if p.requires_grad and name not in named), None)
+    if left is not None:
+        raise ValueError(f"parameter {left!r} does not belong to the optimizer")
+    kinds = {(p.dtype, p.device.type) for p in named.values()}
+    if len(kinds) != 1 or not kinds <= {(dtype, "cpu") for dtype in _DTYPES}:
+        found = ", ".join(f"{dtype} on {device}" for dtype, device in sorted(kinds, key=str)) or "none"
+        raise ValueError(
+            f"parameters are {found}, wanted one dtype of float32, float64 and the half types, in CPU memory"
+        )
+    gap = next((name for name, p in named.items() if not p.is_contiguous()), None)
+    if gap is not None:
+        raise ValueError(f"parameter {gap!r} is not contiguous")
+    return named
+
+
+def lines_of(settings: ServerSettings, optimizer: torch.optim.Optimizer, named: dict[str, torch.Tensor]) -> list[str]:
+    """Return what must be the same on all ranks."""
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    hashes = kernels.hashes([p.detach().view(-1) for p in named.values() if p.numel() > 0])
+    return [
+        f"pycomm {version()}",
+        *(f"{name}={value}" for name, value in vars(settings).items()),
+        f"{type(optimizer).__name__}{groups}",
+        *(f"{name}: {list(p.shape)} {p.dtype}" for name, p in named.items()),
+        f"values {hashes.tolist()}",
+    ]
+
+
+class ServerFiles:
+    """Files of one server. The constructor reads and checks them, and changes none.
+
+    Args:
+        settings: settings that name the files.
+        server: number of the server.
+        wanted: form of state that the server accepts.
+
+    Attributes:
+        trace: trace to write, or ``None``.
+        replay: order of events to repeat, or ``None``.
+
+    Raises:
+        ValueError: a file is damaged, or of another model or of other settings. The error names it.
+        OSError: a file cannot be read or written.
+    """
+
+    def __init__(self, settings: ServerSettings, server: int, wanted: StateSpec) -> None:
+        self._folder: Path | None = None
+        self._recovery: Recovery | None = None
+        self.trace: Trace | None = None
+        self.replay: Replay | None = None
+        with contextlib.ExitStack() as opened:
+            if settings.checkpoint is not None:
+                self._folder = settings.checkpoint / f"server-{server}"
+                self._recovery = Recovery(self._folder, wanted)
+            if settings.replay is not None:
+                self.replay = Replay(_numbered(settings.replay, server))
+            if settings.trace is not None:
+                self.trace = Trace(_numbered(settings.trace, server))
+                opened.callback(self.trace.close)
+            self._opened = opened.pop_all()
+
+    def begin(self, core: Core) -> Journal | None:
+        """Apply the saved state and events to ``core``; return the journal that continues them, if there is one."""
+        if self.trace is not None:
+            self.trace.begin()
+        if self._folder is None:
+            return None
+        journal = Journal(self._folder, core, self._recovery)
+        self._opened.callback(journal.close)
+        return journal
+
+    def close(self) -> None:
+        self._opened.close()
+
+
+def _numbered(path: Path, server: int) -> Path:
+    return path.with_name(f"{path.name}.{server}")
+
+
+def shards_of(
+    settings: ServerSettings, optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
+) -> list[list[Piece]]:
+    """Return the pieces of the parameters that each server holds."""
+    anywhere = is_elementwise(optimizer) and settings.compression is None  # compression depends on shapes
+    return cut([p.numel() for p in params], settings.servers, anywhere=anywhere)
+
+
+def state_spec_of(
+    settings: ServerSettings, optimizer: torch.optim.Optimizer, pieces: Sequence[Piece], dtype: torch.dtype
+) -> StateSpec:
+    """Return the form of state of the server that will hold ``pieces`` of parameters of ``dtype``."""
+    size = sum(piece.size for piece in pieces)
+    push_bytes = None if settings.compression is not None else size * dtype.itemsize
+    groups = group_sizes(optimizer, pieces)
+    return StateSpec(
+        settings.of_updates(), size, shard_dtype(dtype), groups, settings.mode.rules().state().keys(), push_bytes
+    )

@@ -1,0 +1,404 @@
+"""Connections between workers and servers: authentication, short messages in JSON, and arrays.
+
+A server listens on a Unix socket for workers of its host; the kernel tells whether they are processes of the same user.
+If the job has a secret, the server also listens at its address for other hosts, and admits workers that prove that they
+know the secret (:mod:`pycomm.collectives.transport.authentication`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import mmap
+import os
+import queue
+import secrets
+import select
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from pycomm import threads
+from pycomm.collectives.transport.addresses import family_of, join_address
+from pycomm.collectives.transport.authentication import Proof, Step, process_behind, prove_as_client
+from pycomm.untrusted import ANYTHING, MapOf, parse
+
+_ACCESS = os.O_RDWR | os.O_CLOEXEC
+
+
+class SharedMemory:
+    """Memory that processes of one host share.
+
+    Args:
+        num_bytes: its size, positive.
+        path: path of another process's memory to open; new memory if ``None``.
+
+    Attributes:
+        path: path by which other processes of this host can open the memory until :meth:`close`.
+
+    Raises:
+        OSError: there is no memory at ``path``, or it is smaller.
+    """
+
+    def __init__(self, num_bytes: int, path: str | None = None) -> None:
+        made = path is None
+        descriptor = os.memfd_create("pycomm-server", os.MFD_CLOEXEC) if path is None else os.open(path, _ACCESS)
+        try:
+            if made:
+                os.ftruncate(descriptor, num_bytes)
+            elif os.fstat(descriptor).st_size < num_bytes:  # an access beyond its end would be a SIGBUS
+                raise OSError(f"{path} has {os.fstat(descriptor).st_size} bytes, wanted {num_bytes}")
+            self._memory = mmap.mmap(descriptor, num_bytes)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._descriptor = descriptor
+        self.path = f"/proc/{os.getpid()}/fd/{descriptor}"
+
+    def tensor(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return all of it as a flat tensor, which keeps the memory alive, but not its path."""
+        return torch.frombuffer(self._memory, dtype=dtype)
+
+    def close(self) -> None:
+        """Release the path. Idempotent."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+_LONGEST = 1 << 20  # bytes of a message
+_STALLED = 10.0
+"""Seconds without progress inside a message, after which the connection counts as lost: the peer is stopped."""
+_PROOF_LIMIT = 5.0
+"""Seconds within which a new connection must prove itself."""
+_MOST_UNPROVEN = 64
+"""Most connections that have not proven themselves yet. Another one replaces the oldest."""
+_PAUSE = 0.1
+"""Seconds without new connections once the process has no descriptor left."""
+_IN_ONE_PACKET = 1 << 16  # most bytes of a message that is copied to send it together with its length
+_OBJECT = MapOf(ANYTHING)
+_EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+_LENGTH = struct.Struct("!Q")
+
+Message = dict[str, Any]
+Address = tuple[str, int]
+
+
+class Connection:
+    """Connection for length-prefixed messages over a TCP, Unix or TLS socket, which it owns. Not thread-safe."""
+
+    def __init__(self, one: socket.socket) -> None:
+        self._socket = one
+        one.settimeout(_STALLED)
+        if one.family != socket.AF_UNIX:
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small messages travel at once
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def poll(self, seconds: float = 0.0) -> bool:
+        """Return whether data, or the end, can be read within ``seconds``."""
+        if self.has_read_ahead():
+            return True
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(seconds * 1e3))
+
+    def has_read_ahead(self) -> bool:
+        """Return whether TLS has decrypted data that was not read yet, which the descriptor does not show."""
+        return isinstance(self._socket, ssl.SSLSocket) and self._socket.pending() > 0
+
+    def send_bytes(self, content: bytes | memoryview) -> None:
+        """Send a message. Raises OSError if the connection is lost, or nothing has moved for ten seconds."""
+        if len(content) <= _IN_ONE_PACKET:
+            self._send(memoryview(_LENGTH.pack(len(content)) + content))
+        else:
+            self._send(memoryview(_LENGTH.pack(len(content))))
+            self._send(memoryview(content))
+
+    def recv_bytes(self, most: int) -> bytearray:
+        """Return a message of at most ``most`` bytes. Raises EOFError at the end, OSError as :meth:`send_bytes`."""
+        num_bytes = self._receive_length()
+        if num_bytes > most:
+            raise OSError(f"a message has {num_bytes} bytes, wanted at most {most}")
+        content = bytearray(num_bytes)
+        self._receive(memoryview(content))
+        return content
+
+    def recv_bytes_into(self, out: memoryview) -> None:
+        """Receive a message of the size of ``out`` into it; see :meth:`recv_bytes`."""
+        num_bytes = self._receive_length()
+        if num_bytes != len(out):
+            raise OSError(f"an array has {num_bytes} bytes, wanted {len(out)}")
+        self._receive(out)
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        self._socket.close()
+
+    def _send(self, content: memoryview) -> None:
+        while content:  # not sendall(), whose timeout is for the whole content
+            content = content[self._socket.send(content) :]
+
+    def _receive_length(self) -> int:
+        head = bytearray(_LENGTH.size)
+        self._receive(memoryview(head))
+        num_bytes: int = _LENGTH.unpack(head)[0]
+        return num_bytes
+
+    def _receive(self, out: memoryview) -> None:
+        while out:
+            num_bytes = self._socket.recv_into(out)
+            if num_bytes == 0:
+                raise EOFError("the connection has ended")
+            out = out[num_bytes:]
+
+
+def readable(
+    connections: Collection[Connection], wakeup: socket.socket, seconds: float
+) -> tuple[list[Connection], bool]:
+    """Wait up to ``seconds``; return the connections to read, ended ones too, and whether ``wakeup`` is readable."""
+    ahead = [connection for connection in connections if connection.has_read_ahead()]
+    poll = select.poll()
+    by_descriptor = {connection.fileno(): connection for connection in connections}
+    for descriptor in (wakeup.fileno(), *by_descriptor):
+        poll.register(descriptor, select.POLLIN)
+    ready = [descriptor for descriptor, _ in poll.poll(0 if ahead else seconds * 1e3)]
+    found = [by_descriptor[descriptor] for descriptor in ready if descriptor in by_descriptor]
+    return [*found, *(one for one in ahead if one not in found)], wakeup.fileno() in ready
+
+
+def send(connection: Connection, **content: Any) -> None:
+    """Send a message. Raises OSError if the connection is lost."""
+    connection.send_bytes(json.dumps(content).encode())
+
+
+def receive(connection: Connection, shape: Any = _OBJECT) -> Message:
+    """Return the next message, of the given shape (:func:`pycomm.untrusted.parse`).
+
+    Raises EOFError or OSError if the connection is lost, ValueError if the message is malformed.
+    """
+    message: Message = parse(bytes(connection.recv_bytes(_LONGEST)), shape, "a message")
+    return message
+
+
+def bytes_of(x: torch.Tensor) -> memoryview:
+    """Return the bytes of ``x``, which is flat and in CPU memory; not copied."""
+    array: Any = x.view(torch.uint8).numpy()  # numpy has no bfloat16
+    return memoryview(array).cast("B")
+
+
+def as_array(content: bytes | bytearray) -> torch.Tensor:
+    """Return bytes as a tensor of them; copied unless they are a bytearray, which the tensor then keeps."""
+    content = content if isinstance(content, bytearray) else bytearray(content)
+    return torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+
+
+def send_array(connection: Connection, x: torch.Tensor) -> None:
+    """Send ``x``, which is flat and in CPU memory."""
+    connection.send_bytes(bytes_of(x))
+
+
+def receive_array(connection: Connection, out: torch.Tensor) -> None:
+    """Overwrite ``out`` with an array of its size. Raises OSError if another one came."""
+    connection.recv_bytes_into(bytes_of(out))
+
+
+def connect(address: Address, key: bytes, context: ssl.SSLContext | None = None) -> Connection:
+    """Return a connection to the server of another host at ``address``, after mutual authentication with ``key``.
+
+    Raises:
+        OSError: no process answers there, or it does not know the secret.
+    """
+    proof = Proof(socket.create_connection(address, _PROOF_LIMIT), key, context)
+    try:
+        prove_as_client(proof, _PROOF_LIMIT)
+    except BaseException as error:
+        proof.connection.close()
+        if isinstance(error, OSError):
+            raise OSError(f"{join_address(*address)}: {error}") from error
+        raise
+    return Connection(proof.connection)
+
+
+def connect_here(name: bytes) -> Connection:
+    """Return a connection to this host's server with the Unix socket ``name``. Raise OSError if there is none."""
+    one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        one.settimeout(_PROOF_LIMIT)
+        one.connect(name)
+        if process_behind(one) is None:
+            raise ConnectionError("another user listens there")
+    except BaseException:
+        one.close()
+        raise
+    return Connection(one)
+
+
+@dataclass(eq=False)
+class _Pending:
+    """Connection that has not proven itself yet."""
+
+    proof: Proof
+    step: Step = field(init=False)
+    until: float = field(init=False)
+    descriptor: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.step, self.until = self.proof.as_server(), time.monotonic() + _PROOF_LIMIT
+        self.descriptor = self.proof.connection.fileno()  # TLS keeps it
+
+    def close(self) -> None:
+        self.step.close()
+        self.proof.connection.close()
+
+
+class WorkerListener:
+    """Accepts connections of workers on a thread. Few may be pending that have not proven themselves.
+
+    Args:
+        host: address to listen at for other hosts; ``None``: workers of this host only.
+        key: secret of the job, required with ``host``.
+        context: TLS context for other hosts.
+
+    Attributes:
+        name: name of the Unix socket.
+        address: TCP address for other hosts; ("", 0) if there is none.
+        wakeup: becomes readable when a worker was admitted; see :meth:`admitted`.
+    """
+
+    def __init__(
+        self, host: str | None = None, key: bytes | None = None, context: ssl.SSLContext | None = None
+    ) -> None:
+        self._key, self._context = key, context
+        self._listeners: list[socket.socket] = []
+        self.name, self.address = f"\0pycomm-server-{secrets.token_hex(16)}".encode(), ("", 0)
+        with contextlib.ExitStack() as on_error:
+            here = on_error.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            here.bind(self.name)
+            self._listeners.append(here)
+            if host is not None:
+                assert key is not None
+                there = on_error.enter_context(socket.socket(family_of(host), socket.SOCK_STREAM))
+                there.bind((host, 0))
+                self._listeners.append(there)
+                self.address = there.getsockname()[:2]
+            for listener in self._listeners:
+                listener.listen(128)
+                listener.setblocking(False)
+            self._accepted: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+            self.wakeup, self._wakeup_sender = map(on_error.enter_context, socket.socketpair())
+            self._closing, self._close = map(on_error.enter_context, socket.socketpair())
+            self._wakeup_sender.setblocking(False)
+            self._pending: dict[int, _Pending] = {}  # by descriptor, the oldest first
+            self._events: dict[int, int] = {}  # events to poll each of them for
+            self._thread = threads.start(self._run, "pycomm-worker-listener", self._close.close)
+            on_error.pop_all()
+
+    def admitted(self) -> list[Connection]:
+        """Return the connections admitted since the last call."""
+        self.wakeup.recv(1024)
+        found = []
+        while not self._accepted.empty():
+            found.append(self._accepted.get())
+        return found
+
+    def close(self) -> None:
+        """Stop listening. Idempotent."""
+        self._close.close()  # wakes the thread
+        self._thread.join()
+        while not self._accepted.empty():
+            self._accepted.get().close()
+        for one in (*self._listeners, self._closing, self._wakeup_sender, self.wakeup):
+            one.close()
+
+    # On the thread.
+
+    def _run(self) -> None:
+        poll, resume = select.poll(), 0.0
+        poll.register(self._closing, select.POLLIN | select.POLLHUP)
+        listeners = {listener.fileno(): listener for listener in self._listeners}
+        while True:
+            now = time.monotonic()
+            for descriptor in listeners:
+                poll.register(descriptor, select.POLLIN if now >= resume else 0)
+            for descriptor, event in self._events.items():
+                poll.register(descriptor, event)
+            ready = [descriptor for descriptor, _ in poll.poll(self._milliseconds(now, resume))]
+            if self._closing.fileno() in ready:
+                break
+            for descriptor in ready:
+                if descriptor in self._pending:
+                    self._advance(poll, self._pending[descriptor])
+            for pending in [v for v in self._pending.values() if time.monotonic() > v.until]:
+                self._reject(poll, pending)
+            for descriptor in ready:
+                if descriptor in listeners and not self._accept(poll, listeners[descriptor]):
+                    resume = time.monotonic() + _PAUSE
+        for pending in self._pending.values():
+            pending.close()
+
+    def _milliseconds(self, now: float, resume: float) -> float | None:
+        """Return the timeout of the next poll; ``None`` for no timeout."""
+        ends = [pending.until for pending in self._pending.values()] + [resume] * (resume > now)
+        return None if not ends else max(0.0, min(ends) - now) * 1e3 + 1.0
+
+    def _accept(self, poll: select.poll, listener: socket.socket) -> bool:
+        """Accept one connection; return whether more may be accepted now."""
+        try:
+            one, _ = listener.accept()
+        except OSError as error:
+            return error.errno not in _EXHAUSTED
+        try:
+            if listener.family == socket.AF_UNIX:
+                if process_behind(one) is None:
+                    one.close()
+                else:
+                    self._admit(one)
+                return True
+            assert self._key is not None
+            if len(self._pending) >= _MOST_UNPROVEN:
+                self._reject(poll, next(iter(self._pending.values())))
+            pending = _Pending(Proof(one, self._key, self._context))
+            self._pending[pending.descriptor] = pending
+            self._advance(poll, pending)
+        except OSError:  # it has ended already
+            one.close()
+        return True
+
+    def _advance(self, poll: select.poll, pending: _Pending) -> None:
+        """Continue the proof of ``pending`` as far as possible without waiting."""
+        try:
+            self._events[pending.descriptor] = next(pending.step)
+        except StopIteration:
+            self._forget(poll, pending)
+            self._admit(pending.proof.connection)
+        except OSError:  # ssl.SSLError is one
+            self._reject(poll, pending)
+
+    def _forget(self, poll: select.poll, pending: _Pending) -> None:
+        descriptor = pending.descriptor
+        del self._pending[descriptor]
+        if self._events.pop(descriptor, None) is not None:
+            with contextlib.suppress(KeyError):  # it was never polled
+                poll.unregister(descriptor)
+
+    def _reject(self, poll: select.poll, pending: _Pending) -> None:
+        self._forget(poll, pending)
+        pending.close()
+
+    def _admit(self, one: socket.socket) -> None:
+        try:
+            self._accepted.put(Connection(one))
+        except OSError:  # it has ended already
+            one.close()
+            return
+        with contextlib.suppress(BlockingIOError):  # wakeup is readable already
+            self._wakeup_sender.send(b"!")

@@ -1,0 +1,138 @@
+"""Planning: whether compression is worthwhile, from measurements on this machine and a described network."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from pycomm.compression import DGC, FP16, Compression, Int8, NoCompression, PowerSGD
+from pycomm.compression.base import Operation
+from pycomm.schedule import rank_algorithms, simulate
+from pycomm.schedule.algorithms.circulant import circulant_all_gather
+from pycomm.schedule.algorithms.direct import direct_all_gather
+from pycomm.schedule.network import Link, Network
+from pycomm.training.cost.pricing import Costs, rehearse
+
+METHODS: Mapping[str, Compression] = {
+    "dense": NoCompression(),
+    "fp16": FP16(),
+    "int8": Int8(),
+    "powersgd(4)": PowerSGD(4),
+    "dgc(1%)": DGC(0.01),
+    "dgc(0.1%)": DGC(0.001),
+}
+_WIDTH = 1000  # of the matrices that stand for a model
+_MOST_BYTES = 100e6  # to measure with; more takes proportionally longer
+_FACTORS = tuple(2.0**i for i in range(-14, 11, 2))  # of the bandwidth, at which a break-even is searched
+
+
+@dataclass(frozen=True)
+class Priced:
+    """Price of one reduction of all gradients by one method.
+
+    Attributes:
+        local: seconds of compressing and decompressing, measured here.
+        link: seconds of communication on the network, simulated.
+        sent_bytes: bytes that a rank hands to the transport.
+        break_even: bandwidth of one rank's link, in bytes per second, below which the method is faster
+            than dense; 0: never, inf: always.
+    """
+
+    local: float
+    link: float
+    sent_bytes: float
+    break_even: float
+
+    def seconds(self) -> float:
+        """Return the time of computation and communication, one after the other."""
+        return self.local + self.link
+
+
+class SimulatedLink:
+    """Link whose times are those of the fastest simulated schedules on ``network``."""
+
+    def __init__(self, num_ranks: int, network: Network) -> None:
+        self._num_ranks, self._network = num_ranks, network
+        self._known: dict[tuple[Operation, float], float] = {}
+        self._algorithms: dict[Operation, str] = {}
+
+    def seconds(self, operation: Operation, factor: float = 1.0) -> float:
+        """Return how long ``operation`` takes with the network's bandwidth times ``factor``."""
+        key = operation, factor
+        if key not in self._known:
+            self._known[key] = self._price(operation, _with_bandwidth(self._network, factor))
+        return self._known[key]
+
+    def _price(self, operation: Operation, network: Network) -> float:
+        size = float(operation.num_bytes)
+        if self._num_ranks == 1 or size == 0:
+            return 0.0
+        if operation.kind == "all_reduce":
+            # The fastest algorithm is searched once: at other bandwidths it remains close to the fastest.
+            name = self._algorithms.get(operation)
+            ranking = rank_algorithms(self._num_ranks, network, [size], None if name is None else [name])
+            self._algorithms[operation], seconds = ranking.at(size)[0]
+            return seconds
+        whole = np.array([size * self._num_ranks if operation.kind == "all_gather" else size])
+        schedules = (circulant_all_gather(self._num_ranks), direct_all_gather(self._num_ranks))
+        return float(min(simulate(each, whole, network)[0] for each in schedules))
+
+
+def price(num_ranks: int, nbytes: float, network: Network) -> dict[str, Priced]:
+    """Price each of ``METHODS`` for ``nbytes`` of float32 gradients, on the CPU, with torch's number of threads."""
+    link = SimulatedLink(num_ranks, replace(network, measured={}))
+    costs = {name: _costs(method, num_ranks, nbytes) for name, method in METHODS.items()}
+    bandwidth = 1.0 / max(_scaled_link(network).beta, 1e-30)
+    priced = {}
+    for name, cost in costs.items():
+        seconds = sum(link.seconds(operation) for operation in cost.operations)
+        even = bandwidth * _break_even(cost, costs["dense"], link) if name != "dense" else math.nan
+        priced[name] = Priced(cost.local, seconds, cost.num_bytes(), even)
+    return priced
+
+
+def _costs(method: Compression, num_ranks: int, nbytes: float) -> Costs:
+    rehearsed = min(nbytes, _MOST_BYTES)
+    rows = max(1, round(rehearsed / 4 / _WIDTH / _WIDTH))
+    params = [torch.empty(_WIDTH, _WIDTH, dtype=torch.float32) for _ in range(rows)]
+    cost = rehearse(method, params, num_ranks)
+    factor = nbytes / (rows * 4.0 * _WIDTH * _WIDTH)
+    operations = [Operation(each.kind, round(each.num_bytes * factor)) for each in cost.operations]
+    return Costs(cost.local * factor, operations)
+
+
+def _break_even(cost: Costs, dense: Costs, link: SimulatedLink) -> float:
+    """Return the bandwidth, as a multiple of the network's, below which ``cost`` takes less than ``dense``."""
+
+    def gain(factor: float) -> float:
+        seconds = [
+            each.local + sum(link.seconds(operation, factor) for operation in each.operations) for each in (dense, cost)
+        ]
+        return seconds[0] - seconds[1]
+
+    gains = [gain(factor) for factor in _FACTORS]
+    if gains[-1] > 0:
+        return math.inf
+    pays = [i for i, value in enumerate(gains) if value > 0]
+    if not pays:
+        return 0.0
+    low = pays[-1]
+    # Between two factors the gain is about linear in the time per byte.
+    first, second = 1 / _FACTORS[low], 1 / _FACTORS[low + 1]
+    share = gains[low] / (gains[low] - gains[low + 1])
+    return 1 / (first + share * (second - first))
+
+
+def _scaled_link(network: Network) -> Link:
+    return network.within_host if network.per_host is None else network.between_hosts
+
+
+def _with_bandwidth(network: Network, factor: float) -> Network:
+    """Return ``network`` with its links, those between hosts if there are several, ``factor`` times as fast."""
+    if network.per_host is None:
+        return replace(network, within_host=replace(network.within_host, beta=network.within_host.beta / factor))
+    return replace(network, between_hosts=replace(network.between_hosts, beta=network.between_hosts.beta / factor))

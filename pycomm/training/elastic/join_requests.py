@@ -1,0 +1,251 @@
+"""Requests to join a group of ranks, written to the store of its process group.
+
+Anyone who can reach the store can write a request. So if the job has a secret, requests and answers are signed with it;
+without one, only processes of the same user on the first rank's host are admitted.
+
+A newcomer writes its process, and the lines by which ranks compare their versions, settings and parameters. A thread of
+the first rank polls for requests. If the newcomer fits, the next commit of a step sends the request's number to all
+ranks, which meet with the newcomer before their next step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from pycomm.collectives.transport import processes, rendezvous
+from pycomm.collectives.transport.addresses import split_address
+from pycomm.collectives.transport.authentication import SECRET, Signer, secret
+from pycomm.errors import CommError
+from pycomm.torch_internals import PrefixStore, Store, root_store
+from pycomm.untrusted import COUNT, ListOf, MapOf, OneOf, parse
+from pycomm.worker import Work, Worker
+
+_INTERVAL = 0.1  # seconds between two looks
+_POLL = 0.01  # seconds
+
+_PROCESS = {"host": str, "pid": COUNT, "start": COUNT}
+_REQUEST = {"process": _PROCESS, "lines": ListOf(ListOf(str, length=2)), "nonce": str, "proof": str}
+_INVITATION = {
+    "name": str,
+    "backends": str,
+    "agreement": ListOf(str, length=2),
+    "world": ListOf(COUNT),
+    "round": COUNT,
+    "epoch": COUNT,
+    "numbers": COUNT,
+    "processes": MapOf(_PROCESS),
+}
+_ANSWER = {"content": OneOf({"refused": str}, _INVITATION), "proof": str}
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class JoinRequest:
+    """Request of a newcomer.
+
+    Attributes:
+        number: its number among all requests, from 1.
+        process: its process, as in :mod:`pycomm.training.elastic.liveness`.
+    """
+
+    number: int
+    process: dict[str, Any]
+
+
+def _requests_in(store: Store, index: int | str) -> PrefixStore:
+    return PrefixStore(f"pycomm/join/{index}", root_store(store))
+
+
+class JoinListener:
+    """The ranks' side: polls for requests, and answers them.
+
+    Args:
+        store: the process group's store.
+        index: identifies what newcomers join, such as the number of this attach among those of this process.
+        lines: kinds and texts that a newcomer must match.
+        host: identity of the only host whose processes can join; empty for any host.
+    """
+
+    def __init__(self, store: Store, index: int | str, lines: Sequence[tuple[str, str]], host: str) -> None:
+        self._store, self._index = _requests_in(store, index), index
+        self._lines, self._host, self._signer = lines, host, Signer(secret())
+        self._nonces: dict[int, str] = {}  # of requests, by their numbers
+        self._worker = Worker("pycomm-join-listener")
+        self._next = 1
+        self._look: Work | None = None
+        self._looked = time.monotonic()
+
+    def waiting(self) -> JoinRequest | None:
+        """Return the request of a newcomer that fits, if the last poll has found one. Does not wait for the store."""
+        look = self._look
+        if look is not None and look.is_completed():
+            self._look = None
+            try:
+                found: JoinRequest | None = look.wait()
+                return found
+            except RuntimeError:  # without the store no newcomer can join
+                self._looked = float("inf")
+        elif look is None and time.monotonic() - self._looked > _INTERVAL:
+            self._looked = time.monotonic()
+            self._look = self._worker.submit(self._read)
+        return None
+
+    def read(self, number: int) -> JoinRequest:
+        """Return request ``number``."""
+        request = self._parsed(number)
+        self._nonces[number] = request["nonce"]
+        return JoinRequest(number, request["process"])
+
+    def answer(self, number: int, content: dict[str, Any]) -> None:
+        """Answer request ``number``."""
+        proof = self._signer.sign("answer", *_bound(self._index, number, self._nonces.pop(number, ""), content))
+        text = json.dumps({"content": content, "proof": proof})
+        self._ask(lambda store: store.set(f"answer/{number}", text))
+
+    def skip_to(self, number: int) -> None:
+        """Poll only for requests after ``number``."""
+        self._next = max(self._next, number + 1)
+
+    def close(self) -> None:
+        """Stop polling."""
+        self._worker.stop(patience=0.0)
+
+    def _read(self) -> JoinRequest | None:
+        """Return the next request if it fits; answer it if it does not."""
+        number = self._next
+        if not self._ask(lambda store: store.check([f"request/{number}"])):
+            return None
+        try:
+            request = self._parsed(number)
+            problem = self._distrust(number, request) or self._problem(request)
+        except ValueError as error:
+            problem = str(error)
+        if not problem:
+            return JoinRequest(number, request["process"])
+        self._next += 1
+        self.answer(number, {"refused": problem})
+        return None
+
+    def _parsed(self, number: int) -> dict[str, Any]:
+        text = self._ask(lambda store: store.get(f"request/{number}"))
+        request: dict[str, Any] = parse(text, _REQUEST, "the request")
+        return request
+
+    def _distrust(self, number: int, request: dict[str, Any]) -> str:
+        """Return why the sender of a request is not trusted; "" if it is."""
+        self._nonces[number] = request["nonce"]
+        process = request["process"]
+        if self._signer.key is not None:
+            parts = _bound(self._index, number, request["nonce"], [process, request["lines"]])
+            return "" if self._signer.is_signed(request["proof"], "request", *parts) else f"it does not know {SECRET}"
+        if process["host"] != rendezvous.host_identity():
+            return (
+                f"it is not on the host of the first rank, or is of another user or container; set {SECRET} on all "
+                "ranks, by which processes of other hosts are known"
+            )
+        is_own = processes.start_of(process["pid"]) == process["start"] and _user_of(process["pid"]) == os.geteuid()
+        return "" if is_own else "it has ended, or belongs to another user"
+
+    def _ask(self, question: Callable[[Store], T]) -> T:
+        """Return what ``question`` reads from the store, over a new connection if the old one has broken."""
+        try:
+            return question(self._store)
+        except RuntimeError:  # torch's DistNetworkError is one
+            old = root_store(self._store)
+            if not isinstance(old, TCPStore):
+                raise
+        new = TCPStore(old.host, old.port, is_master=False, wait_for_workers=False)
+        self._store = _requests_in(new, self._index)
+        return question(self._store)
+
+    def _problem(self, request: dict[str, Any]) -> str:
+        if self._host and request["process"]["host"] != self._host:
+            return "the ranks agree in memory of their host, and this process is not on it, or may not share it"
+        theirs = [(kind, text) for kind, text in request["lines"]]
+        for i in range(max(len(theirs), len(self._lines))):
+            here, there = (lines[i] if i < len(lines) else ("", "nothing") for lines in (self._lines, theirs))
+            if there[0] and there[0] != here[0]:  # an additional line of its kind
+                here = there[0], "nothing"
+            if here != there:
+                return f"{here[0]} is {there[1]!r} here, {here[1]!r} on the ranks"
+        return ""
+
+
+def _bound(index: int | str, number: int, nonce: str, content: Any) -> list[str]:
+    """Return the texts to sign: ``content`` and the request that it belongs to."""
+    return [str(index), str(number), nonce, json.dumps(content, sort_keys=True)]
+
+
+def _user_of(pid: int) -> int:
+    try:
+        return os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        return -1
+
+
+class JoinClient:
+    """The newcomer's side: writes requests to the store at ``address``.
+
+    Args:
+        address: "host:port" of the store; "[::1]:29500" for IPv6.
+        index: see :class:`JoinListener`.
+        timeout: seconds for joining as a whole.
+    """
+
+    def __init__(self, address: str, index: int | str, timeout: float) -> None:
+        host, port = split_address(address, "join", "the process group's store")
+        self._deadline = time.monotonic() + timeout
+        self._address, self.index = address, index
+        try:
+            self.store: Store = TCPStore(
+                host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout)
+            )
+        except RuntimeError as error:  # torch's DistNetworkError is one
+            raise self._failed(f"no store listens at {address}: {error}") from error
+        self._requests, self._signer = _requests_in(self.store, index), Signer(secret())
+
+    def ask(self, process: dict[str, Any], lines: Sequence[tuple[str, str]]) -> dict[str, Any]:
+        """Return the ranks' answer, with the number of the request under "request".
+
+        Raises:
+            ValueError: they refuse, or do not know this process's secret.
+            CommError: they do not answer.
+        """
+        number, nonce = self._requests.add("requests", 1), secrets.token_hex(16)
+        content = [process, [list(line) for line in lines]]
+        proof = self._signer.sign("request", *_bound(self.index, number, nonce, content))
+        request = {"process": content[0], "lines": content[1], "nonce": nonce, "proof": proof}
+        self._requests.set(f"request/{number}", json.dumps(request))
+        while not self._requests.check([f"answer/{number}"]):
+            if time.monotonic() > self._deadline:
+                raise self._failed(f"the ranks that meet at {self._address} did not answer")
+            time.sleep(_POLL)
+        told = parse(
+            self._requests.get(f"answer/{number}"), _ANSWER, f"the answer of the ranks that meet at {self._address}"
+        )
+        answer: dict[str, Any] = told["content"]
+        parts = _bound(self.index, number, nonce, answer)
+        if self._signer.key is not None and not self._signer.is_signed(told["proof"], "answer", *parts):
+            raise ValueError(
+                f"who answers at {self._address} does not know {SECRET}: {answer.get('refused', 'refused')}"
+            )
+        if "refused" in answer:
+            raise ValueError(f"the ranks that meet at {self._address} refused this process: {answer['refused']}")
+        return {**answer, "request": number}
+
+    def is_late(self) -> bool:
+        """Return whether the time limit has passed."""
+        return time.monotonic() > self._deadline
+
+    def _failed(self, what: str) -> CommError:
+        return CommError.during("join", what, rank=-1)

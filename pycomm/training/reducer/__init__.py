@@ -1,0 +1,19 @@
+"""Averaging of gradients over the ranks: ``attach``, and the ``Reducer`` that it returns."""
+
+from pycomm.training.reducer.attach import attach, join
+from pycomm.training.reducer.rank_flags import SignalStop, StopRequest, stop_on_signal
+from pycomm.training.reducer.reducer import AttachedTraining, Reducer
+from pycomm.training.reducer.settings import Sharding, Survive, Tuning
+
+__all__ = [
+    "AttachedTraining",
+    "Reducer",
+    "Sharding",
+    "SignalStop",
+    "StopRequest",
+    "Survive",
+    "Tuning",
+    "attach",
+    "join",
+    "stop_on_signal",
+]

@@ -1,0 +1,443 @@
+"""Entry point ``attach``: the one line that a training script adds."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from pycomm.agreement import agreed, check_same_lines
+from pycomm.checks import refuse_unknown, shown
+from pycomm.collectives.broadcasting import broadcast_state, check_state_keys
+from pycomm.collectives.communicator import Communicator, communicator_at
+from pycomm.collectives.layout import require_dense
+from pycomm.collectives.transport.authentication import secret
+from pycomm.collectives.transport.own_group import timeout_seconds
+from pycomm.compression import Compression
+from pycomm.deprecated import Moved, Old, renamed
+from pycomm.errors import CommError, attempt
+from pycomm.optim.attached import refuse_second_average, register
+from pycomm.optim.fused import rule_of
+from pycomm.optim.master_weights import MasterWeights
+from pycomm.optim.parameters import optimizer_parameters
+from pycomm.optim.step_override import HALF
+from pycomm.optim.wrappers import refuse_wrapped, watch_constructions
+from pycomm.torch_internals import Store, is_dtensor
+from pycomm.training.elastic.join_requests import JoinClient, JoinListener
+from pycomm.training.elastic.liveness import this_process
+from pycomm.training.elastic.membership import Membership
+from pycomm.training.reducer.attached_tensors import AttachedTensors
+from pycomm.training.reducer.backup import BackupPolicy
+from pycomm.training.reducer.buckets import check_sharding
+from pycomm.training.reducer.engine import Engine, StepPolicy
+from pycomm.training.reducer.lanes import open_lanes
+from pycomm.training.reducer.newcomers import Carried, lines_of, share_state
+from pycomm.training.reducer.parameters import ParameterTable, table_of
+from pycomm.training.reducer.partition.on_host import HostPartition, memory_of_all
+from pycomm.training.reducer.partition.partition import settings_of
+from pycomm.training.reducer.partition.spread import SpreadPartition
+from pycomm.training.reducer.reducer import Reducer
+from pycomm.training.reducer.settings import (
+    OF_DISTRIBUTED_DATA_PARALLEL,
+    AttachSettings,
+    Sharding,
+    Survive,
+    Tuning,
+    sharding_of,
+    survive_of,
+)
+from pycomm.training.reducer.statistics import Waits, open_ready_page
+from pycomm.training.reducer.surviving import Survival, SurvivingPolicy
+
+
+def require_shardable(table: ParameterTable, shard: str) -> None:
+    """Raise ValueError if kernels do not step the optimizer of ``table``, or its parameters cannot be shared."""
+    name, optimizer = f'shard="{shard}"', table.optimizer
+    try:
+        rule_of(optimizer)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} requires an optimizer that pycomm's kernels step: {error}") from None
+    stepper = table.stepper
+    if isinstance(stepper, MasterWeights) and not stepper.has_kernels:
+        raise ValueError(
+            f"{name} requires masters that pycomm's kernels step; {type(optimizer).__name__} steps its own"
+        )
+    for label, param in table.named():
+        if param.device.type != "cpu":
+            raise ValueError(f"{name} requires parameters in CPU memory, and {label!r} is on {param.device}")
+        if is_dtensor(param):
+            raise ValueError(
+                f"{name} requires ordinary parameters, and {label!r} is a DTensor, which is sharded already"
+            )
+        if param.dtype in HALF and not stepper.has_masters:
+            raise ValueError(
+                f"{name}: parameter {label!r} has dtype {param.dtype}, which kernels step by float32 masters only: "
+                "call pycomm.master_weights(optimizer) before attach"
+            )
+        require_dense(param)
+
+
+def require_reachable(communicator: Communicator, shard: Sharding) -> None:
+    """Raise ValueError if ``shard`` requires all ranks of ``communicator`` to reach one memory, and they do not."""
+    if memory_of_all(communicator) is not None:
+        return
+    if shard.kind == "parameters" or shard.grads == "local":
+        raise ValueError(
+            f"shard={shard} requires all ranks on one host, where they reach each other's memory; these travel by "
+            f'{communicator.transport!r}, over which Sharding("optimizer", grads="part" or "full") works'
+        )
+
+
+_OPTIONS: Any = {
+    "model": Old(("model_or_named_parameters",), lambda model_or_named_parameters: model_or_named_parameters),
+    "survive": Old(("on_failure", "min_ranks", "backup", "carry"), survive_of),
+    "shard": Old(("full_grad",), sharding_of, short=str),
+    "tuning": Old(tuple(field.name for field in fields(Tuning)), Tuning),
+}
+"""New arguments, and the old ones that they replace, which work for two more releases."""
+
+
+def _is_join(given: Mapping[str, Any]) -> bool:
+    return isinstance(given.get("join"), str)
+
+
+def _as_join(args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (given.pop("join"), *args), {name: value for name, value in given.items() if name != "process_group"}
+
+
+@renamed(Moved(_is_join, lambda: join, _as_join), **_OPTIONS)
+def attach(
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module | Iterable[tuple[str, torch.Tensor]],
+    *,
+    compression: Compression | str | None = None,
+    process_group: dist.ProcessGroup | DeviceMesh | None = None,
+    accumulate: int | Callable[[], bool] = 1,
+    loss_scaler: Any = None,
+    average: bool = True,
+    clip_local_norm: float | None = None,
+    buffers: str = "local",
+    all_parameters: bool = False,
+    survive: Survive | None = None,
+    shard: Sharding | str | None = None,
+    tuning: Tuning | None = None,
+    **unknown: NoReturn,
+) -> Reducer:
+    """Average the gradients of ``optimizer``'s parameters over the ranks from now on.
+
+    When ``loss.backward()`` returns, every ``.grad`` holds the average over ``process_group``. The
+    optimizer and the model remain the same objects; ``optimizer.step()``, schedulers, GradScaler,
+    clipping and checkpoints work as before. Collective: rank 0's parameters, buffers and optimizer
+    state are first copied to all ranks.
+
+    Args:
+        optimizer: any torch optimizer. A trainer's proxy (Accelerate's, Lightning's, Fabric's) is
+            replaced by the optimizer inside it.
+        model: the module, or its ``named_parameters()``. It must name every parameter
+            of the optimizer, as state is kept by name. A wrapper that averages or shards parameters itself
+            (DistributedDataParallel, FSDP, DeepSpeed), inside or around the module, is refused, even if it
+            is added later.
+        compression: ``NoCompression()`` (the default); ``FP16()``, ``BF16()``; ``DGC(ratio)`` for SGD,
+            ``TopK(ratio)`` for any optimizer, ``RandomK(ratio)``; ``PowerSGD(rank)``; ``Int8()``,
+            ``OneBit()``, ``QSGD(levels)``, ``TernGrad()``. Or the name of one that needs no arguments: "fp16",
+            "bf16", "int8", "onebit", "qsgd", "terngrad", "powersgd", "dgc". "auto" means ``Auto()``, which picks for
+            each bucket whichever of dense, FP16, PowerSGD and top-k is fastest on this link.
+        process_group: a group, or a one-dimensional ``DeviceMesh``; the default group if ``None``. Parameters may
+            be DTensors over other ranks (tensor parallelism: ``mesh["dp"]`` for a model that is split over
+            ``mesh["tp"]``): the gradients of each rank's part are averaged, compressed and kept as ordinary
+            ones; norms are of whole parameters, and a step is skipped by all ranks that have parts or by none.
+            Those that are laid over the ranks of this group itself, or by ``fully_shard``, are refused.
+        accumulate: number of backward passes per optimizer step; gradients are sent during the last one.
+            As without pycomm, divide the loss yourself. A window that ends early needs ``Reducer.flush()``.
+            Or a function without arguments, called when a pass begins, that returns whether it is the last one of
+            its step, as trainers know it; all ranks must get the same answers.
+        average: ``False`` leaves the sum over the ranks in ``.grad``.
+        loss_scaler: the :class:`pycomm.LossScaler` or ``torch.amp.GradScaler`` in use, or any object
+            with the same ``scale`` method. Required by methods that carry state, which is kept without the
+            loss scale, and with DTensors.
+        clip_local_norm: maximum norm of each rank's own gradient, without the loss scale, before it is
+            averaged. The whole gradient must be known first, so nothing is sent while backward runs. To
+            clip the average, see ``Reducer.clip_grad_norm``.
+        all_parameters: average the gradients of all named parameters, whether or not they belong to the
+            optimizer. Otherwise a parameter of the module that gets a gradient without being covered by
+            any attach is reported, once, by a warning.
+        buffers: treatment of the module's buffers (BatchNorm's statistics, for example) in each reduction.
+            "local": each rank keeps its own; "broadcast": all ranks get rank 0's; "average": floating-point
+            buffers are averaged, all others become rank 0's. Sparse or quantised buffers are compared instead.
+        survive: ``pycomm.Survive(min_ranks=..., backup=..., carry=...)``: continue when ranks are lost, and admit
+            newcomers (:func:`pycomm.join`). ``None``: every rank gets a CommError.
+        shard: ``pycomm.Sharding("optimizer" | "parameters", grads=...)``, or one of the two names: the ranks divide
+            the optimizer's step and state among themselves (ZeRO).
+        tuning: ``pycomm.Tuning(bucket_mb=..., algorithm=..., check_replicas=..., timeout=..., ignore=...)``: settings
+            that most scripts leave alone.
+
+    Returns:
+        The :class:`Reducer`. It lives as long as the optimizer or the module, even if you do not keep it.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised.
+        TypeError, ValueError: an argument is wrong, or has an unknown name; or ranks differ in settings, in names,
+            shapes, dtypes, order or kinds of parameters and buffers, or in the contents of those that cannot be sent;
+            or a parameter cannot be averaged (on every rank, naming the first one). Everything is undone then.
+    """
+    given = _settings_in(locals())
+    communicator = Communicator(process_group, tuning.timeout if isinstance(tuning, Tuning) else None)
+    try:
+        check = functools.partial(_checked, optimizer, model, unknown, communicator.place.ranks, **given)
+        attached = agreed(communicator.channel.all_gather_bytes, attempt(check), lines=_Attached.lines)
+        settings, table = attached.settings, attached.table
+        _make_equal(communicator, attached)
+        lanes = open_lanes(communicator, settings, table.on_gpu)
+        if settings.shard is not None:
+            require_reachable(communicator, settings.shard)
+        return _attach_over(lanes, settings, table)
+    except BaseException:
+        communicator.close()
+        raise
+
+
+def join(
+    address: str,
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module | Iterable[tuple[str, torch.Tensor]],
+    *,
+    compression: Compression | str | None = None,
+    accumulate: int | Callable[[], bool] = 1,
+    loss_scaler: Any = None,
+    average: bool = True,
+    clip_local_norm: float | None = None,
+    buffers: str = "local",
+    all_parameters: bool = False,
+    survive: Survive | None = None,
+    tuning: Tuning | None = None,
+    **unknown: NoReturn,
+) -> Reducer:
+    """Join the ranks that have called ``attach(..., survive=pycomm.Survive(...))``, between two of their steps.
+
+    The new process calls no ``init_process_group``. It receives all state from the others, and takes part in its first
+    step with weight zero.
+
+    Args:
+        address: "host:port" or "[::1]:port" of the store in which the other ranks have met.
+        optimizer, model: as for :func:`attach`, like all further arguments. Settings must equal the other ranks'.
+        survive: ``None`` means ``pycomm.Survive()``.
+
+    Returns:
+        The :class:`Reducer`.
+
+    Raises:
+        CommError: no rank answers.
+        TypeError, ValueError: an argument is wrong, has an unknown name, or differs from that of the other ranks.
+    """
+    if not isinstance(address, str):
+        raise TypeError(f"address is {shown(address)}, wanted a text such as 'host:port'")
+    survive, shard = Survive() if survive is None else survive, None  # a newcomer has no part of the others' step
+    attached = _checked(optimizer, model, unknown, (), **_settings_in(locals()))
+    settings = attached.settings
+    assert settings.survive is not None
+    timeout = timeout_seconds(None if tuning is None else tuning.timeout)
+    return join_ranks(address, attached.table, settings, settings.survive, timeout)
+
+
+class _Attached(NamedTuple):
+    """Checked arguments of ``attach`` on this rank: settings, parameters, and all other tensors."""
+
+    settings: AttachSettings
+    table: ParameterTable
+    tensors: AttachedTensors
+
+    def lines(self) -> dict[str, list[str]]:
+        """Return lines that must be equal on all ranks."""
+        return {"setting": self.settings.lines()}
+
+
+def _settings_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Select the settings among a call's ``arguments``."""
+    return {field.name: arguments[field.name] for field in fields(AttachSettings)}
+
+
+def _checked(optimizer: Any, model: Any, unknown: Mapping[str, Any], ranks: Sequence[int], **given: Any) -> _Attached:
+    """Check the arguments of an ``attach`` over the global ``ranks``; raise the first error."""
+    if unknown.get("join") is not None:
+        raise TypeError(f"join is {shown(unknown['join'])}, wanted an address, or None")
+    refuse_unknown("attach", [name for name in unknown if name != "join"], _WRITTEN, OF_DISTRIBUTED_DATA_PARALLEL)
+    settings = AttachSettings.checked(model, **given)
+    table = table_of(optimizer, model, settings.all_parameters, settings.tuning.ignore)
+    settings = replace(settings, tuning=replace(settings.tuning, ignore=table.ignored.patterns, timeout=None))
+    names = dict(table.named())
+    refuse_wrapped(names, model)
+    refuse_second_average(names, "attach()")
+    settings.compression.check(table.optimizer)
+    if settings.survive is not None:
+        _require_survivable(table)
+    if settings.shard is not None:
+        require_shardable(table, settings.shard.kind)
+    _check_ignored(table, settings)
+    made = _Attached(settings, table, AttachedTensors(table))
+    table.ranks = tuple(ranks)
+    check_sharding(names, table.ranks)
+    if 0 < len(table.ranks) <= settings.backup:
+        raise ValueError(f"backup={settings.backup} requires more ranks than the {len(table.ranks)} that there are")
+    return made
+
+
+def _check_ignored(table: ParameterTable, settings: AttachSettings) -> None:
+    """Raise ValueError if the optimizer has ignored parameters, and a setting requires it to step all or none."""
+    ignored = next(filter(None, map(table.ignored.name_of, optimizer_parameters(table.optimizer))), None)
+    if ignored is None:
+        return
+    for what, is_given in (("loss_scaler", settings.loss_scaler is not None), ("shard", settings.shard is not None)):
+        if is_given:
+            raise ValueError(
+                f"ignore has {ignored!r}, which the attached optimizer steps, and does not go with {what}: ranks step "
+                "all its parameters or none; give what is each rank's own to an optimizer of its own"
+            )
+
+
+def _require_survivable(table: ParameterTable) -> None:
+    """Raise TypeError or ValueError if these gradients cannot be kept and moved when ranks are lost."""
+    if table.on_gpu:
+        raise ValueError("survive requires gradients in CPU memory, and these parameters are on a GPU")
+    secret()  # raises its error here, where all ranks learn of it
+    for name, param in table.named():
+        if is_dtensor(param):
+            raise TypeError(
+                f"parameter {name!r} is a DTensor, which survive does not take: a lost rank takes its part of the "
+                "parameter with it"
+            )
+
+
+def _attach_over(lanes: Sequence[Communicator], settings: AttachSettings, table: ParameterTable) -> Reducer:
+    """Create a Reducer over the communicators ``lanes`` on all ranks, or on none of them."""
+    page = open_ready_page(lanes[0], table.on_gpu)
+    try:
+        survive = settings.survive
+        policy = StepPolicy() if survive is None else surviving_policy(lanes[0], table, settings, survive)
+        engine = Engine(table, lanes, settings, policy)
+        engine.statistics.waits = Waits(page, engine)
+        if settings.shard is not None:
+            kind = SpreadPartition if memory_of_all(lanes[0]) is None else HostPartition
+            table.partition = kind(lanes[0], table.optimizer, table.module, settings)
+        made: Reducer | Exception = Reducer(engine)
+    except Exception as error:
+        made = error
+    try:
+        reducer = agreed(lanes[0].channel.all_gather_bytes, made)
+        register(reducer)
+        watch_constructions(reducer)
+        return reducer
+    except BaseException:
+        if isinstance(made, Reducer):
+            made.detach()
+        elif table.partition is not None:
+            table.partition.move_out()
+        raise
+
+
+def _make_equal(communicator: Communicator, attached: _Attached) -> None:
+    """Compare the ranks' settings and tensors, then copy rank 0's state to all; ValueError if they differ."""
+    settings, table, tensors = attached
+    if settings.shard is not None:
+        lines = settings_of(table.optimizer).decode().splitlines()
+        check_same_lines(communicator.channel.all_gather_bytes, lines, "parameter group")
+    communicator.all_reduce(
+        torch.zeros(1, dtype=torch.float32), algorithm=settings.tuning.algorithm
+    )  # raises if there is no such algorithm
+    names = dict(table.named())
+    table.stepper.warn_of_lost_updates(names)
+    tensors.make_equal(communicator)
+    broadcast_state(
+        *(communicator, table.optimizer, 0),
+        leaves_out=table.ignored.covers,
+        check=functools.partial(check_state_keys, table.optimizer, names),
+        keeps_state=settings.tuning.optimizer_state == "keep",
+    )
+
+
+_WRITTEN = {
+    **{name: name for name in inspect.signature(attach).parameters if name not in ("unknown", "optimizer", "model")},
+    **{field.name: f"tuning=pycomm.Tuning({field.name}=...)" for field in fields(Tuning)},
+    **{field.name: f"survive=pycomm.Survive({field.name}=...)" for field in fields(Survive)},
+}
+"""How to write the arguments of ``attach`` and of its options, for hints in errors."""
+
+
+_indices = itertools.count()
+"""Numbers of the attaches with ``survive``: the n-th of a newcomer joins the n-th of the others."""
+
+
+def surviving_policy(
+    communicator: Communicator, table: ParameterTable, settings: AttachSettings, survive: Survive
+) -> SurvivingPolicy:
+    """Return the policy of ranks that may be lost and may gain newcomers. Collective."""
+    membership = Membership.found(communicator, survive.min_ranks, settings.backup > 0)
+    listener = _listener(membership, membership.store, next(_indices), lines_of(settings, table))
+    return _policy(settings, Survival(membership, communicator, table, settings, listener))
+
+
+def _policy(settings: AttachSettings, survival: Survival) -> SurvivingPolicy:
+    return BackupPolicy(survival) if settings.backup > 0 else SurvivingPolicy(survival)
+
+
+def _listener(membership: Membership, store: Store, index: int | str, lines: Sequence[tuple[str, str]]) -> JoinListener:
+    return JoinListener(store, index, lines, str(this_process()["host"]) if membership.is_on_one_host else "")
+
+
+def join_ranks(
+    address: str, table: ParameterTable, settings: AttachSettings, survive: Survive, timeout: float
+) -> Reducer:
+    """Join the ranks whose store listens at ``address``; return this process's Reducer.
+
+    Tries again if a rank is lost while this process joins.
+
+    Raises:
+        ValueError: the ranks refuse it, or ``address`` is malformed.
+        CommError: the ranks do not answer, or fail.
+    """
+    client = JoinClient(address, next(_indices), timeout)
+    while True:
+        try:
+            return _join(client, table, settings, survive, timeout)
+        except CommError:
+            if client.is_late():
+                raise
+
+
+def _join(
+    client: JoinClient, table: ParameterTable, settings: AttachSettings, survive: Survive, timeout: float
+) -> Reducer:
+    lines = lines_of(settings, table)
+    answer = client.ask(this_process(), lines)
+    membership, place = Membership.accept(answer, client.store, survive.min_ranks, timeout, settings.backup > 0)
+    with contextlib.ExitStack() as until_joined:
+        until_joined.callback(membership.close)
+        communicator = communicator_at(place, timeout)
+        until_joined.callback(communicator.close)
+        lanes = open_lanes(communicator, settings, table.on_gpu)
+        membership.settle(communicator)
+        listener = _listener(membership, client.store, client.index, lines)
+        listener.skip_to(answer["request"])
+        until_joined.callback(listener.close)
+        survival = Survival(membership, communicator, table, settings, listener)
+        policy = _policy(settings, survival)
+        engine = Engine(table, lanes, settings, policy)
+        engine.statistics.waits = Waits(ranks=engine)
+        plain = share_state(communicator, Carried.of(engine), newcomer=True)
+        until_joined.pop_all()
+    table.ranks = membership.world
+    reducer = Reducer(engine)
+    Carried.of(engine).take_compression(plain)
+    engine.reported_world = membership.world[:-1]
+    survival.note_join(engine.progress.num_reductions, 0.0)
+    register(reducer)
+    watch_constructions(reducer)
+    policy.enter()
+    return reducer

@@ -1,0 +1,303 @@
+"""Hooks of autograd and of the optimizer's step. None of them keeps the rest of pycomm alive."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from pycomm.collectives.counting import GradientCounter
+from pycomm.optim.attached import is_covered
+from pycomm.torch_internals import (
+    accumulation_hooks,
+    calls_hooks_of_running_nodes,
+    compiles_autograd,
+    current_graph_task,
+    current_node,
+    queue_final_callback,
+)
+
+
+class StepProgress(Protocol):
+    """Counters of steps; see :class:`pycomm.training.reducer.window.TrainingProgress`."""
+
+    def enter_step(self) -> bool: ...
+    def stepped(self) -> None: ...
+    def run_closure(self, closure: Callable[[], Any]) -> Any: ...
+
+
+class Uncovered:
+    """Watch over the parameters of ``module`` that no Reducer covers; warns once if one of them gets a gradient.
+
+    Args:
+        module: the module whose parameters are watched.
+        covers: returns whether the new Reducer averages or ignores a parameter.
+    """
+
+    def __init__(self, module: torch.nn.Module, covers: Callable[[torch.Tensor], bool]) -> None:
+        self._covers = covers
+        self._names: list[str] = []
+        self._handles: dict[int, Any] = {}  # by id of the parameter
+        self.watch(module)
+
+    def watch(self, module: torch.nn.Module) -> None:
+        """Hook the trainable parameters that are neither covered nor hooked yet."""
+        for name, param in module.named_parameters():
+            is_trained = param.requires_grad and param.is_leaf
+            if is_trained and id(param) not in self._handles and not self._is_covered(param):
+                register: Any = param.register_post_accumulate_grad_hook
+                self._handles[id(param)] = register(_Note(self, name))
+
+    def note(self, name: str, param: torch.Tensor) -> None:
+        """Note that ``param`` has got a gradient."""
+        if self._is_covered(param):  # by an attach that came later
+            self._handles[id(param)].remove()
+        else:
+            self._names.append(name)
+
+    def _is_covered(self, param: torch.Tensor) -> bool:
+        return self._covers(param) or is_covered(param)
+
+    def warn(self) -> None:
+        """Warn of the parameters noted so far; only once. Called at the end of a pass."""
+        if not self._names:
+            return
+        names = list(dict.fromkeys(self._names))
+        self.close()
+        shown = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        warnings.warn(
+            "these parameters of the module get gradients, but are no parameters of the optimizer, and nothing "
+            f"averages them: {shown}. Anything computed from them differs between the ranks, for example "
+            "clip_grad_norm_(model.parameters()). Attach the optimizer that has them too, or write "
+            "attach(..., all_parameters=True), or requires_grad_(False)",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def close(self) -> None:
+        """Remove all hooks, and forget what was noted."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._names.clear()
+
+
+class _Note:
+    """Hook of a parameter that does not keep its owner alive."""
+
+    def __init__(self, owner: Uncovered, name: str) -> None:
+        self._owner, self._name = weakref.ref(owner), name
+
+    def __call__(self, param: torch.Tensor) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner.note(self._name, param)
+
+
+def step_hook(progress: StepProgress, require_averaged: Callable[[], None]) -> Callable[..., Any]:
+    """Return a pre-hook for ``optimizer.step`` that calls ``require_averaged``, after each run of a closure if any.
+
+    A closure runs the last backward pass of a window itself. ``progress.stepped`` is called before its first run,
+    because some optimizers (SAM) use the existing gradients before they ask for new ones. ``progress.enter_step``
+    returns whether this step is the outermost one: a class that calls its base class's step runs the hooks twice.
+    """
+
+    def hook(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not progress.enter_step():
+            return None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            require_averaged()
+            return None
+        progress.stepped()
+        evaluate: Callable[[], Any] = closure
+
+        def checked_closure() -> Any:
+            loss = progress.run_closure(evaluate)
+            require_averaged()
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": checked_closure}
+        return (args[0], checked_closure, *args[2:]), kwargs
+
+    return hook
+
+
+class BackwardWatch:
+    """Watch that detects backward passes by the gradients they accumulate.
+
+    ``on_begin`` is called before the first gradient of a pass, ``on_gradients`` when all have arrived, and
+    ``on_end`` when ``backward()`` is about to return. If one pass produces gradients for several watches,
+    ``on_gradients`` is called on all of them before ``on_end`` is called on the first: ``on_end`` may wait
+    for other ranks, which may have reached another watch first and need what that watch sends.
+
+    Autograd's final callbacks belong to a graph task. Reentrant checkpointing runs a nested task for
+    every checkpointed piece, whose callback is called while the outer backward still runs; the node that
+    started the nested task is then still being evaluated. In that case a hook on that node requests a
+    callback from the enclosing task, and so on outwards. A task that fails is dropped without its
+    callback, which shows that the pass has ended with an exception; ``on_failure`` is then called.
+    """
+
+    def __init__(
+        self,
+        on_begin: Callable[[], None],
+        on_gradients: Callable[[], None],
+        on_end: Callable[[], None],
+        on_failure: Callable[[], None],
+    ) -> None:
+        self._on_begin, self._on_gradients, self._on_end = on_begin, on_gradients, on_end
+        self._on_failure = on_failure
+        self._tasks: set[int] = set()
+        self._active = False
+        self._abandoned = False
+
+    def touch(self, *_: object) -> None:
+        """Note that a gradient has been accumulated, in whichever graph task is running."""
+        if not self._active:
+            _refuse_compiled_autograd()
+        task = current_graph_task()
+        if task in self._tasks:
+            return
+        if not self._active:
+            self._on_begin()
+            self._active = True
+            _active.add(self)
+        self._tasks.add(task)
+        queue_final_callback(_TaskEnd(self, task))
+
+    def abandoned(self) -> bool:
+        """Return whether a pass has ended with an exception since the last call."""
+        abandoned, self._abandoned = self._abandoned, False
+        return abandoned
+
+    def task_ended(self, task: int) -> None:
+        """Handle the final callback of a graph task."""
+        enclosing = current_node()
+        if enclosing is not None:
+            if not calls_hooks_of_running_nodes():
+                raise RuntimeError(
+                    "reentrant checkpointing, with which this torch does not tell when backward() has ended: call "
+                    "checkpoint(..., use_reentrant=False), or use a newer torch"
+                )
+            enclosing.register_hook(self.touch)
+            return
+        for watch in list(_active):
+            if task in watch._tasks:
+                watch._reset()
+                watch._on_gradients()
+                _ending.add(watch)
+        if self in _ending:
+            _ending.discard(self)
+            self._on_end()
+
+    def task_failed(self) -> None:
+        """Handle a graph task that was dropped without its final callback."""
+        if self._active:
+            self._reset()
+            self._abandoned = True
+            self._on_failure()
+        _ending.discard(self)
+
+    def _reset(self) -> None:
+        self._tasks.clear()
+        self._active = False
+        _active.discard(self)
+
+
+_active: weakref.WeakSet[BackwardWatch] = weakref.WeakSet()
+_ending: weakref.WeakSet[BackwardWatch] = weakref.WeakSet()
+"""Watches between their calls of ``on_gradients`` and ``on_end``."""
+
+
+class _TaskEnd:
+    """Final callback of a graph task; reports a failure if it is dropped without having been called."""
+
+    def __init__(self, watch: BackwardWatch, task: int) -> None:
+        self._watch = weakref.ref(watch)
+        self._task = task
+        self._called = False
+
+    def __call__(self) -> None:
+        self._called = True
+        watch = self._watch()
+        if watch is not None:
+            watch.task_ended(self._task)
+
+    def __del__(self) -> None:
+        watch = None if self._called else self._watch()
+        if watch is not None:
+            watch.task_failed()
+
+
+def _refuse_compiled_autograd() -> None:
+    if compiles_autograd():
+        raise RuntimeError(
+            "compiled autograd does not call pycomm's hooks as backward() goes: leave it off "
+            "(torch._dynamo.config.compiled_autograd = False); torch.compile of the model is fine"
+        )
+
+
+class GradientHook:
+    """Hook that calls ``method(owner, slot)`` when the gradient of ``param`` has been accumulated.
+
+    While the gate of ``counter`` is open, it only counts. Both references are weak: the garbage collector does not see
+    a parameter's hooks, so it would never collect a cycle through them.
+    """
+
+    def __init__(
+        self,
+        owner: Any,
+        method: Callable[[Any, Any], None],
+        slot: Any,
+        param: torch.Tensor,
+        counter: GradientCounter | None,
+    ) -> None:
+        self.count_with(counter)
+        self._owner, self._slot, self._method = weakref.ref(owner), weakref.ref(slot), method
+        self._name = slot.name
+        _drop_orphans(param)
+        register: Any = param.register_post_accumulate_grad_hook
+        self._handle = register(self)
+
+    def __call__(self, _param: torch.Tensor) -> None:
+        if not torch.compiler.is_compiling() and self._count():
+            return
+        owner, slot = self._owner(), self._slot()
+        if owner is None or slot is None:
+            raise RuntimeError(
+                f"the gradient of {self._name!r} is no longer averaged: the optimizer that was attached is gone; "
+                "attach() the one that you use now"
+            )
+        self._method(owner, slot)
+
+    def count_with(self, counter: GradientCounter | None) -> None:
+        """Count with ``counter`` from now on, as the parameter has another place."""
+        self._count = counter.count if counter is not None else _never
+
+    @property
+    def orphaned(self) -> bool:
+        """Return whether the owner no longer exists."""
+        return self._owner() is None
+
+    def is_last(self, param: torch.Tensor) -> bool:
+        """Return whether no other hook of ``param``, which might change the gradient, is called after this one."""
+        hooks = accumulation_hooks(param)
+        return len(hooks) == 1 or next(reversed(hooks)) == self._handle.id
+
+    def remove(self) -> None:
+        """Remove the hook from its parameter."""
+        self._handle.remove()
+
+
+def _never() -> bool:
+    return False
+
+
+def _drop_orphans(param: torch.Tensor) -> None:
+    """Remove the hooks of optimizers that no longer exist from ``param``, which is about to be attached again."""
+    for hook in list(accumulation_hooks(param).values()):
+        if isinstance(hook, GradientHook) and hook.orphaned:
+            hook.remove()

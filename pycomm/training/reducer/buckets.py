@@ -1,0 +1,437 @@
+"""Parameters sorted into buckets, and the progress of each bucket through a pass."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pycomm.collectives.bucket import Bucket, HasGradient
+from pycomm.collectives.communicator import Communicator
+from pycomm.collectives.counting import GradientCounter, GradientCounts, PassGate
+from pycomm.collectives.layout import on_gpu
+from pycomm.collectives.transport.gpu import GpuWork
+from pycomm.compression import Compression, NoCompression
+from pycomm.compression.base import Exchange, Flag, State, method_stats
+from pycomm.optim.shards import dimensions_of, is_split_in, matched
+from pycomm.optim.step_override import HALF
+from pycomm.torch_internals import Sharded, dtensor_around, is_dtensor, local_of, version_of
+from pycomm.training.reducer.autograd_hooks import GradientHook
+from pycomm.worker import Work
+
+PACKET_BYTES = 16
+"""Number of bytes that a GPU moves at a time."""
+
+
+@dataclass(eq=False)
+class Slot:
+    """Parameter, its place in a bucket, and the progress of its gradient in the current pass."""
+
+    name: str
+    param: torch.Tensor
+    flight: BucketInFlight | None = None
+    index: int = 0
+    """Index of the parameter in its bucket."""
+    version: int = -1
+    """Version counter of the averaged gradient when it was handed out."""
+    hook: GradientHook | None = None
+    kept: torch.Tensor | None = None
+    """This step's gradient as backward made it, until the next one is sent; only where ranks may be lost."""
+    spare: torch.Tensor | None = None
+    """Memory for ``kept``, allocated when first needed."""
+    sharded: LocalGradient | None = None
+    """Access to this rank's part of the gradient, if the parameter is a DTensor."""
+    wide: torch.Tensor | None = None
+    """Memory for the sum of a window's half-precision gradients, in float32; kept from window to window."""
+    has_wide: bool = False
+    """Whether ``wide`` has gradients of this window."""
+    in_optimizer: bool = False
+    """Whether the optimizer had the parameter when it was found."""
+
+    owner: HasGradient = field(init=False)
+    """Object whose ``grad`` is the gradient, or this rank's part of it: the parameter, or ``sharded``."""
+
+    def __post_init__(self) -> None:
+        self.sharded = LocalGradient(self.param) if is_dtensor(self.param) else None
+        self.owner = self.param if self.sharded is None else self.sharded
+
+    @property
+    def fired(self) -> int:
+        """Number of times its gradient has been accumulated in this pass."""
+        return 0 if self.flight is None else self.flight.counts.fired(self.index)
+
+    @property
+    def expected(self) -> int:
+        """Number of times its gradient is accumulated in one pass; 0 before the first pass has ended."""
+        return 0 if self.flight is None else self.flight.counts.expected(self.index)
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The parameter, or this rank's part of it."""
+        return self.param if self.sharded is None else local_of(self.param)
+
+    def grad_version(self) -> int:
+        """Return the number of writes to the gradient, which must exist."""
+        if self.sharded is not None:
+            return self.sharded.version
+        assert self.param.grad is not None
+        return version_of(self.param.grad)
+
+    def counter(self, gate: PassGate) -> GradientCounter | None:
+        """Return the counter of its gradients while ``gate`` is open; ``None`` if each must be handled."""
+        if self.flight is None:
+            return None
+        return GradientCounter(gate, self.flight.counts, self.index, is_plain=self.sharded is None)
+
+    def fire(self) -> None:
+        """Count an accumulation of its gradient; give a DTensor gradient the parameter's placements."""
+        assert self.flight is not None
+        self.flight.counts.note(self.index)
+        if self.sharded is not None:
+            self.sharded.match(self.name)
+
+    def adopt(self) -> None:
+        """Move ``.grad`` into the bucket, so that later passes of this window accumulate there."""
+        grad, flight = self.owner.grad, self.flight
+        assert grad is not None
+        assert flight is not None
+        view = flight.bucket.views[self.index]
+        if grad is not view and not flight.bucket.holds(self.index, grad):
+            view.copy_(grad)
+            self.owner.grad = view
+
+    def accumulate(self) -> None:
+        """Take the gradient of a pass that is not the last of its window.
+
+        Half-precision gradients are added up in float32, since a long sum in half precision loses small terms;
+        ``.grad`` is ``None`` until the window ends. Others stay in the bucket, where autograd adds to them.
+        """
+        grad = self.owner.grad
+        if grad is None or grad.dtype not in HALF:
+            self.adopt()
+            return
+        if self.wide is None:
+            self.wide = torch.empty_like(grad, dtype=torch.float32)
+        if self.has_wide:
+            self.wide.add_(grad)
+        else:
+            self.wide.copy_(grad)
+        self.has_wide, self.owner.grad = True, None
+
+    def round(self) -> None:
+        """Make ``.grad`` the sum of all passes of the window, rounded once."""
+        if self.wide is None or not self.has_wide:
+            return
+        grad, self.has_wide = self.owner.grad, False
+        if grad is not None:
+            self.wide.add_(grad)
+        self.owner.grad = self.wide.to(self.local.dtype)
+
+    def show_bucket(self) -> None:
+        """Make ``.grad``, if there is one, the view into the bucket."""
+        if self.param.grad is not None and self.flight is not None:
+            self.owner.grad = self.flight.bucket.views[self.index]
+
+    def leave_bucket(self) -> None:
+        """Copy ``.grad`` to memory of its own if it is a view into the bucket."""
+        self.round()
+        owner = self.owner
+        if self.flight is not None and owner.grad is not None and owner.grad is self.flight.bucket.views[self.index]:
+            owner.grad = owner.grad.clone(memory_format=torch.preserve_format)
+
+    def holds_average(self) -> bool:
+        """Return whether ``.grad`` is the view into the bucket, even if it was written to."""
+        return self.flight is not None and self.owner.grad is self.flight.bucket.views[self.index]
+
+    def untouched(self) -> bool:
+        """Return whether ``.grad`` is still the last average, unchanged."""
+        grad = self.owner.grad
+        if grad is None or self.flight is None:
+            return grad is None
+        bucket = self.flight.bucket
+        same = grad is bucket.views[self.index] and self.grad_version() == self.version
+        return same and bucket.holds(self.index, grad)  # .grad.data may have been replaced
+
+
+def scale_gradients(slots: Iterable[Slot], factor: float) -> None:
+    """Multiply accumulated gradients; a factor of zero clears NaN, too, which a gradient of no samples may be."""
+    for slot in slots:
+        sums = (slot.owner.grad, slot.wide if slot.has_wide else None)
+        for grad in (grad for grad in sums if grad is not None):
+            grad.zero_() if factor == 0.0 else grad.mul_(factor)
+
+
+def round_gradients(slots: Iterable[Slot]) -> None:
+    """Make ``.grad`` of half-precision parameters the rounded sum of all passes of the window."""
+    for slot in slots:
+        slot.round()
+
+
+def forget_passes(slots: Iterable[Slot]) -> None:
+    """Discard float32 sums of earlier passes, as the user has cleared ``.grad``."""
+    for slot in slots:
+        slot.has_wide = False
+
+
+@dataclass(eq=False)
+class BucketInFlight:
+    """Bucket with its parameters, the exchange that sends it, and its progress in this pass."""
+
+    slots: list[Slot]
+    bucket: Bucket
+    exchange: Exchange
+    communicator: Communicator
+    """Communicator that sends it."""
+    work: Work | GpuWork | None = None
+    producers: set[int] = field(default_factory=set)
+    """On a GPU, the streams (as integers) on which this pass's gradients were computed."""
+    unused: Sequence[Slot] = ()
+    """Slots without a gradient on any rank in the last reduction."""
+    counts: GradientCounts = field(init=False)
+    """How often each gradient has been accumulated in this pass."""
+
+    def __post_init__(self) -> None:
+        self.counts = GradientCounts(len(self.slots))
+
+    def begin_pass(self) -> None:
+        """Expect the gradients of another pass."""
+        self.counts.begin_pass()
+        self.bucket.repair()
+        self.bucket.leave_to_users()
+
+    def abandon(self) -> None:
+        """Wait for the exchange that is under way, and discard it."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+
+    def ready(self) -> bool:
+        """Return whether all gradients have arrived; never in the first pass, which only counts them."""
+        return self.counts.is_complete()
+
+    def hand_out(self, finite: Flag) -> None:
+        """Commit the exchange's state if ``finite``, and make the averages ``.grad``."""
+        self.exchange.finish(finite)
+        self.bucket.repair()
+        used_here = self.exchange.used()
+        self.unused = () if all(used_here) else [s for s, used in zip(self.slots, used_here, strict=True) if not used]
+        for slot, view, used in zip(self.slots, self.bucket.views, used_here, strict=True):
+            if not used:
+                slot.owner.grad = None
+            elif slot.owner.grad is not view:  # most already are, since their bucket was launched
+                slot.owner.grad = view
+            slot.version = version_of(view)
+        self.bucket.note_handed_out()
+
+
+_GROWTH = 4
+"""Largest ratio of a bucket's size to that of the one before."""
+_TINY = 8
+"""A bucket filled to less than 1/8, such as by a bias before a large matrix, takes the next parameter: sent alone it
+would cost more than it gains. The first bucket does not, as nothing else is under way.
+"""
+_MOST_TIMES_DENSE = 8
+"""Largest size of a compressed bucket's gradients in units of ``bucket_bytes``: larger ones would come too late to be
+hidden behind backward."""
+
+
+def make_buckets(
+    slots: Sequence[Slot],
+    compression: Compression,
+    lanes: Sequence[Communicator],
+    bucket_bytes: int,
+    algorithm: str = "auto",
+    *,
+    num_earlier: int = 0,
+    first_bytes: int | None = None,
+) -> list[BucketInFlight]:
+    """Sort ``slots`` into buckets in reverse order, which is roughly the order in which gradients arrive.
+
+    The result depends on the parameters and settings alone, so all ranks make the same buckets. Each
+    bucket holds parameters of one dtype and one method, up to ``bucket_bytes`` (or one larger parameter and a few
+    small ones before it). On a GPU, where launches are expensive, this limits the bytes that the method sends; on the
+    CPU the bytes of the gradients, since the work on one bucket is hidden behind that on the next.
+
+    Args:
+        slots: parameters to sort.
+        compression: compression method.
+        lanes: communicators that buckets use in turn.
+        bucket_bytes: see above.
+        algorithm: name of the algorithm of dense sums.
+        num_earlier: number of existing buckets.
+        first_bytes: size of the very first bucket, from which the next ones grow; ``bucket_bytes`` if ``None``.
+    """
+    flights: list[BucketInFlight] = []
+    first = bucket_bytes if first_bytes is None or num_earlier > 0 else first_bytes
+    for group, compressed in _groups(reversed(slots), compression, bucket_bytes, first):
+        communicator = lanes[(num_earlier + len(flights)) % len(lanes)]
+        members = sorted(group, key=_place)
+        owners = [s.owner for s in members] if any(s.sharded is not None for s in members) else None
+        bucket = Bucket([s.name for s in members], [s.local for s in members], communicator, algorithm, owners)
+        method = compression if compressed else compression.otherwise or NoCompression()
+        flight = BucketInFlight(members, bucket, method.make(bucket, communicator), communicator)
+        for index, slot in enumerate(members):
+            slot.flight, slot.index = flight, index
+        flights.append(flight)
+    return flights
+
+
+def _place(slot: Slot) -> tuple[bool, int]:
+    """Return the sort key of a bucket's slots, by which most gradients are aligned to 16 bytes without gaps.
+
+    GPUs copy 16 bytes at a time between aligned addresses. A gradient whose size is not a multiple of 16 misaligns all
+    after it, so these come last, the largest first.
+    """
+    num_bytes = slot.local.nbytes
+    uneven = num_bytes % PACKET_BYTES != 0
+    return uneven, -num_bytes if uneven else 0
+
+
+def _groups(
+    slots: Iterable[Slot], compression: Compression, bucket_bytes: int, first_bytes: int
+) -> list[tuple[list[Slot], bool]]:
+    """Return the parameters of each bucket and whether they are compressed, in the order in which gradients arrive."""
+    closed: list[tuple[list[Slot], bool]] = []
+    open_: dict[tuple[torch.dtype, bool], list[Slot]] = {}
+    sizes: dict[tuple[torch.dtype, bool], int] = {}
+    for slot in slots:
+        param = slot.local
+        key = (param.dtype, compression.applies_to(param))
+        num_bytes = param.nbytes
+        if key[1] and on_gpu(param):
+            num_bytes = int(num_bytes * max(compression.sent_fraction, 1.0 / _MOST_TIMES_DENSE))
+        limit = min(bucket_bytes, first_bytes * _GROWTH ** len(closed))
+        is_tiny = bool(closed) and sizes.get(key, 0) * _TINY < limit
+        if key in open_ and sizes[key] + num_bytes > limit and not is_tiny:
+            closed.append((open_.pop(key), key[1]))
+        if key not in open_:
+            open_[key], sizes[key] = [], 0
+        open_[key].append(slot)
+        sizes[key] += num_bytes
+    return closed + [(members, compressed) for (_, compressed), members in open_.items()]
+
+
+def add_counts(total: dict[str, float], exchanges: Sequence[Exchange]) -> None:
+    """Add the counters of ``exchanges``, which are about to be replaced, to ``total``."""
+    for counts in (method_stats(exchanges), {"bytes_sent": sum(each.bytes_sent for each in exchanges)}):
+        for key, value in counts.items():
+            if key != "miss_rate":
+                total[key] = total.get(key, 0) + value
+
+
+def state_of(flights: Iterable[BucketInFlight]) -> State:
+    """Return the state of all parameters, by name (not copied)."""
+    return {name: entry for flight in flights for name, entry in flight.exchange.state().items()}
+
+
+_INSTEAD = (
+    "FSDP2 averages gradients itself, leave pycomm.attach out; between replicas of a sharded model, "
+    "pycomm.ddp.register_hsdp does, with any compression"
+)
+
+
+class LocalGradient:
+    """Gradient of this rank's part of a DTensor, in the place of ``param.grad``.
+
+    Args:
+        param: the parameter, whose ``.grad`` is a DTensor around the local gradient.
+    """
+
+    def __init__(self, param: Sharded) -> None:
+        self._param = param
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """Local gradient; assigning one makes it the part of a new DTensor, with the parameter's placements."""
+        grad = self._param.grad
+        return None if grad is None else local_of(grad)
+
+    @grad.setter
+    def grad(self, local: torch.Tensor | None) -> None:
+        self._param.grad = None if local is None else dtensor_around(local, self._param)
+
+    @property
+    def version(self) -> int:
+        """Number of writes to the gradient; those through the DTensor are counted there, others in the local one."""
+        grad = self._param.grad
+        assert grad is not None
+        return version_of(grad) + version_of(local_of(grad))
+
+    def match(self, name: str) -> None:
+        """Give ``.grad`` the placements of the parameter; see :func:`pycomm.optim.shards.matched`.
+
+        Raises:
+            RuntimeError: the local gradient has another shape than the local parameter.
+        """
+        param = self._param
+        grad = param.grad
+        if grad is None or not is_dtensor(grad):
+            return
+        if grad.placements != param.placements:
+            param.grad = matched(grad, param)
+        local = self.grad
+        assert local is not None
+        if local.shape != local_of(param).shape:
+            raise RuntimeError(
+                f"the gradient of {name!r} has shape {list(local.shape)} on this rank, its part of the parameter "
+                f"{list(local_of(param).shape)}"
+            )
+
+
+def check_sharding(names: Mapping[str, torch.Tensor], ranks: Sequence[int]) -> None:
+    """Raise TypeError if a DTensor is distributed over the process group's ``ranks``, or belongs to FSDP2.
+
+    Args:
+        names: parameters by name.
+        ranks: global ranks of the process group.
+    """
+    for name, param in names.items():
+        if is_dtensor(param):
+            _check_placements(name, param, set(ranks))
+    _refuse_fully_sharded(names)
+
+
+def _check_placements(name: str, param: Sharded, ranks: set[int]) -> None:
+    kind = type(param).__name__
+    for dimension, group in dimensions_of(param):
+        placement = param.placements[dimension]
+        if placement.is_partial():
+            raise TypeError(f"parameter {name!r} is a {kind} with the placement {placement}, wanted Shard or Replicate")
+        if len(ranks & set(dist.get_process_group_ranks(group))) <= 1:
+            continue
+        if is_split_in(param, dimension):
+            raise TypeError(
+                f"parameter {name!r} is a {kind}, sharded over ranks of process_group ({placement}), of which each "
+                "has another part: averages over them would mix parts. Under tensor parallelism pass "
+                f'process_group=mesh["dp"], the dimension that holds replicas; {_INSTEAD}'
+            )
+        raise TypeError(
+            f"parameter {name!r} is a {kind} whose mesh contains ranks of process_group, as replicas: DTensor itself "
+            "combines gradients over its mesh, by rules that depend on the inputs' placements. Lay the model over the "
+            'other dimensions alone (mesh["tp"]), and leave process_group to attach'
+        )
+
+
+def _refuse_fully_sharded(names: Mapping[str, torch.Tensor]) -> None:
+    """Raise TypeError if a living module that was given to ``fully_shard`` has one of the parameters.
+
+    Autograd does not see the gradients of their shards, so hooks would not be called.
+    """
+    module: Any = sys.modules.get("torch.distributed.fsdp")
+    sharded = {id(param): name for name, param in names.items() if is_dtensor(param)}
+    if not sharded or module is None:
+        return
+    for candidate in gc.get_objects():
+        if not issubclass(type(candidate), module.FSDPModule):
+            continue
+        try:
+            found = next((sharded[id(p)] for p in candidate.parameters() if id(p) in sharded), None)
+        except AttributeError:
+            continue  # the garbage collector is clearing this module
+        if found is not None:
+            raise TypeError(f"parameter {found!r} is a DTensor, sharded by fully_shard: {_INSTEAD}")

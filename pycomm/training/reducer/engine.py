@@ -1,0 +1,548 @@
+"""Engine of a Reducer: launches buckets while backward runs, waits for them, and hands them out as ``.grad``."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from pycomm.collectives.communicator import Communicator
+from pycomm.collectives.transport.gpu import GpuWork
+from pycomm.compression.base import Scaling, State
+from pycomm.errors import CommError
+from pycomm.training.reducer.buckets import BucketInFlight, Slot, round_gradients, state_of
+from pycomm.training.reducer.module_buffers import BufferSync
+from pycomm.training.reducer.outcome import ReductionOutcome
+from pycomm.training.reducer.parameters import ParameterTable
+from pycomm.training.reducer.replica_differences import DamageError
+from pycomm.training.reducer.replicas import RankComparison
+from pycomm.training.reducer.settings import AttachSettings
+from pycomm.training.reducer.statistics import Statistics
+from pycomm.training.reducer.window import AccumulationWindow, SampleWeights, TrainingProgress
+from pycomm.worker import Work
+
+
+def require_sendable(slot: Slot) -> None:
+    """Raise RuntimeError or ValueError if the gradient of ``slot`` cannot be sent, or its bucket already was."""
+    grad = slot.owner.grad
+    if grad is None:
+        raise RuntimeError(
+            f"the gradient of {slot.name!r} has been removed by another hook on this parameter before it could be "
+            "averaged: an optimizer that steps in backward does not work with attach"
+        )
+    if grad.is_sparse:
+        raise ValueError(f"the gradient of {slot.name!r} is sparse; pycomm reduces dense gradients")
+    if slot.flight is not None and slot.flight.work is not None:
+        raise RuntimeError(
+            f"the gradient of {slot.name!r} was accumulated {slot.fired} times in one backward pass, against "
+            f"{slot.expected} in earlier passes, when it had already been sent; detach() and attach() to count again"
+        )
+
+
+def gradients_of(flight: BucketInFlight, settings: AttachSettings, is_first_pass: bool) -> list[torch.Tensor | None]:
+    """Return the gradients of the parameters of ``flight``, checked here as the counting hooks check nothing.
+
+    Args:
+        flight: bucket that is about to be sent.
+        settings: arguments of ``attach``.
+        is_first_pass: whether this is the first pass of the window.
+
+    Raises:
+        RuntimeError, ValueError: see :func:`require_sendable` and :func:`require_no_average`; or an earlier sum would
+            be summed again.
+    """
+    grads = [slot.owner.grad for slot in flight.slots]
+    for slot, grad in zip(flight.slots, grads, strict=True):
+        if (grad is None and slot.fired > 0) or (grad is not None and grad.is_sparse):
+            require_sendable(slot)
+    if is_first_pass and not settings.is_linear:
+        for slot, grad, view in zip(flight.slots, grads, flight.bucket.views, strict=True):
+            if grad is view and slot.fired > 0:
+                require_no_average(slot, settings)
+            elif grad is not None and not settings.average and slot.untouched():
+                raise RuntimeError(
+                    f"the gradient of {slot.name!r} is the sum over the ranks that an earlier backward() left, and "
+                    "would be summed again with those of this one. Several passes of one step need "
+                    "attach(..., accumulate=n); otherwise call optimizer.zero_grad() between them"
+                )
+    return grads
+
+
+def require_no_average(slot: Slot, settings: AttachSettings) -> None:
+    """Raise RuntimeError if the first pass of a window has accumulated into an earlier average.
+
+    The mean over the ranks of an average plus a new gradient is correct; a sum, or error feedback, is not.
+    """
+    if settings.is_linear:
+        return
+    grad, flight = slot.owner.grad, slot.flight
+    assert grad is not None
+    assert flight is not None
+    if grad is flight.bucket.views[slot.index] and slot.grad_version() == slot.version + slot.fired:
+        raise RuntimeError(
+            f"backward() ran again on the averaged gradient of {slot.name!r}. Several passes of one step need "
+            "attach(..., accumulate=n); a pass that is not a step of this optimizer (a generator's through its "
+            "discriminator, a penalty) belongs in `with reducer.paused():`; otherwise call optimizer.zero_grad() first"
+        )
+
+
+class StepPolicy:
+    """Default hooks of an engine for a fixed set of ranks; most are no-ops. Subclasses allow changes.
+
+    Attributes:
+        engine: the engine that calls these hooks; it sets this.
+        survives: whether ranks may be lost and others may join.
+        lets_count: whether hooks may count gradients without calling the engine.
+    """
+
+    engine: Engine
+    survives, lets_count = False, True
+
+    @property
+    def world(self) -> tuple[int, ...]:
+        """Numbers of the ranks that take part, given to them as they joined."""
+        return tuple(range(self.engine.communicator.size))
+
+    # Launching.
+
+    def turn(self) -> AbstractContextManager[bool]:
+        """Keep other threads from launching inside; yield whether this step was launched without this rank."""
+        return _ALONE
+
+    def submit(self, job: Callable[[], None], launch: Launch) -> Work | GpuWork:
+        """Run ``job`` on the communication thread or stream, usually by ``launch``."""
+        return launch(job)
+
+    def launching(self, flight: BucketInFlight) -> None:
+        """Called before ``flight`` is launched."""
+
+    def launched(self) -> None:
+        """Called after the last bucket is launched."""
+
+    def contributed(self, flight: BucketInFlight, grads: Grads) -> Grads:
+        """Return the gradients to send for ``grads``. Called on the communication thread."""
+        return grads
+
+    # Receiving.
+
+    def receive(self) -> Mapping[int, float]:
+        """Wait for all results and hand them out; return the known times at which ranks had all their gradients."""
+        self.engine.await_all(self.engine.outcome.share_source)
+        self.engine.hand_out()
+        return self.engine.statistics.waits.arrivals()
+
+    def ended(self) -> None:
+        """Called after the step has been handed out or has failed."""
+
+    def recover(self, error: CommError) -> bool:
+        """Continue without lost ranks, and return whether the step has been handed out; else raise ``error``."""
+        raise error
+
+    # Between two steps.
+
+    def admit_newcomer(self) -> None:
+        """Admit a waiting newcomer."""
+
+    def stand_by(self) -> None:
+        """Prepare a job that launches the next step without this rank's gradients if they are late."""
+
+    def stand_down(self) -> None:
+        """Cancel that job, so that the main thread may communicate before the next step."""
+
+    def leave(self, reason: str) -> None:
+        """Announce to the others that this rank no longer takes part."""
+
+    def close(self, reason: str) -> None:
+        """Leave, and release the policy's resources."""
+
+    # State.
+
+    def save(self, state: State) -> None:
+        """Add what the policy carries to the next step to ``state``."""
+
+    def load(self, state: State) -> State:
+        """Take back what :meth:`save` added to ``state``; return the rest."""
+        return state
+
+    def stats(self) -> dict[str, Any]:
+        """Return further counters for ``Reducer.stats``."""
+        return {}
+
+
+Grads = list[torch.Tensor | None]
+Launch = Callable[[Callable[[], None]], Work | GpuWork]
+_ALONE = contextlib.nullcontext(False)
+
+
+class Engine:
+    """Engine that sends the gradients of a window, bucket by bucket, in the same order on all ranks.
+
+    To launch a bucket is to hand it to the communication thread, which packs and exchanges it. A bucket is launched
+    once all its gradients have arrived and all buckets before it have been launched; a bucket with unused parameters,
+    at the end of backward. The very first pass only counts how often each gradient is accumulated (several times if
+    checkpointed pieces share a parameter), and launches at its end. On a GPU the communication thread is a stream, and
+    the host waits only where this rank lacks a gradient that others may have.
+
+    Attributes:
+        table: parameters and their buckets.
+        communicator: the ranks to average over.
+        lanes: communicators that buckets use in turn; ``communicator`` is the first.
+        settings: arguments of ``attach``.
+        policy: hooks for ranks that may be lost, join, or be late.
+        window: accumulation window, the passes that make up a step.
+        progress: counts of reductions and steps.
+        firing: slot of the parameter whose hooks are running, if any.
+        num_launched: number of buckets launched in this reduction.
+        callbacks, reported_world: called with the old and new world after a change; the world of their last call.
+        buffers: synchronisation of the module's buffers, if they are kept equal.
+        outcome: outcome of the last reduction.
+        statistics: waits, times, and what compression leaves out.
+        comparison, flags: bits that ranks send each other with each reduction.
+        admit_new: called when all ranks have announced new parameters; creates buckets for them.
+    """
+
+    def __init__(
+        self,
+        table: ParameterTable,
+        lanes: Sequence[Communicator],
+        settings: AttachSettings,
+        policy: StepPolicy,
+    ) -> None:
+        self.lanes, self.settings, self.communicator = lanes, settings, lanes[0]
+        self.table = table
+        self.policy = policy
+        self.window = AccumulationWindow(self.communicator, settings, table.device, table.on_gpu)
+        self.progress = TrainingProgress(table.device if table.on_gpu else None)
+        self.comparison = RankComparison(
+            self.communicator, table, settings, self.progress, self._named_buffers, lambda: self.world
+        )
+        self.flags = self.comparison.flags
+        self.admit_new: Callable[[], None] = lambda: None
+        self.callbacks: list[Callable[[tuple[int, ...], tuple[int, ...]], None]] = []
+        self.buffers: BufferSync | None = None
+        self.outcome = ReductionOutcome(table, settings, self.flags, self.progress, self.communicator)
+        self.statistics = Statistics()
+        self._buffer_work: Work | GpuWork | None = None
+        self.num_launched, self._has_sent = 0, False  # in this reduction
+        self._num_left_out = 0  # launched without this rank's gradients, which were late
+        self.firing: Slot | None = None
+        self._late: Slot | None = None  # its .grad becomes the bucket's view once all its hooks have run
+        policy.engine = self
+        self.reported_world = self.world
+        if policy.survives:
+            self.flags.takes_new = False  # buckets launched after a step's commit would not be part of it
+            self.flags.compares_loop = self.comparison.looks_soon = settings.backup == 0
+
+    @property
+    def world(self) -> tuple[int, ...]:
+        """Numbers of the ranks that take part, given to them as they joined."""
+        return self.policy.world
+
+    def _named_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the buffers to compare; none if they are synchronised, which happens only after the comparison."""
+        return [] if self.buffers is not None else self.table.named_buffers()
+
+    def has_launched(self) -> bool:
+        """Return whether some of this pass's gradients have been sent."""
+        with self.policy.turn():
+            return self.num_launched > self._num_left_out
+
+    def is_waited_for(self) -> bool:
+        """Return whether any bucket is in flight."""
+        return any(flight.work is not None for flight in self.table.flights)
+
+    # A pass.
+
+    def begin_pass(self, *, with_next: bool | None = True) -> None:
+        """Prepare the buckets for this pass's gradients; fix the scales if it is the last pass of its window.
+
+        Args:
+            with_next: whether another pass, with its samples, is part of it; ``None`` if the scales have been fixed.
+        """
+        with self.policy.turn() as is_left_out:
+            if is_left_out:
+                for flight in self.table.flights:
+                    flight.counts.begin_pass()
+                return
+            self.statistics.phases.begin()
+            self.table.await_parameters()
+            self.expect_gradients()
+            if self.window.sending:
+                self.flags.require_suitable()
+                try:
+                    self.comparison.compare_previous()
+                except DamageError as error:
+                    self.policy.recover(error)
+                if with_next is not None:
+                    self.window.fix_scales(with_next=with_next, step=self.outcome.committed_steps)
+
+    def expect_gradients(self) -> None:
+        """Prepare the buckets for another pass's gradients."""
+        self.forget_launched()
+        self._late, self._has_sent = None, False
+        for flight in self.table.flights:
+            flight.begin_pass()
+
+    def take(self, slot: Slot) -> None:
+        """Note that the gradient of ``slot`` has been accumulated; launch the buckets that are ready."""
+        with self.policy.turn() as is_left_out:
+            slot.fire()
+            if not is_left_out:
+                self._take(slot)
+
+    def _take(self, slot: Slot) -> None:
+        require_sendable(slot)
+        flight = slot.flight
+        assert flight is not None
+        self.settle_late()
+        if self.table.on_gpu:
+            flight.producers.add(self.communicator.channel.current_stream(self.table.device))
+        if not self.window.sending:
+            if not self.window.is_open:
+                require_no_average(slot, self.settings)
+                self.flags.loop.note_gradient(slot)
+            if slot.hook is None or slot.hook.is_last(slot.param):
+                slot.accumulate()
+            else:
+                self._late = slot
+        elif slot.expected and self.window.sends_early(self.table.shards):
+            self._launch_ready()
+
+    def settle_late(self) -> None:
+        """Move the last gradient into its bucket, as all its hooks have run by now."""
+        late, self._late = self._late, None
+        if late is not None:
+            late.show_bucket() if self.window.sending else late.accumulate()
+
+    def may_count(self) -> bool:
+        """Return whether hooks may count gradients without calling :meth:`take` until the next bucket is complete."""
+        if self.table.on_gpu or not self.window.sending or self._late is not None or not self.policy.lets_count:
+            return False
+        return not self._next_is_ready()
+
+    def drop_launched(self) -> None:
+        """Discard a pass that ended with an exception. Only for a single rank, as others would wait for the rest."""
+        for flight in self.table.flights:
+            flight.abandon()
+        self.table.drop_gradients()
+        self.forget_launched()
+
+    # Launching.
+
+    def forget_launched(self) -> None:
+        """Forget which buckets have been launched."""
+        self.num_launched = self._num_left_out = 0
+
+    def _launch_ready(self) -> None:
+        firing = self.firing
+        if firing is not None and firing.hook is not None and not firing.hook.is_last(firing.param):
+            return  # a later hook may still change this gradient; launched with the next one, or at the end
+        while self._next_is_ready():
+            self.launch(self.table.flights[self.num_launched])
+
+    def _next_is_ready(self) -> bool:
+        flights = self.table.flights
+        return self.num_launched < len(flights) and flights[self.num_launched].ready()
+
+    def launch_rest(self) -> None:
+        """Launch the remaining buckets, in order, and what follows them."""
+        with self.policy.turn():
+            if self.num_launched == 0:
+                round_gradients(self.table.slots())
+                self.window.fix_clipping(self.table.slots(), self.table.shards)
+            while self.num_launched < len(self.table.flights):
+                self.launch(self.table.flights[self.num_launched])
+            if self.buffers is not None and self._buffer_work is None:
+                self._buffer_work = self.submit(self.communicator, self.buffers.run)
+            self.policy.launched()
+
+    def launch_without(self) -> list[Slot]:
+        """Launch the remaining buckets without this rank's gradients; return the slots of their parameters.
+
+        Runs on the communication thread. The results go to new memory, as autograd and the user may use the old one.
+        """
+        first, flights = self.num_launched, self.table.flights[self.num_launched :]
+        self._num_left_out = len(flights)
+        for flight in flights:
+            flight.bucket.renew()
+        for number, flight in enumerate(flights, first + 1):
+            flight.work = self.submit(self.communicator, self._exchange_of(flight, [None] * len(flight.slots), number))
+        self.num_launched = len(self.table.flights)
+        return [slot for flight in flights for slot in flight.slots]
+
+    def restart(self, lanes: Sequence[Communicator]) -> None:
+        """Prepare to launch all buckets of this step again, over ``lanes``."""
+        self.lanes, self._buffer_work = lanes, None
+        self.forget_launched()
+        self.window.rescale()
+        self.hash_state()
+
+    def launch(self, flight: BucketInFlight, grads: Grads | None = None) -> None:
+        """Launch ``flight`` with ``grads``, or with its parameters' present gradients."""
+        self.policy.launching(flight)
+        self.num_launched += 1
+        if self.num_launched == len(self.table.flights):  # before the launch, as the others may have all at once
+            self.statistics.waits.arrive(self.progress.num_reductions)
+        weights = self.window.weights
+        if grads is None:
+            if self.settings.accumulates:
+                round_gradients(flight.slots)
+            if not self.window.is_open and self.num_launched == 1:
+                self.flags.loop.note_gradient(flight.slots[0])
+            grads = gradients_of(flight, self.settings, is_first_pass=not self.window.is_open)
+            if weights.is_zero or self.flags.skips:
+                grads = [None] * len(grads)
+            elif self.flags.veto is not None and self.table.on_gpu:  # as the host does not wait for the others' vetoes
+                grads[0] = torch.full_like(flight.bucket.views[0], math.nan)
+        self._has_sent |= any(grad is not None for grad in grads)
+        if weights.in_use and self.table.on_gpu:
+            weights.relative()  # waits here on the host, so that the job need not
+        job = self._exchange_of(flight, grads, self.num_launched)
+        flight.work = self.submit(flight.communicator, job, grads, flight.producers | self.window.streams)
+        flight.producers = set()
+        for slot in flight.slots:
+            if slot is self.firing:
+                self._late = slot  # later hooks (DistributedDataParallel's) still need its gradient
+            else:
+                slot.show_bucket()  # frees autograd's own allocation as soon as it has been packed
+
+    def _exchange_of(self, flight: BucketInFlight, grads: Grads, number: int) -> Callable[[], None]:
+        """Return the job that exchanges ``grads`` of the ``number``-th launched bucket; its inputs are fixed now."""
+        weights = self.window.weights if self.window.weights.in_use else None
+        fingerprint = self.comparison.fingerprint_of(number)
+        is_first = number <= len(self.lanes)  # on its lane
+        # attach has compared all buckets: ranks that agree on a lane's first exchange agree on all later ones.
+        contributed = functools.partial(self.policy.contributed, flight, grads)
+        run = functools.partial(_exchange, flight, contributed, self.window.scaling, weights, fingerprint, is_first)
+        recorder = None if self.table.on_gpu else flight.communicator.channel.recorder
+        return functools.partial(self.statistics.phases.exchange, number, recorder, run)
+
+    def submit(
+        self,
+        communicator: Communicator,
+        job: Callable[[], None],
+        reads: Sequence[torch.Tensor | None] = (),
+        producers: Collection[int] = frozenset(),
+    ) -> Work | GpuWork:
+        """Run ``job`` on the communication thread of ``communicator``, or on its stream.
+
+        On a GPU, ``reads`` are the tensors that it reads, and ``producers`` the streams that it waits for.
+        """
+        channel = communicator.channel
+        if not self.table.on_gpu:
+            return self.policy.submit(job, channel.submit)
+        return self.policy.submit(job, lambda each: channel.submit_on_gpu(self.table.device, each, reads, producers))
+
+    # Receiving.
+
+    def reduce(self) -> None:
+        """Launch the remaining buckets, wait for all, and hand out the averages."""
+        self.launch_rest()
+        self.statistics.phases.end_backward()
+        self.statistics.waits.begin()
+        self._late = None
+        try:
+            arrivals = self.policy.receive()
+            self.statistics.waits.count(arrivals, warn=self.communicator.rank == 0)
+            self.table.stepper.forget()  # drops a clipping factor that no step has used
+        except BaseException:
+            self.table.drop_gradients()  # they are not averages, and must not be mistaken for them
+            raise
+        finally:
+            for flight in self.table.flights:
+                flight.work = None
+            self._buffer_work = None
+            self.flags.reduced()
+            self.window.close()
+            self.statistics.waits.end()
+            self.policy.ended()
+        self.statistics.phases.end_reduction()
+        self.hash_state()
+        old, self.reported_world = self.reported_world, self.world
+        if old != self.reported_world:
+            for callback in list(self.callbacks):
+                callback(old, self.reported_world)
+
+    def await_all(self, then: Callable[[], None]) -> None:
+        """Wait for all results, including those of new parameters, and compare the ranks' flags.
+
+        ``then`` is called after each wait for buckets.
+        """
+        self._await_results(then)
+        self.comparison.compare()
+        if self.flags.announced.new:
+            self.admit_new()
+            self.launch_rest()
+            self._await_results(then)
+
+    def works(self) -> list[Work | GpuWork]:
+        """Return the launched works of this step: buckets, then the module's buffers."""
+        works = [*(flight.work for flight in self.table.flights), self._buffer_work]
+        return [work for work in works if work is not None]
+
+    def hash_state(self) -> None:
+        """Hash compression's new state if the next reduction checks that nothing else has changed it."""
+        taken = self.comparison.taking()
+        if taken is not None:
+            self.submit(self.communicator, taken.take)
+
+    def _await_results(self, then: Callable[[], None]) -> None:
+        with self.statistics.phases.waiting():
+            for flight in self.table.flights:
+                assert flight.work is not None
+                flight.work.wait()
+            if self._buffer_work is not None:
+                self._buffer_work.wait()
+            then()
+
+    def hand_out(self) -> None:
+        with self.statistics.phases.unpacking():
+            self.outcome.hand_out(has_sent=self._has_sent)
+
+    # State that is carried from step to step.
+
+    def state(self) -> State:
+        """Return this rank's state of compression and policy, by parameter (not copied)."""
+        state = state_of(self.table.flights)
+        self.policy.save(state)
+        return state
+
+    def load_state(self, state: State, num_steps: int) -> None:
+        """Load a result of :meth:`state`, taken after ``num_steps`` committed steps."""
+        state = self.policy.load(state)
+        for flight in self.table.flights:
+            flight.exchange.load_state(state)
+        self.statistics.figures.forget()
+        self.outcome.committed_steps.fill_(num_steps)
+        self.hash_state()  # replaces hashes of the old state
+
+    def stats(self) -> dict[str, Any]:
+        """Return the counters of ``Reducer.stats``."""
+        transport = "nccl" if self.table.on_gpu else self.communicator.transport
+        counters = self.statistics.report(self.table, self.progress.num_reductions, self.world)
+        return {**counters, "transport": transport, **self.outcome.stats(), **self.policy.stats()}
+
+
+def _exchange(
+    flight: BucketInFlight,
+    contributed: Callable[[], Grads],
+    scaling: Scaling,
+    weights: SampleWeights | None,
+    fingerprint: Callable[[], torch.Tensor] | None,
+    is_compared: bool,
+) -> None:
+    """Exchange gradients: a job on the communication thread or stream."""
+    grads = contributed()  # first, as the rest may fail when a rank is lost
+    if weights is not None:
+        scaling = replace(scaling, relative=weights.relative())
+    if fingerprint is not None:
+        scaling = replace(scaling, fingerprint=fingerprint())
+    channel = flight.communicator.channel
+    with contextlib.nullcontext() if flight.bucket.on_gpu else channel.skip_checks(but_first=is_compared):
+        flight.exchange.exchange(grads, scaling)

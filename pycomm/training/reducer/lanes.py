@@ -1,0 +1,71 @@
+"""Lanes: several communicators over the same ranks, so that several buckets are in flight at once.
+
+Between hosts an all-reduce leaves the link idle while ranks add up, wake up, or wait for a slower one. A second
+all-reduce fills these gaps. Each lane has its own thread and connections. Bucket i uses lane i modulo their number, so
+that the operations of a lane have the same order on all ranks. Ranks of one host have one lane, which keeps their
+memory busy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pycomm.collectives.communicator import Communicator, communicator_beside
+from pycomm.training.cost.auto import Auto
+from pycomm.training.reducer.settings import AttachSettings
+
+_NUM_LANES = 2
+_USUAL_BYTES = 25 << 20
+_FIRST_BYTES = 1 << 20
+"""Size of the first bucket between hosts, small so that the link has work as soon as possible."""
+_NUM_BUCKETS = 4
+"""Number of buckets of a small model on one host: all but the last can be hidden behind backward."""
+_LEAST_BYTES = 1 << 20
+"""Size of a bucket on one host below which waking a thread costs more than it hides."""
+
+
+def open_lanes(communicator: Communicator, settings: AttachSettings, on_gpu: bool) -> list[Communicator]:
+    """Return the lanes. The first is ``communicator``, which closes the others with itself. Collective.
+
+    ``Auto`` uses one lane, as nothing else may use the link while it measures. So does ``backup``, where one thread
+    decides which buckets are sent without this rank.
+
+    Args:
+        communicator: communicator of the attach.
+        settings: arguments of ``attach``.
+        on_gpu: whether the gradients are on a GPU, and so do not use the transport.
+    """
+    lanes = [communicator]
+    if on_gpu or not is_remote(communicator) or isinstance(settings.compression, Auto):
+        return lanes
+    if settings.backup > 0:
+        return lanes
+    while len(lanes) < _NUM_LANES:
+        lane = communicator_beside(communicator)
+        communicator.channel.companions.append(lane.channel)
+        lanes.append(lane)
+    return lanes
+
+
+def is_remote(communicator: Communicator) -> bool:
+    """Return whether the ranks are on several hosts."""
+    return communicator.transport != "shared_memory"
+
+
+def bucket_sizes(
+    lanes: Sequence[Communicator], settings: AttachSettings, num_bytes: int, on_gpu: bool
+) -> tuple[int, int]:
+    """Return the size of a bucket, and that of the first one, for ``num_bytes`` of gradients; equal on all ranks.
+
+    On one host small models get four buckets, unless ``bucket_mb`` is given. Between hosts the first bucket is small,
+    as the link would otherwise wait for it. Neither holds for methods with much work per bucket and little to send, nor
+    on a GPU, where launches are expensive.
+    """
+    most = _USUAL_BYTES if settings.tuning.bucket_bytes is None else settings.tuning.bucket_bytes
+    if on_gpu or settings.compression.transactional:
+        return most, most
+    if is_remote(lanes[0]):
+        return most, min(most, int(_FIRST_BYTES / settings.compression.sent_fraction))
+    if settings.tuning.bucket_bytes is None:
+        most = min(most, max(-(-num_bytes // _NUM_BUCKETS), _LEAST_BYTES))
+    return most, most

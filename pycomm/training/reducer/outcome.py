@@ -1,0 +1,217 @@
+"""Outcome of a reduction: averages that are handed out or discarded, and whether they are finite.
+
+All ranks must reach the same verdict. Ranks that average the same gradients receive the same bits, and so agree without
+a message. Parts of DTensors are averaged separately, so the ranks that hold them exchange their verdicts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from pycomm.collectives.communicator import Communicator
+from pycomm.compression.base import Flag
+from pycomm.compression.nonfinite import NonfiniteSource, nonfinite_source
+from pycomm.optim.loss_scaler import LossScaler
+from pycomm.optim.shards import Shards
+from pycomm.training.reducer import clipping as norms
+from pycomm.training.reducer.buckets import BucketInFlight
+from pycomm.training.reducer.parameters import ParameterTable
+from pycomm.training.reducer.partition import StepPartition
+from pycomm.training.reducer.rank_flags import RankFlags, reasons_of
+from pycomm.training.reducer.settings import AttachSettings
+from pycomm.training.reducer.window import TrainingProgress
+
+
+def needs_verdict(flights: Sequence[BucketInFlight], shards: Shards, settings: AttachSettings) -> bool:
+    """Return whether the hand-out requires the verdict on whether the step is finite."""
+    # "auto" may choose differently for other parts of DTensors, whose ranks wait for this rank's verdict.
+    transactional = bool(shards) and settings.compression.transactional
+    return transactional or any(flight.exchange.transactional for flight in flights)
+
+
+def all_finite(flights: Sequence[BucketInFlight], shards: Shards) -> torch.Tensor:
+    """Return whether all received gradients are finite, on all ranks of ``shards``: 0-d bool.
+
+    Does not wait for a GPU. Collective over the ranks of ``shards``, if there are any.
+    """
+    flags = [torch.as_tensor(flight.exchange.finite()) for flight in flights]
+    finite = torch.stack(flags).all() if flags else torch.tensor(True)
+    return shards.all_agree(finite) if shards else finite
+
+
+def spread_failure_of_parts(flights: Sequence[BucketInFlight], partition: StepPartition) -> str | None:
+    """Make all gradients NaN, on all ranks, if a rank's own part of the averages is not finite; return its name.
+
+    So every rank and its loss scaler decide the same about the step. Collective only if a rank had gradients so large
+    that their sum may not be finite, which all ranks know from the flags.
+    """
+    if all(bool(flight.exchange.finite()) for flight in flights):
+        return None
+    partition.require_reduced()
+    parts = [(slot.name, part) for f in flights for slot, part in zip(f.slots, f.bucket.own_parts(), strict=True)]
+    found = next((i for i, (_, part) in enumerate(parts) if not bool(torch.isfinite(part).all())), len(parts))
+    first = partition.first_of(found)
+    if first == len(parts):
+        return None
+    for flight in flights:
+        flight.bucket.flat.fill_(math.nan)
+    return parts[first][0]
+
+
+def spread_failure(flights: Sequence[BucketInFlight], shards: Shards, loss_scaler: Any) -> None:
+    """Make gradients that have been handed out NaN if another rank's parts of DTensors are not finite.
+
+    torch's GradScaler checks only each rank's own gradients, and would step on some ranks only. Does nothing without a
+    scaler or DTensors, nor for :class:`pycomm.LossScaler`, which calls :func:`all_finite`. Otherwise it is collective
+    over the ranks of ``shards``, and waits for a GPU, as GradScaler is about to do.
+    """
+    if not shards or loss_scaler is None or isinstance(loss_scaler, LossScaler):
+        return
+    if not bool(all_finite(flights, shards)):
+        for flight in flights:
+            flight.bucket.flat.fill_(math.nan)
+
+
+class ReductionOutcome:
+    """Outcome of the last reduction, and counts of all of them.
+
+    Args:
+        table: parameters and their buckets.
+        settings: arguments of ``attach``.
+        flags: requests that the ranks have announced.
+        progress: counts of reductions and steps.
+        communicator: the ranks.
+
+    Attributes:
+        finite: whether the last step was finite; ``None`` if that was not computed.
+        not_finite: name of the first non-finite gradient of any rank, if each rank has only its own part.
+        nonfinite_steps, committed_steps: counts, 0-d int64 tensors on the gradients' device.
+        unused: ids of the parameters without a gradient on any rank in the last reduction.
+        vetoed_steps, last_veto: number of vetoed steps; ranks and reasons of the last one.
+        source: rank and parameter of the last non-finite gradient.
+    """
+
+    def __init__(
+        self,
+        table: ParameterTable,
+        settings: AttachSettings,
+        flags: RankFlags,
+        progress: TrainingProgress,
+        communicator: Communicator,
+    ) -> None:
+        self._table, self._settings, self._flags, self._progress = table, settings, flags, progress
+        self._communicator = communicator
+        self.finite: Flag | None = None
+        self.not_finite: str | None = None
+        self.nonfinite_steps = torch.zeros((), dtype=torch.int64, device=table.device)
+        self.committed_steps = torch.zeros((), dtype=torch.int64, device=table.device)
+        self.unused: set[int] = set()
+        self.vetoed_steps = 0
+        self.last_veto: str | None = None
+        self.source = NonfiniteSource()
+
+    def share_source(self) -> None:
+        """Share which rank has a non-finite gradient. Collective, if any has one."""
+        self.source.share(self._table.flights, self._communicator)
+
+    def hand_out(self, *, has_sent: bool) -> None:
+        """Hand out the averages of all buckets, unless a rank has vetoed the step or no rank had a gradient.
+
+        ``has_sent``: whether this rank had a gradient.
+        """
+        if self._flags.announced.veto or not (has_sent or self._any_used()):
+            self._discard()
+        else:
+            self._hand_out()
+
+    def _hand_out(self) -> None:
+        table, flights = self._table, self._table.flights
+        self.finite = self._count_step() if needs_verdict(flights, table.shards, self._settings) else None
+        self.source.count(self.finite)
+        finite: Flag = True if self.finite is None else self.finite
+        for flight in flights:
+            flight.hand_out(finite)
+        self.unused = {id(slot.param) for flight in flights for slot in flight.unused}
+        self._leave_out_skipping()
+        spread_failure(flights, table.shards, self._settings.loss_scaler)
+        if table.partial is not None:
+            self.not_finite = spread_failure_of_parts(flights, table.partial)
+        self._progress.reduced(False if self.finite is None else self.finite)
+
+    def _count_step(self) -> Flag:
+        """Return whether the step is finite; all ranks agree."""
+        finite = all_finite(self._table.flights, self._table.shards)
+        self.nonfinite_steps += ~finite
+        self.committed_steps += finite
+        return finite if self._table.on_gpu else bool(finite)
+
+    def _leave_out_skipping(self) -> None:
+        """Turn the mean over all ranks into the mean over the ranks with a batch."""
+        num_skipping, size = len(self._flags.announced.skipping), self._communicator.size
+        if 0 < num_skipping < size and self._settings.average:
+            for flight in self._table.flights:
+                flight.bucket.flat.mul_(size / (size - num_skipping))
+
+    def _any_used(self) -> bool:
+        """Return whether any rank had a gradient. Called by ranks without one; all of them get the same answer."""
+        flights = self._table.flights
+        return not flights or any(any(flight.exchange.used()) for flight in flights)
+
+    def _discard(self) -> None:
+        """Discard this reduction.
+
+        With a loss scaler, gradients become NaN, so that it skips the step. Without one they become ``None``, so that
+        ``optimizer.step()`` does nothing.
+        """
+        veto = self._flags.announced.veto
+        for flight in self._table.flights:
+            flight.hand_out(False)
+            flight.bucket.flat.fill_(math.nan)
+        self.unused = {id(slot.param) for slot in self._table.slots()}
+        if not veto or self._settings.loss_scaler is None:
+            self._table.drop_gradients()
+        if veto:
+            self.finite = False
+            self.vetoed_steps, self.last_veto = self.vetoed_steps + 1, reasons_of(veto)
+            self._progress.reduced(False)
+        else:
+            self._progress.num_reductions += 1
+
+    # Queries.
+
+    def stats(self) -> dict[str, Any]:
+        """Return the counters of ``Reducer.stats`` about skipped steps."""
+        nonfinite_steps = int(self.nonfinite_steps.item())
+        return {
+            "nonfinite_steps": nonfinite_steps,
+            "last_nonfinite": self.source.of(self._table.flights)
+            or ("a sum over the ranks" if nonfinite_steps else None),
+            "vetoed_steps": self.vetoed_steps,
+            "last_veto": self.last_veto,
+        }
+
+    def name_of_not_finite(self) -> str | None:
+        """Return the location or source of the first non-finite value; ``None`` if all are finite. Waits for a GPU."""
+        if self.finite is not None and not bool(self.finite):
+            found = nonfinite_source(flight.exchange for flight in self._table.flights)
+            if found is not None:
+                return found
+        name = self.not_finite or norms.first_not_finite(self._table.gradients())
+        return None if name is None else f"parameter {name!r}"
+
+    def settle(self, was_exchanged: bool) -> bool:
+        """Return whether the last gradients are finite; the same on all ranks. Waits for a GPU.
+
+        Args:
+            was_exchanged: whether the engine has reduced them; those of a single rank are checked here.
+        """
+        table = self._table
+        if not was_exchanged:
+            return bool(torch.isfinite(norms.squared_norm(table.slots(), table.shards)))
+        if self.finite is None:
+            self.finite = bool(all_finite(table.flights, table.shards))
+        return bool(self.finite)

@@ -1,0 +1,319 @@
+"""Changes of attached parameters, and the provenance of their gradients.
+
+A gradient that no reduction has made since the last step is local to this rank: it was written by hand, computed by
+``torch.autograd.grad``, belongs to a parameter that is not averaged, or was used by a step already. A step on it would
+change the parameters of this rank only. These checks read only local objects, and send nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from typing import Any
+
+import torch
+
+from pycomm.optim.attached import is_covered
+from pycomm.optim.parameters import optimizer_parameters
+from pycomm.torch_internals import children_of, local_of, own_parameters
+from pycomm.training.reducer.buckets import Slot
+from pycomm.training.reducer.engine import Engine
+from pycomm.training.reducer.parameters import ParameterTable
+from pycomm.training.reducer.rank_flags import raise_different_new
+from pycomm.training.reducer.settings import AttachSettings
+
+_INSTEAD = (
+    "optimizer.step() would move this rank's parameters alone. For gradients that backward() did not make "
+    "(torch.autograd.grad, torch.func.grad, p.grad = ...), call reducer.reduce() on all ranks before the step. For "
+    "parameters that were not attached, write attach(..., all_parameters=True), or detach() and attach() again"
+)
+
+
+def require_provenance(table: ParameterTable, has_averages: bool, unused: Set[int], rank: int) -> None:
+    """Raise RuntimeError if a parameter of the optimizer has a gradient that has not been averaged since the last step.
+
+    Args:
+        table: parameters that are averaged.
+        has_averages: whether there was a reduction since the last step.
+        unused: ids of the parameters without a gradient on any rank in that reduction.
+        rank: this rank, for the message.
+    """
+    if has_averages and not unused and not table.has_new():
+        return
+    names = {id(param): name for name, param in table.named()}
+    for param in optimizer_parameters(table.optimizer):
+        if param.grad is None or table.ignored.covers(param):
+            continue
+        name = names.get(id(param))
+        averaged = has_averages and name is not None and id(param) not in unused
+        # Zeros are harmless: distributed checkpointing steps on them to create optimizer state.
+        if averaged or not bool(local_of(param.grad).any()):
+            continue
+        if name is None:
+            name, why = _name_of(table, param), "pycomm does not know this parameter, which came after attach()"
+        elif has_averages:
+            why = "it was set after the others had been averaged"
+        else:
+            why = "there was no backward() or reduce() of all ranks since the last optimizer.step()"
+        raise RuntimeError(f"rank {rank}: the gradient of {name!r} has not been averaged: {why}. {_INSTEAD}")
+
+
+def _name_of(table: ParameterTable, param: torch.Tensor) -> str:
+    """Return the name of ``param`` in the module, or a description of it."""
+    named = [] if table.module is None else table.module.named_parameters()
+    return next((name for name, each in named if each is param), f"a parameter of shape {list(param.shape)}")
+
+
+def require_written(table: ParameterTable, settings: AttachSettings) -> None:
+    """Raise RuntimeError if ``.grad`` is still the last average, and averaging it again would be wrong."""
+    if settings.is_linear:
+        return
+    for slot in table.slots():
+        if slot.owner.grad is not None and slot.untouched():
+            raise RuntimeError(
+                f"reduce() would average the gradient of {slot.name!r} again: backward() has averaged it, and "
+                "optimizer.step() has not used it yet"
+            )
+
+
+class _Places:
+    """Objects in dicts, and whether they are still there. Checked in every forward, so without a Python loop."""
+
+    def __init__(self) -> None:
+        self._dicts: list[dict[str, Any]] = []
+        self._size = 0
+        self._holders: list[dict[str, Any]] = []  # one per object
+        self._keys: list[str] = []
+        self._objects: list[Any] = []
+
+    def add(self, holder: Mapping[str, Any], wanted: Callable[[Any], bool]) -> None:
+        """Note the ``wanted`` objects in ``holder``, if it is a dict, as it is not in TorchScript's modules."""
+        if isinstance(holder, dict):
+            self._dicts.append(holder)
+            self._size += len(holder)
+            for key, value in holder.items():
+                if value is not None and wanted(value):
+                    self._holders.append(holder)
+                    self._keys.append(key)
+                    self._objects.append(value)
+
+    def are_unchanged(self) -> bool:
+        """Return whether each object is where it was, and none was added."""
+        found = map(dict.get, self._holders, self._keys)
+        return not self.has_others_beside() and all(map(operator.is_, found, self._objects))
+
+    def has_others_beside(self) -> bool:
+        """Return whether the dicts' sizes have changed."""
+        return sum(map(len, self._dicts)) != self._size
+
+    def others(self) -> list[Any]:
+        """Return what is in the place of the objects that were replaced."""
+        found = zip(map(dict.get, self._holders, self._keys), self._objects, strict=True)
+        return [now for now, before in found if now is not before]
+
+
+class ParameterPlaces:
+    """Places of parameters in their modules, which show when a module's parameters are replaced.
+
+    A replacement alone is no mistake: ``torch.func.functional_call`` replaces parameters for one forward, pruning and
+    adapters move them, and new ones may be added to the optimizer. It is a mistake if the new parameter is still there
+    when backward gives it a gradient.
+
+    Args:
+        table: parameters that are averaged.
+        refuse: called with the name of such a parameter; raises the error.
+    """
+
+    def __init__(self, table: ParameterTable, refuse: Callable[[str], None]) -> None:
+        self._params, self._parts = _Places(), _Places()
+        self._found: dict[int, weakref.ref[torch.Tensor]] = {}  # by id; a WeakSet would compare tensors by ==
+        self._watched: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._refuse = weakref.WeakMethod(refuse)
+        self.find(table)
+
+    def find(self, table: ParameterTable) -> None:
+        """Find the places anew."""
+        self._params, self._parts = _Places(), _Places()
+        if table.module is None:
+            return
+        known = {id(param) for _, param in table.named()}
+        for owner in table.module.modules():
+            self._params.add(own_parameters(owner), lambda param: id(param) in known)
+            self._parts.add(children_of(owner), lambda _: True)
+        self._found = {id(param): weakref.ref(param) for param in table.module.parameters()}
+
+    def look(self, table: ParameterTable) -> bool:
+        """Watch parameters that have replaced others; return whether parameters were added to the module."""
+        if table.module is None or (self._params.are_unchanged() and self._parts.are_unchanged()):
+            return False
+        others = self._params.others()
+        if any(isinstance(other, torch.Tensor) and not isinstance(other, torch.nn.Parameter) for other in others):
+            return False  # functional_call's
+        has_moved = not self._parts.are_unchanged() or self._params.has_others_beside()
+        has_moved = has_moved or any(other is None for other in others)
+        names = dict(table.module.named_parameters())
+        there = set(map(id, names.values()))
+        lost = any(id(param) not in there and _is(self._found, param) for _, param in table.named())
+        new = {name: p for name, p in names.items() if p.is_leaf and not (_is(self._found, p) or table.covers(p))}
+        if lost:
+            for name, param in new.items():
+                self._watch(table.module, name, param)
+        if has_moved:
+            self.find(table)
+        return bool(new) and not lost
+
+    def _watch(self, module: torch.nn.Module, name: str, param: torch.Tensor) -> None:
+        if not param.requires_grad or _is(self._watched, param):
+            return
+        self._watched[id(param)] = weakref.ref(param)
+        owner, _, key = name.rpartition(".")
+        register: Any = param.register_post_accumulate_grad_hook
+        register(_InPlaceOf(name, own_parameters(module.get_submodule(owner)), key, self._refuse))
+
+
+def _is(found: Mapping[int, weakref.ref[torch.Tensor]], param: torch.Tensor) -> bool:
+    """Return whether ``param`` is in ``found``."""
+    reference = found.get(id(param))
+    return reference is not None and reference() is param
+
+
+class _InPlaceOf:
+    """Hook of a parameter that has replaced another one."""
+
+    def __init__(self, name: str, params: Mapping[str, torch.Tensor | None], key: str, refuse: Any) -> None:
+        self._name, self._params, self._key, self._refuse = name, params, key, refuse
+
+    def __call__(self, param: torch.Tensor) -> None:
+        refuse = self._refuse()
+        if refuse is not None and self._params.get(self._key) is param and not is_covered(param):
+            refuse(self._name)
+
+    def __deepcopy__(self, memo: object) -> _InPlaceOf:
+        return _InPlaceOf(self._name, {}, self._key, self._refuse)
+
+
+_numbers = itertools.count()
+"""Numbers of the attaches of this process, which are made in the same order on all ranks."""
+
+
+class ParameterChanges:
+    """Changes of an optimizer's and a module's parameters, which all ranks must make alike.
+
+    Ranks exchange them before the next forward. Without a forward of the module, ranks announce them by a flag with the
+    gradients, and exchange them after these.
+
+    Args:
+        engine: engine of the attach.
+        hook_parameters: method that hooks the parameters of slots.
+        stop: method that stops this rank, with an error for the other ranks.
+    """
+
+    def __init__(
+        self, engine: Engine, hook_parameters: Callable[[Iterable[Slot]], None], stop: Callable[[Exception], None]
+    ) -> None:
+        self._engine, self._table, self._communicator = engine, engine.table, engine.communicator
+        self._hook_parameters, self._stop = weakref.WeakMethod(hook_parameters), weakref.WeakMethod(stop)
+        self._places = ParameterPlaces(engine.table, self._refuse)
+        self._number = next(_numbers)
+        engine.admit_new = self._admit
+
+    def hook(self, slots: list[Slot]) -> None:
+        """Put ``slots`` into buckets, and hook their parameters."""
+        self._table.make_buckets(slots, self._engine.lanes, self._engine.settings)
+        self._hook(slots)
+        self._places.find(self._table)
+
+    def _hook(self, slots: list[Slot]) -> None:
+        hook_parameters = self._hook_parameters()
+        assert hook_parameters is not None
+        hook_parameters(slots)
+
+    def find_new(self) -> None:
+        """Add parameters that are new or unfrozen. Collective, if there are any."""
+        if not self._table.has_new():
+            return
+        self._engine.policy.stand_down()
+        self._require_replaceable()
+        with self._announced():
+            try:
+                self._admit()
+            except ValueError as error:
+                raise self.explained(error) from error
+        if not self._engine.is_waited_for():
+            self.drop_replaced()
+
+    def _admit(self) -> None:
+        self._table.find_new(self._communicator)
+        self.hook(self._table.admit())
+
+    def _require_replaceable(self) -> None:
+        """Raise RuntimeError if a parameter has been replaced under a sharded step, where other ranks write to it."""
+        replaced = self._table.replaced() if self._table.partition is not None else []
+        if replaced:
+            raise RuntimeError(
+                f"parameter {replaced[0].name!r} of the optimizer has been replaced, which shard="
+                f"{self._engine.settings.shard} does not go with: detach() before, and attach() afterwards"
+            )
+
+    def drop_replaced(self) -> None:
+        """Forget replaced parameters, and rebuild the buckets without them."""
+        replaced = self._table.replaced()
+        if replaced and self._table.partition is None:
+            self._table.drop(replaced)
+            self._table.rebuild(self._engine.lanes, self._engine.settings, adopt=True)
+            self._engine.hash_state()
+            self._hook(self._table.slots())
+
+    # Errors of ranks that do not make the same changes.
+
+    @contextlib.contextmanager
+    def _announced(self) -> Iterator[None]:
+        """Announce this rank's new parameters in the store until all ranks have exchanged theirs."""
+        store, key = self._communicator.place.store, self._key(self._communicator.rank)
+        with contextlib.suppress(RuntimeError):  # of the store; without it an error is less clear
+            store.set(key, json.dumps(self._table.new_names()))
+        yield
+        with contextlib.suppress(RuntimeError):
+            store.delete_key(key)
+
+    def _key(self, rank: int) -> str:
+        reductions = self._engine.progress.num_reductions
+        return f"pycomm/new/{self._communicator.place.name}/{self._number}/{reductions}/{rank}"
+
+    def explained(self, error: ValueError) -> Exception:
+        """Return ``error``, or its cause if only some ranks have new parameters."""
+        names = {}
+        with contextlib.suppress(RuntimeError, ValueError):
+            store = self._communicator.place.store
+            for rank in range(self._communicator.size):
+                key = self._key(rank)
+                names[rank] = json.loads(store.get(key)) if store.check([key]) else []
+        try:
+            raise_different_new({rank: {"new": new} for rank, new in names.items()})
+        except RuntimeError as found:
+            return found
+        return error
+
+    # Parameters of the module that the optimizer does not have.
+
+    def look_at_module(self) -> bool:
+        """Watch replaced parameters of the module, before a forward; return whether any were added."""
+        return self._places.look(self._table)
+
+    def _refuse(self, name: str) -> None:
+        """Raise RuntimeError: the module trains a parameter ``name`` that is not the attached one."""
+        error = RuntimeError(
+            f"rank {self._communicator.rank}: parameter {name!r} of the module is another object than the one that was "
+            "attached (load_state_dict(assign=True), a layer or a parametrization that was exchanged), and nothing "
+            "averages its gradient. "
+            "detach(), then attach() the optimizer that has the module's parameters now; or put the new parameter into "
+            "the attached optimizer's groups, on all ranks"
+        )
+        stop = self._stop()
+        if stop is not None:
+            stop(error)
+        raise error

@@ -1,0 +1,358 @@
+"""StepPartition: a sharded step, in which each rank steps its own part of every bucket."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from pycomm.agreement import check_same_lines
+from pycomm.collectives.bucket import Bucket
+from pycomm.collectives.communicator import Communicator
+from pycomm.collectives.layout import view_like
+from pycomm.errors import CommError
+from pycomm.optim.fused import FusedStep, KernelStep
+from pycomm.optim.module_hooks import BeforeForward
+from pycomm.optim.partition import Span
+from pycomm.optim.step_override import stepper_of
+from pycomm.torch_internals import version_of
+from pycomm.training.reducer.buckets import BucketInFlight
+from pycomm.training.reducer.settings import AttachSettings
+
+_TEXT = (
+    "a rank was lost in the middle of optimizer.step(), while the ranks wrote to each other's parameters: those here "
+    "may be a mixture of old and new ones. Load a checkpoint (model.load_state_dict) before they are used. The cause: "
+)
+
+
+class Aftermath:
+    """Guard that makes every forward of ``module`` and step of ``optimizer`` raise until the module is loaded.
+
+    It outlives the Reducer.
+    """
+
+    def __init__(self, module: torch.nn.Module | None, optimizer: torch.optim.Optimizer, cause: BaseException) -> None:
+        self._text = _TEXT + str(cause)
+        self._handles: list[Any] = [optimizer.register_step_pre_hook(lambda *_: self._raise())]
+        if module is not None:
+            self._handles.append(module.register_forward_pre_hook(BeforeForward(self._raise)))
+            register: Any = module.register_load_state_dict_post_hook
+            self._handles.append(register(lambda *_: self._loaded()))
+
+    def _raise(self) -> None:
+        raise RuntimeError(self._text)
+
+    def _loaded(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+class StepPartition:
+    """Partition of the parameters of an attached optimizer; see :class:`pycomm.optim.partition.Partition`.
+
+    By default gradients are reduced before the step, and all parameters have arrived when it ends.
+
+    Args:
+        communicator: the ranks.
+        optimizer: the attached optimizer, which kernels must be able to step.
+        module: the attached module, if there is one.
+        settings: arguments of ``attach``, with ``shard``.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        optimizer: torch.optim.Optimizer,
+        module: torch.nn.Module | None,
+        settings: AttachSettings,
+    ) -> None:
+        assert settings.shard is not None
+        self.full_grad = settings.shard.grads == "full"
+        self.reduction = "mean" if settings.average else "sum"
+        self._communicator, self._module = communicator, module
+        self._most_writes = 0 if settings.loss_scaler is None else 1  # to a gradient after backward(), by unscale_()
+        stepper = stepper_of(optimizer)
+        self._was_fused_here = not isinstance(stepper, KernelStep)
+        self._stepper = stepper if isinstance(stepper, KernelStep) else FusedStep(optimizer)
+        self._flights: list[BucketInFlight] = []
+        self._places: dict[torch.Tensor, tuple[Segment, int]] = {}
+        self._addresses: list[tuple[torch.Tensor, int]] = []
+        self._num_steps = 0
+        self._stepper.share(self)
+
+    def await_parameters(self) -> None:
+        """Wait until all parameters have arrived; raise CommError if they do not."""
+
+    def release(self) -> None:
+        """Release the memory, once the communicator is closed."""
+
+    @property
+    def terms_version(self) -> int:
+        return 0
+
+    def terms_of(self, param: torch.Tensor) -> list[torch.Tensor]:
+        raise AssertionError("gradients have been reduced")
+
+    def require_reduced(self) -> None:
+        """Reduce the gradients now, if that was left to the step. Collective."""
+
+    def reduce_early(self) -> None:
+        """Reduce gradients now, and from now on during backward, as they are needed before the step. Collective."""
+
+    def _has_moved(self) -> bool:
+        """Return whether gradients that the step reduces are in other memory than in the last one."""
+        return False
+
+    def _open_terms(self) -> None:
+        """Find the gradients of all ranks again, some of which have moved. Collective."""
+
+    # Parameters.
+
+    def adopt(self, flights: Iterable[BucketInFlight]) -> None:
+        """Move the parameters of ``flights`` to memory of the partition. Collective."""
+        raise NotImplementedError
+
+    def _settle_in(self, flight: BucketInFlight, segment: Segment) -> None:
+        """Move the parameters of ``flight`` to ``segment``."""
+        for index, slot in enumerate(flight.slots):
+            param, place = slot.param, segment.places[index]
+            self._places[param] = segment, index
+            with torch.no_grad():
+                self._fill(place, param, segment.spans[index])
+            param.data = place
+            self._addresses.append((param, place.data_ptr()))
+        self._flights.append(flight)
+
+    def _fill(self, place: torch.Tensor, param: torch.Tensor, span: Span) -> None:
+        """Copy ``param`` to its place."""
+        place.copy_(param.detach())
+
+    def span_of(self, param: torch.Tensor) -> Span:
+        segment, index = self._places[param]
+        return segment.spans[index]
+
+    def mirrors_of(self, param: torch.Tensor) -> list[torch.Tensor]:
+        segment, index = self._places[param]
+        return segment.mirrors_of(index)
+
+    def home(self, param: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor:
+        segment, index = self._places[param]
+        return segment.home(index, param, key, dtype)
+
+    def own_part(self, param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        """Return this rank's own elements of ``grad``, which is laid out as ``param`` is, flat."""
+        return self.span_of(param).of(grad)
+
+    def move_out(self) -> None:
+        """Move parameters and state to this rank's own memory, and let it step alone."""
+        for param in self._places:
+            param.data = param.detach().clone(memory_format=torch.preserve_format)
+        self._stepper.step_alone()
+        if self._was_fused_here:
+            self._stepper.detach()
+        self._places.clear()
+        self._addresses.clear()
+        self._flights.clear()
+
+    # Sums over ranks.
+
+    def add_up(self, values: torch.Tensor) -> torch.Tensor:
+        everyone = torch.empty(self._communicator.size * values.numel(), dtype=torch.float64)
+        self._communicator.all_gather(everyone, values)
+        return everyone.view(self._communicator.size, -1).sum(0)
+
+    def first_of(self, number: int) -> int:
+        """Return the smallest ``number`` of all ranks. Collective."""
+        first = torch.tensor([number], dtype=torch.int64)
+        self._communicator.all_reduce(first, "min")
+        return int(first)
+
+    # Steps.
+
+    @contextlib.contextmanager
+    def step(self, optimizer: torch.optim.Optimizer, *, is_skipped: bool, needs_gradients: bool) -> Iterator[bool]:
+        self.await_parameters()
+        try:
+            self._prepare()
+        except (RuntimeError, ValueError) as error:
+            self._communicator.refuse(str(error))  # the others are about to vote on the step
+            raise
+        try:
+            is_taken = self._agree(optimizer, is_skipped)
+            if is_taken and needs_gradients:
+                self.require_reduced()
+        except CommError as error:
+            self._lost(optimizer, error)  # others may have completed the vote
+            raise
+        if not is_taken:
+            yield False
+            return
+        self._num_steps += 1
+        try:
+            yield True
+            self._hand_out()
+        except BaseException as error:
+            if not isinstance(error, CommError):
+                self._communicator.close(f"its optimizer.step() failed: {error}")
+            if not self._is_complete():
+                self._lost(optimizer, error)
+            raise
+
+    def _hand_out(self) -> None:
+        """Make this rank's new parameters available to all ranks. Collective."""
+        raise NotImplementedError
+
+    def _is_complete(self) -> bool:
+        """Return whether the last step is complete on this rank, though it ended with an error."""
+        raise NotImplementedError
+
+    def _lost(self, optimizer: torch.optim.Optimizer, error: BaseException) -> None:
+        Aftermath(self._module, optimizer, error)
+
+    def _prepare(self) -> None:
+        """Raise RuntimeError or ValueError if parameters were moved, or gradients written to."""
+        for param, address in self._addresses:
+            if param.data_ptr() != address and param.numel() > 0:
+                raise RuntimeError(
+                    f"the memory of a parameter of shape {list(param.shape)} has been replaced (param.data = ..., or a "
+                    "conversion), and the other ranks write to the old one: use param.copy_(), or detach() first"
+                )
+        if self.full_grad:
+            return
+        for flight in self._flights:
+            for slot, view in zip(flight.slots, flight.bucket.views, strict=True):
+                if slot.param.grad is view and version_of(view) - slot.version > self._most_writes:
+                    raise ValueError(
+                        f"the gradient of {slot.name!r} was written to after backward(), and each rank has only its "
+                        'own part of the average: clip by reducer.clip_grad_norm(), or pass Sharding(grads="full"); '
+                        "a torch.amp.GradScaler is given to attach as loss_scaler"
+                    )
+
+    def _agree(self, optimizer: torch.optim.Optimizer, is_skipped: bool) -> bool:
+        """Return whether no rank skips the step. Raise ValueError if the ranks' hyperparameters differ. Collective."""
+        settings = settings_of(optimizer)
+        digest = zlib.crc32(settings)
+        votes = torch.tensor([digest, -digest, is_skipped, self._has_moved()], dtype=torch.int64)
+        self._communicator.all_reduce(votes, "max")
+        most, least, skips, moved = votes.tolist()
+        if most != -least:
+            lines = settings.decode().splitlines()
+            check_same_lines(self._communicator.channel.all_gather_bytes, lines, "parameter group")
+            raise AssertionError("lines of equal text have equal digests")
+        if moved and not skips:
+            self._open_terms()
+        return not skips
+
+
+_PLAIN = (bool, int, float, str, tuple, type(None))
+_NAMES = ("params", "param_names")
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> bytes:
+    """Return the hyperparameters of all groups, as text that is the same for equal ones."""
+    lines = []
+    for group in optimizer.param_groups:
+        plain = {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
+        values = {key: value for key, value in plain.items() if isinstance(value, _PLAIN) and key not in _NAMES}
+        lines.append(f"{len(group['params'])} parameters, {values!r}")
+    return "\n".join(lines).encode()
+
+
+_ALIGNMENT = 64
+"""Alignment of parts in elements, so that two ranks never write to the same cache line."""
+
+
+def shares_of(num_elements: int, order: Sequence[int]) -> list[slice]:
+    """Return the part of each rank, of equal size up to alignment, laid out in ``order``."""
+    size, pieces = len(order), -(-num_elements // _ALIGNMENT)
+    bounds = [min(pieces * place // size * _ALIGNMENT, num_elements) for place in range(size + 1)]
+    shares = {rank: slice(bounds[place], bounds[place + 1]) for place, rank in enumerate(order)}
+    return [shares[rank] for rank in range(size)]
+
+
+class Segment(ABC):
+    """Parameters of ``bucket``, laid out as the gradients are.
+
+    Args:
+        bucket: the gradients.
+        params: the parameters.
+        shares: the part of each rank.
+        rank: this rank.
+        own: memory that the parameters are to be in.
+
+    Attributes:
+        places: where each parameter is to be.
+        spans: this rank's own elements of each.
+    """
+
+    def __init__(
+        self, bucket: Bucket, params: Sequence[torch.Tensor], shares: Sequence[slice], rank: int, own: Memory
+    ) -> None:
+        self.shares, self._rank, self.own = shares, rank, own
+        self.dtype, self.num_elements = bucket.dtype, bucket.num_elements
+        self._begins = list(itertools.accumulate(bucket.numels, initial=0))
+        self._states: dict[tuple[str, torch.dtype], Memory] = {}
+        self.places = [self.like(p, i, own, self.dtype) for i, p in enumerate(params)]
+        self.spans = [self._span(i) for i in range(len(params))]
+
+    def _span(self, index: int) -> Span:
+        first, last = self._begins[index], self._begins[index + 1]
+        share = self.shares[self._rank]
+        if share.stop <= first or share.start >= last:
+            return Span(0, 0)
+        return Span(max(share.start - first, 0), min(share.stop, last) - first)
+
+    def part_in(self, memory: Memory, index: int) -> torch.Tensor:
+        """Return this rank's own elements of the ``index``-th parameter in memory that is laid out as the bucket."""
+        begin, end = (self._begins[index] + at for at in self.spans[index])
+        return tensor_in(memory, self.dtype, begin, end)
+
+    def like(self, param: torch.Tensor, index: int, memory: Memory, dtype: torch.dtype) -> torch.Tensor:
+        """Return the place of the ``index``-th parameter, which is ``param``, in memory laid out so."""
+        return tensor_like(param, memory, dtype, self._begins[index])
+
+    @abstractmethod
+    def mirrors_of(self, index: int) -> list[torch.Tensor]:
+        """Return the other ranks' memory of this rank's own elements of the ``index``-th parameter."""
+
+    def home(self, index: int, param: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory for the state ``key`` of the ``index``-th parameter, zeros at first.
+
+        Collective, where ranks share it, the first time for a key.
+        """
+        if (key, dtype) not in self._states:
+            self._states[key, dtype] = self._zeros(self.num_elements * dtype.itemsize)
+        return self.like(param, index, self._states[key, dtype], dtype)
+
+    def is_home(self, index: int, key: str, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` lies at the home of the state ``key`` of the ``index``-th parameter."""
+        memory = self._states.get((key, tensor.dtype))
+        if memory is None or tensor.numel() == 0:
+            return False
+        home = tensor_in(memory, tensor.dtype, self._begins[index], self._begins[index + 1])
+        return tensor.data_ptr() == home.data_ptr()
+
+    @abstractmethod
+    def _zeros(self, num_bytes: int) -> Memory: ...
+
+
+Memory = Any
+"""Object with the buffer protocol."""
+
+
+def tensor_in(memory: Memory, dtype: torch.dtype, begin: int, end: int) -> torch.Tensor:
+    """Return elements ``begin`` to ``end`` of ``memory`` as a tensor with a storage of its own, which saves small."""
+    if begin == end:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=end - begin, offset=begin * dtype.itemsize)
+
+
+def tensor_like(param: torch.Tensor, memory: Memory, dtype: torch.dtype, begin: int) -> torch.Tensor:
+    """Return elements of ``memory``, from ``begin`` on, in the shape and memory order of ``param``."""
+    return view_like(tensor_in(memory, dtype, begin, begin + param.numel()), param)

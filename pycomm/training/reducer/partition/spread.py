@@ -1,0 +1,342 @@
+"""SpreadPartition: a sharded step between ranks on several hosts.
+
+If P hosts average n gradients and each steps all parameters, each sends 2 (P - 1) / P n elements before the step. Here
+each sends (P - 1) / P n before the step, and as many after it: the new parameters of its part. These travel during the
+next forward, which waits only for the parameters that it uses. Each rank keeps the optimizer state of its own part
+(ZeRO, Rajbhandari et al., 2020, section 5.1).
+
+Until a parameter has arrived, it has the class :class:`_Arriving`, so that every torch operation on it waits first.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import mmap
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from pycomm.collectives.communicator import Communicator
+from pycomm.collectives.layout import view_like
+from pycomm.collectives.transport.hosts import order_of
+from pycomm.errors import CommError
+from pycomm.optim.module_hooks import BeforeForward
+from pycomm.optim.parameters import optimizer_parameters
+from pycomm.torch_internals import has_compiled, has_scripted, prepare_scripts, without_torch_function
+from pycomm.training.reducer.buckets import BucketInFlight
+from pycomm.training.reducer.partition.partition import Memory, Segment, StepPartition, shares_of, tensor_in
+from pycomm.training.reducer.settings import AttachSettings
+from pycomm.worker import Work
+
+_arrivals: dict[int, Arrival] = {}
+"""By id of the parameter, as its attributes would be saved with it."""
+
+_Tensor: Any = torch.Tensor
+_HARMLESS = {
+    *(_Tensor.grad.__get__, _Tensor.grad.__set__, _Tensor.requires_grad.__get__, _Tensor.is_leaf.__get__),
+    *(_Tensor.shape.__get__, _Tensor.dtype.__get__, _Tensor.device.__get__, _Tensor.numel),
+}
+"""Operations that do not read values, and are called between a step and the next forward (``zero_grad()``)."""
+
+
+class _Arriving(torch.nn.Parameter):
+    """Parameter whose values have not arrived. Its first use waits and makes it an ordinary parameter again."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _HARMLESS:
+            _await([args, kwargs])
+            return func(*args, **kwargs)
+        with without_torch_function():
+            return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        _await(self)
+        return self.__deepcopy__(memo)  # now that of the ordinary class
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _await(self)
+        return self.__reduce_ex__(protocol)
+
+
+def _await(found: Any) -> None:
+    """Wait for all parameters in nested sequences and dicts."""
+    if isinstance(found, _Arriving):
+        arrival = _arrivals.get(id(found))
+        if arrival is not None:
+            arrival.wait()
+    elif isinstance(found, (list, tuple)):
+        for item in found:
+            _await(item)
+    elif isinstance(found, dict):
+        for item in found.values():
+            _await(item)
+
+
+def _await_module(module: torch.nn.Module) -> None:
+    _await(list(module.parameters(recurse=False)))
+
+
+prepare_scripts(_await_module)
+
+
+class Arrival:
+    """Parameters that arrive together, when ``work`` is done.
+
+    Args:
+        params: the parameters.
+        work: operation on the communication thread.
+        failed: called with the error if the operation fails, before :meth:`wait` raises it.
+    """
+
+    def __init__(
+        self, params: Iterable[torch.nn.Parameter], work: Work, failed: Callable[[BaseException], None]
+    ) -> None:
+        self._params, self._work, self._failed = list(params), work, failed
+        for param in self._params:
+            _arrivals[id(param)] = self
+            param.__class__ = _Arriving
+
+    def wait(self) -> None:
+        """Wait until the parameters have arrived, and make them ordinary ones; on an error call ``failed`` first."""
+        if not self._params:
+            return
+        try:
+            self._work.wait()
+        except BaseException as error:
+            self._failed(error)
+            raise
+        finally:
+            self._make_ordinary()
+
+    def abandon(self) -> None:
+        """Wait until nothing writes to the parameters, and make them ordinary ones as they are."""
+        self._work.ends_within(None)
+        self._make_ordinary()
+
+    def _make_ordinary(self) -> None:
+        for param in self._params:
+            param.__class__ = torch.nn.Parameter
+            _arrivals.pop(id(param), None)
+        self._params.clear()
+
+
+class ParameterArrivals:
+    """Arrivals between one step and the next backward, and the hooks of modules that wait for them.
+
+    Args:
+        module: the attached module; without one, nothing says what the next forward uses first.
+    """
+
+    def __init__(self, module: torch.nn.Module | None) -> None:
+        self._module = module
+        self._open: list[Arrival] = []
+        self._hooks: dict[torch.nn.Module, Any] = {}
+        if module is not None:
+            self._hooks[module] = module.register_forward_pre_hook(BeforeForward(self._before_root))
+
+    def expect(self, params: Iterable[torch.Tensor]) -> None:
+        """Make the modules that own ``params`` wait for them before their forward.
+
+        This serves extensions that get a parameter by ``torch.autograd.Function``, which torch does not intercept.
+        """
+        if self._module is None:
+            return
+        wanted = {id(param) for param in params}
+        for module in self._module.modules():
+            own = [p for p in module.parameters(recurse=False) if id(p) in wanted]
+            if own and module not in self._hooks:
+                hook = BeforeForward(functools.partial(_await_module, module))
+                self._hooks[module] = module.register_forward_pre_hook(hook)
+
+    def may_come_late(self, params: Iterable[torch.Tensor]) -> bool:
+        """Return whether all readers of ``params`` can be made to wait, unlike compiled code and TorchScript."""
+        if self._module is None or has_compiled() or has_scripted():
+            return False
+        if any(isinstance(module, torch.jit.ScriptModule) for module in self._module.modules()):
+            return False
+        return all(type(param) is torch.nn.Parameter for param in params)
+
+    def add(self, arrival: Arrival) -> None:
+        """Add an arrival for :meth:`wait`."""
+        self._open.append(arrival)
+
+    def wait(self) -> None:
+        """Wait for all, in the order in which they were added; raise the first error."""
+        for arrival in self._taken():
+            arrival.wait()
+
+    def abandon(self) -> None:
+        """Make all parameters ordinary ones as they are, since one bucket has not arrived."""
+        for arrival in self._taken():
+            arrival.abandon()
+
+    def _taken(self) -> Iterator[Arrival]:
+        while self._open:
+            yield self._open.pop(0)
+
+    def _before_root(self) -> None:
+        assert self._module is not None
+        if not self._module.training:
+            self.wait()  # torch's fast paths of evaluation check the class
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._hooks.values():
+            handle.remove()
+        self._hooks.clear()
+
+
+_LOG = logging.getLogger("pycomm")
+
+States = dict[int, dict[str, torch.Tensor]]
+"""Whole state of parameters, by their ids, then by key."""
+
+
+class SpreadSegment(Segment):
+    """Segment of ranks that reach each other by messages.
+
+    State is laid out as that of all ranks, but only this rank's part is ever touched, so that only that takes memory.
+    """
+
+    def mirrors_of(self, index: int) -> list[torch.Tensor]:
+        return []
+
+    def _zeros(self, num_bytes: int) -> Memory:
+        return mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    def own_parts(self) -> list[torch.Tensor]:
+        """Return the parameters as one flat part for each rank."""
+        return self.parts_in(self.own, self.dtype)
+
+    def parts_in(self, memory: Memory, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return the parts of the ranks in memory that is laid out as the bucket."""
+        return [tensor_in(memory, dtype, share.start, share.stop) for share in self.shares]
+
+    def states(self) -> list[tuple[str, torch.dtype, Memory]]:
+        """Return the keys, dtypes and memory of all state, in an order that is the same on all ranks."""
+        return [(*key, self._states[key]) for key in sorted(self._states, key=str)]
+
+
+class SpreadPartition(StepPartition):
+    """Partition over ranks that reach each other by messages."""
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        optimizer: torch.optim.Optimizer,
+        module: torch.nn.Module | None,
+        settings: AttachSettings,
+    ) -> None:
+        self._optimizer = optimizer
+        self._segments: dict[BucketInFlight, SpreadSegment] = {}
+        self._at_home: set[torch.Tensor] = set()  # parameters whose masters are kept by parts
+        self._arrivals = ParameterArrivals(module)
+        self._is_lost = False
+        super().__init__(communicator, optimizer, module, settings)
+        self._hook = self._optimizer.register_state_dict_post_hook(self._complete)
+
+    def adopt(self, flights: Iterable[BucketInFlight]) -> None:
+        rank = self._communicator.rank
+        for flight in flights:
+            bucket, params = flight.bucket, [slot.param for slot in flight.slots]
+            shares = shares_of(bucket.num_elements, order_of(self._communicator.channel.transport.hosts))
+            own = self._communicator.empty(bucket.num_elements * bucket.dtype.itemsize, torch.uint8).numpy()
+            segment = self._segments[flight] = SpreadSegment(bucket, params, shares, rank, own)
+            if not self.full_grad:
+                bucket.reduce_part_only(shares, rank)
+            self._settle_in(flight, segment)
+            self._arrivals.expect(params)
+
+    def await_parameters(self) -> None:
+        self._arrivals.wait()
+
+    # Steps.
+
+    def _agree(self, optimizer: torch.optim.Optimizer, is_skipped: bool) -> bool:
+        is_taken = super()._agree(optimizer, is_skipped)
+        if is_taken:
+            new = self._places.keys() - self._at_home
+            self._stepper.move_home([param for param in self._places if param in new])
+            self._at_home |= new
+        return is_taken
+
+    def _lost(self, optimizer: torch.optim.Optimizer, error: BaseException) -> None:
+        if not self._is_lost:
+            self._is_lost = True
+            super()._lost(optimizer, error)
+            self._arrivals.abandon()
+
+    def _hand_out(self) -> None:
+        lost = functools.partial(self._lost, self._optimizer)
+        # The last bucket has the first layers.
+        for flight in reversed(self._flights):
+            params: Any = [slot.param for slot in flight.slots if slot.param.numel() > 0]
+            work = flight.communicator.channel.submit(self._gathering(flight))
+            if self._arrivals.may_come_late(params):
+                self._arrivals.add(Arrival(params, work, lost))
+            else:
+                work.wait()
+
+    def _gathering(self, flight: BucketInFlight) -> Callable[[], None]:
+        channel, parts = flight.communicator.channel, self._segments[flight].own_parts()
+
+        def gather() -> None:
+            with channel.skip_checks():  # the ranks have agreed on the step
+                channel.all_gather_v(parts, parts[channel.rank])
+
+        return gather
+
+    def _is_complete(self) -> bool:
+        return False
+
+    # State.
+
+    def _whole_states(self) -> States:
+        """Return all state that is kept by parts, gathered in new memory, by parameter. Collective."""
+        found: States = {id(param): {} for param in self._places}
+        for flight, segment in self._segments.items():
+            for key, dtype, memory in segment.states():
+                whole = torch.empty(segment.num_elements, dtype=dtype)
+                mine = segment.parts_in(memory, dtype)[self._communicator.rank]
+                flight.communicator.channel.all_gather_v([whole[share] for share in segment.shares], mine)
+                for slot, part in zip(flight.slots, torch.split(whole, flight.bucket.numels), strict=True):
+                    found[id(slot.param)][key] = view_like(part.clone(), slot.param)
+        return found
+
+    def _completed(self, entry: dict[str, Any], param: torch.Tensor, whole: States) -> dict[str, Any]:
+        """Return the state ``entry`` of ``param`` with whole tensors in place of parts."""
+        if param not in self._places:
+            return entry
+        segment, index = self._places[param]
+        parts = [k for k, v in entry.items() if isinstance(v, torch.Tensor) and segment.is_home(index, k, v)]
+        return {**entry, **{key: whole[id(param)][key] for key in parts}}
+
+    def _complete(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        """Replace parts by whole tensors. Collective."""
+        whole, states = self._whole_states(), state_dict["state"]
+        for index, param in enumerate(optimizer_parameters(optimizer)):
+            if index in states:
+                states[index] = self._completed(states[index], param, whole)
+
+    def move_out(self) -> None:
+        """Move parameters and whole state to this rank's own memory, and let it step alone. Collective."""
+        self._hook.remove()
+        self._arrivals.close()
+        try:
+            self.await_parameters()
+            whole = self._whole_states()
+            self._stepper.take_whole(lambda entry, param: self._completed(entry, param, whole))
+        except (CommError, ValueError) as error:
+            _LOG.warning(
+                "the optimizer's state was kept by parts on all ranks, and those of others are lost (%s): it begins "
+                "anew; load a checkpoint",
+                error,
+            )
+            self._stepper.take_whole(None)
+        super().move_out()
+        self._segments.clear()
+        self._at_home.clear()

@@ -1,0 +1,328 @@
+"""Backward passes: beginning, each gradient, the last gradient, and end; paused passes; hooks of the training loop."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from pycomm.collectives.counting import PassGate
+from pycomm.errors import HALF_SENT, CommError
+from pycomm.optim.copies import training_alone
+from pycomm.optim.module_hooks import AfterForward, BeforeForward, ZeroGradHook, forget_original
+from pycomm.optim.wrappers import refuse_active_wrapper
+from pycomm.torch_internals import current_graph_task
+from pycomm.training.reducer.autograd_hooks import BackwardWatch, GradientHook, Uncovered, step_hook
+from pycomm.training.reducer.buckets import Slot, forget_passes
+from pycomm.training.reducer.engine import Engine
+from pycomm.training.reducer.parameter_changes import ParameterChanges, require_provenance
+from pycomm.training.reducer.replica_differences import DamageError
+
+
+class LocalPasses:
+    """Record of the gradients that paused passes have left in ``.grad``.
+
+    Attributes:
+        depth: number of open ``paused()`` contexts.
+    """
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self._left: WeakKeyDictionary[Slot, tuple[weakref.ref[torch.Tensor], int]] = WeakKeyDictionary()
+
+    def note(self, slot: Slot) -> None:
+        """Note that a paused pass has accumulated the gradient of ``slot``."""
+        grad = slot.owner.grad
+        assert grad is not None
+        self._left[slot] = weakref.ref(grad), slot.grad_version()
+
+    def require_gone(self, why: str, firing: Slot | None = None) -> None:
+        """Raise RuntimeError if such a gradient is still in ``.grad``.
+
+        Args:
+            why: why it must have been cleared, for the message.
+            firing: slot whose gradient the current pass has already accumulated.
+        """
+        suspects = [slot for slot in self._left if self._may_be_there(slot, slot is firing)]
+        if not suspects:
+            self._left.clear()
+            return
+        # A gradient that is all zeros was cleared by zero_grad(set_to_none=False) or grad.data.zero_(). The host
+        # waits once for all counts.
+        grads = [grad for slot in suspects if (grad := slot.owner.grad) is not None]
+        nonzero = torch.stack([grad.count_nonzero() for grad in grads]).tolist()
+        for slot, count in zip(suspects, nonzero, strict=True):
+            if count > 0 or slot is firing:
+                raise RuntimeError(
+                    f"the gradient of {slot.name!r} is still what a backward() inside reducer.paused() left, which is "
+                    f"never averaged: {why}; call optimizer.zero_grad() first"
+                )
+        self._left.clear()
+
+    def _may_be_there(self, slot: Slot, added_to: bool) -> bool:
+        reference, version = self._left[slot]
+        grad = slot.owner.grad
+        if grad is None or reference() is not grad:
+            return False
+        return not added_to or slot.grad_version() == version + 1  # else it was zeroed before this pass added to it
+
+
+class Passes:
+    """Driver of the engine. Autograd calls it by a hook on each parameter, and at the end of each backward pass.
+
+    Attributes:
+        changes: handling of parameters that are added, unfrozen or replaced.
+        stopped: error after which this rank no longer takes part; "" without one.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._communicator, self._settings = engine.communicator, engine.settings
+        self._engine, self._table, self._window, self._progress = engine, engine.table, engine.window, engine.progress
+        self._watch = BackwardWatch(self._begin, self._all_gradients_arrived, self._end, self._failed)
+        self._local = LocalPasses()
+        self._gate = PassGate(current_graph_task)
+        self.changes = ParameterChanges(engine, self.hook_parameters, self.stop)
+        self._hookless: list[Slot] = []
+        self._owner: Any = None
+        self._handles: list[Any] = []
+        self._uncovered: Uncovered | None = None
+        self.stopped = ""
+
+    # Parameters.
+
+    def hook_parameters(self, slots: Iterable[Slot]) -> None:
+        """Hook the parameters of ``slots``, which are in buckets."""
+        for slot in slots:
+            if slot.hook is not None:
+                slot.hook.count_with(slot.counter(self._gate))
+            elif slot.param.requires_grad:
+                slot.hook = GradientHook(self, Passes._on_gradient, slot, slot.param, slot.counter(self._gate))
+            else:  # frozen: only the user may write its gradient
+                self._hookless.append(slot)
+
+    def hook_model(self, owner: object) -> None:
+        """Hook the optimizer and the module. These hooks keep ``owner`` alive; those of parameters do not."""
+        self._owner = owner
+        optimizer, module = self._table.optimizer, self._table.module
+        self._handles = [
+            optimizer.register_step_pre_hook(step_hook(self._progress, self.require_averaged)),
+            optimizer.register_step_post_hook(lambda *_: self.stepped()),
+            ZeroGradHook(optimizer, self.note_zero_grad),
+        ]
+        if module is not None:
+            forget_original(module)
+            self._uncovered = Uncovered(module, self._table.covers)
+            before = BeforeForward(self.before_forward, watches_copies=True)
+            self._handles.append(module.register_forward_pre_hook(before))
+            self._handles.append(module.register_forward_hook(AfterForward(self.note_forward)))
+
+    def unhook(self) -> None:
+        """Remove all hooks."""
+        for slot in self._table.slots():
+            if slot.hook is not None:
+                slot.hook.remove()
+        for handle in self._handles:
+            handle.remove()
+        if self._uncovered is not None:
+            self._uncovered.close()
+        self._owner = None
+
+    def before_forward(self) -> None:
+        """Refuse wrappers that average these parameters, too; add new parameters if no window is open."""
+        if current_graph_task() != -1:
+            return  # inside backward: a checkpointed piece is being recomputed
+        refuse_active_wrapper(lambda: dict(self._table.named()))
+        self._engine.flags.just_stepped = False
+        self.forget_abandoned()
+        if not self._window.is_open and not self.stopped and not self._local.depth:
+            if self._hookless:
+                slots, self._hookless = self._hookless, []
+                self.hook_parameters(slots)
+            self.changes.find_new()
+            module = self._table.module
+            if torch.is_grad_enabled() and self.changes.look_at_module() and module is not None and self._uncovered:
+                self._uncovered.watch(module)
+
+    def note_forward(self, output: Any) -> None:
+        """Note a forward of the module in training mode; its ``output`` shows later whether a backward followed."""
+        if current_graph_task() == -1 and not self._local.depth:
+            self._engine.flags.loop.note_forward(output)
+
+    def note_zero_grad(self) -> None:
+        """Note a call of ``optimizer.zero_grad()``: a step begins."""
+        self._window.complete = self._engine.flags.just_stepped = False
+        if not self._local.depth:
+            self._engine.flags.loop.num_zero_grads += 1
+        if self._window.is_open:
+            forget_passes(self._table.slots())
+
+    # Passes of this rank alone.
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keep backward passes inside local to this rank; see ``Reducer.paused``."""
+        if self._window.is_open:
+            raise RuntimeError(
+                "paused() inside an accumulation window: its gradients would be mixed; call flush() first"
+            )
+        self._local.depth += 1
+        self._engine.flags.loop.has_paused = True
+        self._gate.close()
+        try:
+            with training_alone():
+                yield
+        finally:
+            self._local.depth -= 1
+
+    def require_averaged(self) -> None:
+        """Raise RuntimeError if ``optimizer.step()`` would use gradients that have not been averaged. Sends nothing."""
+        self.forget_abandoned()
+        if self._window.is_open:
+            raise RuntimeError(
+                f"optimizer.step() after {self._window.num_passes} of {self._settings.passes} backward passes: "
+                "these gradients have not been averaged; call reducer.flush() first"
+            )
+        self._local.require_gone("optimizer.step() would move this rank's parameters alone")
+        self._table.require_no_unknown_gradients()
+        self._require_provenance()
+        self._progress.stepped()
+
+    def _require_provenance(self) -> None:
+        """Raise RuntimeError, also on other ranks, if a gradient comes from no reduction since the last step."""
+        try:
+            require_provenance(
+                self._table, self._progress.has_averages, self._engine.outcome.unused, self._communicator.rank
+            )
+        except RuntimeError as error:
+            self.stop(error)
+            raise
+
+    def stepped(self) -> None:
+        """Note that ``optimizer.step()`` has returned."""
+        self._engine.statistics.phases.end_step()
+        if not self._progress.leave_step():
+            return
+        self._window.complete = False
+        self._engine.flags.just_stepped = True
+        if self._table.flights:
+            self._engine.flags.loop.note_step(self._table.flights[0].slots[0])
+        if not self._window.is_open and not self.stopped:
+            self._engine.policy.stand_by()
+
+    # Callbacks of autograd.
+
+    def _on_gradient(self, slot: Slot) -> None:
+        if self._local.depth > 0:
+            self._local.note(slot)
+            return
+        self._engine.firing = slot
+        try:
+            self._watch.touch()
+            if slot.flight is not None:
+                self._engine.take(slot)
+        except (RuntimeError, ValueError) as error:
+            self.stop(error)
+            raise
+        finally:
+            self._engine.firing = None
+        if self._engine.may_count():
+            self._gate.open()
+        else:
+            self._gate.close()
+
+    def _begin(self) -> None:
+        self.forget_abandoned()
+        self.admit_newcomer()
+        self._window.begin_pass()
+        self.require_right_pass()
+        self._engine.begin_pass()
+
+    def _all_gradients_arrived(self) -> None:
+        if not self._window.sending:
+            return
+        # Known buckets first, before _end looks for new parameters: ranks may have launched different numbers of
+        # buckets by now, but always in the same order.
+        try:
+            self._engine.launch_rest()
+        except (RuntimeError, ValueError) as error:
+            self.stop(error)
+            raise
+
+    def _end(self) -> None:
+        for flight in self._table.flights:
+            flight.counts.end_pass()
+        if not self._window.sending:
+            self._engine.settle_late()
+        self._window.end_pass()
+        if self._window.sending:
+            self.reduce()
+        else:
+            self._engine.statistics.phases.end_backward()
+        if self._uncovered is not None:
+            self._uncovered.warn()
+
+    def _failed(self) -> None:
+        if self._engine.has_launched():
+            self.stop(RuntimeError(HALF_SENT))
+
+    def reduce(self) -> None:
+        """Complete the reduction, including new parameters."""
+        announced = self._engine.flags.takes_new and bool(self._table.flights)
+        if not announced:
+            self.changes.find_new()
+        try:
+            self._engine.reduce()
+        except DamageError as error:
+            if self._engine.policy.survives and error.ranks:
+                self.stopped = str(error)  # the others continue without this rank
+            raise
+        except CommError as error:
+            if not self._engine.policy.survives:  # else all ranks have agreed on the cause
+                number, rank = self._progress.num_reductions + 1, self._communicator.rank
+                error.args = (f"{error}; rank {rank} was in reduction {number}",)
+            raise
+        except ValueError as error:
+            raise self.changes.explained(error) from error
+        self._window.complete = True
+        self.changes.drop_replaced()
+
+    def admit_newcomer(self) -> None:
+        """Admit a waiting newcomer between two steps."""
+        if not self._window.is_open and not self.stopped:
+            self._engine.policy.admit_newcomer()
+
+    # Errors.
+
+    def require_taking_part(self) -> None:
+        """Raise RuntimeError if this rank has stopped after an earlier error."""
+        if self.stopped:
+            raise RuntimeError(f"this Reducer no longer takes part after an earlier error: {self.stopped}")
+
+    def require_right_pass(self) -> None:
+        """Raise RuntimeError if a reduction may not begin now."""
+        self.require_taking_part()
+        self._local.require_gone("this backward() would add to it", self._engine.firing)
+        # With all_parameters the parameters may belong to several optimizers, of which only one reports its steps.
+        if not self._window.is_open and not self._settings.all_parameters:
+            self._progress.require_used()
+        self._table.require_as_attached()
+
+    def stop(self, error: Exception) -> None:
+        """Stop taking part, and raise ``error`` on ranks that are in this reduction or about to enter it."""
+        if self.stopped or self._communicator.size == 1 or torch.compiler.is_compiling():
+            return
+        self.stopped = str(error)
+        self._engine.policy.leave(f"gave up: {self.stopped}")
+        self._communicator.channel.abandon(self.stopped, in_step=not self._engine.is_waited_for())
+
+    def forget_abandoned(self) -> None:
+        """Recover from a pass that ended with an exception, if possible; else raise RuntimeError."""
+        if not self._watch.abandoned() or not self._engine.has_launched():
+            return
+        if self._communicator.size > 1:
+            raise RuntimeError(HALF_SENT)
+        self._engine.drop_launched()

@@ -1,0 +1,395 @@
+"""Rank flags: 64 bits that ranks send each other with every reduction, inside the messages of the gradients.
+
+Bits 0 to 31 travel with the first bucket, made by :mod:`pycomm.training.reducer.replicas`:
+
+- 0-3: number of steps that the optimizer has taken, modulo 16. If ranks differ, that is an error.
+- 4: compression's state was changed by something else. An error names rank and parameter.
+- 5-26: hash of the parameters, in some reductions. An error names parameter and ranks.
+- 27-31: hash of the buffers, in the same reductions. A log line names a buffer.
+
+Bits 32 to 63 travel with the last bucket, and are fixed when it is launched:
+
+- 32-43: hash of every group's numbers (lr, momentum, betas, ...). An error names group, key, values and ranks.
+- 44-49: loop index: forwards without a backward, calls of ``zero_grad``, gradients that were not cleared. An error
+  names the rank that has left out a batch.
+- 50-59: hash of the names of frozen parameters. An error names parameter and ranks.
+- 60: the optimizer has parameters that are not averaged yet. If all ranks have some, they are added; else an error.
+- 61: a veto of this step, which is then discarded on all ranks.
+- 62: this rank has no batch: the mean is that of the other ranks.
+- 63: a request to stop, which all ranks receive.
+
+Usually only bits travel. If they differ, or one of the last three is set, all ranks see it alike. They then exchange
+the records behind the bits, and reach the same verdict before any gradient is handed out. On a GPU, where the host does
+not wait for the gradients, that happens two reductions later.
+"""
+
+from __future__ import annotations
+
+import signal
+import zlib
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from types import FrameType, TracebackType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from pycomm.collectives.bucket import FINGERPRINT_BITS
+from pycomm.descriptions import name_ranks
+from pycomm.optim.hyperparameters import Hyperparameters, Numbers, first_difference
+from pycomm.optim.loop_index import LoopIndex
+
+GROUPS = slice(32, 44)
+LOOP = slice(44, 50)
+FROZEN = slice(50, 60)
+NEW, VETO, SKIP, STOP = 60, 61, 62, 63
+_ANY = (VETO, SKIP, STOP)
+_SALTED_ALIKE = 8
+"""Reductions with one salt of the hyperparameters' hash: a collision of its few bits lasts no longer."""
+_REMEMBERED = 4
+"""Number of records that are kept: on a GPU, the record of two reductions before is read."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """Record behind the flags of one rank in one reduction. All fields can be encoded as JSON.
+
+    Attributes:
+        loop: number of unused forwards, number of calls of ``zero_grad`` beyond one, and whether this step added to
+            gradients of the one before. ``None``: the rank took part without a pass of its own, and is not compared.
+        frozen: names of the parameters that do not require gradients.
+        new: names of the optimizer's parameters that are not averaged yet.
+        veto, stop: reasons of the requests; ``None`` without one.
+        skips: whether this rank has no batch.
+    """
+
+    loop: tuple[int, int, bool] | None = None
+    frozen: tuple[str, ...] = ()
+    new: tuple[str, ...] = ()
+    veto: str | None = None
+    skips: bool = False
+    stop: str | None = None
+
+    def value(self, groups_digest: int) -> int:
+        """Return the bits as a number."""
+        value = (groups_digest & 0xFFF) << GROUPS.start
+        if self.loop is not None:
+            unused, restarts, accumulated = self.loop
+            value |= (min(unused, 3) | min(restarts, 7) << 2 | accumulated << 5) << LOOP.start
+        if self.frozen:
+            value |= (1 + hash_of(self.frozen) % 1023) << FROZEN.start
+        flags = {NEW: bool(self.new), VETO: self.veto is not None, SKIP: self.skips, STOP: self.stop is not None}
+        return value | sum(1 << bit for bit, is_set in flags.items() if is_set)
+
+
+def hash_of(names: Collection[str]) -> int:
+    """Return a hash of ``names`` that is the same in every process."""
+    return zlib.crc32("\n".join(names).encode())
+
+
+@dataclass
+class RankRequests:
+    """Requests that the ranks have announced to one another in the last reduction.
+
+    Attributes:
+        veto: reasons to discard the step, by rank.
+        skipping: ranks without a batch.
+        new: whether all ranks have parameters that are not averaged yet.
+    """
+
+    veto: Mapping[int, str] = field(default_factory=dict)
+    skipping: tuple[int, ...] = ()
+    new: bool = False
+
+
+class StopRequest:
+    """Request of a rank to end the training. False until there is one; all ranks receive it at the same step.
+
+    Attributes:
+        rank: first rank that asked; -1 without a request.
+        reason: its reason.
+    """
+
+    def __init__(self, rank: int = -1, reason: str = "") -> None:
+        self.rank, self.reason = rank, reason
+
+    def __bool__(self) -> bool:
+        return self.rank >= 0
+
+    def __repr__(self) -> str:
+        return f"StopRequest(rank={self.rank}, reason={self.reason!r})" if self else "StopRequest()"
+
+
+class RankFlags:
+    """Bits 32 to 63 of this rank, and what the other ranks have announced.
+
+    Args:
+        hyperparameters: the optimizer's hyperparameters, which are compared.
+        device: device of the gradients.
+        check: called when a hyperparameter has changed; raises ValueError if compression does not support it.
+
+    Attributes:
+        loop: counts since the last reduction.
+        takes_new: whether new parameters are announced by a flag; otherwise the ranks meet to add them.
+        compares_loop: whether loop index and groups are compared; false where ranks may be a step behind.
+        veto, stop: reasons of this rank's requests, until all ranks have received them.
+        skips: whether this rank has no batch for this reduction.
+        just_stepped: whether the optimizer has taken a step, and no forward or ``zero_grad`` has followed.
+        has_pass: whether a pass of this rank leads to this reduction.
+        announced: what the ranks have announced in the last reduction.
+        stop_requested: the request to stop that all ranks have received.
+    """
+
+    def __init__(
+        self,
+        hyperparameters: Hyperparameters,
+        device: torch.device,
+        check: Callable[[], None],
+    ) -> None:
+        self.hyperparameters = hyperparameters
+        self._check = check
+        self.loop = LoopIndex()
+        self.takes_new = self.compares_loop = True
+        self.veto: str | None = None
+        self.stop: str | None = None
+        self.skips = False
+        self.has_pass, self.just_stepped = True, False
+        self.announced = RankRequests()
+        self.stop_requested = StopRequest()
+        on_host = device.type == "cpu"
+        self._shifts = None if on_host else torch.arange(FINGERPRINT_BITS, device=device, dtype=torch.int64)
+        self._last: tuple[Any, int] | None = None  # fields and digest of the last reduction
+        self._sent = (Record(), 0, torch.empty(0, dtype=torch.bool))  # what they came to
+        self._records: deque[tuple[int, Record, int]] = deque(maxlen=_REMEMBERED)
+
+    def request_stop(self, reason: str, lone_rank: int | None) -> None:
+        """Ask all ranks to stop with the next reduction, or at once if ``lone_rank`` is the only rank."""
+        if lone_rank is not None and not self.stop_requested:
+            self.stop_requested = StopRequest(lone_rank, reason)
+        elif self.stop is None:
+            self.stop = reason
+
+    def require_suitable(self) -> None:
+        """Check changed hyperparameters; raise ValueError if compression does not support them."""
+        if self.hyperparameters.refresh():
+            self._check()
+
+    def fix(self, num_reductions: int, frozen: tuple[str, ...], new: tuple[str, ...]) -> torch.Tensor:
+        """Fix this rank's record for the reduction that follows ``num_reductions`` others; return its bits.
+
+        Args:
+            num_reductions: number of reductions before this one.
+            frozen, new: see :class:`Record`.
+        """
+        loop = self.loop
+        compared = self.compares_loop and self.has_pass
+        fields = (
+            (loop.num_unused, loop.num_restarts, loop.accumulated) if compared else None,
+            frozen,
+            new if self.takes_new else (),
+            self.veto,
+            self.skips,
+            self.stop,
+        )
+        digest = self.hyperparameters.digest(num_reductions // _SALTED_ALIKE) if self.compares_loop else 0
+        if (fields, digest) != self._last:  # most reductions repeat the one before
+            record = Record(*fields)
+            value = record.value(digest)
+            self._last, self._sent = (fields, digest), (record, value, self._bits(value))
+        record, value, bits = self._sent
+        self._records.append((num_reductions, record, value))
+        return bits
+
+    def _bits(self, value: int) -> torch.Tensor:
+        if self._shifts is None:
+            octets = np.frombuffer(value.to_bytes(FINGERPRINT_BITS // 8, "little"), np.uint8)
+            return torch.from_numpy(np.unpackbits(octets, bitorder="little").view(np.bool_))
+        signed = value - (1 << FINGERPRINT_BITS) if value >> (FINGERPRINT_BITS - 1) else value
+        # A kernel fills it in: a copy to the GPU would have to be waited for.
+        number = torch.full((), signed, dtype=torch.int64, device=self._shifts.device)
+        return ((number >> self._shifts) & 1).bool()
+
+    def with_own_requests(self, differing: torch.Tensor) -> torch.Tensor:
+        """Return ``differing`` with this rank's requests set, which count even if all ranks make them."""
+        _, _, value = self._records[-1] if self._records else (0, Record(), 0)
+        mine = [bit for bit in _ANY if value >> bit & 1] + ([NEW] if value >> NEW & 1 else [])
+        if not mine:
+            return differing
+        differing = differing.clone()
+        differing[mine] = True
+        return differing
+
+    def record_of(self, num_reductions: int) -> Record:
+        """Return this rank's record of reduction ``num_reductions``."""
+        return next((record for number, record, _ in self._records if number == num_reductions), Record())
+
+    def reduced(self) -> None:
+        """Reset the counts for the next reduction: gradients have been handed out, or discarded."""
+        self.loop.restart()
+        self.veto, self.skips, self.has_pass = None, False, True
+        if self.stop_requested:
+            self.stop = None
+
+    def apply(self, by_rank: Mapping[int, Mapping[str, Any]]) -> None:
+        """Note the requests in all ranks' records, which are dicts."""
+        self.announced = RankRequests(
+            veto={rank: words["veto"] for rank, words in by_rank.items() if words["veto"] is not None},
+            skipping=tuple(rank for rank, words in by_rank.items() if words["skips"]),
+            new=any(words["new"] for words in by_rank.values()),
+        )
+        for rank, words in by_rank.items():
+            if words["stop"] is not None and not self.stop_requested:
+                self.stop_requested = StopRequest(rank, words["stop"])
+
+
+Words = Mapping[str, Any]
+"""Fields of one rank's :class:`Record`."""
+
+_PAIRED = (
+    "Their gradients would be averaged with those of other batches. A rank without a usable batch calls "
+    "reducer.skip_batch() in place of forward and backward, or reducer.veto_step() to have the step left out on all"
+)
+
+
+def raise_out_of_loop(records: Mapping[int, Words]) -> None:
+    """Raise RuntimeError if ranks have done different things since the last reduction."""
+    loops = {rank: tuple(words["loop"]) for rank, words in records.items() if words["loop"] is not None}
+    if len(set(loops.values())) < 2:
+        return
+    accumulated = [rank for rank, (_, _, flag) in loops.items() if flag]
+    if 0 < len(accumulated) < len(loops):
+        raise RuntimeError(
+            f"{name_ranks(accumulated)} added this backward() to gradients that the last optimizer.step() has used, "
+            "the others did not: optimizer.zero_grad() was left out there"
+        )
+    unused = {rank: count for rank, (count, _, _) in loops.items()}
+    if len(set(unused.values())) > 1:
+        most = [rank for rank, count in unused.items() if count > min(unused.values())]
+        raise RuntimeError(
+            f"{name_ranks(most)} left out a batch: forwards in training mode since the last reduction that no "
+            f"backward() followed: {_by_rank(unused)}. {_PAIRED}. A forward that is no training step belongs in "
+            "torch.no_grad(), after model.eval(), or in `with reducer.paused():`"
+        )
+    calls = {rank: 1 + count for rank, (_, count, _) in loops.items()}
+    most = [rank for rank, count in calls.items() if count > min(calls.values())]
+    raise RuntimeError(
+        f"{name_ranks(most)} left out a batch: calls of optimizer.zero_grad() since the last reduction: "
+        f"{_by_rank(calls)}. {_PAIRED}. A call that belongs to no training step goes in `with reducer.paused():`"
+    )
+
+
+def raise_different_groups(groups: Mapping[int, list[Numbers] | None]) -> None:
+    """Raise ValueError if hyperparameters differ; those of ranks that are not compared are ``None``."""
+    found = first_difference(list(groups.values()))
+    if found is None:
+        return
+    index, key, values = found
+    by_value: dict[str, list[int]] = {}
+    for (rank, group), value in zip(groups.items(), values, strict=True):
+        if group is not None:
+            by_value.setdefault("missing" if value is None else repr(value), []).append(rank)
+    described = ", ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in by_value.items())
+    raise ValueError(
+        f"the ranks' optimizers differ: {key!r} of parameter group {index} is {described}. Change it on all ranks "
+        "alike: by the same schedule, by a loss or progress that is averaged over the ranks, by a checkpoint that all "
+        f'load. If it is meant to differ, write tuning=pycomm.Tuning(per_rank=("{key}",))'
+    )
+
+
+def raise_different_freezing(records: Mapping[int, Words]) -> None:
+    """Raise RuntimeError if a parameter is frozen on some ranks only."""
+    frozen = {rank: set(words["frozen"]) for rank, words in records.items()}
+    names = [name for words in records.values() for name in words["frozen"]]
+    for name in names:
+        where = [rank for rank, those in frozen.items() if name in those]
+        if len(where) < len(records):
+            raise RuntimeError(
+                f"parameter {name!r} is frozen (requires_grad=False) on {name_ranks(where)}, and trained on "
+                f"{name_ranks([rank for rank in records if rank not in where])}: freeze it on all ranks, or on none"
+            )
+
+
+def raise_different_new(records: Mapping[int, Words]) -> None:
+    """Raise RuntimeError if parameters are new on some ranks only."""
+    new = {rank: list(words["new"]) for rank, words in records.items()}
+    have = [rank for rank, names in new.items() if names]
+    lack = [rank for rank, names in new.items() if not names]
+    if have and lack:
+        raise RuntimeError(
+            f"there is a new parameter, {new[have[0]][0]!r}, on {name_ranks(have)}, and none on {name_ranks(lack)}: "
+            "add, replace or unfreeze parameters on all ranks, between the same steps, and have reduce() average "
+            "gradients of frozen ones on all ranks or on none"
+        )
+
+
+def _by_rank(counts: Mapping[int, int]) -> str:
+    return ", ".join(f"rank {rank}: {count}" for rank, count in counts.items())
+
+
+def reasons_of(veto: Mapping[int, str]) -> str:
+    """Return which ranks vetoed a step, and why."""
+    return ", ".join(f"rank {rank}{f' ({reason})' if reason else ''}" for rank, reason in veto.items())
+
+
+class Stoppable(Protocol):
+    """Object with ``request_stop``: a Reducer, or a handle of :func:`pycomm.ddp.register`."""
+
+    def request_stop(self, reason: str = "") -> None: ...
+
+
+class SignalStop:
+    """Signal handler that requests a stop. As a context manager, it restores the former handlers on exit.
+
+    Made by :func:`stop_on_signal`.
+    """
+
+    def __init__(self, reducer: Stoppable, signals: tuple[int, ...]) -> None:
+        self._reducer = reducer
+        self._before: dict[int, Any] = {number: signal.signal(number, self._handle) for number in signals}
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._reducer.request_stop(f"signal {signal.Signals(number).name}")
+        before = self._before.get(number)
+        if callable(before) and before is not signal.default_int_handler:
+            before(number, frame)
+
+    def close(self) -> None:
+        """Restore the former handlers. Idempotent."""
+        before, self._before = self._before, {}
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def __enter__(self) -> SignalStop:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def stop_on_signal(reducer: Stoppable, *signals: int) -> SignalStop:
+    """Request a stop of all ranks when this process receives one of ``signals``, instead of ending it.
+
+    A batch system sends SIGTERM or SIGUSR1 before it takes the machines away, often to one process only. All ranks
+    receive the request at the same step: see :meth:`pycomm.Reducer.request_stop`. A former handler is called too,
+    unless it is Python's own for Ctrl-C. Call it on any rank, on the main thread.
+
+    Args:
+        reducer: result of ``attach``, ``pycomm.ddp.register``, or an integration's ``attach``.
+        signals: ``signal.SIGTERM`` and others.
+
+    Returns:
+        A context manager, also with ``close()``, that restores the former handlers.
+
+    Raises:
+        TypeError, ValueError: ``reducer`` has no ``request_stop``, there are no ``signals``, or this is not the main
+            thread.
+    """
+    if not callable(getattr(reducer, "request_stop", None)):
+        raise TypeError(f"reducer is a {type(reducer).__name__}, wanted what attach() returned")
+    if not signals:
+        raise ValueError("stop_on_signal() got no signals, wanted signal.SIGTERM or others")
+    return SignalStop(reducer, signals)

@@ -1,0 +1,389 @@
+"""Check that the ranks are at the same step with the same parameters, by fingerprints sent with the gradients.
+
+Each reduction carries the number of steps that the optimizer has taken, modulo 16: if a rank ran a backward pass on its
+own, the next reduction shows it to all ranks. The 2nd, 3rd, 5th, 9th, ... reduction, and then one in every
+``check_replicas``, also carries hashes of all parameters and of the module's buffers. Every reduction carries the flags
+of :mod:`pycomm.training.reducer.rank_flags`. If a bit differs, all ranks see it; they then exchange the data behind the bits,
+and name the difference and its ranks. If fewer than half of the ranks differ, the error accuses them, and the others
+may continue without them.
+
+This covers averaged gradients, too, which are equal on all ranks: a flipped bit in one leads to a different parameter,
+or has no effect.
+
+Residuals and velocities differ between ranks by nature, so other ranks cannot check them. But nothing may write to them
+between the commits of two steps. So a hash is taken right after a commit, and compared before the next exchange reads
+them; a rank whose state has changed sets a bit. The two hashes read the state twice, and find only changes between
+them: to find every flipped bit, they would have to be taken in every step.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from pycomm import kernels
+from pycomm.collectives.bucket import FINGERPRINT_BITS
+from pycomm.collectives.communicator import Communicator
+from pycomm.collectives.layout import on_gpu
+from pycomm.collectives.tensor_memory import comparable, hashable
+from pycomm.compression.base import Flag
+from pycomm.descriptions import name_ranks
+from pycomm.optim.hyperparameters import Hyperparameters
+from pycomm.training.reducer.buckets import BucketInFlight, state_of
+from pycomm.training.reducer.parameters import ParameterTable
+from pycomm.training.reducer.rank_flags import (
+    FROZEN,
+    GROUPS,
+    LOOP,
+    NEW,
+    RankFlags,
+    RankRequests,
+    raise_different_freezing,
+    raise_different_groups,
+    raise_different_new,
+    raise_out_of_loop,
+)
+from pycomm.training.reducer.replica_differences import DamageError, Hashes, Named, ReplicaDifferences
+from pycomm.training.reducer.settings import AttachSettings
+from pycomm.training.reducer.window import HostCopy, TrainingProgress
+
+_REMEMBERED = 4
+"""Number of comparisons that may still be reported: on a GPU the host reports two reductions later."""
+
+
+class TakenHashes:
+    """Hashes of committed state. Created by the thread that commits; computed and compared where buckets are sent."""
+
+    def __init__(self, flights: Iterable[BucketInFlight], scratch: kernels.Scratch) -> None:
+        # An exchange without state in this step may have no memory for it yet, and must not allocate any.
+        state = state_of(flight for flight in flights if flight.exchange.transactional)
+        found = [(f"{key} of parameter {name!r}", t) for name, entry in state.items() for key, t in entry.items()]
+        device = found[0][1].device if found else None
+        found = [(label, tensor) for label, tensor in found if tensor.device == device]
+        self.labels = [label for label, _ in found]
+        self._tensors = [hashable(tensor) for _, tensor in found]
+        self._scratch = scratch
+        self._then: torch.Tensor | None = None
+        self.changed: torch.Tensor | None = None
+        """Whether each has changed; bools, once compared."""
+
+    def take(self) -> None:
+        """Take the hashes."""
+        if self._tensors:
+            self._then = kernels.hashes(self._tensors, scratch=self._scratch, out=self._room())
+
+    def compare(self) -> None:
+        """Take the hashes again, and compare them. Releases the state."""
+        if self._then is not None:
+            self.changed = kernels.hashes(self._tensors, scratch=self._scratch, out=self._room()) != self._then
+        self._tensors = []
+
+    def _room(self) -> torch.Tensor:
+        return torch.empty(len(self._tensors), dtype=torch.int64, device=self._tensors[0].device)
+
+
+class StateHashes:
+    """Hashes of this rank's state, kept from a commit to the reduction after it."""
+
+    def __init__(self) -> None:
+        self._scratch = kernels.Scratch()
+        self._taken: TakenHashes | None = None
+        self._compared: deque[TakenHashes] = deque(maxlen=_REMEMBERED)
+        self._has_graph = False
+
+    def taking(self, flights: list[BucketInFlight]) -> TakenHashes | None:
+        """Return hashes, still to be taken, of the state of ``flights``; ``None`` if there is no state."""
+        self._taken = None
+        if not self._has_graph and any(flight.exchange.transactional for flight in flights):
+            taken = TakenHashes(flights, self._scratch)
+            self._taken = taken if taken.labels else None
+        return self._taken
+
+    def comparing(self) -> TakenHashes | None:
+        """Return the hashes of the last commit, if they were taken; they are compared only once."""
+        # The launches of a CUDA graph change state without the host, so that hashes would be out of date.
+        self._has_graph = self._has_graph or HostCopy.impossible()
+        taken, self._taken = self._taken, None
+        return None if self._has_graph else taken
+
+    def forget(self) -> None:
+        """Discard the hashes, and release the state."""
+        self._taken = None
+
+    def changed(self, taken: TakenHashes | None) -> Flag:
+        """Compare ``taken``; return whether this or a recent comparison found a change. Does not wait for a GPU."""
+        if taken is not None:
+            taken.compare()
+            self._compared.append(taken)
+        flags = [each.changed.any() for each in self._compared if each.changed is not None]
+        if not flags:
+            return False
+        return torch.stack(flags).any() if on_gpu(flags[0]) else any(map(bool, flags))
+
+    def reported(self) -> None:
+        """Note that the changes have been reported on all ranks."""
+        self._compared.clear()
+
+    def damaged(self) -> str:
+        """Return the label of the first changed state; "" without one. Waits for a GPU."""
+        for taken in self._compared:
+            if taken.changed is not None and bool(taken.changed.any()):
+                return taken.labels[int(taken.changed.cpu().nonzero()[0])]
+        return ""
+
+
+_STEP_BITS = 4
+_BUFFER_BITS = 5
+_STEP = slice(0, _STEP_BITS)
+_STATE = _STEP_BITS
+_PARAMETERS = slice(_STATE + 1, GROUPS.start - _BUFFER_BITS)
+_BUFFERS = slice(GROUPS.start - _BUFFER_BITS, GROUPS.start)
+
+_logger = logging.getLogger("pycomm")
+
+
+class RankComparison:
+    """Comparison between ranks of their replicas, and of what else they must do alike, by bits sent with gradients.
+
+    Args:
+        communicator: the ranks.
+        table: parameters and their buckets.
+        settings: arguments of ``attach``.
+        progress: counts of reductions and steps.
+        buffers: returns the module's buffers to compare, by name.
+        world: returns the numbers of the ranks.
+
+    Attributes:
+        flags: further bits of this rank, and what the other ranks have announced.
+        looks_soon: whether parameters are compared more often at the beginning; false where steps do not wait for all.
+        absent: whether this rank takes part without data and takes no steps, so that its parameters do not count.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        table: ParameterTable,
+        settings: AttachSettings,
+        progress: TrainingProgress,
+        buffers: Callable[[], Named],
+        world: Callable[[], Sequence[int]],
+    ) -> None:
+        self._communicator, self._table, self._progress, self._world = communicator, table, progress, world
+        self._interval, device = settings.tuning.check_replicas, table.device
+        self.absent, self.looks_soon = False, True
+        ignores = table.ignored.covers if table.ignored else None
+        self.flags = RankFlags(
+            Hyperparameters(table.optimizer, tuple(settings.tuning.per_rank), ignores),
+            device,
+            lambda: settings.compression.check(table.optimizer),
+        )
+        self.flags.takes_new = not table.on_gpu  # there the host learns too late
+        self._parameters: Callable[[], Named] = lambda: comparable(table.locals())
+        self._buffers: Callable[[], Named] = lambda: comparable(buffers())
+        steps = torch.arange(1 << _STEP_BITS).unsqueeze(1) >> torch.arange(_STEP_BITS)
+        by_step = torch.zeros(1 << _STEP_BITS, FINGERPRINT_BITS, dtype=torch.bool)
+        by_step[:, _STEP] = (steps & 1).bool()
+        self._by_step = by_step.to(device)
+        self._parameter_hashes = Hashes(device, _PARAMETERS.stop - _PARAMETERS.start)
+        self._buffer_hashes = Hashes(device, _BUFFER_BITS)
+        self.state_hashes = StateHashes()
+        self._state_changed: Flag = False
+        # On a GPU the host reads the bits two reductions later.
+        self._seen = [HostCopy(FINGERPRINT_BITS, device) for _ in range(2)] if table.on_gpu else []
+        self._num_seen = 0
+        self._logged = False
+        self._differences = ReplicaDifferences(communicator, table.locals, world)
+
+    def is_due(self, num_reductions: int) -> bool:
+        """Return whether parameters are compared in the reduction that follows ``num_reductions`` others."""
+        if self._interval == 0 or num_reductions == 0:
+            return False
+        if num_reductions % self._interval == 0 or num_reductions == 1:
+            return True
+        # Also in the 3rd, 5th, 9th, ... reduction: most differences show soon after the first step.
+        is_power_of_two = num_reductions & (num_reductions - 1) == 0
+        return is_power_of_two and num_reductions < self._interval and self.looks_soon
+
+    def fingerprint_of(self, number: int) -> Callable[[], torch.Tensor] | None:
+        """Return the function that makes the bits sent with the ``number``-th launched bucket, if it carries any."""
+        first = self._fingerprint() if number == 1 else None
+        if number != len(self._table.flights):
+            return first
+        reductions = self._progress.num_reductions
+        flags = self.flags.fix(reductions, self._table.frozen_of_trained(), self._table.new_names())
+        return (lambda: flags) if first is None else (lambda: first() | flags)
+
+    def _fingerprint(self) -> Callable[[], torch.Tensor]:
+        """Return the function that computes the first bucket's bits, to be called on its thread or stream.
+
+        The parameters must not be written to until then. The lists of tensors are read now, as they may grow before.
+        """
+        by_step = self._by_step[self._progress.num_steps % (1 << _STEP_BITS)]
+        taken = self.state_hashes.comparing()
+        if not self.is_due(self._progress.num_reductions):
+            return lambda: by_step
+        parameters, buffers = self._parameters(), self._buffers()
+
+        def make() -> torch.Tensor:
+            bits = by_step.clone()
+            self._state_changed = self.state_hashes.changed(taken)
+            bits[_STATE] = self._state_changed
+            bits[_PARAMETERS] = self._parameter_hashes.bits(parameters)
+            bits[_BUFFERS] = self._buffer_hashes.bits(buffers)
+            return bits
+
+        return make
+
+    def taking(self) -> TakenHashes | None:
+        """Return hashes of compression's state, to be taken before the next bucket, if they are compared then.
+
+        Called by the thread that has just committed the state.
+        """
+        is_due = self.is_due(self._progress.num_reductions)
+        return self.state_hashes.taking(self._table.flights) if is_due else None
+
+    def compare(self) -> None:
+        """Report what differs, and note what ranks ask for. Collective if there is anything.
+
+        On a GPU, :meth:`compare_previous` does it two reductions later. In a CUDA graph nothing is reported, as the
+        host takes no part in its launches.
+        """
+        self.flags.announced = RankRequests()
+        if not self._table.flights:
+            return
+        first, last = self._table.flights[0].exchange, self._table.flights[-1].exchange
+        differing = first.differing() if last is first else first.differing() | last.differing()
+        if self._seen and HostCopy.impossible():
+            return
+        reductions = self._progress.num_reductions
+        differing = self.flags.with_own_requests(differing)
+        if self.is_due(reductions):  # the bit differs between ranks, unless the state of all of them is damaged
+            differing = differing.clone()
+            differing[_STATE] |= self._state_changed
+        if self._seen:
+            self._seen[self._num_seen % 2].put(differing)
+            self._num_seen += 1
+        elif bool(differing.any()):
+            self._report(differing.tolist(), reductions)
+
+    def compare_previous(self) -> None:
+        """Report differences that the reduction before the last found on a GPU. Called as each reduction begins."""
+        if self._num_seen > 1 and not HostCopy.impossible():
+            differing = self._seen[self._num_seen % 2].get()
+            if any(differing):
+                self._report(differing, self._progress.num_reductions - 2)
+
+    def compare_replicas(self) -> None:
+        """Report parameters that differ between the ranks now. Collective, and waits for a GPU.
+
+        Does nothing where reductions do not compare them more often at the beginning either.
+
+        Raises:
+            RuntimeError, DamageError: parameters differ.
+        """
+        num_reductions = self._progress.num_reductions
+        if self._interval == 0 or num_reductions == 0 or not self.looks_soon:
+            return
+        self._parameter_hashes.bits(self._parameters())
+        absent = [False] * self._communicator.size
+        if self._differences.find(self._parameter_hashes, absent)[0]:
+            self._differences.report(self._parameter_hashes, num_reductions, absent)
+
+    def forget_seen(self) -> None:
+        """Discard differences of earlier reductions that have not been reported yet."""
+        self._num_seen = 0
+
+    def _report(self, differing: Sequence[bool], of: int) -> None:
+        """Raise, warn or log the differences between the ranks. Collective; all ranks do the same.
+
+        An absent rank, which cannot know whether the others have left out a step, adopts their number of steps.
+
+        Args:
+            differing: bits that differ, or that a rank has set.
+            of: number of the reduction that carried them.
+
+        Raises:
+            RuntimeError: the ranks are at different steps, or did not do the same, or their parameters differ.
+            ValueError: their hyperparameters differ.
+            DamageError: some ranks' parameters differ from those of most, or their state has changed by itself.
+        """
+        mine = {"steps": self._progress.num_steps, "absent": self.absent, **asdict(self.flags.record_of(of))}
+        records = [json.loads(text) for text in self._differences.all_gather_text(json.dumps(mine))]
+        by_rank = dict(zip(self._world(), records, strict=True))
+        absent = [words["absent"] for words in records]
+        steps = [words["steps"] for words in records if not words["absent"]] or [words["steps"] for words in records]
+        if any(differing[_STEP]) and (len(set(steps)) > 1 or not any(absent)) and not all(absent):
+            raise RuntimeError(_out_of_step(by_rank))
+        self._report_flags(differing, by_rank)
+        if differing[_STATE]:
+            self._report_state()
+        if any(differing[_PARAMETERS]):
+            self._differences.report(self._parameter_hashes, self._progress.num_reductions, absent)
+        if any(differing[_BUFFERS]) and not self._logged:
+            self._log_buffers(absent)
+        if self.absent:
+            self._progress.num_steps = max(steps)
+
+    def _report_flags(self, differing: Sequence[bool], records: dict[int, Any]) -> None:
+        """Raise the error of what ranks did differently, or note what they ask for. Collective."""
+        there = {rank: words for rank, words in records.items() if not words["absent"]}
+        if differing[NEW]:  # before the groups, which then differ too
+            raise_different_new(there)
+        if any(differing[GROUPS]):
+            texts = self._differences.all_gather_text(json.dumps(self.flags.hyperparameters.groups()))
+            groups = dict(zip(records, map(json.loads, texts), strict=True))
+            raise_different_groups({rank: None if rank not in there else of for rank, of in groups.items()})
+        if any(differing[LOOP]):
+            raise_out_of_loop(there)
+        if any(differing[FROZEN]):
+            raise_different_freezing(there)
+        self.flags.apply(records)
+
+    def _log_buffers(self, absent: Sequence[bool]) -> None:
+        names, _ = self._differences.find(self._buffer_hashes, absent)
+        if names or not any(absent):
+            self._logged = True
+            if self._communicator.rank > 0:  # all ranks would log the same
+                return
+            _logger.warning(
+                "buffer %r%s differs between the ranks: each rank keeps its own. "
+                'attach(..., buffers="broadcast") or "average" makes them equal after each reduction',
+                names[0] if names else "?",
+                f", and {len(names) - 1} more," if len(names) > 1 else "",
+            )
+
+    def _report_state(self) -> None:
+        found = self._differences.all_gather_text(self.state_hashes.damaged())
+        self.state_hashes.reported()
+        damaged = {rank: label for rank, label in zip(self._world(), found, strict=True) if label}
+        if damaged:
+            where = ", ".join(f"the {label} on rank {rank}" for rank, label in damaged.items())
+            raise DamageError.of(
+                list(damaged),
+                f"{where} is not what the last step left there, and nothing but pycomm writes to it: the memory is "
+                "damaged, or something wrote beyond its own",
+                rank=self._me,
+            )
+
+    @property
+    def _me(self) -> int:
+        return self._world()[self._communicator.rank]
+
+
+def _out_of_step(records: Mapping[int, Mapping[str, Any]]) -> str:
+    """Return the message about ranks with different numbers of steps."""
+    steps = {rank: words["steps"] for rank, words in records.items() if not words["absent"]}
+    behind = [rank for rank, count in steps.items() if count < max(steps.values())]
+    counts = ", ".join(f"rank {rank}: {count}" for rank, count in steps.items())
+    return (
+        f"the ranks are out of step: averages that optimizer.step() has used before this reduction: {counts}. "
+        f"{name_ranks(behind).capitalize()} ran a backward() that the others did not, or left out a step. The last "
+        "averages were of different passes. A pass that is not a training step of all ranks (a saliency map, a "
+        "penalty, validation) belongs in `with reducer.paused():`"
+    )

@@ -1,0 +1,369 @@
+"""Settings of a Reducer: the arguments of ``attach``, and the options that belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass, field, fields
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from pycomm.checks import count, positive, shown
+from pycomm.compression import (
+    BF16,
+    FP16,
+    Compression,
+    NoCompression,
+)
+from pycomm.optim.loss_scaler import checked_scaler
+from pycomm.training.cost.auto import checked_method
+from pycomm.training.reducer.module_buffers import BUFFERS
+
+
+@dataclass(frozen=True)
+class Survive:
+    """Continue when ranks are lost: those that die, are stopped, miss the timeout, or raise in ``backward()``.
+
+    The remaining ranks agree on who they are and reduce the step again from the gradients that they have;
+    ``backward()`` returns the mean over them. See ``Reducer.world``, ``Reducer.on_change`` and docs/survival.md. In CPU
+    memory only, and not with DTensors.
+
+    Args:
+        min_ranks: fewest ranks that continue; if fewer remain, each of them gets the same CommError.
+        backup: number of ranks that a step need not wait for. Once the other ranks have all their gradients, the step
+            goes on without those of a late rank, which adds them to its next step (Chen et al., "Revisiting
+            Distributed Synchronous SGD", 2016).
+        carry: objects with ``state_dict`` and ``load_state_dict``, by name, whose state newcomers get as well:
+            learning-rate schedules, samplers. Equal names on all ranks.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+    """
+
+    min_ranks: int = 1
+    backup: int = 0
+    carry: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "min_ranks", count("min_ranks", self.min_ranks, 1))
+        object.__setattr__(self, "backup", count("backup", self.backup, 0))
+        object.__setattr__(self, "carry", _carry(self.carry))
+
+    def __repr__(self) -> str:
+        return _written(self, carry=sorted(self.carry or ()))
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Divide the optimizer's step among the ranks (ZeRO, Rajbhandari et al., 2020); see docs/sharding.md.
+
+    Args:
+        kind: "optimizer": each rank steps its own part of the parameters, and keeps only that part of the optimizer's
+            state. "parameters": likewise, and the ranks of one host share one copy of the parameters.
+        grads: content of ``.grad`` after ``backward()``. "part": the average in this rank's own part, elsewhere its
+            local gradient; "full": the whole average on every rank; "local": this rank's local gradient. Gradients are
+            then reduced inside ``step()``, which moves fewer bytes.
+
+    Raises:
+        ValueError: an argument is wrong.
+    """
+
+    kind: str
+    grads: str = "part"
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("optimizer", "parameters"):
+            raise ValueError(f'shard is {self.kind!r}, wanted "optimizer", "parameters" or None')
+        if self.grads not in ("part", "full", "local"):
+            raise ValueError(f'grads is {self.grads!r}, wanted "part", "full" or "local"')
+
+    def __repr__(self) -> str:
+        return f"Sharding({self.kind!r})" if self.grads == "part" else f"Sharding({self.kind!r}, grads={self.grads!r})"
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Settings that most scripts leave alone.
+
+    Args:
+        bucket_mb: approximate size of a bucket in MiB; gradients are sent in buckets, while backward computes those of
+            the next one. ``None``: 25. On one host a model below 100 MiB then gets four equal buckets, of at least 1
+            MiB, if gradients are sent unchanged or in half precision. On a GPU it is the size of what ``TopK`` and
+            ``DGC`` send, for up to eight times as many bytes of gradients.
+        algorithm: name of the algorithm that sums dense buckets; see ``Communicator.all_reduce``.
+        check_replicas: compare all ranks' parameters after the first step and then once in this many reductions (by
+            hashes, which read them once); 0: never. A difference is an error. It is a :class:`pycomm.CommError` if a
+            majority agrees (``peer`` is then the other rank), or if only a few elements differ, as after a flipped bit.
+            Residuals and velocities are compared with their values after the previous step; a change on one rank is an
+            error on all. Buffers that differ are only logged.
+        timeout: limit of every wait for a peer; seconds or ``timedelta``. ``None``: the process group's own.
+        ignore: tensors that each rank has for itself: names of parameters and buffers, shell patterns of names
+            ("experts.*"), parameters, or modules. They are not sent, averaged, compared or warned of, and may have
+            different shapes on different ranks. Patterns must be equal on all ranks. Other trainable parameters of the
+            module that this optimizer does not have stay as they are if they differ, with a RuntimeWarning that names
+            them; everything else becomes rank 0's.
+        per_rank: keys of ``optimizer.param_groups``, such as "lr", whose numbers may differ between ranks. All others
+            are compared in every reduction, and a difference is an error that names group, key and values.
+        optimizer_state: "broadcast": all ranks get rank 0's; state that rank 0 does not have is an error. "keep": each
+            rank keeps its own, for an optimizer that divides its state among the ranks; only hyperparameters become
+            rank 0's.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+    """
+
+    _: KW_ONLY
+    bucket_mb: float | None = None
+    algorithm: str = "auto"
+    check_replicas: int = 1000
+    timeout: timedelta | float | None = None
+    ignore: Iterable[Any] = ()
+    per_rank: Iterable[str] = ()
+    optimizer_state: str = "broadcast"
+
+    def __post_init__(self) -> None:
+        if self.bucket_mb is not None:
+            object.__setattr__(self, "bucket_mb", float(positive("bucket_mb", self.bucket_mb)))
+        if not isinstance(self.algorithm, str):
+            raise TypeError(f"algorithm is {self.algorithm!r}, wanted a name")
+        object.__setattr__(self, "check_replicas", count("check_replicas", self.check_replicas, 0))
+        object.__setattr__(self, "per_rank", _per_rank(self.per_rank))
+        if self.optimizer_state not in ("broadcast", "keep"):
+            raise ValueError(f'optimizer_state is {self.optimizer_state!r}, wanted "broadcast" or "keep"')
+
+    def __repr__(self) -> str:
+        return _written(self)
+
+    @property
+    def bucket_bytes(self) -> int | None:
+        """Size of a bucket in bytes, if it is given."""
+        return None if self.bucket_mb is None else int(self.bucket_mb * 2**20)
+
+
+def survive_of(*, on_failure: Any = "raise", min_ranks: Any = 1, backup: Any = 0, carry: Any = None) -> Survive | None:
+    """Convert deprecated arguments of ``attach`` to an option."""
+    if on_failure not in ("raise", "shrink"):
+        raise ValueError(f'on_failure is {on_failure!r}, wanted "raise" or "shrink"')
+    made = Survive(min_ranks, backup, carry)
+    if on_failure == "shrink":
+        return made
+    if made.backup > 0:
+        raise ValueError(
+            f'backup={backup} does not go with on_failure="raise": write survive=pycomm.Survive(backup=...)'
+        )
+    return None
+
+
+def sharding_of(*, shard: Any = None, full_grad: Any = False) -> Sharding | None:
+    """Convert deprecated arguments of ``attach`` to an option."""
+    if full_grad is not None and not isinstance(full_grad, bool):
+        raise TypeError(f"full_grad is {full_grad!r}, wanted True, False or None")
+    if shard is not None:
+        return Sharding(shard, {True: "full", False: "part", None: "local"}[full_grad])
+    if full_grad is not False:
+        raise ValueError(f"full_grad={full_grad} without shard: every rank has all averaged gradients anyway")
+    return None
+
+
+def checked_option(name: str, value: Any, kind: type, example: str) -> Any:
+    """Return ``value``, an option of ``kind`` or ``None``. Raise TypeError otherwise, or ``value`` if it is an error.
+
+    Deprecated arguments are converted before the ranks meet; their errors are raised here, where all ranks learn of it.
+    """
+    if isinstance(value, Exception):
+        raise value
+    if value is not None and not isinstance(value, kind):
+        raise TypeError(f"{name} is {shown(value)}, wanted {example} or None")
+    return value
+
+
+def _written(option: Any, **texts: object) -> str:
+    """Return the expression that makes ``option``, with the arguments that are not defaults."""
+    given = {field.name: getattr(option, field.name) for field in fields(option)}
+    changed = {f.name: given[f.name] for f in fields(option) if given[f.name] != f.default}
+    written = ", ".join(f"{name}={texts.get(name, value)!r}" for name, value in changed.items())
+    return f"{type(option).__name__}({written})"
+
+
+def _per_rank(value: Any) -> tuple[str, ...]:
+    keys = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else None
+    if keys is None or not all(isinstance(key, str) for key in keys):
+        raise TypeError(f'per_rank is {value!r}, wanted names of hyperparameters, such as ("lr",)')
+    return tuple(sorted(set(keys)))
+
+
+def _carry(carry: Any) -> dict[str, Any] | None:
+    if carry is None:
+        return None
+    if not isinstance(carry, Mapping):
+        raise TypeError(f"carry is {shown(carry)}, wanted a mapping of names to objects with state_dict()")
+    for name, value in carry.items():
+        if not isinstance(name, str):
+            raise TypeError(f"carry has the name {shown(name)}, wanted strings")
+        if not all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")):
+            raise TypeError(
+                f"carry[{name!r}] is {shown(value)}, wanted an object with state_dict() and load_state_dict()"
+            )
+    return dict(carry)
+
+
+@dataclass(frozen=True)
+class AttachSettings:
+    """Arguments of ``attach``, checked; equal on all ranks."""
+
+    compression: Compression
+    accumulate: int | Callable[[], bool] = 1
+    loss_scaler: Any = None
+    average: bool = True
+    clip_local_norm: float | None = None
+    buffers: str = "local"
+    all_parameters: bool = False
+    survive: Survive | None = None
+    shard: Sharding | None = None
+    tuning: Tuning = field(default_factory=Tuning)
+
+    @classmethod
+    def checked(
+        cls,
+        model: Any,
+        *,
+        compression: Any,
+        accumulate: Any,
+        loss_scaler: Any,
+        clip_local_norm: Any,
+        buffers: Any,
+        survive: Any,
+        shard: Any,
+        tuning: Any,
+        **flags: bool,
+    ) -> AttachSettings:
+        """Return the arguments of ``attach`` as settings.
+
+        Raises:
+            TypeError, ValueError: an argument is wrong, or does not go with others; it is named.
+        """
+        shard = Sharding(shard) if isinstance(shard, str) else shard
+        tuning = checked_option("tuning", tuning, Tuning, "pycomm.Tuning(bucket_mb=...)")
+        settings = cls(
+            compression=checked_method(compression),
+            accumulate=accumulate if callable(accumulate) else count("accumulate", accumulate, 1),
+            loss_scaler=checked_scaler(loss_scaler),
+            clip_local_norm=None if clip_local_norm is None else positive("clip_local_norm", clip_local_norm),
+            buffers=_buffers(buffers, model),
+            survive=checked_option("survive", survive, Survive, "pycomm.Survive(min_ranks=...)"),
+            shard=checked_option("shard", shard, Sharding, '"optimizer", "parameters", pycomm.Sharding(...)'),
+            tuning=Tuning() if tuning is None else tuning,
+            **flags,
+        )
+        _check_together(settings)
+        return settings
+
+    @property
+    def backup(self) -> int:
+        """Number of ranks that need not be waited for."""
+        return 0 if self.survive is None else self.survive.backup
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether averaging an average again, plus a new gradient, is correct: the result is linear in its inputs."""
+        return self.average and not self.compression.transactional and self.clip_local_norm is None
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether a step may have several backward passes."""
+        return self.accumulate != 1
+
+    @property
+    def passes(self) -> str:
+        """The number of backward passes per step, as text."""
+        return "several (a function says)" if callable(self.accumulate) else str(self.accumulate)
+
+    def is_last(self, num_passes: int) -> bool:
+        """Return whether the pass that begins after ``num_passes`` others is the last one of its step."""
+        if callable(self.accumulate):
+            return bool(self.accumulate())
+        return num_passes + 1 >= self.accumulate
+
+    def lines(self) -> list[str]:
+        """Return one line per setting, to be compared between the ranks."""
+        texts = {"accumulate": self.passes, "loss_scaler": type(self.loss_scaler).__name__}
+        return [f"{each.name}={texts.get(each.name, getattr(self, each.name))}" for each in fields(self)]
+
+
+def _check_together(settings: AttachSettings) -> None:
+    """Raise ValueError if some of ``settings`` exclude each other."""
+    if settings.tuning.optimizer_state == "keep":
+        _check_kept_state(settings)
+    if settings.backup > 0:
+        _check_backup(settings)
+    if settings.shard is not None:
+        _check_shard(settings, settings.shard)
+
+
+def _check_shard(settings: AttachSettings, shard: Sharding) -> None:
+    """Raise ValueError if ``settings`` exclude sharded steps."""
+    method = type(settings.compression).__name__
+    unsuitable = {
+        f"compression={method}": (
+            not isinstance(settings.compression, (NoCompression, FP16, BF16)),
+            "a rank gets the sum of its own part only, which this method cannot send by itself; FP16 and BF16 can be",
+        ),
+        f"survive={settings.survive}": (
+            settings.survive is not None,
+            "a lost rank takes its part of the step with it; go on from a checkpoint",
+        ),
+        f'grads="local" and compression={method}': (
+            shard.grads == "local" and not isinstance(settings.compression, NoCompression),
+            "only gradients that travel as they are can be summed in the step",
+        ),
+        "all_parameters=True": (settings.all_parameters, "the optimizer steps its own parameters only"),
+    }
+    for what, (is_unsuitable, why) in unsuitable.items():
+        if is_unsuitable:
+            raise ValueError(f'shard="{shard.kind}" does not go with {what}: {why}')
+
+
+def _check_kept_state(settings: AttachSettings) -> None:
+    """Raise ValueError if ``settings`` exclude optimizer state that each rank keeps for itself."""
+    unsuitable = {
+        f"survive={settings.survive}": (settings.survive, "a lost rank takes its share of the state with it"),
+        f"shard={settings.shard}": (settings.shard, "pycomm shares the state out by itself then"),
+    }
+    for what, (option, why) in unsuitable.items():
+        if option is not None:
+            raise ValueError(f'optimizer_state="keep" does not go with {what}: {why}')
+
+
+def _check_backup(settings: AttachSettings) -> None:
+    """Raise ValueError if ``settings`` exclude backup, by which gradients may come a step later."""
+    unsuitable = {
+        f"accumulate={settings.passes}": settings.accumulates,
+        "a loss_scaler": settings.loss_scaler is not None,
+        f"clip_local_norm={settings.clip_local_norm}": settings.clip_local_norm is not None,
+        f'buffers="{settings.buffers}"': settings.buffers != "local",
+    }
+    for what, is_unsuitable in unsuitable.items():
+        if is_unsuitable:
+            raise ValueError(
+                f"backup={settings.backup} does not go with {what}: it requires one backward() per step, and sends "
+                "gradients in a later step, as they are"
+            )
+
+
+OF_DISTRIBUTED_DATA_PARALLEL = {
+    "broadcast_buffers": 'buffers="broadcast" does what it does in DistributedDataParallel',
+    "find_unused_parameters": "leave it out, unused parameters are found by themselves",
+    "static_graph": "leave it out, no graph is assumed to stay the same",
+    "gradient_as_bucket_view": "leave it out, .grad always is a view of the bucket",
+    "device_ids": "leave it out, gradients are averaged where the parameters are",
+}
+"""Hints for arguments of torch's DistributedDataParallel whose names resemble none of ``attach``."""
+
+
+def _buffers(mode: Any, model: Any) -> str:
+    if mode not in BUFFERS:
+        raise ValueError(f"buffers is {mode!r}, wanted one of {', '.join(BUFFERS)}")
+    if mode != "local" and not isinstance(model, torch.nn.Module):
+        raise ValueError(f"buffers={mode!r} requires the module itself, not its named_parameters()")
+    return str(mode)

@@ -1,0 +1,360 @@
+"""Statistics of a Reducer: what ``Reducer.stats`` returns about buckets, time, waits and compression.
+
+Each rank records when it had all gradients of a reduction, which shows whom the others wait for. Ranks of one host
+write these times to a shared page of memory: that takes no message, and can be read while a rank waits. Ranks that
+survive failures send them in the exchange that ends each step, on any number of hosts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import statistics
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from pycomm.collectives.communicator import Communicator
+from pycomm.collectives.recorder import Recorder, labelled, listened_to
+from pycomm.collectives.transport import late_ranks
+from pycomm.compression.base import Exchange, method_stats
+from pycomm.torch_internals import is_profiling, profiled_range
+from pycomm.training.elastic.agreement_store import ReadyPage, shared_file
+from pycomm.training.reducer.parameters import ParameterTable
+from pycomm.training.reducer.step_trace import StepTrace
+
+INTERVAL = 10
+"""Number of reductions between two measurements: to measure each could cost a tenth of a step's time."""
+
+_TINY = 1e-300
+"""Square that replaces zero in a division."""
+
+
+class CompressionFigures:
+    """Error of this rank's compression, measured anew once it is ``INTERVAL`` reductions old."""
+
+    def __init__(self) -> None:
+        self._looked_at: int | None = None
+        self._residual: float | None = None
+        self._error: float | None = None
+
+    def forget(self) -> None:
+        """Measure anew at the next report, as the state has been replaced."""
+        self._looked_at = None
+
+    def report(self, exchanges: Sequence[Exchange], num_reductions: int) -> dict[str, float]:
+        """Return ``residual_norm`` and ``compression_error`` if they are known; see ``Reducer.stats``."""
+        if self._looked_at is None or num_reductions >= self._looked_at + INTERVAL:
+            self._looked_at = num_reductions
+            self._look(exchanges)
+        measured = [found for exchange in exchanges if (found := exchange.measured()) is not None]
+        if measured:
+            there_was, left = (sum(squares) for squares in zip(*measured, strict=True))
+            if math.isfinite(there_was):  # else the step was left out
+                self._error = math.sqrt(left / max(there_was, _TINY))
+        known = {"residual_norm": self._residual, "compression_error": self._error}
+        return {name: figure for name, figure in known.items() if figure is not None}
+
+    def _look(self, exchanges: Sequence[Exchange]) -> None:
+        """Read the residuals, and measure the next reduction."""
+        residuals = [square for exchange in exchanges if (square := exchange.squared_residual()) is not None]
+        self._residual = math.sqrt(sum(residuals)) if residuals else None
+        for exchange in exchanges:
+            exchange.measure_next()
+
+
+class Phases:
+    """Times of the phases of all reductions of a rank, in seconds.
+
+    The communication thread packs (with compression: encodes and decodes) and calls collectives. The thread of
+    ``backward()`` waits for it, and unpacks: hands out the gradients and commits compression's state.
+
+    Attributes:
+        trace: records the spans of one step, if requested.
+    """
+
+    def __init__(self) -> None:
+        self.pack = self.wire = self.wait = self.unpack = 0.0
+        self.trace: StepTrace | None = None
+        self._profiling = False
+
+    def begin(self) -> None:
+        """Note that a backward pass begins."""
+        self._profiling = is_profiling()
+        if self.trace is not None:
+            self.trace.begin_backward()
+
+    def end_backward(self) -> None:
+        """Note that a backward pass has ended."""
+        if self.trace is not None:
+            self.trace.end_backward()
+
+    def end_reduction(self) -> None:
+        """Note that gradients have been handed out."""
+        if self.trace is not None:
+            self.trace.end_reduction()
+
+    def end_step(self) -> None:
+        """Note that ``optimizer.step()`` has returned."""
+        if self.trace is not None:
+            self.trace.end_step()
+
+    def exchange(self, number: int, recorder: Recorder | None, job: Callable[[], None]) -> None:
+        """Run the ``job`` that exchanges the bucket launched as ``number``; without ``recorder``, only enqueue it."""
+        label = f"bucket {number}"
+        began = time.monotonic()
+        before = 0.0 if recorder is None else recorder.seconds
+        with labelled(label), _ranges(label) if self._profiling else contextlib.nullcontext():
+            job()
+        if recorder is None:
+            return
+        ended = time.monotonic()
+        wire = recorder.seconds - before
+        self.wire += wire
+        self.pack += ended - began - wire
+        if self.trace is not None:
+            self.trace.add("communication", label, began, ended)
+            self.trace.add_operations(recorder, label, began)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time inside as waiting."""
+        began = time.monotonic()
+        try:
+            with self._range("wait"):
+                yield
+        finally:
+            self.wait += self._note("wait", began)
+
+    @contextlib.contextmanager
+    def unpacking(self) -> Iterator[None]:
+        """Count the time inside as unpacking."""
+        began = time.monotonic()
+        try:
+            with self._range("unpack"):
+                yield
+        finally:
+            self.unpack += self._note("unpack", began)
+
+    def _note(self, name: str, began: float) -> float:
+        ended = time.monotonic()
+        if self.trace is not None:
+            self.trace.add("training", name, began, ended)
+        return ended - began
+
+    def _range(self, name: str) -> contextlib.AbstractContextManager[Any]:
+        return profiled_range(f"pycomm::{name}") if self._profiling else contextlib.nullcontext()
+
+    def report(self) -> dict[str, float | None]:
+        """Return the times; see ``Reducer.stats``."""
+        busy = self.pack + self.wire
+        return {
+            "pack_seconds": self.pack,
+            "wire_seconds": self.wire,
+            "unpack_seconds": self.unpack,
+            "hidden_share": max(0.0, 1.0 - self.wait / busy) if busy > 0.0 else None,
+        }
+
+
+@contextlib.contextmanager
+def _ranges(label: str) -> Iterator[None]:
+    """Mark the time inside for a profiler: collectives as ``pycomm::wire``, everything else as ``pycomm::pack``."""
+    with contextlib.ExitStack() as present:
+
+        def change(on_the_wire: bool) -> None:
+            present.close()
+            present.enter_context(profiled_range(f"pycomm::{'wire' if on_the_wire else 'pack'} {label}"))
+
+        change(False)
+        with listened_to(change):
+            yield
+
+
+_LOG = logging.getLogger("pycomm")
+
+_FACTOR = 10
+"""Ratio to the usual wait from which a wait is worth a warning."""
+_LEAST_WARNED = 1.0
+"""Shortest wait, in seconds, that is worth a warning: the operating system causes shorter ones."""
+_FEWEST_KNOWN = 10
+"""Number of steps before the usual wait is known."""
+_REMEMBERED = 100
+"""Number of last steps that define the usual wait."""
+_NOTHING = (0.0, 0.0, 0)
+_WARN_EVERY = 60.0
+"""Seconds from one warning about a rank to the next."""
+
+
+def open_ready_page(communicator: Communicator, on_gpu: bool) -> ReadyPage | None:
+    """Return the page on which the ranks of ``communicator`` write their arrivals. Collective.
+
+    ``None`` on several hosts, and on GPUs, where the host runs ahead of the gradients.
+    """
+    if on_gpu or communicator.size == 1 or communicator.transport != "shared_memory":
+        return None
+    file = shared_file(communicator, "pycomm-board", "Reducer.stats() does not say which rank is waited for")
+    return None if file < 0 else ReadyPage(file, communicator.rank, communicator.size)
+
+
+class ReducingRanks(Protocol):
+    """Ranks that reduce together, by their numbers, and their communicators."""
+
+    lanes: Sequence[Communicator]
+
+    @property
+    def world(self) -> tuple[int, ...]: ...
+
+
+class Waits:
+    """Account of which ranks were waited for. One thread writes it; any thread may read the :meth:`report`.
+
+    A reduction ends when the last rank has arrived. The wait for that rank counts from the moment when half of the
+    ranks had arrived, so that neither another late rank nor an early one changes it.
+
+    Args:
+        page: page of the ranks' arrivals, if they have one.
+        ranks: ranks that reduce together, not kept alive. While this rank waits for some, the log names them (see
+            :mod:`pycomm.collectives.transport.late_ranks`).
+
+    Attributes:
+        seconds: time that this rank has waited, for any reason.
+    """
+
+    def __init__(self, page: ReadyPage | None = None, ranks: ReducingRanks | None = None) -> None:
+        self.seconds = 0.0
+        self._ranks = None if ranks is None else weakref.ref(ranks)
+        if ranks is not None:
+            late_ranks.add_reductions(self)
+        self._page = page
+        self._reduction: int | None = None  # the present one, once this rank has arrived at it
+        self._arrived = 0.0
+        self._began: tuple[float, float] | None = None  # the present wait, by the monotonic clock and the wall's
+        self._accounts: dict[int, tuple[float, float, int]] = {}  # seconds in all and at most, times
+        self._usual: deque[float] = deque(maxlen=_REMEMBERED)
+        self._warned: dict[int, float] = {}
+
+    def arrive(self, reduction: int) -> None:
+        """Note that this rank has all gradients of ``reduction``; later calls for it are ignored."""
+        if self._reduction is not None:
+            return
+        self._reduction, self._arrived = reduction, time.monotonic()
+        if self._page is not None:
+            self._page.write(reduction)
+
+    def microseconds_here(self) -> int:
+        """Return the time since this rank has arrived, at least 1; 0 if it has not."""
+        return 0 if self._reduction is None else 1 + int((time.monotonic() - self._arrived) * 1e6)
+
+    def arrivals(self) -> dict[int, float]:
+        """Return when ranks arrived at the present reduction, in seconds, as far as the page shows it."""
+        page, reduction = self._page, self._reduction  # which another thread may change
+        return {} if page is None or reduction is None else page.read(reduction)
+
+    def begin(self) -> None:
+        """Note that this rank begins to wait."""
+        self._began = (time.monotonic(), time.time())
+
+    def end(self) -> None:
+        """Note that the wait and the reduction have ended."""
+        if self._began is not None:
+            self.seconds += time.monotonic() - self._began[0]
+        self._began = self._reduction = None
+
+    def count(self, arrivals: Mapping[int, float], *, warn: bool) -> None:
+        """Count the wait for the last of the ``arrivals``, in seconds; ``warn`` if it is unusually long."""
+        if len(arrivals) < 2:
+            return
+        last = max(arrivals, key=arrivals.__getitem__)
+        seconds = arrivals[last] - sorted(arrivals.values())[(len(arrivals) - 1) // 2]
+        total, longest, times = self._accounts.get(last, _NOTHING)
+        self._accounts[last] = (total + seconds, max(longest, seconds), times + 1)
+        if warn and seconds >= _LEAST_WARNED and len(self._usual) >= _FEWEST_KNOWN:
+            self._warn(last, seconds)
+        self._usual.append(seconds)
+
+    def _warn(self, rank: int, seconds: float) -> None:
+        usual, now = statistics.median(self._usual), time.monotonic()
+        if seconds < _FACTOR * usual or now - self._warned.get(rank, -_WARN_EVERY) < _WARN_EVERY:
+            return
+        self._warned[rank] = now
+        _LOG.warning(
+            "rank %d is slow: the others have waited %.2g s for it in this step, %.0f times the median of %.2g s",
+            rank,
+            seconds,
+            seconds / max(usual, 1e-6),
+            usual,
+        )
+
+    def awaited(self) -> late_ranks.Reduction | None:
+        """Return the reduction for which this rank waits now, if any. On any thread."""
+        began, reduction, ranks = self._began, self._reduction, self._present_ranks()
+        if began is None or reduction is None or ranks is None:
+            return None
+        return late_ranks.Reduction(reduction, began[0], self.arrivals(), ranks.world)
+
+    def recorders(self) -> list[Recorder]:
+        """Return the recorders of what the ranks reduce by. On any thread."""
+        ranks = self._present_ranks()
+        return [] if ranks is None else [lane.channel.recorder for lane in ranks.lanes]
+
+    def _present_ranks(self) -> ReducingRanks | None:
+        return None if self._ranks is None else self._ranks()
+
+    def close(self) -> None:
+        """Release the page, and log no late ranks any more."""
+        self._page = self._ranks = None
+        late_ranks.forget_reductions(self)
+
+    def report(self, world: Sequence[int]) -> dict[str, Any]:
+        """Return the account of ``world``; see ``Reducer.stats``. On any thread, and without waiting."""
+        accounts, began = dict(self._accounts), self._began
+        names = ("seconds", "longest", "times")
+        by_rank = {rank: dict(zip(names, accounts.get(rank, _NOTHING), strict=True)) for rank in world}
+        return {
+            "now": None if began is None else self._present(began, world),
+            "by_rank": by_rank if accounts else {},
+        }
+
+    def _present(self, began: tuple[float, float], world: Sequence[int]) -> dict[str, Any]:
+        there, page = self.arrivals(), self._page
+        # If this rank is missing, the reduction is over and the next one has not begun.
+        absent = tuple(rank for rank in world if rank < page.size and rank not in there) if page and there else ()
+        return {"seconds": time.monotonic() - began[0], "since": began[1], "ranks": absent}
+
+
+class Statistics:
+    """Statistics of all reductions of a rank.
+
+    Attributes:
+        waits: ranks that were waited for.
+        phases: times of the phases.
+        figures: error of compression.
+    """
+
+    def __init__(self) -> None:
+        self.waits, self.phases, self.figures = Waits(), Phases(), CompressionFigures()
+
+    def report(self, table: ParameterTable, num_reductions: int, world: tuple[int, ...]) -> dict[str, Any]:
+        """Return the counters, by the names that ``Reducer.stats`` documents."""
+        exchanges = [flight.exchange for flight in table.flights]
+        sent = sum(exchange.bytes_sent for exchange in exchanges)
+        gradients = sum(flight.bucket.flat.nbytes for flight in table.flights) * num_reductions
+        stats: dict[str, Any] = {
+            "bytes_sent": sent,
+            "steps": num_reductions,
+            "wait_seconds": self.waits.seconds,
+            "waits": self.waits.report(world),
+            "num_buckets": len(exchanges),
+            **self.phases.report(),
+            "compression_ratio": gradients / sent if sent else None,
+            **self.figures.report(exchanges, num_reductions),
+            **method_stats(exchanges),
+        }
+        for key, value in table.earlier.items():
+            stats[key] = stats.get(key, 0) + value
+        if stats.get("selections"):
+            stats["miss_rate"] = stats["selections_missed"] / stats["selections"]
+        return stats

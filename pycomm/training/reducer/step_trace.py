@@ -1,0 +1,142 @@
+"""Trace of one step: spans of each thread of a rank, written to a file for ``pycomm trace``.
+
+``PYCOMM_TRACE`` names the folder, ``PYCOMM_TRACE_STEP`` the reduction, counted from 1 (10 if it is not set).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import time
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+from pycomm.collectives.recorder import Recorder
+from pycomm.collectives.recorder.traces import DEFAULT_STEP, FOLDER, STEP
+
+_LOG = logging.getLogger("pycomm")
+_optimizers: Counter[Path] = Counter()  # attached ones of this process, by the folder of their files
+
+
+class TracedSpan(NamedTuple):
+    """Span of time on the wall clock, in seconds.
+
+    Attributes:
+        lane: "training" or "communication", the thread; "wire": collectives on the latter.
+        name: activity.
+        began, ended: times.
+    """
+
+    lane: str
+    name: str
+    began: float
+    ended: float
+
+
+class StepTrace:
+    """Trace of the reduction ``step`` of rank ``rank``, with its passes, and the optimizer's step after it.
+
+    Args:
+        folder: folder for the file ``rank<rank>.json`` (``rank<rank>-2.json`` for a second optimizer, and so on). It is
+            written after the optimizer's step, or when the next backward pass begins without one.
+        step: number of the reduction, from 1.
+        rank: global rank.
+        size: number of ranks that average together.
+    """
+
+    def __init__(self, folder: Path, step: int, rank: int, size: int) -> None:
+        self._folder, self._step, self._rank, self._size = folder, step, rank, size
+        _optimizers[folder] += 1
+        self._optimizer = _optimizers[folder]
+        self._wall = time.time() - time.monotonic()
+        self._spans: list[TracedSpan] = []
+        self._reductions = 0
+        self._forward_began = self._backward_began = self._step_began = 0.0
+        self.done = False
+
+    @staticmethod
+    def wanted(rank: int, size: int) -> StepTrace | None:
+        """Return the trace that the environment requests, or ``None``.
+
+        Raises:
+            ValueError: the requested step is not a positive number.
+        """
+        folder = os.environ.get(FOLDER)
+        if not folder:
+            return None
+        text = os.environ.get(STEP, str(DEFAULT_STEP))
+        if not text.isdecimal() or int(text) < 1:
+            raise ValueError(f"{STEP} is {text!r}, wanted a positive number of a step")
+        return StepTrace(Path(folder), int(text), rank, size)
+
+    @property
+    def _is_on(self) -> bool:
+        return not self.done and self._reductions + 1 == self._step
+
+    def begin_backward(self) -> None:
+        """Note that a backward pass begins."""
+        if not self.done and self._spans and self._reductions >= self._step:
+            self._write()  # the optimizer's step was skipped, as by GradScaler for non-finite gradients
+        self._backward_began = time.monotonic()
+        if self._is_on and self._forward_began:
+            self._append("training", "forward", self._forward_began, self._backward_began)
+
+    def end_backward(self) -> None:
+        """Note that a backward pass has ended: the last one of a step, before it waits for averages."""
+        self._forward_began = time.monotonic()
+        if self._is_on and self._backward_began:
+            self._append("training", "backward", self._backward_began, self._forward_began)
+        self._backward_began = 0.0  # so that flush() ends no pass
+
+    def add(self, lane: str, name: str, began: float, ended: float) -> None:
+        """Note that ``name`` was done, at these times of the monotonic clock."""
+        if self._is_on:
+            self._append(lane, name, began, ended)
+
+    def add_operations(self, recorder: Recorder, label: str, since: float) -> None:
+        """Note the collectives of ``recorder`` that began ``since`` then."""
+        if not self._is_on:
+            return
+        for entry in recorder.entries():
+            if entry.began >= since and entry.label == label and entry.ended is not None:
+                self._append("wire", f"{entry.operation}, {label}", entry.began, entry.ended)
+
+    def end_reduction(self) -> None:
+        """Note that gradients have been handed out."""
+        self._step_began = self._forward_began = time.monotonic()
+        self._reductions += 1
+
+    def end_step(self) -> None:
+        """Note that ``optimizer.step()`` has returned; write the file if it was the step."""
+        self._forward_began = time.monotonic()
+        if self.done or self._reductions != self._step:
+            return
+        self._append("training", "optimizer.step", self._step_began, self._forward_began)
+        self._write()
+
+    def _append(self, lane: str, name: str, began: float, ended: float) -> None:
+        self._spans.append(TracedSpan(lane, name, began + self._wall, ended + self._wall))
+
+    def _write(self) -> None:
+        self.done = True
+        content = {
+            "rank": self._rank,
+            "size": self._size,
+            "step": self._step,
+            "optimizer": self._optimizer,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "spans": [span._asdict() for span in self._spans],
+        }
+        number = "" if self._optimizer == 1 else f"-{self._optimizer}"
+        file = self._folder / f"rank{self._rank}{number}.json"
+        partial = file.with_suffix(".partial")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps(content))
+            partial.replace(file)
+        except OSError as error:  # no reason to stop training on one rank
+            _LOG.warning("the trace of step %d could not be written to %s: %s", self._step, file, error)

@@ -1,0 +1,367 @@
+"""Steps that survive the loss of ranks and admit newcomers (``attach(..., survive=pycomm.Survive())``).
+
+Each step ends with an exchange, the commit. It returns once every rank has all results, and only then are they handed
+out. After a failed operation no rank uses the old memory or connections again. The remaining ranks agree on who they
+are (:mod:`pycomm.training.elastic`), meet again, move compression's state into buckets that no lost rank has mapped, and reduce
+the step again from the gradients that backward made. Backward itself is not repeated.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+
+from pycomm.collectives.communicator import Communicator
+from pycomm.collectives.transport.gpu import GpuWork
+from pycomm.errors import CommError
+from pycomm.training.elastic.join_requests import JoinListener
+from pycomm.training.elastic.membership import Decision, Membership, reconvene
+from pycomm.training.reducer.buckets import BucketInFlight
+from pycomm.training.reducer.engine import Grads, Launch, StepPolicy
+from pycomm.training.reducer.lanes import open_lanes
+from pycomm.training.reducer.newcomers import Carried, share_state
+from pycomm.training.reducer.parameters import ParameterTable
+from pycomm.training.reducer.replica_differences import DamageError
+from pycomm.training.reducer.settings import AttachSettings
+from pycomm.worker import Work
+
+_LOG = logging.getLogger("pycomm")
+
+World = tuple[int, ...]
+
+
+class Survival:
+    """Commit, recovery and admission of ranks that may be lost and may gain newcomers.
+
+    Args:
+        membership: membership of the group.
+        communicator: the ranks' communicator, which is moved when they change.
+        table: parameters and their buckets.
+        settings: arguments of ``attach``.
+        listener: reads and answers the requests of newcomers.
+
+    Attributes:
+        recoveries, joins: one dict per event; see ``Reducer.stats``.
+        invited: number of the newcomer's request that the last commit has announced; 0 for none.
+        arrivals: times at which ranks had all their gradients of the last step, in seconds relative to its commit.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        communicator: Communicator,
+        table: ParameterTable,
+        settings: AttachSettings,
+        listener: JoinListener,
+    ) -> None:
+        self.membership, self.invited = membership, 0
+        self._listener = listener
+        self._newcomers: set[int] = set()  # of the present step
+        self._communicator, self._table, self._settings = communicator, table, settings
+        self.recoveries: list[dict[str, Any]] = []
+        self.joins: list[dict[str, Any]] = []
+        self._has_left = False
+        self.arrivals: dict[int, float] = {}
+
+    def stats(self) -> dict[str, Any]:
+        """Return the events so far."""
+        return {"recoveries": list(self.recoveries), "joins": list(self.joins)}
+
+    def forget_newcomers(self) -> None:
+        """Treat newcomers like the other ranks, as their first step is over."""
+        self._newcomers.clear()
+
+    def commit(self, microseconds_here: int = 0) -> None:
+        """Return once all ranks have the results of this step. Called on the communication thread, after all results.
+
+        The first rank announces a waiting newcomer, if there is one. Each rank sends how long ago it had all its
+        gradients, 0 if unknown.
+        """
+        words = np.zeros(1 + self._communicator.size, np.int64)
+        words[1 + self._communicator.rank] = microseconds_here
+        if self.membership.is_first and (waiting := self._listener.waiting()) is not None:
+            words[0] = waiting.number
+        with self._communicator.channel.skip_checks():
+            self._communicator.all_reduce(words, "max")
+        self.invited = int(words[0])
+        here = zip(self.membership.world, words[1:].tolist(), strict=True)
+        self.arrivals = {rank: -1e-6 * microseconds for rank, microseconds in here if microseconds > 0}
+
+    def take_arrivals(self) -> dict[int, float]:
+        """Return the :attr:`arrivals` of the last step, and clear them."""
+        arrivals, self.arrivals = self.arrivals, {}
+        return arrivals
+
+    # Losing ranks.
+
+    def leave(self, reason: str) -> None:
+        """Announce to the others that this rank no longer takes part; only the first reason counts."""
+        if not self._has_left:
+            self._has_left = True
+            self.membership.leave(reason)
+
+    def close(self, reason: str) -> None:
+        """Leave, and release the membership."""
+        self._listener.close()
+        self.leave(reason)
+        self.membership.close()
+
+    def run_or_leave(self, job: Callable[[], None]) -> None:
+        """Run ``job``; leave if it fails on this rank alone, as others would mistake the next job for it."""
+        try:
+            job()
+        except (CommError, ValueError):  # the latter is raised by all ranks alike
+            raise
+        except BaseException as error:
+            try:
+                self.leave(f"failed: {error}")
+            finally:
+                self._communicator.close(f"it failed: {error}")
+            raise
+
+    def recover(self, error: CommError, num_committed: int, complete: Callable[[], None]) -> tuple[bool, Any]:
+        """Continue with the remaining ranks. Collective among them.
+
+        Args:
+            error: error of the operation that failed.
+            num_committed: number of steps that this rank has committed.
+            complete: hands out the results of the present step, if another rank has committed it.
+
+        Returns:
+            Whether ``complete`` was called, and the new lanes.
+
+        Raises:
+            CommError: this rank is excluded or damaged, or too few remain.
+        """
+        if isinstance(error, DamageError) and not error.spares(self.membership.me):
+            if error.ranks:
+                self.leave("is damaged")
+                self._communicator.close(str(error))
+            raise error
+        start, old = time.monotonic(), self.membership.world
+        found = reconvene(
+            self.membership,
+            self._communicator,
+            error,
+            num_committed,
+            catch_up=lambda _: complete(),
+            open_again=lambda: open_lanes(self._communicator, self._settings, self._table.on_gpu),
+            nobody_waits=isinstance(error, DamageError),  # slower ranks must still find the damage themselves
+        )
+        is_complete = found.committed > num_committed
+        self._rebuild(found.opened, is_complete)
+        self._note(old, found.decision, num_committed, time.monotonic() - start)
+        return is_complete, found.opened
+
+    # Gaining ranks.
+
+    def let_in(self, carried: Carried) -> list[Communicator]:
+        """Admit the announced newcomer; return the new lanes. Collective, including the newcomer.
+
+        Raises:
+            CommError: it did not connect, or a rank was lost meanwhile.
+            ValueError: its state does not fit.
+        """
+        start = time.monotonic()
+        number, self.invited = self.invited, 0
+        self._listener.skip_to(number)
+        place = self.membership.admit(self._listener.read(number))
+        try:
+            if self.membership.is_first:
+                self._listener.answer(number, self.membership.invitation())
+            self._communicator.move(place)
+            lanes = open_lanes(self._communicator, self._settings, self._table.on_gpu)
+            self.membership.settle(self._communicator)
+            self._rebuild(lanes, adopt=False)
+            share_state(self._communicator, carried, newcomer=False)
+        except BaseException:
+            self.membership.dismiss()
+            raise
+        self.note_join(carried.progress.num_reductions, time.monotonic() - start)
+        return lanes
+
+    def note_join(self, step: int, seconds: float) -> None:
+        """Record and log that the newest rank has joined."""
+        newcomer = self.membership.world[-1]
+        self._newcomers.add(newcomer)
+        self.joins.append({"seconds": seconds, "step": step, "rank": newcomer, "world": self.membership.world})
+        if self.membership.is_first:
+            _LOG.warning("rank %d has come: %d ranks go on at step %d", newcomer, len(self.membership.world), step)
+
+    def num_newcomers(self) -> int:
+        """Return the number of newcomers, which take part in the present step without gradients."""
+        return len(self._newcomers.intersection(self.membership.world))
+
+    def _rebuild(self, lanes: list[Communicator], adopt: bool) -> None:
+        """Sort all parameters into new buckets with the old ones' state, and with their gradients if ``adopt``."""
+        self._table.rebuild(lanes, self._settings, adopt=adopt)
+
+    def _note(self, old: World, decision: Decision, step: int, seconds: float) -> None:
+        left = {rank: decision.gone.get(rank, "was lost while the others met") for rank in old}
+        for rank in self.membership.world:
+            del left[rank]
+        self.recoveries.append({"seconds": seconds, "step": step, "left": left, "world": self.membership.world})
+        if self.membership.is_first:
+            fates = ", ".join(f"rank {rank} {fate}" for rank, fate in left.items())
+            count = len(self.membership.world)
+            _LOG.warning("%s: %d ranks go on at step %d, after %.2f s", fates, count, step, seconds)
+
+
+class SurvivingPolicy(StepPolicy):
+    """Policy of ranks that may be lost and may gain newcomers; ``survival`` recovers and admits."""
+
+    survives = True
+
+    def __init__(self, survival: Survival) -> None:
+        self.survival = survival
+        self._commit_work: Work | GpuWork | None = None
+        self._is_idle = False  # whether this step was launched without gradients before its pass
+
+    @property
+    def world(self) -> tuple[int, ...]:
+        """Ranks that take part, by the numbers that they got when they came."""
+        return self.survival.membership.world
+
+    def turn(self) -> AbstractContextManager[bool]:
+        """Yield whether this step was launched without this rank's gradients."""
+        return nullcontext(self._is_idle)
+
+    def launching(self, flight: BucketInFlight) -> None:
+        """Drop the last step's kept gradients, not earlier, so that autograd reuses memory bucket by bucket."""
+        for slot in flight.slots:
+            slot.kept = None
+
+    def contributed(self, flight: BucketInFlight, grads: Grads) -> Grads:
+        """Keep ``grads`` and return them; a gradient that lies in the bucket itself is copied."""
+        for i, (slot, grad) in enumerate(zip(flight.slots, grads, strict=True)):
+            if grad is not None and flight.bucket.holds(i, grad):
+                slot.spare = torch.empty_like(grad) if slot.spare is None else slot.spare
+                grad = slot.spare.copy_(grad)
+            slot.kept = grad
+        return grads
+
+    def launched(self) -> None:
+        """Launch the commit."""
+        if self._commit_work is None:
+            self.launch_commit()
+
+    def launch_commit(self) -> None:
+        """Launch the exchange that ends the step."""
+        self._commit_work = self.engine.submit(self.engine.communicator, self._commit_job())
+
+    def _commit_job(self) -> Callable[[], None]:
+        engine, works = self.engine, self.engine.works()
+
+        def job() -> None:
+            for work in works:
+                work.wait()  # those of other lanes may still run; raises if one failed
+            engine.outcome.share_source()  # before the commit: a rank may be lost in it
+            is_known = not self._is_idle and not engine.table.on_gpu  # there the host runs ahead of the gradients
+            self.survival.commit(engine.statistics.waits.microseconds_here() if is_known else 0)
+
+        return job
+
+    def submit(self, job: Callable[[], None], launch: Launch) -> Work | GpuWork:
+        """Launch ``job``; this rank leaves if it fails."""
+        return launch(functools.partial(self.survival.run_or_leave, job))
+
+    def receive(self) -> Mapping[int, float]:
+        """Wait for all results and hand them out; reduce the step again if ranks are lost meanwhile."""
+        engine = self.engine
+        while True:
+            try:
+                engine.await_all(self._wait)
+            except CommError as error:
+                if not self.recover(error):
+                    self._launch_again()
+                    continue
+            else:
+                self.hand_out()
+            self.survival.forget_newcomers()
+            engine.window.num_idle = 0
+            return self.survival.take_arrivals()
+
+    def _wait(self) -> None:
+        assert self._commit_work is not None
+        self._commit_work.wait()
+
+    def hand_out(self) -> None:
+        self.engine.hand_out()
+
+    def ended(self) -> None:
+        """Forget the step, which has been handed out or has failed."""
+        self._commit_work = None
+        if self._is_idle:
+            self._is_idle, self.lets_count = False, True
+            self.engine.window.weights.forget_passes()
+
+    # Losing ranks.
+
+    def recover(self, error: CommError) -> bool:
+        """Continue with the remaining ranks; return whether this step counts and has been handed out."""
+        engine = self.engine
+        works = [*engine.works(), self._commit_work]
+        was_complete, lanes = self.survival.recover(error, engine.progress.num_reductions, self.hand_out)
+        self.continue_over(lanes)
+        for work in works:
+            if isinstance(work, Work):
+                work.forget_trace()  # else the memory of the old world would stay mapped until it is collected
+        return was_complete
+
+    def continue_over(self, lanes: Sequence[Communicator]) -> None:
+        """Continue over ``lanes``, between the ranks of the new world."""
+        self.engine.window.num_idle = self.survival.num_newcomers()
+        self._commit_work = None
+        self.engine.restart(lanes)
+
+    def _launch_again(self) -> None:
+        """Launch all buckets again with their kept gradients."""
+        engine = self.engine
+        if engine.window.weights.in_use:
+            engine.window.weights.sum_again()
+        if engine.buffers is not None:
+            engine.buffers.restore()
+        for flight in engine.table.flights:
+            engine.launch(flight, [slot.kept for slot in flight.slots])
+        engine.launch_rest()
+
+    def admit_newcomer(self) -> None:
+        """Admit the newcomer that the last commit has announced, if any. Collective in that case; between two steps."""
+        if self.survival.invited == 0:
+            return
+        try:
+            self.continue_over(self.survival.let_in(Carried.of(self.engine)))
+        except (RuntimeError, ValueError) as error:  # CommError and the store's errors are RuntimeErrors
+            what = f"the newcomer was not let in: {error}"
+            self.recover(CommError.during("join", what, rank=self.engine.communicator.rank))
+
+    def enter(self) -> None:
+        """Take part in the present step without gradients: a newcomer's first pass only receives averages."""
+        engine = self.engine
+        engine.expect_gradients()
+        engine.flags.has_pass = False
+        engine.window.num_idle = self.survival.num_newcomers()
+        engine.window.fix_scales(with_next=True, step=engine.outcome.committed_steps)
+        self._is_idle, self.lets_count = True, False
+        for flight in engine.table.flights:
+            engine.launch(flight, [None] * len(flight.slots))
+        engine.launch_rest()
+
+    def leave(self, reason: str) -> None:
+        """Announce to the others that this rank no longer takes part."""
+        self.survival.leave(reason)
+
+    def close(self, reason: str) -> None:
+        """Leave, and release the membership."""
+        self.survival.close(reason)
+
+    def stats(self) -> dict[str, Any]:
+        """Return the changes of the world."""
+        return self.survival.stats()

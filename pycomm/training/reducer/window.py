@@ -1,0 +1,369 @@
+"""Accumulation windows, counters of training, and weights by which every sample or token counts the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from pycomm.checks import bounded
+from pycomm.collectives.communicator import Communicator
+from pycomm.compression import DGC
+from pycomm.compression.base import Flag, Scaling
+from pycomm.optim.loss_scaler import loss_scale_of
+from pycomm.optim.shards import Shards
+from pycomm.training.reducer import clipping as norms
+from pycomm.training.reducer.buckets import Slot
+from pycomm.training.reducer.settings import AttachSettings
+from pycomm.worker import Work
+
+
+class HostCopy:
+    """Asynchronous copy of flags from a device to the host, which waits only when it reads them."""
+
+    def __init__(self, num_flags: int, device: torch.device) -> None:
+        pinned = device.type == "cuda" and torch.cuda.is_available()
+        self._host = torch.zeros(num_flags, dtype=torch.bool, pin_memory=pinned)
+        self._array = self._host.numpy()  # read instead of the tensor, as torch would wait for the whole device
+        self._event: torch.cuda.Event | None = None
+
+    @staticmethod
+    def impossible() -> bool:
+        """Return whether torch's current stream is being captured into a CUDA graph.
+
+        The host cannot wait for flags then; each launch of the graph computes its own.
+        """
+        initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return initialized and torch.cuda.is_current_stream_capturing()
+
+    def put(self, flags: torch.Tensor) -> None:
+        """Start to copy ``flags``, on the current stream."""
+        self._host.copy_(flags, non_blocking=True)
+        if flags.is_cuda:
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(flags.device))
+
+    def get(self) -> list[bool]:
+        """Wait for the last flags, and return them."""
+        if self._event is not None:
+            self._event.synchronize()
+        flags: list[bool] = self._array.tolist()
+        return flags
+
+
+class TrainingProgress:
+    """Counters of reductions and steps.
+
+    Args:
+        device: device that computes whether compression has committed its state; ``None`` if the host knows.
+
+    Attributes:
+        num_reductions: number of reductions that have been handed out.
+        num_steps: number of reductions that ``optimizer.step()`` has used.
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
+        self.num_reductions = 0
+        self.num_steps = 0
+        self._used = True
+        self._step_depth = 0  # number of nested step() calls
+        self._had_averages = False  # as the step began whose closure runs
+        # Whether compression committed state in the last reduction; None if only the device knows.
+        self._committed: bool | None = False
+        self._on_device = None if device is None else HostCopy(1, device)
+
+    def resume(self, num_reductions: int, num_steps: int) -> None:
+        """Continue with the counts of another rank."""
+        self.num_reductions, self.num_steps = num_reductions, num_steps
+
+    def reduced(self, committed: Flag) -> None:
+        """Note that averages have been handed out, and whether compression ``committed`` state with them."""
+        self.num_reductions += 1
+        self._used = False
+        self._step_depth = 0  # a step that raised has left it
+        if isinstance(committed, torch.Tensor) and HostCopy.impossible():
+            self._committed = False  # the host does not see what launches of the graph commit
+        elif isinstance(committed, torch.Tensor):
+            assert self._on_device is not None
+            self._on_device.put(committed)
+            self._committed = None
+        else:
+            self._committed = committed
+
+    @property
+    def is_used(self) -> bool:
+        """Return whether no averages wait for a ``step()``."""
+        return self._used
+
+    @property
+    def has_averages(self) -> bool:
+        """Return whether there was a reduction since the last step; in a closure, since the step before this one."""
+        return self._had_averages or not self._used
+
+    def enter_step(self) -> bool:
+        """Note that ``step()`` begins; return whether it is the outermost one."""
+        self._step_depth += 1
+        if self._step_depth == 1:
+            self._had_averages = not self._used
+        return self._step_depth == 1
+
+    def leave_step(self) -> bool:
+        """Note that ``step()`` has returned; return whether it was the outermost one."""
+        self._step_depth = max(self._step_depth - 1, 0)
+        return self._step_depth == 0
+
+    def run_closure(self, closure: Callable[[], Any]) -> Any:
+        """Return the result of a step's ``closure``, whose reductions do not mean that the step has failed."""
+        depth = self._step_depth
+        result = closure()
+        self._step_depth = depth
+        return result
+
+    def stepped(self) -> None:
+        """Note that ``step()`` uses the last averages."""
+        if not self._used:
+            self._used = True
+            self.num_steps += 1
+
+    def skipped(self) -> None:
+        """Note that the step for the last averages is skipped on purpose."""
+        self._used = True
+
+    def require_used(self) -> None:
+        """Raise RuntimeError if compression has counted the last gradients as applied, but no step has applied them.
+
+        Never raises before the first step, as some loops update parameters without ``step()``. Waits for a
+        GPU if the last step was skipped, as by a loss scaler.
+        """
+        if self._used or self.num_steps == 0:
+            return
+        committed = self._committed
+        if committed is None:
+            assert self._on_device is not None
+            committed = self._on_device.get()[0]
+        if not committed:
+            return
+        raise RuntimeError(
+            "optimizer.step() has not used the last averaged gradients: their pass is in the residuals and velocities "
+            "of compression, but in no parameter. A backward() that is not a step of this optimizer (a generator's "
+            "through its discriminator, a penalty, a saliency map) belongs in `with reducer.paused():`; several "
+            "passes of one step need attach(..., accumulate=n); a step that is left out on purpose needs "
+            "reducer.skip_step()"
+        )
+
+
+class SampleWeights:
+    """Number of samples behind this rank's gradients, pass by pass, and their share of all ranks' samples.
+
+    Autograd adds up the gradients of a window's passes. With g_p the gradient of pass p's mean loss over
+    n_p samples, the required result is the sum of n_p g_p. Accumulated gradients are therefore kept in units of the
+    next pass's n: before that pass they are multiplied by n_before / n_next, which is 1 unless the batch
+    size changes. The window's gradient is then n_last times the accumulated gradient. Divided by the sum
+    of n over all passes and ranks, which takes one message of 16 bytes, it is this rank's contribution.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._unit: float | None = None  # n of the accumulated gradients, or of the next pass if there are none
+        self._passed = 0.0  # samples of this window's earlier passes
+        self._window = 0.0  # samples of all its passes, once it is known to end
+        self._sent_unit = 0.0  # n of the gradients that are sent
+        self._mine = (0.0, 0)  # samples and passes of the window, as they are summed
+        self._sum: Work | None = None
+
+    @property
+    def in_use(self) -> bool:
+        """Return whether weights have been set at all."""
+        return self._unit is not None
+
+    @property
+    def is_zero(self) -> bool:
+        """Return whether the gradients accumulated on this rank have weight zero."""
+        return self.in_use and self._sent_unit == 0
+
+    def set(self, num_samples: Any, num_passes: int) -> float:
+        """Set n of the next pass; return the factor by which accumulated gradients must be multiplied first.
+
+        Args:
+            num_samples: finite and not negative.
+            num_passes: number of passes that the open window has had.
+
+        Raises:
+            TypeError, ValueError: ``num_samples`` is not such a number, or not allowed at this point.
+        """
+        wanted = "a finite number that is not negative"
+        before, unit = self._unit, bounded("num_samples", num_samples, wanted, lambda n: 0 <= n < math.inf)
+        if num_passes > 0 and before is None:
+            raise ValueError("set_weight inside an accumulation window that began without it: call it before each pass")
+        if num_passes > 0 and unit == 0:
+            raise ValueError("num_samples is 0 inside an accumulation window: leave that backward() out, and flush()")
+        self._unit = unit
+        return 1.0 if num_passes == 0 or before == unit else (before or 0.0) / unit
+
+    def note_pass(self) -> None:
+        """Note the end of a pass that is not the last of its window."""
+        self._passed += self._unit or 0.0
+
+    def forget_passes(self) -> None:
+        """Forget the passes of a window whose samples do not count."""
+        self._passed = 0.0
+
+    def start_sum(self, num_passes: int, with_next: bool) -> None:
+        """Start to sum the samples of the window over all ranks. Collective.
+
+        The message is the same whether the window ends with the next pass or has ended, as the ranks may
+        differ in their numbers of passes.
+
+        Args:
+            num_passes: number of passes that have ended on this rank.
+            with_next: whether the next pass belongs to the window.
+        """
+        mine = self._passed + ((self._unit or 0.0) if with_next else 0.0)
+        self._sent_unit = (self._unit or 0.0) if num_passes > 0 or with_next else 0.0
+        self._window, self._passed = mine, 0.0
+        self._mine = mine, num_passes + with_next
+        self.sum_again()
+
+    def sum_again(self) -> None:
+        """Start to sum the same samples over the present ranks. Collective."""
+        sums = np.array(self._mine, np.float64)
+
+        def job() -> tuple[float, float]:
+            self._communicator.all_reduce(sums, "sum")
+            return float(sums[0]), float(sums[1])
+
+        self._sum = self._communicator.channel.submit(job)
+
+    def mean_factor(self) -> float:
+        """Return the factor that turns the accumulated gradient into that of the mean over this rank's own samples."""
+        return self._sent_unit / self._window if self.in_use and self._window > 0 else 1.0
+
+    def any_passes(self) -> bool:
+        """Return whether any rank has had a pass in this window. Waits for the sum."""
+        assert self._sum is not None
+        _, passes = self._sum.wait()
+        return bool(passes > 0)
+
+    def relative(self) -> float:
+        """Return the weight of the gradients accumulated here relative to the ranks' mean weight. Waits for the sum.
+
+        Multiplied by it, they are averaged correctly by a plain mean over the ranks.
+
+        Raises:
+            ValueError: the weights of all ranks sum to zero; on every rank.
+        """
+        assert self._sum is not None
+        total, _ = self._sum.wait()
+        if total == 0:
+            raise ValueError("the weights of this step sum to zero over all ranks: there is nothing to average")
+        return float(self._communicator.size * self._sent_unit / total)
+
+
+class AccumulationWindow:
+    """Backward passes of one optimizer step. The last one sends; the scales are fixed when it begins.
+
+    Attributes:
+        num_passes: number of passes that have ended in this window.
+        sending: whether the current (or latest) pass is the last of its window.
+        complete: whether a full window has ended, and nothing has happened since.
+        num_idle: number of ranks that take part in this step without gradients, as newcomers do.
+        weights: weights by the number of samples behind each pass.
+        scaling: scales of the window that is being sent, except for this rank's relative weight, which
+            is known only to a job on the communication thread.
+        streams: on a GPU, the streams (as integers) on which the scales were computed.
+    """
+
+    def __init__(
+        self, communicator: Communicator, settings: AttachSettings, device: torch.device, on_gpu: bool
+    ) -> None:
+        self._communicator, self._settings = communicator, settings
+        self._device, self._on_gpu = device, on_gpu
+        self._loss_scale = loss_scale_of(settings.loss_scaler)
+        # DGC clips by parameter, as it packs them; it sees only this rank's part of a DTensor.
+        self._part_norm = settings.compression.clip_norm if isinstance(settings.compression, DGC) else None
+        self.num_passes = 0
+        self.sending = False
+        self.complete = False
+        self.weights = SampleWeights(communicator)
+        self.num_idle = 0
+        self.scaling = Scaling(communicator.size)
+        self.streams: set[int] = set()
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether passes have ended whose gradients have not been sent yet."""
+        return self.num_passes > 0
+
+    def begin_pass(self) -> None:
+        """Note that a pass begins; decide whether it is the last of the window."""
+        self.complete = False
+        self.sending = self._settings.is_last(self.num_passes)
+
+    def end_pass(self) -> None:
+        """Note that a pass has ended."""
+        self.num_passes += 1
+        if not self.sending:
+            self.weights.note_pass()
+
+    def close(self) -> None:
+        """Note that the gradients of the window have been handed out, or lost."""
+        self.num_passes = 0
+
+    def fix_scales(self, *, with_next: bool, step: torch.Tensor) -> None:
+        """Fix the scales of the window, which is about to end or has ended. Collective if weights are in use.
+
+        Args:
+            with_next: whether the next pass belongs to the window.
+            step: number of steps committed before this one, 0-d int64.
+        """
+        if self.weights.in_use:
+            self.weights.start_sum(self.num_passes, with_next)
+        loss_scale = self._loss_scale.current(self._device, self._on_gpu)
+        if self._on_gpu and isinstance(loss_scale, torch.Tensor):
+            self.streams = {self._communicator.channel.current_stream(self._device)}
+        # A copy: the count may be incremented before the GPU has read it for this step.
+        number = step.clone() if self._on_gpu else int(step)
+        average, size = self._settings.average, self._communicator.size
+        self.scaling = Scaling(size, self._relative(), loss_scale=loss_scale, average=average, step=number)
+
+    def rescale(self) -> None:
+        """Adapt the scales of the window to the present number of ranks."""
+        self.scaling = replace(self.scaling, size=self._communicator.size, relative=self._relative())
+
+    def _relative(self) -> float:
+        """Return the weight of a rank with gradients, where others take part without any."""
+        size = self._communicator.size
+        return size / (size - self.num_idle) if self.num_idle < size else 1.0
+
+    def fix_clipping(self, slots: Sequence[Slot], shards: Shards) -> None:
+        """Fix the factor that clips this rank's own gradient, before anything is sent.
+
+        Of DTensors, that of the whole gradient counts: collective over the ranks of ``shards``.
+        """
+        self._clip_all(slots, shards)
+        if shards and self._part_norm is not None:
+            relative = self.weights.relative() if self.weights.in_use else 1.0
+            limit = self._part_norm / math.sqrt(self._communicator.size)
+            norms.clip_parts(slots, shards, limit, replace(self.scaling, relative=relative).to_state)
+            if self._on_gpu:
+                self.streams.add(self._communicator.channel.current_stream(self._device))
+
+    def sends_early(self, shards: Shards) -> bool:
+        """Return whether gradients may be sent before all have arrived, as none is clipped by a norm of several."""
+        return self._settings.clip_local_norm is None and (self._part_norm is None or not shards)
+
+    def _clip_all(self, slots: Sequence[Slot], shards: Shards) -> None:
+        max_norm = self._settings.clip_local_norm
+        if max_norm is None:
+            return
+        squares = norms.squared_norm(slots, shards)
+        norm = squares.sqrt() * self.weights.mean_factor() / self.scaling.loss_scale
+        # Non-finite gradients are not clipped; they are found where they always are, after the exchange.
+        factor = norms.narrowed(torch.where(torch.isfinite(norm), norms.clip_factor(norm, max_norm), 1.0), slots)
+        self.scaling = replace(self.scaling, clip=factor.float() if self._on_gpu else float(factor))
+        if self._on_gpu:
+            self.streams.add(self._communicator.channel.current_stream(self._device))

@@ -1,0 +1,210 @@
+"""Reductions without a backward pass: flushed windows, written gradients, missing batches; and vetoes."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from pycomm.errors import CommError
+from pycomm.training.reducer.engine import Engine
+from pycomm.training.reducer.parameter_changes import require_written
+from pycomm.training.reducer.passes import Passes
+
+_LOG = logging.getLogger("pycomm")
+
+
+def request_veto(engine: Engine, reason: str) -> None:
+    """Request that the step of this reduction, or of the next one, is discarded on all ranks.
+
+    Raises:
+        RuntimeError: it is too late.
+        ValueError: the settings exclude it.
+    """
+    table, settings = engine.table, engine.settings
+    if settings.backup > 0:
+        raise ValueError("veto_step() does not go with backup: ranks go on without waiting for all gradients")
+    if settings.loss_scaler is None and (table.on_gpu or table.partition is not None):
+        raise ValueError(
+            "veto_step() on a GPU, or with shard, requires attach(..., loss_scaler=...), which leaves out the step"
+        )
+    if 0 < engine.num_launched == len(table.flights) and engine.is_waited_for():
+        raise RuntimeError(
+            "veto_step() too late: all gradients of this backward() have been sent; call it before backward(), or in a "
+            "hook of a parameter"
+        )
+    if not engine.progress.is_used:
+        raise RuntimeError(
+            "veto_step() after backward(): the averages have been handed out; call it before or during backward()"
+        )
+    if engine.flags.just_stepped:
+        _LOG.warning("veto_step() after optimizer.step(): it is the next step that will be left out")
+    engine.flags.veto = reason
+
+
+def require_skippable(engine: Engine) -> None:
+    """Raise ValueError if settings exclude a rank of weight zero, unless weights by samples are in use."""
+    if engine.window.weights.in_use:
+        return
+    unsuitable = {
+        "gradients on a GPU": engine.table.on_gpu,
+        "survive": engine.settings.survive is not None,
+        'grads="local"': engine.settings.shard is not None and engine.settings.shard.grads == "local",
+    }
+    for what, is_unsuitable in unsuitable.items():
+        if is_unsuitable:
+            raise ValueError(
+                f"skip_batch() with {what} requires reducer.set_weight(num_samples) before each backward() on all "
+                "ranks, as the others have to know this rank's weight before they send"
+            )
+
+
+class WithoutBackward:
+    """Reductions that the user requests; to other ranks they look like the end of a backward pass."""
+
+    def __init__(self, engine: Engine, passes: Passes) -> None:
+        self._engine, self._passes = engine, passes
+        self._table, self._window, self._progress = engine.table, engine.window, engine.progress
+
+    def is_averaged(self) -> bool:
+        """Return whether this step's averages have been handed out, and no other step has begun."""
+        return self._window.complete and any(slot.holds_average() for slot in self._table.slots())
+
+    def flush(self) -> None:
+        """Reduce a window that ended early; see ``Reducer.flush``."""
+        if self.is_averaged():
+            return
+        self._prepare()
+        if self._window.weights.in_use and not self._any_passes():
+            return
+        if not self._window.is_open:  # other ranks may have gradients
+            self._table.drop_gradients()
+        self._reduce(with_next=None if self._window.weights.in_use else False)
+
+    def reduce_written(self) -> None:
+        """Average what is in ``.grad``; see ``Reducer.reduce``."""
+        self._prepare()
+        was_open = self._window.is_open
+        if not was_open and not self._progress.is_used:
+            require_written(self._table, self._engine.settings)
+        self._table.takes_written = True
+        try:
+            self._reduce(with_next=not was_open)
+        finally:
+            self._table.takes_written = False
+
+    def skip_batch(self) -> None:
+        """Take part in the other ranks' reduction with weight zero; see ``Reducer.skip_batch``."""
+        self._require_no_gradients()
+        require_skippable(self._engine)
+        self._prepare()
+        self._table.drop_gradients()
+        weights = self._window.weights
+        self._engine.flags.has_pass, self._engine.flags.skips = False, not weights.in_use
+        if not weights.in_use:
+            self._reduce(with_next=False)
+        elif self._any_passes():
+            self._reduce(with_next=None)
+
+    def _require_no_gradients(self) -> None:
+        """Raise RuntimeError if this rank has had a batch in this step."""
+        settings = self._engine.settings
+        if self._window.is_open:
+            raise RuntimeError(
+                f"skip_batch() after {self._window.num_passes} of {settings.passes} backward passes: the window has "
+                "gradients already; leave that backward() out and call reducer.flush() when the window ends"
+            )
+        # After a step that a scaler has skipped, averages may remain until zero_grad().
+        if self.is_averaged() and settings.loss_scaler is None:
+            raise RuntimeError(
+                "skip_batch() after backward(): the gradients of this step have been averaged; call it in place of "
+                "forward and backward"
+            )
+
+    def take_part(self, *, absent: bool) -> bool:
+        """Take part in a reduction with the present gradients.
+
+        Args:
+            absent: whether this rank has no data: it contributes nothing, keeps no average, and takes no step. Its
+                gradients are dropped.
+
+        Returns:
+            Whether all ranks are absent.
+        """
+        comparison = self._engine.comparison
+        comparison.absent = absent  # then its parameters and steps are not compared
+        self._engine.flags.has_pass = not absent
+        try:
+            if absent:
+                self._passes.forget_abandoned()
+                self._window.close()
+                self._table.drop_gradients()
+            self._reduce(with_next=True)
+            if absent:
+                self._table.drop_gradients()
+                self._progress.stepped()
+            return self._all_absent(absent)
+        finally:
+            comparison.absent = False
+
+    def _all_absent(self, absent: bool) -> bool:
+        """Return whether all ranks are ``absent``, after a reduction without gradients; if so, adopt the last step.
+
+        Collective; but if any rank had a gradient, which all ranks know, nothing is sent.
+        """
+        if any(any(flight.exchange.used()) for flight in self._table.flights):
+            return False
+        found = torch.tensor([not absent, self._progress.num_steps])
+        self._engine.communicator.all_reduce(found, "max")
+        if found[0]:
+            return False
+        self._progress.num_steps = int(found[1])
+        self._engine.comparison.forget_seen()
+        return True
+
+    def reduce_now(self) -> None:
+        """Reduce the present gradients, unless their averages wait for a step; see ``Reducer.reduce_now``."""
+        there = any(slot.owner.grad is not None for slot in self._table.slots())
+        if there and not self._window.is_open and not self._progress.is_used:
+            self._require_all_averaged()
+        else:
+            self.take_part(absent=False)
+
+    def _require_all_averaged(self) -> None:
+        """Raise RuntimeError if a parameter without a gradient on any rank has got one since."""
+        for flight in self._table.flights:
+            for slot, used in zip(flight.slots, flight.exchange.used(), strict=True):
+                grad = slot.owner.grad
+                if not used and grad is not None and bool(grad.any()):
+                    raise RuntimeError(
+                        f"the gradient of {slot.name!r} has not been averaged: it was set after the others had been. "
+                        "Set .grad before backward(), on all ranks, or leave backward() out and set all of them"
+                    )
+
+    def _prepare(self) -> None:
+        self._passes.require_taking_part()
+        self._engine.policy.stand_down()
+        self._passes.admit_newcomer()
+
+    def _any_passes(self) -> bool:
+        """Fix the scales of a window that ends early; return whether any rank has had a pass in it. Collective."""
+        self._window.fix_scales(with_next=False, step=self._engine.outcome.committed_steps)
+        while True:
+            try:
+                return self._window.weights.any_passes()
+            except CommError as error:
+                self._engine.policy.recover(error)  # raises the error if no rank may be lost
+                self._window.weights.sum_again()
+
+    def _reduce(self, *, with_next: bool | None) -> None:
+        """Reduce the present gradients; ``with_next`` as in ``Engine.begin_pass``."""
+        try:
+            self._passes.forget_abandoned()
+            self._window.sending = True
+            self._passes.require_right_pass()
+            self._engine.begin_pass(with_next=with_next)
+            self._engine.launch_rest()
+        except (RuntimeError, ValueError) as error:
+            self._passes.stop(error)
+            raise
+        self._passes.reduce()
