@@ -10,6 +10,7 @@ the kernels under both.
 
 import importlib.util
 import os
+import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ if _native_build_info()["cuda"] is not None:
 
 from pycomm import logs as _logs  # noqa: F401  # prefixes log lines with the rank
 from pycomm.collectives import backend
+from pycomm.deprecated import MovedModules
 from pycomm.errors import CommError
 from pycomm.worker import Work
 
@@ -146,6 +148,21 @@ __all__ = [
 ]
 
 
+_GROUPS = {
+    "collectives": (
+        *("backend", "broadcasting", "bucket", "calibration", "channel", "communicator", "counting", "layout"),
+        *("recorder", "tensor_memory", "transport"),
+    ),
+    "tools": ("cli", "launching", "monitoring"),
+    "training": ("asynchronous", "checkpoint", "cost", "elastic", "reducer"),
+}
+"""Modules that stood in ``pycomm`` itself, by the package that they are in now."""
+_DOCUMENTED = ("backend", "checkpoint", "monitoring")
+"""Those of them that scripts import by documented names, which stay."""
+
+sys.meta_path.insert(
+    0, MovedModules({room: f"{group}.{room}" for group, rooms in _GROUPS.items() for room in rooms}, _DOCUMENTED)
+)
 backend.register()
 
 

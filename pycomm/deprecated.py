@@ -1,13 +1,18 @@
-"""Deprecated keywords: they still work, and one DeprecationWarning shows the new call."""
+"""Deprecated keywords and modules: they still work, with one DeprecationWarning that shows the new line."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec, spec_from_loader
+from types import ModuleType
 from typing import Any, TypeVar, cast
 
 from pycomm.checks import shown
@@ -141,3 +146,40 @@ def _written(value: Any) -> str:
     named = [(f, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init and f.repr]
     changed = [f"{f.name}={_written(found)}" for f, found in named if found is not f.default and found != f.default]
     return f"pycomm.{type(value).__name__}({', '.join(changed)})"
+
+
+class MovedModules(MetaPathFinder):
+    """Finder of modules by the names that they had before rooms were grouped: ``pycomm.reducer``, and all below it.
+
+    Args:
+        moved: new names of modules, by old ones, each without "pycomm.".
+        documented: old names whose imports stay as they are. The others warn.
+    """
+
+    def __init__(self, moved: Mapping[str, str], documented: Collection[str]) -> None:
+        self._moved, self._documented = moved, documented
+
+    def find_spec(self, fullname: str, _path: object = None, _target: object = None) -> ModuleSpec | None:
+        """Return how to import ``fullname``; ``None`` if it is no old name."""
+        package, _, rest = fullname.partition(".")
+        room, _, below = rest.partition(".")
+        if package != "pycomm" or room not in self._moved:
+            return None
+        name = ".".join(filter(None, ("pycomm", self._moved[room], below)))
+        if find_spec(name) is None:
+            return None
+        if room not in self._documented:
+            warnings.warn(
+                f"{fullname} is {name} now", DeprecationWarning, stacklevel=2
+            )  # frames of importlib do not count
+        return spec_from_loader(fullname, _Alias(name))
+
+
+class _Alias(Loader):
+    """Loader that puts a module in place under a second name."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def exec_module(self, module: ModuleType) -> None:
+        sys.modules[module.__name__] = importlib.import_module(self._name)

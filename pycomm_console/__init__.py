@@ -2,8 +2,8 @@
 
 ``import pycomm`` imports torch, as it makes the backend "pycomm" known there, and that takes seconds. So the script
 enters by this package: it puts ``pycomm`` in place as a package whose ``__init__.py`` has not run yet.
-``pycomm.tools.cli`` can be imported from it, and reads the arguments with the standard library alone. Commands that need more
-run ``__init__.py`` first, by ``pycomm.tools.cli.arguments.load_package``.
+``pycomm.tools.cli`` can be imported from it, and reads the arguments with the standard library alone. Commands that
+need more run ``__init__.py`` first, by ``pycomm.tools.cli.arguments.load_package``.
 """
 
 from __future__ import annotations

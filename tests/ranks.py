@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from pycomm.tools import launching
-from pycomm.tools.launching import Outcome, PerRank
+from pycomm.tools.launching import PerRank, RankOutcome
 from pycomm.tools.launching.meeting import variables_of
 
-__all__ = ["PRELOAD", "SLOWER", "Outcome", "PerRank", "RankPool", "free_port"]
+__all__ = ["PRELOAD", "SLOWER", "PerRank", "RankOutcome", "RankPool", "free_port"]
 
 SLOWER = float(os.environ.get("PYCOMM_TEST_SLOWER", "1"))
 """How many times longer than usual ranks are waited for: on an emulated processor everything takes its time."""
@@ -46,11 +46,11 @@ class RankPool:
         self.ask, self.kill = self._pool.ask, self._pool.kill
         self.alive, self.close = self._pool.is_alive, self._pool.close
 
-    def outcomes(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Outcome]:
+    def outcomes(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[RankOutcome]:
         """Run ``function(*args)`` on every rank; an argument in ``PerRank`` is dealt out."""
         return self._pool.outcomes(function, *args, timeout=timeout * SLOWER)
 
-    def answers(self, timeout: float, ranks: Iterable[int] | None = None) -> dict[int, Outcome]:
+    def answers(self, timeout: float, ranks: Iterable[int] | None = None) -> dict[int, RankOutcome]:
         """What was asked of ``ranks``, by default all, came to so far, or within ``timeout``."""
         return self._pool.answers(timeout * SLOWER, ranks)
 

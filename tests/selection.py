@@ -1,6 +1,6 @@
 """Which tests `pytest` runs: by itself those that tell most in a few minutes, with ``--part=all`` every one.
 
-Tests mirror `pycomm`: `tests/reducer/test_buckets.py` is about `pycomm/training/reducer`. `pytest` alone leaves out what
+Tests mirror the rooms of `pycomm`: `tests/reducer` is about `pycomm/training/reducer`. `pytest` alone leaves out what
 :data:`LEFT_OUT` names. Of a test with parameters it takes one case, or as many as :data:`MOST_CASES` says: those with a
 value that no case before them had. Of files below :data:`FIRST_OF_FILE` it takes the first test.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -94,3 +96,34 @@ class Foreign:
 def test_what_is_not_ours_is_not_written_out() -> None:
     with pytest.warns(DeprecationWarning, match=r"write pycomm.train\(..., survive=..., mode='sync-2'\)$"):
         call(Foreign(1), [2], survive=Foreign(3), mode="sync", staleness=2)
+
+
+def test_modules_by_their_earlier_names() -> None:
+    """What was documented as an import goes on without a word, anything else with one, and it is the same module."""
+    lines = [
+        "import pycomm, sys, warnings",
+        "warnings.simplefilter('error')",
+        "import pycomm.checkpoint, pycomm.backend.process_group",
+        "from pycomm.monitoring import FIELDS",
+        "from pycomm import checkpoint",
+        "import pycomm.training.checkpoint as new",
+        "assert checkpoint is new is pycomm.checkpoint is sys.modules['pycomm.checkpoint']",
+        "assert pycomm.backend is pycomm.collectives.backend",
+        "warnings.simplefilter('always')",
+        "with warnings.catch_warnings(record=True) as caught:",
+        "    from pycomm.reducer.settings import Tuning",
+        "assert Tuning is pycomm.Tuning",
+        "assert [str(one.message) for one in caught] == ['pycomm.reducer is pycomm.training.reducer now',",
+        "    'pycomm.reducer.settings is pycomm.training.reducer.settings now'], caught",
+        "assert {one.filename for one in caught} == {'<string>'}",
+        "import pickle",
+        "assert pickle.loads(b'cpycomm.bucket\\nBucket\\n.') is pycomm.collectives.bucket.Bucket",
+        "for name in ('pycomm.reducer.nothing', 'pycomm.nothing'):",
+        "    try:",
+        "        __import__(name)",
+        "    except ModuleNotFoundError as error:",
+        "        assert error.name == name, error",
+        "    else:",
+        "        raise AssertionError(name)",
+    ]
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, timeout=100, cwd="/")

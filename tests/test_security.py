@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "pycomm"
-CHILDREN = {"launching/serialize.py: pickle", "launching/serialize.py: cloudpickle"}
+CHILDREN = {"tools/launching/serialize.py: pickle", "tools/launching/serialize.py: cloudpickle"}
 """What ``launch`` sends to and takes from processes that it has started, through pipes that nobody else has."""
 MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 CALLS = {

@@ -300,7 +300,7 @@ class Communicator(_Messages):
         return f"Communicator(rank={self.rank}, size={self.size}, transport={self.transport!r})"
 
     def own_share(self, x: torch.Tensor, algorithm: str | Table) -> slice | None:
-        """Internal: what :meth:`pycomm.collectives.channel.Channel.own_share` says, if ``algorithm`` is the transport's own."""
+        """Internal: what :meth:`Channel.own_share` says, if ``algorithm`` is the transport's own."""
         return self.channel.own_share(x) if self._selector.find(algorithm, x) is None else None
 
     def _program(self, algorithm: str | Table, x: Any) -> Program | None:

@@ -48,7 +48,7 @@ class Plan:
         microbatches: number of parts that a replica's batch is cut into.
         recompute: whether activations are computed again in the backward pass instead of kept.
         sharded_optimizer: whether the optimizer's state is sharded over "dp" instead of replicated.
-        compression: method that compresses gradients on "dp", by its name in ``pycomm.training.cost.planning.METHODS``, such as
+        compression: method that compresses gradients on "dp", by its name in ``cost.planning.METHODS``, such as
             "fp16"; ``None`` for none.
 
     Raises:

@@ -21,7 +21,7 @@ from pycomm import CommError
 from pycomm.training.reducer import newcomers, surviving
 from tests.hosts import on_hosts
 from tests.on_ranks import Pools
-from tests.ranks import Outcome
+from tests.ranks import RankOutcome
 from tests.reducer.attaching import grouped
 from tests.survival.training import METHODS, Plan, batch, die, digest, expected, small_model
 
@@ -91,7 +91,7 @@ def come(plan: Plan, size: int, port: int, delay: float = 0.3) -> dict[str, Any]
         return go_on(plan, reducer, scheduler, model, size)
 
 
-def together(pools: Pools, size: int, plan: Plan, *guests: tuple[Callable[..., Any], Plan]) -> list[list[Outcome]]:
+def together(pools: Pools, size: int, plan: Plan, *guests: tuple[Callable[..., Any], Plan]) -> list[list[RankOutcome]]:
     """The outcomes of ``size`` ranks, and of each guest."""
     members = pools(size)
     wanted = size + sum(function in (come, come_later) for function, _ in guests)
@@ -107,7 +107,7 @@ def together(pools: Pools, size: int, plan: Plan, *guests: tuple[Callable[..., A
         return [work.result() for work in works]
 
 
-def equal_to_the_bit(outcomes: list[list[Outcome]]) -> list[dict[str, Any]]:
+def equal_to_the_bit(outcomes: list[list[RankOutcome]]) -> list[dict[str, Any]]:
     for group in outcomes:
         for outcome in group:
             assert outcome.error is None, outcome.trace

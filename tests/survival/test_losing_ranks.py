@@ -12,7 +12,7 @@ import torch.distributed as dist
 from pycomm import CommError
 from pycomm.training.reducer import engine
 from tests.on_ranks import Pools
-from tests.ranks import Outcome
+from tests.ranks import RankOutcome
 from tests.survival.training import METHODS, Plan, expected, train
 
 TIMEOUT = 50.0
@@ -90,7 +90,7 @@ def test_several_hosts(new_ranks: Pools, hosts: str, faults: dict[tuple[int, int
     survivors(new_ranks, len(hosts), Plan(method=method, hosts=hosts, faults=faults))
 
 
-def errors_of(outcomes: list[Outcome], rank: int, *others: int) -> BaseException:
+def errors_of(outcomes: list[RankOutcome], rank: int, *others: int) -> BaseException:
     for other in others:
         assert outcomes[other].error is None, outcomes[other].trace
     error = outcomes[rank].error

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.ranks import Outcome, RankPool
+from tests.ranks import RankOutcome, RankPool
 from tests.transport import fuzz_rank
 from tests.transport.fuzz_cases import draw
 from tests.transport.fuzz_oracle import Report, judge, label
@@ -109,10 +109,10 @@ class Group:
             failure.problems += found
             self._forget()
 
-    def _outcomes(self, pool: RankPool, seed: int, number: int) -> list[Outcome]:
+    def _outcomes(self, pool: RankPool, seed: int, number: int) -> list[RankOutcome]:
         """Every rank's; who is left alone is released by the others' leaving, and gets a CommError."""
         pool.ask(fuzz_rank.perform, seed, number, self.transport)
-        outcomes: dict[int, Outcome] = {}
+        outcomes: dict[int, RankOutcome] = {}
         told: list[int] = []
         deadline = time.monotonic() + self._timeout + 10
         while len(outcomes) < self.size and (left := deadline - time.monotonic()) > 0:
@@ -127,7 +127,7 @@ class Group:
         if len(outcomes) < self.size or any(outcome.error is not None for outcome in outcomes.values()):
             self._forget()
             pool.kill()
-        return [outcomes.get(rank, Outcome(trace="did not come back")) for rank in range(self.size)]
+        return [outcomes.get(rank, RankOutcome(trace="did not come back")) for rank in range(self.size)]
 
 
 class PoolsBySize:

@@ -27,7 +27,7 @@ _EMPTY = "its group has no members before reconfigure() is called"
 class PycommProcessGroup(dist.ProcessGroup):
     """Process group whose operations are pycomm's. Nothing else is registered under it, so nothing bypasses it.
 
-    The operations themselves are the functions of :mod:`pycomm.collectives.backend.operations`: see the end of this module.
+    The operations themselves are the functions of ``backend.operations``: see the end of this module.
 
     Args:
         place: where its ranks meet.

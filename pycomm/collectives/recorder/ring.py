@@ -10,6 +10,7 @@ import sysconfig
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,7 +25,7 @@ Line = tuple[str, int, str]
 _TORCH = importlib.util.find_spec("torch")  # not imported: `pycomm explain` answers without it
 assert _TORCH is not None
 _OWN = (
-    *(os.path.dirname(os.path.abspath(path)) + os.sep for path in (os.path.dirname(__file__), str(_TORCH.origin))),
+    *(os.path.join(folder, "") for folder in (Path(__file__).parents[2], Path(str(_TORCH.origin)).parent)),
     threading.__file__,
     "<frozen ",
 )

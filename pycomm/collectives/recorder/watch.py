@@ -41,7 +41,7 @@ def watch(transport: Any, group: str, ranks: Sequence[int]) -> Recorder:
     Replaces the object's operations by recording ones. Operations that one transport runs by another are recorded once.
 
     Args:
-        transport: has ``rank`` and operations with the arguments of :class:`pycomm.collectives.transport.base.Transport`, which
+        transport: has ``rank`` and operations with the arguments of ``transport.base.Transport``, which
             are called by position.
         group, ranks: see :class:`Recorder`.
     """

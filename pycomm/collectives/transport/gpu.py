@@ -107,7 +107,7 @@ class GpuWork:
 
 
 class GpuQueue:
-    """Queue of operations on one GPU, on a communication stream: counterpart of :class:`pycomm.collectives.channel.Channel`.
+    """Queue of operations on one GPU, on a communication stream: counterpart of the ``Channel``.
 
     Args:
         device: ordinal of the GPU.

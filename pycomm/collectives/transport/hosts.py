@@ -53,7 +53,7 @@ def order_of(hosts: Sequence[Sequence[int]]) -> list[int]:
 
 
 def hosts_of(rank: int, greetings: Sequence[Mapping[str, Any]]) -> Hosts:
-    """Return the hosts of ranks, given their greetings (:func:`pycomm.collectives.transport.rendezvous.introduction`)."""
+    """Return the hosts of ranks, given their greetings (``rendezvous.introduction``)."""
     by_host: dict[str, list[int]] = {}
     # If one rank is denied shared memory, all ranks use messages.
     denied = any("no_memory" in greeting for greeting in greetings)

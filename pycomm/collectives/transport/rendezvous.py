@@ -1,8 +1,8 @@
 """Exchange of shared memory between the ranks of one host.
 
 Every rank opens a listening socket in the abstract namespace (which needs no file, and disappears with its process) and
-sends its address and process id in its greeting (:mod:`pycomm.collectives.transport.meeting`). Rank ``r`` connects to every lower
-rank and accepts connections from every higher one. Before any data is exchanged, the kernel identifies the peer process
+sends its address and process id in its greeting (``transport.meeting``). Rank ``r`` connects to every lower rank and
+accepts connections from every higher one. Before any data is exchanged, the kernel identifies the peer process
 (``SO_PEERCRED``): it must belong to the same user and have the process id of the greeting. Each side then passes the
 descriptor of its memory (``SCM_RIGHTS``). The connection stays open and idle; its end of file means that a peer died.
 """

@@ -3,7 +3,7 @@
 from pycomm.tools.launching.failures import Failure, RankError, explain
 from pycomm.tools.launching.launcher import launch, run_ranks
 from pycomm.tools.launching.meeting import PATIENCE, connect, join, rendezvous
-from pycomm.tools.launching.pool import Outcome, PerRank, RankPool, StartedRanks
+from pycomm.tools.launching.pool import PerRank, RankOutcome, RankPool, StartedRanks
 from pycomm.tools.launching.processes import Outputs, Pipe, RankProcesses
 from pycomm.tools.launching.reporting import progress
 from pycomm.tools.launching.serving import Send, send, serve
@@ -11,11 +11,11 @@ from pycomm.tools.launching.serving import Send, send, serve
 __all__ = [
     "PATIENCE",
     "Failure",
-    "Outcome",
     "Outputs",
     "PerRank",
     "Pipe",
     "RankError",
+    "RankOutcome",
     "RankPool",
     "RankProcesses",
     "Send",

@@ -21,7 +21,7 @@ from pycomm.tools.launching.failures import UNKNOWN, Failure, RankError, explain
 from pycomm.tools.launching.output import Stream, streams_of
 from pycomm.tools.launching.processes import Outputs, Pipe, RankProcesses
 from pycomm.tools.launching.serialize import deserialize, serialize
-from pycomm.tools.launching.serving import WHERE, Call, Returned, serve_and_end
+from pycomm.tools.launching.serving import WHERE, RankCall, Returned, serve_and_end
 
 OnMessage = Callable[[Any], None]
 
@@ -37,7 +37,7 @@ class PerRank:
 
 
 @dataclass
-class Outcome:
+class RankOutcome:
     """What a function came to on one rank.
 
     Attributes:
@@ -51,7 +51,7 @@ class Outcome:
 
 
 class StartedRanks(Protocol):
-    """Ranks that :func:`pycomm.tools.launching.serving.serve` at the other ends of ``pipes``, however they were started.
+    """Ranks that run ``serving.serve`` at the other ends of ``pipes``, however they were started.
 
     Attributes:
         processes: by rank; none where they are not this process's.
@@ -87,14 +87,14 @@ class _Rank:
     def is_busy(self) -> bool:
         return self.asked and self.answer is None and self.exitcode is None
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> RankOutcome:
         if isinstance(self.answer, Returned):
-            return Outcome(deserialize(self.answer.result))
+            return RankOutcome(deserialize(self.answer.result))
         if self.answer is not None:
             error = _exception_of(self.answer) or RankError(self.answer.traceback, self.number, self.answer.traceback)
-            return Outcome(error=error, trace=self.answer.traceback)
+            return RankOutcome(error=error, trace=self.answer.traceback)
         died = f"died, with exit code {self.exitcode}"
-        return Outcome(error=ChildProcessError(f"rank {self.number} died"), trace=died)
+        return RankOutcome(error=ChildProcessError(f"rank {self.number} died"), trace=died)
 
 
 class RankPool:
@@ -184,7 +184,7 @@ class RankPool:
         answers = [rank.answer for rank in self._ranks]
         return [deserialize(answer.result) if isinstance(answer, Returned) else None for answer in answers]
 
-    def outcomes(self, function: Callable[..., Any], *args: Any, timeout: float = math.inf) -> list[Outcome]:
+    def outcomes(self, function: Callable[..., Any], *args: Any, timeout: float = math.inf) -> list[RankOutcome]:
         """Call ``function(*args)`` on all ranks; return what it came to on each, an exception or a death too.
 
         Raises:
@@ -209,9 +209,9 @@ class RankPool:
             own = [arg.values[rank.number] if isinstance(arg, PerRank) else arg for arg in args]
             rank.asked, rank.answer = True, None
             with contextlib.suppress(OSError):  # it has died, which is noticed by its end
-                rank.pipe.send(Call(rank.number, same or serialize(what, (function, own)), leaves))
+                rank.pipe.send(RankCall(rank.number, same or serialize(what, (function, own)), leaves))
 
-    def answers(self, timeout: float, ranks: Iterable[int] | None = None) -> dict[int, Outcome]:
+    def answers(self, timeout: float, ranks: Iterable[int] | None = None) -> dict[int, RankOutcome]:
         """Wait for the answers of ``ranks``, by default all; return those that are there in time."""
         chosen = self._chosen(ranks)
         deadline = time.monotonic() + timeout

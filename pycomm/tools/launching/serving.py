@@ -29,7 +29,7 @@ _sending = threading.Lock()
 
 
 @dataclass(frozen=True)
-class Call:
+class RankCall:
     """What a rank is to do: a function with its arguments, serialized. ``None`` in its place: to finish.
 
     Attributes:
@@ -73,7 +73,7 @@ def serve(pipe: Pipe) -> bool:
             leave(1)
 
 
-def _answer(call: Call) -> Returned | Failure:
+def _answer(call: RankCall) -> Returned | Failure:
     try:
         function, arguments = deserialize(call.function)
         try:

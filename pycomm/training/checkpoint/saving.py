@@ -84,7 +84,7 @@ def save(path: str | os.PathLike[str], reducer: Reducer, /, *, keep: int = 2, **
             arrays, and lists, tuples and dicts of them. They may differ between ranks; each rank gets its own back.
 
     Returns:
-        A :class:`pycomm.training.checkpoint.PendingSave`, whose ``wait()`` returns once the checkpoint is complete. With
+        A :class:`PendingSave`, whose ``wait()`` returns once the checkpoint is complete. With
         ``attach(..., survive=pycomm.Survive())``, the loss of a rank before that is logged, and raised by ``wait()``
         only; the next call saves with the remaining ranks.
 

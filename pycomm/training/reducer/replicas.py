@@ -3,7 +3,7 @@
 Each reduction carries the number of steps that the optimizer has taken, modulo 16: if a rank ran a backward pass on its
 own, the next reduction shows it to all ranks. The 2nd, 3rd, 5th, 9th, ... reduction, and then one in every
 ``check_replicas``, also carries hashes of all parameters and of the module's buffers. Every reduction carries the flags
-of :mod:`pycomm.training.reducer.rank_flags`. If a bit differs, all ranks see it; they then exchange the data behind the bits,
+of :mod:`rank_flags`. If a bit differs, all ranks see it; they then exchange the data behind the bits,
 and name the difference and its ranks. If fewer than half of the ranks differ, the error accuses them, and the others
 may continue without them.
 

@@ -2,7 +2,7 @@
 
 Each step ends with an exchange, the commit. It returns once every rank has all results, and only then are they handed
 out. After a failed operation no rank uses the old memory or connections again. The remaining ranks agree on who they
-are (:mod:`pycomm.training.elastic`), meet again, move compression's state into buckets that no lost rank has mapped, and reduce
+are (``training.elastic``), meet again, move compression's state into buckets that no lost rank has mapped, and reduce
 the step again from the gradients that backward made. Backward itself is not repeated.
 """
 
