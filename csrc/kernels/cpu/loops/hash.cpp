@@ -31,12 +31,12 @@ inline uint64_t term(const char* x, HashKeys block, int64_t j) {
 // The sum of one block's elements from `begin` to `end`, which begin at x. The compiler makes vectors of it.
 template <class Bits>
 uint64_t sum_in_block(const char* x, HashKeys block, int64_t begin, int64_t end) {
-    constexpr int64_t kGroup = 64, kBytes = sizeof(Bits);
+    constexpr int64_t kAtOnce = 64, kBytes = sizeof(Bits);
     uint64_t sum = 0;
     int64_t j = begin;
-    for (; j + kGroup <= end; j += kGroup, x += kGroup * kBytes) {
-        prefetch_ahead(x, kGroup * kBytes);
-        for (int64_t u = 0; u < kGroup; ++u) sum += term<Bits>(x + u * kBytes, block, j + u);
+    for (; j + kAtOnce <= end; j += kAtOnce, x += kAtOnce * kBytes) {
+        prefetch_ahead(x, kAtOnce * kBytes);
+        for (int64_t u = 0; u < kAtOnce; ++u) sum += term<Bits>(x + u * kBytes, block, j + u);
     }
     for (; j < end; ++j, x += kBytes) sum += term<Bits>(x, block, j);
     return sum;
