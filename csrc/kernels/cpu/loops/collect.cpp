@@ -77,7 +77,6 @@ int64_t collect(const float* x, int64_t count, uint32_t threshold, uint32_t firs
     const __m256i clear_sign = _mm256_set1_epi32(0x7fffffff);
     // Comparisons are signed; no key has its highest bit set, so that nothing exceeds a threshold that has.
     const __m256i limit = _mm256_set1_epi32(static_cast<int>(threshold < 0x7fffffffu ? threshold : 0x7fffffffu));
-    const __m256i iota = _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0);
     int64_t found = 0, i = 0;
     auto emit = [&](__m256i bits, __m256i hits, int64_t at) {
         auto mask = static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(hits)));
