@@ -57,11 +57,11 @@ _MATRICES_ONLY = {"torch.optim.Muon", "pytorch_optimizer.SpectralSphere"}
 
 NOT_RUN = {
     "AdaLOMO": "steps inside backward(), before anything can be averaged",
-    "AdaHessian": "wants backward(create_graph=True): averages have no graph",
+    "AdaHessian": "requires backward(create_graph=True): averages have no graph",
     "DeMo": "exchanges gradients itself",
     "DistributedMuon": "shares out the parameters among the ranks itself",
     "LOMO": "steps inside backward(), before anything can be averaged",
-    "SophiaH": "wants backward(create_graph=True): averages have no graph",
+    "SophiaH": "requires backward(create_graph=True): averages have no graph",
 }
 """Reasons for which an optimizer of the packages is not run."""
 
