@@ -137,7 +137,7 @@ def is_found(name: str) -> bool:
 
 
 def wrong_names(page: str, text: str) -> Iterator[str]:
-    """Yield what ``text`` of ``page`` names in backticks and does not exist, unless the code on a walk-through makes it."""
+    """Yield what ``text`` of ``page`` names in backticks and does not exist, unless code on a walk-through makes it."""
     code = "\n".join(f"{block.fragment}\n{block.code}" for block in blocks_of(page, text))
     made = set(re.findall(r"\w+", code)) if page.startswith("docs/extending/") else set[str]()
     prose = re.sub(r"^( *)```.*?^ *```$", "", text, flags=re.DOTALL | re.MULTILINE)
