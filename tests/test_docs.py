@@ -102,18 +102,16 @@ def test_traps_of_process_groups_name_tests_that_exist() -> None:
 
 
 _DEVELOP = "(architecture|contributing|glossary|torch_traps|extending/.*|algorithm.*)[.]md"
-"""Pages on the code, of which each name of a class must be in the code. Others also name classes of other libraries."""
+"""Pages on the code, of which each class and each file must exist. Others also name those of users and libraries."""
 
 
 @cache
 def words_of_the_code() -> frozenset[str]:
-    files = (path for folder in ("pycomm", "csrc", "bench", "tests") for path in (ROOT / folder).rglob("*.*"))
-    texts = (
-        path.read_text(encoding="utf-8")
-        for path in files
-        if path.suffix in (".py", ".h", ".cpp", ".cu") and path != Path(__file__)
-    )
-    return frozenset(word for text in texts for word in re.findall(r"\w+", text))
+    """Return all names of source files, and all words in them but for this one."""
+    files = [path for folder in ("pycomm", "csrc", "bench", "docs", "tests") for path in (ROOT / folder).rglob("*.*")]
+    files = [path for path in files if path.suffix in (".py", ".h", ".cpp", ".cu") and path != Path(__file__)]
+    words = (word for path in files for word in re.findall(r"\w+", path.read_text(encoding="utf-8")))
+    return frozenset([*words, *(path.name for path in files)])
 
 
 def is_found(name: str) -> bool:
@@ -140,6 +138,7 @@ def wrong_names(page: str, text: str) -> Iterator[str]:
     """Yield what ``text`` of ``page`` names in backticks and does not exist, unless code on a walk-through makes it."""
     code = "\n".join(f"{block.fragment}\n{block.code}" for block in blocks_of(page, text))
     made = set(re.findall(r"\w+", code)) if page.startswith("docs/extending/") else set[str]()
+    is_on_code = re.fullmatch(_DEVELOP, page.removeprefix("docs/")) is not None
     prose = re.sub(r"^( *)```.*?^ *```$", "", text, flags=re.DOTALL | re.MULTILINE)
     for name in re.findall(r"`([^`]+)`", prose):
         if re.fullmatch(r"(\.ci|bench|csrc|docs|examples|pycomm|tests)/[\w./*-]+", name):
@@ -149,8 +148,8 @@ def wrong_names(page: str, text: str) -> Iterator[str]:
         elif re.fullmatch(r"(bench|tests)(\.\w+)+", name):
             place = ROOT / name.replace(".", "/")
             is_right = any(path.exists() for path in (place, place.with_suffix(".py")))
-        elif re.fullmatch(r"[A-Z][a-z]+[A-Z]\w+", name) and re.fullmatch(_DEVELOP, page.removeprefix("docs/")):
-            is_right = name in made or name in words_of_the_code()
+        elif is_on_code and re.fullmatch(r"[A-Z][a-z]+[A-Z]\w+|\w+\.(py|h|cpp|cu)", name):
+            is_right = name.partition(".")[0] in made or name in words_of_the_code()
         else:
             continue
         if not is_right:
@@ -163,8 +162,8 @@ def test_names_in_pages_exist(page: str) -> None:
 
 
 def test_finds_names_that_do_not_exist() -> None:
-    right = "`pycomm.attach(...)`, `pycomm.backend.stats`, `csrc/base`, `docs/*.svg`, `bench.gpu`, `BucketInFlight`\n"
-    wrong = ["pycomm.atach", "pycomm.reducer", "pycomm.WarmupLR", "csrc/none.h", "bench.none", "BucketList"]
+    right = "`pycomm.attach(...)`, `pycomm.backend.stats`, `csrc/base`, `docs/*.svg`, `BucketInFlight`, `topk.h`\n"
+    wrong = ["pycomm.atach", "pycomm.reducer", "pycomm.WarmupLR", "csrc/none.h", "bench.none", "BucketList", "none.py"]
     text = right + ", ".join(f"`{name}`" for name in wrong) + "\n```text\n`pycomm.none`\n```\n"
     assert list(wrong_names("docs/architecture.md", text)) == wrong
     made = "`pycomm/kernels/pear.py`, `pycomm.Pear`\n\n```python\nclass Pear: pear = 1\n```\n"
