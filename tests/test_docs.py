@@ -125,8 +125,8 @@ def is_found(name: str) -> bool:
                 warnings.simplefilter("error", DeprecationWarning)
                 if hasattr(found, part):
                     found = getattr(found, part)
-                elif importlib.util.find_spec(at) is None:
-                    return False
+                elif (spec := importlib.util.find_spec(at)) is None or at == name:
+                    return spec is not None  # a module is not imported: it may require what is not installed
                 else:
                     found = importlib.import_module(at)
         except (DeprecationWarning, ModuleNotFoundError):
