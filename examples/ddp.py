@@ -82,7 +82,7 @@ def main() -> None:
     try:
         train(arguments, device)
         if dist.get_rank() == 0 and arguments.backend == "pycomm":
-            print("  ".join(f"{name} {value}" for name, value in pycomm.collectives.backend.stats().items()))
+            print("  ".join(f"{name} {value}" for name, value in pycomm.backend.stats().items()))
     finally:
         dist.destroy_process_group()
 

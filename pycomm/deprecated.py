@@ -9,10 +9,10 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import InspectLoader, Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, spec_from_loader
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, TypeVar, cast
 
 from pycomm.checks import shown
@@ -183,3 +183,8 @@ class _Alias(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         sys.modules[module.__name__] = importlib.import_module(self._name)
+
+    def get_code(self, _name: str) -> CodeType | None:
+        """Return the code of the module, which ``python -m`` runs."""
+        spec = find_spec(self._name)
+        return spec.loader.get_code(self._name) if spec and isinstance(spec.loader, InspectLoader) else None

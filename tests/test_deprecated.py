@@ -127,3 +127,10 @@ def test_modules_by_their_earlier_names() -> None:
         "        raise AssertionError(name)",
     ]
     subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, timeout=100, cwd="/")
+
+
+def test_commands_by_their_earlier_names() -> None:
+    command = [sys.executable, "-W", "default", "-m", "pycomm.cli.main", "--version"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=100, cwd="/")
+    assert done.stdout == f"pycomm {pycomm.__version__}\n"
+    assert "pycomm.cli is pycomm.tools.cli now" in done.stderr

@@ -1,17 +1,23 @@
-"""The pages on algorithms say what the tables say, of every algorithm; docs/what_happens.md names tests that exist."""
+"""The pages on algorithms say what the tables say, of every algorithm; names of tests, files and objects exist."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
+import warnings
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
+import pycomm
 from pycomm import schedule
+from tests.docs.pages import PAGES, ROOT, blocks_of
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = ROOT / "docs"
 GUIDE = (DOCS / "algorithms.md").read_text(encoding="utf-8")
 CATALOGUE = (DOCS / "algorithm_catalogue.md").read_text(encoding="utf-8")
 
@@ -93,3 +99,72 @@ def test_traps_of_process_groups_name_tests_that_exist() -> None:
         assert named, trap
         for file, name in named:
             assert f"\ndef {name}(" in (DOCS.parent / "tests" / "backend" / file).read_text(), trap
+
+
+_DEVELOP = "(architecture|contributing|glossary|torch_traps|extending/.*|algorithm.*)[.]md"
+"""Pages on the code, of which each class and each file must exist. Others also name those of users and libraries."""
+
+
+@cache
+def words_of_the_code() -> frozenset[str]:
+    """Return all names of source files, and all words in them but for this one."""
+    files = [path for folder in ("pycomm", "csrc", "bench", "docs", "tests") for path in (ROOT / folder).rglob("*.*")]
+    files = [path for path in files if path.suffix in (".py", ".h", ".cpp", ".cu") and path != Path(__file__)]
+    words = (word for path in files for word in re.findall(r"\w+", path.read_text(encoding="utf-8")))
+    return frozenset([*words, *(path.name for path in files)])
+
+
+def is_found(name: str) -> bool:
+    """Return whether ``name``, such as pycomm.optim.LARS, exists and is not deprecated."""
+    found: Any = pycomm
+    at = "pycomm"
+    for part in name.split(".")[1:]:
+        at = f"{at}.{part}"
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", DeprecationWarning)
+                if hasattr(found, part):
+                    found = getattr(found, part)
+                elif (spec := importlib.util.find_spec(at)) is None or at == name:
+                    return spec is not None  # a module is not imported: it may require what is not installed
+                else:
+                    found = importlib.import_module(at)
+        except (DeprecationWarning, ModuleNotFoundError):
+            return False
+    return True
+
+
+def wrong_names(page: str, text: str) -> Iterator[str]:
+    """Yield what ``text`` of ``page`` names in backticks and does not exist, unless code on a walk-through makes it."""
+    code = "\n".join(f"{block.fragment}\n{block.code}" for block in blocks_of(page, text))
+    made = set(re.findall(r"\w+", code)) if page.startswith("docs/extending/") else set[str]()
+    is_on_code = re.fullmatch(_DEVELOP, page.removeprefix("docs/")) is not None
+    prose = re.sub(r"^( *)```.*?^ *```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    for name in re.findall(r"`([^`]+)`", prose):
+        if re.fullmatch(r"(\.ci|bench|csrc|docs|examples|pycomm|tests)/[\w./*-]+", name):
+            is_right = Path(name).stem in made or any(ROOT.glob(name.rstrip("/")))
+        elif dotted := re.fullmatch(r"(pycomm(?:\.\w+)+)(?:\(.*)?", name):
+            is_right = name.rpartition(".")[2] in made or is_found(dotted[1])
+        elif re.fullmatch(r"(bench|tests)(\.\w+)+", name):
+            place = ROOT / name.replace(".", "/")
+            is_right = any(path.exists() for path in (place, place.with_suffix(".py")))
+        elif is_on_code and re.fullmatch(r"[A-Z][a-z]+[A-Z]\w+|\w+\.(py|h|cpp|cu)", name):
+            is_right = name.partition(".")[0] in made or name in words_of_the_code()
+        else:
+            continue
+        if not is_right:
+            yield name
+
+
+@pytest.mark.parametrize("page", [*PAGES, "SECURITY.md"])
+def test_names_in_pages_exist(page: str) -> None:
+    assert list(wrong_names(page, (ROOT / page).read_text(encoding="utf-8"))) == []
+
+
+def test_finds_names_that_do_not_exist() -> None:
+    right = "`pycomm.attach(...)`, `pycomm.backend.stats`, `csrc/base`, `docs/*.svg`, `BucketInFlight`, `topk.h`\n"
+    wrong = ["pycomm.atach", "pycomm.reducer", "pycomm.WarmupLR", "csrc/none.h", "bench.none", "BucketList", "none.py"]
+    text = right + ", ".join(f"`{name}`" for name in wrong) + "\n```text\n`pycomm.none`\n```\n"
+    assert list(wrong_names("docs/architecture.md", text)) == wrong
+    made = "`pycomm/kernels/pear.py`, `pycomm.Pear`\n\n```python\nclass Pear: pear = 1\n```\n"
+    assert list(wrong_names("docs/extending/kernel.md", made)) == []

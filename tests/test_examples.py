@@ -195,7 +195,7 @@ def test_the_only_words_of_ours(script: str) -> None:
     assert lines[0].startswith("import pycomm  #")
     assert 'default="pycomm"' in lines[1]
     assert lines[2] == 'if dist.get_rank() == 0 and arguments.backend == "pycomm":'
-    assert "pycomm.collectives.backend.stats()" in lines[3]
+    assert "pycomm.backend.stats()" in lines[3]
 
 
 def torchrun_on(ranks: int) -> list[str]:

@@ -166,7 +166,7 @@ def told(found: set[str]) -> set[str]:
     return {kind for one in everyones for kind in one}
 
 
-SHARED = '(transport "shared_memory", and that between hosts for the ranks of one host)'
+SHARED = '(transports "shared_memory" and "hierarchical")'
 
 
 @pytest.mark.parametrize("call", [attach, shrink, communicator, checkpoint])

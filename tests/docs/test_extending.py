@@ -12,6 +12,11 @@ import pytest
 from tests.docs.guides import Guide
 
 COMPILER = shutil.which("c++")
+FIRST = {
+    "algorithm": "pycomm/schedule/algorithms/star.py",
+    "compression_method": "pycomm/compression/methods/bf16_feedback.py",
+}
+"""Files that the first blocks of pages are."""
 BOTH_VERSIONS = r"""
 #include <cmath>
 #include <cstdio>
@@ -46,7 +51,7 @@ pytestmark = [
 
 
 def test_an_algorithm(tmp_path: Path) -> None:
-    guide = Guide("docs/extending/algorithm.md", tmp_path, "pycomm/schedule/algorithms/star.py")
+    guide = Guide("docs/extending/algorithm.md", tmp_path, FIRST["algorithm"])
     assert "star: 4 ranks, 1 chunk" in guide.run("python docs/generate.py --picture star 4", 60)
     guide.run("python docs/generate.py", 90)
     for command in guide.commands("pytest"):
@@ -54,7 +59,7 @@ def test_an_algorithm(tmp_path: Path) -> None:
 
 
 def test_a_compression_method(tmp_path: Path) -> None:
-    guide = Guide("docs/extending/compression_method.md", tmp_path, "pycomm/compression/methods/bf16_feedback.py")
+    guide = Guide("docs/extending/compression_method.md", tmp_path, FIRST["compression_method"])
     (command,) = guide.commands("pytest")
     assert " passed" in guide.run(command, 250)
     (command,) = guide.commands("pycomm")
@@ -65,6 +70,17 @@ def test_a_transport(tmp_path: Path) -> None:
     guide = Guide("docs/extending/transport.md", tmp_path)
     for command in guide.commands("pytest"):  # on two ranks, as on others the store only takes longer
         assert " passed" in guide.run(command.replace("collectives.py -k store", "collectives.py -k store-2"), 250)
+
+
+@pytest.mark.skipif(shutil.which("ruff") is None, reason="no ruff")
+@pytest.mark.parametrize("page", ["algorithm", "compression_method", "kernel", "transport"])
+def test_the_linter_accepts_what_they_add(page: str, tmp_path: Path) -> None:
+    Guide(f"docs/extending/{page}.md", tmp_path, FIRST.get(page, ""))
+    for command in ("check", "format --check"):
+        done = subprocess.run(
+            ["ruff", *command.split(), "."], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
