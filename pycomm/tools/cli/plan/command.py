@@ -31,7 +31,7 @@ Places layers of given sizes on devices: all layers on each (data parallelism), 
 """
 _MODEL = """\
 Plans how to train a model on several devices. Estimates memory and time of splitting its layers, of pipeline stages and
-of replicas. FILE.py has a FUNCTION that makes the model, make_batch(samples) that returns its arguments (or give
+of replicas. FILE.py has a FUNCTION that returns the model, make_batch(samples) that returns its arguments (or give
 --input), and optionally loss(output). The model is traced without allocating memory.
 """
 _SCALING = """\
@@ -64,7 +64,7 @@ def _add(plans: Any, name: str, summary: str, description: str, *, whole: bool =
 
 
 def _without_traceback(run: Run) -> Run:
-    """Return ``run`` with its errors about files and arguments in one line, and 2 as their exit code."""
+    """Return ``run`` with errors about files and arguments printed as one line, and exit code 2."""
 
     def call(arguments: argparse.Namespace) -> int:
         try:
@@ -109,18 +109,18 @@ def _add_layers(parser: Parser) -> None:
 
 def _add_model(parser: Parser) -> None:
     add = parser.add_argument
-    add("model", metavar="FILE.py:FUNCTION", help="function that makes the model")
+    add("model", metavar="FILE.py:FUNCTION", help="function that returns the model")
     add("--batch", type=integer(1), required=True, help="samples of a step, over all devices")
     _add_devices(add)
     add(
-        "--input", metavar="SHAPES", help="of one sample, such as 3x224x224 or 512:int64 (default: make_batch(samples))"
+        "--input", metavar="SHAPES", help="for one sample, such as 3x224x224 or 512:int64 (default: make_batch(samples))"
     )
     add("--optimizer", default="adam", help="sgd, momentum, adam, ... (default adam)")
     add("--flops", type=rate, help="FLOPs per second of a device, such as 19.5T (default: measured here)")
     add("--memory-bandwidth", type=rate, help="bytes per second of its memory, such as 900G, with --flops")
     add("--cores", type=integer(1), help="devices that can compute at once, if they share the cores of one host")
-    add("--overlap", type=share, default=0.0, help="hidden share of communication, 0 to 1 (default 0)")
-    add("--write", type=Path, metavar="FILE", help="file for the best plan, which split() takes")
+    add("--overlap", type=share, default=0.0, help="share of communication hidden behind computation, 0 to 1 (default 0)")
+    add("--write", type=Path, metavar="FILE", help="write the best plan to FILE, for split()")
     _add_force(add)
     _add_network(parser)
 
@@ -128,8 +128,8 @@ def _add_model(parser: Parser) -> None:
 def _add_scaling(parser: Parser) -> None:
     add = parser.add_argument
     add("--points", help="measured throughputs by devices, 1:100,2:190, or a file [[1, 100], [2, 190]]")
-    add("--step", type=seconds, help="time that one device computes in a step, such as 50ms")
-    add("--overlap", type=share, default=0.0, help="hidden part of communication, 0 to 1 (default 0)")
+    add("--step", type=seconds, help="computation of one device in a step, such as 50ms")
+    add("--overlap", type=share, default=0.0, help="share of communication hidden behind computation, 0 to 1 (default 0)")
     add("--devices", type=integer(1), help="the most devices to show (default 4096)")
     _add_bytes(add)
     _add_network(parser)
@@ -159,7 +159,7 @@ def _networks() -> str:
 
 
 def _add_plot(parser: Parser) -> None:
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw it, as a PNG")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw a plot, as a PNG")
     _add_force(parser.add_argument)
 
 
