@@ -147,7 +147,7 @@ def test_how_much_sooner_a_loss_was_there() -> None:
     runs = results()
     for run, number in ((runs.link[0], 10), (runs.link[3], 100)):
         run.turns, run.losses = [[0.5], [5.0 / number] * (number - 1)], np.linspace(5.5, 3.0, number).tolist()
-    assert "had DDP's last training loss after 3.5 s instead of 5.0 s" in conclusions(runs, SETTINGS)[0]
+    assert "reached DDP's final training loss after 3.5 s instead of 5.0 s" in conclusions(runs, SETTINGS)[0]
 
 
 @pytest.mark.parametrize("death", [None, DEATH])

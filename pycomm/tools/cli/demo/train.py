@@ -1,4 +1,4 @@
-"""Work of each rank: training by every method in turns, on this host and then over the slow link."""
+"""Program of each rank: trains by every method in turns, on this host and then over the slow link."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def train(settings: DemoSettings, tell: Tell) -> None:
     host = DemoPart(HOST_METHODS, untrained, corpus, settings, host_seconds, 0.0, tell).train()
     if settings.hosts:
         _move_to_own_host(settings)
-        logging.getLogger("pycomm").setLevel(logging.ERROR)  # that the hosts are namespaces of one is known
+        logging.getLogger("pycomm").setLevel(logging.ERROR)  # no warning that these hosts are one machine
     link = DemoPart(
         LINK_METHODS, untrained, corpus, settings, settings.seconds - host_seconds, host_seconds, tell
     ).train()
@@ -64,10 +64,10 @@ def train(settings: DemoSettings, tell: Tell) -> None:
 
 
 class DemoPart:
-    """Part of the demo: its runs take turns in the same processes, so that other load of the machine meets them alike.
+    """Part of the demo. Its runs take turns in the same processes, so that other load of the machine affects all alike.
 
-    Every run is given the same seconds, so the number of its steps depends on its speed. Step ``i`` of every run sees
-    the same text, and every rank has its own.
+    Every run gets the same seconds, so the number of its steps depends on its speed. Step ``i`` of every run sees the
+    same text, a different one on each rank.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class DemoPart:
                 self._simulated[number], self._outcomes[number].wire_bytes = _simulate(method, untrained, settings)
 
     def train(self) -> list[RunOutcome]:
-        """Train, and return what came of it. Collective."""
+        """Train and return the outcomes. Collective."""
         for turn in range(1 + _TURNS):
             numbers = range(len(self._trainees))
             for number in numbers if turn % 2 == 0 else reversed(numbers):
@@ -105,17 +105,17 @@ class DemoPart:
         return self._outcomes
 
     def _take_turn(self, number: int) -> bool:
-        """Take as many steps as a turn's share of the seconds allows; none when a slow run has used up its own."""
+        """Take as many steps as fit in one turn; return ``False`` if the run has used up its seconds."""
         outcome = self._outcomes[number]
         steps = _WARM_UP_STEPS
         if outcome.turns:
             if len(outcome.turns) > 1 and outcome.seconds[-1] - sum(outcome.turns[0]) >= self._share:
                 return False
             steps = max(1, round(self._share / _TURNS / statistics.median(outcome.turns[-1])))
-        dist.barrier()  # else the first step would also wait for work left over from the turn before
+        dist.barrier()  # else the first step would also wait for work of the previous turn
         sent = network.bytes_sent() if self._counts_bytes else 0
         taken = [self._step(number, len(outcome.losses) + i) for i in range(steps)]
-        dist.barrier()  # what a rank sent may still be in its queue when its step is done
+        dist.barrier()  # a rank's queue may not be empty when its step ends
         sent = network.bytes_sent() - sent if self._counts_bytes else 0
         table = torch.tensor(taken, dtype=torch.float64).T.contiguous()
         dist.all_reduce(table[0], dist.ReduceOp.MAX)
@@ -136,7 +136,7 @@ class DemoPart:
     def _report(self, last: RunOutcome) -> None:
         used = sum(min(self._share, outcome.seconds[-1]) for outcome in self._outcomes if outcome.turns)
         total = round(self._settings.seconds)
-        done = min(total - 1, round(self._before + used))  # the end is told at the end
+        done = min(total - 1, round(self._before + used))  # only the end of the demo reports the total
         self._tell(Progress(done, total, {f"loss of {last.label}": float(smoothed(last.losses)[-1])}))
 
 
@@ -151,7 +151,7 @@ def _move_to_own_host(settings: DemoSettings) -> None:
 
 
 def _simulate(method: DemoMethod, model: nn.Module, settings: DemoSettings) -> tuple[float, float]:
-    """Return the seconds that a step's communication takes on a slow link, by the network model, and its bytes."""
+    """Return the simulated seconds of a step's communication on the slow link, and its bytes."""
     link = Link(alpha=_LATENCY, beta=8e-6 / settings.megabits, gamma=0.0)
     network = Network(name="slow link", within_host=link, between_hosts=link, per_host=1)
     simulated = SimulatedLink(settings.ranks, network)
@@ -160,10 +160,7 @@ def _simulate(method: DemoMethod, model: nn.Module, settings: DemoSettings) -> t
 
 
 def validate(model: nn.Module, corpus: Corpus, context: int) -> float:
-    """Return the mean loss over windows of the validation text, the same in every call and shared out to the ranks.
-
-    Collective.
-    """
+    """Return the mean loss over fixed windows of the validation text, divided among the ranks. Collective."""
     starts = random_starts(corpus.validation, context, (_VALIDATION_WINDOWS,), _VALIDATION_SEED)
     total = torch.zeros((), dtype=torch.float64)
     with torch.no_grad():
@@ -175,15 +172,15 @@ def validate(model: nn.Module, corpus: Corpus, context: int) -> float:
 
 
 def train_with_a_death(settings: DemoSettings, tell: Tell) -> None:
-    """Train; the last rank is killed in the middle of a backward pass, half-way. Collective, for those that are left.
+    """Train; half-way, kill the last rank in the middle of a backward pass. Collective among the others.
 
     Raises:
-        RuntimeError: the others did not go on as they should.
+        RuntimeError: the others did not continue together.
     """
     corpus, model = read_corpus(), make_model(settings)
     rank, size = dist.get_rank(), dist.get_world_size()
     if rank > 0:
-        logging.getLogger("pycomm").setLevel(logging.ERROR)  # rank 0 says that one died, and how long it took
+        logging.getLogger("pycomm").setLevel(logging.ERROR)  # rank 0 logs the death
     optimizer = make_optimizer(model, None)
     reducer = pycomm.attach(
         optimizer, model, survive=pycomm.Survive(), tuning=pycomm.Tuning(check_replicas=10, timeout=PATIENCE)

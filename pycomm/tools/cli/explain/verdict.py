@@ -39,7 +39,7 @@ def _differing(group: DumpedGroup) -> str | None:
     for number in sorted({number for history in histories for number in history.operations}):
         calls = [(h.rank, h.operations[number]) for h in histories if number in h.operations]
         if len({_signature(operation) for _, operation in calls}) > 1:
-            parts = [f"{_ranks(ranks)} called {described(operation, group)}" for ranks, operation in _sorted_by_call(calls)]
+            parts = [f"{_ranks(ranks)} called {described(call, group)}" for ranks, call in _sorted_by_call(calls)]
             return f"In operation {number} of {_name(group)}, {', where '.join(parts)}."
     return None
 
@@ -79,7 +79,7 @@ def _is_stuck(history: History) -> bool:
 
 def _whereabouts(history: History, group: DumpedGroup) -> str:
     last, line = history.last, history.dump.line
-    before = f"its last was operation {history.count}, {described(last, group)}" if last else "it had called nothing before"
+    before = f"its last was operation {history.count}, {described(last, group)}" if last else "it had called nothing"
     now = "" if line is None else f", and it was at {_place(line)} when its file was written"
     return f"rank {history.rank} never reached it: {before}{now}"
 

@@ -113,13 +113,13 @@ def _add_model(parser: Parser) -> None:
     add("--batch", type=integer(1), required=True, help="samples of a step, over all devices")
     _add_devices(add)
     add(
-        "--input", metavar="SHAPES", help="for one sample, such as 3x224x224 or 512:int64 (default: make_batch(samples))"
+        "--input", metavar="SHAPES", help="of one sample, such as 3x224x224 or 512:int64 (default: make_batch(samples))"
     )
     add("--optimizer", default="adam", help="sgd, momentum, adam, ... (default adam)")
     add("--flops", type=rate, help="FLOPs per second of a device, such as 19.5T (default: measured here)")
     add("--memory-bandwidth", type=rate, help="bytes per second of its memory, such as 900G, with --flops")
     add("--cores", type=integer(1), help="devices that can compute at once, if they share the cores of one host")
-    add("--overlap", type=share, default=0.0, help="share of communication hidden behind computation, 0 to 1 (default 0)")
+    add("--overlap", type=share, default=0.0, help="share of communication hidden by computation, 0 to 1 (default 0)")
     add("--write", type=Path, metavar="FILE", help="write the best plan to FILE, for split()")
     _add_force(add)
     _add_network(parser)
@@ -129,7 +129,7 @@ def _add_scaling(parser: Parser) -> None:
     add = parser.add_argument
     add("--points", help="measured throughputs by devices, 1:100,2:190, or a file [[1, 100], [2, 190]]")
     add("--step", type=seconds, help="computation of one device in a step, such as 50ms")
-    add("--overlap", type=share, default=0.0, help="share of communication hidden behind computation, 0 to 1 (default 0)")
+    add("--overlap", type=share, default=0.0, help="share of communication hidden by computation, 0 to 1 (default 0)")
     add("--devices", type=integer(1), help="the most devices to show (default 4096)")
     _add_bytes(add)
     _add_network(parser)
