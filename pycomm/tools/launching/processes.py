@@ -265,7 +265,7 @@ def _rank_main(
 
 
 def _be_as_if_new(rank: int, environment: Mapping[str, str]) -> None:
-    """Give a forked rank what a spawned one has: the starter's environment, other addresses, an end with the starter."""
+    """Give a forked rank its starter's environment, addresses of its own, and an end with its starter."""
     os.environ.clear()
     os.environ.update(environment)
     # Shifts later mappings, so that addresses differ between ranks. Otherwise, taking a peer's address for one's own
