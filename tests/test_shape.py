@@ -165,7 +165,6 @@ def test_bases_are_found_through_imports(tmp_path: Path) -> None:
 
 
 USED_TWICE = {
-    "Candidate",
     "Compression",
     "Exchange",
     "Layout",

@@ -83,7 +83,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ConsideredLayout:
     """Layout that was considered.
 
     Attributes:
@@ -106,7 +106,7 @@ class Choice:
     """
 
     chosen: Layout | None
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[ConsideredLayout, ...]
     missing: float
 
 
@@ -129,7 +129,8 @@ def place(sizes: Sequence[float], devices: int, memory: float) -> Choice:
     chosen = min(fitting, key=_preference, default=None)
     ordered = sorted(layouts, key=lambda layout: (layout is not chosen, layout not in fitting, _preference(layout)))
     candidates = tuple(
-        Candidate(each, each in fitting, "" if each is chosen else _reason(each, chosen, memory)) for each in ordered
+        ConsideredLayout(each, each in fitting, "" if each is chosen else _reason(each, chosen, memory))
+        for each in ordered
     )
     return Choice(chosen, candidates, 0.0 if chosen else max(0.0, math.fsum(sizes) - devices * memory))
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from pycomm.tools.launching import meeting
+from pycomm.tools.launching import local_group
 from pycomm.tools.launching.failures import UNKNOWN, Failure, RankError, explain
 from pycomm.tools.launching.output import Stream, streams_of
 from pycomm.tools.launching.processes import Outputs, Pipe, RankProcesses
@@ -121,7 +121,7 @@ class RankPool:
         size: int,
         *,
         backend: str | None = "gloo",
-        patience: timedelta = meeting.PATIENCE,
+        patience: timedelta = local_group.PATIENCE,
         threads: int = 1,
         environment: Mapping[str, str] | None = None,
         output: str | int | None = "inherit",
@@ -135,7 +135,7 @@ class RankPool:
         self._on_message: OnMessage = lambda _: None
         self._finishing = False
         with contextlib.ExitStack() as stack:
-            self.port = stack.enter_context(meeting.rendezvous()) if start is None else None
+            self.port = stack.enter_context(local_group.rendezvous()) if start is None else None
             captured, variables = output != "inherit", environment or {}
             self._started: StartedRanks
             if start is not None:
@@ -372,10 +372,10 @@ def _exception_of(failure: Failure) -> BaseException | None:
 
 def _take_place(rank: int, size: int, port: int, backend: str | None, patience: timedelta, threads: int) -> None:
     """Set up a rank: its environment, threads and process group."""
-    os.environ.update(meeting.variables_of(port, rank, size))
+    os.environ.update(local_group.variables_of(port, rank, size))
     if backend is None:
         torch.set_num_threads(threads)
         return
     if "nccl" in backend:
         torch.cuda.set_device(rank)
-    meeting.join(port, rank, size, patience, backend, threads)
+    local_group.join(port, rank, size, patience, backend, threads)
