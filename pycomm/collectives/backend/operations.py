@@ -25,7 +25,7 @@ Tensors = Sequence[torch.Tensor]
 
 USERS_TAG_END = TAG_END - 2
 """Users' messages have smaller tags."""
-_HERE, _GO_ON = USERS_TAG_END, USERS_TAG_END + 1
+_ARRIVED, _RELEASED = USERS_TAG_END, USERS_TAG_END + 1
 
 # Reductions.
 
@@ -248,9 +248,9 @@ def monitored_barrier(calls: Calls, timeout: float, wait_all_ranks: bool) -> Non
     engine, deadline = calls.engine, time.monotonic() + timeout
     number, calls.num_barriers = calls.num_barriers, calls.num_barriers + 1
     if engine.rank != 0:
-        engine.transport.send(torch.tensor([number]), 0, _HERE, timeout)
+        engine.transport.send(torch.tensor([number]), 0, _ARRIVED, timeout)
         try:
-            _receive(engine, 0, _GO_ON, number, deadline)
+            _receive(engine, 0, _RELEASED, number, deadline)
         except RuntimeError as error:
             raise RuntimeError(
                 f"Rank {engine.rank} successfully reached monitoredBarrier, but received errors while waiting for "
@@ -265,7 +265,7 @@ def monitored_barrier(calls: Calls, timeout: float, wait_all_ranks: bool) -> Non
                 f"before it could wait for rank {peer}"
             )
         try:
-            _receive(engine, peer, _HERE, number, deadline)
+            _receive(engine, peer, _ARRIVED, number, deadline)
         except RuntimeError as error:
             missing.append(peer)
             if not wait_all_ranks:
@@ -276,7 +276,7 @@ def monitored_barrier(calls: Calls, timeout: float, wait_all_ranks: bool) -> Non
         ranks = ", ".join(str(peer) for peer in missing)
         raise RuntimeError(f"[Rank 0]: Ranks {ranks} failed to pass monitoredBarrier in {round(timeout * 1000)} ms")
     for peer in range(1, engine.size):
-        engine.transport.send(torch.tensor([number]), peer, _GO_ON, timeout)
+        engine.transport.send(torch.tensor([number]), peer, _RELEASED, timeout)
 
 
 def _receive(engine: GroupEngine, peer: int, tag: int, number: int, deadline: float) -> None:

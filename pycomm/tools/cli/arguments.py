@@ -19,21 +19,21 @@ class Parser(argparse.ArgumentParser):
     Attributes:
         siblings: other commands by name. If an unknown option belongs to one of them, the error says so.
         epilog_later: returns the epilog; called only when help is printed.
-        in_todays_form: rewrites arguments of an older form that is still supported.
+        modernized: rewrites arguments of an older form that is still supported.
     """
 
     siblings: Mapping[str, argparse.ArgumentParser] = {}
     epilog_later: Callable[[], str] | None = None
-    in_todays_form: Callable[[list[str]], list[str]] | None = None
+    modernized: Callable[[list[str]], list[str]] | None = None
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse ``args``; unknown ones are an error."""
         args = list(sys.argv[1:] if args is None else args)
-        if self.in_todays_form is not None:
-            args = self.in_todays_form(args)
+        if self.modernized is not None:
+            args = self.modernized(args)
         known, rest = super().parse_known_args(args, namespace)
         if rest:
-            self.error(f"unrecognized arguments: {' '.join(rest)}{self._whose(rest)}")
+            self.error(f"unrecognized arguments: {' '.join(rest)}{self._owners_of(rest)}")
         return known, rest
 
     def format_help(self) -> str:
@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
             self.epilog = self.epilog_later()
         return super().format_help()
 
-    def _whose(self, words: list[str]) -> str:
+    def _owners_of(self, words: list[str]) -> str:
         """Say which of the siblings have the options among ``words``."""
         found = []
         for option in dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("-")):

@@ -52,21 +52,21 @@ class Failure:
 
 
 def explain(
-    exitcodes: Sequence[int | None], failures: Sequence[Failure], last_words: Mapping[int, str] | None = None
+    exitcodes: Sequence[int | None], failures: Sequence[Failure], stderr_ends: Mapping[int, str] | None = None
 ) -> RankError:
     """Return the error of the rank that failed first: one that ended without an exception, else the earliest failure.
 
     Args:
         exitcodes: by rank; ``None`` for ranks that are alive or ended as expected.
         failures: exceptions of ranks.
-        last_words: end of the ranks' standard error.
+        stderr_ends: end of the ranks' standard error.
     """
     unguarded = [rank for rank, code in enumerate(exitcodes) if code == UNGUARDED]
     if unguarded:
         return RankError(f"rank {unguarded[0]} did not start: {_NOT_GUARDED}", unguarded[0])
     reported = {failure.rank for failure in failures}
     silent = {rank: code for rank, code in enumerate(exitcodes) if code is not None and rank not in reported}
-    lines = [f"rank {rank} {_ending(code)}{_quoted((last_words or {}).get(rank))}" for rank, code in silent.items()]
+    lines = [f"rank {rank} {_ending(code)}{_quoted((stderr_ends or {}).get(rank))}" for rank, code in silent.items()]
     first = min(failures, key=lambda failure: failure.when, default=None)
     if first is not None:
         lines.append(f"rank {first.rank} failed{' after that' if lines else ''}:\n\n{first.traceback.rstrip()}")

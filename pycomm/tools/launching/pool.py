@@ -25,7 +25,7 @@ from pycomm.tools.launching.serving import WHERE, RankCall, Returned, serve_and_
 
 OnMessage = Callable[[Any], None]
 
-_AFTERMATH = 1.0  # seconds to wait after a failure for its cause on another rank
+_CAUSE_SECONDS = 1.0  # seconds to wait after a failure for its cause on another rank
 _DUMP_SECONDS = 0.5  # for ranks to print their stacks
 
 
@@ -146,7 +146,7 @@ class RankPool:
             self._listen_to(self._started, output)
             if self.port is not None:
                 place = PerRank(range(size)), size, self.port
-                self.run(_take_place, *place, backend, patience, threads, leaves=True)
+                self.run(_set_up_rank, *place, backend, patience, threads, leaves=True)
             self._stack = stack.pop_all()
 
     def __enter__(self) -> RankPool:
@@ -176,7 +176,7 @@ class RankPool:
         """
         self._on_message = on_message or self._on_message
         self.ask(function, *args, leaves=leaves)
-        self._wait_well(timeout, lambda: not any(rank.is_busy for rank in self._needed()))
+        self._wait_or_raise(timeout, lambda: not any(rank.is_busy for rank in self._needed()))
         answers = [rank.answer for rank in self._ranks]
         return [deserialize(answer.result) if isinstance(answer, Returned) else None for answer in answers]
 
@@ -189,7 +189,7 @@ class RankPool:
         self.ask(function, *args)
         found = self.answers(timeout)
         if len(found) < self.size:
-            error = self._too_late(timeout)
+            error = self._timeout_error(timeout)
             self.kill()
             raise error
         return [found[rank] for rank in range(self.size)]
@@ -221,8 +221,8 @@ class RankPool:
         Raises:
             RankError: a rank failed meanwhile, or they have not ended in time.
         """
-        self._let_go()
-        self._wait_well(math.inf, lambda: not self._sources)
+        self._ask_to_finish()
+        self._wait_or_raise(math.inf, lambda: not self._sources)
 
     def is_alive(self) -> bool:
         """Return whether all ranks are alive."""
@@ -236,7 +236,7 @@ class RankPool:
         """Let the ranks finish their call and end, for up to ``patience`` seconds; then end them at once."""
         try:
             if patience and not self._finishing:
-                self._let_go()
+                self._ask_to_finish()
                 deadline = time.monotonic() + patience
                 while self._sources and (left := deadline - time.monotonic()) > 0:
                     self._listen(left)
@@ -249,7 +249,7 @@ class RankPool:
     def _needed(self) -> list[_Rank]:
         return [rank for rank in self._ranks if rank.number not in self._mortal]
 
-    def _let_go(self) -> None:
+    def _ask_to_finish(self) -> None:
         self._finishing = True
         for rank in self._ranks:
             with contextlib.suppress(OSError):  # it has died, which its exit code will show
@@ -305,7 +305,7 @@ class RankPool:
 
     # The outcome of a call.
 
-    def _wait_well(self, timeout: float, is_done: Callable[[], bool]) -> None:
+    def _wait_or_raise(self, timeout: float, is_done: Callable[[], bool]) -> None:
         """Listen until ``is_done()``.
 
         Raises:
@@ -315,11 +315,11 @@ class RankPool:
         while not is_done() and (left := deadline - time.monotonic()) > 0:
             self._listen(left)
             if deadline == late and self._has_failed():
-                deadline = time.monotonic() + _AFTERMATH
+                deadline = time.monotonic() + _CAUSE_SECONDS
         if self._has_failed():
-            raise self._explained()
+            raise self._failure_error()
         if not is_done():
-            raise self._too_late(min(timeout, self._limit))
+            raise self._timeout_error(min(timeout, self._limit))
 
     def _has_failed(self) -> bool:
         return bool(self._failures()) or any(code is not None for code in self._exitcodes())
@@ -336,16 +336,16 @@ class RankPool:
             for rank in self._ranks
         ]
 
-    def _last_words(self) -> dict[int, str]:
+    def _stderr_ends(self) -> dict[int, str]:
         return {rank.number: rank.streams[1].last for rank in self._ranks if rank.streams}
 
-    def _explained(self) -> RankError:
+    def _failure_error(self) -> RankError:
         failures = sorted(self._failures(), key=lambda failure: failure.when)
-        error = explain(self._exitcodes(), failures, self._last_words())
+        error = explain(self._exitcodes(), failures, self._stderr_ends())
         error.__cause__ = _exception_of(failures[0]) if failures else None
         return error
 
-    def _too_late(self, seconds: float) -> RankError:
+    def _timeout_error(self, seconds: float) -> RankError:
         """Return the error that names the unfinished ranks and shows their stacks."""
         late = [rank for rank in self._ranks if rank.is_busy]
         if not late:  # all have returned, but some have threads or exit handlers that do not end
@@ -357,7 +357,7 @@ class RankPool:
         until = time.monotonic() + _DUMP_SECONDS
         while (left := until - time.monotonic()) > 0 and self._sources:
             self._listen(left)
-        where = "".join(f"\n\nrank {rank}:\n{words.rstrip()}" for rank, words in self._last_words().items() if words)
+        where = "".join(f"\n\nrank {rank}:\n{words.rstrip()}" for rank, words in self._stderr_ends().items() if words)
         message = f"not done after {seconds:g} s: rank {', '.join(str(rank.number) for rank in late)}{where}"
         return RankError(message, late[0].number if len(late) == 1 else None)
 
@@ -370,7 +370,7 @@ def _exception_of(failure: Failure) -> BaseException | None:
     return error
 
 
-def _take_place(rank: int, size: int, port: int, backend: str | None, patience: timedelta, threads: int) -> None:
+def _set_up_rank(rank: int, size: int, port: int, backend: str | None, patience: timedelta, threads: int) -> None:
     """Set up a rank: its environment, threads and process group."""
     os.environ.update(local_group.variables_of(port, rank, size))
     if backend is None:

@@ -30,7 +30,7 @@ Outputs: TypeAlias = "tuple[Pipe, Pipe]"
 _NAME = "pycomm rank"
 _GRACE = 2.0  # seconds between asking a rank to end and killing it
 _PR_SET_PDEATHSIG = 1
-_APART = 1 << 30  # bytes of addresses
+_ADDRESS_SHIFT = 1 << 30  # bytes of addresses
 _NO_ACCESS = 0
 _kept: list[mmap.mmap] = []
 _starting = threading.Lock()  # held while the environment, which all threads share, is changed
@@ -258,19 +258,19 @@ def _rank_main(
         if os.getppid() != parent:
             os._exit(1)  # the parent died before prctl()
     else:
-        _be_as_if_new(rank, environment)
+        _initialize_forked(rank, environment)
     if outputs is not None:
         sys.stdout, sys.stderr = (_opened(*each) for each in zip((1, 2), outputs, strict=True))
     main(rank, pipe, *arguments)
 
 
-def _be_as_if_new(rank: int, environment: Mapping[str, str]) -> None:
+def _initialize_forked(rank: int, environment: Mapping[str, str]) -> None:
     """Give a forked rank its starter's environment, addresses of its own, and an end with its starter."""
     os.environ.clear()
     os.environ.update(environment)
     # Shifts later mappings, so that addresses differ between ranks. Otherwise, taking a peer's address for one's own
     # would go unnoticed.
-    _kept.append(mmap.mmap(-1, (rank + 1) * _APART, prot=_NO_ACCESS))
+    _kept.append(mmap.mmap(-1, (rank + 1) * _ADDRESS_SHIFT, prot=_NO_ACCESS))
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

@@ -97,14 +97,14 @@ def conclusions(results: Results, settings: DemoSettings) -> list[str]:
             (faster if ratio.is_clearly_higher else others).append(f"{run.label} {where} ({_times(ratio.value)}x)")
     gained = f"Gained: more steps per second than DDP by {_listed(faster)}" if faster else "Gained: nothing in this run"
     lost = f"by {_listed(others)}" if others else "nowhere in this run"
-    return [f"{gained}{_sooner(results)}.", f"Not gained: {lost}.", _to_write(results)]
+    return [f"{gained}{_time_to_loss(results)}.", f"Not gained: {lost}.", _advice(results)]
 
 
 def _listed(names: list[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
 
 
-def _sooner(results: Results) -> str:
+def _time_to_loss(results: Results) -> str:
     """Say when DGC reached DDP's final loss."""
     ddp, dgc = results.link[0], results.link[-1]
     seconds = dgc.seconds_to(float(smoothed(ddp.losses)[-1]))
@@ -113,7 +113,7 @@ def _sooner(results: Results) -> str:
     return f"; {dgc.label} reached DDP's final training loss after {seconds:.1f} s instead of {ddp.seconds[-1]:.1f} s"
 
 
-def _to_write(results: Results) -> str:
+def _advice(results: Results) -> str:
     dgc = f"pycomm.DGC({DGC_RATIO:g}, momentum={MOMENTUM:g})"
     return (
         'Write: pycomm.attach(optimizer, model, shard="optimizer") on one host; over slow links compression='

@@ -8,7 +8,7 @@ import os
 import signal
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,12 +24,11 @@ from pycomm.tools.cli.demo.model import ByteGPT, loss_of
 from pycomm.tools.cli.demo.results import Death, Results, RunOutcome, smoothed
 from pycomm.tools.cli.demo.settings import HEAD_WIDTH, HOST_METHODS, LINK_METHODS, DemoMethod, DemoSettings
 from pycomm.tools.cli.demo.trainee import Trainee, compression_of, first_difference, make_optimizer
-from pycomm.tools.launching import PATIENCE
+from pycomm.tools.launching import PATIENCE, Send
 from pycomm.tools.launching.reporting import Progress
 from pycomm.training.cost.planning import SimulatedLink
 from pycomm.training.cost.pricing import rehearse
 
-Tell = Callable[[Any], None]
 _HOST_SHARE = 0.3  # of the seconds
 _WARM_UP_STEPS = 3
 _TURNS = 8
@@ -46,21 +45,21 @@ def make_model(settings: DemoSettings) -> ByteGPT:
     return ByteGPT(settings.width, settings.layers, settings.context, settings.width // HEAD_WIDTH)
 
 
-def train(settings: DemoSettings, tell: Tell) -> None:
+def train(settings: DemoSettings, send: Send) -> None:
     """Train on this host, then over the slow link, and report the results. Collective."""
     corpus, untrained = read_corpus(), make_model(settings)
     initial_loss = validate(untrained, corpus, settings.context)
     host_seconds = _HOST_SHARE * settings.seconds
-    tell = tell if dist.get_rank() == 0 else lambda _message: None
-    host = DemoPart(HOST_METHODS, untrained, corpus, settings, host_seconds, 0.0, tell).train()
+    send = send if dist.get_rank() == 0 else lambda _message: None
+    host = DemoPart(HOST_METHODS, untrained, corpus, settings, host_seconds, 0.0, send).train()
     if settings.hosts:
         _move_to_own_host(settings)
         logging.getLogger("pycomm").setLevel(logging.ERROR)  # no warning that these hosts are one machine
     link = DemoPart(
-        LINK_METHODS, untrained, corpus, settings, settings.seconds - host_seconds, host_seconds, tell
+        LINK_METHODS, untrained, corpus, settings, settings.seconds - host_seconds, host_seconds, send
     ).train()
-    tell(Progress(round(settings.seconds), round(settings.seconds)))
-    tell(Results(sum(p.numel() for p in untrained.parameters()), initial_loss, host, link))
+    send(Progress(round(settings.seconds), round(settings.seconds)))
+    send(Results(sum(p.numel() for p in untrained.parameters()), initial_loss, host, link))
 
 
 class DemoPart:
@@ -78,9 +77,9 @@ class DemoPart:
         settings: DemoSettings,
         seconds: float,
         before: float,
-        tell: Tell,
+        send: Send,
     ) -> None:
-        self._corpus, self._settings, self._before, self._tell = corpus, settings, before, tell
+        self._corpus, self._settings, self._before, self._send = corpus, settings, before, send
         self._share = seconds / len(methods)
         over_link = methods is LINK_METHODS
         self._counts_bytes = over_link and bool(settings.hosts)
@@ -137,7 +136,7 @@ class DemoPart:
         used = sum(min(self._share, outcome.seconds[-1]) for outcome in self._outcomes if outcome.turns)
         total = round(self._settings.seconds)
         done = min(total - 1, round(self._before + used))  # only the end of the demo reports the total
-        self._tell(Progress(done, total, {f"loss of {last.label}": float(smoothed(last.losses)[-1])}))
+        self._send(Progress(done, total, {f"loss of {last.label}": float(smoothed(last.losses)[-1])}))
 
 
 def _move_to_own_host(settings: DemoSettings) -> None:
@@ -171,7 +170,7 @@ def validate(model: nn.Module, corpus: Corpus, context: int) -> float:
     return total.item() / (_VALIDATION_WINDOWS * context)
 
 
-def train_with_a_death(settings: DemoSettings, tell: Tell) -> None:
+def train_with_a_death(settings: DemoSettings, send: Send) -> None:
     """Train; half-way, kill the last rank in the middle of a backward pass. Collective among the others.
 
     Raises:
@@ -202,11 +201,11 @@ def train_with_a_death(settings: DemoSettings, tell: Tell) -> None:
         seconds.append(time.perf_counter() - start)
         losses.append(loss.item())
         if rank == 0:
-            tell(Progress(step, _DEATH_STEPS, {"loss": losses[-1], "ranks": len(reducer.world)}))
+            send(Progress(step, _DEATH_STEPS, {"loss": losses[-1], "ranks": len(reducer.world)}))
     if tuple(reducer.world) != tuple(range(size - 1)):
         raise RuntimeError(f"the ranks that go on are {reducer.world}, wanted all of {size} but the last")
     if rank == 0:
-        tell(Death(size, _DEATH_STEPS // 2, seconds, losses))
+        send(Death(size, _DEATH_STEPS // 2, seconds, losses))
 
 
 def _die(_parameter: Any) -> None:

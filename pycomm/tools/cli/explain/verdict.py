@@ -12,7 +12,7 @@ _LATE = 1.0
 """Seconds by which a rank has to be late to be worth a sentence."""
 
 _SHORT = 6
-"""Number of characters of a meeting's name that are shown."""
+"""Number of characters shown of the random part of a group's name."""
 
 # Collectives whose inputs have the same number of elements on all ranks; in others the numbers may differ.
 _EQUAL = frozenset(("all_reduce", "reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "run_program"))

@@ -65,7 +65,7 @@ def rate(text: str) -> float:
     return value
 
 
-def in_todays_form(words: Sequence[str]) -> list[str]:
+def modernized(words: Sequence[str]) -> list[str]:
     """Return the arguments of ``pycomm plan`` with the command first.
 
     The older form had ``--layers SIZES`` for ``layers SIZES``; no such option meant ``ranks``. It drew a plot,

@@ -10,7 +10,7 @@ from typing import Any
 
 from pycomm.collectives.transport import TRANSPORTS
 from pycomm.tools.cli.arguments import Parser, Run, complain, integer, later
-from pycomm.tools.cli.plan.arguments import in_todays_form, positive_size, rate, seconds, share, size, sizes
+from pycomm.tools.cli.plan.arguments import modernized, positive_size, rate, seconds, share, size, sizes
 
 _RANKS = """\
 Simulates every all-reduce algorithm on a described network. Prints their ranking for one size, and the fastest for each
@@ -43,7 +43,7 @@ time that one device computes, and the network.
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("plan", help="estimate time and memory: algorithms, compression, splits of a model")
-    parser.in_todays_form = in_todays_form
+    parser.modernized = modernized
     plans = parser.add_subparsers(dest="plan", required=True, metavar="WHAT")
     add = partial(_add, plans)
     _add_ranks(add("ranks", "rank all-reduce algorithms on a network", _RANKS))
