@@ -176,7 +176,7 @@ def test_what_is_simulated_is_called_so_everywhere() -> None:
     simulated = replace(SETTINGS, hosts=(), megabits=2500.0)
     assert link_name(simulated) == "Simulated link, 2.5 Gbit/s"
     text = shown(results(), simulated)
-    assert "A simulated step takes what it took here" in text.replace("\n", " ").replace("  ", " ")
+    assert "A simulated step takes its time here plus" in text.replace("\n", " ").replace("  ", " ")
     assert "over the simulated link of 2.5 Gbit/s" in conclusions(results(), simulated)[0]
     assert title(results(), simulated).startswith("1.00 M parameters, 2 ranks of one thread")
 

@@ -215,7 +215,7 @@ def _only(tensors: Any) -> Any:
     if isinstance(tensors, torch.Tensor):
         return tensors
     if len(tensors) != 1:
-        raise ValueError(f"one tensor per process is wanted, {len(tensors)} came")
+        raise ValueError(f"the list has {len(tensors)} tensors, wanted one per process")
     return tensors[0]
 
 
