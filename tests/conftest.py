@@ -30,7 +30,7 @@ settings.register_profile("quick", settings.get_profile("pycomm"), max_examples=
 settings.load_profile("pycomm")
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 os.environ["PYCOMM_FLIGHT_DIR"] = ""  # errors on purpose write no files; tests of the recorder name a folder
-# A shell without job control starts what it puts into the background with Ctrl-C ignored, which is inherited.
+# Shells without job control start background jobs with Ctrl-C ignored, which children inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -43,7 +43,7 @@ def rank_pools() -> Iterator[Pools]:
         if size in pools and not pools[size].alive():
             pools.pop(size).close()
         if size not in pools:
-            pools[size] = RankPool(size, forked=SLOWER > 1)  # where to import torch anew takes each half a minute
+            pools[size] = RankPool(size, forked=SLOWER > 1)  # where importing torch takes half a minute
         return pools[size]
 
     yield pool_of
@@ -92,7 +92,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if selection.part_of(config) == "quick":
-        config.option.reportchars = "fE"  # what is skipped for want of a GPU would be hundreds of lines
+        config.option.reportchars = "fE"  # tests skipped without a GPU would be hundreds of lines
         if "PYCOMM_TEST_EXAMPLES" not in os.environ:
             settings.load_profile("quick")
 
@@ -100,7 +100,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, object, object]:
     pairwise.mark_slow(items)
-    result = yield  # in which what is marked slow is left out
+    result = yield  # this deselects tests marked slow
     part = selection.part_of(config)
     if part != "all":
         quick, rest = selection.divide(items)

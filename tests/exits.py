@@ -1,10 +1,10 @@
-"""Ranks of tests/test_exits.py: they end while a thread of pycomm's waits, and the interpreter with them.
+"""Ranks of tests/test_exits.py: their interpreters end while a thread of pycomm waits.
 
     python -m tests.exits PORT
 
-Each line of the input asks for one run: which threads wait, how the ranks end, and how often that is done. The ranks of
-a run are forked from this process, which has imported what they need, and leave it as a script leaves: by its last
-line, by ``sys.exit`` or by an exception. They meet in the store that listens at PORT.
+Each line of the input asks for runs: which threads wait, how the ranks end, and how many runs. Ranks are forked from
+this process, so that they need no imports. They end as scripts do: after the last line, by ``sys.exit`` or by an
+exception. They meet in the store that listens at PORT.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch.distributed as dist
 import pycomm
 import pycomm.horovod as hvd
 from pycomm.collectives.transport import late_ranks, rendezvous
-from pycomm.tools.launching.meeting import connect
+from pycomm.tools.launching.local_group import connect
 from pycomm.torch_internals import PrefixStore, Store
 from pycomm.training.elastic import join_requests, liveness
 from pycomm.worker import Worker
@@ -41,16 +41,16 @@ from tests.reducer.attaching import grouped
 ENDS = {"return": 0, "exit": 3, "raise": 1}
 """Ways to end, and their exit codes."""
 BUSY = 0.3
-"""Seconds for which a thread asks the store again and again, as an answer takes too short to end a process in it."""
+"""Seconds for which a thread polls the store: a single request is too short for the process to end during it."""
 LONGEST = 30.0 * SLOWER
 """Seconds after which a rank is killed."""
 
-_kept: list[Any] = []  # so that nothing is closed before the interpreter's end
+_kept: list[Any] = []  # closed by the interpreter's end only
 
 
 @dataclass(frozen=True)
 class Request:
-    """Runs that are asked for: of ``kind``, in each of which the ranks ``end`` in that way."""
+    """Runs to do: the ``kind`` of waiting thread, how the ranks ``end``, and how many ``runs``."""
 
     kind: str
     end: str
@@ -62,10 +62,10 @@ class Ended:
     """How a rank has ended.
 
     Attributes:
-        run: number of the run, of all that were asked for.
+        run: number of the run since the start of this process.
         code: its exit code; the negative number of a signal.
         seconds: from the script's end to the process's.
-        errors: what it has written.
+        errors: its output.
     """
 
     run: int
@@ -77,10 +77,10 @@ class Ended:
 
 @dataclass(frozen=True)
 class Here:
-    """What a rank knows of itself.
+    """A rank's place among the others.
 
     Attributes:
-        first_ends: read by the others, a descriptor that comes to its end with the first rank's process.
+        first_ends: read end of a pipe that ends with the first rank's process.
         port: where the store listens.
     """
 
@@ -98,7 +98,7 @@ def _join(here: Here, backend: str, store: Store) -> None:
 
 
 def _reduce_alone(here: Here) -> None:
-    """The communication thread is in a collective to which nobody comes."""
+    """The communication thread is in a collective that no other rank enters."""
     communicator = pycomm.Communicator()
     communicator.all_reduce(torch.ones(3))
     if here.rank == 0:
@@ -107,7 +107,7 @@ def _reduce_alone(here: Here) -> None:
 
 
 def _reduce_alone_for_long(here: Here) -> None:
-    """The others are there until the first rank has ended."""
+    """The same, and the other ranks stay until the first one has ended."""
     _reduce_alone(here)
     if here.rank > 0:
         os.read(here.first_ends, 1)
@@ -136,7 +136,7 @@ def _receive_for_long(here: Here) -> None:
 
 
 def _wait_in_callbacks(here: Here) -> None:
-    """Nobody waits for an operation, on whose end others follow on the communication thread."""
+    """Callbacks of operations start further ones on the communication thread; nobody waits for any."""
     for _ in range(3):
         work: Any = dist.all_reduce(torch.ones(1000), async_op=True)
         _kept.append(work.get_future().then(lambda _: dist.all_reduce(torch.ones(3))))
@@ -229,11 +229,11 @@ IN_VAIN = {
     "receive, in vain": Kind(_receive_for_long, "pycomm"),
     "store, in vain": Kind(_ask_one_that_never_answers),
 }
-"""Threads for whose waits nobody does anything until the process has ended."""
+"""Threads whose waits nothing ends before the process does."""
 
 
 def _be_rank(here: Here, request: Request, number: int) -> None:
-    """Be a rank until the end of its script, however that ends."""
+    """Run a rank to the end of its script, however that ends."""
     kind = (KINDS | IN_VAIN)[request.kind]
     torch.set_num_threads(1)
     store = PrefixStore(f"run-{number}", connect(here.port))
@@ -250,11 +250,11 @@ def _be_rank(here: Here, request: Request, number: int) -> None:
 
 
 Process = tuple[int, IO[bytes]]
-"""Number of a rank's process, and what it writes."""
+"""Id of a rank's process, and its output."""
 
 
 def _fork_ranks(size: int, port: int) -> tuple[Here | None, list[Process]]:
-    """Return, in a rank's process, what it knows of itself; else the processes' numbers, and what they write."""
+    """Fork the ranks. Return a rank's place in its own process; here, the ranks' processes and output."""
     first_ends, ends_with_first = os.pipe()
     processes: list[Process] = []
     for rank in range(size):
@@ -274,7 +274,7 @@ def _fork_ranks(size: int, port: int) -> tuple[Here | None, list[Process]]:
 
 
 def _wait(pid: int, deadline: float) -> tuple[int, float]:
-    """Return the exit code, and when it was there; the process is killed at the deadline."""
+    """Return the exit code and the time of the end; the process is killed at the deadline."""
     while True:
         found, status = os.waitpid(pid, os.WNOHANG)
         if found:
@@ -285,7 +285,7 @@ def _wait(pid: int, deadline: float) -> tuple[int, float]:
 
 
 def _ended(number: int, rank: int, process: Process, deadline: float) -> Ended:
-    """Return how a rank has ended, once it has."""
+    """Wait for a rank's end, and return how it ended."""
     pid, errors = process
     code, when = _wait(pid, deadline)
     errors.seek(0)
@@ -301,10 +301,10 @@ def _requests() -> Iterator[Request]:
 
 
 def main() -> None:
-    """Do what is asked for; in a rank's process, return or raise as its script does."""
+    """Do the requested runs; in a rank's process, return or raise as its script does."""
     port, number = int(sys.argv[1]), 0
     gc.collect()
-    gc.freeze()  # what is imported is not collected at each rank's end, which takes half as long
+    gc.freeze()  # halves the time of each rank's end: imported objects are not collected
     for request in _requests():
         for _ in range(request.runs):
             number += 1

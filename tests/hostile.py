@@ -1,4 +1,4 @@
-"""Damage to files: what a disk, another program, or somebody who means harm may leave in the place of a good one."""
+"""Damage to files, as a disk, another program or an attacker may cause it."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ OTHERS: list[Any] = [
     *("", "x", "\x1b]0;owned\x07\n", "\ud800", "a\0b", "../../x", "x" * 100_000),
     *([], {}, [[]], [None], {"": {}}, [1, "a"], {"a": 1}, [0] * 50),
 ]
-"""Values of other types, and of the same ones, that are put in the place of one that is right."""
+"""Values of many types that replace a valid one."""
 
 
 def nested(levels: int, value: Any = 1) -> Any:
-    """Return ``value`` in so many lists."""
+    """Return ``value`` inside ``levels`` lists."""
     for _ in range(levels):
         value = [value]
     return value
 
 
 def places_in(value: Any, deepest: int = 6) -> Iterator[tuple[Any, Any]]:
-    """Yield every container in ``value`` with a key of it."""
+    """Yield every container in ``value`` with each of its keys."""
     keys = value.keys() if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
     for key in list(keys):
         yield value, key
@@ -40,7 +40,7 @@ def places_in(value: Any, deepest: int = 6) -> Iterator[tuple[Any, Any]]:
 
 
 def with_other_value(value: Any, chance: random.Random) -> Any:
-    """Return a copy of ``value`` with one part exchanged, taken away, or doubled."""
+    """Return a copy of ``value`` with one part replaced, removed or repeated."""
     if chance.random() < 0.05:
         return chance.choice(OTHERS)
     value = copy.deepcopy(value)
@@ -68,7 +68,7 @@ def _has(container: Any, key: Any) -> bool:
 
 
 def damaged_bytes(content: bytes, chance: random.Random) -> bytes:
-    """Return ``content`` cut short, with bytes flipped, exchanged or inserted, or something else altogether."""
+    """Return ``content`` cut short, with bytes flipped, replaced or inserted, or other content."""
     what = chance.random()
     if what < 0.25:
         return content[: chance.randrange(len(content) + 1)]
@@ -121,7 +121,7 @@ KINDS: list[Callable[[Path], Any]] = [
     lambda path: path.symlink_to(path.parent / "nowhere"),
     *(lambda path, at=at: path.symlink_to(at) for at in ("/dev/zero", "/dev/null", "/dev/tty", "/proc/self/mem", "/")),
 ]
-"""What is put in the place of a file."""
+"""Functions that make something else in the place of a file."""
 
 
 def remove(path: Path) -> None:
@@ -136,7 +136,7 @@ def damage(path: Path, chance: random.Random, remade: Callable[[random.Random], 
     """Damage the file at ``path``.
 
     Args:
-        remade: returns the content with another value in it, as its writer would have written that.
+        remade: returns well-formed content with another value in it.
     """
     what = chance.random()
     if what < 0.12:
@@ -153,7 +153,7 @@ def damage(path: Path, chance: random.Random, remade: Callable[[random.Random], 
 
 
 def other_json(content: bytes) -> Callable[[random.Random], bytes]:
-    """Return what makes JSON with another value in it, or a line of it where there are several."""
+    """Return a function that makes the JSON, or lines of JSON, in ``content`` with another value in it."""
     try:
         lines = [json.loads(content)]
     except ValueError:

@@ -1,4 +1,4 @@
-"""Hosts that ranks only say they are on: several on one machine, without root."""
+"""Simulated hosts: ranks of one machine that claim to be on several, without root."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pycomm.collectives.transport import rendezvous
 
 @contextmanager
 def on_hosts(hosts: str) -> Iterator[None]:
-    """Let the rank of this process meet others as if it were on the host whose letter stands at its place."""
+    """Let this process's rank meet others as if on another host; ``hosts`` has a letter for each rank's host."""
     with pytest.MonkeyPatch.context() as patch:
         real = rendezvous.host_identity()
         patch.setattr(rendezvous, "host_identity", lambda: f"{hosts[dist.get_rank()]}{real}")

@@ -1,4 +1,4 @@
-"""Small models and a loss, for tests that need any; those of one part of pycomm lie in its folder."""
+"""Small models and a loss for all tests; models for one part of pycomm are in that part's folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 def perceptron(*widths: int, seed: int | None = 0, dtype: torch.dtype = torch.float64) -> nn.Sequential:
-    """Return linear layers between ``widths`` and tanh between them, of ``seed`` or torch's generator as it is."""
+    """Return linear layers of ``widths`` with tanh between them; ``seed=None`` leaves torch's generator as it is."""
     if seed is not None:
         torch.manual_seed(seed)
     layers = [layer for sizes in pairwise(widths) for layer in (nn.Tanh(), nn.Linear(*sizes))]

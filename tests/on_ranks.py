@@ -19,10 +19,10 @@ Pools = Callable[[int], RankPool]
 def on_ranks(*sizes: int, timeout: float = 60.0, fresh: bool = False) -> Callable[[Body], Body]:
     """Run the decorated function on every rank of a pool of each of ``sizes``, with ``timeout`` seconds for it.
 
-    The function may take parameters and fixtures as any test; they are made once, by pytest's process, and must
-    pickle. A ``fresh`` pool is this test's alone, for functions after which its ranks are of no use to other tests.
+    The function may take parameters and fixtures like any test; pytest's process makes them, and they must be
+    picklable. A ``fresh`` pool is for this test alone: other tests cannot use its ranks afterwards.
     """
-    assert sizes, "on_ranks() wants at least one number of ranks"
+    assert sizes, "on_ranks() requires at least one number of ranks"
     pools = "new_ranks" if fresh else "rank_pools"
 
     def decorate(body: Body) -> Body:
@@ -31,7 +31,7 @@ def on_ranks(*sizes: int, timeout: float = 60.0, fresh: bool = False) -> Callabl
             pool = arguments.pop(pools)(arguments.pop("pool_size"))
             pool.run(_run_body, body.__module__, body.__name__, arguments, timeout=timeout)
 
-        # pytest asks for what the signature names: the pools besides what the function itself takes.
+        # pytest passes what the signature names: the function's own arguments, and the pools.
         added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in (pools, "pool_size")]
         own = inspect.signature(body)
         vars(test)["__signature__"] = own.replace(parameters=[*own.parameters.values(), *added])

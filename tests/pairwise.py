@@ -1,7 +1,7 @@
-"""``@pytest.mark.pairwise``: of a test's cases those that pair every two values of its parameters; the others are slow.
+"""``@pytest.mark.pairwise``: cases of a test that cover all pairs of parameter values; its other cases become slow.
 
-For tests whose parameters have nothing to do with each other. What goes wrong there goes wrong for one value, or for
-two together, and cases for every two values are a fraction of all products. ``pytest -m slow`` runs the others.
+For tests with independent parameters. An error there depends on one value, or on two together, and covering all pairs
+takes a fraction of all combinations. ``pytest -m slow`` runs the others.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from itertools import combinations
 import pytest
 
 Case = frozenset[tuple[str, int]]
-"""What a case has: each parameter's name, and the identity of its value."""
+"""Values of a case: each parameter's name, and the identity of its value."""
 
 
 def case_of(item: pytest.Item) -> Case:
-    """Return what ``item`` has; ``callspec.indices`` would tell every case's values from every other's."""
+    """Return the values of ``item``. ``callspec.indices`` would not do: they differ between cases with equal values."""
     callspec = getattr(item, "callspec", None)
     return frozenset((name, id(value)) for name, value in callspec.params.items()) if callspec else frozenset()
 
 
 def cover(cases: Iterable[Case]) -> list[int]:
-    """Return which of ``cases`` have, between them, each value that any has, and each two that any has together.
+    """Return indices of ``cases`` that cover all their values, and all their pairs of values.
 
-    The first is always among them. The next is whichever has most that none before it has, the earliest of several:
-    early cases differ most.
+    The first case is always chosen. Each next one covers the most values and pairs that are not covered yet; of
+    several, it is the earliest, since early cases differ most.
     """
     new = [{*combinations(case, 1), *map(frozenset, combinations(case, 2))} for case in cases]
     chosen: list[int] = []
@@ -40,7 +40,7 @@ def cover(cases: Iterable[Case]) -> list[int]:
 
 
 def mark_slow(items: Iterable[pytest.Item]) -> None:
-    """Mark as slow those cases of tests marked ``pairwise`` that pair nothing new."""
+    """Mark cases of ``pairwise`` tests as slow if they cover no new pair."""
     tests: dict[str, list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("pairwise") is not None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def child_processes(proc: Path = Path("/proc"), parent: int | None = None) -> dict[int, str]:
-    """Return the command lines of this process's children, or ``parent``'s, by their ids, that of a zombie empty.
+    """Return the command lines of this process's, or ``parent``'s, children by their ids; empty for zombies.
 
-    Read from every process's ``stat``: the kernel has a list of a thread's children only if it was configured to.
+    This reads every process's ``stat``: not every kernel is configured to list a thread's children.
     """
     parent = os.getpid() if parent is None else parent
     return {
@@ -26,7 +26,7 @@ def _parent(stat: str) -> int | None:
 
 
 def _read(path: Path) -> str:
-    """Return the text, empty if the process has gone meanwhile."""
+    """Return the text, empty if the process has ended."""
     try:
         return path.read_text(errors="replace")
     except OSError:

@@ -10,19 +10,19 @@ from typing import Any
 
 from pycomm.tools import launching
 from pycomm.tools.launching import PerRank, RankOutcome
-from pycomm.tools.launching.meeting import variables_of
+from pycomm.tools.launching.local_group import variables_of
 
 __all__ = ["PRELOAD", "SLOWER", "PerRank", "RankOutcome", "RankPool", "free_port"]
 
 SLOWER = float(os.environ.get("PYCOMM_TEST_SLOWER", "1"))
-"""How many times longer than usual ranks are waited for: on an emulated processor everything takes its time."""
+"""Factor of all timeouts, for slow machines such as emulated processors."""
 
 _LAZY = ("asynchronous.averaging", "asynchronous.gossip", "asynchronous.parameter_server", "backend.process_group")
 PRELOAD = (
     *("hypothesis", "pytest", "torch._dynamo", "torch.distributed.fsdp", "tests.on_ranks"),
     *(f"pycomm.{name}" for name in (*_LAZY, "checkpoint", "cost.auto", "ddp", "monitoring", "reducer")),
 )
-"""What ranks need, imported in the process that they are forked from."""
+"""Modules that are imported in the process that ranks are forked from."""
 
 
 def free_port() -> int:
@@ -32,9 +32,9 @@ def free_port() -> int:
 
 
 class RankPool:
-    """``size`` processes in one Gloo process group, started anew or, sooner, ``forked``.
+    """``size`` processes in one Gloo process group, spawned or, faster, ``forked``.
 
-    Forked ones are for tests that use ranks up. All that outlives a test is started anew, as users' ranks are.
+    Forked ranks are for tests that use ranks up. Ranks that outlive a test are spawned, as users' ranks are.
     """
 
     def __init__(self, size: int, forked: bool = False) -> None:
@@ -47,15 +47,15 @@ class RankPool:
         self.alive, self.close = self._pool.is_alive, self._pool.close
 
     def outcomes(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[RankOutcome]:
-        """Run ``function(*args)`` on every rank; an argument in ``PerRank`` is dealt out."""
+        """Run ``function(*args)`` on every rank; of an argument in ``PerRank``, each rank gets its value."""
         return self._pool.outcomes(function, *args, timeout=timeout * SLOWER)
 
     def answers(self, timeout: float, ranks: Iterable[int] | None = None) -> dict[int, RankOutcome]:
-        """What was asked of ``ranks``, by default all, came to so far, or within ``timeout``."""
+        """Return the outcomes of the last call on ``ranks``, by default all, that arrive within ``timeout``."""
         return self._pool.answers(timeout * SLOWER, ranks)
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
-        """The results by rank; fails with the tracebacks of the ranks that raised, if any did."""
+        """Return the results by rank; fail with the tracebacks of ranks that raised."""
         outcomes = self.outcomes(function, *args, timeout=timeout)
         raised = [f"rank {rank} raised:\n{each.trace}" for rank, each in enumerate(outcomes) if each.error is not None]
         if raised:
@@ -64,7 +64,7 @@ class RankPool:
         return [outcome.result for outcome in outcomes]
 
     def errors(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[BaseException]:
-        """The exceptions by rank; fails if a rank did not raise."""
+        """Return the exceptions by rank; fail if a rank did not raise."""
         outcomes = self.outcomes(function, *args, timeout=timeout)
         for rank, outcome in enumerate(outcomes):
             assert outcome.error is not None, f"rank {rank} raised nothing, returned {outcome.result!r}"
@@ -72,7 +72,7 @@ class RankPool:
 
 
 def _prepare() -> None:
-    """Let Ctrl-C raise; and forget who started this rank, as libraries look for a launcher in the environment."""
+    """Let Ctrl-C raise; remove the launcher's variables, as libraries look for a launcher in the environment."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for name in variables_of(0, 0, 1):
         del os.environ[name]

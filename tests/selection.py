@@ -1,8 +1,8 @@
-"""Which tests `pytest` runs: by itself those that tell most in a few minutes, with ``--part=all`` every one.
+"""Which tests `pytest` runs: alone, those that find most errors in a few minutes; with ``--part=all``, every one.
 
-Tests mirror the rooms of `pycomm`: `tests/reducer` is about `pycomm/training/reducer`. `pytest` alone leaves out what
-:data:`LEFT_OUT` names. Of a test with parameters it takes one case, or as many as :data:`MOST_CASES` says: those with a
-value that no case before them had. Of files below :data:`FIRST_OF_FILE` it takes the first test.
+Tests mirror the packages of `pycomm`: `tests/reducer` is about `pycomm/training/reducer`. `pytest` alone leaves out
+what :data:`LEFT_OUT` names. Of a test with parameters it takes one case, or as many as :data:`MOST_CASES` says: those
+with a value that no case before them had. Of files below :data:`FIRST_OF_FILE` it takes the first test.
 
 ``--part=rest`` runs what `pytest` leaves out, so that both together are everything. Tests that are named on the command
 line, or chosen by ``-k`` or ``-m``, run whole. What is marked slow is run by ``-m slow`` only, as ``nox -s slow`` does.
@@ -68,7 +68,7 @@ def add_option(parser: pytest.Parser) -> None:
     parser.addoption(
         "--part",
         choices=["quick", "rest", "all"],
-        help="quick: what tells most in a few minutes, the default; rest: what that leaves out; all: both. "
+        help="quick: tests that find most errors in a few minutes, the default; rest: the others; all: both. "
         "Tests that are named run whole, unless this is given",
     )
 

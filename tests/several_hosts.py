@@ -55,7 +55,7 @@ def main() -> None:
         found = {"transport": communicator.transport, "bytes": bytes_of_a_sum(communicator)}
     found["sums"] = trained(dist.get_rank())
     print(json.dumps(found), flush=True)
-    dist.barrier()  # what one of them says while the others end would be lost
+    dist.barrier()  # else a rank's output could be lost while others end
     dist.destroy_process_group()
 
 

@@ -118,7 +118,7 @@ def test_every_kind_of_change_is_seen(passed: Repository, how: str) -> None:
 
 
 def test_a_branch_is_compared_with_what_has_landed(clone: Repository, landed: Repository) -> None:
-    """However many commits it has, and whatever has landed since; what is all that has landed is tested as a whole."""
+    """It may have any number of commits, whatever has landed since. What has landed is itself tested as a whole."""
     assert clone.asked()[0] == EVERYTHING
     clone.commit("csrc/a.cpp")
     last = clone.commit("pycomm/a.py")
@@ -144,7 +144,7 @@ def test_what_has_passed_is_compared_with(landed: Repository) -> None:
     assert f"Since {passed[:10]} (the last that passed .ci/run here) have changed: csrc/a.cpp." in said
     landed.git("update-ref", "refs/ci/passed", "HEAD")
     assert landed.asked()[0] == LEAVE_OUT
-    landed.git("switch", "--quiet", "--detach", "HEAD^")  # of which the one that has passed is no ancestor
+    landed.git("switch", "--quiet", "--detach", "HEAD^")  # the commit that has passed is not its ancestor
     assert "There is no commit to compare with" in landed.asked()[1]
 
 
@@ -169,7 +169,7 @@ def test_where_it_cannot_be_told_everything_runs(landed: Repository, tmp_path: P
 
 
 def test_the_parts_together_are_all_tests(tmp_path: Path) -> None:
-    """No path is in two parts, and what no part names is in the one that leaves out what others name."""
+    """No path is in two parts, and the last part runs all paths that no other part names."""
     (tmp_path / "pytest").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path / "called"}\n')
     (tmp_path / "pytest").chmod(0o755)
     for part in ("quick", "ranks", "peers", "commands", "threads", "rest"):

@@ -16,14 +16,14 @@ CMAKE = shutil.which("cmake")
 
 
 def run(*command: str, **environment: str) -> str:
-    """Return all that CMake says."""
+    """Run CMake; return its output."""
     assert CMAKE is not None
     done = subprocess.run([CMAKE, *command], env=environment, capture_output=True, text=True, timeout=100, check=False)
     return done.stdout + done.stderr
 
 
 def configure(build: Path, path: str, cuda: str = "ON", **variables: str) -> str:
-    """Return what CMake says when it is to build, in one line; nothing is built, so pybind11 needs no headers."""
+    """Configure a build; return CMake's output in one line. Nothing is built, so pybind11 needs no headers."""
     pybind11 = build.with_name("pybind11")
     pybind11.mkdir(parents=True)
     (pybind11 / "pybind11Config.cmake").write_text(
@@ -32,9 +32,7 @@ def configure(build: Path, path: str, cuda: str = "ON", **variables: str) -> str
     )
     version = {f"SKBUILD_PROJECT_{name}": value for name, value in {"NAME": "pycomm", "VERSION": "0.1.0"}.items()}
     settings = {**version, "pybind11_DIR": pybind11, "PYCOMM_CUDA": cuda, "Python_EXECUTABLE": sys.executable}
-    settings |= {
-        "CMAKE_IGNORE_PATH": "/usr/local/cuda/bin;/opt/cuda/bin"
-    }  # where a toolkit may lie that is not asked for
+    settings["CMAKE_IGNORE_PATH"] = "/usr/local/cuda/bin;/opt/cuda/bin"  # this machine may have a toolkit there
     options = [f"-D{name}={value}" for name, value in settings.items()]
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("CUDA", "CUDACXX"))}
     said = run("-S", str(ROOT), "-B", str(build), *options, **{**kept, "PATH": path, **variables})
@@ -48,7 +46,7 @@ def path_without_nvcc() -> str:
 @pytest.mark.skipif(CMAKE is None, reason="needs cmake")
 @pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH", "CUDAToolkit_ROOT"])
 def test_a_compiler_that_is_not_on_path(variable: str, tmp_path: Path) -> None:
-    """One that does nothing but note that it was called, and is therefore refused."""
+    """It only records that it was called, and is therefore refused."""
     asked = tmp_path / "asked"
     nvcc = tmp_path / "toolkit" / "bin" / "nvcc"
     nvcc.parent.mkdir(parents=True)
@@ -77,7 +75,7 @@ def test_no_compiler_and_an_old_one(tmp_path: Path) -> None:
 
 
 def architectures(folder: Path, gpus: str, known: str) -> str:
-    """Return what is compiled for where nvidia-smi, unless that is empty, says ``gpus``, and nvcc knows ``known``."""
+    """Return the architectures chosen if nvidia-smi prints ``gpus`` (empty: there is none) and nvcc knows ``known``."""
     assert CMAKE is not None
     for name, says in {"nvidia-smi": gpus, "nvcc": known}.items():
         program = folder / name

@@ -8,7 +8,7 @@ from pycomm.collectives.counting import GradientCounter, GradientCounts, PassGat
 
 
 class Tasks:
-    """What stands for autograd: the number of the backward pass that runs."""
+    """Stand-in for autograd: the number of the running backward pass."""
 
     def __init__(self) -> None:
         self.number = 1

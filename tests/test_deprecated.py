@@ -99,7 +99,7 @@ def test_what_is_not_ours_is_not_written_out() -> None:
 
 
 def test_modules_by_their_earlier_names() -> None:
-    """What was documented as an import goes on without a word, anything else with one, and it is the same module."""
+    """Documented imports go on silently, others with a warning; both give the same module."""
     lines = [
         "import pycomm, sys, warnings",
         "warnings.simplefilter('error')",

@@ -34,7 +34,7 @@ class Row(NamedTuple):
 
 
 def run(command: list[str]) -> str:
-    """What it printed; nothing of it is left."""
+    """Return what ``command`` prints; check that it leaves no process behind."""
     started = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -240,7 +240,7 @@ def test_hybrid() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_elastic(tmp_path: Path) -> None:
-    """A training whose rank 0 was killed ends with the loss, to the last digit, of one that was left alone."""
+    """Training during which rank 0 is killed ends with bitwise the loss of undisturbed training."""
     command = [*torchrun_on(2), "--max-restarts", "3", str(EXAMPLES / "elastic.py"), "--steps", "30"]
     ends = []
     for name, options in (("alone", []), ("killed", ["--fail-at", "15"])):
@@ -262,7 +262,7 @@ def test_elastic(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_elastic_stops_all_ranks_when_one_gets_a_signal(tmp_path: Path) -> None:
-    """A training that SIGTERM stopped, and that was started again, ends like one that was left alone."""
+    """Training that SIGTERM stopped ends, once started again, like undisturbed training."""
     command = [*torchrun_on(2), str(EXAMPLES / "elastic.py"), "--steps", "30", "--every", "10"]
     alone = run([*command, "--folder", str(tmp_path / "alone")])
     stopped = run([*command, "--folder", str(tmp_path / "stopped"), "--stop-at", "15"])

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from pycomm import threads
-from pycomm.tools.launching.meeting import rendezvous
+from pycomm.tools.launching.local_group import rendezvous
 from tests.exits import ENDS, IN_VAIN, KINDS, Ended, Request
 from tests.ranks import SLOWER
 
@@ -49,7 +49,7 @@ class Script:
         missing = request.runs * len((KINDS | IN_VAIN)[request.kind].hosts)
         for line in self._process.stdout:
             ended = Ended(**json.loads(line))
-            if ended.run > before:  # else a test that failed has not read it
+            if ended.run > before:  # else left over from a failed test
                 missing -= 1
                 yield ended
             if missing == 0:
@@ -71,7 +71,7 @@ def script() -> Iterator[Script]:
 
 
 def ends_well(script: Script, request: Request) -> float:
-    """Check all ranks of all runs; return the longest time that one has taken from its script's end to its own."""
+    """Check all ranks of all runs; return the longest time from a script's end to its process's end."""
     longest = 0.0
     for ended in script.run(request):
         where = f"rank {ended.rank} of run {ended.run} (exit code {ended.code})"

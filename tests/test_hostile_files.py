@@ -1,6 +1,6 @@
-"""Whatever lies in the place of a file that pycomm reads: a result, or an error that names it, at once.
+"""Damaged files: for each, a reader of pycomm promptly gives a result, or an error that names the file.
 
-Each reader gets good files that were damaged in some way, by a seed that an error names. `nox -s slow` has many more.
+Each reader gets valid files with random damage; failures name the seed. `nox -s slow` has many more.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from tests.cli.test_explain import DUMP
 from tests.hostile import damage, damaged_bytes, other_json, remove, with_other_value
 
 FEW, MANY = 200, 10_000
-LONGEST = 20.0  # seconds for one file, on a machine that does other things as well
+LONGEST = 20.0  # seconds for one file, on a busy machine
 MOST_MEMORY = 512 << 20  # bytes
 RUNS_SOMETHING = {"os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "pickle.find_class", "ctypes.dlopen"}
-"""Events of the interpreter that tell of programs, libraries and objects that are looked up by name."""
+"""Audit events of running programs, loading libraries, and looking up objects by name."""
 
 _seen: list[str] | None = None
 sys.addaudithook(lambda event, _: None if _seen is None or event not in RUNS_SOMETHING else _seen.append(event))
@@ -53,7 +53,7 @@ Remake = Callable[[random.Random], bytes]
 
 @contextlib.contextmanager
 def nothing_runs() -> Iterator[None]:
-    """Fail if anything is run inside that a file may have named."""
+    """Fail if the block runs anything that a file may have named."""
     global _seen
     _seen = []
     try:
@@ -68,9 +68,9 @@ class Reader:
     """Reader of files.
 
     Attributes:
-        read: reads what is in the folder; returns whatever it makes of that.
+        read: reads the files in the folder, and returns a result.
         folder: where the files are; errors name it, or a file in it.
-        targets: those that are damaged, with what makes another content of them.
+        targets: files to damage; for each a function that makes other well-formed content, or ``None``.
     """
 
     read: Callable[[], Any]
@@ -78,7 +78,7 @@ class Reader:
     targets: dict[Path, Remake | None] = field(default_factory=dict)
 
     def fuzz(self, name: str, count: int) -> Counter[str]:
-        """Read ``count`` damaged files; return how it went."""
+        """Read ``count`` damaged files; return how often each outcome occurred."""
         files = [path for path in self.folder.rglob("*") if path.is_file()]
         whole = {path: path.read_bytes() for path in files}
         self.read()
@@ -108,14 +108,14 @@ class Reader:
         return outcomes
 
     def _outcome(self) -> str:
-        told, error = "", ""
+        result, error = "", ""
         with nothing_runs():
             try:
-                told = self.read()
+                result = self.read()
             except (ValueError, OSError) as raised:
                 error = str(raised)
         assert not error or str(self.folder) in error, f"no file is named: {error}"
-        return "error" if error else told if told in ("error", "left aside") else "result"
+        return "error" if error else result if result in ("error", "left aside") else "result"
 
 
 def json_reader(path: Path, content: str, read: Callable[[Path], Any]) -> Reader:
@@ -127,7 +127,7 @@ parser = functools.cache(build_parser)  # which takes longer than most files
 
 
 def run_command(path: Path, *arguments: str) -> str:
-    """Run a command of pycomm on ``path``: what it prints has no control characters, and an error names the file."""
+    """Run a command of pycomm on ``path``; check that it prints no control characters and that errors name the file."""
     out, err = io.StringIO(), io.StringIO()
     parsed = parser().parse_args(arguments)
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -221,7 +221,7 @@ def told(folder: Path) -> Reader:
 
 
 def other_values(content: bytes) -> Remake:
-    """Return what makes other files of torch.save: of other values, or with another program in them."""
+    """Return a function that makes other files of torch.save, with other values or with a damaged pickle in them."""
     value: Any = torch.load(io.BytesIO(content), weights_only=True)
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         parts = {name: archive.read(name) for name in archive.namelist()}

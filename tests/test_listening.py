@@ -53,7 +53,7 @@ def listening() -> set[str]:
 
 @contextlib.contextmanager
 def watched() -> Iterator[set[str]]:
-    """Yield what listens inside, complete at the end: what listened before does not count."""
+    """Yield the sockets that begin to listen in the block; the set is complete at its end."""
     before, found, is_over = listening(), set[str](), threading.Event()
 
     def watch() -> None:
@@ -67,7 +67,7 @@ def watched() -> Iterator[set[str]]:
     thread = threading.Thread(target=watch)
     thread.start()
     try:
-        with pytest.MonkeyPatch.context() as patch:  # what listens for a moment only is seen too
+        with pytest.MonkeyPatch.context() as patch:  # to see also what listens for a moment only
             patch.setattr(socket.socket, "listen", listen, raising=False)
             yield found
     finally:
@@ -76,7 +76,7 @@ def watched() -> Iterator[set[str]]:
 
 
 def kinds(found: set[str]) -> set[str]:
-    """Return what the table says of such sockets."""
+    """Return the table's names of such sockets."""
     return {"Unix socket" if one.startswith("unix") else f"TCP {one.split()[1]}" for one in found}
 
 
@@ -159,8 +159,8 @@ def checkpoint() -> None:
     dist.barrier()
 
 
-def told(found: set[str]) -> set[str]:
-    """Return what listened on any rank."""
+def on_any_rank(found: set[str]) -> set[str]:
+    """Return the kinds of sockets that listened on any rank."""
     everyones: list[Any] = [None, None]
     dist.all_gather_object(everyones, sorted(kinds(found)))
     return {kind for one in everyones for kind in one}
@@ -177,17 +177,17 @@ def test_ranks_of_one_host(call: Callable[[], None]) -> None:
     before = listening()
     with watched() as found:
         call()
-    assert told(found) == {"Unix socket"}, found
+    assert on_any_rank(found) == {"Unix socket"}, found
     assert listening() <= before
 
 
 @pytest.mark.parametrize("call", [attach, communicator])
 @on_ranks(2)
 def test_ranks_of_several_hosts(call: Callable[[], None]) -> None:
-    """They talk by torch's own connections: pycomm opens nothing that the page does not say of one host."""
+    """They use torch's own connections: pycomm opens nothing besides what it opens on one host."""
     with on_hosts("AB"), watched() as found:
         call()
-    gloo = {kind for kind in told(found) if kind.startswith("TCP")}
+    gloo = {kind for kind in on_any_rank(found) if kind.startswith("TCP")}
     assert gloo <= {"TCP 127.0.0.1"}, "Gloo's, at the address of GLOO_SOCKET_IFNAME"
 
 
@@ -201,7 +201,7 @@ def test_servers(call: Callable[[], None], has_secret: bool) -> None:
     with on_hosts("AB") if has_secret else contextlib.nullcontext(), watched() as found:
         call()
     wanted = {"Unix socket"} | ({"TCP 127.0.0.1"} if has_secret else set())
-    assert told(found) == wanted, found
+    assert on_any_rank(found) == wanted, found
     assert listening() <= before
 
 
@@ -210,11 +210,11 @@ def test_servers_of_one_host_with_a_secret() -> None:
     with pytest.MonkeyPatch.context() as patch, watched() as found:
         patch.setenv("PYCOMM_SECRET", "nobody else can come here")
         server()
-    assert told(found) == {"Unix socket"}, found
+    assert on_any_rank(found) == {"Unix socket"}, found
 
 
 def only_tests(folder: Path) -> Path:
-    """Return a folder with the tests and without the sources, which would be imported in place of what is installed."""
+    """Return a folder with the tests but without the sources, so that the installed package is imported."""
     folder.mkdir()
     (folder / "tests").symlink_to(Path(__file__).parent)
     return folder

@@ -1,4 +1,4 @@
-"""Lines of the logger ``pycomm``: they name the rank that writes them, whoever handles them."""
+"""Lines of the logger ``pycomm``: they name the rank that writes them, whatever handler is used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decorator itself: who runs the body, with what, and that a failure on any rank is the test's."""
+"""The decorator itself: every rank runs the body with the same arguments, and a failure on any rank fails the test."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.on_ranks import Pools, on_ranks
 @pytest.mark.parametrize("value", [3, 4])
 @on_ranks(1, 2)
 def test_every_rank_runs_the_body(value: int, tmp_path: Path) -> None:
-    """With the same parameters and fixtures; the sum says that all are there."""
+    """With the same parameters and fixtures; the sum shows that all take part."""
     total = torch.tensor(value)
     dist.all_reduce(total)
     assert total == value * dist.get_world_size()

@@ -22,10 +22,10 @@ CALLS: dict[str, Call] = {
 """Public collective calls by name: add one to a table in tests/one_rank."""
 
 FEW = 2
-"""So many wrong values of each argument are tried where it must not take long: the first ones."""
+"""Number of wrong values of each argument that the quick test tries."""
 
 NO_COLLECTIVES = ("spoil", "number")
-"""Arguments of functions in the tables that are none of the call's."""
+"""Arguments of functions in the tables that are not arguments of the call."""
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -46,7 +46,7 @@ def test_all_wrong_arguments_on_one_rank(name: str) -> None:
 @pytest.mark.parametrize("name", [*backend_calls.CALLS, *parallel_calls.CALLS])
 @on_ranks(3, timeout=300)
 def test_a_wrong_argument_on_one_host(name: str, per_host: int) -> None:
-    """With hosts of so many ranks each."""
+    """With ``per_host`` ranks on each host."""
     host = f"{rendezvous.host_identity()}/{dist.get_rank() // per_host}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rendezvous, "host_identity", lambda: host)
@@ -58,7 +58,7 @@ def test_a_wrong_argument_on_one_host(name: str, per_host: int) -> None:
 @pytest.mark.parametrize("name", [*parallel_calls.CALLS, *horovod_calls.CALLS, *training_calls.CALLS])
 @on_ranks(2, timeout=600)
 def test_any_value_of_an_argument_on_one_rank(name: str) -> None:
-    """It is taken by all ranks, or by none. (torch itself looks at the arguments of its own collectives, alone.)"""
+    """All ranks accept it, or none. (torch itself checks the arguments of its own collectives, on each rank alone.)"""
     call = CALLS[name]
     values = {argument: ANYTHING for argument in call.wrong if argument not in NO_COLLECTIVES}
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:

@@ -57,7 +57,7 @@ _LATER = (
 
 
 def test_import_takes_little() -> None:
-    """All that training needs is imported by who asks for it, nothing by ``import pycomm``, nor more of torch."""
+    """``import pycomm`` imports no part of pycomm that is loaded on demand, and nothing more of torch."""
     code = "import sys, torch; before = set(sys.modules); import pycomm; print(*(set(sys.modules) - before))"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True, cwd="/"

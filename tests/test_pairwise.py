@@ -21,7 +21,7 @@ def pairs(cases: list[Case]) -> set[frozenset[tuple[str, int]]]:
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.data())
 def test_every_two_values_meet_that_meet_at_all(sizes: list[int], data: st.DataObject) -> None:
-    """Of whole products, and of those that leave something out."""
+    """In full products, and in products with cases left out."""
     every = cases_of(*sizes)
     some = data.draw(st.lists(st.sampled_from(every), unique=True, min_size=1))
     for cases in (every, some):
@@ -65,7 +65,7 @@ def test_alone(): pass
 
 
 class Collected:
-    """Keeps what a run of pytest inside this one has collected."""
+    """Plugin that keeps the items collected by a nested run of pytest."""
 
     def __init__(self) -> None:
         self.items: list[pytest.Item] = []

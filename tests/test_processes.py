@@ -1,4 +1,4 @@
-"""What the tests themselves find out about processes."""
+"""The tests' own helper that finds child processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ``repr`` of what users hold: right before anything is planned, in use, and after the end."""
+"""The ``repr`` of users' objects: before anything is planned, in use, and after the end."""
 
 from __future__ import annotations
 

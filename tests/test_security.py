@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "pycomm"
 CHILDREN = {"tools/launching/serialize.py: pickle", "tools/launching/serialize.py: cloudpickle"}
-"""What ``launch`` sends to and takes from processes that it has started, through pipes that nobody else has."""
+"""``launch`` exchanges these with processes that it has started, through pipes that nobody else has."""
 MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 CALLS = {
     "all_gather_object",

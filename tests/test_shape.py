@@ -20,14 +20,14 @@ LONGEST_WITH_BASES = 350
 MOST_METHODS_WITH_BASES = 30
 LONGEST_FUNCTION = 45
 USUAL_FUNCTION = 16
-"""Nine of ten functions of pycomm have at most so many lines."""
+"""Nine of ten functions of pycomm have at most this many lines."""
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 @cache
 def sources() -> list[Path]:
-    """Return the files that git tracks, since others may lie about."""
+    """Return the files that git tracks; others may be left from experiments."""
     listed = subprocess.run(["git", "ls-files", "-z", *FOLDERS], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode != 0:
         pytest.skip("not in a git checkout")
@@ -165,7 +165,6 @@ def test_bases_are_found_through_imports(tmp_path: Path) -> None:
 
 
 USED_TWICE = {
-    "Candidate",
     "Compression",
     "Exchange",
     "Layout",
@@ -229,7 +228,7 @@ def import_graph(files: dict[str, Path]) -> dict[str, set[str]]:
 
 
 def circles(graph: dict[str, set[str]]) -> set[str]:
-    """Return the modules that remain when those are taken away again and again that import none of the rest."""
+    """Return the modules left after repeatedly removing those that import none of the rest, or that none imports."""
     rest = set(graph)
     while leaves := {module for module in rest if not graph[module] & rest}:
         rest -= leaves

@@ -379,7 +379,7 @@ def test_groups_of_sharded_modules() -> None:
 
 
 def test_works_that_python_has_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DistributedDataParallel, in C++, waits for works of which no Python object is held by pycomm."""
+    """DistributedDataParallel, in C++, waits for works whose Python objects pycomm has released."""
     monkeypatch.setattr("pycomm.collectives.backend.calls.keeps_python_works", lambda: True)
     assert torch_internals.keeps_python_works(), "the releases that do not keep them hang below"
     dist.init_process_group("pycomm", store=HashStore(), rank=0, world_size=1)

@@ -1,4 +1,4 @@
-"""Private names of torch that pipelines use, which each do what pycomm needs of them; see test_torch_internals.py."""
+"""Private names of torch for pipelines: each does what pycomm needs of it; see test_torch_internals.py."""
 
 from __future__ import annotations
 

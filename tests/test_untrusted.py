@@ -1,4 +1,4 @@
-"""Readers of what nobody vouches for: files that are none, JSON of another shape, texts for a terminal."""
+"""Readers of untrusted data: special files, JSON of another shape, text for a terminal."""
 
 import json
 import os

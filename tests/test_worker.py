@@ -1,4 +1,4 @@
-"""Threads that run jobs, when the process ends."""
+"""Threads that run jobs while the process ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules under Horovod's names, so that scripts and libraries find pycomm where they import Horovod."""
+"""Modules under Horovod's names, so that scripts and libraries that import Horovod get pycomm."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _MODULES = {
     "horovod.torch.optimizer": "pycomm.horovod.optimizer",
     "horovod.torch.sync_batch_norm": "pycomm.horovod.sync_batch_norm",
 }
-"""What stands behind each of Horovod's modules; nothing but a package behind some."""
+"""Module that stands for each of Horovod's; empty for packages without content."""
 
 
 def install() -> None:
-    """Make ``import horovod.torch`` mean :mod:`pycomm.horovod` from now on, with the modules that scripts import of it.
+    """Make ``import horovod.torch``, and its submodules, import :mod:`pycomm.horovod` from now on.
 
-    What Horovod has for other frameworks and for clusters (``horovod.tensorflow``, ``horovod.spark``,
-    ``horovod.runner``) is not there: importing it is a ``ModuleNotFoundError``. Installing twice changes nothing.
+    Horovod's modules for other frameworks and clusters (``horovod.tensorflow``, ``horovod.spark``, ``horovod.runner``)
+    do not exist: importing them raises ``ModuleNotFoundError``. Installing twice changes nothing.
 
     Raises:
         RuntimeError: Horovod itself has been imported already.
@@ -52,13 +52,13 @@ def install() -> None:
         module = import_module(behind) if behind else _package(name)
         sys.modules[name] = module
         parent, _, own = name.rpartition(".")
-        if parent and not hasattr(sys.modules[parent], own):  # what pycomm has under that name is the same, or better
+        if parent and not hasattr(sys.modules[parent], own):  # else pycomm's own attribute is the same, or better
             setattr(sys.modules[parent], own, module)
 
 
 def _package(name: str) -> ModuleType:
     made = ModuleType(name, "Horovod's interface, by pycomm.")
-    made.__path__ = []  # a package, of which nothing is found on disk
+    made.__path__ = []  # a package with nothing on disk
     made.__spec__ = ModuleSpec(name, None, is_package=True)
     made.__dict__.update(__version__=VERSION, __pycomm__=True)
     return made

@@ -14,7 +14,7 @@ from pycomm.horovod.requests import ALLGATHER
 
 
 class SyncBatchNorm(torch.nn.BatchNorm1d):
-    """Batch normalization whose mean and variance are those of all ranks' batches together, while it trains.
+    """Batch normalization that uses the mean and variance over all ranks' batches during training.
 
     Inputs have at least two dimensions, (samples, features, ...), and may differ in the number of samples; they are on
     the CPU or on a GPU. Arguments: as of ``torch.nn.BatchNorm1d``.
@@ -53,10 +53,10 @@ def _of_features(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _statistics(x: torch.Tensor, weight: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return ``x`` in the precision of the computation, its mean, and both with what other ranks need of this one.
+    """Return ``x`` in the precision of the computation, its mean, and a row for other ranks: mean, squares, count.
 
     Raises:
-        TypeError, ValueError: ``x`` is no batch of as many features as there are weights.
+        TypeError, ValueError: ``x`` is not a batch with one feature per weight.
     """
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"input is a {type(x).__name__}, wanted a tensor")
@@ -79,7 +79,7 @@ class _Normalize(torch.autograd.Function):
         try:
             wide, mean, mine = _statistics(x, weight)
         except Exception:
-            with Submission(ALLGATHER, None, global_process_set):  # which the other ranks are about to call
+            with Submission(ALLGATHER, None, global_process_set):  # the other ranks are about to call it
                 raise
         rows = allgather(mine.unsqueeze(0))
         means, sums, counts = rows[:, : len(mean)], rows[:, len(mean) : -1], rows[:, -1:]

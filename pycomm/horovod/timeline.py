@@ -1,4 +1,4 @@
-"""Timeline: what the operations of rank 0 spend their time on, as a file that chrome://tracing and Perfetto show."""
+"""Timeline of the phases of rank 0's operations, as a file for chrome://tracing and Perfetto."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ from pycomm.collectives.recorder.traces import ChromeTrace
 
 
 class Timeline:
-    """Timeline, which writes while it is active.
-
-    Attributes:
-        active: whether notes are taken.
-    """
+    """Timeline, which writes while it is ``active``."""
 
     def __init__(self) -> None:
         self.active = False
@@ -27,7 +23,7 @@ class Timeline:
         self._open: dict[str, list[str]] = {}
 
     def start(self, path: str, mark_cycles: bool) -> None:
-        """Begin a file at ``path``; one that is being written is finished first."""
+        """Begin a file at ``path``; finish an earlier one first."""
         self.stop()
         with self._lock:
             self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - until stop()
@@ -49,19 +45,19 @@ class Timeline:
             self._file = self._trace = None
 
     def begin(self, name: str, what: str) -> None:
-        """Note that ``what`` begins for the operation ``name``."""
+        """Record that phase ``what`` of operation ``name`` begins."""
         with self._lock:
             self._open.setdefault(name, []).append(what)
             self._add(name, what, "B")
 
     def end(self, name: str) -> None:
-        """Note that what began last for the operation ``name`` has ended."""
+        """Record that the latest phase of operation ``name`` ends."""
         with self._lock:
             if self._open.get(name):
                 self._add(name, self._open[name].pop(), "E")
 
     def mark(self, what: str) -> None:
-        """Note that ``what`` happens now, if cycles are to be marked."""
+        """Record ``what`` as an instant event, if cycles are marked."""
         with self._lock:
             if self._trace is not None and self._marks_cycles:
                 self._trace.add(what, "i", 0, tid=0, ts=_now(), s="g")
@@ -80,6 +76,6 @@ def _now() -> float:
 
 
 def path_from_environment() -> str:
-    """Return the file that ``HOROVOD_TIMELINE`` asks for from the beginning; empty if it asks for none."""
+    """Return the file named by ``HOROVOD_TIMELINE``; empty if it names none or is "DYNAMIC"."""
     path = os.environ.get("HOROVOD_TIMELINE", "")
     return "" if path.upper() == "DYNAMIC" else path

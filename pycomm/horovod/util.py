@@ -23,7 +23,7 @@ def check_extension(ext_name: str, *_: Any) -> None:
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Return whether ``ext_base_name`` is "torch"."""
+    """Return whether ``ext_base_name`` is "torch" or "horovod.torch"."""
     return ext_base_name in _HERE
 
 

@@ -1,7 +1,7 @@
-"""Lightning: strategies of its Trainer and of Fabric by which pycomm averages gradients.
+"""Lightning: strategies for its Trainer and for Fabric that let pycomm average gradients.
 
-The classes derive from those of ``lightning``, or of ``pytorch_lightning`` and ``lightning_fabric`` where these are
-what the script has imported, or all that is installed.
+The classes derive from those of ``lightning``. They derive from those of ``pytorch_lightning`` and ``lightning_fabric``
+if the script has imported only these, or only these are installed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pycomm.training.reducer import Reducer, attach
 
 
 def _strategies(new: str, old: str) -> Any:
-    """Return the strategies of one of two packages: of the older only if nobody has imported the newer."""
+    """Return the strategies of package ``new``, or of ``old`` if only that is imported or installed."""
     older = sys.modules.get(old) is not None and sys.modules.get(new) is None
     names = (old, new) if older else (new, old)
     return library(*(f"{name}.strategies" for name in names), whose="pycomm.integrations.lightning")
@@ -34,16 +34,16 @@ _TrainerStrategy: Any = _strategies("lightning.pytorch", "pytorch_lightning").DD
 _FabricStrategy: Any = _strategies("lightning.fabric", "lightning_fabric").DDPStrategy
 
 _OPTIONS = ATTACH_OPTIONS - {"timeout"}
-"""Arguments that go to ``attach``. Both sides have a ``timeout``."""
+"""Arguments of ``attach`` alone; ``timeout`` is for both sides."""
 
 _WRAPPERS_OWN = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period", "kwargs")
 
 
 def _split(base: Any, arguments: Mapping[str, Any], whose: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arguments that are for the strategy ``base`` of Lightning's, and those that are for ``attach``.
+    """Return the arguments for Lightning's strategy ``base``, and those for ``attach``.
 
     Raises:
-        TypeError: some are for neither, such as those of DistributedDataParallel; or ``timeout`` is no time.
+        TypeError: some are for neither, such as those of DistributedDataParallel; or ``timeout`` is not a time.
         ValueError: ``timeout`` is not positive.
     """
     lightnings = set(inspect.signature(base.__init__).parameters) - {"self", *_WRAPPERS_OWN}
@@ -84,8 +84,8 @@ class PycommStrategy(_TrainerStrategy):
 
     Args:
         compression: as for :func:`pycomm.attach`.
-        accumulate: in manual optimization, number of backward passes per step of an optimizer, where it is above 1;
-            automatic optimization knows it.
+        accumulate: in manual optimization, number of backward passes per optimizer step, if above 1; in automatic
+            optimization, leave it out.
         options: further arguments of :func:`pycomm.attach`, except ``process_group``, ``loss_scaler``, ``join`` and
             ``shard``; and of ``DDPStrategy``, except those of DistributedDataParallel: ``process_group_backend``,
             ``cluster_environment``, ``checkpoint_io``, ``start_method`` and so on. ``timeout``, in seconds or as
@@ -135,7 +135,7 @@ class PycommStrategy(_TrainerStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Keep passes inside for the one that comes last in their accumulation window."""
+        """Accumulate gradients of passes in the block; the last pass of the window averages them."""
         self._blocked = True
         try:
             yield
@@ -143,7 +143,7 @@ class PycommStrategy(_TrainerStrategy):
             self._blocked = False
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Step as Lightning does; have the Trainer stop, on all ranks, if one of them has asked for it."""
+        """Step as Lightning does; stop the Trainer on all ranks if any rank has requested it."""
         result = super().optimizer_step(*args, **kwargs)
         if any(reducer.stop_requested for reducer in self.reducers):
             self.lightning_module.trainer.should_stop = True
@@ -164,7 +164,7 @@ class PycommStrategy(_TrainerStrategy):
             state.remove(folder, prefix)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load a checkpoint, and note where it lies: state is loaded once there is something to load it into."""
+        """Load a checkpoint, and remember its path: compression state is loaded with the optimizers' state."""
         self._resumed_from = checkpoint_path
         return super().load_checkpoint(checkpoint_path, *args, **kwargs)
 
@@ -210,7 +210,7 @@ class PycommFabricStrategy(_FabricStrategy):
         self._modules: list[torch.nn.Module] = []
         self.reducers: list[Reducer] = []
         super().__init__(**theirs)
-        self._backward_sync_control = _HoldingBack()
+        self._backward_sync_control = _BackwardSyncControl()
 
     def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Leave the model as it is."""
@@ -220,7 +220,7 @@ class PycommFabricStrategy(_FabricStrategy):
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Attach an optimizer whose model has been set up. Collective."""
         module = _owner(optimizer, self._modules)
-        held: _HoldingBack = self._backward_sync_control
+        held: _BackwardSyncControl = self._backward_sync_control
         options = {"accumulate": lambda: not held.holds(module), **self._attach_options}
         scaler = getattr(self.precision, "scaler", None)
         self.reducers.append(attach(unwrapped(optimizer), module, loss_scaler=scaler, **for_attach(options)))
@@ -244,8 +244,8 @@ class PycommFabricStrategy(_FabricStrategy):
         return rest
 
 
-class _HoldingBack:
-    """What ``fabric.no_backward_sync`` asks of a strategy: it notes the modules whose passes are held back."""
+class _BackwardSyncControl:
+    """Implements ``fabric.no_backward_sync``: records the modules whose gradients are only accumulated."""
 
     def __init__(self) -> None:
         self._held: list[torch.nn.Module] = []

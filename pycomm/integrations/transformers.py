@@ -1,4 +1,4 @@
-"""Hugging Face Transformers: a callback by which the Trainer's gradients are averaged by pycomm."""
+"""Hugging Face Transformers: a callback that lets pycomm average the Trainer's gradients."""
 
 from __future__ import annotations
 
@@ -28,27 +28,28 @@ _ELSEWHERE = {
     "is_fsdp_enabled": "FSDP",
     "is_fsdp_xla_enabled": "FSDP of XLA",
 }
-"""Attributes of the Trainer that say that something else averages gradients."""
+"""Attributes of the Trainer that are set if something else averages gradients, and its name."""
 
 
 class PycommCallback(_Callback):
-    """Callback with which a Trainer's gradients are averaged by pycomm: ``Trainer(..., callbacks=[PycommCallback()])``.
+    """Callback that lets pycomm average a Trainer's gradients: ``Trainer(..., callbacks=[PycommCallback()])``.
 
-    When training begins, the DistributedDataParallel that the Trainer has put around the model gets pycomm's
-    communication hook (:func:`pycomm.ddp.register`); a model that nothing is around is attached
-    (:func:`pycomm.attach`). With one process nothing is done. Accumulation, clipping, float16, evaluation and
-    checkpoints are the Trainer's. What compression carries from step to step is saved in each checkpoint's folder, in
-    one file per rank, and comes back with ``train(resume_from_checkpoint=...)``, also into another number of ranks.
+    When training begins, the Trainer's DistributedDataParallel gets pycomm's communication hook
+    (:func:`pycomm.ddp.register`); a model without a wrapper is attached (:func:`pycomm.attach`). With one process
+    nothing happens. Accumulation, clipping, float16, evaluation and checkpoints are the Trainer's. The state of
+    compression is saved in each checkpoint's folder, in one file per rank. ``train(resume_from_checkpoint=...)`` loads
+    it, also on another number of ranks.
 
     Args:
         compression: as for :func:`pycomm.attach`.
         algorithm: as for :func:`pycomm.attach`.
         timeout: limit of every wait for a peer; seconds or ``timedelta``. ``None``: the process group's own.
-        stop_on: signals, such as ``(signal.SIGTERM,)``, after which, on any rank, all ranks save a checkpoint and end
+        stop_on: signals, such as ``(signal.SIGTERM,)``. When any rank receives one, all ranks save a checkpoint and end
             the training at the same step.
 
     Attributes:
-        averaging: what averages, with ``stats()``; ``None`` before training. Its counters stay readable afterwards.
+        averaging: object that averages, with ``stats()``; ``None`` before training. Its counters stay readable
+            afterwards.
 
     Raises:
         TypeError: ``compression`` is no method.
@@ -68,7 +69,7 @@ class PycommCallback(_Callback):
         self.averaging: Averaging | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin to average, and go on from the checkpoint that the Trainer resumes from."""
+        """Start averaging; load the state in the checkpoint that the Trainer resumes from."""
         training = _training()
         _refuse_other_owners(training.trainer)
         if self.averaging is not None:
@@ -81,7 +82,7 @@ class PycommCallback(_Callback):
             self.averaging.load(training.folder)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Refuse to be there only now."""
+        """Raise if the callback was added after training had begun."""
         if not self._trains:
             raise RuntimeError(
                 "PycommCallback was added after training had begun, when nothing can be averaged by it any more: give "
@@ -89,7 +90,7 @@ class PycommCallback(_Callback):
             )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Have the Trainer save, and end, on all ranks, if one of them has asked for it."""
+        """Make the Trainer save and stop on all ranks if any rank has requested it."""
         if self.averaging is not None and self.averaging.stop_requested:
             control.should_save = control.should_training_stop = True
 
@@ -107,7 +108,7 @@ class PycommCallback(_Callback):
             self.averaging.save(folder)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave gradients to the model's wrapper again."""
+        """Stop averaging."""
         self._trains = False
         self._signals.close()
         if self.averaging is not None:
@@ -124,8 +125,8 @@ class _Training(NamedTuple):
 def _training() -> _Training:
     """Return the innermost training among the callers.
 
-    Callbacks are told neither which Trainer calls them nor what it resumes from: its state has the number of steps,
-    but not the folder, which may have any name. Both are arguments of ``Trainer.train``, which is on the stack.
+    Callbacks get neither the Trainer nor the folder that it resumes from. Both are local variables of
+    ``Trainer.train``, which is on the stack.
     """
     code = inspect.unwrap(_transformers.Trainer.train).__code__
     frame: FrameType | None = sys._getframe(1)
@@ -142,7 +143,7 @@ def _training() -> _Training:
 
 
 def _refuse_other_owners(trainer: Any) -> None:
-    """Raise ValueError if the Trainer has the gradients averaged by something that takes no hook."""
+    """Raise ValueError if the Trainer averages gradients by something that takes no hook."""
     for attribute, name in _ELSEWHERE.items():
         if getattr(trainer, attribute, False):
             raise ValueError(
@@ -152,14 +153,14 @@ def _refuse_other_owners(trainer: Any) -> None:
 
 
 def _averaging(trainer: Any, optimizer: Any, options: dict[str, Any]) -> Averaging:
-    """Average the gradients of a Trainer that has prepared its model and optimizer."""
+    """Start averaging for a Trainer that has prepared its model and optimizer."""
     model, inner = trainer.model_wrapped, uncompiled(trainer.model_wrapped)
     if trainer.args.world_size == 1:
         return Averaging(None, optimizer)
     if not isinstance(inner, DistributedDataParallel) and inner is not uncompiled(trainer.model):
         raise ValueError(
-            f"the Trainer has put a {type(inner).__name__} around the model, of which pycomm does not know whether it "
-            "averages gradients: leave PycommCallback out"
+            f"the Trainer has put a {type(inner).__name__} around the model, which may average gradients itself: leave "
+            "PycommCallback out"
         )
     return averaging_of(
         model,

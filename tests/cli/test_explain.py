@@ -78,7 +78,7 @@ def test_ranks_that_come_late(two_ranks: RankPool, tmp_path: Path, capsys: pytes
     two_ranks.run(_work, str(tmp_path), "same", PerRank([0.0, 1.3]))
     assert explain(tmp_path) == 0
     said = first_line(capsys)
-    assert "All ranks called the same, but rank 1 came 1." in said
+    assert "All ranks made the same calls, but rank 1 came 1." in said
     assert "barrier at" in said
 
 
@@ -86,7 +86,7 @@ def test_ranks_that_do_the_same(two_ranks: RankPool, tmp_path: Path, capsys: pyt
     two_ranks.run(_work, str(tmp_path), "absent", 0.0)
     shutil.copy(next(tmp_path.glob("rank0-*")), tmp_path / "rank0-again.json")  # of the same process
     assert explain(*tmp_path.glob("*.json")) == 0
-    assert "all ranks called the same, and came together" in first_line(capsys)
+    assert "all ranks made the same calls, and none was late" in first_line(capsys)
 
 
 def edited(path: Path, **changes: Any) -> None:
@@ -101,12 +101,12 @@ def test_ranks_that_do_not_come(two_ranks: RankPool, tmp_path: Path, capsys: pyt
     [zero], [one] = tmp_path.glob("rank0-*"), tmp_path.glob("rank1-*")
     without_the_last(one)
     assert explain(tmp_path) == 0
-    assert "came together" in first_line(capsys)  # a barrier that has ended: the file was written earlier, that is all
+    assert "none was late" in first_line(capsys)  # a barrier that has ended: the file was written earlier, that is all
     edited_last(zero, seconds=None)
     assert explain(tmp_path, "--last", 0) == 0
     said = first_line(capsys)
     assert said.startswith("Rank 0 waited")
-    assert "rank 1 did not come to it: its last was operation" in said
+    assert "rank 1 never reached it: its last was operation" in said
     assert "all_reduce of 1,000 float32 (sum)" in said
     assert f"and it was at {__file__}" in said
 
@@ -167,11 +167,11 @@ def test_operations_of_nccl_are_only_enqueued(
     [one] = tmp_path.glob("rank1-*")
     without_the_last(one)
     assert explain(tmp_path) == 0
-    assert "came together" in first_line(capsys)
+    assert "none was late" in first_line(capsys)
     content = json.loads(one.read_text())
     one.write_text(json.dumps({**content, "time": content["time"] + 5.0}))
     assert explain(tmp_path) == 0
-    assert "rank 1 did not come to it" in first_line(capsys)
+    assert "rank 1 never reached it" in first_line(capsys)
 
 
 def test_a_rank_without_a_file_is_never_said_to_be_well(
@@ -182,7 +182,7 @@ def test_a_rank_without_a_file_is_never_said_to_be_well(
     assert explain(tmp_path) == 0
     said = first_line(capsys)
     assert said.startswith("There is no file of rank 1 of group")
-    assert "all ranks called the same" not in said
+    assert "all ranks made the same calls" not in said
 
     edited_last(next(tmp_path.glob("rank0-*")), seconds=None)  # SIGUSR2, sent to rank 0 alone
     assert explain(tmp_path) == 0
@@ -198,7 +198,7 @@ def test_ranks_that_are_still_in_an_operation(
     edited_last(next(tmp_path.glob("rank1-*")), seconds=None)
     assert explain(tmp_path) == 0
     said = first_line(capsys)
-    assert said.startswith("All ranks came to operation")
+    assert said.startswith("All ranks entered operation")
     assert said.endswith("and rank 1 is still in it.")
     edited_last(next(tmp_path.glob("rank0-*")), seconds=None)
     assert explain(tmp_path) == 0
@@ -215,7 +215,7 @@ def test_other_files_in_the_folder_are_left_out(
     for arguments in ([], [tmp_path]):
         assert explain(*arguments) == 0
         out, err = capsys.readouterr()
-        assert "all ranks called the same, and came together" in out
+        assert "all ranks made the same calls, and none was late" in out
         assert "rank0-results.json is no file of pycomm's flight recorder" in err
         assert "rank0-older-1.json has format 0" in err
     assert explain(tmp_path / "rank0-results.json") == 2  # this one is named

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pycomm.tools.cli.main import main
-from pycomm.tools.cli.plan.arguments import in_todays_form
+from pycomm.tools.cli.plan.arguments import modernized
 
 LAYERS = ["--devices", "2", "--memory", "10GB"]
 
@@ -33,7 +33,7 @@ LAYERS = ["--devices", "2", "--memory", "10GB"]
     ],
 )
 def test_what_was_an_option_is_a_command(old: str, new: str) -> None:
-    assert in_todays_form(old.split()) == new.split()
+    assert modernized(old.split()) == new.split()
 
 
 def test_both_forms_print_the_same(capsys: pytest.CaptureFixture[str]) -> None:

@@ -147,7 +147,7 @@ def test_how_much_sooner_a_loss_was_there() -> None:
     runs = results()
     for run, number in ((runs.link[0], 10), (runs.link[3], 100)):
         run.turns, run.losses = [[0.5], [5.0 / number] * (number - 1)], np.linspace(5.5, 3.0, number).tolist()
-    assert "had DDP's last training loss after 3.5 s instead of 5.0 s" in conclusions(runs, SETTINGS)[0]
+    assert "reached DDP's final training loss after 3.5 s instead of 5.0 s" in conclusions(runs, SETTINGS)[0]
 
 
 @pytest.mark.parametrize("death", [None, DEATH])
@@ -176,7 +176,7 @@ def test_what_is_simulated_is_called_so_everywhere() -> None:
     simulated = replace(SETTINGS, hosts=(), megabits=2500.0)
     assert link_name(simulated) == "Simulated link, 2.5 Gbit/s"
     text = shown(results(), simulated)
-    assert "A simulated step takes what it took here" in text.replace("\n", " ").replace("  ", " ")
+    assert "A simulated step takes its time here plus" in text.replace("\n", " ").replace("  ", " ")
     assert "over the simulated link of 2.5 Gbit/s" in conclusions(results(), simulated)[0]
     assert title(results(), simulated).startswith("1.00 M parameters, 2 ranks of one thread")
 

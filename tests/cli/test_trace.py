@@ -52,7 +52,7 @@ def test_a_script_that_ends_too_early_or_badly(tmp_path: Path, capfd: pytest.Cap
     script = tmp_path / "train.py"
     script.write_text(f"{SCRIPT}\nsys.exit(int(sys.argv[2]))")
     assert trace("-o", tmp_path / "step", "--ranks", 1, script, 1, 0) == 1
-    assert "no rank has come to step 10" in capfd.readouterr().err
+    assert "no rank reached step 10" in capfd.readouterr().err
     out = tmp_path / "new" / "step"
     assert trace("-o", out, "--ranks", 2, "--step", 2, script, 3, 3) == 1  # after the step
     assert "the script ended with exit code 1" in capfd.readouterr().err

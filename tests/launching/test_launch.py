@@ -151,7 +151,7 @@ def test_a_rank_that_is_killed_is_named_with_its_signal() -> None:
         pycomm.launch(functions.rank_0_is_killed, 1, output=None)
     assert (caught.value.rank, caught.value.signal) == (0, signal.SIGKILL)
     assert str(caught.value) == (
-        "rank 0 was killed by SIGKILL (out of memory?); the last that it wrote to its standard error:\n\nabout to go\n"
+        "rank 0 was killed by SIGKILL (out of memory?); the end of its standard error:\n\nabout to go\n"
     )
 
 

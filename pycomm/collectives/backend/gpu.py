@@ -34,7 +34,7 @@ class GpuSide:
         self.target: Any = _torch_nccl(engine) if dist.is_nccl_available() else OwnNccl(engine, device)
 
     def call(self, names: Sequence[str], *args: Any, **kwargs: Any) -> Any:
-        """Call the operation that has these names in torch; releases differ in them."""
+        """Call an operation by the first of ``names`` that exists; torch's releases differ in them."""
         method = next((found for name in names if (found := getattr(self.target, name, None))), None)
         if method is None:
             raise RuntimeError(f"{names[0]} is not available on a GPU without torch's own NCCL")
@@ -49,7 +49,7 @@ def _torch_nccl(engine: GroupEngine) -> Any:
     store = PrefixStore("pycomm/cuda", engine.place.store)
     try:
         return dist.ProcessGroupNCCL(store, engine.rank, engine.size, options)
-    except ValueError as error:  # there is no GPU: new_group() of torch 2.4 asks all the same, and takes a RuntimeError
+    except ValueError as error:  # no GPU: new_group() of torch 2.4 tries all the same, and expects a RuntimeError
         raise RuntimeError(f"backend 'pycomm': {error}") from error
 
 
@@ -84,7 +84,7 @@ class OwnNccl:
         return self._run("recv", tensors[0], src)
 
     def barrier(self, opts: Any = None) -> Any:
-        """Wait for all ranks, and for the work on the GPU before."""
+        """Wait for earlier work on the GPU, then for all ranks."""
         torch.cuda.synchronize(self._device)
         return self._engine.run("barrier", lambda: self._engine.barrier(self._engine.timeout), [], False)
 

@@ -24,8 +24,8 @@ from pycomm.torch_internals import current_graph_task
 Tensors = Sequence[torch.Tensor]
 
 USERS_TAG_END = TAG_END - 2
-"""Tags of users' messages are smaller."""
-_HERE, _GO_ON = USERS_TAG_END, USERS_TAG_END + 1
+"""Users' messages have smaller tags."""
+_ARRIVED, _RELEASED = USERS_TAG_END, USERS_TAG_END + 1
 
 # Reductions.
 
@@ -156,7 +156,7 @@ def all_to_all_single(
     input_splits: Sequence[int],
     opts: Any = None,
 ) -> Planned:
-    """Send slices of a tensor, along its first dimension, to the ranks; equal ones where no sizes are given."""
+    """Send slices of a tensor along its first dimension to the ranks; equal slices unless sizes are given."""
     if not output_splits and not input_splits:
         return Planned("all_to_all", calls.engine.all_to_all, (output, x), [output], opts)
     size = calls.engine.size
@@ -206,28 +206,28 @@ def recv_anysource(calls: Calls, tensors: Tensors, tag: int = 0) -> BackendWork:
 
 
 def _reduction(opts: Any) -> str:
-    """Return the name of the reduction that ``opts`` has."""
+    """Return the name of the reduction in ``opts``."""
     return "sum" if opts is None else name_of(getattr(opts, "reduceOp", opts))
 
 
 def _only(tensors: Any) -> Any:
-    """Return the one element of a list, which torch's calling convention has for several GPUs of a process."""
+    """Return the only element of a list; torch's calling convention allows one for each GPU of a process."""
     if isinstance(tensors, torch.Tensor):
         return tensors
     if len(tensors) != 1:
-        raise ValueError(f"one tensor per process is wanted, {len(tensors)} came")
+        raise ValueError(f"the list has {len(tensors)} tensors, wanted one per process")
     return tensors[0]
 
 
 def _users_tag(tag: int) -> int:
-    """Return ``tag``, which must not be one of monitored_barrier's."""
+    """Return ``tag``; raise ValueError if it is reserved for monitored_barrier."""
     if tag >= USERS_TAG_END:
         raise ValueError(f"tag is {tag}, wanted one below {USERS_TAG_END}")
     return tag
 
 
 def _root_of(opts: Any) -> int:
-    """Return the root that ``opts`` has, a rank of the group."""
+    """Return the root in ``opts``, a rank of the group."""
     return int(opts) if isinstance(opts, int) else int(getattr(opts, "rootRank", 0))
 
 
@@ -240,17 +240,17 @@ def monitored_barrier(calls: Calls, timeout: float, wait_all_ranks: bool) -> Non
     Args:
         calls: the group's.
         timeout: seconds.
-        wait_all_ranks: whether rank 0 names all ranks that did not come, instead of the first of them.
+        wait_all_ranks: whether rank 0 names all missing ranks instead of the first.
 
     Raises:
-        RuntimeError: on rank 0: ranks did not come; on the others: rank 0 did not let them go on.
+        RuntimeError: on rank 0, ranks are missing; on the others, rank 0 did not release them.
     """
     engine, deadline = calls.engine, time.monotonic() + timeout
     number, calls.num_barriers = calls.num_barriers, calls.num_barriers + 1
     if engine.rank != 0:
-        engine.transport.send(torch.tensor([number]), 0, _HERE, timeout)
+        engine.transport.send(torch.tensor([number]), 0, _ARRIVED, timeout)
         try:
-            _receive(engine, 0, _GO_ON, number, deadline)
+            _receive(engine, 0, _RELEASED, number, deadline)
         except RuntimeError as error:
             raise RuntimeError(
                 f"Rank {engine.rank} successfully reached monitoredBarrier, but received errors while waiting for "
@@ -265,7 +265,7 @@ def monitored_barrier(calls: Calls, timeout: float, wait_all_ranks: bool) -> Non
                 f"before it could wait for rank {peer}"
             )
         try:
-            _receive(engine, peer, _HERE, number, deadline)
+            _receive(engine, peer, _ARRIVED, number, deadline)
         except RuntimeError as error:
             missing.append(peer)
             if not wait_all_ranks:
@@ -276,16 +276,16 @@ def monitored_barrier(calls: Calls, timeout: float, wait_all_ranks: bool) -> Non
         ranks = ", ".join(str(peer) for peer in missing)
         raise RuntimeError(f"[Rank 0]: Ranks {ranks} failed to pass monitoredBarrier in {round(timeout * 1000)} ms")
     for peer in range(1, engine.size):
-        engine.transport.send(torch.tensor([number]), peer, _GO_ON, timeout)
+        engine.transport.send(torch.tensor([number]), peer, _RELEASED, timeout)
 
 
 def _receive(engine: GroupEngine, peer: int, tag: int, number: int, deadline: float) -> None:
-    """Receive the word of ``peer`` that belongs to barrier ``number``; those of barriers that failed are old."""
-    word = torch.tensor([-1])
-    while word.item() < number:
-        receipt = engine.transport.receive(word, peer, tag)
+    """Receive the message of ``peer`` for barrier ``number``; skip those of earlier barriers that failed."""
+    found = torch.tensor([-1])
+    while found.item() < number:
+        receipt = engine.transport.receive(found, peer, tag)
         try:
             receipt.wait(max(0.001, deadline - time.monotonic()))
         except RuntimeError:
-            receipt.cancel()  # it must not take the word of a later barrier
+            receipt.cancel()  # it must not take the message of a later barrier
             raise

@@ -1,4 +1,4 @@
-"""Tensors and reductions of torch as the transports know them: memory without gaps, and pycomm's names."""
+"""Torch's tensors and reductions in the transports' terms: contiguous memory, and pycomm's names."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import torch.distributed as dist
 
 @dataclass
 class Target:
-    """Memory without gaps for the elements of ``tensor``: its own, or other memory from which they are copied."""
+    """Contiguous memory for the elements of ``tensor``: its own, or a buffer that is copied back."""
 
     tensor: torch.Tensor
     dense: torch.Tensor
 
     def finish(self) -> None:
-        """Copy the elements to ``tensor``, unless they are there."""
+        """Copy the elements back to ``tensor`` if they are in a buffer."""
         if self.dense.data_ptr() == self.tensor.data_ptr():
             return
-        # The thread that runs an operation need not be in the mode in which such a tensor may be written to.
+        # An inference tensor can be written in inference mode only, which this thread need not be in.
         with torch.inference_mode(self.tensor.is_inference()):
             self.tensor.detach().copy_(self.dense)
 
 
 def contiguous(tensor: Any) -> torch.Tensor:
-    """Return ``tensor`` without its graph, or a copy of it, as memory without gaps to read.
+    """Return ``tensor`` detached and contiguous, for reading; a copy if necessary.
 
     Raises:
-        TypeError, ValueError: it is no dense tensor in CPU memory.
+        TypeError, ValueError: it is not a dense tensor in CPU memory.
     """
     _require_plain(tensor)
     found: torch.Tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
@@ -37,10 +37,10 @@ def contiguous(tensor: Any) -> torch.Tensor:
 
 
 def to_change(tensor: Any) -> Target:
-    """Return memory to read and to write, with the elements of ``tensor``.
+    """Return contiguous memory with the elements of ``tensor``, for reading and writing.
 
     Raises:
-        TypeError, ValueError: it is no dense tensor in CPU memory, or cannot be written to.
+        TypeError, ValueError: it is not a dense tensor in CPU memory, or cannot be written to.
     """
     dense = contiguous(tensor)
     if dense.data_ptr() != tensor.data_ptr():
@@ -49,7 +49,7 @@ def to_change(tensor: Any) -> Target:
 
 
 def to_fill(tensor: Any) -> Target:
-    """Return memory to write, of the shape of ``tensor``, whose elements it need not have.
+    """Return contiguous memory of the shape of ``tensor``, for writing; its elements are undefined.
 
     Raises:
         TypeError, ValueError: as from :func:`to_change`.
@@ -66,8 +66,8 @@ def require_writable(tensor: Any) -> torch.Tensor:
     """Return ``tensor``.
 
     Raises:
-        TypeError, ValueError: it is no dense tensor in CPU memory; or several of its elements are one place in memory,
-            to which torch refuses to write.
+        TypeError, ValueError: it is not a dense tensor in CPU memory; or it is expanded: torch refuses to write to
+            elements that share memory.
     """
     _require_plain(tensor)
     repeated = (stride == 0 and length > 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True))
@@ -99,7 +99,7 @@ _NAMES = (
     (dist.ReduceOp.BOR, "bor"),
     (dist.ReduceOp.BXOR, "bxor"),
 )
-# Of bytes that are 0 or 1.
+# Reductions of booleans, as bytes of 0 or 1.
 _OF_BOOL = {"sum": "max", "max": "max", "bor": "max", "product": "min", "min": "min", "band": "min", "bxor": "bxor"}
 _OF_COMPLEX = ("sum", "mean")
 
@@ -108,17 +108,17 @@ def name_of(op: Any) -> str:
     """Return pycomm's name of a ``torch.distributed.ReduceOp``.
 
     Raises:
-        ValueError: there is no such reduction here (PREMUL_SUM is NCCL's).
+        ValueError: pycomm has no such reduction (PREMUL_SUM is NCCL's).
     """
     for known, name in _NAMES:
         if op == known:
             return name
-    shown = "PREMUL_SUM" if op == dist.ReduceOp.PREMUL_SUM else op  # whose own text is an address
+    shown = "PREMUL_SUM" if op == dist.ReduceOp.PREMUL_SUM else op  # its repr is an address
     raise ValueError(f"op is {shown}, wanted SUM, AVG, MIN, MAX, PRODUCT, BAND, BOR or BXOR")
 
 
 def reducible(tensor: torch.Tensor, op: str) -> tuple[torch.Tensor, str]:
-    """Return a view of contiguous ``tensor`` and the reduction of its elements that amounts to ``op`` on ``tensor``.
+    """Return a view of contiguous ``tensor``, and the reduction of the view that is equivalent to ``op``.
 
     Raises:
         TypeError: ``op`` is not defined for the dtype.

@@ -1,4 +1,4 @@
-"""Files of the flight recorder: what this process has called on all of its groups, as JSON."""
+"""Flight-recorder files: the last operations of this process on all of its groups, as JSON."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ _MOST_FILES = 128
 _DAY = 24 * 3600.0
 _STDERR = 2
 _LOG = logging.getLogger("pycomm")
-_lock = threading.RLock()  # reentrant, as the signal may come while this very thread writes
-_failed: set[str] = set()  # groups of whose failure a file tells already
+_lock = threading.RLock()  # reentrant: the signal may arrive while this thread writes
+_failed: set[str] = set()  # groups whose failure has been written
 
 
 def folder() -> Path | None:
-    """Return the folder of the files: that of the environment, or one of this user below the temporary files'."""
+    """Return the folder of the files: the environment's, or this user's in the temporary directory."""
     named = os.environ.get(DIRECTORY)
     if named is not None:
         return Path(named) if named else None
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # no name for this number
+    except (KeyError, OSError):  # this user has no name
         user = str(os.getuid())
     return Path(tempfile.gettempdir()) / f"pycomm_flight_{user}"
 
 
 def dump(reason: str) -> Path | None:
-    """Write what is known of all groups of this process, over what it wrote before; return the file.
+    """Write the operations of all groups of this process, replacing its earlier file; return the file.
 
-    ``None`` if nothing is to be written, as in a rank's forked children, or cannot be: that is logged, as whoever asks
-    for it has other troubles.
+    Returns ``None`` if writing is disabled, or in a rank's forked children. Also if writing fails, which is only
+    logged: callers are handling another error.
     """
     place = folder()
     if place is None or is_forked():
@@ -61,7 +61,7 @@ def dump(reason: str) -> Path | None:
     with _lock:
         try:
             place.mkdir(parents=True, exist_ok=True, mode=0o700)
-            is_named = DIRECTORY in os.environ  # then what lies there, and who may read it, is somebody else's affair
+            is_named = DIRECTORY in os.environ  # then its content and permissions are the user's affair
             if not is_named:
                 _check(place)
                 _drop_old(place)
@@ -74,7 +74,7 @@ def dump(reason: str) -> Path | None:
 
 
 def dump_failure(recorder: Recorder, why: str) -> None:
-    """Write it because an operation of ``recorder`` has failed, the first time that one of its group does."""
+    """Write the file after a failed operation of ``recorder``, once for each group."""
     if recorder.group in _failed or len(recorder.ranks) < 2:
         return
     _failed.add(recorder.group)
@@ -84,7 +84,7 @@ def dump_failure(recorder: Recorder, why: str) -> None:
 
 
 def dump_on_signal() -> None:
-    """Have SIGUSR2 write the file, unless the program itself does something at SIGUSR2."""
+    """Make SIGUSR2 write the file, unless the program handles SIGUSR2 itself."""
     if folder() is None or threading.current_thread() is not threading.main_thread():
         return
     if signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
@@ -95,12 +95,12 @@ def _on_signal(_number: int, _frame: FrameType | None) -> None:
     file = dump("SIGUSR2")
     if file is not None:
         line = f"{prefix()} the last operations of this rank are in {file}\n"
-        with contextlib.suppress(OSError):  # not by sys.stderr: the signal may have come while that writes
+        with contextlib.suppress(OSError):  # not by sys.stderr: the signal may have interrupted a write to it
             os.write(_STDERR, line.encode("utf-8", "replace"))
 
 
 def _check(place: Path) -> None:
-    """Refuse a folder that is not this user's alone: below /tmp, anybody may have made one of this name before.
+    """Refuse a folder that is not this user's alone: in /tmp, any user may have created one of this name.
 
     Raises:
         PermissionError: it is a link, or of another user, or others may write to it.
@@ -115,14 +115,14 @@ def _check(place: Path) -> None:
 
 
 def _write_new(path: Path, text: str, mode: int) -> None:
-    """Write a file that was not there: what a process of the same number has left goes, and no link is followed."""
+    """Write a new file, without following links. One left by an earlier process of the same number is replaced."""
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode), "w") as file:
         file.write(text)
 
 
 def _drop_old(place: Path) -> None:
-    """Delete the oldest files of this host, so that they never become many; none of the last day."""
+    """Delete this host's oldest files beyond the newest ``_MOST_FILES``, except those of the last day."""
     name = re.compile(rf"rank\d+-{re.escape(socket.gethostname())}-\d+\.json")
     files = sorted((_time_of(path), path) for path in place.iterdir() if name.fullmatch(path.name))
     for written, path in files[: max(0, len(files) - _MOST_FILES)]:
@@ -137,7 +137,7 @@ def _time_of(file: Path) -> float:
 
 
 def _content(reason: str, found: list[Recorder]) -> dict[str, Any]:
-    wall = time.time() - time.monotonic()  # all times are the wall clock's, which hosts have in common, about
+    wall = time.time() - time.monotonic()  # makes times comparable between hosts, roughly
     return {
         "format": FORMAT,
         "host": socket.gethostname(),

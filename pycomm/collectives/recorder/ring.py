@@ -29,7 +29,7 @@ _OWN = (
     threading.__file__,
     "<frozen ",
 )
-# A trainer calls us from the same line of its own whatever the script does.
+# A trainer always calls pycomm from the same line of its own, which says nothing about the script.
 _LIBRARIES = tuple(
     os.path.join(folder, "")
     for folder in (
@@ -47,11 +47,11 @@ class Entry(NamedTuple):
     """Operation that was called.
 
     Attributes:
-        number: count of the collectives of its group up to this one; a message has that of the one before.
+        number: number of the collective in its group, from 1; a message has that of the collective before it.
         operation: name.
-        dtype, elements: of what this rank puts in, as far as that is known.
+        dtype, elements: of this rank's input, if known.
         detail: further arguments, such as the reduction or a root.
-        label: what it is about, such as a bucket.
+        label: its purpose, such as a bucket.
         line: line of the script that called it.
         began, ended: on the monotonic clock, in seconds; ``ended`` is ``None`` while it lasts.
         error: text of its error.
@@ -73,13 +73,13 @@ class Recorder:
     """Recorder of the operations of one group of ranks.
 
     Args:
-        group: name of the group that all of its ranks have for it, and no other group has.
+        group: unique name of the group, the same on all of its ranks.
         rank: rank of this process in it.
         ranks: global ranks of its members.
 
     Attributes:
-        pid: process that made it, whose operations it has.
-        store: store of torch in which the ranks have met; ``None`` if there is none for them all.
+        pid: process that made it, and whose operations it records.
+        store: torch's store that all of the ranks share; ``None`` if there is none.
     """
 
     def __init__(self, group: str, rank: int, ranks: Sequence[int]) -> None:
@@ -91,7 +91,7 @@ class Recorder:
 
     @property
     def global_rank(self) -> int:
-        """Rank of this process among all."""
+        """Rank of this process among all ranks."""
         return self.ranks[self.rank] if self.ranks else self.rank
 
     @property
@@ -114,26 +114,23 @@ _recorders: weakref.WeakValueDictionary[int, Recorder] = weakref.WeakValueDictio
 
 
 def recorders() -> list[Recorder]:
-    """Return those of this process, in no particular order."""
+    """Return this process's recorders, in no particular order."""
     return [recorder for recorder in _known() if recorder.pid == os.getpid()]
 
 
 def is_forked() -> bool:
-    """Return whether this process has none of its own, and those of the rank that it was forked from.
-
-    As DataLoader's workers are: what these have copies of ended for them when they were forked.
-    """
+    """Return whether this process was forked from a rank, as DataLoader's workers are, and has only its recorders."""
     known = _known()
     return bool(known) and all(recorder.pid != os.getpid() for recorder in known)
 
 
 def _known() -> list[Recorder]:
-    # Not by iterating over them: another thread may make one meanwhile.
+    # Not by iteration: another thread may add one meanwhile.
     return [found for reference in _recorders.valuerefs() if (found := reference()) is not None]
 
 
 def from_here(job: Callable[[], T]) -> Callable[[], T]:
-    """Return ``job``, for another thread, whose operations are noted as called by the present line."""
+    """Return ``job`` for another thread; its operations are recorded as called from the current line."""
     line = _native.line_of_caller()
 
     def run() -> T:
@@ -148,7 +145,7 @@ def from_here(job: Callable[[], T]) -> Callable[[], T]:
 
 @contextlib.contextmanager
 def labelled(text: str) -> Iterator[None]:
-    """Note operations of this thread, inside, as being about ``text``."""
+    """Label this thread's operations in the block with ``text``."""
     label, line = _native.exchange_mark(None, None)
     _native.exchange_mark(text, line)
     try:
@@ -159,7 +156,7 @@ def labelled(text: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def listened_to(listener: Callable[[bool], None]) -> Iterator[None]:
-    """Call ``listener`` with true before, and with false after each operation of this thread inside."""
+    """Call ``listener(True)`` before and ``listener(False)`` after each operation of this thread in the block."""
     before = _native.exchange_listener(listener)
     try:
         yield
@@ -168,7 +165,7 @@ def listened_to(listener: Callable[[bool], None]) -> Iterator[None]:
 
 
 def array_of(x: Any) -> tuple[str | None, int]:
-    """Return dtype and number of elements of an argument that may be anything; of a list, those of its parts."""
+    """Return dtype and number of elements of an array or tensor; of a list, the first dtype and the sum."""
     if isinstance(x, (list, tuple)):
         parts = [array_of(part) for part in x if part is not None]
         return (parts[0][0] if parts else None), sum(count for _, count in parts)
@@ -177,10 +174,10 @@ def array_of(x: Any) -> tuple[str | None, int]:
 
 
 def line_of(frame: FrameType | None) -> Line | None:
-    """Return the innermost line of the script from ``frame`` outwards, which is neither pycomm's nor torch's.
+    """Return the innermost line of the script, from ``frame`` outwards.
 
-    If there is none, it is the innermost of another library. ``None`` if there is none of these either, as on threads
-    that pycomm and torch have started.
+    Without one, return the innermost line of a library other than pycomm and torch. Without either, as on threads that
+    pycomm and torch have started, return ``None``.
     """
     library: Line | None = None
     while frame is not None:

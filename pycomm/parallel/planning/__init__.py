@@ -2,10 +2,10 @@
 
     made = profile(make_model, make_batch, loss)               # bytes and FLOPs by layer, without memory
     task = Task(devices=8, memory=10e9, batch=64, device=Device(flops=1e13))
-    ranking = choose(task, model, profile_of, styles_of)       # what fits, the fastest first, and why others do not
+    ranking = choose(task, model, profile_of, styles_of)       # what fits, fastest first, and why the rest was refused
     ranking.options[0].plan()                                  # what split() and Pipeline() take
 
-``sizes`` needs the layers' sizes alone; ``scaling`` says what more devices would bring: T = S N e.
+``sizes`` uses only the layers' sizes. ``scaling`` predicts the throughput of more devices: T = S N e.
 """
 
 from pycomm.parallel.planning.candidates import OPTIMIZERS, Candidate, Device, Task, measure_device

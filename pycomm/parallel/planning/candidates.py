@@ -15,7 +15,7 @@ from pycomm.schedule import NETWORKS, Network
 from pycomm.schedule.network import DEFAULT_NETWORK
 
 OPTIMIZERS = {"sgd": 0, "momentum": 1, "lars": 1, "rmsprop": 1, "adagrad": 1, "adam": 2, "adamw": 2, "lamb": 2}
-"""Numbers that optimizers keep for each parameter, by name; ``momentum`` is SGD with momentum."""
+"""State elements per parameter, by optimizer; ``momentum`` is SGD with momentum."""
 
 _MOST_MICROBATCHES = 256
 _WIDTH = 1024
@@ -42,15 +42,15 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is to be trained, and where.
+    """A training task and its devices.
 
     Attributes:
-        devices: number of devices, all of which are used. memory: bytes of each.
+        devices: number of devices; all are used. memory: bytes of each.
         batch: samples of a step, over all devices.
         device: its speed.
         network: the network between the devices.
         optimizer: one of ``OPTIMIZERS``.
-        overlap: fraction of the averaging of gradients that is hidden behind the backward pass.
+        overlap: fraction of gradient averaging that the backward pass hides.
         cores: how many devices can compute at once, if they share the cores of one host; ``None`` for all.
 
     Raises:
@@ -79,11 +79,11 @@ class Task:
 
 @dataclass(frozen=True, order=True)
 class Candidate:
-    """One way: ``pp`` stages, each on ``dp`` x ``tp`` devices.
+    """One way to split a task: ``pp`` stages, each on ``dp`` x ``tp`` devices.
 
     Attributes:
         microbatches: number of parts that a replica's batch is cut into.
-        recompute: whether only what layers are given is kept for the backward pass, and the rest computed again.
+        recompute: whether only the layers' inputs are saved for the backward pass, and the rest is recomputed.
         sharded_optimizer: whether each of the ``dp`` replicas keeps a part of the optimizer's state.
     """
 
@@ -116,7 +116,7 @@ def meshes(devices: int) -> Iterator[tuple[int, int, int]]:
 
 
 def candidates(pp: int, tp: int, dp: int, batch: int) -> list[Candidate]:
-    """Return what could be done on one mesh with ``batch`` samples a step; none if they do not divide by ``dp``."""
+    """Return all candidates on one mesh for ``batch`` samples a step; none if ``dp`` does not divide ``batch``."""
     if batch % dp:
         return []
     own = batch // dp
@@ -130,9 +130,9 @@ def candidates(pp: int, tp: int, dp: int, batch: int) -> list[Candidate]:
 
 
 def measure_device() -> Device:
-    """Measure this machine, with torch's number of threads: products of float32 matrices, and copies. Takes a second.
+    """Measure float32 matrix products and copies on this machine, with torch's number of threads. Takes a second.
 
-    A model's own work is slower than products of large matrices.
+    Most operations of a model are slower than products of large matrices.
     """
     a, b = torch.randn(_WIDTH, _WIDTH), torch.randn(_WIDTH, _WIDTH)
     product = torch.empty(_WIDTH, _WIDTH)

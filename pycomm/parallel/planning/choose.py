@@ -1,4 +1,4 @@
-"""Choice: prices of all candidates of a task, and reasons for refusing some."""
+"""Choice among all candidates of a task: their prices, and the reasons for refusing some."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ProfileBy = Callable[[Mapping[str, str]], Profile]
 StylesBy = Callable[[int], dict[str, str]]
 
 _CLEARLY_FASTER = 0.8
-"""Fraction of the step without compression that one with it must stay below: compression changes the training."""
+"""A compressed step must take less than this fraction of an uncompressed one: compression changes the training."""
 _REHEARSED = 1 << 20  # parameters
 
 
@@ -31,7 +31,7 @@ class Option:
     """Candidate that fits, with its price.
 
     Attributes:
-        averaging: seconds of a step in which only gradients are averaged.
+        averaging: seconds of a step that averaging gradients adds.
         compression: method for the gradients, one of ``pycomm.training.cost.planning.METHODS``, or ``None``.
         split: style of each module that is split.
     """
@@ -48,7 +48,6 @@ class Option:
 
     @property
     def candidate(self) -> Candidate:
-        """What was priced."""
         return self.price.candidate
 
     @property
@@ -82,8 +81,8 @@ class Refusal:
     """Candidates that were refused for one reason.
 
     Attributes:
-        what: the candidates in words. count: how many they were. reason: why.
-        needed: bytes that would do, if memory was the reason, else ``nan``.
+        what: the candidates in words. count: their number. reason: why.
+        needed: bytes per device that would suffice, if memory was the reason, else ``nan``.
     """
 
     what: str
@@ -94,14 +93,14 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Ranking:
-    """What fits, the fastest first, and what was refused."""
+    """Options that fit, fastest first, and refusals."""
 
     options: tuple[Option, ...]
     refusals: tuple[Refusal, ...]
 
     @property
     def least(self) -> float:
-        """The least bytes per device that any candidate refused for memory would have needed; ``inf`` if none was."""
+        """Least bytes per device with which a candidate refused for memory would fit; ``inf`` if none was."""
         return min((each.needed for each in self.refusals if not math.isnan(each.needed)), default=math.inf)
 
 
@@ -109,10 +108,10 @@ def choose(task: Task, model: nn.Module, profile_of: ProfileBy, styles_of: Style
     """Price all candidates and rank those that fit by the seconds of a step.
 
     Args:
-        task: what is to be trained, and where.
-        model: the model; only its structure is looked at.
-        profile_of: returns the profile with given styles of splitting.
-        styles_of: returns the styles by the number of devices that operators are split over.
+        task: the task and its devices.
+        model: the model; only its structure is used.
+        profile_of: returns the profile for given split styles by module.
+        styles_of: returns split styles by module for a number of devices.
         compress: whether gradients may be compressed.
 
     Raises:
@@ -155,7 +154,7 @@ class _PlanSearch:
         return self._styles[tp]
 
     def why_not_split(self, tp: int) -> str:
-        """Return why no operators are split ``tp`` ways, empty if some can be."""
+        """Return why no layer can be split ``tp`` ways; empty if one can."""
         return "" if tp == 1 or self._split(tp) else f"no layer can be split over {tp} devices"
 
     def mesh(self, pp: int, tp: int, dp: int, name: str) -> tuple[list[Option], list[Refusal]]:
@@ -186,14 +185,14 @@ class _PlanSearch:
 
 
 class _Compressor:
-    """Prices of compressed gradients: work rehearsed here, communication simulated."""
+    """Prices of compressed gradients: local work measured here, communication simulated."""
 
     def __init__(self, pricer: Pricer) -> None:
         self._pricer = pricer
         self._costs: dict[tuple[str, int], Costs] = {}
 
     def options(self, dense: Option) -> list[Option]:
-        """Return the same with the method that is fastest, if that is clearly faster than none."""
+        """Return ``dense`` with the fastest compression method, or nothing if no method is clearly faster."""
         candidate, price = dense.candidate, dense.price
         best: list[Option] = []
         seconds = _CLEARLY_FASTER * dense.seconds
@@ -221,7 +220,7 @@ class _Compressor:
 
 
 def _grouped(refusals: list[Refusal]) -> list[Refusal]:
-    """Return one refusal for each of those that have the same words, in the order of the first."""
+    """Merge refusals with the same words, in the order of their first."""
     counts: Counter[tuple[str, str]] = Counter()
     needed: dict[tuple[str, str], float] = {}
     for each in refusals:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, fields, replace
 
 @dataclass(frozen=True)
 class Part:
-    """Quantity with a part that is divided by the number of devices that operators are split over.
+    """Quantity of a layer whose operators are split over devices.
 
     Attributes:
-        whole: part that each of those devices has.
-        split: part that is divided.
+        whole: part that every device has in full.
+        split: part that is divided among the devices.
     """
 
     whole: float = 0.0
@@ -43,13 +43,12 @@ class Layer:
         modules: their names in the model, in the order in which they run; the first is called by the model.
         count: number of elements of parameters.
         parameters: bytes of parameters; trainable: of those that have a gradient.
-        activations: bytes that the forward pass keeps for the backward pass: storages that no earlier layer keeps.
-        output: bytes that are handed to the next layer.
-        keeps_output: whether these ``activations`` have the output; output_kept: whether those of a later layer have.
+        activations: bytes saved for the backward pass, in storages that no earlier layer saves.
+        output: bytes passed to the next layer.
+        keeps_output: whether ``activations`` include the output; output_kept: whether those of a later layer do.
         forward, backward: work, in FLOPs; in seconds if it was measured.
-        inside: whether the layer lies, whole, between two others that are split, so that its work is divided, too.
-        reduced_forward, reduced_backward: bytes of the tensors that are summed over the devices that operators are
-            split over, in either direction.
+        inside: whether an unsplit layer lies between two split ones, so that its work is divided, too.
+        reduced_forward, reduced_backward: bytes of each tensor that the devices of a split sum in that pass.
     """
 
     modules: tuple[str, ...]
@@ -74,7 +73,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Profile:
-    """Layers of a model for two sizes of a microbatch, between and beyond which all quantities are lines.
+    """Layers of a model for two sizes of a microbatch; for other sizes, all quantities are linear.
 
     Attributes:
         sizes: the two numbers of samples, the smaller first.
@@ -113,8 +112,8 @@ def _between(small: Layer, large: Layer, share: float) -> Layer:
 def with_seconds(profile: Profile, samples: int, seconds: Sequence[tuple[float, float]]) -> Profile:
     """Return ``profile`` with measured work: seconds of the forward and backward pass of each layer.
 
-    The seconds are of a microbatch of ``samples`` samples, and taken to be in proportion to it. What is divided by the
-    devices is as large a part of them as of the FLOPs.
+    The seconds are of a microbatch of ``samples`` samples, and scale with its size. The devices divide the same share
+    of the seconds as of the FLOPs.
     """
 
     def measured(layer: Layer, taken: tuple[float, float], size: int) -> Layer:

@@ -1,9 +1,9 @@
 """Prices: the memory of every device and the seconds of a step, for one candidate.
 
-Memory of a device: its part of the parameters, gradients and optimizer state; the activations saved for backward, of as
-many microbatches as the pipeline's table has under way; gradient buckets, and buffers for the messages of all
-microbatches, which torch's runtime allocates at once; and one layer's activation gradients. With one microbatch,
-gradients are made while activations are freed: only the peak of their sum counts.
+Memory of a device: its part of the parameters, gradients and optimizer state; activations saved for backward, for every
+microbatch that the pipeline has in flight; gradient buckets; buffers for the messages of all microbatches, which
+torch's runtime allocates at once; and one layer's activation gradients. With one microbatch, activations are freed
+while gradients are allocated: only the peak of their sum counts.
 
 Time of a step: a simulation of the pipeline's table with the stages' work, the all-reduces of split operators, and the
 messages between stages; then the exposed part of the gradients' averaging, and the optimizer's step, which reads and
@@ -45,13 +45,12 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """All of it."""
         return self.parameters + self.gradients + self.state + self.activations + self.buffers + self.working
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a step: computation with what it waits for, the rest of the averaging, the optimizer's step."""
+    """Seconds of a step: forward and backward passes with their waits, exposed averaging, the optimizer's step."""
 
     passes: float
     averaging: float
@@ -59,7 +58,6 @@ class Times:
 
     @property
     def total(self) -> float:
-        """All of it."""
         return self.passes + self.averaging + self.update
 
 
@@ -70,7 +68,7 @@ class Price:
     Attributes:
         stages: layers of each stage.
         memory: of a device of each stage.
-        gradient_bytes: what a device averages over the replicas in a step, on the stage that has most.
+        gradient_bytes: bytes that a device averages over the replicas in a step, on the stage with the most.
     """
 
     candidate: Candidate
@@ -86,7 +84,7 @@ class Price:
 
 
 class Links:
-    """Links of groups of devices on a network: those that are ``stride`` ranks apart."""
+    """Communication times on a network, for groups of devices that are ``stride`` ranks apart."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
@@ -102,14 +100,16 @@ class Links:
         return self._groups(ranks, stride).seconds(operation)
 
     def message(self, first: int, stride: int, nbytes: float) -> float:
-        """Return the seconds of messages of ``nbytes`` to ranks ``stride`` further on, from as many from ``first``."""
+        """Return the seconds of messages of ``nbytes`` from ranks ``first`` to ``first + stride - 1``, each to the
+        rank ``stride`` above it.
+        """
         src = np.arange(first, first + stride)
         kind = int(self._network.links(src, src + stride).max())
         link = (self._network.within_host, self._network.between_hosts)[kind]
         return link.alpha + link.beta * nbytes
 
     def _network_of(self, stride: int) -> Network:
-        """Return the network as a group sees it whose ranks are ``stride`` apart."""
+        """Return the network for a group whose ranks are ``stride`` apart."""
         per_host = self._network.per_host
         return self._network.with_hosts_of(None if per_host is None else max(1, per_host // stride))
 
@@ -121,7 +121,7 @@ class Links:
 
 
 class Rows:
-    """Layers of a model, as rows of numbers, on devices that split operators ``tp`` ways."""
+    """Quantities of a model's layers as arrays, with operators split over ``tp`` devices."""
 
     def __init__(self, layers: Sequence[Layer], tp: int, device: Device, measured: bool, links: Links) -> None:
         self.layers = tuple(layers)
@@ -132,13 +132,13 @@ class Rows:
 
         self.parameters, self.trainable, self.kept = (row(name) for name in ("parameters", "trainable", "activations"))
         self.forward, self.backward = row("forward") / speed, row("backward") / speed
-        for layer, number in zip(layers, range(len(layers)), strict=True):
+        for number, layer in enumerate(layers):
             self.forward[number] += sum(links.all_reduce(tp, 1, nbytes) for nbytes in layer.reduced_forward)
             self.backward[number] += sum(links.all_reduce(tp, 1, nbytes) for nbytes in layer.reduced_backward)
         self.output = np.array([layer.output for layer in layers])
         self.input = np.concatenate([[0.0], self.output[:-1]])
-        # torch keeps what a stage gives until the backward pass, also where no layer needs it. What a stage is given
-        # lies where it was received, also while a layer keeps it.
+        # torch keeps a stage's output until the backward pass, even if no layer needs it. A stage's input stays in the
+        # receive buffer, even while a layer saves it.
         kept = np.array([layer.output_kept for layer in layers])
         self.received = -self.input * np.concatenate([[False], kept[:-1]])
         self.sent = self.output * ~np.array([layer.keeps_output for layer in layers])
@@ -146,19 +146,19 @@ class Rows:
 
     @cached_property
     def trained(self) -> npt.NDArray[np.bool_]:
-        """``[layers, layers]``: whether the layers between have parameters that are trained."""
+        """``[layers, layers]``: whether a layer from the first index to the second has trainable parameters."""
         return np.asarray(sums(self.trainable) > 0)
 
 
 class Pricer:
-    """Prices candidates for one task; what they have in common is computed once."""
+    """Prices candidates for one task; shared parts are computed once."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
         self.links = Links(task.network)
 
     def price(self, candidate: Candidate, rows: Rows) -> Price | float:
-        """Return the price; if it does not fit, the bytes that the fullest device would need at least."""
+        """Return the price; if the candidate does not fit, the least bytes that its fullest device requires."""
         memory = self._stage_bytes(candidate, rows)
         costs = np.broadcast_to(self._stage_seconds(candidate, rows), memory.shape)
         allowed = np.broadcast_to(rows.trained, memory.shape)
@@ -196,7 +196,7 @@ class Pricer:
         kept += float(rows.kept[part].max()) if candidate.recompute else 0.0
         messages = float(self._messages(candidate, rows, stage)[part.start, part.stop - 1])
         gradients = trainable
-        if _comes_as_it_goes(candidate):
+        if _frees_while_computing(candidate):
             swept = float(sweeps(rows.kept, rows.trainable)[part.start, part.stop - 1])
             gradients = swept - float(rows.kept[part].sum())
         return Memory(
@@ -209,14 +209,14 @@ class Pricer:
         )
 
     def _kept(self, candidate: Candidate, rows: Rows) -> Floats:
-        """Return ``[layers, layers]``: bytes that a microbatch keeps in a stage of these layers."""
+        """Return ``[layers, layers]``: bytes saved per microbatch by a stage of these layers."""
         if candidate.recompute:
             return np.asarray(sums(rows.input) + (rows.output[None, :] if candidate.pp > 1 else 0.0))
         ends = rows.sent[None, :] if candidate.pp > 1 else 0.0
         return np.asarray(sums(rows.kept) + rows.received[:, None] + ends)
 
     def _messages(self, candidate: Candidate, rows: Rows, stage: int) -> Floats:
-        """Return ``[layers, layers]``: bytes of room for what that stage receives, activations and gradients."""
+        """Return ``[layers, layers]``: bytes of the stage's receive buffers for activations and gradients."""
         given = rows.input[:, None] if stage > 0 else 0.0
         back = rows.output[None, :] if stage < candidate.pp - 1 else 0.0
         count = len(rows.layers)
@@ -227,7 +227,7 @@ class Pricer:
         states = OPTIMIZERS[self.task.optimizer] / (candidate.dp if candidate.sharded_optimizer else 1)
         per_trainable = states + (1 if candidate.dp > 1 else 0)
         fixed = sums(rows.parameters + per_trainable * rows.trainable) + maxima(rows.input + rows.output)
-        if _comes_as_it_goes(candidate):
+        if _frees_while_computing(candidate):
             fixed = fixed + sweeps(rows.kept, rows.trainable) - sums(rows.kept)
         else:
             fixed = fixed + sums(rows.trainable)
@@ -246,7 +246,7 @@ class Pricer:
         backward = np.array([rows.backward[part].sum() for part in ranges])
         if candidate.recompute:
             backward = backward + forward
-        beside = candidate.dp * candidate.tp  # pipelines, or parts of one, at work at the same time
+        beside = candidate.dp * candidate.tp  # devices that compute one stage at the same time
         cores = self.task.cores
         if cores is not None and beside > cores:
             forward, backward = forward * beside / cores, backward * beside / cores
@@ -262,8 +262,8 @@ class Pricer:
         return float(found.seconds)
 
 
-def _comes_as_it_goes(candidate: Candidate) -> bool:
-    """Return whether gradients are made while what the only microbatch kept is freed."""
+def _frees_while_computing(candidate: Candidate) -> bool:
+    """Return whether activations are freed while gradients are allocated: the only microbatch saved them."""
     return candidate.microbatches == 1 and not candidate.recompute
 
 
@@ -287,7 +287,7 @@ def cheapest_cut(costs: Floats, allowed: npt.NDArray[np.bool_]) -> list[int] | N
         The first layer of each stage; ``None`` if no cut has only stages that are allowed.
     """
     stages, layers, _ = costs.shape
-    # The least cost of the most expensive stage among the first so many, of the layers before an index.
+    # best[n]: the least cost of the most expensive stage, if the stages so far hold the first n layers.
     best = np.full(layers + 1, np.inf)
     best[0] = -np.inf
     origins = []
@@ -321,10 +321,10 @@ def maxima(values: Floats) -> Floats:
 
 
 def sweeps(kept: Floats, gradients: Floats) -> Floats:
-    """Return ``[layers, layers]``: the most that one backward pass through these layers has at once.
+    """Return ``[layers, layers]``: peak bytes of activations and gradients in a backward pass through these layers.
 
-    That is, before each layer's turn, what it and the earlier ones keep, and the gradients of it and of the later ones,
-    as what a layer keeps is freed when its gradients are there.
+    At a layer's turn there are the activations of it and of earlier layers, and the gradients of it and of later
+    layers: a layer's activations are freed once its gradients exist.
     """
     count = len(kept)
     together = sums(kept)

@@ -1,11 +1,11 @@
 """Profiles: a model traced without memory, for the bytes and FLOPs of its layers.
 
-The model runs forward and backward on tensors that have no memory. A layer is a child of the model; of containers, and
-of a module with more than half of the parameters, their children. What is computed between two layers belongs to the
-earlier one, and the loss to the last.
+The model runs forward and backward on tensors that have no memory. Layers are the model's children; a container, or a
+module with more than half of the parameters, is replaced by its own children. Operations between two layers count for
+the earlier one, and the loss for the last.
 
-Between a module that is split by columns and the next one that is split by rows, outputs, saved tensors and work are
-divided over the devices, too.
+Between a module split by columns and the next one split by rows, outputs, saved tensors and work are divided over the
+devices, too.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def profile(
     loss: Loss | None = None,
     split: Mapping[str, str] | None = None,
 ) -> Profile:
-    """Trace a model, on the CPU, without memory for it.
+    """Trace a model on the CPU without allocating its memory.
 
     Args:
-        make_model: makes the model.
+        make_model: returns the model.
         make_batch: takes a number of samples and returns the model's arguments for them: a tensor, or a tuple.
         loss: takes the model's output and returns a scalar; by default the sum of all its elements.
         split: style of each module that is split over devices, by name.
@@ -58,7 +58,7 @@ def profile(
 
 
 def make_without_memory(make_model: MakeModel) -> nn.Module:
-    """Return the model, with parameters that have no memory.
+    """Return the model with parameters that have no memory.
 
     Raises:
         ValueError, TypeError: as from :func:`profile`.
@@ -68,7 +68,7 @@ def make_without_memory(make_model: MakeModel) -> nn.Module:
 
 
 def units(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that stay together when stages are made, by name."""
+    """Return the modules that stages are made of, by name; none is cut."""
     total = sum(p.numel() for p in model.parameters())
 
     def opened(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -83,7 +83,7 @@ def units(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def shared_parameter(model: nn.Module) -> tuple[str, str] | None:
-    """Return two layers that use one parameter, which no two stages can; ``None`` if there are none."""
+    """Return two layers that share a parameter, so that they need the same stage; ``None`` if there are none."""
     owners: dict[int, str] = {}
     for name, module in units(model).items():
         for parameter in module.parameters():
@@ -95,7 +95,7 @@ def shared_parameter(model: nn.Module) -> tuple[str, str] | None:
 
 @dataclass
 class _Record:
-    """What is found of one layer; becomes a :class:`Layer`."""
+    """Record of one traced layer; becomes a :class:`Layer`."""
 
     modules: list[str]
     kept: list[tuple[float, bool]] = field(default_factory=list)  # bytes, and whether in a divided region
@@ -108,11 +108,11 @@ class _Record:
 
 
 class _Tracer:
-    """Hooks of a model that is run once, and what they see."""
+    """Hooks of a model for a single run, and the records that they make."""
 
     def __init__(self, model: nn.Module, split: Mapping[str, str], counter: FlopCounterMode) -> None:
         self.records: list[_Record] = []
-        self.known: dict[int, tuple[int, torch.Tensor]] = {}  # the tensors are kept, so that no identity is used twice
+        self.known: dict[int, tuple[int, torch.Tensor]] = {}  # keeps the tensors, so that no identity is reused
         self._counter, self._flops = counter, 0.0
         self._parameters = {storage_identity(p.untyped_storage()) for p in model.parameters()}
         self._parameters |= {storage_identity(b.untyped_storage()) for b in model.buffers()}
@@ -131,13 +131,13 @@ class _Tracer:
             self._hooks.append(module.register_forward_hook(functools.partial(self._leave_split, style)))
 
     def close(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         self._count(self._region)
         for hook in self._hooks:
             hook.remove()
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Note a tensor that is saved for the backward pass."""
+        """Record a tensor that is saved for the backward pass."""
         identity = storage_identity(tensor.untyped_storage())
         if identity in self._parameters or not self.records:
             return tensor
@@ -220,7 +220,7 @@ def _called(what: str, function: MakeModel) -> nn.Module:
 
 
 def in_a_line(error: BaseException) -> str:
-    """Return the kind of an error and the first line of its message."""
+    """Return an error's type and the first line of its message."""
     return f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
 
 
@@ -228,7 +228,7 @@ def make_inputs(make_batch: MakeBatch, samples: int) -> tuple[Any, ...]:
     """Return the model's arguments for ``samples`` samples.
 
     Raises:
-        ValueError, TypeError: ``make_batch`` fails, or returns no tensor with so many samples.
+        ValueError, TypeError: ``make_batch`` fails, or returns no tensor with that many samples.
     """
     try:
         made = make_batch(samples)
@@ -248,7 +248,7 @@ def scalar(output: Any, loss: Loss | None) -> torch.Tensor:
     """Return a scalar to run backward from: ``loss`` of the output, or the sum of its elements.
 
     Raises:
-        ValueError, TypeError: there is nothing that has a gradient, or the loss is no scalar.
+        ValueError, TypeError: no output has a gradient, or the loss is not a scalar.
     """
     if loss is not None:
         total: Any = loss(output)
@@ -276,7 +276,7 @@ def _layers(model: nn.Module, tracer: _Tracer, counter: FlopCounterMode, split: 
     counts = counter.get_flop_counts()
     taken: set[int] = set()
     layers = [_layer(record, model, named, counts, split, taken, tracer) for record in records]
-    rest = [p for p in model.parameters() if id(p) not in taken]  # of no layer, but of the model itself
+    rest = [p for p in model.parameters() if id(p) not in taken]  # held by the model itself, not by a layer
     first = layers[0]
     layers[0] = Layer(
         **{

@@ -3,13 +3,13 @@
 Forms of e, each with one parameter that is fitted to measured throughputs together with S:
 
 - ``constant``: e is the same for every N above 1.
-- ``amdahl``: a problem of fixed size of which a fraction s cannot be divided takes s + (1 - s) / N of its time, so that
-  the speedup N e is 1 / (s + (1 - s) / N) (Amdahl, 1967).
-- ``gustafson``: a problem that grows with the devices, on each of which a fraction s of the time is spent on what does
-  not grow, has the scaled speedup N - s (N - 1) (Gustafson, 1988).
-- ``network``: every device computes as long as one alone, and then waits for its gradients' all-reduce as far as that
-  is not hidden: e = 1 / (1 + q c(N)), where c(N) is the time of the fastest algorithm on a network, in seconds, and q
-  the part of it that is exposed, per second of computation.
+- ``amdahl``: the problem has a fixed size, and a fraction s of it is serial. N devices take s + (1 - s) / N of its
+  time: the speedup N e is 1 / (s + (1 - s) / N) (Amdahl, 1967).
+- ``gustafson``: the problem grows with N, except for a serial part that takes a fraction s of each device's time: the
+  scaled speedup N e is N - s (N - 1) (Gustafson, 1988).
+- ``network``: every device computes as long as one alone, and then waits for the exposed part of its gradients'
+  all-reduce: e = 1 / (1 + q c(N)). c(N) is the time of the fastest algorithm on a network in seconds, and q the
+  exposed part of it per second of computation.
 
 Fits minimise the sum of the squares of relative errors: throughputs of 1 and of 1,000 devices count alike.
 """
@@ -30,10 +30,10 @@ from pycomm.schedule import Network, rank_algorithms
 MOST_DEVICES = 4096
 FORMS = ("constant", "amdahl", "gustafson", "network")
 
-_ALL_ALGORITHMS = 256  # devices up to which every algorithm is simulated; then those that scale
+_ALL_ALGORITHMS = 256  # devices up to which every algorithm is simulated; beyond, only those that scale
 _GRID = 400  # parameters tried before the best is refined
-_SMALLEST = 1e-9  # parameter beside 0: what serial fraction or communication no measurement could show
-_LARGEST_RATE = 1e9  # of communication exposed, in units of its inverse
+_SMALLEST = 1e-9  # parameter above 0 that is tried: too small to show in a measurement
+_LARGEST_RATE = 1e9  # q that is tried, times the longest communication
 _REFINEMENTS = 80
 _LARGEST_FILE = 1 << 20  # bytes, of points
 _GOLDEN = (math.sqrt(5) - 1) / 2
@@ -44,7 +44,7 @@ Communication = Callable[[int], float]
 
 @dataclass(frozen=True)
 class Fit:
-    """One form of the efficiency, with what was fitted.
+    """One form of the efficiency with its fitted parameters.
 
     Attributes:
         form: one of ``FORMS``.
@@ -70,17 +70,17 @@ class Fit:
 
     @property
     def limit(self) -> float:
-        """The most speedup that more devices could ever bring, ``inf`` where the form has no such limit."""
+        """Limit of the speedup for any number of devices; ``inf`` if the form has none."""
         return 1 / self.parameter if self.form == "amdahl" and self.parameter > 0 else math.inf
 
 
 def amdahl(devices: int, serial: float) -> float:
-    """Return the efficiency of a problem of fixed size with the fraction ``serial`` that cannot be divided."""
+    """Return the efficiency for a problem of fixed size with a serial fraction ``serial``."""
     return 1 / (1 + serial * (devices - 1))
 
 
 def gustafson(devices: int, serial: float) -> float:
-    """Return the efficiency of a problem that grows with the devices, and spends ``serial`` on what does not."""
+    """Return the efficiency for a problem that grows with the devices, except for ``serial`` of the time."""
     return 1 - serial * (devices - 1) / devices
 
 
@@ -90,14 +90,14 @@ def constant(devices: int, efficiency: float) -> float:
 
 
 def by_network(communication: Communication) -> Efficiency:
-    """Return the efficiency of devices that wait for ``communication(N)`` seconds times the parameter q."""
+    """Return the efficiency of devices that wait for the parameter q times ``communication(N)`` seconds."""
     return lambda devices, rate: 1 / (1 + rate * communication(devices))
 
 
 def all_reduce_seconds(nbytes: float, network: Network) -> Communication:
     """Return a function of the number of devices: seconds of the fastest all-reduce of ``nbytes`` on ``network``.
 
-    As measured there, if that was with as many ranks; simulated otherwise.
+    The seconds are measured ones if the network was measured with as many ranks, else simulated.
     """
 
     @functools.cache
@@ -115,11 +115,11 @@ def all_reduce_seconds(nbytes: float, network: Network) -> Communication:
 
 
 def predict(step: float, communication: Communication, overlap: float = 0.0) -> Fit:
-    """Return the form ``network`` without a fit, in steps of one device per second.
+    """Return the form ``network``, not fitted but computed; its throughput is in steps per second.
 
     Args:
         step: seconds that one device computes.
-        overlap: fraction of the communication that is hidden behind that, from 0 to 1.
+        overlap: fraction of the communication that computation hides, from 0 to 1.
 
     Raises:
         ValueError, TypeError: ``step`` is not positive, ``overlap`` is no fraction.
@@ -155,7 +155,7 @@ def fit(points: Mapping[int, float], communication: Communication | None = None)
 
 
 def _fit(form: str, points: Mapping[int, float], efficiency: Efficiency, grid: Sequence[float]) -> Fit:
-    """Find the parameter, by trying ``grid`` and then between the neighbours of the best; S follows from it."""
+    """Find the parameter by trying ``grid`` and then searching between the best one's neighbours; S follows."""
 
     def error(parameter: float) -> float:
         return _scaled(points, efficiency, parameter)[1]

@@ -6,9 +6,9 @@ Of the layouts that fit, the one that communicates the least is chosen. Without 
 2. Whole layers on different devices (inter-operator) send one activation per boundary and microbatch, and wait.
 3. Layers cut over devices (intra-operator) send activations within every cut layer, in both directions, and wait.
 
-So layers are cut over as few devices as possible, over one if they fit; then the fewest stages are taken. Devices that
-this leaves over hold replicas. Within several devices of one stage the largest layer is cut, and as many of the next
-ones as must be; the others are replicated there if they fit, and otherwise each is placed on one of these devices.
+So layers are cut over as few devices as possible, over one if they fit; then the fewest stages are taken. The remaining
+devices hold replicas. In a stage of several devices, the largest layers are cut, as few as possible. The others are
+replicated on the stage's devices if they fit; otherwise each is placed on one of these devices.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Stage:
     Attributes:
         layers: numbers of the layers, from 1.
         cut: those of them that are split over the stage's devices.
-        placed: for each other layer the device of the stage, from 0, that alone holds it; empty if they are
+        placed: for each other layer, the only device of the stage that holds it, from 0; empty if they are
             replicated on all of them.
         loads: bytes on each device.
     """
@@ -69,7 +69,7 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """What is done to the layers, in a few words."""
+        """The layout in a few words."""
         copies = f", {self.replicas} replicas" if self.replicas > 1 else ""
         if len(self.stages) == 1 and self.width == 1:
             return f"data parallelism{copies}" if copies else "one device"
@@ -83,12 +83,12 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ConsideredLayout:
     """Layout that was considered.
 
     Attributes:
-        reason: why it is not chosen; empty for the one that is.
-        fits: whether no device holds more than there is room for.
+        reason: why it is not chosen; empty for the chosen one.
+        fits: whether every device has enough memory.
     """
 
     layout: Layout
@@ -106,14 +106,14 @@ class Choice:
     """
 
     chosen: Layout | None
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[ConsideredLayout, ...]
     missing: float
 
 
 def place(sizes: Sequence[float], devices: int, memory: float) -> Choice:
     """Choose the layout of layers of ``sizes`` bytes on ``devices`` devices with room for ``memory`` bytes each.
 
-    A size is all that the layer takes: parameters, and what else the caller counts. See the module for the rule.
+    A size includes whatever the caller counts, such as parameters and activations. See the module for the rule.
 
     Raises:
         ValueError, TypeError: no sizes or more than 256, one that is not positive or not finite, ``memory`` likewise;
@@ -129,7 +129,8 @@ def place(sizes: Sequence[float], devices: int, memory: float) -> Choice:
     chosen = min(fitting, key=_preference, default=None)
     ordered = sorted(layouts, key=lambda layout: (layout is not chosen, layout not in fitting, _preference(layout)))
     candidates = tuple(
-        Candidate(each, each in fitting, "" if each is chosen else _reason(each, chosen, memory)) for each in ordered
+        ConsideredLayout(each, each in fitting, "" if each is chosen else _reason(each, chosen, memory))
+        for each in ordered
     )
     return Choice(chosen, candidates, 0.0 if chosen else max(0.0, math.fsum(sizes) - devices * memory))
 
@@ -146,7 +147,7 @@ def _preference(layout: Layout) -> tuple[int, int]:
 
 
 def _layouts(sizes: Sequence[float], devices: int, memory: float) -> list[Layout]:
-    """Return one layout of every kind that these devices allow: one that fits where the kind has one."""
+    """Return one layout of every possible kind, one that fits if the kind has any."""
     widest = max(sizes) / memory
     kinds = [_shaped(sizes, devices, memory, 1, 1), _pipeline(sizes, devices, memory)]
     total = math.fsum(sizes) / memory
@@ -165,7 +166,7 @@ def _fewest_idle(devices: int, least: int, most: int | None = None) -> int:
 
 
 def _pipeline(sizes: Sequence[float], devices: int, memory: float) -> Layout | None:
-    """Return the stages of whole layers: as few as fit, or, if none do, as many as there can be."""
+    """Return stages of whole layers: the fewest that fit, or the most possible if none fit."""
     most = min(devices, len(sizes))
     if most < 2:
         return None
@@ -175,7 +176,7 @@ def _pipeline(sizes: Sequence[float], devices: int, memory: float) -> Layout | N
 
 
 def _hybrid(sizes: Sequence[float], devices: int, memory: float, least: int) -> Layout | None:
-    """Return stages of several devices each, of as few as fit, or, if none do, two stages of half of the devices."""
+    """Return stages of the fewest devices each, at least ``least``, that fit; two halves of all if none fit."""
     for width in range(least, devices // 2 + 1):
         most = min(devices // width, len(sizes))
         stages = _stages_within(sizes, width * memory)
@@ -197,7 +198,7 @@ def _shaped(sizes: Sequence[float], devices: int, memory: float, width: int, num
 
 
 def _stage(sizes: dict[int, float], width: int, memory: float) -> Stage:
-    """Return a stage in which as few layers as possible are cut; all of them, if it does not fit even so."""
+    """Return a stage with the fewest cut layers that fits; with all layers cut if none fits."""
     layers = tuple(sizes)
     if width == 1:
         return Stage(layers, (), {}, (math.fsum(sizes.values()),))
@@ -215,7 +216,7 @@ def _stage(sizes: dict[int, float], width: int, memory: float) -> Stage:
 
 
 def _spread(whole: Sequence[int], sizes: dict[int, float], loads: list[float]) -> tuple[dict[int, int], list[float]]:
-    """Place layers, the largest first, each on the device that holds the least; return where, and the loads."""
+    """Place layers, the largest first, each on the device with the least load; return the places and the loads."""
     placed = {}
     least = [(load, device) for device, load in enumerate(loads)]
     for layer in whole:
@@ -227,14 +228,14 @@ def _spread(whole: Sequence[int], sizes: dict[int, float], loads: list[float]) -
 
 
 def _stages_within(sizes: Sequence[float], room: float) -> int | None:
-    """Return the fewest stages of consecutive layers that hold at most ``room`` each, ``None`` if a layer does not."""
+    """Return the fewest stages of consecutive layers of at most ``room`` each; ``None`` if a layer is larger."""
     if max(sizes) > room:
         return None
     return len(_filled(sizes, room))
 
 
 def _filled(sizes: Sequence[float], room: float) -> list[int]:
-    """Return how many layers each stage takes if every stage takes as many as fit into ``room``, at least one."""
+    """Return how many layers each stage takes if it takes as many as fit into ``room``, at least one."""
     counts: list[int] = []
     load = math.inf
     for size in sizes:
@@ -247,7 +248,7 @@ def _filled(sizes: Sequence[float], room: float) -> list[int]:
 
 
 def balanced(sizes: Sequence[float], number: int) -> list[int]:
-    """Return how many consecutive layers each of ``number`` stages takes, so that the largest stage is the smallest.
+    """Return how many consecutive layers each of ``number`` stages takes, for the smallest possible largest stage.
 
     Every stage takes at least one. Raises ValueError if there are fewer layers than stages.
     """
@@ -261,7 +262,7 @@ def balanced(sizes: Sequence[float], number: int) -> list[int]:
         else:
             low = middle
     counts = _filled(sizes, low) if len(_filled(sizes, low)) <= number else _filled(sizes, high)
-    # Fewer stages than wanted: any that has two layers may be cut, which makes none larger.
+    # Fewer stages than asked for: cutting one that has two layers makes none larger.
     while len(counts) < number:
         longest = counts.index(max(counts))
         counts[longest : longest + 1] = [counts[longest] - counts[longest] // 2, counts[longest] // 2]
@@ -271,7 +272,7 @@ def balanced(sizes: Sequence[float], number: int) -> list[int]:
 def _reason(layout: Layout, chosen: Layout | None, memory: float) -> str:
     if layout.largest > memory:
         return "does not fit"
-    assert chosen is not None, "what fits is chosen, or comes after what is"
+    assert chosen is not None, "this layout fits, so one is chosen"
     if layout.width > chosen.width:
         finer = "cuts no layer" if chosen.width == 1 else f"cuts them over {chosen.width}"
         return f"cuts layers over {layout.width} devices where the choice {finer}"

@@ -1,4 +1,4 @@
-"""What all commands share: their parser, lazy imports, and text for the terminal. Imports no package but pycomm."""
+"""Shared by all commands: parser, lazy imports, terminal output. Imports no package but pycomm."""
 
 from __future__ import annotations
 
@@ -14,35 +14,34 @@ Run = Callable[[argparse.Namespace], int]
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser of a command, which refuses what it does not know with its own usage, not with that of ``pycomm``.
+    """Parser of a command. Reports unknown arguments with the command's own usage, not that of ``pycomm``.
 
     Attributes:
-        siblings: commands beside this one, by name: if one of them has an unknown option, the error says so.
-        epilog_later: makes the epilog, once somebody asks for help.
-        in_todays_form: rewrites arguments of an older form, which goes on working.
+        siblings: other commands by name. If an unknown option belongs to one of them, the error says so.
+        epilog_later: returns the epilog; called only when help is printed.
+        modernized: rewrites arguments of an older form that is still supported.
     """
 
     siblings: Mapping[str, argparse.ArgumentParser] = {}
     epilog_later: Callable[[], str] | None = None
-    in_todays_form: Callable[[list[str]], list[str]] | None = None
+    modernized: Callable[[list[str]], list[str]] | None = None
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse ``args``; those that nobody knows are an error."""
+        """Parse ``args``; unknown ones are an error."""
         args = list(sys.argv[1:] if args is None else args)
-        if self.in_todays_form is not None:
-            args = self.in_todays_form(args)
+        if self.modernized is not None:
+            args = self.modernized(args)
         known, rest = super().parse_known_args(args, namespace)
         if rest:
-            self.error(f"unrecognized arguments: {' '.join(rest)}{self._whose(rest)}")
+            self.error(f"unrecognized arguments: {' '.join(rest)}{self._owners_of(rest)}")
         return known, rest
 
     def format_help(self) -> str:
-        """Return the help."""
         if self.epilog_later is not None:
             self.epilog = self.epilog_later()
         return super().format_help()
 
-    def _whose(self, words: list[str]) -> str:
+    def _owners_of(self, words: list[str]) -> str:
         """Say which of the siblings have the options among ``words``."""
         found = []
         for option in dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("-")):
@@ -53,7 +52,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def later(module: str, *, whole: bool = False) -> Run:
-    """Return a function that imports ``module``, and calls its ``run``; ``whole``: once all of pycomm is there."""
+    """Return a function that imports ``module`` and calls its ``run``; ``whole``: after importing all of pycomm."""
 
     def call(arguments: argparse.Namespace) -> int:
         if whole:
@@ -65,9 +64,9 @@ def later(module: str, *, whole: bool = False) -> Run:
 
 
 def load_package() -> None:
-    """Have ``pycomm`` as ``import pycomm`` leaves it, also where the console script was the first to import it."""
+    """Run ``pycomm/__init__.py`` if it has not run: the console script loads the package without it."""
     package = sys.modules["pycomm"]
-    if not hasattr(package, "__version__"):  # its __init__.py has not run
+    if not hasattr(package, "__version__"):
         assert package.__spec__ is not None
         assert package.__spec__.loader is not None
         package.__spec__.loader.exec_module(package)
@@ -89,7 +88,7 @@ def integer(smallest: int, *, largest: int | None = None, multiple_of: int = 1) 
 
 
 def complain(text: str) -> None:
-    """Print ``text`` to the standard error as one line, without the control characters that a terminal would obey."""
+    """Print ``text`` to standard error as one line without control characters."""
     print(untrusted.one_line(text), file=sys.stderr)
 
 

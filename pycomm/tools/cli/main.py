@@ -17,7 +17,7 @@ from pycomm.tools.cli.trace import command as trace
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands; ``run`` of what it returns runs the one that was given."""
+    """Return the parser of all commands. Its result has a function ``run``, which executes the chosen one."""
     parser = Parser(prog="pycomm", description="Fast data-parallel training for PyTorch.")
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -32,11 +32,11 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_explain(commands: Any) -> None:
     parser = commands.add_parser(
         "explain",
-        help="say which rank did something else, or was late, before an error",
+        help="say which rank made another call, or was late, before an error",
         description=(
             "Reads the files that ranks write when an operation fails, or at SIGUSR2 (kill -USR2 PID), and says which "
-            "rank did something else or was late. They are in the folder PYCOMM_FLIGHT_DIR, or in your folder below "
-            "that of temporary files. Copy those of several hosts to one place first."
+            "rank made another call or was late. The files are in the folder PYCOMM_FLIGHT_DIR, by default a folder "
+            "of your own in the temporary directory. Copy those of several hosts to one place first."
         ),
         epilog="Exit code: 0 success; 2 wrong arguments, or no files.",
     )
@@ -52,7 +52,7 @@ def _add_explain(commands: Any) -> None:
 
 
 class _Version(argparse.Action):
-    """Print the version, which is looked up only then."""
+    """Look up the version and print it."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         import importlib.metadata
@@ -64,7 +64,7 @@ class _Version(argparse.Action):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code.
 
-    0 done, 1 failed, 2 wrong arguments, 130 interrupted, 141 the reader of the output has gone.
+    0 success, 1 failure, 2 wrong arguments, 130 interrupted, 141 broken pipe.
     """
     arguments = build_parser().parse_args(argv)
     try:

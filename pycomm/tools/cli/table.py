@@ -1,4 +1,4 @@
-"""Tables as text. Imports nothing of pycomm: benches read this file also where pycomm is not built."""
+"""Tables as text. Imports nothing of pycomm: benches use this file also where pycomm is not built."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Lay out a table: the first column to the left, the others to the right; cells of the header may have lines."""
+    """Format a table, the first column left-aligned, the others right-aligned. Header cells may have several lines."""
     body = [list(row) for row in rows]
     names = [name.split("\n") for name in header]
     height = max(map(len, names))
@@ -21,5 +21,5 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[str]], indent: str = "") -> None:
-    """Print :func:`table`, every line behind ``indent``."""
+    """Print a :func:`table`, each line after ``indent``."""
     print(textwrap.indent(table(header, rows), indent))

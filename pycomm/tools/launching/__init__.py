@@ -2,7 +2,7 @@
 
 from pycomm.tools.launching.failures import Failure, RankError, explain
 from pycomm.tools.launching.launcher import launch, run_ranks
-from pycomm.tools.launching.meeting import PATIENCE, connect, join, rendezvous
+from pycomm.tools.launching.local_group import PATIENCE, connect, join, rendezvous
 from pycomm.tools.launching.pool import PerRank, RankOutcome, RankPool, StartedRanks
 from pycomm.tools.launching.processes import Outputs, Pipe, RankProcesses
 from pycomm.tools.launching.reporting import progress

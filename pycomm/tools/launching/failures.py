@@ -1,4 +1,4 @@
-"""What is said of ranks that failed: which one began it, and how."""
+"""Errors of failed ranks: which rank failed first, and how."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from dataclasses import dataclass
 UNGUARDED = 213
 """Exit code of a rank whose script calls ``launch`` while the rank imports it."""
 UNKNOWN = 1000
-"""In the place of the exit code of a rank that has ended and is no process of the driver's."""
+"""Stands for the exit code of an ended rank that is not a child process of the driver."""
 
 _NOT_GUARDED = """the script calls pycomm.launch where it is imported, and every rank imports it to find the function.
-Put the call where only the script itself gets to:
+Put the call under a guard, so that only the script itself runs it:
 
     if __name__ == "__main__":
         pycomm.launch(...)"""
 
 
 class RankError(RuntimeError):
-    """Failure of a rank; the message says which one began it, and how.
+    """Failure of a rank; the message says which rank failed first, and how.
 
     Attributes:
-        rank: which it was; ``None`` where it was not one alone.
-        traceback: of the exception that it raised, as text; empty if it ended without a word.
-        signal: number of the signal that it was killed by, or ``None``.
+        rank: the rank that failed first; ``None`` if it was not a single one.
+        traceback: of its exception, as text; empty if it ended without one.
+        signal: signal that killed it, or ``None``.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class RankError(RuntimeError):
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank says before it gives up: its peers' failures that follow from this one are later.
+    """Exception of a rank. Failures that it causes on other ranks have later times.
 
     Attributes:
-        when: on the clock that all processes of a host share.
+        when: seconds of ``time.monotonic()``, which all processes of a host share.
         exception: the pickled exception; empty if it cannot be pickled.
     """
 
@@ -52,23 +52,21 @@ class Failure:
 
 
 def explain(
-    exitcodes: Sequence[int | None], failures: Sequence[Failure], last_words: Mapping[int, str] | None = None
+    exitcodes: Sequence[int | None], failures: Sequence[Failure], stderr_ends: Mapping[int, str] | None = None
 ) -> RankError:
-    """Return the error that says who began it: a rank that ended without a word, else the first to complain.
-
-    The others only noticed.
+    """Return the error of the rank that failed first: one that ended without an exception, else the earliest failure.
 
     Args:
-        exitcodes: by rank; ``None`` of those that are still there, or have done all that was asked of them.
-        failures: what ranks have said.
-        last_words: what ranks wrote last to their standard error.
+        exitcodes: by rank; ``None`` for ranks that are alive or ended as expected.
+        failures: exceptions of ranks.
+        stderr_ends: end of the ranks' standard error.
     """
     unguarded = [rank for rank, code in enumerate(exitcodes) if code == UNGUARDED]
     if unguarded:
         return RankError(f"rank {unguarded[0]} did not start: {_NOT_GUARDED}", unguarded[0])
-    told = {failure.rank for failure in failures}
-    silent = {rank: code for rank, code in enumerate(exitcodes) if code is not None and rank not in told}
-    lines = [f"rank {rank} {_ending(code)}{_quoted((last_words or {}).get(rank))}" for rank, code in silent.items()]
+    reported = {failure.rank for failure in failures}
+    silent = {rank: code for rank, code in enumerate(exitcodes) if code is not None and rank not in reported}
+    lines = [f"rank {rank} {_ending(code)}{_quoted((stderr_ends or {}).get(rank))}" for rank, code in silent.items()]
     first = min(failures, key=lambda failure: failure.when, default=None)
     if first is not None:
         lines.append(f"rank {first.rank} failed{' after that' if lines else ''}:\n\n{first.traceback.rstrip()}")
@@ -89,4 +87,4 @@ def _ending(exitcode: int) -> str:
 
 
 def _quoted(words: str | None) -> str:
-    return f"; the last that it wrote to its standard error:\n\n{words.rstrip()}\n" if words else ""
+    return f"; the end of its standard error:\n\n{words.rstrip()}\n" if words else ""

@@ -1,4 +1,4 @@
-"""``launch``: a function on ranks of this host, from a notebook, a prompt or a script; ``run_ranks`` for commands."""
+"""``launch`` runs a function on ranks of this host, from a notebook or a script; ``run_ranks`` is for commands."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pycomm.tools.launching.serialize import Sources, add_sources, deserialize, 
 from pycomm.tools.launching.serving import send
 
 _INSIDE = "PYCOMM_LAUNCHED"
-"""In the environment that ranks give to what they start."""
+"""Environment variable of ranks, which the processes that they start inherit."""
 _MOST_RANKS = 1024
 _OMP = "OMP_NUM_THREADS"
 
@@ -41,41 +41,42 @@ def launch(
     patience: timedelta | float = 1800.0,
     timeout: timedelta | float | None = None,
 ) -> list[Any]:
-    """Call ``function(*args, **kwargs)`` on ranks of this host, and return what each returned.
+    """Call ``function(*args, **kwargs)`` on ranks of this host, and return the results by rank.
 
-    The ranks are new processes, in a default process group of torch.distributed, and are gone when this returns,
-    raises or is interrupted. Functions that were defined in a notebook or at a prompt work where cloudpickle is
-    installed (``pip install 'pycomm-torch[notebook]'``), and so do lambdas and functions inside functions; a script's
-    own need no more than that the call stands under ``if __name__ == "__main__":``, as every rank imports the script.
+    The ranks are new processes in a default process group of torch.distributed. They have ended when this returns,
+    raises or is interrupted. Functions defined in a notebook or at a prompt, lambdas and nested functions require
+    cloudpickle (``pip install 'pycomm-torch[notebook]'``). In a script, put the call under
+    ``if __name__ == "__main__":``, as every rank imports the script.
 
     Args:
-        function: called on every rank. It finds RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE in its environment,
-            as under torchrun.
-        ranks: how many; there may be more than cores.
-        args, kwargs: what ``function`` is given, the same on all ranks. Each rank has a copy.
+        function: called on every rank. RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE are in its environment, as
+            under torchrun.
+        ranks: number of ranks, which may exceed that of cores.
+        args, kwargs: arguments of ``function``, the same on all ranks; each rank gets a copy.
         backend: of the process group: "gloo", "pycomm", "nccl" (each rank then takes the GPU of its number), or one
             for each kind of device, "cpu:gloo,cuda:nccl". ``None``: there is no group; ``function`` calls
             ``torch.distributed.init_process_group`` itself, without naming ranks or addresses.
-        output: what is shown of what ranks write. "all": line by line, each behind its rank's number; the number of a
-            rank: what that one writes, as it is (progress bars too); ``None``: nothing.
-        threads: that torch uses in each rank, also OMP_NUM_THREADS there; ``None``: OMP_NUM_THREADS of
-            ``environment``, if it is there, else cores // ranks, at least 1.
-        environment: variables that the ranks have besides this process's. They get a PYCOMM_SECRET of their own, by
-            which they know each other, unless there is one (or PYCOMM_SECRET_FILE) already.
-        patience: limit of every wait of a rank for another, in seconds or as a ``timedelta``: of the process group. A
-            rank that dies is noticed at once.
+        output: which output of the ranks is shown. "all": every line, with its rank's number; the number of a rank:
+            the output of that rank, unchanged (progress bars too); ``None``: nothing.
+        threads: torch's threads in each rank, and OMP_NUM_THREADS there; ``None``: OMP_NUM_THREADS of ``environment``
+            if it has one, else cores // ranks, at least 1.
+        environment: variables that are added to this process's. The ranks also get a new PYCOMM_SECRET, with which
+            they authenticate each other, unless PYCOMM_SECRET or PYCOMM_SECRET_FILE is set.
+        patience: timeout of the process group, in seconds or as a ``timedelta``: limit of every wait of a rank for
+            another. A rank that dies is noticed at once.
         timeout: limit of the whole call, or ``None``.
 
     Returns:
-        What ``function`` returned, by rank, as a copy: it must be possible to pickle it. ``sys.exit()`` and
-        ``sys.exit(0)`` return ``None``. Threads of the ranks have ended by then, and exit handlers have run.
+        Copies of the results of ``function`` by rank; they must be picklable. ``sys.exit()`` and ``sys.exit(0)``
+        return ``None``. The ranks' threads have ended, and their exit handlers have run.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or cannot be sent to another process. No rank was started.
-        RuntimeError: this process is itself a rank: of ``launch``, or of torchrun.
-        RankError: a rank raised an exception, was killed, ended without a result, or returned what cannot be pickled;
-            or they were not done within ``timeout``. The message names the rank that began it, with its traceback, or
-            where each was; ``__cause__`` is the rank's exception, if it can be pickled. The other ranks were ended.
+        RuntimeError: this process is itself a rank, of ``launch`` or of torchrun.
+        RankError: a rank raised an exception, was killed, ended without a result, or returned something that cannot
+            be pickled; or the ranks took longer than ``timeout``. The message has the traceback of the rank that
+            failed first, or shows where each rank was. ``__cause__`` is the rank's exception if it can be pickled.
+            The other ranks were ended.
     """
     _refuse_in_rank()
     ranks = checks.count("ranks", ranks, 1)
@@ -85,11 +86,11 @@ def launch(
     if output is not None and output != "all":
         output = _rank_of("output", output, ranks)
     _check_backend(backend, ranks)
-    variables = _variables(environment)
+    variables = _strings("environment", environment, of_strings=True)
     threads = _threads(threads, ranks, variables)
     variables.setdefault(_OMP, str(threads))
     seconds = math.inf if timeout is None else checks.seconds_of(timeout)
-    call = serialize("function, with args and kwargs,", (function, _arguments(args), _keywords(kwargs)))
+    call = serialize("function, with args and kwargs,", (function, _arguments(args), _strings("kwargs", kwargs)))
     waits = timedelta(seconds=checks.seconds_of(patience, "patience"))
     if not any(os.environ.get(name) or variables.get(name) for name in (SECRET, SECRET_FILE)):
         variables[SECRET] = secrets.token_hex(32)
@@ -99,7 +100,7 @@ def launch(
             results = pool.run(_call, call, interactive_sources(), on_message=show, leaves=True)
             pool.finish()
     except RankError as error:
-        # What counts is where the rank was. Notebooks show every line of the way from here to where that was noticed.
+        # Only the rank's traceback matters. Notebooks would show this process's in full.
         raise error.with_traceback(None) from error.__cause__
     return results
 
@@ -113,13 +114,12 @@ def run_ranks(
     mortal: Collection[int] = (),
     environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Run ``program(*arguments, send)`` on ``size`` ranks, in a default process group, until all have ended well.
-
-    They are gone when this returns. What they ``send`` is passed on to ``on_message``.
+    """Run ``program(*arguments, send)`` on ``size`` ranks in a default process group; return when all have ended.
 
     Args:
-        mortal: ranks that may be killed: the others go on, and are all that is waited for.
-        environment: variables that the ranks have besides this process's.
+        on_message: called with what ranks ``send``.
+        mortal: ranks that may be killed. The others continue, and only these are waited for.
+        environment: variables that are added to this process's.
 
     Raises:
         RankError: a rank raised an exception, or one that is not ``mortal`` was killed.
@@ -134,7 +134,7 @@ def _run_program(program: Callable[..., None], *arguments: Any) -> None:
 
 
 def _call(call: bytes, sources: Sources) -> Any:
-    """Call the function in a rank."""
+    """Call the function, in a rank."""
     os.environ[_INSIDE] = "1"
     add_sources(sources)
     first = os.environ["RANK"] == "0"
@@ -145,7 +145,7 @@ def _call(call: bytes, sources: Sources) -> Any:
 
 def _refuse_in_rank() -> None:
     if is_being_started():
-        # Not an exception, which the script could catch and go on: whoever started this process says what is wrong.
+        # The starter of this process reports the error. A script might catch another exception and continue.
         raise SystemExit(UNGUARDED)
     for variable, whose in ((_INSIDE, "pycomm.launch"), ("TORCHELASTIC_RUN_ID", "torchrun")):
         if variable in os.environ:
@@ -194,16 +194,8 @@ def _arguments(args: Any) -> tuple[Any, ...]:
     return tuple(args)
 
 
-def _keywords(kwargs: Any) -> dict[str, Any]:
-    return {} if kwargs is None else _strings("kwargs", kwargs, of_strings=False)
-
-
-def _variables(environment: Any) -> dict[str, str]:
-    return {} if environment is None else _strings("environment", environment, of_strings=True)
-
-
 def _threads(threads: Any, ranks: int, variables: Mapping[str, str]) -> int:
-    """Return how many threads torch has in each rank: ``threads``, or as the ranks' variables say, or a fair share."""
+    """Return torch's threads in each rank: ``threads``, or the number in ``variables``, or a fair share of cores."""
     if _OMP in variables:
         first = variables[_OMP].split(",")[0].strip()  # of a list for nested regions
         if threads is not None:
@@ -214,8 +206,10 @@ def _threads(threads: Any, ranks: int, variables: Mapping[str, str]) -> int:
     return max(1, len(os.sched_getaffinity(0)) // ranks) if threads is None else checks.count("threads", threads, 1)
 
 
-def _strings(name: str, value: Any, of_strings: bool) -> dict[str, Any]:
-    """Return a mapping by strings as a dict; raise TypeError, with ``name``, if it is none."""
+def _strings(name: str, value: Any, of_strings: bool = False) -> dict[str, Any]:
+    """Return a mapping with string keys (and values, ``of_strings``) or ``None`` as a dict; else raise TypeError."""
+    if value is None:
+        return {}
     checks.instance(name, value, Mapping)
     for key, item in value.items():
         if not isinstance(key, str) or (of_strings and not isinstance(item, str)):

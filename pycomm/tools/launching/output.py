@@ -1,4 +1,4 @@
-"""What ranks write, passed on: line by line under the rank's number, or one rank's as it is."""
+"""Output of ranks, passed on: line by line with the rank's number, or one rank's unchanged."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from collections.abc import Callable
 from pycomm.tools.launching.processes import Pipe
 
 _PIECE_BYTES = 1 << 16
-_KEPT = 4000  # characters of the standard error, for the rank that ends without a word
+_KEPT = 4000  # last characters, for the error if the rank dies
 
 
 class Stream:
     """Standard output or standard error of one rank.
 
     Args:
-        pipe: where it is read.
-        show: called with pieces of text, which end where a line does unless ``whole`` is False.
-        whole: wait for the ends of lines.
+        pipe: read end of the stream.
+        show: called with text as it arrives; ``None``: nothing is shown.
+        whole: show whole lines only.
     """
 
     def __init__(self, pipe: Pipe, show: Callable[[str], None] | None, whole: bool) -> None:
@@ -30,7 +30,7 @@ class Stream:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def read(self) -> bool:
-        """Pass on what has come, where something has; return False at the end."""
+        """Pass on text that has arrived; return False at the end of the stream."""
         try:
             piece = os.read(self.pipe.fileno(), _PIECE_BYTES)
         except OSError:  # closed meanwhile
@@ -41,7 +41,7 @@ class Stream:
         return bool(piece)
 
     def finish(self) -> None:
-        """Pass on what is left after the rank has ended, whoever else could still write."""
+        """Pass on the rest after the rank has ended, even if its children hold the stream open."""
         while self.pipe.poll(0) and self.read():
             pass
         if self._begun:
@@ -62,7 +62,7 @@ def streams_of(rank: int, pipes: tuple[Pipe, Pipe], chosen: str | int | None) ->
     """Return the two streams of a rank.
 
     Args:
-        chosen: "all": lines of all ranks, each behind its rank; a rank: what this one writes, unchanged; ``None``:
+        chosen: "all": lines of all ranks, each with its rank's number; a rank: its output, unchanged; ``None``:
             nothing is shown.
     """
     shown = chosen in ("all", rank)
@@ -73,7 +73,7 @@ def streams_of(rank: int, pipes: tuple[Pipe, Pipe], chosen: str | int | None) ->
 
 def _writer(descriptor: int, prefix: str) -> Callable[[str], None]:
     def write(text: str) -> None:
-        # Looked up each time: in notebooks, and while a bar is drawn, they are not what they were.
+        # Looked up each time, since notebooks and progress bars replace these streams.
         stream = sys.stdout if descriptor == 1 else sys.stderr
         if prefix:
             text = "".join(f"{prefix}{line}\n" for line in _lines_of(text))
@@ -84,6 +84,6 @@ def _writer(descriptor: int, prefix: str) -> Callable[[str], None]:
 
 
 def _lines_of(text: str) -> list[str]:
-    """Return lines, without their ends; of what a progress bar writes over itself the last is left."""
-    # By split, as splitlines ends lines at many a character more.
+    """Return lines without their ends; of a progress bar that overwrites itself, only the last state."""
+    # Not by splitlines(), which splits at further characters.
     return [line.rpartition("\r")[2] for line in text.replace("\r\n", "\n").split("\n")[:-1]]

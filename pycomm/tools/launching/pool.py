@@ -1,4 +1,4 @@
-"""A pool of ranks: processes that run functions, all of them at once, until they are let go."""
+"""Pool of ranks: processes that run functions, all at once, until the pool is closed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from pycomm.tools.launching import meeting
+from pycomm.tools.launching import local_group
 from pycomm.tools.launching.failures import UNKNOWN, Failure, RankError, explain
 from pycomm.tools.launching.output import Stream, streams_of
 from pycomm.tools.launching.processes import Outputs, Pipe, RankProcesses
@@ -25,8 +25,8 @@ from pycomm.tools.launching.serving import WHERE, RankCall, Returned, serve_and_
 
 OnMessage = Callable[[Any], None]
 
-_AFTERMATH = 1.0  # seconds in which a failure's cause, if it is another rank's, shows itself
-_DUMP_SECONDS = 0.5  # for ranks to say where they are
+_CAUSE_SECONDS = 1.0  # seconds to wait after a failure for its cause on another rank
+_DUMP_SECONDS = 0.5  # for ranks to print their stacks
 
 
 @dataclass
@@ -38,10 +38,10 @@ class PerRank:
 
 @dataclass
 class RankOutcome:
-    """What a function came to on one rank.
+    """Outcome of a function on one rank.
 
     Attributes:
-        error: what it raised; of a rank that died a ``ChildProcessError``.
+        error: the exception that it raised; a ``ChildProcessError`` if the rank died.
         trace: its traceback, as text.
     """
 
@@ -54,8 +54,8 @@ class StartedRanks(Protocol):
     """Ranks that run ``serving.serve`` at the other ends of ``pipes``, however they were started.
 
     Attributes:
-        processes: by rank; none where they are not this process's.
-        outputs: by rank; none where what they write goes elsewhere.
+        processes: by rank; empty if they are not children of this process.
+        outputs: by rank; empty if their output is not captured.
     """
 
     pipes: list[Pipe]
@@ -69,11 +69,7 @@ class StartedRanks(Protocol):
 
 @dataclass
 class _Rank:
-    """What is known of a rank.
-
-    Attributes:
-        exitcode: once it has ended.
-    """
+    """State of a rank; ``exitcode`` is set once it has ended."""
 
     number: int
     pipe: Pipe
@@ -98,26 +94,26 @@ class _Rank:
 
 
 class RankPool:
-    """``size`` ranks that run functions. A context manager: they are gone when it ends.
+    """``size`` ranks that run functions. A context manager, whose end ends the ranks.
 
     Args:
-        backend: of the default process group that they join first. ``None``: there is none, but the environment that
-            makes one.
-        patience: for every wait of a rank for another.
-        threads: that torch uses in each rank.
-        environment: variables that they have besides this process's.
-        output: "inherit": what ranks write goes where this process's output goes; else what is shown of it, see
+        backend: of the default process group that they join first. ``None``: no group, only the environment variables
+            for making one.
+        patience: limit of every wait of a rank for another.
+        threads: torch's threads in each rank.
+        environment: variables that are added to this process's.
+        output: "inherit": ranks write where this process writes; otherwise what to show of their output, see
             :func:`pycomm.tools.launching.output.streams_of`.
-        mortal: ranks that may be killed: the others go on, and are all that is waited for.
+        mortal: ranks that may be killed. The others continue, and only these are waited for.
         limit: seconds that all calls may take together, from now on.
         preload: see :class:`RankProcesses`.
-        start: starts ranks otherwise, given their number and environment; they join nothing.
+        start: starts the ranks in another way, given their number and environment; they join no group.
 
     Attributes:
-        port: where the ranks have met.
+        port: of the ranks' store.
 
     Raises:
-        RankError: a rank did not come up.
+        RankError: a rank did not start.
     """
 
     def __init__(
@@ -125,7 +121,7 @@ class RankPool:
         size: int,
         *,
         backend: str | None = "gloo",
-        patience: timedelta = meeting.PATIENCE,
+        patience: timedelta = local_group.PATIENCE,
         threads: int = 1,
         environment: Mapping[str, str] | None = None,
         output: str | int | None = "inherit",
@@ -139,7 +135,7 @@ class RankPool:
         self._on_message: OnMessage = lambda _: None
         self._finishing = False
         with contextlib.ExitStack() as stack:
-            self.port = stack.enter_context(meeting.rendezvous()) if start is None else None
+            self.port = stack.enter_context(local_group.rendezvous()) if start is None else None
             captured, variables = output != "inherit", environment or {}
             self._started: StartedRanks
             if start is not None:
@@ -150,7 +146,7 @@ class RankPool:
             self._listen_to(self._started, output)
             if self.port is not None:
                 place = PerRank(range(size)), size, self.port
-                self.run(_take_place, *place, backend, patience, threads, leaves=True)
+                self.run(_set_up_rank, *place, backend, patience, threads, leaves=True)
             self._stack = stack.pop_all()
 
     def __enter__(self) -> RankPool:
@@ -167,25 +163,25 @@ class RankPool:
         on_message: OnMessage | None = None,
         leaves: bool = False,
     ) -> list[Any]:
-        """Call ``function(*args)`` on all ranks; return what each returned, by rank (``None`` of a dead one).
+        """Call ``function(*args)`` on all ranks; return the results by rank (``None`` of a dead one).
 
         Args:
-            args: a :class:`PerRank` among them is dealt out.
+            args: of a :class:`PerRank` among them, each rank gets its own value.
             timeout: in seconds.
-            on_message: is given what ranks :func:`pycomm.tools.launching.send` meanwhile.
-            leaves: whether a rank on which it fails ends at once, by which its peers notice.
+            on_message: called with what ranks :func:`pycomm.tools.launching.send` meanwhile.
+            leaves: whether a rank ends at once if the function fails there, so that its peers notice.
 
         Raises:
-            RankError: a rank failed or died, or they were not done in time. The pool is of no further use.
+            RankError: a rank failed or died, or they were not done in time. The pool cannot be used again.
         """
         self._on_message = on_message or self._on_message
         self.ask(function, *args, leaves=leaves)
-        self._wait_well(timeout, lambda: not any(rank.is_busy for rank in self._needed()))
+        self._wait_or_raise(timeout, lambda: not any(rank.is_busy for rank in self._needed()))
         answers = [rank.answer for rank in self._ranks]
         return [deserialize(answer.result) if isinstance(answer, Returned) else None for answer in answers]
 
     def outcomes(self, function: Callable[..., Any], *args: Any, timeout: float = math.inf) -> list[RankOutcome]:
-        """Call ``function(*args)`` on all ranks; return what it came to on each, an exception or a death too.
+        """Call ``function(*args)`` on all ranks; return the outcome on each, exceptions and deaths included.
 
         Raises:
             RankError: they were not done in time. They have been killed.
@@ -193,7 +189,7 @@ class RankPool:
         self.ask(function, *args)
         found = self.answers(timeout)
         if len(found) < self.size:
-            error = self._too_late(timeout)
+            error = self._timeout_error(timeout)
             self.kill()
             raise error
         return [found[rank] for rank in range(self.size)]
@@ -201,18 +197,18 @@ class RankPool:
     def ask(
         self, function: Callable[..., Any], *args: Any, ranks: Iterable[int] | None = None, leaves: bool = False
     ) -> None:
-        """Have ``function(*args)`` called on ``ranks``, by default on all."""
+        """Start ``function(*args)`` on ``ranks``, by default all, without waiting."""
         what = "the function, with its arguments,"
         dealt = any(isinstance(arg, PerRank) for arg in args)
         same = b"" if dealt else serialize(what, (function, args))
         for rank in self._chosen(ranks):
             own = [arg.values[rank.number] if isinstance(arg, PerRank) else arg for arg in args]
             rank.asked, rank.answer = True, None
-            with contextlib.suppress(OSError):  # it has died, which is noticed by its end
+            with contextlib.suppress(OSError):  # it has died, which _end() notices
                 rank.pipe.send(RankCall(rank.number, same or serialize(what, (function, own)), leaves))
 
     def answers(self, timeout: float, ranks: Iterable[int] | None = None) -> dict[int, RankOutcome]:
-        """Wait for the answers of ``ranks``, by default all; return those that are there in time."""
+        """Wait for the answers of ``ranks``, by default all; return those that arrive in time."""
         chosen = self._chosen(ranks)
         deadline = time.monotonic() + timeout
         while any(rank.is_busy for rank in chosen) and (left := deadline - time.monotonic()) > 0:
@@ -220,16 +216,16 @@ class RankPool:
         return {rank.number: rank.outcome() for rank in chosen if not rank.is_busy}
 
     def finish(self) -> None:
-        """Let the ranks do what is left to the end of a program, such as exit handlers, and end.
+        """Let the ranks end as programs do, with exit handlers.
 
         Raises:
-            RankError: a rank failed at that, or they have not ended in time.
+            RankError: a rank failed meanwhile, or they have not ended in time.
         """
-        self._let_go()
-        self._wait_well(math.inf, lambda: not self._sources)
+        self._ask_to_finish()
+        self._wait_or_raise(math.inf, lambda: not self._sources)
 
     def is_alive(self) -> bool:
-        """Return whether all ranks are there."""
+        """Return whether all ranks are alive."""
         return all(process.is_alive() for process in self._started.processes)
 
     def kill(self) -> None:
@@ -237,10 +233,10 @@ class RankPool:
         self._started.kill()
 
     def close(self, patience: float = 0.0) -> None:
-        """End the ranks: after their present call in ``patience`` seconds, as a program does; at once afterwards."""
+        """Let the ranks finish their call and end, for up to ``patience`` seconds; then end them at once."""
         try:
             if patience and not self._finishing:
-                self._let_go()
+                self._ask_to_finish()
                 deadline = time.monotonic() + patience
                 while self._sources and (left := deadline - time.monotonic()) > 0:
                     self._listen(left)
@@ -253,10 +249,10 @@ class RankPool:
     def _needed(self) -> list[_Rank]:
         return [rank for rank in self._ranks if rank.number not in self._mortal]
 
-    def _let_go(self) -> None:
+    def _ask_to_finish(self) -> None:
         self._finishing = True
         for rank in self._ranks:
-            with contextlib.suppress(OSError):  # it has died since, which its exit code will say
+            with contextlib.suppress(OSError):  # it has died, which its exit code will show
                 rank.pipe.send(None)
 
     # Listening to all ranks at once: each message and piece of output as it comes.
@@ -281,7 +277,7 @@ class RankPool:
                 self._sources.pop(source, None)
 
     def _receive(self, rank: _Rank) -> bool:
-        """Take a message; return False at the end."""
+        """Read a message; return False at the end of the pipe."""
         try:
             message = rank.pipe.recv()
         except (EOFError, OSError):
@@ -295,7 +291,7 @@ class RankPool:
         return True
 
     def _end(self, rank: _Rank) -> bool:
-        """Take what a rank that has ended left: what it started may hold the other ends open."""
+        """Read what an ended rank left in its pipes. There may be no end of file: its children may hold them open."""
         assert rank.process is not None
         rank.process.join()
         while rank.pipe in self._sources and rank.pipe.poll(0) and self._receive(rank):
@@ -307,9 +303,9 @@ class RankPool:
         rank.exitcode = rank.process.exitcode
         return False
 
-    # What becomes of a call.
+    # The outcome of a call.
 
-    def _wait_well(self, timeout: float, is_done: Callable[[], bool]) -> None:
+    def _wait_or_raise(self, timeout: float, is_done: Callable[[], bool]) -> None:
         """Listen until ``is_done()``.
 
         Raises:
@@ -319,11 +315,11 @@ class RankPool:
         while not is_done() and (left := deadline - time.monotonic()) > 0:
             self._listen(left)
             if deadline == late and self._has_failed():
-                deadline = time.monotonic() + _AFTERMATH
+                deadline = time.monotonic() + _CAUSE_SECONDS
         if self._has_failed():
-            raise self._explained()
+            raise self._failure_error()
         if not is_done():
-            raise self._too_late(min(timeout, self._limit))
+            raise self._timeout_error(min(timeout, self._limit))
 
     def _has_failed(self) -> bool:
         return bool(self._failures()) or any(code is not None for code in self._exitcodes())
@@ -332,7 +328,7 @@ class RankPool:
         return [rank.answer for rank in self._ranks if isinstance(rank.answer, Failure)]
 
     def _exitcodes(self) -> list[int | None]:
-        """Return the codes of the ranks that ended otherwise than they should: with 0, after they were let go."""
+        """Return exit codes by rank, ``None`` for ranks that are alive or ended as they should."""
         return [
             None
             if rank.number in self._mortal or (self._finishing and rank.exitcode in (0, UNKNOWN))
@@ -340,17 +336,17 @@ class RankPool:
             for rank in self._ranks
         ]
 
-    def _last_words(self) -> dict[int, str]:
+    def _stderr_ends(self) -> dict[int, str]:
         return {rank.number: rank.streams[1].last for rank in self._ranks if rank.streams}
 
-    def _explained(self) -> RankError:
+    def _failure_error(self) -> RankError:
         failures = sorted(self._failures(), key=lambda failure: failure.when)
-        error = explain(self._exitcodes(), failures, self._last_words())
+        error = explain(self._exitcodes(), failures, self._stderr_ends())
         error.__cause__ = _exception_of(failures[0]) if failures else None
         return error
 
-    def _too_late(self, seconds: float) -> RankError:
-        """Return the error that names the ranks that were not done, and says where they were."""
+    def _timeout_error(self, seconds: float) -> RankError:
+        """Return the error that names the unfinished ranks and shows their stacks."""
         late = [rank for rank in self._ranks if rank.is_busy]
         if not late:  # all have returned, but some have threads or exit handlers that do not end
             late = [rank for rank in self._ranks if rank.exitcode is None]
@@ -361,7 +357,7 @@ class RankPool:
         until = time.monotonic() + _DUMP_SECONDS
         while (left := until - time.monotonic()) > 0 and self._sources:
             self._listen(left)
-        where = "".join(f"\n\nrank {rank}:\n{words.rstrip()}" for rank, words in self._last_words().items() if words)
+        where = "".join(f"\n\nrank {rank}:\n{words.rstrip()}" for rank, words in self._stderr_ends().items() if words)
         message = f"not done after {seconds:g} s: rank {', '.join(str(rank.number) for rank in late)}{where}"
         return RankError(message, late[0].number if len(late) == 1 else None)
 
@@ -369,17 +365,17 @@ class RankPool:
 def _exception_of(failure: Failure) -> BaseException | None:
     try:
         error: BaseException = deserialize(failure.exception)
-    except Exception:  # not to be made again here; the text says what it was
+    except Exception:  # cannot be unpickled here; its text is in the traceback
         return None
     return error
 
 
-def _take_place(rank: int, size: int, port: int, backend: str | None, patience: timedelta, threads: int) -> None:
-    """Meet the other ranks, as one of them."""
-    os.environ.update(meeting.variables_of(port, rank, size))
+def _set_up_rank(rank: int, size: int, port: int, backend: str | None, patience: timedelta, threads: int) -> None:
+    """Set up a rank: its environment, threads and process group."""
+    os.environ.update(local_group.variables_of(port, rank, size))
     if backend is None:
         torch.set_num_threads(threads)
         return
     if "nccl" in backend:
         torch.cuda.set_device(rank)
-    meeting.join(port, rank, size, patience, backend, threads)
+    local_group.join(port, rank, size, patience, backend, threads)

@@ -1,4 +1,4 @@
-"""Processes of this host as ranks: started anew or forked, with a pipe to each, gone when their starter is."""
+"""Rank processes of this host, spawned or forked, with a pipe to each. They end with the process that started them."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ from typing import Any, TextIO, TypeAlias
 
 Pipe: TypeAlias = "Connection[Any, Any]"
 Outputs: TypeAlias = "tuple[Pipe, Pipe]"
-"""Where a rank's standard output and standard error are read, or written."""
+"""Pipe ends of a rank's standard output and standard error."""
 
 _NAME = "pycomm rank"
 _GRACE = 2.0  # seconds between asking a rank to end and killing it
 _PR_SET_PDEATHSIG = 1
-_APART = 1 << 30  # bytes of addresses
+_ADDRESS_SHIFT = 1 << 30  # bytes of addresses
 _NO_ACCESS = 0
 _kept: list[mmap.mmap] = []
-_starting = threading.Lock()  # whoever has it changes the environment, which is the process's
+_starting = threading.Lock()  # held while the environment, which all threads share, is changed
 _begun = False  # whether this process is a rank, and past the import of its script
 
 
 class RankProcesses:
-    """Processes of this host, with a pipe to each. A context manager: they are gone when it ends.
+    """Processes of this host, with a pipe to each. A context manager, whose end ends them.
 
-    They end with the process that started them, however that ends.
+    They also end with the process that started them, however that ends.
 
-    torch.distributed.elastic.multiprocessing starts processes too, but its output goes through files, it has no
-    messages while they run, and it imports everything anew in each.
+    torch.distributed.elastic.multiprocessing starts processes too, but it passes output through files, has no messages
+    while they run, and imports everything anew in each.
 
     Args:
         main: called in every process with its rank, its end of the pipe and ``arguments``; importable by name.
-        environment: variables that they have besides this process's.
-        captured: whether what they write is to be read from ``outputs``, and does not go where this process's goes.
-        preload: modules that a server imports, from which ranks are then forked: in a hundredth of a second, not in
-            seconds. A process has one such server, so only the first list counts. All forked ranks have the server's
-            hash seed, so they do not show that an order depends on it. ``None``: ranks are started anew.
+        environment: variables that are added to this process's.
+        captured: whether their output is read from ``outputs`` instead of going to this process's output.
+        preload: modules that a fork server imports once. Ranks forked from it start in a hundredth of a second instead
+            of seconds. A process has one such server, so only the first list counts. Forked ranks share the server's
+            hash seed, which hides orders that depend on it. ``None``: ranks are spawned.
 
     Attributes:
         pipes, processes, outputs: by rank.
@@ -70,9 +70,9 @@ class RankProcesses:
         self.pipes: list[Pipe] = []
         self.processes: list[BaseProcess] = []
         self.outputs: list[Outputs] = []
-        resource_tracker.ensure_running()  # the first start of a rank would do it, and let Ctrl-C through afterwards
+        resource_tracker.ensure_running()  # otherwise the first start does it, and then unblocks Ctrl-C
         try:
-            # Ctrl-C waits until all that was started is known; and so do other threads that start ranks.
+            # Ctrl-C, and other threads that start ranks, wait until all started processes are recorded.
             with _starting, _no_interrupt(), _importable_script(), _variables(environment or {}):
                 context = mp.get_context("spawn") if preload is None else _fork_server(preload)
                 inherited = None if preload is None else dict(os.environ)
@@ -95,7 +95,7 @@ class RankProcesses:
         self.end()
 
     def end(self) -> None:
-        """Hang up, ask the ranks to end, then kill them."""
+        """Close the pipes, ask the ranks to end, then kill them."""
         with _no_interrupt():  # a second Ctrl-C must not leave half of them
             try:
                 for pipe in (*self.pipes, *(pipe for outputs in self.outputs for pipe in outputs)):
@@ -117,10 +117,10 @@ class RankProcesses:
 
 
 def _fork_server(preload: Sequence[str]) -> ForkServerContext:
-    """Return the context in which processes are forked, from a server that runs after this.
+    """Start the fork server if it is not running, and return its context.
 
-    The server looks for modules where this process does. By itself it would begin where it is started, in the sources,
-    whose package may not have been built.
+    The server searches modules where this process does. Otherwise it would first search its working directory, which
+    may hold sources that are not built.
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
@@ -136,7 +136,7 @@ def _fork_server(preload: Sequence[str]) -> ForkServerContext:
 
 @contextlib.contextmanager
 def _output_pipes(context: BaseContext, captured: bool, read: list[Outputs]) -> Iterator[Outputs | None]:
-    """Add the ends that are read to ``read``, and yield those that a rank writes to, which are for it alone."""
+    """Append the read ends to ``read``; yield the write ends for a rank, and close them here afterwards."""
     if not captured:
         yield None
         return
@@ -148,11 +148,11 @@ def _output_pipes(context: BaseContext, captured: bool, read: list[Outputs]) -> 
 
 @contextlib.contextmanager
 def _no_interrupt() -> Iterator[None]:
-    """Make Ctrl-C wait until the end. What is started meanwhile begins with it blocked."""
+    """Delay Ctrl-C until the end of the block. Processes that are started meanwhile begin with it blocked."""
     noted: list[int] = []
     handler = signal.getsignal(signal.SIGINT)
-    # Python acts on signals in its main thread only. To block them there would not do: the kernel then gives them to
-    # another thread, of which notebooks always have some, and the main thread is told.
+    # Python handles signals in its main thread only. Blocking them there is not enough: the kernel then delivers them
+    # to another thread (notebooks always have some), and Python still runs the handler in the main thread.
     waits = callable(handler) and threading.current_thread() is threading.main_thread()
     if waits:
         signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
@@ -168,14 +168,14 @@ def _no_interrupt() -> Iterator[None]:
 
 
 def script_of(main: ModuleType) -> str | None:
-    """Return the file that ``__main__`` was read from; ``None`` if it was typed, or came by another way."""
+    """Return the file that ``__main__`` was read from; ``None`` if there is no such file."""
     path = getattr(main, "__file__", None)
     return path if path is not None and os.path.exists(path) else None
 
 
 @contextlib.contextmanager
 def _importable_script() -> Iterator[None]:
-    """Let processes that are started import no script where there is none: multiprocessing looks for "<stdin>"."""
+    """Keep started processes from importing a script that is no file: multiprocessing looks for "<stdin>"."""
     main = sys.modules["__main__"]
     path = getattr(main, "__file__", None)
     if path is None or script_of(main) is not None:
@@ -190,7 +190,7 @@ def _importable_script() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _variables(added: Mapping[str, str]) -> Iterator[None]:
-    """Have ``added`` in the environment."""
+    """Add variables to the environment during the block."""
     before = {name: os.environ.get(name) for name in added}
     os.environ.update(added)
     try:
@@ -204,14 +204,14 @@ def _variables(added: Mapping[str, str]) -> Iterator[None]:
 
 
 def is_being_started() -> bool:
-    """Return whether this process is to be a rank, and still imports the script that it comes from."""
+    """Return whether this process will be a rank, but is still importing its script."""
     return mp.current_process().name.startswith(_NAME) and not _begun
 
 
 def finish() -> None:
-    """Do what is left to the end of a program: wait for threads, run exit handlers, write what files have in buffers.
+    """Do what Python does at the end of a program: wait for threads, run exit handlers, flush files.
 
-    As Python does it, but that the interpreter goes on: see :func:`leave`.
+    Unlike at Python's end, the interpreter stays alive: see :func:`leave`.
     """
     threading._shutdown()  # type: ignore[attr-defined]  # executors too: joining their threads would wait for ever
     atexit._run_exitfuncs()
@@ -222,20 +222,20 @@ def finish() -> None:
                     each.flush()
             except ValueError:  # detached, as sys.stdout is where a script has put another encoding over its buffer
                 continue
-            except Exception:  # of one file, as with a pipe that nobody reads; others are still to be written
+            except Exception:  # such as a broken pipe; the other files are still flushed
                 traceback.print_exc()
 
 
 def leave(code: int) -> None:
-    """End this rank at once, without tidying up, which after a failure could wait for peers.
+    """End this rank at once, without cleanup, which could wait for peers after a failure.
 
-    After :func:`finish` too: a thread that comes out of torch's code when the interpreter has ended takes the process
-    along.
+    Use it after :func:`finish`, too: a thread that returns from torch after the interpreter has ended would crash the
+    process.
     """
-    with contextlib.suppress(OSError, ValueError):  # nobody reads any more, or it was closed
+    with contextlib.suppress(OSError, ValueError):  # broken pipe, or closed
         sys.stdout.flush()
         sys.stderr.flush()
-    ctypes.CDLL(None).fflush(None)  # what C code has written, and keeps while it goes to no terminal
+    ctypes.CDLL(None).fflush(None)  # C code buffers output unless it goes to a terminal
     os._exit(code)
 
 
@@ -250,32 +250,32 @@ def _rank_main(
 ) -> None:
     global _begun
     _begun = True
-    # On Ctrl-C there is nothing to say and nothing to tidy up. Until now it was blocked: interrupted imports print
-    # tracebacks.
+    # Ctrl-C ends a rank without output or cleanup. It was blocked until now, as interrupted imports print tracebacks.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if environment is None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
-            os._exit(1)  # it died before the kernel was asked to tell
+            os._exit(1)  # the parent died before prctl()
     else:
-        _be_as_if_new(rank, environment)
+        _initialize_forked(rank, environment)
     if outputs is not None:
         sys.stdout, sys.stderr = (_opened(*each) for each in zip((1, 2), outputs, strict=True))
     main(rank, pipe, *arguments)
 
 
-def _be_as_if_new(rank: int, environment: Mapping[str, str]) -> None:
-    """Have what a forked rank does not get from the process that asked for it: variables, addresses, its end."""
+def _initialize_forked(rank: int, environment: Mapping[str, str]) -> None:
+    """Give a forked rank its starter's environment, addresses of its own, and an end with its starter."""
     os.environ.clear()
     os.environ.update(environment)
-    # Lest what ranks map has the same addresses on all: taking a peer's address for one's own would go unnoticed.
-    _kept.append(mmap.mmap(-1, (rank + 1) * _APART, prot=_NO_ACCESS))
+    # Shifts later mappings, so that addresses differ between ranks. Otherwise, taking a peer's address for one's own
+    # would go unnoticed.
+    _kept.append(mmap.mmap(-1, (rank + 1) * _ADDRESS_SHIFT, prot=_NO_ACCESS))
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
-    """Wait until the process that asked for this one has ended; the server, its parent, would wait for its children."""
+    """End this rank once its starter has ended. Its parent, the fork server, does not end before its children."""
     parent = mp.parent_process()
     assert parent is not None
     parent.join()
@@ -283,7 +283,7 @@ def _end_with_parent() -> None:
 
 
 def _opened(descriptor: int, written: Pipe) -> TextIO:
-    """Let a pipe take a descriptor's place, for whatever writes to it; return a new file for Python's own, by lines."""
+    """Redirect ``descriptor`` to a pipe; return a line-buffered file on it for Python's own output."""
     with written:
         os.dup2(written.fileno(), descriptor)
     return open(descriptor, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)

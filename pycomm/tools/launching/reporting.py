@@ -1,4 +1,4 @@
-"""How far a function on ranks has come, sent by rank 0 and shown where the ranks were started."""
+"""Progress of a function on ranks, sent by rank 0 and shown where the ranks were started."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import torch
 
 from pycomm import checks
 
-_SECONDS = 0.2  # between two reports: more are not seen, and cost the ranks time
+_SECONDS = 0.2  # between two reports: more frequent ones only cost the ranks time
 _LINES = 10
 _last = float("-inf")
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What rank 0 sends."""
+    """Progress message of rank 0."""
 
     done: int
     total: int
@@ -34,20 +34,19 @@ class Progress:
 
 
 def progress(done: int, total: int, **figures: float | torch.Tensor) -> None:
-    """Tell how far the function that :func:`pycomm.launch` runs has come.
+    """Report the progress of a function that :func:`pycomm.launch` runs.
 
-    Where the ranks were started it is shown as a bar, if rich is installed and there is a terminal or a notebook, else
-    as a line for every tenth of the way. What rank 0 says counts; other ranks may call it, and nothing comes of it.
-    At most five calls in a second are passed on, and the last one is; the others take microseconds. Under torchrun,
-    and in a process without ranks, rank 0 prints lines.
+    The process that called ``launch`` shows a bar if rich is installed and there is a terminal or a notebook, else a
+    line for every tenth. Only rank 0's calls have an effect. At most five calls a second, and always the final one, are
+    passed on; the others take microseconds. Under torchrun, and in a process without ranks, rank 0 prints lines.
 
     Args:
-        done: steps that are done, of ``total``; 1 after the first one.
-        total: how many there are, at least 1.
-        figures: to be shown with it: numbers, or tensors of one element, which are read only where they are passed on.
+        done: number of completed steps; 1 after the first one.
+        total: number of steps, at least 1.
+        figures: further numbers to show, or tensors of one element; these are read only if the call is passed on.
 
     Raises:
-        TypeError, ValueError: an argument is no number, ``done`` is negative or beyond ``total``.
+        TypeError, ValueError: an argument is not a number, or ``done`` is negative or beyond ``total``.
     """
     global _last
     total = checks.count("total", total, 1)
@@ -65,7 +64,7 @@ def _number(name: str, value: object) -> float:
 
 
 class Lines:
-    """Progress as text: a line for every tenth of the way."""
+    """Progress as text: a line for every tenth."""
 
     def __init__(self) -> None:
         self._printed, self._last = 0, Progress(0, 0)
@@ -73,7 +72,7 @@ class Lines:
     def show(self, progress: Progress) -> None:
         last, self._last = self._last, progress
         if progress.total != last.total or progress.done < last.done or last.done == last.total:
-            self._printed = 0  # something new has begun
+            self._printed = 0  # a new run
         tenths = _LINES * progress.done // progress.total
         if tenths > self._printed:
             self._printed = tenths
@@ -81,7 +80,7 @@ class Lines:
 
 
 def send_by(send: Callable[[Progress], None]) -> None:
-    """Pass what this process says of its progress on to ``send``."""
+    """Make :func:`progress` report through ``send``."""
     global _send
     _send = send
 
@@ -95,7 +94,7 @@ _send = _print_on_rank_0
 
 
 class Bar:
-    """Progress as a bar of rich's."""
+    """Progress as a bar drawn by rich."""
 
     def __init__(self, console: Any) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -119,7 +118,7 @@ class Bar:
 
 @contextlib.contextmanager
 def display() -> Iterator[Callable[[Progress], None]]:
-    """Yield what shows progress: as a bar where that can be drawn, else by lines."""
+    """Yield a function that shows progress, as a bar where one can be drawn, else as lines."""
     bar = _bar()
     if bar is None:
         yield Lines().show

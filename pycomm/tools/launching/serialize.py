@@ -1,8 +1,8 @@
-"""How a function, what it is given and what it returns travel between processes.
+"""Serialization of functions, arguments and results between processes.
 
-By pickle, which sends functions and classes as names. What was defined in an interactive session (a notebook, a prompt,
-``-c``, standard input) has a name that nobody can import elsewhere, and lambdas and functions inside functions have
-none: these travel as code, by cloudpickle, where it is installed.
+Pickle sends functions and classes by name. Those defined in an interactive session (a notebook, a prompt, ``-c``,
+standard input) cannot be imported elsewhere, and lambdas and nested functions have no global name: cloudpickle, if
+installed, sends these as code.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _INSTALL = "pip install 'pycomm-torch[notebook]'"
 
 
 class SerializationError(TypeError):
-    """Something cannot be sent to another process; the message says why, and what helps."""
+    """An object cannot be sent to another process; the message says why, and what helps."""
 
 
 def serialize(what: str, things: Any) -> bytes:
-    """Return ``things``, pickled by name where names do, else by code.
+    """Pickle ``things``, by name if possible, else as code.
 
     Args:
         what: names ``things`` in errors.
@@ -46,18 +46,17 @@ def serialize(what: str, things: Any) -> bytes:
 
 
 def deserialize(serialized: bytes) -> Any:
-    """Return what was serialized."""
     return pickle.loads(serialized)
 
 
 def interactive_sources() -> Sources:
-    """Return the lines that an interactive session has of what was typed, by which tracebacks elsewhere show them."""
-    # Entries of files have the time of their last change.
+    """Return the source lines typed in an interactive session, for tracebacks in other processes."""
+    # Entries of files have a modification time.
     return {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
 
 
 def add_sources(sources: Sources) -> None:
-    """Let tracebacks of this process show lines of ``sources``."""
+    """Make ``sources`` available to this process's tracebacks."""
     linecache.cache.update(sources)
 
 
@@ -66,7 +65,7 @@ class _InteractiveError(pickle.PicklingError):
 
 
 class _ByName(pickle.Pickler):
-    """Pickler that refuses what lives in an interactive session."""
+    """Pickler that refuses functions and classes of an interactive session."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -79,7 +78,7 @@ class _ByName(pickle.Pickler):
 
 
 def _is_interactive() -> bool:
-    """Return whether ``__main__`` may hold what no file has, and a rank that imports its file would not find."""
+    """Return whether ``__main__`` may hold objects that a rank cannot import from its file."""
     main = sys.modules["__main__"]
     from_file = script_of(main) is not None or getattr(main, "__spec__", None) is not None
     return not from_file or hasattr(sys, "ps1")

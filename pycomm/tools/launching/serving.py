@@ -1,4 +1,4 @@
-"""The side of a rank in a pool: it does what it is called for, answers, and sends messages meanwhile."""
+"""A rank's side of a pool: it runs calls, answers them, and sends messages meanwhile."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from pycomm.tools.launching.serialize import deserialize, serialize
 Send = Callable[[Any], None]
 
 WHERE = signal.SIGUSR1
-"""Lets a rank write where its threads are."""
+"""Signal at which a rank prints the stacks of its threads."""
 
-_driver: Pipe | None = None  # the pipe to it, in a rank
+_driver: Pipe | None = None  # in a rank, the pipe to the driver
 _sending = threading.Lock()
 
 
 @dataclass(frozen=True)
 class RankCall:
-    """What a rank is to do: a function with its arguments, serialized. ``None`` in its place: to finish.
+    """Call for a rank: a function with its arguments, serialized. ``None`` instead of a call tells a rank to finish.
 
     Attributes:
-        leaves: whether the rank ends at once if that fails, by which its peers notice.
+        leaves: whether the rank ends at once if the call fails, so that its peers notice.
     """
 
     rank: int
@@ -49,14 +49,14 @@ class Returned:
 
 
 def send(message: Any) -> None:
-    """Send ``message`` to the process that has called this function on its ranks. From any thread."""
+    """Send ``message`` from a rank, on any thread, to the process that started the ranks."""
     assert _driver is not None, "this process is no rank of a pool"
     with _sending:
         _driver.send(message)
 
 
 def serve(pipe: Pipe) -> bool:
-    """Do what comes through ``pipe``; return True if asked to finish, False once nobody is there to ask."""
+    """Run the calls from ``pipe``; return True when asked to finish, False when the pipe ends."""
     global _driver
     _driver = pipe
     while True:
@@ -67,7 +67,7 @@ def serve(pipe: Pipe) -> bool:
         if call is None:
             return True
         answer = _answer(call)
-        with contextlib.suppress(OSError):  # nobody listens any more
+        with contextlib.suppress(OSError):  # the driver has ended
             send(answer)
         if call.leaves and isinstance(answer, Failure):
             leave(1)
@@ -79,7 +79,7 @@ def _answer(call: RankCall) -> Returned | Failure:
         try:
             result = function(*arguments)
         except SystemExit as error:
-            if error.code not in (None, 0):  # these are a script's way to say that it is done
+            if error.code not in (None, 0):  # these mean success
                 raise
             result = None
         return Returned(serialize(f"the result of rank {call.rank}, a {type(result).__name__},", result))
@@ -88,11 +88,11 @@ def _answer(call: RankCall) -> Returned | Failure:
 
 
 def serve_and_end(rank: int, pipe: Pipe) -> None:
-    """Be a rank of this host: serve, then end the process, as a program does if asked to finish, else at once."""
+    """Serve calls as a rank of this host, then end the process: as a program does if asked to finish, else at once."""
     faulthandler.register(WHERE)
     if serve(pipe):
         try:
-            finish()  # with the group, which threads and handlers may use as all ranks are here
+            finish()  # before the group is destroyed: threads and exit handlers may use it
             if dist.is_initialized():
                 dist.destroy_process_group()
         except BaseException as error:
@@ -107,7 +107,7 @@ def _failure(rank: int, error: BaseException) -> Failure:
 
 
 def _as_text(error: BaseException) -> str:
-    """Return the traceback from what was called on, if the error is the function's."""
+    """Return the traceback without its outer lines in this package."""
     trace = error.__traceback__
     inner = trace
     while inner is not None and Path(inner.tb_frame.f_code.co_filename).parent == Path(__file__).parent:
@@ -116,7 +116,7 @@ def _as_text(error: BaseException) -> str:
 
 
 def _as_bytes(error: BaseException) -> bytes:
-    """Return the serialized exception; nothing if it cannot be serialized, or not be made again of that."""
+    """Return the serialized exception; empty if it cannot be serialized and restored."""
     try:
         serialized = serialize("the exception", error)
         deserialize(serialized)

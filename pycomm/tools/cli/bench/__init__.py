@@ -1,1 +1,1 @@
-"""``pycomm bench``: collectives against their peers, and kernels against torch, for whoever has the package."""
+"""``pycomm bench``: verifies collectives and times them against other libraries."""

@@ -1,4 +1,4 @@
-"""Workers in the processes that a launcher such as torchrun has started. Each runs the bench, and rank 0 speaks."""
+"""Workers in processes of a launcher such as torchrun. Every rank runs the bench; only rank 0 prints."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defin
 
 from pycomm.tools.launching import RankError
 
-_PATIENCE = timedelta(minutes=20)  # for one turn: a rank that dies is noticed by the launcher
+_PATIENCE = timedelta(minutes=20)  # for one turn: the launcher notices ranks that die
 
 
 class LaunchedWorkers:
-    """All ranks, as a :class:`pycomm.tools.cli.bench.workers.WorkerGroup` of a process that is one of them.
+    """All launched ranks, used like a :class:`pycomm.tools.cli.bench.workers.WorkerGroup` by each of them.
 
-    What they return travels as JSON through the launcher's store, which others may reach: nothing is unpickled.
+    Results travel as JSON through the launcher's store. Others may reach that store, so nothing is unpickled.
 
     Raises:
-        ValueError: the launcher has not said where they meet (MASTER_ADDR, MASTER_PORT).
+        ValueError: the launcher has not set MASTER_ADDR and MASTER_PORT.
     """
 
     def __init__(self) -> None:
@@ -32,10 +32,10 @@ class LaunchedWorkers:
         self._calls = 0
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Call this rank's worker's ``method``; returns what each rank's returned, in rank order. Collective.
+        """Call ``method`` of this rank's worker; return all ranks' results in rank order. Collective.
 
         Raises:
-            RankError: it raised on one.
+            RankError: the method raised on some rank.
         """
         try:
             mine = {"value": getattr(self.worker, method)(*arguments)}
@@ -48,7 +48,7 @@ class LaunchedWorkers:
         return [answer["value"] for answer in answers]
 
     def close(self) -> None:
-        """Wait until rank 0 has said everything, and have it wait, since it may keep the store. Collective."""
+        """Wait for rank 0 to finish; rank 0 waits for the others, since it may host the store. Collective."""
         self._exchange({})
         if self.rank > 0:
             self._answers.set(f"gone {self.rank}", "")
@@ -57,7 +57,7 @@ class LaunchedWorkers:
                 self._answers.get(f"gone {rank}")
 
     def _exchange(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
-        """Give every rank what each of them gives: rank 0 puts it together."""
+        """Gather ``mine`` of all ranks on every rank: rank 0 collects and publishes them."""
         number, self._calls = self._calls, self._calls + 1
         if self.rank > 0:
             self._answers.set(f"{number} {self.rank}", json.dumps(mine))
@@ -66,6 +66,6 @@ class LaunchedWorkers:
         theirs = [f"{number} {rank}" for rank in range(1, self.size)]
         text = json.dumps([mine, *(json.loads(self._answers.get(key)) for key in theirs)])
         self._answers.set(f"{number}", text)
-        for key in (*theirs, *([f"{number - 1}"] if number else [])):  # all have read what came before
+        for key in (*theirs, *([f"{number - 1}"] if number else [])):  # all have read the previous one
             self._answers.delete_key(key)
-        return json.loads(text)  # type: ignore[no-any-return]  # as the others have it: without tuples
+        return json.loads(text)  # type: ignore[no-any-return]  # like the other ranks, without tuples

@@ -15,7 +15,7 @@ from pycomm.tools.cli.bench.operations import Case
 
 Call = Callable[[], object]
 Into = Callable[[torch.Tensor], object]
-"""A collective that leaves its result in the tensor that it is called with."""
+"""A collective that writes its result to its argument."""
 
 _REDUCTIONS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
@@ -36,7 +36,7 @@ class UnsupportedError(Exception):
 
 
 def through_scratch(call: Into, result: torch.Tensor) -> Call:
-    """Return ``call`` into memory of its own, followed by a copy to ``result``: in place, for who cannot do that."""
+    """Return ``call`` into a scratch tensor, then a copy to ``result``, for libraries that cannot work in place."""
     scratch = torch.empty_like(result)
 
     def then_copy() -> None:
@@ -47,11 +47,11 @@ def through_scratch(call: Into, result: torch.Tensor) -> Call:
 
 
 class Library:
-    """torch.distributed's collectives by ``backend``: in the default group, or in one beside it if there is one.
+    """Collectives of torch.distributed by ``backend``, in the default group, or in a new one if that exists already.
 
     Attributes:
         rank, size: of this process.
-        in_place: the collectives of two arrays that take their input inside the result.
+        in_place: the collectives of two arrays whose input may lie inside the result.
     """
 
     in_place: tuple[str, ...] = ("all_gather",)
@@ -69,9 +69,9 @@ class Library:
     def bind(self, case: Case, given: torch.Tensor, result: torch.Tensor) -> Call:
         """Return the call for ``case`` that reads ``given`` and leaves the result in ``result``.
 
-        Where they share memory, the call works in place. What a library cannot do by itself, out of place or in
-        place, is made up for with a copy inside the call: the time is that until the user has the result. An array
-        that this rank does not have (what a root alone hands in, or gets) may be used as scratch.
+        If the two share memory, the call works in place. If the library supports only the other way, the call
+        includes a copy, as the user would need one, too. An array that only the root needs may serve as scratch on
+        other ranks.
 
         Raises:
             UnsupportedError: the library does not have it.
@@ -80,7 +80,7 @@ class Library:
             return self.barrier
         call, away = self.collective(case, given), case.spec.rooted and self.rank != case.root
         if case.operation in ("all_reduce", "reduce", "broadcast"):  # of one array
-            # A rank that is not the root of a reduction copies, too: it finds partial sums in its array.
+            # Ranks other than the root of a reduction copy, too: it leaves partial sums in their array.
             if given.data_ptr() == result.data_ptr() or (away and case.operation == "broadcast"):
                 return lambda: call(result)
             return lambda: call(result.copy_(given))
@@ -90,7 +90,7 @@ class Library:
         return through_scratch(call, result)
 
     def collective(self, case: Case, given: torch.Tensor) -> Into:
-        """Return the library's own function; those of one array are given that as the result."""
+        """Return the library's own function. Collectives of one array take it as the result."""
         group, root, op = self._group, case.root, _REDUCTIONS.get(case.redop)
         at_root = self.rank == root
         parts = list(given.chunk(self.size)) if case.operation == "scatter" and at_root else None
@@ -108,7 +108,7 @@ class Library:
         return of[case.operation]
 
     def _send_on(self, given: torch.Tensor, result: torch.Tensor) -> None:
-        """Send to the next rank, and receive from the one before."""
+        """Send to the next rank and receive from the previous one."""
         if self.size == 1:
             result.copy_(given)
             return
@@ -121,25 +121,25 @@ class Library:
         dist.barrier(group=self._group)
 
     def empty(self, num_bytes: int) -> torch.Tensor:
-        """Return memory to work on, as uint8."""
+        """Return an uninitialized uint8 tensor."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def synchronize(self) -> None:
-        """Wait for what has been enqueued on a device."""
+        """Wait for work enqueued on a GPU."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
         """Leave the group, after the last call."""
         if dist.is_initialized():
-            dist.destroy_process_group()  # with all groups beside it
+            dist.destroy_process_group()  # and all other groups
 
 
 class CommunicatorLibrary(Library):
-    """Collectives of a :class:`Communicator` over the default group, which is Gloo's if there is none yet.
+    """Collectives of a :class:`Communicator` over the default group; creates a Gloo group if there is none.
 
     Args:
-        registered: whether :meth:`empty` is ``Communicator.empty``, memory that all ranks of the host reach.
+        registered: whether :meth:`empty` returns memory of ``Communicator.empty``, which all ranks of the host reach.
     """
 
     in_place = ()

@@ -1,6 +1,6 @@
-"""The driver of ``pycomm bench COLLECTIVE``, on ranks of its own or those of a launcher.
+"""Driver of ``pycomm bench COLLECTIVE``, on ranks that it starts or on those of a launcher.
 
-It verifies what is measured and what it is compared with, lets them take turns, and prints table and verdict.
+It verifies all libraries, times them in turns, and prints a table and a verdict.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from pycomm.tools.cli.bench.timing import Samples
 from pycomm.tools.cli.bench.workers import WorkerGroup
 from pycomm.tools.launching import RankError, rendezvous
 
-_WRONG = 7  # exit code for wrong results or too little bandwidth: that of nccl-tests
+_WRONG = 7  # nccl-tests' exit code for wrong results or too little bandwidth
 
 
 class Team(Protocol):
-    """Ranks that do what they are told, all at once."""
+    """Ranks whose workers are all called at once."""
 
     def call(self, method: str, *arguments: Any) -> list[Any]: ...
 
 
 @dataclass
 class Contender:
-    """One library, and the ranks that have it.
+    """One library, and the ranks that use it.
 
     Attributes:
-        missing: why there are no figures of it, for each case that it does not have.
+        missing: for each kind of case that it does not support, a note that says why.
     """
 
     name: str
@@ -51,9 +51,9 @@ def run(settings: BenchSettings, others: Mapping[str, Started] | None = None) ->
     """Measure one collective; return the exit code.
 
     Args:
-        others: libraries that are not torch's, by name, and how ranks that have them are started.
+        others: libraries other than torch's: name -> function that starts their ranks.
     """
-    if settings.launched and os.environ["RANK"] != "0":  # rank 0 speaks for all
+    if settings.launched and os.environ["RANK"] != "0":  # only rank 0 prints
         with open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
             return _run(replace(settings, output=None), {})
     return _run(settings, others or {})
@@ -65,13 +65,13 @@ def _run(settings: BenchSettings, others: Mapping[str, Started]) -> int:
     except RankError as error:
         print(f"pycomm bench: {error}", file=sys.stderr)
         if "timed out" in str(error):
-            hint = f"-T is {settings.timeout:g} s; raise it where ranks outnumber cores, or others use them"
+            hint = f"-T is {settings.timeout:g} s; raise it where ranks outnumber cores, or other programs use them"
             print(f"pycomm bench: a wait took longer than -T allows: {hint}", file=sys.stderr)
         return 1
 
 
 def setup_of(settings: BenchSettings) -> dict[str, Any]:
-    """Return what a :class:`BenchRank` is given, besides where it meets the others."""
+    """Return the arguments of :class:`BenchRank` besides ``port`` or ``store``."""
     return {
         "num_bytes": settings.largest,
         "device": settings.device,
@@ -81,7 +81,7 @@ def setup_of(settings: BenchSettings) -> dict[str, Any]:
 
 
 def _among_own(settings: BenchSettings, others: Mapping[str, Started]) -> int:
-    """Start ranks here: one group for all libraries of torch, and one for each other."""
+    """Start ranks here: one group for all of torch's libraries, and one for each other library."""
     with contextlib.ExitStack() as stack:
         teams: dict[str, Team] = {}
         contenders = []
@@ -102,7 +102,7 @@ def _torchs_ranks(settings: BenchSettings) -> Iterator[Team]:
 
 
 def _among_launched(settings: BenchSettings) -> int:
-    """Be one of the ranks that a launcher has started. All do the same; only rank 0 prints and writes."""
+    """Run as one of a launcher's ranks. All do the same; only rank 0 prints and writes."""
     workers = LaunchedWorkers()
     worker = workers.worker = BenchRank(**setup_of(settings), store=workers.store)
     try:
@@ -111,7 +111,7 @@ def _among_launched(settings: BenchSettings) -> int:
             for contender in contenders:
                 workers.call("open", contender.name)
             code = _conclude(settings, contenders)
-        except RankError:  # which all ranks raise; after another error the launcher ends the others
+        except RankError:  # raised on all ranks; after any other error, the launcher ends the other ranks
             workers.close()
             raise
         workers.close()
@@ -145,7 +145,7 @@ def _conclude(settings: BenchSettings, contenders: Sequence[Contender]) -> int:
 
 
 def lines(settings: BenchSettings, ours: Contender, peers: list[Contender]) -> Iterator[TableLine]:
-    """Yield a line of every case that ``ours`` has."""
+    """Yield a line for every case that ``ours`` supports."""
     for case in settings.cases:
         wrong = {who.name: _verify(settings, case, who) for who in (ours, *peers)}
         if wrong[ours.name] is not None:
@@ -154,9 +154,9 @@ def lines(settings: BenchSettings, ours: Contender, peers: list[Contender]) -> I
 
 
 def _verify(settings: BenchSettings, case: Case, who: Contender) -> dict[str, int | None] | None:
-    """Return the wrong elements by place, or ``None`` and leave a note if ``who`` does not have this.
+    """Return the number of wrong elements by place; ``None``, with a note, if ``who`` does not support the case.
 
-    Called at least once: whether it has this shows when it is called.
+    This calls the collective at least once, since only a call shows whether it is supported.
     """
     found: dict[str, int | None] = {}
     for place in PLACES:
@@ -184,7 +184,7 @@ def _line(
     copies: list[float] = []
     for number in range(settings.rounds):
         for place in PLACES:
-            # Forwards and backwards in turns, so that nobody always follows the same other one.
+            # Alternate the order, so that no library always follows the same other one.
             for who in present if number % 2 == 0 else reversed(present):
                 arguments = (who.name, case.as_json(), place == "in_place", warmups, calls)
                 taken[place][who.name].append(max(who.team.call("turn", *arguments)))

@@ -1,8 +1,8 @@
-"""The collectives that ``pycomm bench`` measures: how much of what goes where, and what bandwidth means for each.
+"""The collectives that ``pycomm bench`` measures: the data that each moves, and its bandwidths.
 
-Sizes, counts and the two bandwidths are those of nccl-tests. In its words: ``size`` are the bytes of the larger of the
-two arrays, ``count`` the elements of one rank's part; algbw = size / time, and busbw corrects it by what has to cross
-the links, so that one figure can be held against hardware for any number of ranks.
+Sizes, counts and bandwidths are defined as in nccl-tests: ``size`` is the bytes of the larger of the two arrays,
+``count`` the elements of one rank's part, and algbw = size / time. busbw multiplies algbw by the share that has to
+cross the links, so that it can be compared with the hardware for any number of ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Dtype(NamedTuple):
-    """Type of elements: the name that torch has for it, and its bytes."""
+    """Element type: its name in torch, and its size in bytes."""
 
     torch_name: str
     itemsize: int
@@ -31,13 +31,13 @@ DTYPES = {
     "double": Dtype("float64", 8),
     "bfloat16": Dtype("bfloat16", 2),
 }
-"""nccl-tests' names of dtypes; unsigned ones of more than 8 bits are left out, which torch cannot add."""
+"""dtypes by nccl-tests' names, without unsigned ones of more than 8 bits: torch cannot add these."""
 
 COMMUNICATOR = "communicator"
-"""``--backend`` and ``--peers`` call :class:`pycomm.Communicator` by this name."""
+"""Name of :class:`pycomm.Communicator` for ``--backend`` and ``--peers``."""
 
 REDUCTIONS = ("sum", "prod", "max", "min", "avg")
-_ALIGNMENT = 16  # bytes that a rank's part is a multiple of, where it has as many
+_ALIGNMENT = 16  # bytes; larger parts are multiples of it
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class BenchOperation:
     Attributes:
         split: whether one of its arrays consists of a part for each rank.
         reduces, rooted: whether it has a reduction, and a root.
-        reads, writes: "part" or "all", the array that a rank hands in and the one it gets.
-        bus: what busbw has over algbw, for P ranks: "twice" 2(P-1)/P, "once" (P-1)/P, "one" 1.
+        reads, writes: whether a rank's input and its result are a "part" or "all".
+        bus: busbw / algbw for P ranks: "twice" 2(P-1)/P, "once" (P-1)/P, "one" 1.
     """
 
     name: str
@@ -64,7 +64,7 @@ class BenchOperation:
         return {"twice": 2 * (ranks - 1) / ranks, "once": (ranks - 1) / ranks, "one": 1.0}[self.bus]
 
     def count_of(self, num_bytes: int, itemsize: int, ranks: int) -> int:
-        """Return the elements of a part, or of the array where there are none, for a size of about ``num_bytes``."""
+        """Return the elements of a part (of the array, if there are no parts) for a size of about ``num_bytes``."""
         count = num_bytes // itemsize // (ranks if self.split else 1)
         per_line = max(1, _ALIGNMENT // itemsize)
         if self.split and count > per_line:
@@ -91,12 +91,12 @@ OPERATIONS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the table: an operation with all that it needs.
+    """One line of the table: an operation with its arguments.
 
     Attributes:
-        count: elements of a part, or of the array where the operation has no parts.
-        dtype, redop: by nccl-tests' names; "none" where there is nothing to reduce.
-        root: rank, -1 where there is none.
+        count: elements of a part; of the array, if the operation has no parts.
+        dtype, redop: by nccl-tests' names; "none" without a reduction.
+        root: rank, -1 without a root.
     """
 
     operation: str
@@ -128,21 +128,21 @@ class Case:
         return self.elements * DTYPES[self.dtype].itemsize
 
     def as_json(self) -> dict[str, Any]:
-        """Return what :class:`Case` takes, to hand it to another process."""
+        """Return the constructor's arguments, for another process."""
         return dict(vars(self))
 
     def gives(self, rank: int) -> bool:
-        """Return whether ``rank`` hands anything in."""
+        """Return whether ``rank`` has an input."""
         return self.operation not in ("broadcast", "scatter", "barrier") or rank == self.root
 
     def gets(self, rank: int) -> bool:
-        """Return whether ``rank`` gets a result."""
+        """Return whether ``rank`` has a result."""
         if self.operation == "barrier":
             return False
         return self.operation not in ("reduce", "gather") or rank == self.root
 
     def input_span(self, rank: int, in_place: bool) -> slice:
-        """Return where a rank's input lies: in an array of its own or, ``in_place``, in that of the result."""
+        """Return where a rank's input lies in its array; ``in_place``: in that of the result."""
         return self._span(self.spec.reads, rank, in_place)
 
     def output_span(self, rank: int, in_place: bool) -> slice:
@@ -154,9 +154,9 @@ class Case:
         return slice(begin, begin + (self.count if what == "part" else self.elements))
 
     def least_traffic(self) -> float:
-        """Return the bytes that all ranks together read and write at least, each once, in those of one copy by all.
+        """Return the least memory traffic of all ranks, as a multiple of a copy of ``size`` bytes on every rank.
 
-        On one host: what several ranks read of the same array counts once. A copy reads and writes ``size`` on each.
+        This is for one host: an array that several ranks read counts once.
         """
         ranks = self.ranks
         given = {"broadcast": 1, "scatter": 1, "all_gather": 1, "gather": 1}.get(self.operation, ranks)

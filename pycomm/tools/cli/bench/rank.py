@@ -1,4 +1,4 @@
-"""A rank of ``pycomm bench``: libraries that are compared, memory, and the turns that the driver asks for."""
+"""Worker of ``pycomm bench`` on one rank: the libraries, their arrays, and the timed turns."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from pycomm.tools.cli.bench.operations import COMMUNICATOR, Case
 from pycomm.tools.cli.bench.values import count_wrong, fill
 from pycomm.tools.launching import connect
 
-_NAN = 255  # bytes of NaN in every floating-point dtype, and of -1 or the largest number in the others
+_NAN = 255  # each byte of a NaN in every floating-point dtype, and of -1 or the largest number in the others
 
 
 class BenchRank:
-    """One process of a group; all libraries of a group live in the same processes, and share the arrays.
+    """Worker in one process of a group. All libraries of a group share its processes and arrays.
 
     Args:
         num_bytes: of the largest array.
         device: "cpu" or "cuda".
         timeout: of every wait for another rank, in seconds.
-        registered: whether :class:`pycomm.Communicator` is given memory that it allocates itself.
-        port: where the ranks meet, if the driver has started them; ``store``: if they have met already.
+        registered: whether :class:`pycomm.Communicator` works on memory that it allocated itself.
+        port: of the rendezvous, for ranks that the driver has started.
+        store: the launcher's store, for ranks that a launcher has started.
     """
 
     def __init__(
@@ -54,17 +55,17 @@ class BenchRank:
         self._bound: tuple[Any, Call] | None = None
 
     def open(self, name: str) -> int:
-        """Join the group of the library ``name``; returns this process's rank in it."""
+        """Join the group of the library ``name``; return this process's rank in it."""
         self._libraries[name] = library = self._make(name)
         return library.rank
 
     def _make(self, name: str) -> Library:
-        assert self._store is not None, "the libraries of torch meet at a store"
+        assert self._store is not None, "torch's libraries require a store"
         place = (PrefixStore(name, self._store), self.rank, self._size, self._device, self._timeout)
         return CommunicatorLibrary(*place, self._registered) if name == COMMUNICATOR else Library(name, *place)
 
     def describe(self) -> dict[str, Any]:
-        """Return where this rank runs, by nccl-tests' names."""
+        """Return where this rank runs, under nccl-tests' keys."""
         index, on_gpu = self._device.index or 0, self._device.type == "cuda"
         gpu = torch.cuda.get_device_properties(index) if on_gpu else None
         return {
@@ -78,7 +79,7 @@ class BenchRank:
         }
 
     def verify(self, name: str, case: dict[str, Any], in_place: bool) -> dict[str, Any]:
-        """Call once, and return how many of this rank's results are "wrong", or why the library has "none" of this."""
+        """Call once; return the number of "wrong" elements, or under "none" why the library does not support this."""
         described, library = Case(**case), self._libraries[name]
         given, result = self._arrays(name, described, in_place, fresh=True)
         try:
@@ -91,13 +92,13 @@ class BenchRank:
         return {"wrong": count_wrong(described, library.rank, result) if described.gets(library.rank) else 0}
 
     def turn(self, name: str, case: dict[str, Any], in_place: bool, warmups: int, calls: int) -> float:
-        """Call ``calls`` times back to back, after some that do not count and a barrier; returns seconds per call."""
+        """Return seconds per call, of ``calls`` calls back to back after ``warmups`` untimed ones and a barrier."""
         described = Case(**case)
         call = self._bind(name, described, in_place, *self._arrays(name, described, in_place))
         return self._timed(name, call, warmups, calls)
 
     def turn_copy(self, name: str, num_bytes: int, calls: int) -> float:
-        """Return the seconds for copying ``num_bytes`` while all ranks do: what the floor is made of."""
+        """Return seconds for copying ``num_bytes`` while all ranks do so: the basis of the floor."""
         source, target = (array[:num_bytes] for array in self._two_arrays(name))
         if source.device.type != "cpu":
             return self._timed(name, lambda: target.copy_(source), 1, calls)
@@ -121,19 +122,19 @@ class BenchRank:
         return (time.perf_counter() - start) / calls
 
     def _kind(self, name: str) -> str:
-        """Return whose memory the library ``name`` works on: "" for what all of them share."""
+        """Return the key of the memory that library ``name`` works on: "" for the shared one."""
         return name if self._registered and name == COMMUNICATOR else ""
 
     def _two_arrays(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the memory for what is given, and for results."""
+        """Return the memory for inputs, and that for results."""
         kind = self._kind(name)
         if kind not in self._memory:
             source, target = (self._libraries[name].empty(max(1, self._num_bytes)) for _ in range(2))
-            self._memory[kind] = source.fill_(1), target.fill_(1)  # so that every page is there
+            self._memory[kind] = source.fill_(1), target.fill_(1)  # touches every page
         return self._memory[kind]
 
     def _arrays(self, name: str, case: Case, in_place: bool, fresh: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what this rank hands in and where its result goes; ``fresh``: with nothing of an earlier result."""
+        """Return this rank's input and the array for its result; ``fresh``: overwrite an earlier result with NaN."""
         rank, dtype, kind = self._libraries[name].rank, case.torch_dtype, self._kind(name)
         source, target = (array[: case.size].view(dtype) for array in self._two_arrays(name))
         apart = source[case.input_span(rank, in_place=False)]
@@ -152,13 +153,13 @@ class BenchRank:
     def _bind(self, name: str, case: Case, in_place: bool, given: torch.Tensor, result: torch.Tensor) -> Call:
         key = name, case, in_place
         if self._bound is None or self._bound[0] != key:
-            self._bound = None  # gives its scratch back before the next one is made
+            self._bound = None  # frees its scratch before the next one is allocated
             self._bound = key, self._libraries[name].bind(case, given, result)
         return self._bound[1]
 
 
 def _device_of(kind: str, rank: int) -> torch.device:
-    """Return the device of ``rank``: on hosts with GPUs, by the rank on this host."""
+    """Return the device of ``rank``; GPUs go by the rank on this host."""
     if kind == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())

@@ -1,4 +1,4 @@
-"""The report that ``-J`` writes: nccl-tests' keys, in its units, and keys for what nccl-tests does not measure."""
+"""The report that ``-J`` writes: nccl-tests' keys in its units, and further keys for what it does not measure."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def report(
     verdict: Mapping[str, Any],
     started: str,
 ) -> dict[str, Any]:
-    """Return the report; ``verdict`` is what :func:`verdict_of` says."""
+    """Return the report; ``verdict`` is the result of :func:`verdict_of`."""
     return {
         "version": _VERSION,
         "start_time": started,
         "args": sys.argv,
-        # Not all of it, as nccl-tests has it: environments hold secrets.
+        # Selected variables only, unlike nccl-tests: environments hold secrets.
         "env": [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)],
         "nccl_version": _nccl_version(),
         "config": _config(settings, devices),
@@ -50,9 +50,9 @@ def report(
 
 
 def verdict_of(failed: int, average: float, min_busbw: float | None, missing: Sequence[str]) -> dict[str, Any]:
-    """Return the keys that say whether all is well.
+    """Return the keys that say whether the bench passed.
 
-    As in nccl-tests, a bandwidth up to 10 % below the one that was wanted is good enough.
+    As in nccl-tests, a bandwidth up to 10 % below ``min_busbw`` passes.
     """
     okay = "unchecked" if min_busbw is None else _word(average >= 0.9 * min_busbw)
     return {
@@ -63,7 +63,7 @@ def verdict_of(failed: int, average: float, min_busbw: float | None, missing: Se
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
-    """Write the report, or leave nothing."""
+    """Write the report, or leave no file."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         partial.write_text(json.dumps(content, indent=1) + "\n")
@@ -136,7 +136,7 @@ def _timed(line: TableLine, timed: Timed) -> dict[str, Any]:
 
 
 def _spread(samples: Samples) -> dict[str, Any]:
-    """Return percentiles and samples in microseconds, as ``time`` is."""
+    """Return percentiles and samples in microseconds, like ``time``."""
     return {
         "p10": samples.low * 1e6,
         "p90": samples.high * 1e6,
@@ -145,11 +145,11 @@ def _spread(samples: Samples) -> dict[str, Any]:
 
 
 def _word(value: bool) -> str:
-    return "true" if value else "false"  # words in nccl-tests' reports, too
+    return "true" if value else "false"  # nccl-tests writes words, too
 
 
 def _nccl_version() -> int | None:
-    """Return NCCL's version as one number, ``None`` if this torch has none."""
+    """Return NCCL's version as one number; ``None`` if this torch has no NCCL."""
     if not torch.distributed.is_nccl_available():
         return None
     version: Any = torch.cuda.nccl.version  # its stub has no types

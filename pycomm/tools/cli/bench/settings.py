@@ -1,4 +1,4 @@
-"""What the command line of a collective asks for: nccl-tests' options, and those that it does not have."""
+"""Command line of a collective: nccl-tests' options, and further ones."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from pycomm.tools.cli.arguments import integer, load_package
 from pycomm.tools.cli.bench.operations import COMMUNICATOR, DTYPES, OPERATIONS, REDUCTIONS, BenchOperation, Case
 
 _DESCRIPTION = """\
-Measures {name} between ranks: those that are started here or, under torchrun, those that it has started. Results
-are verified first. The table, the options with one letter and the keys of the report are those of nccl-tests; below
-the table stand, in comments, spread, floor, and the times of --peers, which take turns with what is measured.
+Measures {name} between ranks: those that it starts here or, under torchrun, torchrun's. Results are verified
+first. The table, the options of one letter and the keys of the report are those of nccl-tests. Comments below the
+table give spread, floor, and the times of --peers, which are measured in turns with --backend.
 
-Exit code: 0 all is well, 1 a rank failed, 2 wrong arguments, 7 wrong results or less bandwidth than --min-busbw.
+Exit code: 0 success, 1 a rank failed, 2 wrong arguments, 7 wrong results or less bandwidth than --min-busbw.
 """
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _ALL = -1
 _USUAL_CALLS = 20
-_TURN_BYTES = 256 << 20  # by default a turn has as many calls as move this, at most the usual and at least two
-_ARRAYS = 3  # as large as -e, in every rank: what is given, the result, and scratch
+_TURN_BYTES = 256 << 20  # by default a turn moves this much, with 2 to _USUAL_CALLS calls
+_ARRAYS = 3  # as large as -e, on every rank: input, result, and scratch
 
 
 class UsageError(ValueError):
-    """The arguments are wrong, each by itself or together; the message says which, and what was wanted."""
+    """An argument or a combination is invalid; the message says which, and what was wanted."""
 
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """What is to be measured, checked.
+    """Settings of one bench, checked.
 
     Attributes:
-        sizes: bytes, ascending. step: what lies between them, in nccl-tests' words.
-        calls, warmups: of a turn, ``None`` to let them go by the size. checks: how often results are verified.
-        launched: whether the ranks are there already.
-        min_busbw: average that is wanted, in GB/s; ``None`` for no check.
+        sizes: bytes, ascending. step: their difference or ratio, as nccl-tests writes it.
+        calls, warmups: of a turn; ``None``: by the size. checks: how often results are verified.
+        launched: whether a launcher has started the ranks.
+        min_busbw: required average in GB/s; ``None`` for no check.
     """
 
     operation: BenchOperation
@@ -64,12 +64,12 @@ class BenchSettings:
 
     @property
     def device(self) -> str:
-        """The kind of device that all arrays are on."""
+        """The device type of all arrays."""
         return "cuda" if "nccl" in (self.backend, *self.peers) else "cpu"
 
     @property
     def cases(self) -> Iterator[Case]:
-        """What is measured, in the order of the table."""
+        """All cases, in the order of the table."""
         for dtype in self.dtypes:
             for redop in self.redops:
                 for root in self.roots:
@@ -83,13 +83,13 @@ class BenchSettings:
         return max(case.size for case in self.cases)
 
     def calls_of(self, case: Case) -> int:
-        """Return how many calls a turn has."""
+        """Return the number of timed calls of a turn."""
         if self.calls is not None:
             return self.calls
         return max(2, min(_USUAL_CALLS, _TURN_BYTES // max(1, case.size)))
 
     def warmups_of(self, case: Case) -> int:
-        """Return how many calls go ahead of a turn's and do not count."""
+        """Return the number of untimed calls before a turn."""
         return self.warmups if self.warmups is not None else max(1, self.calls_of(case) // 4)
 
 
@@ -107,7 +107,7 @@ _bandwidth = _above_zero("GB/s")
 
 
 def add_collectives(benches: Any) -> list[argparse.ArgumentParser]:
-    """Add to ``benches`` a parser for each collective, of what :func:`settings_of` takes; return them."""
+    """Add a parser for each collective to ``benches``; return them. :func:`settings_of` takes their results."""
     return [_collective(benches, operation) for operation in OPERATIONS.values()]
 
 
@@ -122,34 +122,34 @@ def _collective(benches: Any, operation: BenchOperation) -> argparse.ArgumentPar
     if operation.name != "barrier":
         add("-b", "--minbytes", type=_size, default=32 << 20, metavar="SIZE", help="smallest size (default 32M)")
         add("-e", "--maxbytes", type=_size, metavar="SIZE", help="largest size (default: that of -b)")
-        add("-i", "--stepbytes", type=_size, metavar="SIZE", help="add so much from line to line (default 1M)")
-        add("-f", "--stepfactor", type=integer(2), metavar="N", help="multiply by this from line to line, instead")
+        add("-i", "--stepbytes", type=_size, metavar="SIZE", help="add this from line to line (default 1M)")
+        add("-f", "--stepfactor", type=integer(2), metavar="N", help="multiply by this instead of adding -i")
         add("-d", "--datatype", choices=(*DTYPES, "all"), default="float", help="dtype (default float)")
     if operation.reduces:
         add("-o", "--op", choices=(*REDUCTIONS, "all"), default="sum", help="reduction (default sum)")
     if operation.rooted:
         add("-r", "--root", type=_root, default=0, metavar="RANK", help="root, or all (default 0)")
     seconds = _above_zero("seconds")
-    add("-n", "--iters", type=integer(1), metavar="N", help="calls of a turn (default 20, fewer where they move much)")
+    add("-n", "--iters", type=integer(1), metavar="N", help="calls of a turn (default 20, fewer for large sizes)")
     add("-w", "--warmup_iters", type=integer(0), metavar="N", help="calls before a turn (default: a quarter of -n)")
-    add("-c", "--check", type=integer(0), default=1, metavar="N", help="verify so many times first (default 1)")
+    add("-c", "--check", type=integer(0), default=1, metavar="N", help="verify this many times first (default 1)")
     add("-R", "--local_register", type=integer(0, largest=1), default=0, metavar="0|1", help="1: Communicator.empty")
-    add("-T", "--timeout", type=seconds, default=120.0, metavar="SECONDS", help="of every wait (default 120)")
+    add("-T", "--timeout", type=seconds, default=120.0, metavar="SECONDS", help="limit of every wait (default 120)")
     add("-J", "--output_file", type=Path, metavar="FILE", help="also write the figures to FILE, as JSON")
-    add("--rounds", type=integer(1), default=5, help="turns that everything gets, interleaved (default 5)")
-    add("--ranks", type=integer(1), help="processes to start (default 2); under torchrun it has started them")
+    add("--rounds", type=integer(1), default=5, help="turns of each library, interleaved (default 5)")
+    add("--ranks", type=integer(1), help="processes to start (default 2); under torchrun: its processes")
     add("--backend", default="pycomm", metavar="NAME", help="a backend of torch, or communicator (default pycomm)")
-    add("--peers", type=_names, default=(), metavar="NAMES", help="what it is compared with: gloo,nccl,communicator")
+    add("--peers", type=_names, default=(), metavar="NAMES", help="libraries to compare with: gloo,nccl,communicator")
     add("--min-busbw", type=_bandwidth, metavar="GB/S", help="fail if the average is more than 10 %% below this")
     parser.set_defaults(parser=parser, operation=operation)
     return parser
 
 
 def launched_ranks(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return how many ranks a launcher has started, of which this process is one; ``None`` if it is none.
+    """Return the number of ranks if a launcher has started this process, else ``None``.
 
     Raises:
-        UsageError: the launcher has set WORLD_SIZE to no number.
+        UsageError: WORLD_SIZE is not a positive number.
     """
     size = environment.get("WORLD_SIZE")
     if size is None or "RANK" not in environment:
@@ -163,7 +163,7 @@ def why_not(name: str) -> str | None:
     """Return why the library ``name`` cannot be used here; ``None`` if it can."""
     if name == COMMUNICATOR:
         return None
-    load_package()  # which makes "pycomm" a backend of torch's
+    load_package()  # registers "pycomm" as a backend of torch
     import torch
     import torch.distributed as dist
 
@@ -181,14 +181,14 @@ def why_not(name: str) -> str | None:
 def settings_of(
     arguments: argparse.Namespace, launched: int | None, why_not: Callable[[str], str | None] = why_not
 ) -> BenchSettings:
-    """Return what the arguments ask for.
+    """Check the arguments and return them as settings.
 
     Args:
         launched: the number of ranks that a launcher has started.
-        why_not: says why a library cannot be used.
+        why_not: returns why a library cannot be used.
 
     Raises:
-        UsageError: something is wrong, or cannot be had here.
+        UsageError: an argument is invalid, or a library is unavailable here.
     """
     operation: BenchOperation = arguments.operation
     ranks = launched or arguments.ranks or 2
@@ -221,12 +221,12 @@ def settings_of(
         output=path,
     )
     _check_memory(settings)
-    _check_libraries(settings, why_not)  # at last, as it takes torch
+    _check_libraries(settings, why_not)  # last, since it imports torch
     return settings
 
 
 def _check_libraries(settings: BenchSettings, why_not: Callable[[str], str | None]) -> None:
-    """Raise unless all can be had here."""
+    """Raise unless all libraries can be used here, once each."""
     backend, peers = settings.backend, settings.peers
     if backend in peers:
         raise UsageError(f"--peers: {backend} is what is measured (--backend)")
@@ -239,7 +239,7 @@ def _check_libraries(settings: BenchSettings, why_not: Callable[[str], str | Non
 
 
 def _check_memory(settings: BenchSettings) -> None:
-    """Raise if the ranks that would be started here want more memory than there is."""
+    """Raise if the local ranks would require more memory than is free."""
     wanted = _ARRAYS * settings.largest * (1 if settings.launched else settings.ranks)
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -252,7 +252,7 @@ def _check_memory(settings: BenchSettings) -> None:
 
 
 def _sizes(arguments: argparse.Namespace) -> tuple[tuple[int, ...], str]:
-    """Return the sizes, and the step between them in nccl-tests' words."""
+    """Return the sizes, and the step between them as nccl-tests writes it."""
     smallest, factor, step = arguments.minbytes, arguments.stepfactor, arguments.stepbytes
     largest = smallest if arguments.maxbytes is None else arguments.maxbytes
     if largest < smallest:
@@ -279,7 +279,7 @@ def _roots(root: int | None, ranks: int) -> tuple[int, ...]:
 
 
 def _min_busbw(given: float | None) -> float | None:
-    """Return what ``--min-busbw`` says, or what nccl-tests would go by."""
+    """Return the value of ``--min-busbw``, by default that of nccl-tests' environment variable."""
     variable = os.environ.get("NCCL_TESTS_MIN_BW")
     if given is not None or variable is None:
         return given

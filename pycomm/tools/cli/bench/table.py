@@ -1,4 +1,4 @@
-"""nccl-tests' table, in its very columns, and what it does not print in comments behind it, which its parsers skip."""
+"""nccl-tests' table with the same columns. Further figures follow in comments, which parsers of that table skip."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from pycomm.tools.cli.table import table
 
 PLACES = ("out_of_place", "in_place")
 _SCATTERED = 2.0
-"""Ratio of the 90th percentile to the 10th above which a median says little."""
+"""A median is reported as unreliable if the 90th percentile is more than this many times the 10th."""
 
 
 @dataclass(frozen=True)
 class Timed:
-    """What one library took for one case, out of place or in place.
+    """Timing of one library for one case, out of place or in place.
 
     Attributes:
-        wrong: wrong elements on all ranks together, ``None`` if nobody looked.
+        wrong: wrong elements on all ranks together; ``None`` if not verified.
         samples: seconds per call of the slowest rank, for each round.
     """
 
@@ -42,8 +42,8 @@ class TableLine:
 
     Attributes:
         calls: of a turn.
-        ours: by place, of what is measured. peers: place -> name -> the same of a peer that has it.
-        floor: the least time in which all bytes can be read and written, at the speed of copies.
+        ours: place -> timing of the measured library. peers: place -> name -> timing of a peer that supports the case.
+        floor: time to read and write every byte once, at the speed of copies.
     """
 
     case: Case
@@ -59,7 +59,7 @@ class TableLine:
 
 
 def preamble(settings: BenchSettings, devices: Sequence[Mapping[str, Any]]) -> str:
-    """Return what stands above the table: who measures what, and where."""
+    """Return the text above the table: versions, settings and devices."""
     smallest, largest = settings.sizes[0], settings.sizes[-1]
     lines = [
         f"# {headline(cpu_model())}",
@@ -82,7 +82,7 @@ def preamble(settings: BenchSettings, devices: Sequence[Mapping[str, Any]]) -> s
 
 
 def environment() -> dict[str, Any]:
-    """Return versions and machine, without which a figure means nothing."""
+    """Return versions and the machine."""
     return {
         "pycomm": pycomm.build_info(),
         "python": platform.python_version(),
@@ -94,7 +94,7 @@ def environment() -> dict[str, Any]:
 
 
 def headline(processor: str) -> str:
-    """Return one line that says what ran where."""
+    """Return versions and the machine in one line."""
     found = environment()
     build, cores = found["pycomm"], found["cores"]
     ours = f"pycomm {build['version']} ({build['simd']})"
@@ -127,7 +127,7 @@ def row(line: TableLine) -> str:
 
 
 def _fitting(value: float, width: int) -> str:
-    """Write ``value`` with as many digits behind the point, two at most, as ``width`` leaves room for."""
+    """Write ``value`` in ``width`` characters, with two decimals if they fit."""
     for digits in (2, 1, 0):
         text = f"{value:{width}.{digits}f}"
         if len(text) <= width:
@@ -136,7 +136,7 @@ def _fitting(value: float, width: int) -> str:
 
 
 def below(settings: BenchSettings, lines: Sequence[TableLine], verdict: Mapping[str, Any]) -> str:
-    """Return what stands below the table, all of it in comments: comparison, notes, and ``verdict``."""
+    """Return the text below the table, all in comments: comparison, notes, and ``verdict``."""
     notes = [*verdict["missing"], *_wrong_peers(lines), *scatter(settings, lines)]
     failed, bandwidth = verdict["out_of_bounds"]["count"], verdict["average_bus_bandwidth"]
     okay = {"unchecked": "", "true": "OK", "false": "FAILED"}[bandwidth["okay"]]
@@ -159,7 +159,7 @@ def average_busbw(lines: Sequence[TableLine]) -> float:
 
 
 def _comparison(lines: Sequence[TableLine], rounds: int) -> list[str]:
-    """Return spread, floor and peers of every line of the table: out of place above, in place below."""
+    """Return spread, floor and peers of every line of the table, out of place and then in place."""
     names = list(dict.fromkeys(name for line in lines for place in PLACES for name in line.peers[place]))
     head = ["size", "", "time", "p10 - p90", "floor", "of floor"]
     head += [text for name in names for text in (f"{name}\ntime", "times\nlonger")]
@@ -190,7 +190,7 @@ def _wrong_peers(lines: Sequence[TableLine]) -> Iterator[str]:
 
 
 def scatter(settings: BenchSettings, lines: Sequence[TableLine]) -> Iterator[str]:
-    """Yield a note on times that differ much from turn to turn, if there are such."""
+    """Yield a note if times differ much from turn to turn."""
     samples = [(line.case.size, line.ours[place].samples) for line in lines for place in PLACES]
     sizes = dict.fromkeys(size for size, each in samples if each.high > _SCATTERED * each.low)
     if sizes:

@@ -1,4 +1,4 @@
-"""Durations: summing them up, writing them. Imports nothing of pycomm: benches read it also where that is not built."""
+"""Durations: statistics and text. Imports nothing of pycomm: benches use this file also where pycomm is not built."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Samples:
-    """Durations of the same thing, in seconds."""
+    """Repeated measurements of one duration, in seconds."""
 
     seconds: tuple[float, ...]
 

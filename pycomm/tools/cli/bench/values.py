@@ -1,7 +1,7 @@
-"""Numbers to communicate: different on every rank and from their neighbours, with results that are known exactly.
+"""Test data that differs between ranks and between neighbouring elements, and has exactly known results.
 
-Element i of rank r is (7919 i + 1000003 r) mod M, where M is a power of two, small enough that all sums over the ranks
-are exact in the dtype: no two of M neighbours are equal, and as many ranks differ in every element. For products it is
+Element i of rank r is (7919 i + 1000003 r) mod M. M is a power of two, so small that all sums over the ranks are exact
+in the dtype. Any M consecutive elements differ, and so do the same elements of any M ranks. For products, elements are
 1 or 2 by the same rule.
 """
 
@@ -20,7 +20,7 @@ Indices = npt.NDArray[np.uint32]
 
 _CHUNK = 1 << 16
 _SIGNIFICANT_BITS = {"half": 11, "bfloat16": 8, "float": 24, "double": 24, "int8": 7, "uint8": 8}
-_BITS = 24  # of all others: more would say no more
+_BITS = 24  # for all others: more would test no more
 
 
 def modulus(ranks: int, bits: int = _BITS) -> int:
@@ -29,27 +29,27 @@ def modulus(ranks: int, bits: int = _BITS) -> int:
 
 
 def pattern(rank: int | Indices, index: Indices, modulus: int) -> Indices:
-    """Return the elements ``index`` of ``rank``'s numbers, or each of another rank's, as integers; see above."""
+    """Return elements ``index`` of ``rank`` as integers; ``rank`` may be an array with a rank for each element."""
     offset = np.atleast_1d(np.asarray(rank, np.uint32)) * np.uint32(1000003)
-    # All wraps around at 2^32, which is a multiple of the modulus.
+    # Overflow wraps around at 2^32, a multiple of the modulus.
     return (index * np.uint32(7919) + offset) & np.uint32(modulus - 1)
 
 
 def chunks(num_elements: int, begin: int = 0) -> Iterator[tuple[slice, Indices]]:
-    """Yield all elements by pieces, with their numbers from ``begin``: what is computed of them takes memory."""
+    """Yield slices of all elements with their indices, counted from ``begin``. This bounds temporary memory."""
     for start in range(0, num_elements, _CHUNK):
         piece = slice(start, min(start + _CHUNK, num_elements))
         yield piece, np.arange(begin + piece.start, begin + piece.stop, dtype=np.uint32)
 
 
 def fill(case: Case, rank: int, target: torch.Tensor) -> None:
-    """Write what ``rank`` hands in into ``target``."""
+    """Write the input of ``rank`` to ``target``."""
     for piece, index in chunks(target.numel()):
         target[piece] = _given(case, rank, index)
 
 
 def count_wrong(case: Case, rank: int, got: torch.Tensor) -> int:
-    """Return how many elements of the result of ``rank`` are wrong."""
+    """Return the number of wrong elements in the result ``got`` of ``rank``."""
     tolerance, wrong = _tolerance(case), 0
     for piece, index in chunks(got.numel()):
         found, wanted = got[piece].cpu(), _wanted(case, rank, index)
@@ -69,7 +69,7 @@ def _integers(case: Case, rank: int | Indices, index: Indices) -> npt.NDArray[np
 
 
 def _wanted(case: Case, rank: int, index: Indices) -> torch.Tensor:
-    """Return the elements ``index`` of what ``rank`` gets."""
+    """Return elements ``index`` of the right result of ``rank``."""
     own_part = np.uint32(rank * case.count)
     if case.spec.reduces:
         return _reduced(case, index + own_part if case.spec.writes == "part" else index)
@@ -82,7 +82,7 @@ def _wanted(case: Case, rank: int, index: Indices) -> torch.Tensor:
 
 
 def _reduced(case: Case, index: Indices) -> torch.Tensor:
-    """Return the elements ``index`` of the reduction; integers wrap around, as they do in the dtype."""
+    """Return elements ``index`` of the reduction; integers wrap around as in the dtype."""
     by_rank = [_integers(case, rank, index) for rank in range(case.ranks)]
     reduce = {"sum": np.add, "avg": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}[case.redop]
     reduced = torch.from_numpy(functools.reduce(reduce, by_rank))
@@ -90,6 +90,6 @@ def _reduced(case: Case, index: Indices) -> torch.Tensor:
 
 
 def _tolerance(case: Case) -> float:
-    """Return the relative error that an average may have: each rank's term may be rounded once, and so may the sum."""
+    """Return the relative error allowed in an average: each rank's term and the sum may be rounded once."""
     exact = case.redop != "avg" or case.ranks & (case.ranks - 1) == 0
     return 0.0 if exact else 2 * torch.finfo(case.torch_dtype).eps

@@ -1,7 +1,7 @@
-"""Workers on ranks that stay: an object each, whose methods the driver calls on all of them at once.
+"""Long-lived workers: an object on each rank, whose methods the driver calls on all ranks at once.
 
-The driver starts every group once and lets them work in turns. Between turns a rank blocks in a read: it uses no core,
-whatever its communication library does while it waits. Nothing stays behind: ranks end when the driver does.
+The driver starts every group once and lets the groups work in turns. Between turns a rank blocks in a read and uses no
+core, even if its communication library would poll. Ranks end when the driver does.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _TURN_SECONDS = 600.0
 _QUIET = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 Start = Callable[[int, Mapping[str, str]], StartedRanks]
-"""Starts so many ranks, with these variables besides this process's."""
+"""Starts a number of ranks, with variables that are added to this process's environment."""
 
-_worker: Any = None  # in a rank
+_worker: Any = None  # of this process, if it is a rank
 
 
 class WorkerGroup:
@@ -31,12 +31,12 @@ class WorkerGroup:
 
     Args:
         name: for error messages.
-        setup: what the worker's constructor is given.
+        setup: arguments of the worker's constructor.
         environment: added to this process's.
-        start: how ranks come up; by default they are started here, with RANK and WORLD_SIZE in their environment.
+        start: starts the ranks; by default they start here, with RANK and WORLD_SIZE in their environment.
 
     Raises:
-        RankError: a rank did not come up.
+        RankError: a rank did not start.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class WorkerGroup:
             raise
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Call the workers' ``method`` on all ranks at once; returns what each returned, in rank order.
+        """Call the workers' ``method`` on all ranks at once; return the results in rank order.
 
         Raises:
-            RankError: it raised on one, one died, or they did not answer. The group is of no further use.
+            RankError: the method raised on a rank, or a rank died or did not answer. The group cannot be used again.
         """
         return self._run(_TURN_SECONDS, _call, method, arguments)
 
@@ -68,7 +68,7 @@ class WorkerGroup:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._pool.close(patience=2 * PATIENCE_SECONDS)  # they finish their turn and end, or are ended
+        self._pool.close(patience=2 * PATIENCE_SECONDS)  # ranks may finish their turn before they are ended
 
     def _run(self, seconds: float, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         try:

@@ -1,4 +1,4 @@
-"""``pycomm demo``: its arguments, and what it does with them. What takes torch is imported when it is needed."""
+"""``pycomm demo``: its arguments, and the run itself. Modules that import torch are imported late."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pycomm.tools.cli.arguments import integer, load_package
 from pycomm.tools.cli.demo import network
 from pycomm.tools.cli.demo.settings import HEAD_WIDTH, DemoSettings
 
-_MAX_CONTEXT = 4096  # far less than the validation text has, anywhere
+_MAX_CONTEXT = 4096  # far less than any validation text has
 _RANKS_PER_CORE = 4
-_MOST_SEED = (1 << 23) - 1  # steps and ranks make seeds of 64 bits of it
+_MOST_SEED = (1 << 23) - 1  # combined with a step and a rank, it makes a seed of 64 bits
 _MEGABITS = {"mbit": 1.0, "gbit": 1000.0}
 _SLOWEST, _FASTEST = 10.0, 30_000.0  # Mbit/s
 _FOR_RANKS = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # on the slow link torch warns that addresses have no names
-    "PYCOMM_FLIGHT_DIR": "",  # the death is meant: no file of it
+    "PYCOMM_FLIGHT_DIR": "",  # the death is intended: no file about it
 }
 _DESCRIPTION = """\
 Trains a byte-level language model on the source of Python's standard library, on local ranks. It compares pycomm with
@@ -32,7 +32,6 @@ compresses gradients. It shows the gain in a table and a picture. Takes about a 
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command to those of ``pycomm``."""
     parser = commands.add_parser(
         "demo",
         help="train a small language model on local ranks and over a slow link, and compare with torch's DDP",
@@ -92,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run_and_report(settings: DemoSettings) -> int:
-    load_package()  # only now, as it takes seconds, and the command may have been started anew
+    load_package()  # late: it takes seconds, and become_root() may restart this process
     from rich.console import Console
 
     from pycomm.tools.cli.demo.plot import save_plot
@@ -125,13 +124,13 @@ def _train(settings: DemoSettings) -> Any:
 
 
 def _run_ranks(program: Callable[..., None], size: int, settings: DemoSettings, **options: Any) -> Any:
-    """Run ``program`` on ranks, show its progress, and return what it tells last."""
+    """Run ``program`` on ranks, show its progress, and return its result."""
     from pycomm.tools.launching import RankError, run_ranks
     from pycomm.tools.launching.reporting import Progress, display
 
     received: list[Any] = []
     with display() as show:
-        show(Progress(0, 1))  # from now on, as the ranks take seconds to start
+        show(Progress(0, 1))  # at once, since ranks take seconds to start
 
         def on_message(message: Any) -> None:
             if isinstance(message, Progress):

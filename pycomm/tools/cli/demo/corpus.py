@@ -1,4 +1,4 @@
-"""Corpus: the Python standard library's own source text, which every machine with CPython has."""
+"""Corpus: the source text of Python's standard library, present on every machine with CPython."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def _read(files: list[Path]) -> torch.Tensor:
 
 
 def random_starts(text: torch.Tensor, context: int, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """Draw the beginnings of windows of ``context`` bytes and one more."""
+    """Draw the first bytes of windows of ``context + 1`` bytes."""
     if len(text) <= context:
         raise ValueError(f"context is {context}, but this part of the text has only {len(text)} bytes")
     return torch.randint(len(text) - context, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def windows(text: torch.Tensor, starts: torch.Tensor, context: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return inputs and targets, ``(len(starts), context)`` each: the targets are one byte further on."""
+    """Return inputs and targets, ``(len(starts), context)`` each: targets are one byte later."""
     picked = text[starts[:, None] + torch.arange(context + 1)].long()
     return picked[:, :-1], picked[:, 1:]

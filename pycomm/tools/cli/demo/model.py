@@ -10,7 +10,7 @@ _NUM_BYTES = 256
 
 
 class Block(nn.Module):
-    """Block of causal self-attention and a two-layer perceptron, each after a norm and with a shortcut around it."""
+    """Transformer block: causal self-attention and a two-layer perceptron, with pre-norm and residual connections."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Hosts made of network namespaces, with slow links between them: for this user, without files, gone with the process.
+"""Hosts made of network namespaces, with slow links between them. They leave no files and end with the process.
 
-A host is a namespace with one interface; a switch (a bridge in a namespace of its own) joins them. What leaves a host,
-and what the switch passes on to one, goes through a token bucket: a full-duplex link of that rate. Ranks in different
-namespaces are on different hosts for pycomm, too: they share no memory.
+A host is a namespace with one interface; a switch (a bridge in its own namespace) joins the hosts. A token bucket in
+each direction makes a full-duplex link of the given rate. pycomm, too, treats ranks in different namespaces as being on
+different hosts: they share no memory.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any
 
 DEVICE = "eth0"
-PORT = 29500  # nobody else is on such a host
+PORT = 29500  # always free: nothing else runs on such a host
 _CLONE_NEWNET = 0x40000000
-_SEGMENT_BYTES = 32768  # that TCP gives to the device at once
+_SEGMENT_BYTES = 32768  # the most that TCP gives to the device at once
 _BURST_BYTES = 98304  # of the bucket: some segments, since timers are late on busy cores
 _QUEUE_BYTES = 8 << 20  # before anything is dropped
-_WINDOW_PACKETS = 1000  # that TCP begins with: no connection has to find out the rate again after each pause
+_WINDOW_PACKETS = 1000  # initial window of TCP, so that no connection starts slowly after a pause
 _AS_ROOT = ("unshare", "--user", "--map-root-user")
 _COMMAND_SECONDS = 20.0
-# One address, an IPv4 one: Gloo takes the first.
+# A host has only an IPv4 address, since Gloo takes the first one.
 _NO_OWN_ADDRESS = {"attrs": [("AF_INET6", {"attrs": [("IFLA_INET6_ADDR_GEN_MODE", 1)]})]}
 
 
@@ -36,9 +36,9 @@ def address(rank: int) -> str:
 
 
 def become_root() -> str | None:
-    """Start this command anew in a user namespace, in which its user is root; return why that is not allowed.
+    """Restart this command in a user namespace in which its user is root; return the reason if that is not allowed.
 
-    Returns ``None`` for root, who needs none. It keeps its process id. Nothing of it may have been shown before.
+    Returns ``None`` if the user is root already. The process id stays the same. Call this before printing anything.
     """
     if os.geteuid() == 0:
         return None
@@ -53,10 +53,10 @@ def become_root() -> str | None:
 
 @contextlib.contextmanager
 def hosts(count: int, megabits: float) -> Iterator[list[str]]:
-    """Make ``count`` hosts with links of ``megabits`` Mbit/s, and yield what :func:`move_to` takes to get to each.
+    """Make ``count`` hosts with links of ``megabits`` Mbit/s; yield a path for each, for :func:`move_to`.
 
     Raises:
-        OSError: this user may not make namespaces, or this kernel lacks what they need.
+        OSError: this user may not make namespaces, or this kernel lacks a feature that they require.
     """
     with contextlib.ExitStack() as made:
         descriptors = []
@@ -71,7 +71,7 @@ def hosts(count: int, megabits: float) -> Iterator[list[str]]:
 
 
 def move_to(path: str) -> None:
-    """Move this thread, and those that it starts from now on, to the host at ``path``."""
+    """Move this thread, and the threads that it will start, to the host at ``path``."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         _move(descriptor)
@@ -80,19 +80,19 @@ def move_to(path: str) -> None:
 
 
 def bytes_sent() -> int:
-    """Return the bytes that the interface of this process's host has sent: with headers, and all else."""
+    """Return the bytes that the interface of this process's host has sent, headers included."""
     line = next(line for line in Path("/proc/self/net/dev").read_text().splitlines() if f"{DEVICE}:" in line)
     return int(line.partition(":")[2].split()[8])
 
 
 def _in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call ``function`` in a thread of its own, as a thread's namespace is its own."""
+    """Call ``function`` in a new thread, so that only that thread changes its namespace."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(function, *arguments).result()
 
 
 def _new_namespace() -> int:
-    """Move this thread to a new namespace; return the descriptor, as long as which is open the namespace is there."""
+    """Move this thread to a new namespace; return a descriptor that keeps the namespace alive while open."""
     _call("unshare", _CLONE_NEWNET)
     return os.open("/proc/thread-self/ns/net", os.O_RDONLY)
 
@@ -108,7 +108,7 @@ def _call(name: str, *arguments: int) -> None:
 
 @contextlib.contextmanager
 def _netlink(descriptor: int) -> Iterator[Any]:
-    """Move this thread to a namespace, and yield what changes the devices there."""
+    """Move this thread to a namespace, and yield a netlink socket there."""
     from pyroute2 import IPRoute, NetlinkError  # type: ignore[import-untyped]
 
     _move(descriptor)
@@ -144,7 +144,7 @@ def _make_host(descriptor: int, own: str, megabits: float) -> None:
 
 
 def _limit(netlink: Any, device: int, megabits: float) -> None:
-    """Limit what leaves by ``device``."""
+    """Limit the rate at which ``device`` sends."""
     netlink.link("set", index=device, gso_max_size=_SEGMENT_BYTES)
     rate = f"{round(1e3 * megabits)}kbit"
     netlink.tc("add", "tbf", device, rate=rate, burst=_BURST_BYTES, limit=_QUEUE_BYTES)

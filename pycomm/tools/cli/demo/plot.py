@@ -1,4 +1,4 @@
-"""Picture of the results: steps per second on this host, loss against seconds over the slow link, and the death."""
+"""Plots of the results: steps per second on this host, loss against time over the slow link, and a killed rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table, and what it means in words."""
+"""Table of the results, and conclusions from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HEADER = ["", "step", "speed\nvs DDP", "middle\nhalf", "steps", "sent per\nstep
 
 
 def show(results: Results, settings: DemoSettings, console: Console) -> None:
-    """Print everything; the three sentences come last."""
+    """Print title, table, notes and conclusions."""
     for text in (f"\n{title(results, settings)}\n", table(_HEADER, rows_of(results, settings))):
         console.print(text, soft_wrap=True, highlight=False, markup=False)
     console.print("\n" + notes(results, settings) + "\n", style="dim", highlight=False, markup=False)
@@ -31,7 +31,7 @@ def title(results: Results, settings: DemoSettings) -> str:
 
 
 def rows_of(results: Results, settings: DemoSettings) -> list[list[str]]:
-    """Return the lines of the table: those of each part below its name."""
+    """Return the rows of the table: for each part its name, then its runs."""
     rows = []
     for name, runs in (("This host", results.host), (link_name(settings), results.link)):
         rows.append([name, *[""] * (len(_HEADER) - 1)])
@@ -42,7 +42,7 @@ def rows_of(results: Results, settings: DemoSettings) -> list[list[str]]:
 
 
 def link_name(settings: DemoSettings) -> str:
-    """Return the head of the slow link's part."""
+    """Return the title of the slow link's part."""
     return f"{settings.link[0].upper()}{settings.link[1:].replace(' of', ',')}"
 
 
@@ -75,18 +75,18 @@ def _rows_of_death(death: Death) -> list[list[str]]:
 
 
 def notes(results: Results, settings: DemoSettings) -> str:
-    """Return what the columns mean."""
-    sent = "what a host's interface counted" if settings.hosts else "what a rank hands to its transport"
-    simulated = "" if settings.hosts else " A simulated step takes what it took here, and the network model's time."
+    """Return the meaning of the columns."""
+    sent = "counted by a host's network interface" if settings.hosts else "what a rank gives to its transport"
+    simulated = "" if settings.hosts else " A simulated step takes its time here plus that of the network model."
     return (
-        "Runs take turns, each for the same number of seconds. Steps are medians without the warm-up, of the slowest "
-        f"rank; speeds are compared turn by turn (medians, and their middle half); sent is {sent}; the loss is the "
-        f"validation loss in nats per byte at the end ({results.initial_loss:.3f} untrained).{simulated}"
+        "Runs take turns, each for the same number of seconds. Step times are medians of the slowest rank, without the "
+        f"warm-up. Speeds are compared turn by turn (median, and middle half of the turns). Sent is {sent}. The loss "
+        f"is the final validation loss in nats per byte ({results.initial_loss:.3f} untrained).{simulated}"
     )
 
 
 def conclusions(results: Results, settings: DemoSettings) -> list[str]:
-    """Return three sentences: what was gained, where nothing was, what to write."""
+    """Return three sentences: what was faster than DDP, what was not, and what to write."""
     faster: list[str] = []
     others: list[str] = []
     for where, (ddp, *runs) in (("on this host", results.host), (f"over the {settings.link}", results.link)):
@@ -97,27 +97,27 @@ def conclusions(results: Results, settings: DemoSettings) -> list[str]:
             (faster if ratio.is_clearly_higher else others).append(f"{run.label} {where} ({_times(ratio.value)}x)")
     gained = f"Gained: more steps per second than DDP by {_listed(faster)}" if faster else "Gained: nothing in this run"
     lost = f"by {_listed(others)}" if others else "nowhere in this run"
-    return [f"{gained}{_sooner(results)}.", f"Not gained: {lost}.", _to_write(results)]
+    return [f"{gained}{_time_to_loss(results)}.", f"Not gained: {lost}.", _advice(results)]
 
 
 def _listed(names: list[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
 
 
-def _sooner(results: Results) -> str:
-    """Say when DGC had the loss with which DDP ended."""
+def _time_to_loss(results: Results) -> str:
+    """Say when DGC reached DDP's final loss."""
     ddp, dgc = results.link[0], results.link[-1]
     seconds = dgc.seconds_to(float(smoothed(ddp.losses)[-1]))
     if seconds is None or seconds >= ddp.seconds[-1]:
         return ""
-    return f"; {dgc.label} had DDP's last training loss after {seconds:.1f} s instead of {ddp.seconds[-1]:.1f} s"
+    return f"; {dgc.label} reached DDP's final training loss after {seconds:.1f} s instead of {ddp.seconds[-1]:.1f} s"
 
 
-def _to_write(results: Results) -> str:
+def _advice(results: Results) -> str:
     dgc = f"pycomm.DGC({DGC_RATIO:g}, momentum={MOMENTUM:g})"
     return (
         'Write: pycomm.attach(optimizer, model, shard="optimizer") on one host; over slow links compression='
-        f"{dgc} in its place, with an SGD optimizer without momentum"
+        f"{dgc} instead, with an SGD optimizer without momentum"
         + ("; survive=pycomm.Survive() where ranks may die." if results.death is not None else ".")
     )
 

@@ -1,4 +1,4 @@
-"""What the ranks report, and the numbers that are made of it."""
+"""Results of the ranks, and the figures computed from them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-_SMALLEST_FALL = 0.05  # nats per byte; less is not learning
-_FEWEST_STEPS = 20  # in which there is something to learn
+_SMALLEST_FALL = 0.05  # of the loss, in nats per byte; less is not learning
+_FEWEST_STEPS = 20  # after fewer, the loss need not have fallen
 _MOST_SMOOTHING = 20  # steps
 _CLEARLY = 1.05
 
@@ -18,7 +18,7 @@ Array = npt.NDArray[np.float64]
 
 
 def smoothed(losses: Sequence[float]) -> Array:
-    """Return the loss of every step as the mean over it and those before it, up to twenty."""
+    """Return the running mean of the losses over up to 20 steps."""
     sums = np.concatenate([[0.0], np.cumsum(losses)])
     ends = np.arange(1, len(sums))
     starts = np.maximum(0, ends - _MOST_SMOOTHING)
@@ -32,7 +32,7 @@ class RunOutcome:
     Attributes:
         turns: seconds of each step by turn, of the slowest rank; the first turn only warms up.
         losses: of each step, means over the ranks.
-        wire_bytes: that a host sent per step; ``None`` on one host.
+        wire_bytes: sent by a host per step; ``None`` on one host.
         difference: the first tensor that is not bitwise equal on all ranks at the end.
     """
 
@@ -54,18 +54,18 @@ class RunOutcome:
         return float(np.median(np.concatenate(self.turns[1:])))
 
     def seconds_to(self, loss: float) -> float | None:
-        """Return when the smoothed loss came down to ``loss``; ``None`` if it did not."""
+        """Return the seconds after which the smoothed loss reached ``loss``; ``None`` if it did not."""
         reached = np.flatnonzero(smoothed(self.losses) <= loss)
         return float(self.seconds[reached[0]]) if len(reached) else None
 
 
 @dataclass(frozen=True)
 class Death:
-    """What happened when a rank was killed.
+    """Training during which a rank was killed.
 
     Attributes:
-        ranks: there were before; the last one was killed.
-        step: in which it was, counted from 1.
+        ranks: number of ranks at the beginning; the last one was killed.
+        step: step in which it was killed, counted from 1.
         seconds: of each step; that of the death is ``seconds[step - 1]``.
     """
 
@@ -77,10 +77,10 @@ class Death:
 
 @dataclass
 class Results:
-    """All that was found.
+    """Results of the whole demo.
 
     Attributes:
-        initial_loss: validation loss of the untrained model, which all runs start from.
+        initial_loss: validation loss of the untrained model, the same for all runs.
         host, link: the runs of each part; DDP first.
     """
 
@@ -105,14 +105,14 @@ class Speed:
 
 
 def speed(run: RunOutcome, base: RunOutcome) -> Speed:
-    """Compare turn by turn, as turns that follow each other meet the same load of the machine."""
+    """Compare turn by turn: consecutive turns see the same load of the machine."""
     pairs = zip(run.turns[1:], base.turns[1:], strict=False)
     by_turn = [float(np.median(theirs) / np.median(ours)) for ours, theirs in pairs]
     return Speed(*map(float, np.quantile(by_turn, (0.25, 0.5, 0.75))))
 
 
 def problems(results: Results) -> list[str]:
-    """Return what must not be: replicas that differ, losses that did not come down."""
+    """Return the failures: replicas that differ, losses that did not fall."""
     found = []
     for outcome in (*results.host, *results.link):
         if outcome.difference is not None:

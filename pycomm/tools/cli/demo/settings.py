@@ -1,4 +1,4 @@
-"""Settings of a demo run: its parts, and the methods that each of them compares."""
+"""Settings of a demo run, and the methods that each of its parts compares."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class DemoMethod:
     """Method to average gradients.
 
     Attributes:
-        label: a name for people.
+        label: name to display.
         ddp: by torch's DistributedDataParallel; else by pycomm.
-        fp16_hook: with DDP's hook that sends halves.
+        fp16_hook: with DDP's hook that compresses to float16.
         dgc: with DGC that sends this fraction of the entries.
-        shard: what the ranks step together, as ``pycomm.attach`` has it.
+        shard: as for ``pycomm.attach``.
     """
 
     label: str
@@ -48,7 +48,7 @@ class DemoSettings:
 
     Attributes:
         megabits: rate of the slow link.
-        hosts: where the ranks go for the slow link, by rank; empty: that is simulated.
+        hosts: namespaces that the ranks move to for the slow link, by rank; empty: it is simulated.
         seconds: of training, all runs together.
         batch: windows of text per rank and step.
         context: bytes per window.

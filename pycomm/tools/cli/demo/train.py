@@ -1,4 +1,4 @@
-"""Work of each rank: training by every method in turns, on this host and then over the slow link."""
+"""Program of each rank: trains by every method in turns, on this host and then over the slow link."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import signal
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,12 +24,11 @@ from pycomm.tools.cli.demo.model import ByteGPT, loss_of
 from pycomm.tools.cli.demo.results import Death, Results, RunOutcome, smoothed
 from pycomm.tools.cli.demo.settings import HEAD_WIDTH, HOST_METHODS, LINK_METHODS, DemoMethod, DemoSettings
 from pycomm.tools.cli.demo.trainee import Trainee, compression_of, first_difference, make_optimizer
-from pycomm.tools.launching import PATIENCE
+from pycomm.tools.launching import PATIENCE, Send
 from pycomm.tools.launching.reporting import Progress
 from pycomm.training.cost.planning import SimulatedLink
 from pycomm.training.cost.pricing import rehearse
 
-Tell = Callable[[Any], None]
 _HOST_SHARE = 0.3  # of the seconds
 _WARM_UP_STEPS = 3
 _TURNS = 8
@@ -46,28 +45,28 @@ def make_model(settings: DemoSettings) -> ByteGPT:
     return ByteGPT(settings.width, settings.layers, settings.context, settings.width // HEAD_WIDTH)
 
 
-def train(settings: DemoSettings, tell: Tell) -> None:
+def train(settings: DemoSettings, send: Send) -> None:
     """Train on this host, then over the slow link, and report the results. Collective."""
     corpus, untrained = read_corpus(), make_model(settings)
     initial_loss = validate(untrained, corpus, settings.context)
     host_seconds = _HOST_SHARE * settings.seconds
-    tell = tell if dist.get_rank() == 0 else lambda _message: None
-    host = DemoPart(HOST_METHODS, untrained, corpus, settings, host_seconds, 0.0, tell).train()
+    send = send if dist.get_rank() == 0 else lambda _message: None
+    host = DemoPart(HOST_METHODS, untrained, corpus, settings, host_seconds, 0.0, send).train()
     if settings.hosts:
         _move_to_own_host(settings)
-        logging.getLogger("pycomm").setLevel(logging.ERROR)  # that the hosts are namespaces of one is known
+        logging.getLogger("pycomm").setLevel(logging.ERROR)  # no warning that these hosts are one machine
     link = DemoPart(
-        LINK_METHODS, untrained, corpus, settings, settings.seconds - host_seconds, host_seconds, tell
+        LINK_METHODS, untrained, corpus, settings, settings.seconds - host_seconds, host_seconds, send
     ).train()
-    tell(Progress(round(settings.seconds), round(settings.seconds)))
-    tell(Results(sum(p.numel() for p in untrained.parameters()), initial_loss, host, link))
+    send(Progress(round(settings.seconds), round(settings.seconds)))
+    send(Results(sum(p.numel() for p in untrained.parameters()), initial_loss, host, link))
 
 
 class DemoPart:
-    """Part of the demo: its runs take turns in the same processes, so that other load of the machine meets them alike.
+    """Part of the demo. Its runs take turns in the same processes, so that other load of the machine affects all alike.
 
-    Every run is given the same seconds, so the number of its steps depends on its speed. Step ``i`` of every run sees
-    the same text, and every rank has its own.
+    Every run gets the same seconds, so the number of its steps depends on its speed. Step ``i`` of every run sees the
+    same text, a different one on each rank.
     """
 
     def __init__(
@@ -78,9 +77,9 @@ class DemoPart:
         settings: DemoSettings,
         seconds: float,
         before: float,
-        tell: Tell,
+        send: Send,
     ) -> None:
-        self._corpus, self._settings, self._before, self._tell = corpus, settings, before, tell
+        self._corpus, self._settings, self._before, self._send = corpus, settings, before, send
         self._share = seconds / len(methods)
         over_link = methods is LINK_METHODS
         self._counts_bytes = over_link and bool(settings.hosts)
@@ -92,7 +91,7 @@ class DemoPart:
                 self._simulated[number], self._outcomes[number].wire_bytes = _simulate(method, untrained, settings)
 
     def train(self) -> list[RunOutcome]:
-        """Train, and return what came of it. Collective."""
+        """Train and return the outcomes. Collective."""
         for turn in range(1 + _TURNS):
             numbers = range(len(self._trainees))
             for number in numbers if turn % 2 == 0 else reversed(numbers):
@@ -105,17 +104,17 @@ class DemoPart:
         return self._outcomes
 
     def _take_turn(self, number: int) -> bool:
-        """Take as many steps as a turn's share of the seconds allows; none when a slow run has used up its own."""
+        """Take as many steps as fit in one turn; return ``False`` if the run has used up its seconds."""
         outcome = self._outcomes[number]
         steps = _WARM_UP_STEPS
         if outcome.turns:
             if len(outcome.turns) > 1 and outcome.seconds[-1] - sum(outcome.turns[0]) >= self._share:
                 return False
             steps = max(1, round(self._share / _TURNS / statistics.median(outcome.turns[-1])))
-        dist.barrier()  # else the first step would also wait for work left over from the turn before
+        dist.barrier()  # else the first step would also wait for work of the previous turn
         sent = network.bytes_sent() if self._counts_bytes else 0
         taken = [self._step(number, len(outcome.losses) + i) for i in range(steps)]
-        dist.barrier()  # what a rank sent may still be in its queue when its step is done
+        dist.barrier()  # a rank's queue may not be empty when its step ends
         sent = network.bytes_sent() - sent if self._counts_bytes else 0
         table = torch.tensor(taken, dtype=torch.float64).T.contiguous()
         dist.all_reduce(table[0], dist.ReduceOp.MAX)
@@ -136,8 +135,8 @@ class DemoPart:
     def _report(self, last: RunOutcome) -> None:
         used = sum(min(self._share, outcome.seconds[-1]) for outcome in self._outcomes if outcome.turns)
         total = round(self._settings.seconds)
-        done = min(total - 1, round(self._before + used))  # the end is told at the end
-        self._tell(Progress(done, total, {f"loss of {last.label}": float(smoothed(last.losses)[-1])}))
+        done = min(total - 1, round(self._before + used))  # only the end of the demo reports the total
+        self._send(Progress(done, total, {f"loss of {last.label}": float(smoothed(last.losses)[-1])}))
 
 
 def _move_to_own_host(settings: DemoSettings) -> None:
@@ -151,7 +150,7 @@ def _move_to_own_host(settings: DemoSettings) -> None:
 
 
 def _simulate(method: DemoMethod, model: nn.Module, settings: DemoSettings) -> tuple[float, float]:
-    """Return the seconds that a step's communication takes on a slow link, by the network model, and its bytes."""
+    """Return the simulated seconds of a step's communication on the slow link, and its bytes."""
     link = Link(alpha=_LATENCY, beta=8e-6 / settings.megabits, gamma=0.0)
     network = Network(name="slow link", within_host=link, between_hosts=link, per_host=1)
     simulated = SimulatedLink(settings.ranks, network)
@@ -160,10 +159,7 @@ def _simulate(method: DemoMethod, model: nn.Module, settings: DemoSettings) -> t
 
 
 def validate(model: nn.Module, corpus: Corpus, context: int) -> float:
-    """Return the mean loss over windows of the validation text, the same in every call and shared out to the ranks.
-
-    Collective.
-    """
+    """Return the mean loss over fixed windows of the validation text, divided among the ranks. Collective."""
     starts = random_starts(corpus.validation, context, (_VALIDATION_WINDOWS,), _VALIDATION_SEED)
     total = torch.zeros((), dtype=torch.float64)
     with torch.no_grad():
@@ -174,16 +170,16 @@ def validate(model: nn.Module, corpus: Corpus, context: int) -> float:
     return total.item() / (_VALIDATION_WINDOWS * context)
 
 
-def train_with_a_death(settings: DemoSettings, tell: Tell) -> None:
-    """Train; the last rank is killed in the middle of a backward pass, half-way. Collective, for those that are left.
+def train_with_a_death(settings: DemoSettings, send: Send) -> None:
+    """Train; half-way, kill the last rank in the middle of a backward pass. Collective among the others.
 
     Raises:
-        RuntimeError: the others did not go on as they should.
+        RuntimeError: the others did not continue together.
     """
     corpus, model = read_corpus(), make_model(settings)
     rank, size = dist.get_rank(), dist.get_world_size()
     if rank > 0:
-        logging.getLogger("pycomm").setLevel(logging.ERROR)  # rank 0 says that one died, and how long it took
+        logging.getLogger("pycomm").setLevel(logging.ERROR)  # rank 0 logs the death
     optimizer = make_optimizer(model, None)
     reducer = pycomm.attach(
         optimizer, model, survive=pycomm.Survive(), tuning=pycomm.Tuning(check_replicas=10, timeout=PATIENCE)
@@ -205,11 +201,11 @@ def train_with_a_death(settings: DemoSettings, tell: Tell) -> None:
         seconds.append(time.perf_counter() - start)
         losses.append(loss.item())
         if rank == 0:
-            tell(Progress(step, _DEATH_STEPS, {"loss": losses[-1], "ranks": len(reducer.world)}))
+            send(Progress(step, _DEATH_STEPS, {"loss": losses[-1], "ranks": len(reducer.world)}))
     if tuple(reducer.world) != tuple(range(size - 1)):
         raise RuntimeError(f"the ranks that go on are {reducer.world}, wanted all of {size} but the last")
     if rank == 0:
-        tell(Death(size, _DEATH_STEPS // 2, seconds, losses))
+        send(Death(size, _DEATH_STEPS // 2, seconds, losses))
 
 
 def _die(_parameter: Any) -> None:

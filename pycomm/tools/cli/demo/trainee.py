@@ -1,4 +1,4 @@
-"""Run on one rank: a model, its optimizer, and one way to average its gradients."""
+"""One run on one rank: a model, its optimizer, and one way to average its gradients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make_optimizer(model: nn.Module, momentum: float | None) -> torch.optim.Opti
 
 
 def compression_of(method: DemoMethod) -> Compression:
-    """Return what ``method`` makes of the gradients, as pycomm has it."""
+    """Return pycomm's equivalent of the method's compression."""
     if method.dgc is not None:
         return pycomm.DGC(method.dgc, momentum=MOMENTUM)
     return pycomm.FP16() if method.fp16_hook else pycomm.NoCompression()
@@ -40,12 +40,12 @@ def _ramp(step: int) -> float:
 
 
 class Trainee:
-    """Trainee: trains ``model`` by ``method``, with SGD where gradients may be compressed, else with AdamW."""
+    """Trains ``model`` by ``method``, with SGD if ``sgd``, else with AdamW."""
 
     def __init__(self, model: nn.Module, method: DemoMethod, sgd: bool) -> None:
         self.model, self._forward = model, model
         compression = compression_of(method)
-        momentum = 0.0 if isinstance(compression, pycomm.DGC) else MOMENTUM  # which DGC applies itself
+        momentum = 0.0 if isinstance(compression, pycomm.DGC) else MOMENTUM  # DGC applies momentum itself
         self._optimizer = make_optimizer(model, momentum if sgd else None)
         self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, _ramp)
         self._reducer: pycomm.Reducer | None = None
@@ -81,7 +81,7 @@ class Trainee:
 
 
 def first_difference(model: nn.Module) -> str | None:
-    """Name a parameter or buffer that is not bitwise equal on all ranks; ``None`` if all are. Collective."""
+    """Name the first parameter or buffer that is not bitwise equal on all ranks, or return ``None``. Collective."""
     state = model.state_dict()
     mine = torch.tensor([list(_digest(tensor)) for tensor in state.values()], dtype=torch.uint8)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]

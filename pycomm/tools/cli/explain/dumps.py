@@ -1,4 +1,4 @@
-"""Files of the flight recorder, read back, and sorted by group of ranks."""
+"""Flight-recorder files: reading them, and sorting their operations by process group."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pycomm.untrusted import COUNT, INTEGER, ListOf, Number, OneOf
 _MESSAGES = frozenset(("send", "receive", "recv"))
 _LARGEST = 32 << 20  # bytes: what a process with some hundred groups writes
 
-_SECONDS = Number(0, 1e11)  # what can be written as a time of day
+_SECONDS = Number(0, 1e11)  # so that it can be formatted as a time of day
 _TEXT = OneOf(None, str)
 _LINE = OneOf(None, {"file": str, "line": COUNT, "function": str})
 _OPERATION = {
@@ -44,20 +44,20 @@ _SHAPE = {
 
 
 class NoDumpError(ValueError):
-    """A file is no dump of the flight recorder."""
+    """A file is not a flight-recorder dump."""
 
 
 @dataclass(frozen=True)
 class Dump:
-    """What one process has written.
+    """Origin of one dump file.
 
     Attributes:
         path: the file.
-        host, pid: the process.
-        time: when it was written, in seconds, as of its host's ``time.time()``.
-        reason: why.
-        command: the script and its arguments. directory: where it ran, "" if the file does not say.
-        line: where its main thread was then, if that was a line of the script.
+        host, pid: the process that wrote it.
+        time: when it was written: ``time.time()`` on its host.
+        reason: why it was written.
+        command: the script and its arguments. directory: where it ran, "" if unknown.
+        line: the script's line that the main thread was executing, if any.
     """
 
     path: Path
@@ -72,13 +72,13 @@ class Dump:
 
 @dataclass(frozen=True)
 class History:
-    """What one rank has called on one group.
+    """Collectives of one rank on one group.
 
     Attributes:
         rank: its global rank.
         dump: the file it was read from.
         count: number of its collectives.
-        operations: the last ones, as the file has them, by number; messages left out.
+        operations: the recorded ones (the last few) by number, without point-to-point messages.
     """
 
     rank: int
@@ -88,16 +88,15 @@ class History:
 
     @property
     def last(self) -> Mapping[str, Any] | None:
-        """The last collective."""
         return self.operations.get(self.count)
 
 
 @dataclass(frozen=True)
 class DumpedGroup:
-    """Group of ranks.
+    """One process group.
 
     Attributes:
-        name: name that all its ranks have for it.
+        name: the same on all its ranks.
         ranks: global ranks of its members.
         histories: of the ranks whose files were read, by global rank.
     """
@@ -108,12 +107,12 @@ class DumpedGroup:
 
     @property
     def missing(self) -> list[int]:
-        """Ranks of which there is no file."""
+        """Ranks without a file."""
         return [rank for rank in self.ranks if rank not in self.histories]
 
     @property
     def is_enqueued(self) -> bool:
-        """Whether operations end, as the recorder sees it, once a GPU's stream has them: of NCCL."""
+        """Whether recorded operations end when they are enqueued on a GPU stream, as with NCCL."""
         return "/nccl " in self.name
 
     @property
@@ -125,11 +124,11 @@ class DumpedGroup:
 
 @dataclass(frozen=True)
 class Content:
-    """What the file at a path tells of.
+    """Content of one file.
 
     Attributes:
-        dump: who has written it.
-        groups: of ranks, as the file has them; texts have no control characters.
+        dump: its origin.
+        groups: the process's groups as recorded, without control characters.
     """
 
     dump: Dump
@@ -137,18 +136,17 @@ class Content:
 
     @property
     def names(self) -> set[str]:
-        """Names of the groups."""
         return {group["name"] for group in self.groups}
 
 
 def read(path: Path, *, own: bool = False) -> Content:
-    """Return what the file at ``path`` tells of.
+    """Read the file at ``path``.
 
     Args:
         own: whether it must belong to this user, see :func:`pycomm.untrusted.open_file`.
 
     Raises:
-        NoDumpError: it cannot be read, or is something else.
+        NoDumpError: it cannot be read, or is not a dump.
     """
     try:
         text = untrusted.read_file(path, most=_LARGEST, own=own)
@@ -178,7 +176,7 @@ def read(path: Path, *, own: bool = False) -> Content:
 
 
 def groups_of(contents: Iterable[Content]) -> list[DumpedGroup]:
-    """Return the groups that ``contents`` tell of; those with the latest operations first."""
+    """Return the groups in ``contents``, the most recently active first."""
     members: dict[str, list[int]] = {}
     histories: dict[str, dict[int, History]] = {}
     for content in contents:
@@ -195,7 +193,7 @@ def groups_of(contents: Iterable[Content]) -> list[DumpedGroup]:
 
 
 def newest_job(contents: Sequence[Content], directory: str) -> list[Content]:
-    """Return the file that a process in ``directory`` wrote last, and those that have a group in common with it."""
+    """Return the newest file of a process in ``directory``, and all files linked to it by common groups."""
     latest = sorted(contents, key=lambda each: -_written(each.dump.path))
     chosen = [each for each in latest if each.dump.directory == directory][:1]
     wanted = {name for each in chosen for name in each.names}

@@ -1,4 +1,4 @@
-"""``pycomm explain``: reads what the flight recorders of all ranks have written, and says where the ranks parted."""
+"""``pycomm explain``: reads the flight-recorder files of all ranks, and says where the ranks diverged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pycomm import untrusted
 from pycomm.collectives.recorder import DIRECTORY, folder
 from pycomm.tools.cli.arguments import complain, say
 from pycomm.tools.cli.explain.dumps import Content, Dump, DumpedGroup, NoDumpError, groups_of, newest_job, read
-from pycomm.tools.cli.explain.verdict import told, verdict
+from pycomm.tools.cli.explain.verdict import described, verdict
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     found = [(group, verdict(group)) for group in groups]
     troubled = [(group, text) for group, text in found if text is not None]
     if not troubled:
-        print(f"{len(groups)} groups: all ranks called the same, and came together.")
+        print(f"{len(groups)} groups: all ranks made the same calls, and none was late.")
     for number, (group, text) in enumerate(troubled):
         say(("\n" if number else "") + str(text))
         _list(group, arguments.last)
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _contents(given: Sequence[Path]) -> list[Content]:
-    """Return what the files tell that are meant.
+    """Read the ``given`` files and folders; by default, the files of the newest run in this directory.
 
     Raises:
         NoDumpError: there are none.
@@ -42,8 +42,8 @@ def _contents(given: Sequence[Path]) -> list[Content]:
         return [content for path in given for content in (_all_in(path) if _is_folder(path) else [read(path)])]
     place = folder()
     if place is None:
-        raise NoDumpError(f"{DIRECTORY} is empty, so that nothing has been written: name the files")
-    # Below the folder of temporary files anybody may have made one of this name.
+        raise NoDumpError(f"{DIRECTORY} is empty, so nothing has been written: name the files")
+    # Any user may have created a folder of this name in the temporary directory.
     own = DIRECTORY not in os.environ
     if own:
         _require_own(place)
@@ -65,7 +65,7 @@ def _contents(given: Sequence[Path]) -> list[Content]:
 
 
 def _say_which(job: Sequence[Content], place: Path) -> None:
-    """Say which run was found, as nobody has named it."""
+    """Say which run was found, since the user has not named one."""
     newest = job[0].dump
     script = " ".join(newest.command) or "a script without a name"
     age = _age(max(0.0, time.time() - newest.time))
@@ -99,15 +99,16 @@ def _require_own(place: Path) -> None:
     try:
         untrusted.require_own_folder(place)
     except FileNotFoundError:
-        return  # which is found out next
+        return  # reported by the caller
     except (OSError, ValueError) as error:
         raise NoDumpError(f"{error}; name the files if you trust them") from error
 
 
 def _readable(place: Path, *, own: bool = False) -> list[Content]:
-    """Return what the files in ``place`` tell; say which are left out.
+    """Read the files in ``place``; say which are left out.
 
-    Nobody has named these one by one, so that a file that is none, or of another version, is not to stop the command.
+    The user has not named these one by one, so a file that is not a dump or has another version does not stop the
+    command.
     """
     found = []
     for path in sorted(place.glob("rank*-*.json")):
@@ -126,7 +127,7 @@ def _list(group: DumpedGroup, count: int) -> None:
             operation = history.operations[number]
             seconds = operation["seconds"]
             took = "still in it" if seconds is None else f"{1e3 * seconds:.3g} ms"
-            say(f"    {number:>6}  {_clock(operation['began'])}  {took:>11}  {told(operation, group)}")
+            say(f"    {number:>6}  {_clock(operation['began'])}  {took:>11}  {described(operation, group)}")
             if operation["error"]:
                 say(f"            error: {operation['error']}")
 

@@ -1,4 +1,4 @@
-"""Verdict: the first operation of a group at which its ranks part, in one sentence."""
+"""Verdict: the first operation of a group at which its ranks diverge, in one sentence."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _LATE = 1.0
 """Seconds by which a rank has to be late to be worth a sentence."""
 
 _SHORT = 6
-"""Number of characters of a meeting's name that are shown."""
+"""Number of characters shown of the random part of a group's name."""
 
-# Collectives in which ranks put in as many elements. In the others each may put in as many as it wants.
+# Collectives whose inputs have the same number of elements on all ranks; in others the numbers may differ.
 _EQUAL = frozenset(("all_reduce", "reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "run_program"))
 
-# Those that end nowhere before all ranks have come to them.
+# Collectives that no rank leaves before all ranks have entered.
 _TOGETHER = frozenset(("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "barrier"))
 
 
@@ -25,35 +25,35 @@ def verdict(group: DumpedGroup) -> str | None:
     """Return what is wrong with ``group``; ``None`` if all its ranks did the same at about the same time."""
     absent = _absent(group)
     found = _differing(group) or absent or _failed(group) or _unfinished(group) or _late(group)
-    if not group.missing or (found is not None and found is absent):  # which names them already
+    if not group.missing or (found is not None and found is absent):  # `absent` names the missing ranks already
         return found
     gap = f"There is no file of {_ranks(group.missing)}"
     if found is not None:
         return f"{found} {gap}."
-    return f"{gap} of {_name(group)}, so that what it did is not known; the others called the same, and came together."
+    return f"{gap} of {_name(group)}; the others made the same calls, and none was late."
 
 
 def _differing(group: DumpedGroup) -> str | None:
-    """Return the first operation that two ranks did not both call."""
+    """Describe the first operation in which two ranks' calls differ."""
     histories = sorted(group.histories.values(), key=lambda history: history.rank)
     for number in sorted({number for history in histories for number in history.operations}):
         calls = [(h.rank, h.operations[number]) for h in histories if number in h.operations]
         if len({_signature(operation) for _, operation in calls}) > 1:
-            parts = [f"{_ranks(ranks)} called {told(operation, group)}" for ranks, operation in _sorted_by_call(calls)]
+            parts = [f"{_ranks(ranks)} called {described(call, group)}" for ranks, call in _sorted_by_call(calls)]
             return f"In operation {number} of {_name(group)}, {', where '.join(parts)}."
     return None
 
 
 def _absent(group: DumpedGroup) -> str | None:
-    """Return the ranks that have not come to the last operation of the others."""
+    """Describe the ranks that have not reached the last operation of the others."""
     histories = group.histories.values()
     furthest = max(histories, key=lambda history: (history.count, _is_stuck(history)))
     operation = furthest.last
     waits = operation is not None and (_is_stuck(furthest) or operation["operation"] not in _TOGETHER)
     if operation is None or not (waits or group.is_enqueued):
         return None
-    # Files of ranks that were still running may have been written before this operation began elsewhere; and those
-    # that only enqueue operations are not in step.
+    # A rank may have written its file before this operation began elsewhere. Ranks that only enqueue operations are
+    # not in step either.
     since = operation["began"] + (_LATE if group.is_enqueued else 0.0)
     behind = [history for history in histories if history.count < furthest.count and history.dump.time > since]
     others = [history.rank for history in histories if history.count == furthest.count]
@@ -64,7 +64,7 @@ def _absent(group: DumpedGroup) -> str | None:
         waited = max(0.0, furthest.dump.time - operation["began"])
     text = (
         f"{_ranks(others).capitalize()} waited {waited:.3g} s in operation {furthest.count} of {_name(group)}, "
-        f"{told(operation, group)}"
+        f"{described(operation, group)}"
     )
     reasons = [_whereabouts(history, group) for history in behind]
     if group.missing:
@@ -73,30 +73,30 @@ def _absent(group: DumpedGroup) -> str | None:
 
 
 def _is_stuck(history: History) -> bool:
-    """Return whether its last operation has failed, or has not ended."""
+    """Return whether the last operation has failed or not ended."""
     return history.last is not None and bool(history.last["error"] or history.last["seconds"] is None)
 
 
 def _whereabouts(history: History, group: DumpedGroup) -> str:
     last, line = history.last, history.dump.line
-    before = f"its last was operation {history.count}, {told(last, group)}" if last else "it had called nothing before"
+    before = f"its last was operation {history.count}, {described(last, group)}" if last else "it had called nothing"
     now = "" if line is None else f", and it was at {_place(line)} when its file was written"
-    return f"rank {history.rank} did not come to it: {before}{now}"
+    return f"rank {history.rank} never reached it: {before}{now}"
 
 
 def _failed(group: DumpedGroup) -> str | None:
-    """Return the error of the operation that all ranks were in, if it failed."""
+    """Describe the error of the last operation, if it failed."""
     for history in sorted(group.histories.values(), key=lambda history: history.rank):
         if history.last is not None and history.last["error"]:
-            what = f"Operation {history.count} of {_name(group)}, {told(history.last, group)}"
+            what = f"Operation {history.count} of {_name(group)}, {described(history.last, group)}"
             return f"{what}, failed on rank {history.rank}: {history.last['error']}"
     return None
 
 
 def _unfinished(group: DumpedGroup) -> str | None:
-    """Return the last operation, to which all ranks came, if there are ranks that had not left it."""
+    """Describe the last operation if all ranks entered it and some had not left it."""
     histories = sorted(group.histories.values(), key=lambda history: history.rank)
-    count = max(history.count for history in histories)  # those before it have been left since
+    count = max(history.count for history in histories)  # earlier operations have ended
     inside = [h for h in histories if h.count == count and h.last is not None and h.last["seconds"] is None]
     if not inside:
         return None
@@ -105,12 +105,12 @@ def _unfinished(group: DumpedGroup) -> str | None:
     ranks = _ranks([each.rank for each in inside])
     verb = "is" if len(inside) == 1 else "are"
     who = "all are" if len(inside) == len(histories) else f"{ranks} {verb}"
-    what = f"operation {count} of {_name(group)}, {told(first.last, group)}"
-    return f"All ranks came to {what}, and {who} still in it."
+    what = f"operation {count} of {_name(group)}, {described(first.last, group)}"
+    return f"All ranks entered {what}, and {who} still in it."
 
 
 def _late(group: DumpedGroup) -> str | None:
-    """Return the operation to which one rank came latest, after the others."""
+    """Describe the operation that one rank entered much later than the others."""
     worst: tuple[float, int, History] | None = None
     histories = list(group.histories.values())
     for number in set.intersection(*(set(history.operations) for history in histories)) if len(histories) > 1 else ():
@@ -124,13 +124,13 @@ def _late(group: DumpedGroup) -> str | None:
     delay, number, last = worst
     everybody = "The ranks whose files are there" if group.missing else "All ranks"
     return (
-        f"{everybody} called the same, but rank {last.rank} came {delay:.3g} s after the others to operation {number} "
-        f"of {_name(group)}, {told(last.operations[number], group)}."
+        f"{everybody} made the same calls, but rank {last.rank} came {delay:.3g} s late to operation {number} "
+        f"of {_name(group)}, {described(last.operations[number], group)}."
     )
 
 
-def told(operation: Operation, group: DumpedGroup) -> str:
-    """Write an operation on ``group``: what was called on what, and where."""
+def described(operation: Operation, group: DumpedGroup) -> str:
+    """Describe an operation on ``group``: the call, its data and its line."""
     words = [operation["operation"]]
     if operation["elements"] is not None:
         words.append(f"of {operation['elements']:,} {operation['dtype'] or 'elements'}")
@@ -146,7 +146,7 @@ def told(operation: Operation, group: DumpedGroup) -> str:
 
 
 def _global(group: DumpedGroup, rank: Any) -> Any:
-    """Return the global rank of ``rank`` in ``group``; what is no rank, as it is."""
+    """Return the global rank of ``rank`` in ``group``; return anything else unchanged."""
     return group.ranks[rank] if isinstance(rank, int) and 0 <= rank < len(group.ranks) else rank
 
 
@@ -155,14 +155,14 @@ def _place(line: Mapping[str, Any]) -> str:
 
 
 def _signature(operation: Operation) -> tuple[Any, ...]:
-    """Return what ranks have in common in the same operation."""
+    """Return what must be equal on all ranks of one operation."""
     name = operation["operation"]
     elements = operation["elements"] if name in _EQUAL else None
     return name, operation["dtype"] if name in _EQUAL else None, elements, tuple(operation["detail"])
 
 
 def _sorted_by_call(calls: Sequence[tuple[int, Operation]]) -> list[tuple[list[int], Operation]]:
-    """Return the ranks that called the same, with what the first of them called."""
+    """Group ranks by their call; each group comes with its first rank's call."""
     found: dict[tuple[Any, ...], tuple[list[int], Operation]] = {}
     for rank, operation in calls:
         found.setdefault(_signature(operation), ([], operation))[0].append(rank)

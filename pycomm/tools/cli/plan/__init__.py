@@ -1,1 +1,1 @@
-"""``pycomm plan``: prices of algorithms, and of compression, on a network before anything runs there."""
+"""``pycomm plan``: estimates of algorithms, compression and splits on a network, before anything runs there."""

@@ -1,4 +1,4 @@
-"""Types of ``pycomm plan``'s arguments, and its older forms, which still work: options that are commands now."""
+"""Argument types of ``pycomm plan``, and its older form, in which today's commands were options."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ def rate(text: str) -> float:
     return value
 
 
-def in_todays_form(words: Sequence[str]) -> list[str]:
+def modernized(words: Sequence[str]) -> list[str]:
     """Return the arguments of ``pycomm plan`` with the command first.
 
-    ``--layers SIZES`` was what ``layers SIZES`` is, and no such option meant ``ranks``. A plot was drawn, anew each
-    time, unless there was ``--no-plot``.
+    The older form had ``--layers SIZES`` for ``layers SIZES``; no such option meant ``ranks``. It drew a plot,
+    replacing an older one, unless ``--no-plot`` was given.
     """
     if not words or not words[0].startswith("-") or words[0] in ("-h", "--help"):
         return list(words)

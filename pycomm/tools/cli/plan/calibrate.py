@@ -1,4 +1,4 @@
-"""``pycomm plan calibrate``: a network that was measured."""
+"""``pycomm plan calibrate``: measures a network."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # takes torch
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure the running group, or one of local ranks; return the exit code."""
+    """Measure between torchrun's ranks, or start local ranks and measure there; return the exit code."""
     if "WORLD_SIZE" in os.environ:
         return _measure(arguments)
     require_free(arguments.output, "--output", arguments)
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _launch(arguments: argparse.Namespace) -> int:
-    """Run the same command on local ranks, by torch's launcher."""
+    """Run this command on local ranks, with torch's launcher."""
     if arguments.ranks is None:
         arguments.parser.error("--ranks is missing: how many local ranks? (or start this under torchrun)")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
@@ -59,7 +59,7 @@ def _measure(arguments: argparse.Namespace) -> int:
             )
             if first:
                 _write(network, arguments.output)
-    except ValueError as error:  # all ranks have it
+    except ValueError as error:  # raised on all ranks
         if dist.get_rank() == 0:
             complain(f"pycomm plan: {error}")
         return 2
@@ -69,7 +69,7 @@ def _measure(arguments: argparse.Namespace) -> int:
 
 
 def _require_free_for_all(communicator: Communicator, arguments: argparse.Namespace) -> None:
-    """Raise ValueError on all ranks if the first one may not write the file: measuring takes long."""
+    """Raise ValueError on all ranks, before the long measurement, if rank 0 may not write the file."""
     problem = None
     if communicator.rank == 0:
         try:
@@ -89,7 +89,7 @@ def _write(network: Network, path: Path) -> None:
 
 
 def print_calibration(network: Network) -> None:
-    """Print the links and the times that were measured."""
+    """Print the measured links and times."""
     print(f"\n{one_line(network.name)}")
     print(f"  every collective  {time_text(network.overhead)} besides its messages")
     for name, link in (("within a host", network.within_host), ("between hosts", network.between_hosts)):

@@ -10,7 +10,7 @@ from typing import Any
 
 from pycomm.collectives.transport import TRANSPORTS
 from pycomm.tools.cli.arguments import Parser, Run, complain, integer, later
-from pycomm.tools.cli.plan.arguments import in_todays_form, positive_size, rate, seconds, share, size, sizes
+from pycomm.tools.cli.plan.arguments import modernized, positive_size, rate, seconds, share, size, sizes
 
 _RANKS = """\
 Simulates every all-reduce algorithm on a described network. Prints their ranking for one size, and the fastest for each
@@ -31,7 +31,7 @@ Places layers of given sizes on devices: all layers on each (data parallelism), 
 """
 _MODEL = """\
 Plans how to train a model on several devices. Estimates memory and time of splitting its layers, of pipeline stages and
-of replicas. FILE.py has a FUNCTION that makes the model, make_batch(samples) that returns its arguments (or give
+of replicas. FILE.py has a FUNCTION that returns the model, make_batch(samples) that returns its arguments (or give
 --input), and optionally loss(output). The model is traced without allocating memory.
 """
 _SCALING = """\
@@ -43,7 +43,7 @@ time that one device computes, and the network.
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("plan", help="estimate time and memory: algorithms, compression, splits of a model")
-    parser.in_todays_form = in_todays_form
+    parser.modernized = modernized
     plans = parser.add_subparsers(dest="plan", required=True, metavar="WHAT")
     add = partial(_add, plans)
     _add_ranks(add("ranks", "rank all-reduce algorithms on a network", _RANKS))
@@ -64,7 +64,7 @@ def _add(plans: Any, name: str, summary: str, description: str, *, whole: bool =
 
 
 def _without_traceback(run: Run) -> Run:
-    """Return ``run`` with its errors about files and arguments in one line, and 2 as their exit code."""
+    """Return ``run`` with errors about files and arguments printed as one line, and exit code 2."""
 
     def call(arguments: argparse.Namespace) -> int:
         try:
@@ -109,7 +109,7 @@ def _add_layers(parser: Parser) -> None:
 
 def _add_model(parser: Parser) -> None:
     add = parser.add_argument
-    add("model", metavar="FILE.py:FUNCTION", help="function that makes the model")
+    add("model", metavar="FILE.py:FUNCTION", help="function that returns the model")
     add("--batch", type=integer(1), required=True, help="samples of a step, over all devices")
     _add_devices(add)
     add(
@@ -119,8 +119,8 @@ def _add_model(parser: Parser) -> None:
     add("--flops", type=rate, help="FLOPs per second of a device, such as 19.5T (default: measured here)")
     add("--memory-bandwidth", type=rate, help="bytes per second of its memory, such as 900G, with --flops")
     add("--cores", type=integer(1), help="devices that can compute at once, if they share the cores of one host")
-    add("--overlap", type=share, default=0.0, help="hidden share of communication, 0 to 1 (default 0)")
-    add("--write", type=Path, metavar="FILE", help="file for the best plan, which split() takes")
+    add("--overlap", type=share, default=0.0, help="share of communication hidden by computation, 0 to 1 (default 0)")
+    add("--write", type=Path, metavar="FILE", help="write the best plan to FILE, for split()")
     _add_force(add)
     _add_network(parser)
 
@@ -128,8 +128,8 @@ def _add_model(parser: Parser) -> None:
 def _add_scaling(parser: Parser) -> None:
     add = parser.add_argument
     add("--points", help="measured throughputs by devices, 1:100,2:190, or a file [[1, 100], [2, 190]]")
-    add("--step", type=seconds, help="time that one device computes in a step, such as 50ms")
-    add("--overlap", type=share, default=0.0, help="hidden part of communication, 0 to 1 (default 0)")
+    add("--step", type=seconds, help="computation of one device in a step, such as 50ms")
+    add("--overlap", type=share, default=0.0, help="share of communication hidden by computation, 0 to 1 (default 0)")
     add("--devices", type=integer(1), help="the most devices to show (default 4096)")
     _add_bytes(add)
     _add_network(parser)
@@ -159,7 +159,7 @@ def _networks() -> str:
 
 
 def _add_plot(parser: Parser) -> None:
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw it, as a PNG")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw a plot, as a PNG")
     _add_force(parser.add_argument)
 
 

@@ -12,16 +12,16 @@ from pycomm.training.cost.planning import Priced, price
 from pycomm.untrusted import one_line
 
 _CLEARLY_FASTER = 0.8
-"""Fraction of dense gradients' time that a method must stay below, to be worth its effect on the training."""
+"""Fraction of dense gradients' time that a method must stay below: it changes the training, so a tie is not enough."""
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the cost of every method, and whether one is worthwhile; return the exit code."""
+    """Print the cost of every method, and whether one pays; return the exit code."""
     num_ranks, nbytes, network = arguments.ranks, arguments.bytes, network_of(arguments)
     priced = price(num_ranks, nbytes, network)
     dense = priced["dense"].seconds()
     print(f"gradients of {size_text(nbytes)}, {num_ranks} ranks, network {one_line(network.name)}")
-    print("work measured on this machine, communication simulated, one after the other\n")
+    print("work measured on this machine, communication simulated, without overlap of the two\n")
     header = ["method", "sent", "work", "link", "together", "x dense", "pays below"]
     rows = [
         [
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def verdict(priced: dict[str, Priced]) -> str:
-    """Return one sentence: what to do."""
+    """Return the advice in one sentence."""
     dense = priced["dense"].seconds()
     best = min(priced, key=lambda name: priced[name].seconds())
     seconds = priced[best].seconds()
@@ -51,7 +51,7 @@ def verdict(priced: dict[str, Priced]) -> str:
     text = f"{best} takes {dense / seconds:.1f} times less than dense gradients"
     if mildest != best:
         text += f"; {mildest}, which changes the training less, {dense / priced[mildest].seconds():.1f} times"
-    return text + ". What backward hides of communication anyway is not counted."
+    return text + ". Communication that backward would hide is counted in full."
 
 
 def _rate_text(bytes_per_second: float) -> str:

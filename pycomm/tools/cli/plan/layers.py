@@ -1,4 +1,4 @@
-"""``pycomm plan layers``: where layers of given sizes go."""
+"""``pycomm plan layers``: places layers of given sizes on devices."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _MOST_LINES = 16  # of one layout's stages
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print where the layers go; return the exit code, 1 if they do not fit."""
+    """Print the layout; return the exit code, 1 if the layers do not fit."""
     return 0 if print_layers(arguments.sizes, arguments.devices, arguments.memory) else 1
 
 
 def print_layers(sizes: Sequence[float], devices: int, memory: float) -> bool:
-    """Print the layout of layers of ``sizes`` bytes on ``devices`` devices with ``memory`` bytes; return if one fits.
+    """Print a layout of layers of ``sizes`` bytes on ``devices`` devices of ``memory`` bytes; return whether one fits.
 
     Raises:
         ValueError: as from :func:`pycomm.parallel.planning.sizes.place`.
@@ -42,7 +42,7 @@ def print_layers(sizes: Sequence[float], devices: int, memory: float) -> bool:
 
 
 def _why(layout: Layout, sizes: Sequence[float], memory: float) -> str:
-    """Say what made the layout necessary."""
+    """Say why no simpler layout is possible."""
     total, room = size_text(math.fsum(sizes)), size_text(memory)
     if layout.width == 1 and len(layout.stages) == 1:
         return f"All layers together, {total}, fit on one device of {room}."

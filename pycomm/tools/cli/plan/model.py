@@ -27,15 +27,15 @@ def run(arguments: argparse.Namespace) -> int:
         require_free(arguments.write, "--write", arguments)
     try:
         return 0 if plan_model(arguments) else 1
-    except TypeError as error:  # what the user's file has is of another type
+    except TypeError as error:  # the user's file has an object of another type
         raise ValueError(str(error)) from error
 
 
 def plan_model(arguments: argparse.Namespace) -> bool:
-    """Print how the model is best trained, and what else there is; return whether anything fits.
+    """Print the best plan and its alternatives; return whether any fits.
 
     Raises:
-        ValueError, TypeError: the model, its input or another argument is of no use; says why.
+        ValueError, TypeError: the model, its input or another argument is invalid.
         OSError: the plan cannot be written.
     """
     network = schedule.load(arguments.network).with_hosts_of(arguments.per_host)
@@ -103,7 +103,7 @@ def _print_device(task: Task, measured: bool) -> None:
 
 
 def _print_options(ranking: Ranking, task: Task) -> None:
-    """Print the best option of each mesh, the fastest first."""
+    """Print the best option of each mesh, fastest first."""
     best: dict[str, Option] = {}
     counts: dict[str, int] = {}
     for option in ranking.options:
@@ -136,7 +136,7 @@ def _print_refusals(ranking: Ranking) -> None:
 
 
 def _print(header: list[str], rows: list[list[str]], notes: list[str]) -> None:
-    """Print a table, with a note behind each row."""
+    """Print a table with a note after each row."""
     lines = table(header, rows).splitlines()
     behind = ["", "", *notes] if notes else [""] * len(lines)
     for line, note in zip(lines, behind, strict=True):

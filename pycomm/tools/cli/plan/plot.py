@@ -1,4 +1,4 @@
-"""Plots of plans: time against size, a curve per algorithm; throughput and efficiency against devices."""
+"""Plots of plans: time against size by algorithm; throughput and efficiency against devices."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def save_plot(ranking: Ranking, nbytes: float, path: Path) -> None:
 
 
 def _plain(name: str) -> str:
-    """Return a name that a file has given as matplotlib can draw it: short, of known letters, and no formula."""
+    """Return a name from a file as safe text for matplotlib: short, ASCII, and no formula."""
     return one_line(name[:_LONGEST_NAME]).encode("ascii", "replace").decode().replace("$", r"\$")
 
 

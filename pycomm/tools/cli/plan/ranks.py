@@ -1,4 +1,4 @@
-"""``pycomm plan ranks``: all-reduce algorithms on a network, the fastest first."""
+"""``pycomm plan ranks``: ranks all-reduce algorithms on a network, fastest first."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def print_ranking(ranking: Ranking, nbytes: float) -> None:
 
 
 def _steps(name: str, num_ranks: int) -> str:
-    """Return how many steps an algorithm has; "" for the transport's own, and for what a file calls by another name."""
+    """Return an algorithm's number of steps; "" for the transport's own, and for unknown names from a file."""
     try:
         return str(sum(1 for _ in by_name(name, num_ranks).rounds()))
     except ValueError:
@@ -54,7 +54,7 @@ def _steps(name: str, num_ranks: int) -> str:
 
 
 def _print_masters(ranking: Ranking) -> None:
-    """Print which group size is best for one master per group, for arrays so small that only latency counts."""
+    """Print the best group sizes of the algorithms with one master per group, for latency-bound arrays."""
     named = [name for name in ranking.curves if _is_masters(name) and _steps(name, ranking.num_ranks)]
     family = {name: ranking.seconds(name, _SMALL_BYTES) for name in named}
     if len(family) < 2:

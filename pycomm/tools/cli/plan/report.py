@@ -1,4 +1,4 @@
-"""What the commands of ``pycomm plan`` share: the network, files that are not replaced unasked, times and links."""
+"""Shared by the commands of ``pycomm plan``: the network, checks of output files, plots, and text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def network_of(arguments: argparse.Namespace) -> Network:
 
 
 def require_free(path: Path, option: str, arguments: argparse.Namespace) -> None:
-    """Raise ValueError unless ``path`` can be written, and is not there yet or may be replaced."""
+    """Raise ValueError if ``path`` cannot be written, or exists and ``--force`` is not given."""
     if not path.parent.is_dir():
         raise ValueError(f"{path} cannot be written: {path.parent} is no folder")
     if path.exists() and not arguments.force:
@@ -29,9 +29,9 @@ def require_free(path: Path, option: str, arguments: argparse.Namespace) -> None
 
 
 def draw(function: str, what: str, arguments: argparse.Namespace, *data: Any) -> int:
-    """Write a plot of ``data`` by that function of :mod:`pycomm.tools.cli.plan.plot`, if ``--plot`` is given.
+    """If ``--plot`` is given, draw ``data`` with ``function`` of :mod:`pycomm.tools.cli.plan.plot`.
 
-    Return the exit code: 1 if it cannot be drawn, not 2 as for wrong arguments, since the figures are printed already.
+    Return the exit code: 1 if drawing fails. It is not 2, since the figures have been printed.
     """
     if arguments.plot is None:
         return 0

@@ -1,4 +1,4 @@
-"""``pycomm plan scaling``: throughput and efficiency of up to 4,096 devices."""
+"""``pycomm plan scaling``: predicts throughput and efficiency of up to 4,096 devices."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PARAMETERS = {
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print fits or a prediction, and draw them if that is wanted; return the exit code."""
+    """Print fits or a prediction, and draw them if asked; return the exit code."""
     most = arguments.devices or MOST_DEVICES
     if most > MOST_DEVICES:
         raise ValueError(f"--devices is {most}, wanted at most {MOST_DEVICES}")
@@ -46,7 +46,7 @@ def scale(arguments: argparse.Namespace) -> tuple[list[Fit], dict[int, float]]:
     """Print fits and a table; return the fits, the best first, and the measured points.
 
     Raises:
-        ValueError: the points, the network or what else was given is of no use; says why.
+        ValueError: the points, the network or another argument is invalid.
     """
     network = schedule.load(arguments.network) if arguments.network or arguments.points is None else None
     if network is not None:
@@ -58,7 +58,7 @@ def scale(arguments: argparse.Namespace) -> tuple[list[Fit], dict[int, float]]:
         fits = fit(points, communication)
     elif arguments.step is not None and communication is not None:
         fits = [predict(arguments.step, communication, arguments.overlap)]
-        if network is not None and network.measured_ranks > 1:  # the communication of so many was measured
+        if network is not None and network.measured_ranks > 1:  # communication of this many was measured
             points = {1: fits[0].throughput, network.measured_ranks: fits[0].total(network.measured_ranks)}
     else:
         raise ValueError("--points of measured throughputs are missing, or --step, the time that one device computes")
@@ -82,7 +82,7 @@ def numbers(points: Mapping[int, float], most: int) -> list[int]:
 
 
 def _points(text: str) -> dict[int, float]:
-    """Read points from the text itself, 1:100,2:190, or from the file of that name."""
+    """Read points from ``text``: 1:100,2:190, or the name of a file."""
     if ":" not in text:
         return read_points(Path(text))
     pairs = []

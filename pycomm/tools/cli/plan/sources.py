@@ -1,4 +1,4 @@
-"""What ``pycomm plan model`` reads: a Python file with the model, and the form of its input."""
+"""Input of ``pycomm plan model``: a Python file with the model, and the shapes of a sample."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Source:
     """Functions of the user's file.
 
     Attributes:
-        make_model: makes the model. make_batch: returns its arguments for a number of samples.
-        loss: takes its output, returns a scalar; ``None`` if the file has none.
+        make_model: returns the model. make_batch: returns the model's arguments for a number of samples.
+        loss: maps the model's output to a scalar; ``None`` if the file has none.
     """
 
     make_model: Callable[[], Any]
@@ -87,9 +87,9 @@ def _imported(path: Path) -> Any:
     if spec is None or spec.loader is None:
         raise ValueError(f"the model names the file {path}, wanted a Python file, *.py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look themselves up
+    sys.modules[spec.name] = module  # dataclasses look up their module there
     beside = str(path.resolve().parent)
-    sys.path.insert(0, beside)  # as if it were run
+    sys.path.insert(0, beside)  # as for a script
     try:
         with contextlib.redirect_stdout(sys.stderr):
             spec.loader.exec_module(module)
@@ -111,7 +111,7 @@ def _function(module: Any, path: str, name: str) -> Callable[..., Any]:
 
 
 def _quiet(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function``, printing to stderr: what comes first on stdout is the choice."""
+    """Return ``function`` with its prints sent to stderr: stdout is for the plan."""
 
     def quiet(*arguments: Any) -> Any:
         with contextlib.redirect_stdout(sys.stderr):

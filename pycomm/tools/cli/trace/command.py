@@ -1,4 +1,4 @@
-"""``pycomm trace``: runs a script on local ranks, or reads what its ranks have written, and draws one step."""
+"""``pycomm trace``: runs a script on local ranks, or reads the files of an earlier run, and draws one step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ a script that calls pycomm.attach under torchrun on this host. For several hosts
 _SUFFIXES = (".png", ".json")
 _INTERRUPTED = 130
 _PATIENCE = 40.0
-"""Seconds in which torchrun ends its ranks: it kills them after 30."""
+"""Seconds to wait for torchrun to end its ranks: it kills them after 30."""
 
 
 def add_parser(commands: Any) -> None:
@@ -32,7 +32,7 @@ def add_parser(commands: Any) -> None:
         "trace",
         help="draw one training step of a script, of all ranks",
         description=_DESCRIPTION,
-        epilog="Exit code: 0 done, 1 the script failed or has written no step, 2 wrong arguments, 130 interrupted.",
+        epilog="Exit code: 0 success, 1 the script failed or wrote no step, 2 wrong arguments, 130 interrupted.",
     )
     add = parser.add_argument
     add("--ranks", type=integer(1), default=2, help="processes to start (default 2)")
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not folder.is_dir():
             folder = Path(temporary)
             code = _run_script(arguments.script, arguments.arguments, arguments.ranks, arguments.step, folder)
-            if code != 0:  # maybe after the step, of which there is a trace then
+            if code != 0:  # the step may have been traced before
                 print(f"pycomm trace: the script ended with exit code {code}", file=sys.stderr)
         try:
             traces = timeline.read_traces(folder.glob("rank*.json"))
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
             complain(f"pycomm trace: {error}")
             return 2
     if not traces:
-        print(f"pycomm trace: no rank has come to step {arguments.step} of an attached optimizer", file=sys.stderr)
+        print(f"pycomm trace: no rank reached step {arguments.step} of an attached optimizer", file=sys.stderr)
         return _INTERRUPTED if code == _INTERRUPTED else 1
     picture, events = pictures
     timeline.save_picture(traces, picture)
@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _outputs(out: Path) -> tuple[Path, Path]:
-    """Return the picture and the JSON file to write, in a folder that is there now; ``out`` may be one of them.
+    """Return the paths of the picture and the JSON file; make their folder. ``out`` may have either suffix.
 
     Raises:
         OSError, ValueError: they cannot be written.
@@ -113,7 +113,7 @@ def _run_script(script: Path, arguments: Sequence[str], ranks: int, step: int, f
         try:
             return process.wait()
         except KeyboardInterrupt:
-            # torchrun got it, too, and ends the ranks, whom nobody would end if it were killed now.
+            # torchrun was interrupted, too, and is ending the ranks. Killed now, it would leave them running.
             try:
                 process.wait(_PATIENCE)
             except (KeyboardInterrupt, subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""Timeline of one step: what all ranks' threads did when; as chrome-trace JSON, and as a picture."""
+"""Timeline of one step on all ranks: reading traces, writing them as chrome-trace JSON and as a picture."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _COLORS = {
     "communication": "#bcbddc",
     "wire": "#756bb1",
 }
-_OTHER_COLOR = "#969696"  # of what no version of pycomm has written so far
-_LARGEST = 16 << 20  # bytes: more spans than anybody could see in a picture
+_OTHER_COLOR = "#969696"  # of spans with unknown names
+_LARGEST = 16 << 20  # bytes: more spans than a picture can show
 _LONGEST_NAME = 100  # characters in the picture
 _SECONDS = Number(0, 1e11)
 _SPAN = {"lane": OneOf(*LANES), "name": str, "began": _SECONDS, "ended": _SECONDS}
@@ -35,12 +35,12 @@ _SHAPE = {"rank": COUNT, "size": _NUMBER, "step": _NUMBER, "optimizer?": _NUMBER
 
 
 class NoTraceError(ValueError):
-    """A file is no trace of a step."""
+    """A file is not a step trace."""
 
 
 @dataclass(frozen=True)
 class RankTrace:
-    """Trace of one optimizer of a rank, as :class:`pycomm.training.reducer.step_trace.StepTrace` has written it."""
+    """Trace of one optimizer on one rank, written by :class:`pycomm.training.reducer.step_trace.StepTrace`."""
 
     rank: int
     size: int
@@ -50,7 +50,7 @@ class RankTrace:
 
     @property
     def name(self) -> str:
-        """The rank; which of its optimizers, too, if it is not the first."""
+        """The rank, and the number of the optimizer unless it is the first."""
         return f"rank {self.rank}" + ("" if self.optimizer == 1 else f", optimizer {self.optimizer}")
 
 
@@ -58,7 +58,7 @@ def read_traces(paths: Iterable[Path]) -> list[RankTrace]:
     """Return the traces at ``paths``, by rank and optimizer.
 
     Raises:
-        NoTraceError: a file cannot be read, or is something else, or they are of different steps.
+        NoTraceError: a file cannot be read or is not a trace, or the files are of different steps.
     """
     found = sorted((_read(path) for path in paths), key=lambda trace: (trace.rank, trace.optimizer))
     if len({trace.step for trace in found}) > 1:
@@ -85,7 +85,7 @@ def _read(path: Path) -> RankTrace:
 
 
 def save_json(traces: Sequence[RankTrace], path: Path) -> None:
-    """Write ``traces`` in the format of chrome://tracing and Perfetto: a process per rank, threads for its lanes."""
+    """Write ``traces`` for chrome://tracing and Perfetto: a process per rank, a thread per lane."""
     with path.open("w") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": ')
         made = ChromeTrace(file)
@@ -103,7 +103,7 @@ def save_json(traces: Sequence[RankTrace], path: Path) -> None:
 
 
 def save_picture(traces: Sequence[RankTrace], path: Path) -> None:
-    """Write ``traces`` as a PNG: three rows for each of ``traces``, milliseconds from the first span on."""
+    """Write a PNG with a row for each lane of each trace, in milliseconds since the first span."""
     start = min(span["began"] for trace in traces for span in trace.spans)
     rows = [(trace, lane) for trace in traces for lane in LANES]
     figure = Figure(figsize=(14, 1.5 + 0.45 * len(rows)), dpi=110, layout="constrained")
@@ -133,7 +133,7 @@ def save_picture(traces: Sequence[RankTrace], path: Path) -> None:
 
 
 def summary(traces: Sequence[RankTrace]) -> list[str]:
-    """Return a line for each of ``traces``: milliseconds of each kind of span."""
+    """Return a line per trace: milliseconds of each kind of span."""
     lines = []
     for trace in traces:
         sums: dict[str, float] = {}

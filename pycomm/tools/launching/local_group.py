@@ -1,4 +1,4 @@
-"""Where the ranks of one host find each other: a store on the loopback device, and a process group by it."""
+"""Rendezvous of one host's ranks: a store on the loopback device, and a process group made through it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from pycomm.collectives.transport.addresses import loopback, store_on_loopback
 
 PATIENCE = timedelta(seconds=120)
-"""For every wait of a rank for another: a rank that dies is noticed at once, this is for one that hangs."""
+"""Default limit of a rank's wait for another that hangs; one that dies is noticed at once."""
 
 
 @contextlib.contextmanager
 def rendezvous() -> Iterator[int]:
-    """Let ranks of this host find each other: yields the port for :func:`join`, which only this host can reach."""
+    """Keep a store for ranks of this host; yield its port for :func:`join`. Other hosts cannot reach it."""
     store = store_on_loopback(PATIENCE)
     yield store.port
     del store
@@ -33,11 +33,11 @@ def join(
     backend: str = "gloo",
     threads: int = 1,
 ) -> None:
-    """Join the ranks that meet at ``port`` in a default process group, over the loopback device.
+    """Join the default process group of the ranks that meet at ``port``, over the loopback device.
 
     Args:
-        patience: for every wait of a rank for another.
-        threads: that torch computes with; one per rank, so that two ranks on two cores do not fight over them.
+        patience: limit of every wait of a rank for another.
+        threads: torch's threads in this rank; ranks with more would compete for cores.
     """
     torch.set_num_threads(threads)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -45,18 +45,18 @@ def join(
 
 
 def connect(port: int, patience: timedelta = PATIENCE) -> Store:
-    """Return the store of the ranks that meet at ``port``."""
+    """Connect to the store at ``port``."""
     return TCPStore(loopback(), port, is_master=False, timeout=patience)
 
 
 def variables_of(port: int, rank: int, size: int) -> dict[str, str]:
-    """Return the environment as torchrun makes it, by which a script's ``init_process_group()`` finds the others."""
+    """Return torchrun's environment variables, through which a script's ``init_process_group()`` finds the others."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0}
     return {
         **{name: str(value) for name, value in place.items()},
         "MASTER_ADDR": loopback(),
         "MASTER_PORT": str(port),
-        # The store is there already: rank 0 must not make one.
+        # The store exists: rank 0 must not make one.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
