@@ -9,9 +9,10 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from importlib.abc import InspectLoader, Loader, MetaPathFinder
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, spec_from_loader
+from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, TypeVar, cast
 
@@ -185,6 +186,8 @@ class _Alias(Loader):
         sys.modules[module.__name__] = importlib.import_module(self._name)
 
     def get_code(self, _name: str) -> CodeType | None:
-        """Return the code of the module, which ``python -m`` runs."""
+        """Return the code of the module, which ``python -m`` runs. Loaders of editable installations have none."""
         spec = find_spec(self._name)
-        return spec.loader.get_code(self._name) if spec and isinstance(spec.loader, InspectLoader) else None
+        if spec is None or spec.origin is None:
+            return None
+        return compile(Path(spec.origin).read_bytes(), spec.origin, "exec")

@@ -17,10 +17,14 @@ __all__ = ["PRELOAD", "SLOWER", "PerRank", "RankOutcome", "RankPool", "free_port
 SLOWER = float(os.environ.get("PYCOMM_TEST_SLOWER", "1"))
 """Factor of all timeouts, for slow machines such as emulated processors."""
 
-_LAZY = ("asynchronous.averaging", "asynchronous.gossip", "asynchronous.parameter_server", "backend.process_group")
+_LAZY = (
+    *("collectives.backend.process_group", "ddp", "tools.monitoring"),
+    *(f"training.asynchronous.{name}" for name in ("averaging", "gossip", "parameter_server")),
+    *(f"training.{name}" for name in ("checkpoint", "cost.auto", "reducer")),
+)
 PRELOAD = (
     *("hypothesis", "pytest", "torch._dynamo", "torch.distributed.fsdp", "tests.on_ranks"),
-    *(f"pycomm.{name}" for name in (*_LAZY, "checkpoint", "cost.auto", "ddp", "monitoring", "reducer")),
+    *(f"pycomm.{name}" for name in _LAZY),
 )
 """Modules that are imported in the process that ranks are forked from."""
 

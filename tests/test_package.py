@@ -50,8 +50,8 @@ def test_dir_has_what_is_for_users() -> None:
 
 
 _LATER = (
-    *("asynchronous", "checkpoint", "communicator", "compression", "cost", "ddp", "execute", "horovod", "kernels"),
-    *("launching", "monitoring", "optim", "parallel", "reducer", "schedule"),
+    *("collectives.communicator", "compression", "ddp", "horovod", "kernels", "optim", "parallel", "schedule", "tools"),
+    "training",
 )
 """Parts of pycomm that are imported when they are first asked for."""
 
