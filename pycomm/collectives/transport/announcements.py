@@ -52,7 +52,7 @@ def agree(
     rows = gathered.view(group.size, len(mine)).tolist()
     for p, row in enumerate(rows):
         if not _is_valid(row):
-            raise group.fail(kind, p, f"rank {p} announced what cannot be", 0.0)
+            raise group.fail(kind, p, f"rank {p} announced an impossible operation", 0.0)
     if kind == "refused":
         return []  # this rank has its own error to report
     for p, row in enumerate(rows):
