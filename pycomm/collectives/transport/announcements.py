@@ -81,8 +81,8 @@ def agree_on_lengths(
     wrong = (lengths[:, 0] != lengths[:, 1].T).nonzero().tolist()
     if wrong:
         p, q = wrong[0]
-        has, wants = int(lengths[p, 0, q]), int(lengths[q, 1, p])
-        raise ValueError(f"{kind}: rank {p} has {has} bytes for rank {q}, which wants {wants}")
+        has, expected = int(lengths[p, 0, q]), int(lengths[q, 1, p])
+        raise ValueError(f"{kind}: rank {p} has {has} bytes for rank {q}, which expects {expected}")
 
 
 def _is_valid(row: list[int]) -> bool:
