@@ -259,7 +259,7 @@ def test_bad_arguments() -> None:
         kernels.unpack_entries(replace(gathered, messages=torch.full_like(message, 255)), 1.0, 1.0)
     with pytest.raises(ValueError, match="out has 7 elements, wanted"):
         kernels.add_entries(gathered, 1.0, torch.zeros(7))
-    with pytest.raises(TypeError, match="half values of float64"):
+    with pytest.raises(TypeError, match="half is True with float64 sums"):
         EntryLayout(1, 1, 1, 1, "float64", True)
     with pytest.raises(ValueError, match="count is 0, wanted 1 <= count"):
         EntryLayout(1, 1, 0, 1, "float32", False)
