@@ -330,5 +330,5 @@ def test_gpu_reports_bad_messages(gpu: Gpu) -> None:
     spoilt = replace(found.gathered, messages=gpu.put(torch.full_like(found.messages, 255)))
     kernels.unpack_entries(spoilt, 1.0, 1.0)
     gpu.get(spoilt.verdict)
-    with pytest.raises(ValueError, match="unpack_indices: words are none that pack_indices makes"):
+    with pytest.raises(ValueError, match="unpack_indices: words were not made by pack_indices"):
         kernels.unpack_entries(found.gathered, 1.0, 1.0)
