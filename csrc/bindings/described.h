@@ -18,7 +18,7 @@ struct Described {
     bool lazy = false;  // conjugated or negated only on reading
 };
 
-// Returns whether it is a torch tensor; torch may not have been imported.
+// Returns whether `object` is a torch tensor; torch need not have been imported.
 bool is_tensor(py::handle object);
 // Returns whether it is a torch tensor that holds its own numbers: no DTensor, no FakeTensor.
 bool is_ordinary_tensor(py::handle object);
@@ -30,7 +30,7 @@ Described describe_array_interface(py::handle object, const std::string& name); 
 Described describe_cuda_interface(py::handle object, const std::string& name);
 Described describe_dlpack(py::handle object, const std::string& name);
 
-// Throws unless this build, and the machine, can work on arrays of a GPU.
+// Throws unless this build and this machine can work on arrays of a GPU.
 void require_device(const std::string& name, const std::string& where);
 
 // Type and text of a Python exception.

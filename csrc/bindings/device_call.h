@@ -23,8 +23,8 @@ inline constexpr bool kHasCuda = false;
 struct Scratch;
 Scratch* scratch_of(py::handle object);  // null for None
 
-// Scratch memory that a caller keeps from call to call. It grows as needed, allocated by the library of the arrays at
-// hand, but not while the stream is captured into a CUDA graph. Memory that a graph uses is kept: the graph may be
+// Scratch memory that a caller keeps from call to call. It grows as needed, allocated by the arrays' own
+// library, but not while the stream is captured into a CUDA graph. Memory that a graph uses is kept: the graph may be
 // launched at any time.
 struct Scratch {
     cuda::Workspace workspace;

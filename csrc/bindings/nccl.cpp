@@ -12,8 +12,7 @@
 #include "transport/nccl/group.h"
 
 namespace pycomm {
-namespace nccl_calls {  // shared_memory.cpp has functions of the same names, and may be compiled together with this
-                        // file
+namespace nccl_calls {  // shared_memory.cpp has functions of these names; both may be compiled as one
 namespace {
 
 using Paths = std::vector<std::string>;

@@ -55,9 +55,9 @@ class PreparedGroup {
     // same_counts: a kernel call needs one count for all its parameters, unless it reads the counts itself.
     PreparedGroup(std::vector<std::shared_ptr<PreparedStep>> parts, py::tuple keys, bool has_counts, bool same_counts);
 
-    // Remembers how the parameters lie in memory; the parts have just been made from them. part_of[i]: part of
-    // parameter i, -1: it has no gradient. begins[i]: the first element, in memory order, that the part steps. Returns
-    // whether renew() can recognise them.
+    // Remembers how the parameters lie in memory. They must be as they were when the parts were made. part_of[i]: part
+    // of parameter i, -1: it has no gradient. begins[i]: the first element, in memory order, that the part steps.
+    // Returns whether renew() can recognise them.
     bool remember(py::handle params, py::handle state, py::handle masters, const std::vector<int>& part_of,
                   const std::vector<int64_t>& begins);
     // If everything is as remembered, except for contents and for the addresses of gradients: takes the gradients,

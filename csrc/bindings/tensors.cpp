@@ -144,7 +144,6 @@ Described describe_tensor(py::handle tensor, const std::string& name) {
     return out;
 }
 
-// Throws unless this build, and the machine, can work on arrays of a GPU.
 void require_device(const std::string& name, const std::string& where) {
 #if defined(PYCOMM_CUDA_VERSION)
     static const bool usable = device::count() > 0;

@@ -28,7 +28,7 @@ struct MarkedRange {
     const uint32_t* words;
     int64_t begin, end;
 
-    // Those of packet i, without what lies outside the range.
+    // The words of packet i, without bits outside the range.
     PYCOMM_MEMBER Words within(Words packet, int64_t i) const {
 #pragma unroll
         for (int w = 0; w < kWords; ++w) {

@@ -105,7 +105,7 @@ struct Encoder {
     }
 };
 
-// The codes of elements [at, at + kCount) from the lowest bit on; what lies behind `end` is 0.
+// Stores the codes of elements [at, at + kCount), from the lowest bit on. Bits beyond `end` are 0.
 PYCOMM_DEVICE void store_codes(char* codes, int64_t at, int64_t end, int bits, uint32_t packed) {
     if (at + kCount <= end && bits == 8) return store_element(codes, at / kCount, packed);
     if (at + kCount <= end && bits == 4) return store_element(codes, at / kCount, static_cast<uint16_t>(packed));
@@ -162,7 +162,7 @@ PYCOMM_KERNEL quantize_kernel(Quantizing job) {
     }
 }
 
-// The codes of elements [at, at + kCount), 0 for those behind `end`.
+// The codes of elements [at, at + kCount), 0 for those beyond `end`.
 PYCOMM_DEVICE uint32_t load_codes(const char* codes, int64_t at, int64_t end, int bits) {
     if (at + kCount <= end && bits == 8) return load_element<uint32_t>(codes, at / kCount);
     if (at + kCount <= end && bits == 4) return load_element<uint16_t>(codes, at / kCount);

@@ -13,7 +13,7 @@
 
 namespace pycomm::cuda {
 
-// The arrays, some of which may be empty, and behind them one entry without data where the last one ends.
+// The arrays, some possibly empty, then one entry without data where the last one ends.
 struct Table {
     const Entry* entries;  // on the device
     int count;             // of arrays

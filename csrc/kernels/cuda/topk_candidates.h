@@ -26,7 +26,7 @@ struct Floor {
     PYCOMM_MEMBER int bits(uint32_t bin) const { return bin == kBins - 1 ? K::kBits : kShift; }
 };
 
-// What there is to select from: a list, of which `part` is this block's; without one, all of x.
+// What to select from: a list, of which `part` is this block's; without a list, all of x.
 template <class K>
 struct Candidates {
     bool listed;

@@ -125,7 +125,7 @@ struct View {
     }
 };
 
-// How many blocks select from `count` elements on `device`, of which `resident` can run at once.
+// How many blocks select from `count` elements on `device`. `resident`: how many can run at once.
 inline int64_t blocks_for_selection(int64_t count, int device, int64_t resident) {
     constexpr int64_t kElemsPerBlock = 8192;   // fewer do not pay for one more block at every meeting
     constexpr int64_t kPerMultiprocessor = 2;  // enough bytes under way to fill the memory bus

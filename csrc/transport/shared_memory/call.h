@@ -63,8 +63,8 @@ struct Control {
     // Valid once gave_up is set: the step that this rank did not complete, the rank that failed (-1: itself), and why.
     uint32_t failed_step;
     int32_t failed_peer;
-    std::atomic<float>
-        largest[2];  // goes with announced[i]: largest magnitude in what the caller left outside its array
+    // Goes with announced[i]: the largest magnitude in what the caller left outside its array.
+    std::atomic<float> largest[2];
     char why[512];
     char refusal[2][512];   // goes with announced[i] of Kind::kRefused
     char algorithm[2][64];  // goes with announced[i] of Kind::kProgram
@@ -124,7 +124,7 @@ class Call {
     // Ends a step of this rank and waits until all ranks have ended theirs.
     void step();
 
-    // A step in which ranks exchange messages. Neither its begin nor its end waits for anybody. But if another rank
+    // A step in which ranks exchange messages. Neither its beginning nor its end waits for anybody. But if another rank
     // gave up during the step, this rank's call fails too: data that it read may have been overwritten by then.
     void begin_messages();
     void end_messages();
@@ -146,7 +146,8 @@ class Call {
     bool all_in_arenas() const;
     bool any_in_arena() const;
     bool any_is_apart() const;
-    // They follow from the slacks announced in the previous large operation, so they are known before this one begins.
+    // The shares follow from the slacks announced in the previous large operation: they are known before this one
+    // begins.
     Shares shares(int64_t num_bytes) const;
     // To be called before this rank's last step, or before its announcement.
     void note_largest(float magnitude);

@@ -22,7 +22,7 @@ struct Arrival {
     int source = -1;
     int32_t width = 1;
     uint64_t number = 0;  // among those of the source
-    uint64_t order = 0;   // of arrival, over all sources
+    uint64_t order = 0;   // in which it was found, over all sources
     int64_t num_bytes = 0, tag = 0;
 };
 
@@ -69,7 +69,7 @@ class Incoming {
     // Finishes a receipt with `failure`; a message that it has not copied completely goes to another receipt. Returns
     // false if it was finished before.
     bool give_up(const ReceiptPtr& receipt, std::exception_ptr failure);
-    // The same for all.
+    // The same for all receipts.
     void give_up_all(std::exception_ptr failure);
 
    private:
