@@ -139,7 +139,7 @@ class FlightRing {
         next.ended = 0.0;
         return next;
     }
-    // began: when the operation did.
+    // `began`: the time at which the operation began.
     void finish(uint64_t ticket, double began, bool collective, py::object error) {
         const double ended = monotonic_seconds();
         if (collective) seconds_ += ended - began;

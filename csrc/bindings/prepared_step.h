@@ -51,7 +51,7 @@ class PreparedStep {
 // The kernel calls of a parameter group, of whole parameters or of ranges of them.
 class PreparedGroup {
    public:
-    // keys: names of the states in a parameter's entry, or None; has_counts: "step" is there, too;
+    // keys: names of the states in a parameter's entry, or None; has_counts: the entry has "step", too;
     // same_counts: a kernel call needs one count for all its parameters, unless it reads the counts itself.
     PreparedGroup(std::vector<std::shared_ptr<PreparedStep>> parts, py::tuple keys, bool has_counts, bool same_counts);
 

@@ -5,16 +5,16 @@
 //   velocity[i] = momentum * old_velocity[i] + g[i],  acc[i] = residual[i] + velocity[i]    with momentum correction
 //   velocity[i] = momentum * (old_velocity[i] + g[i]),  acc[i] = (residual[i] + velocity[i]) + g[i]        Nesterov's
 //
+// Without `clip`, factor_j is 1. With it, factor_j is min(1, clip / (|scale| * norm_j)) rounded to float; norm_j is the
+// Euclidean norm of grads[j], from squares added up as norms.h says.
+//
 // acc, residual, velocity and old_velocity are flat arrays as long as all gradients together, which lie in them one
 // after the other. They are float32, or float64 if the gradients are. An absent residual stands for zeros. All
 // gradients are of one floating type, and so are the weights, which are given for all gradients or for none. Every
 // product is rounded before the sum. acc may be exactly residual, velocity exactly old_velocity, and a gradient of
 // acc's type may lie exactly at its place in acc.
 //
-// Without `clip`, factor_j is 1. With it, factor_j is min(1, clip / (|scale| * norm_j)) rounded to float; norm_j is the
-// Euclidean norm of grads[j], from squares added up as norms.h says.
-//
-// Beyond that, an output overlaps no other array of the call.
+// Apart from these exceptions, an output overlaps no other array of the call.
 #pragma once
 
 #include <cstdint>
