@@ -89,7 +89,7 @@ class GradientCounter {
     GradientCounter(std::shared_ptr<PassGate> gate, std::shared_ptr<GradientCounts> counts, size_t index, bool is_plain)
         : gate_(std::move(gate)), counts_(std::move(counts)), index_(index), is_plain_(is_plain) {}
 
-    // Counts the gradient if it can. Returns whether nothing else is to be done for it now.
+    // Counts the gradient if it can. Returns whether it did: nothing else has to be done for it then.
     bool count() { return is_plain_ && gate_->is_open() && counts_->note_if_plain(index_); }
 
    private:

@@ -1,7 +1,7 @@
 // NCCL, found and loaded at its first use. It is needed neither to build pycomm nor to import it.
 //
-// The declarations below transcribe NCCL's binary interface since 2.14, the first version with non-blocking
-// communicators. They must match that library: no value and no order of members may change.
+// The declarations below are this file's own description of NCCL's binary interface since 2.14, the first version with
+// non-blocking communicators. They are a contract with a foreign library: no value and no order of members may change.
 #pragma once
 
 #include <cstddef>
