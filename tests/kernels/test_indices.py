@@ -138,7 +138,7 @@ def spoilt_words(change: str) -> torch.Tensor:
     ("change", "message"),
     [
         ("fewer", "words hold fewer indices than count says"),
-        ("more", "words hold more indices than count says|no ascending indices"),
+        ("more", "words hold more indices than count says|not hold ascending indices"),
         ("too large", "words do not hold ascending indices below range"),
     ],
 )
