@@ -193,7 +193,7 @@ def test_an_index_twice() -> None:
     with pytest.raises(ValueError, match=r"indices\[2\] is 9, as is the one before it, wanted every index once"):
         exchanged([rank], Host())
     found = exchanged([one_entry(LIMIT, 3, 9, 10, 40)], Host())
-    with pytest.raises(ValueError, match=r"of rank 0, indices\[2\] is 9, as is the one before it"):
+    with pytest.raises(ValueError, match=r"not made by pack_entries: indices\[2\] is 9, as is the one before it"):
         kernels.unpack_entries(replace(found.gathered, messages=with_words(found, twice())), 1.0, 1.0)
 
 
