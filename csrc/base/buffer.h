@@ -12,7 +12,7 @@ struct Buffer {
     int64_t count = 0;  // elements
     DType dtype = DType::kF32;
     int device = kHost;  // ordinal of the GPU whose memory it is
-    uint8_t tag = 0;     // of bytes: a hash of the name of the type they really have; 0: they are numbers of `dtype`
+    uint8_t tag = 0;     // for bytes of another type: hash of that type's name; 0: numbers of `dtype`
 
     static constexpr int kHost = -1;
 

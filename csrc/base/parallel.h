@@ -2,7 +2,7 @@
 //
 // The caller works too: num_threads = 1 starts nothing and runs inline. Idle workers sleep on a condition variable and
 // never spin, because torch's own OpenMP pool lives in the same process and ranks may outnumber cores. Only one caller
-// uses the pool at a time; a second one meanwhile (the communication thread, say) runs its tasks inline.
+// uses the pool at a time; meanwhile a second one (the communication thread, say) runs its tasks inline.
 #pragma once
 
 #include <cstdint>

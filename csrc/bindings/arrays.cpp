@@ -21,7 +21,7 @@ py::object plain_copy(py::handle object, const std::string& name) {
     return object.attr("copy")();
 }
 
-// The copy of an array of which each element may stand for many.
+// A contiguous copy. It may be far larger than the array: in an expanded one, an element stands for many.
 py::object contiguous_copy(py::handle object, const std::string& name) {
     try {
         return plain_copy(object, name);
@@ -32,7 +32,7 @@ py::object contiguous_copy(py::handle object, const std::string& name) {
 }
 
 Described describe_as_is(py::handle object, const std::string& name) {
-    if (PyType_Check(object.ptr())) {  // has all attributes that its arrays have
+    if (PyType_Check(object.ptr())) {  // a class has all attributes of its instances
         throw ArgumentTypeError(name + " is " + shown(object) + ", wanted an array, not its class");
     }
     if (is_tensor(object)) {
@@ -83,7 +83,7 @@ Described describe(py::handle object, const std::string& name, Access access) {
     return out;
 }
 
-// Arrays that need no more than a glance, which most are: contiguous tensors.
+// Fast path for contiguous tensors, which most arrays are.
 bool take_at_a_glance(py::handle object, Array& out) {
     Glance seen;
     if (!glance(object.ptr(), seen) || !seen.is_contiguous()) return false;
@@ -93,7 +93,7 @@ bool take_at_a_glance(py::handle object, Array& out) {
     return true;
 }
 
-// Never 0.
+// Hash of a dtype's name, never 0.
 uint8_t tag_of(const std::string& dtype_name) {
     uint32_t hash = 2166136261u;  // FNV-1a
     for (char c : dtype_name) hash = (hash ^ static_cast<unsigned char>(c)) * 16777619u;
@@ -148,7 +148,7 @@ std::vector<Array> as_arrays(py::handle sequence, const std::string& name, Acces
     out.reserve(static_cast<size_t>(size));
     for (Py_ssize_t i = 0; i < size; ++i) {
         PyObject* item = PySequence_Fast_GET_ITEM(fast.ptr(), i);
-        Array seen;  // no name is put together for these
+        Array seen;  // no name is built for these
         out.push_back(take_at_a_glance(item, seen) ? std::move(seen)
                                                    : as_array(item, name + "[" + std::to_string(i) + "]", access));
     }

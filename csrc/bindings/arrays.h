@@ -1,6 +1,6 @@
-// Python's arrays as Buffers. Torch tensors are asked directly (a handful of attribute reads, no
-// DLPack capsule), numpy and its like through the buffer protocol, cupy and its like through the CUDA array interface,
-// everything else through torch.from_dlpack or numpy's array interface.
+// Python's arrays as Buffers. Torch tensors are read directly (a handful of attributes, no DLPack capsule), numpy and
+// its like through the buffer protocol, cupy and its like through the CUDA array interface, everything else through
+// torch.from_dlpack or numpy's array interface.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -21,30 +21,30 @@ namespace py = pybind11;
 struct Array {
     Buffer buffer;
     py::object owner;
-    std::shared_ptr<py::buffer_info> exported;  // what has a view taken of it does not give its memory back
-    int64_t unit = 1;              // of the buffer's elements, that make one of the array's: more where they are bytes
-    bool is_torch = false;         // its producer's stream is torch's current one
-    std::optional<Stream> stream;  // that its CUDA array interface names
+    std::shared_ptr<py::buffer_info> exported;  // a view, which keeps the exporter from freeing its memory
+    int64_t unit = 1;              // buffer elements per array element; more than 1 only for bytes of an unknown dtype
+    bool is_torch = false;         // produced on torch's current stream
+    std::optional<Stream> stream;  // the one its CUDA array interface names
 
     bool on_device() const { return buffer.device != Buffer::kHost; }
 };
 
 enum class Access {
-    kRead,   // one that is not contiguous, or has its conj or neg bit set, is copied first
+    kRead,   // copied first if it is not contiguous, or has its conj or neg bit set
     kWrite,  // must be contiguous and writable
 };
 
 // Throws ArgumentTypeError / ArgumentError naming `name`, what came and what was wanted; OutOfMemory where a copy is
 // needed and too large; DeviceError if the array is on a GPU that cannot be used.
 Array as_array(py::handle object, const std::string& name, Access access);
-// The same for arrays that are only moved: any dtype, as bytes where the kernels do not know it.
+// The same for arrays that are only moved: any dtype, as bytes if the kernels do not know it.
 Array as_movable(py::handle object, const std::string& name, Access access);
 
 // Number and type of the elements; nothing is copied.
 std::pair<int64_t, DType> look(py::handle object, const std::string& name);
 
 std::vector<Array> as_arrays(py::handle sequence, const std::string& name, Access access);
-// One array of the host's memory for each of `size` ranks, as as_movable has them; None stands for an empty one.
+// One array in host memory for each of `size` ranks, read as by as_movable; None stands for an empty one.
 std::vector<Array> as_parts(py::handle sequence, const std::string& name, Access access, int size);
 std::vector<Buffer> buffers_of(const std::vector<Array>& arrays);
 

@@ -31,7 +31,7 @@ void bind_build_info(py::module_& module) {
             if (!select_loops(name.c_str())) throw ArgumentError("this build or processor has no " + name);
         },
         py::arg("name"));
-    // Number of GPUs that the kernels can use, and why there are none.
+    // Number of GPUs that the kernels can use and, if there are none, why.
     module.def("cuda_devices", [] {
 #if defined(PYCOMM_CUDA_VERSION)
         int devices = device::count();

@@ -21,7 +21,7 @@ inline void check_python_signals() {
 inline void require_reducible(const Buffer& x, ReduceOp op, const char* name = "x") {
     const bool floating = is_floating(x.dtype);
     if (!(op == ReduceOp::kMean && !floating) && !(is_bitwise(op) && floating)) return;
-    throw ArgumentTypeError(format("op '%s' wants %s dtype, %s has %s", name_of(op),
+    throw ArgumentTypeError(format("op '%s' requires %s dtype, %s has %s", name_of(op),
                                    floating ? "an integer" : "a floating", name, name_of(x.dtype)));
 }
 
@@ -66,8 +66,8 @@ inline void require_apart(const Buffer& out, const Buffer& x, int rank, int size
 
 inline std::string name_of_part(const char* name, size_t p) { return format("%s[%zu]", name, p); }
 
-// Requires that no array of `outs` has bytes in common with another one, or with one of `xs`, but that outs[rank] may
-// be xs[rank]: nothing is written there.
+// Requires that no array of `outs` has bytes in common with another one or with one of `xs`. Only outs[rank] may be
+// xs[rank]: nothing is written there.
 inline void require_apart(const std::vector<Buffer>& outs, const std::vector<Buffer>& xs, int rank) {
     const auto own = static_cast<size_t>(rank);
     const bool in_place = outs[own].data == xs[own].data && outs[own].num_bytes() == xs[own].num_bytes();
@@ -104,8 +104,8 @@ inline void require_contributions(const Buffer& out, const std::vector<Buffer>& 
                                static_cast<long long>(xs[own].count), name_of_part("xs", own).c_str()));
 }
 
-// Requires that `pieces`, one after the other, can stand for elements of x from `begin` on: of floats, and apart from x
-// but for those that are at their place.
+// Requires that `pieces`, one after the other, can stand for the elements of x from `begin` on: they have x's floating
+// dtype, and no bytes in common with x, except for pieces at their own place.
 inline void require_pieces(const Buffer& x, int64_t begin, const std::vector<Buffer>& pieces) {
     if (begin < 0 || begin > x.count) throw ArgumentError("begin lies outside of x");
     int64_t at = begin;
@@ -117,7 +117,7 @@ inline void require_pieces(const Buffer& x, int64_t begin, const std::vector<Buf
                                            name_of(piece.dtype), name_of(x.dtype)));
         }
         if (piece.device != Buffer::kHost) throw ArgumentError(name + " does not lie in CPU memory");
-        if (piece.count > x.count - at) throw ArgumentError(name + " ends behind x");
+        if (piece.count > x.count - at) throw ArgumentError(name + " ends beyond x");
         const bool is_in_place = piece.data == x.bytes() + at * size_of(x.dtype);
         if (!is_in_place && have_bytes_in_common(piece, x)) throw ArgumentError(name + " overlaps x elsewhere");
         at += piece.count;

@@ -1,4 +1,4 @@
-// Descriptions of arrays, asked of each kind in its own way. Parts of arrays.cpp.
+// Descriptions of arrays, one function for each kind. Parts of arrays.cpp.
 #pragma once
 
 #include <optional>
@@ -15,22 +15,22 @@ struct Described {
     std::string dtype_name;
     bool contiguous;
     bool writable;
-    bool lazy = false;  // conjugated or negated when it is read only
+    bool lazy = false;  // conjugated or negated only on reading
 };
 
-// Returns whether it is a torch tensor; torch may not have been imported.
+// Returns whether `object` is a torch tensor; torch need not have been imported.
 bool is_tensor(py::handle object);
-// Returns whether it is one whose numbers are its own: no DTensor, no FakeTensor.
+// Returns whether it is a torch tensor that holds its own numbers: no DTensor, no FakeTensor.
 bool is_ordinary_tensor(py::handle object);
 
-// Throw as as_array does, whatever the object comes up with.
+// These throw as as_array does, whatever the object's own methods raise.
 Described describe_tensor(py::handle tensor, const std::string& name);
 Described describe_buffer(py::handle object, const std::string& name);           // the buffer protocol
 Described describe_array_interface(py::handle object, const std::string& name);  // numpy's, in the host's memory
 Described describe_cuda_interface(py::handle object, const std::string& name);
 Described describe_dlpack(py::handle object, const std::string& name);
 
-// Throws unless this build, and the machine, can work on arrays of a GPU.
+// Throws unless this build and this machine can work on arrays of a GPU.
 void require_device(const std::string& name, const std::string& where);
 
 // Type and text of a Python exception.

@@ -76,7 +76,7 @@ void Arguments::require_apart() const {
     }
     auto before = [](const Extent* a, const Extent* b) { return a->begin < b->begin; };
     if (!std::is_sorted(in_order.begin(), in_order.end(), before)) std::sort(in_order.begin(), in_order.end(), before);
-    // The one that ends last of those that begin earlier: if it does not reach an array, none of them does.
+    // Of the extents that begin earlier, the one that ends last: if it does not reach an array, none of them does.
     const Extent *written = nullptr, *read = nullptr;
     for (const Extent* extent : in_order) {
         const Extent* other = written != nullptr && written->end > extent->begin ? written : nullptr;
@@ -101,7 +101,7 @@ Stream torch_stream(int device) {
     return reinterpret_cast<Stream>(stream.attr("cuda_stream").cast<uintptr_t>());
 }
 
-// `waiting` starts what it is given from now on after all that `first` has been given.
+// Orders all later work on `waiting` after all earlier work on `first`.
 void order(Stream first, Stream waiting) {
     Event event = device::make_event();
     device::record(event, first);
@@ -159,13 +159,13 @@ void DeviceCall::grow(Scratch& chosen, int64_t num_bytes) {
 
 void DeviceCall::require_growth_in_capture(const Scratch* scratch, int64_t num_bytes) const {
     if (scratch != nullptr) {
-        throw device::warm_up_wanted("scratch memory",
-                                     format("%lld bytes are wanted, %lld are there", static_cast<long long>(num_bytes),
-                                            static_cast<long long>(scratch->workspace.num_bytes)));
+        throw device::warm_up_wanted(
+            "scratch memory", format("%lld bytes are needed, %lld are allocated", static_cast<long long>(num_bytes),
+                                     static_cast<long long>(scratch->workspace.num_bytes)));
     }
-    if (arguments_.example()->is_torch) return;  // out of the graph's own pool, which lives as long as the graph
+    if (arguments_.example()->is_torch) return;  // from the graph's own pool, which lives as long as the graph
     throw device::warm_up_wanted("scratch memory",
-                                 "this call's own would be gone when the graph is launched: pass scratch=");
+                                 "this call's own would be freed before the graph is launched: pass scratch=");
 }
 
 void DeviceCall::finish() {

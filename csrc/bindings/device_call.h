@@ -23,14 +23,15 @@ inline constexpr bool kHasCuda = false;
 struct Scratch;
 Scratch* scratch_of(py::handle object);  // null for None
 
-// Scratch memory that a caller keeps from call to call. It grows as needed, in the library of the arrays at hand; not
-// while the stream is captured into a CUDA graph. What a graph uses stays: it is launched whenever its owner likes.
+// Scratch memory that a caller keeps from call to call. It grows as needed, allocated by the arrays' own
+// library, but not while the stream is captured into a CUDA graph. Memory that a graph uses is kept: the graph may be
+// launched at any time.
 struct Scratch {
     cuda::Workspace workspace;
     py::object owner;
     int device = Buffer::kHost;
-    bool in_graph = false;           // of some graph, which writes tables of its own to it
-    std::vector<py::object> before;  // what it was while graphs were captured
+    bool in_graph = false;           // used by a graph, which writes its own tables to it
+    std::vector<py::object> before;  // earlier memory that graphs use
 };
 
 // The arguments of one call, by name; those without elements may lie anywhere.
@@ -42,11 +43,11 @@ class Arguments {
     void reads(const std::vector<Array>& arrays, const std::string& name) { add_all(arrays, name, false); }
     void writes(const std::vector<Array>& arrays, const std::string& name) { add_all(arrays, name, true); }
 
-    // An array of which the call has what it needs already, on whatever device: for require_apart() only.
+    // An array that was read already, and may lie on any device: for require_apart() only.
     void was_read(const Array& array, const std::string& name);
 
-    // `arrays`, added in this order, may lie where they do: the kernel's contract allows it, and something else that is
-    // added covers their bytes.
+    // Exempts `arrays`, given in the order in which they were added, from require_apart(): the kernel's contract allows
+    // their places, and another added array covers their bytes.
     void excuse(const std::vector<const Array*>& arrays);
     // `written` may be exactly `read`.
     void may_be(const Array& written, const Array& read);
@@ -81,7 +82,7 @@ class Arguments {
 };
 
 // Makes the arguments' device current and orders the call's stream after the streams that produced them: torch's
-// current one, or what the CUDA array interface names. finish() lets those wait for the call in turn.
+// current one, or those that CUDA array interfaces name. finish() orders these streams after the call.
 class DeviceCall {
    public:
     explicit DeviceCall(const Arguments& arguments);
@@ -89,8 +90,9 @@ class DeviceCall {
     DeviceCall& operator=(const DeviceCall&) = delete;
 
     Stream stream() const { return stream_; }
-    // At least this many bytes: `scratch`'s, or, where that is null, some that live as long as this object. With or
-    // without the interpreter's lock. DeviceError if they cannot be had because the stream is captured.
+    // At least `num_bytes`: those of `scratch` or, if that is null, memory that lives as long as this object. May be
+    // called with or without the interpreter's lock. Throws DeviceError if it had to allocate while the stream is
+    // captured.
     cuda::Workspace& workspace(Scratch* scratch, int64_t num_bytes);
     // With PYCOMM_SYNC=1, waits for the kernels and reports what went wrong in them.
     void finish();
@@ -100,7 +102,7 @@ class DeviceCall {
     void require_growth_in_capture(const Scratch* scratch, int64_t num_bytes) const;
 
     const Arguments& arguments_;
-    device::Guard guard_;  // goes back also when the constructor throws
+    device::Guard guard_;  // restores the device even if the constructor throws
     Scratch own_;
     Stream stream_ = nullptr;
     std::vector<Stream> others_;

@@ -1,5 +1,5 @@
-// What is used here of DLPack 1's C interface (github.com/dmlc/dlpack), whose layout does not change within a major
-// version.
+// The part of DLPack 1's C interface (github.com/dmlc/dlpack) that is used here. Its layout does not change within a
+// major version.
 #pragma once
 
 #include <cstdint>
@@ -27,8 +27,8 @@ struct DLTensor {
     uint64_t byte_offset;
 };
 
-// The table of functions that a library offers as `__dlpack_c_exchange_api__` of its array type, in a capsule. Those
-// that are not called here stand as plain pointers.
+// The table of functions that a library offers as `__dlpack_c_exchange_api__` of its array type, in a capsule.
+// Functions that are not called here are declared as plain pointers.
 struct DLPackExchangeAPI {
     struct {
         uint32_t major, minor;

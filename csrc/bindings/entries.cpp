@@ -16,7 +16,7 @@ int64_t within(py::handle object, const char* name, int64_t least, int64_t most 
 }
 
 int ranks_in(py::handle num_ranks) {
-    constexpr int64_t kMost = 1 << 20;  // times the bytes of any message they have 64 bits
+    constexpr int64_t kMost = 1 << 20;  // times the bytes of any message, this fits into 64 bits
     return static_cast<int>(within(num_ranks, "num_ranks", 1, kMost));
 }
 
@@ -33,7 +33,7 @@ EntryLayout make_layout(py::handle num_params, py::handle num_bits, py::handle c
         throw ArgumentTypeError("dtype is " + name + ", wanted float32 or float64");
     }
     const bool as_half = as_flag(half, "half");
-    if (as_half && sums != DType::kF32) throw ArgumentTypeError("half values of float64 sums, wanted float32");
+    if (as_half && sums != DType::kF32) throw ArgumentTypeError("half is True with float64 sums, wanted float32 sums");
     const int64_t range = within(limit, "limit", 1), entries = within(count, "count", 1, range);
     return {within(num_params, "num_params", 0), within(num_bits, "num_bits", 0), entries, range, sums, as_half};
 }
@@ -161,7 +161,7 @@ void unpack_entries_of(py::handle of_message, py::handle messages, py::handle nu
         [&] { unpack_entries(layout, all.bytes, all.num_ranks, by.on_cpu(), limit, all.indices, all.verdict); });
 }
 
-// The state that add_entries may put back: pairs of arrays, as it is and as it was.
+// The state that add_entries may restore, as pairs of arrays: now and before.
 std::vector<StateChange> states_of(Given& given, const std::vector<std::pair<py::object, py::object>>& states,
                                    const Array& out) {
     if (states.size() > 2) throw ArgumentError(format("there are %zu states, wanted at most two", states.size()));
@@ -196,7 +196,7 @@ void add_entries_of(py::handle of_message, py::handle messages, py::handle num_r
         outcome.ends = given.exactly<int64_t>(ends, "ends", Access::kRead, DType::kI64, layout.num_params,
                                               "int64, the end of every parameter");
     } else if (!used.is_none()) {
-        throw ArgumentTypeError("ends is None, wanted the end of every parameter, since there is `used`");
+        throw ArgumentTypeError("ends is None, wanted the end of every parameter, since `used` is given");
     }
     if (!last_sources.is_none()) {
         outcome.last_sources = given.exactly<int64_t>(last_sources, "last_sources", Access::kWrite, DType::kI64,

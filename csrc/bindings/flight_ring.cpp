@@ -1,5 +1,5 @@
-// Ring of the last operations on a group of ranks, for the flight recorder. Operations of 1 KB take 2 us, call
-// and all: what notes them must take a small part of that, which Python would not.
+// Ring of the last operations on a group of ranks, for the flight recorder. An operation of 1 KB takes 2 us, the call
+// included. Recording it may take only a small part of that, so it is not done in Python.
 #include <pybind11/stl.h>
 
 #include <algorithm>
@@ -23,11 +23,11 @@ namespace py = pybind11;
 
 namespace {
 
-// What is known of operations of this thread besides their arguments. Whoever sets it puts the old back.
+// What is known of this thread's operations besides their arguments. Callers that set it restore the old values.
 struct Mark {
     PyObject* label = nullptr;     // what they are about
     PyObject* line = nullptr;      // line of the script that submitted the present job
-    PyObject* listener = nullptr;  // called with true before, and false after each of them
+    PyObject* listener = nullptr;  // called with True before each of them, and with False after it
 };
 thread_local Mark mark;
 
@@ -35,7 +35,7 @@ py::object or_none(PyObject* object) {
     return object == nullptr ? py::object(py::none()) : py::reinterpret_borrow<py::object>(object);
 }
 
-// Whose the lines of a file are: ours, a library's, or the script's. Told by the folders that it may be in.
+// Whose code a file holds: ours, a library's, or the script's. Its folder decides.
 enum class Origin { kOwn, kLibrary, kScript };
 
 class Origins {
@@ -46,7 +46,7 @@ class Origins {
         known_.clear();
     }
 
-    // By the object that holds the file's name, which all functions of a file have in common.
+    // Looked up by the string object with the file's name, which all functions of a file share.
     Origin of(PyObject* name) {
         auto found = known_.find(name);
         if (found != known_.end()) return found->second.second;
@@ -67,7 +67,7 @@ class Origins {
                            [&](const std::string& prefix) { return file.substr(0, prefix.size()) == prefix; });
     }
 
-    static constexpr size_t kMost = 4096;  // names of code that was made at run time are not kept for ever
+    static constexpr size_t kMost = 4096;  // so that names of generated code do not pile up
     std::vector<std::string> own_, libraries_;
     std::unordered_map<PyObject*, std::pair<py::object, Origin>> known_;
 };
@@ -77,7 +77,7 @@ Origins& origins() {
     return *files;
 }
 
-// A place in a function; which line that is, takes longer to find out than all the rest, and is found when asked for.
+// A place in a function. Its line number is computed on demand: that takes longer than all the rest.
 struct Line {
     py::object code;
     int place = 0;  // of an instruction; up to Python 3.10 it is the line
@@ -91,8 +91,8 @@ int place_of(PyFrameObject* frame) { return PyFrame_GetLineNumber(frame); }
 int number_of(PyCodeObject*, int place) { return place; }
 #endif
 
-// The innermost line of the script, from the function outwards that has called this; if there is none, of a library
-// that called us; none on threads of our own.
+// The innermost line of the script on this thread's stack; without one, the innermost of a library; empty on our own
+// threads.
 Line line_of_caller() {
     Line library;
     auto frame = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
@@ -139,12 +139,12 @@ class FlightRing {
         next.ended = 0.0;
         return next;
     }
-    // Of an operation that began at that time.
+    // `began`: the time at which the operation began.
     void finish(uint64_t ticket, double began, bool collective, py::object error) {
         const double ended = monotonic_seconds();
         if (collective) seconds_ += ended - began;
         RecordedOperation& found = operations_[(ticket - 1) % operations_.size()];
-        if (found.ticket != ticket) return;  // others have come meanwhile
+        if (found.ticket != ticket) return;  // overwritten meanwhile
         found.ended = ended;
         found.error = std::move(error);
     }
@@ -171,7 +171,7 @@ class FlightRing {
     double seconds_ = 0.0;
 };
 
-// A function that notes, and calls, another one.
+// A function that records calls of another one, and passes them on.
 struct Watched {
     std::shared_ptr<FlightRing> ring;
     py::object name, call, describe, failed;
@@ -179,7 +179,7 @@ struct Watched {
     bool collective;
 };
 
-// Nothing that could hold on to memory, or do something when it is written down.
+// The object, or the name of its type if keeping it could keep memory, or printing it could run code.
 py::object plain(PyObject* object) {
     const bool is_plain = PyUnicode_CheckExact(object) || PyLong_CheckExact(object) || object == Py_None;
     return is_plain ? or_none(object) : py::object(py::str(Py_TYPE(object)->tp_name));
@@ -288,7 +288,7 @@ py::object watch(std::shared_ptr<FlightRing> ring, py::object name, py::object c
     return py::reinterpret_steal<py::object>(PyCFunction_New(&watched_method, capsule.ptr()));
 }
 
-// Returns what was there before, to be put back.
+// Returns the previous values, to be restored.
 py::tuple exchange_mark(py::object label, py::object line) {
     py::tuple before = py::make_tuple(or_none(mark.label), or_none(mark.line));
     Py_XDECREF(mark.label);

@@ -56,7 +56,7 @@ bool is_contiguous(const std::vector<int64_t>& shape, const std::vector<int64_t>
     return true;
 }
 
-// Returns whether the producer says so (DLPack 1.0); torch would take the array for writable.
+// Returns whether the producer says so (DLPack 1.0); torch would treat the array as writable.
 bool is_read_only(py::handle capsule) {
     constexpr const char* kName = "dltensor_versioned";
     if (PyCapsule_IsValid(capsule.ptr(), kName) == 0) return false;
@@ -76,7 +76,7 @@ bool is_on_device(py::handle object) {
     return object.attr("__dlpack_device__")().cast<std::pair<int, int>>().first != kCpu;
 }
 
-// Ctrl-C in the middle of somebody's method is no mistake of theirs.
+// Ctrl-C during a foreign method is not that method's error.
 void pass_interruption_on(py::error_already_set& error) {
     if (!error.matches(PyExc_Exception)) throw error;
 }
@@ -107,7 +107,7 @@ Described read_cuda_interface(py::handle object, const std::string& name) {
     out.array.buffer.count = 1;
     for (int64_t length : shape) {
         if (length >= 0 && !__builtin_mul_overflow(out.array.buffer.count, length, &out.array.buffer.count)) continue;
-        throw ArgumentError(name + " has a shape that cannot be");
+        throw ArgumentError(name + " has an impossible shape");
     }
     out.array.buffer.data = reinterpret_cast<void*>(data.first);
     bool strided = interface.contains("strides") && !interface["strides"].is_none();
@@ -138,7 +138,8 @@ Described describe_buffer(py::handle object, const std::string& name) {
         *exported = py::reinterpret_borrow<py::buffer>(object).request();
     } catch (py::error_already_set& error) {
         pass_interruption_on(error);
-        throw ArgumentTypeError(name + " is a " + type_name(object) + " whose buffer cannot be had: " + reason(error));
+        throw ArgumentTypeError(name + " is a " + type_name(object) +
+                                " whose buffer cannot be exported: " + reason(error));
     }
     const py::buffer_info& info = *exported;
     if (holds_addresses(info.format)) {
@@ -163,7 +164,7 @@ Described describe_array_interface(py::handle object, const std::string& name) {
         py::object interface = object.attr("__array_interface__");
         bool has_address = py::isinstance<py::dict>(interface) && interface.contains("data") &&
                            py::isinstance<py::tuple>(py::object(interface["data"]));
-        if (!has_address) {  // numpy takes bytes too, but does not look how many there are
+        if (!has_address) {  // numpy also accepts bytes, but does not check their number
             throw ArgumentTypeError(name + " is a " + type_name(object) + " whose __array_interface__ has no address");
         }
         py::object array = py::module_::import("numpy").attr("asarray")(object);  // shares the memory
@@ -183,7 +184,7 @@ Described describe_cuda_interface(py::handle object, const std::string& name) {
         pass_interruption_on(error);
         throw ArgumentTypeError(name + " is a " + type_name(object) +
                                 " whose __cuda_array_interface__ fails: " + reason(error));
-    } catch (const std::logic_error& error) {  // of std::stoll, and of out of range in a string
+    } catch (const std::logic_error& error) {  // from std::stoll, and from substr of a short string
         if (dynamic_cast<const ArgumentError*>(&error) != nullptr) throw;
         throw ArgumentTypeError(name + " has a malformed __cuda_array_interface__");
     } catch (const py::cast_error&) {
@@ -194,13 +195,13 @@ Described describe_cuda_interface(py::handle object, const std::string& name) {
 Described describe_dlpack(py::handle object, const std::string& name) {
     try {
         py::object from_dlpack = py::module_::import("torch.utils.dlpack").attr("from_dlpack");
-        if (is_on_device(object)) return describe_tensor(from_dlpack(object), name);  // knows about streams
+        if (is_on_device(object)) return describe_tensor(from_dlpack(object), name);  // handles streams
         py::object capsule;
         try {
             capsule = object.attr("__dlpack__")(py::arg("max_version") = py::make_tuple(1, 0));
         } catch (py::error_already_set& error) {
             if (!error.matches(PyExc_TypeError)) throw;
-            capsule = object.attr("__dlpack__")();  // from before there were versions
+            capsule = object.attr("__dlpack__")();  // an object from before DLPack had versions
         }
         bool read_only = is_read_only(capsule);
         py::object tensor;

@@ -45,7 +45,7 @@ std::optional<DType> known(DLDataType type) {
     }
 }
 
-// By torch's table of C functions, which torch 2.10 has and later ones.
+// By torch's table of C functions (torch 2.10 and later).
 bool glance_by_table(const DLPackExchangeAPI& table, PyObject* tensor, Glance& out) {
     constexpr int kCpu = 1, kCuda = 2;
     DLTensor seen;
@@ -118,7 +118,7 @@ bool glance(PyObject* object, Glance& out, bool is_plain) {
     try {
         seen = (is_plain || !is_negated(object)) &&
                (table != nullptr ? glance_by_table(*table, object, out) : glance_by_attributes(object, out));
-    } catch (const std::exception&) {  // describe_tensor says why; as_array will, too
+    } catch (const std::exception&) {  // as_array reports the reason
         seen = false;
     }
     if (!seen) PyErr_Clear();

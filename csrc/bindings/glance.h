@@ -1,4 +1,4 @@
-// A look at a torch tensor that makes no Python object, where torch offers it: for steps, which look at thousands.
+// A look at a torch tensor that creates no Python objects, if torch supports that. For steps, which look at thousands.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -17,13 +17,14 @@ struct Glance {
     const int64_t* strides = nullptr;
 
     bool is_contiguous() const;
-    // Whether elements lie as in a tensor of this shape and these strides; those of dimensions of size 1 say nothing.
+    // Whether elements lie as in a tensor of this shape and these strides. Strides of dimensions of size 1 do not
+    // matter.
     bool lies_like(int ndim_, const int64_t* shape_, const int64_t* strides_) const;
 };
 
-// Returns false, without a Python exception, for what is no ordinary tensor of a known dtype with memory that can be
-// used here; what it is instead, as_array says. `is_plain`: it is known not to have its neg bit set, which takes most
-// of the time to find out.
+// Returns false, without a Python exception, unless `object` is an ordinary tensor of a known dtype in usable memory;
+// as_array then says what is wrong. `is_plain`: its neg bit is known not to be set; finding that out takes most of the
+// time.
 bool glance(PyObject* object, Glance& out, bool is_plain = false);
 
 }  // namespace pycomm

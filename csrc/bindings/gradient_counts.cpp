@@ -1,5 +1,5 @@
-// Counts of gradients as they are accumulated: with many small parameters, most of the time of a hook would be
-// Python's.
+// Counts gradients as they are accumulated. With many small parameters, a hook written in Python would spend most of
+// its time on this.
 #include <algorithm>
 #include <memory>
 #include <utility>
@@ -14,7 +14,7 @@ namespace py = pybind11;
 
 namespace {
 
-// Open during one backward pass: within it hooks may count by themselves.
+// Open during one backward pass: then hooks may count without entering Python.
 class PassGate {
    public:
     // current_task: returns the number of the backward pass that runs on this thread, -1 outside one.
@@ -38,7 +38,7 @@ class PassGate {
     int64_t task_ = kClosed;
 };
 
-// How often each gradient of a bucket has been accumulated in this pass, and how often it is.
+// How often each gradient of a bucket has been accumulated in this pass, and how often that is expected.
 class GradientCounts {
    public:
     explicit GradientCounts(size_t num_gradients) : counts_(num_gradients) {}
@@ -55,7 +55,7 @@ class GradientCounts {
         Count& count = at(index);
         if (++count.fired == count.expected && missing_ > 0) --missing_;
     }
-    // Counts it, unless that is all that is expected of it, or it is the last one that is missing.
+    // Counts the gradient, unless it has fired as often as expected before, or would complete the bucket.
     bool note_if_plain(size_t index) {
         const Count& count = at(index);
         if (count.fired >= count.expected) return false;
@@ -89,7 +89,7 @@ class GradientCounter {
     GradientCounter(std::shared_ptr<PassGate> gate, std::shared_ptr<GradientCounts> counts, size_t index, bool is_plain)
         : gate_(std::move(gate)), counts_(std::move(counts)), index_(index), is_plain_(is_plain) {}
 
-    // Whether that is all there is to do about it now.
+    // Counts the gradient if it can. Returns whether it did: nothing else has to be done for it then.
     bool count() { return is_plain_ && gate_->is_open() && counts_->note_if_plain(index_); }
 
    private:

@@ -36,7 +36,7 @@ class Factor {
     explicit Factor(py::handle object, const char* name = "scale", py::handle divisor = py::none());
 
     void add_to(Arguments& arguments) const;
-    // For the kernels of each device. ArgumentError for a host kernel's factor that lies on a GPU.
+    // For the kernels of each device. on_cpu() throws ArgumentError if the factor lies on a GPU.
     cuda::Scale on_gpu() const { return scale_; }
     double on_cpu() const;
 
@@ -62,14 +62,14 @@ Array as_answer(py::handle object, const std::string& name, int64_t itemsize, Ac
 // An array of `count` elements of one type, aligned to them.
 Array as_exactly(py::handle object, const std::string& name, Access access, DType dtype, int64_t count,
                  const char* of_what);
-// An array of any number of float32, aligned to them. `wanted`: by what, for errors.
-Array as_floats(py::handle object, const char* name, Access access, const char* wanted = "wanted here");
-// An array that a kernel writes the rest of x to, which may be x itself; for None an empty one, whose data is null.
+// An array of any number of float32, aligned to them. `wanted`: what requires that, for errors.
+Array as_floats(py::handle object, const char* name, Access access, const char* wanted = "required here");
+// The array for what a kernel leaves of x; it may be x itself. For None an empty one, whose data is null.
 Array as_remainder(const py::object& object, const Array& x);
 // To be called when x has been added.
 void add_remainder(Arguments& arguments, const Array& remainder, const Array& x);
 
-// Parts that already lie at their places in the flat array, with its type.
+// Excuses the parts that already lie at their places in the flat array, with its type.
 void excuse_in_place(Arguments& arguments, const std::vector<Array>& parts, const Array& flat);
 
 // Pointers to the elements of arrays that must all look alike.

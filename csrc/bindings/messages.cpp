@@ -49,7 +49,7 @@ class PyReceipt {
     bool cancel() { return group_.messages().cancel(receipt_); }
 
    private:
-    SharedMemoryGroup& group_;  // kept by pybind11
+    SharedMemoryGroup& group_;  // kept alive by pybind11
     ReceiptPtr receipt_;
 };
 

@@ -12,7 +12,7 @@
 #include "transport/nccl/group.h"
 
 namespace pycomm {
-namespace nccl_calls {  // shared_memory.cpp has functions of the same names, and both are compiled as one
+namespace nccl_calls {  // shared_memory.cpp has functions of these names; both may be compiled as one
 namespace {
 
 using Paths = std::vector<std::string>;
@@ -20,7 +20,7 @@ using Paths = std::vector<std::string>;
 Stream stream_at(uintptr_t handle) { return reinterpret_cast<Stream>(handle); }
 
 void require_device(const NcclGroup& group, const Buffer& buffer, const char* name) {
-    // An empty array may lie nowhere.
+    // An empty array need not lie on any device.
     if (buffer.device == group.device() || buffer.count == 0) return;
     throw ArgumentError(format("%s is on %s, wanted %s, the device of this communicator", name,
                                device_name(buffer.device).c_str(), device_name(group.device()).c_str()));
@@ -31,8 +31,8 @@ void require_timeout(double timeout) {
     throw ArgumentError(format("timeout is %g, wanted a positive number of seconds", timeout));
 }
 
-// Operations go on after the call, so not even what is only read may be a contiguous copy that dies with the call: all
-// arrays must be contiguous, as those that are written to.
+// Operations continue after the call, so even inputs cannot be contiguous copies that live only as long as the call.
+// All arrays must be contiguous, like those that are written to.
 Array reducible(const NcclGroup& group, py::handle object, const char* name) {
     Array array = as_array(object, name, Access::kWrite);
     require_device(group, array.buffer, name);

@@ -71,7 +71,7 @@ void PreparedStep::take_counts(const std::vector<Array>& counts, Arguments& argu
     for (const Array& count : counts) held_.push_back(count.owner);
 }
 
-// They are apart from each other, so that they end in the order in which they begin.
+// The written extents do not overlap, so they end in the order in which they begin.
 bool PreparedStep::is_apart_from(const Buffer& array) const {
     if (array.count == 0) return true;
     const char *begin = array.bytes(), *end = begin + array.num_bytes();
@@ -80,7 +80,7 @@ bool PreparedStep::is_apart_from(const Buffer& array) const {
     return next == written_.begin() || (next - 1)->end <= begin;
 }
 
-// One array that stands for all of them, which are apart, and on one device.
+// One array that stands for all of them: they do not overlap, and lie on one device.
 Array PreparedStep::example() const {
     Array out;
     for (const Buffer& weight : job.weights) {
@@ -197,7 +197,7 @@ PreparedGroup::PreparedGroup(std::vector<std::shared_ptr<PreparedStep>> parts, p
 bool PreparedGroup::remember(py::handle params, py::handle state, py::handle masters, const std::vector<int>& part_of,
                              const std::vector<int64_t>& begins) {
     if (!are_usual(params, state, masters) || part_of.size() != py::len(params)) return false;
-    if (begins.size() != part_of.size()) throw ArgumentError("begins wants one number for each parameter");
+    if (begins.size() != part_of.size()) throw ArgumentError("begins requires one number for each parameter");
     std::vector<size_t> places(parts_.size(), 0);
     for (size_t i = 0; i < part_of.size(); ++i) {
         Slot slot;
@@ -214,7 +214,7 @@ bool PreparedGroup::remember(py::handle params, py::handle state, py::handle mas
         }
         slots_.push_back(slot);
     }
-    // Gradients are not looked at: those of the first step may lie in any way.
+    // Gradients are not checked: those of the first step may have any layout.
     bool recognised = true;
     for (size_t i = 0; i < slots_.size() && recognised; ++i) {
         PyObject* param = PyList_GET_ITEM(params.ptr(), static_cast<Py_ssize_t>(i));
@@ -251,7 +251,8 @@ bool PreparedGroup::look_at_all(py::handle params, py::handle state, py::handle 
     if (!are_usual(params, state, masters)) return false;
     for (size_t i = 0; i < slots_.size(); ++i) {
         Slot& slot = slots_[i];
-        if (static_cast<size_t>(PyList_GET_SIZE(params.ptr())) != slots_.size()) return false;  // each time: hashes run
+        if (static_cast<size_t>(PyList_GET_SIZE(params.ptr())) != slots_.size())
+            return false;  // checked each time: Python code runs in between
         auto param = py::reinterpret_borrow<py::object>(PyList_GET_ITEM(params.ptr(), static_cast<Py_ssize_t>(i)));
         py::object grad = gradient_of(param.ptr());
         if (!grad || grad.is_none() != (slot.part < 0)) return false;
@@ -332,7 +333,7 @@ bool PreparedGroup::fits(Slot& slot, size_t what, PyObject* tensor, const Buffer
     return true;
 }
 
-// The range of a tensor like the parameter that is stepped.
+// The stepped range of a tensor that lies like the parameter.
 Buffer PreparedGroup::stepped(const Slot& slot, const Buffer& whole, int64_t count) {
     Buffer out = whole;
     out.data = whole.bytes() + slot.begin * size_of(whole.dtype);

@@ -1,5 +1,4 @@
-// Steps that are taken again and again on the same arrays: checked in full once, then only compared with what they
-// were.
+// Steps that are repeated on the same arrays: checked in full once, then only compared with what they were.
 #pragma once
 
 #include <memory>
@@ -15,7 +14,7 @@ namespace pycomm {
 class PreparedStep {
    public:
     Step job;
-    int64_t taken = 0;  // steps, with this one
+    int64_t taken = 0;  // steps taken, this one included
 
     // Throws what StepArrays does, and where arrays overlap.
     PreparedStep(const std::string& rule, const py::object& weights, const py::object& grads, const py::object& copies,
@@ -26,7 +25,7 @@ class PreparedStep {
     bool is_apart_from(const Buffer& array) const;
     void hold(std::vector<py::object> tensors) { held_ = std::move(tensors); }
 
-    // divisor, found: None, or one float32 beside the weights.
+    // divisor, found: None, or one float32 on the weights' device.
     void run(const std::string& rule, const Coefficients& coefficients, const py::object& rates,
              const py::object& squares, py::handle scale, py::handle divisor, py::handle found, py::handle scratch,
              int num_threads);
@@ -38,32 +37,32 @@ class PreparedStep {
         const char* begin;
         const char* end;
     };
-    // Adds what other processes reach too. like: those of which they have the types; null: each other.
+    // Adds arrays that other processes access too. like: arrays whose types they must have; null: the first of them.
     void take_shared(const std::vector<py::object>& arrays, const char* name, const std::vector<Buffer>* like,
                      std::vector<std::vector<Buffer>>& out);
     void take_counts(const std::vector<Array>& counts, Arguments& arguments);
     Array example() const;
 
     std::vector<py::object> held_;  // for the length of a step, weights first
-    std::vector<Array> shared_;     // held for good: nobody looks whether they are still the same
+    std::vector<Array> shared_;     // held permanently: they are not compared again
     std::vector<Extent> written_;   // in order
 };
 
 // The kernel calls of a parameter group, of whole parameters or of ranges of them.
 class PreparedGroup {
    public:
-    // keys: names of the states in a parameter's entry, or None; has_counts: "step" is there, too;
+    // keys: names of the states in a parameter's entry, or None; has_counts: the entry has "step", too;
     // same_counts: a kernel call needs one count for all its parameters, unless it reads the counts itself.
     PreparedGroup(std::vector<std::shared_ptr<PreparedStep>> parts, py::tuple keys, bool has_counts, bool same_counts);
 
-    // Remembers how the parameters lie, which are now as the parts were made from them; part_of[i]: part of parameter
-    // i, -1: it has no gradient; begins[i]: the first element that is stepped, in memory order, of as many as the part
-    // has. Returns whether renew() can recognise them.
+    // Remembers how the parameters lie in memory. They must be as they were when the parts were made. part_of[i]: part
+    // of parameter i, -1: it has no gradient. begins[i]: the first element, in memory order, that the part steps.
+    // Returns whether renew() can recognise them.
     bool remember(py::handle params, py::handle state, py::handle masters, const std::vector<int>& part_of,
                   const std::vector<int64_t>& begins);
-    // Where all is as it was, but for the contents and for what lies where of the gradients: takes the gradients,
-    // counts a step, keeps all arrays until release(), and returns what the step will write to. None otherwise, and
-    // nothing has changed.
+    // If everything is as remembered, except for contents and for the addresses of gradients: takes the gradients,
+    // counts a step, keeps all arrays until release(), and returns the arrays that the step will write to. Otherwise
+    // returns None and changes nothing.
     py::object renew(py::handle params, py::handle state, py::handle masters);
     void release();
 
@@ -74,7 +73,7 @@ class PreparedGroup {
         int64_t begin = 0;
         int ndim = 0;
         size_t dimensions = 0;  // where they begin in dimensions_: shape, then strides
-        // The objects that the last look saw, by what they are; to be compared only, they may be gone.
+        // The objects seen at the last look, by role. Only to be compared: they may have been freed.
         PyObject* seen[kMostStates + 3] = {};
     };
     struct Count {

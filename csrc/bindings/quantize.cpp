@@ -30,7 +30,7 @@ Quantization quantization_of(py::handle block_size, py::handle num_levels, py::h
 void quantize_array(py::handle x, py::handle block, py::handle levels, py::handle bits, py::handle norm,
                     py::object seed, py::handle scales, py::handle codes, py::object remainder, int num_threads) {
     const Quantization config = quantization_of(block, levels, bits, norm);
-    Array source = as_floats(x, "x", Access::kRead, "wanted by quantize");
+    Array source = as_floats(x, "x", Access::kRead, "required by quantize");
     const int64_t count = source.buffer.count;
     Array scale_of_each =
         as_exactly(scales, "scales", Access::kWrite, DType::kF32, num_blocks(config, count), "one float32 per block");

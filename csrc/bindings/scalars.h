@@ -1,5 +1,5 @@
-// Arguments that are no arrays. They are taken as Python objects, so that our own error names the argument and can be
-// sent to other ranks; pybind11's conversion would answer with a list of signatures.
+// Arguments that are not arrays. They are taken as Python objects, so that our own error names the argument and can be
+// sent to other ranks; pybind11's conversion would raise an error that lists signatures.
 #pragma once
 
 #include <pybind11/pybind11.h>

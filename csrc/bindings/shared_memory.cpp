@@ -12,7 +12,7 @@
 namespace pycomm {
 namespace {
 
-// Memory of an arena as an object with the buffer protocol: who holds a view of it keeps it.
+// Memory of an arena as an object with the buffer protocol. A view keeps it alive.
 class Block {
    public:
     Block(std::shared_ptr<Arena> arena, int64_t num_bytes)
@@ -30,7 +30,7 @@ class Block {
     int64_t num_bytes_;
 };
 
-// Memory in a rank's file as an object with the buffer protocol. Who has allocated it there must keep it.
+// Memory in a rank's file as an object with the buffer protocol. The rank that allocated it must keep it.
 class PeerMemory {
    public:
     PeerMemory(std::shared_ptr<Mapping> file, int64_t offset, int64_t num_bytes)
@@ -60,9 +60,9 @@ std::unique_ptr<SharedMemoryGroup> make_group(int rank, const std::vector<int>& 
     std::vector<Descriptor> files = owned(memory), connections = owned(sockets);
     const int size = static_cast<int>(files.size());
     if (rank < 0 || rank >= size || connections.size() != files.size()) {
-        throw ArgumentError("memory and sockets want one descriptor for each rank");
+        throw ArgumentError("memory and sockets require one descriptor for each rank");
     }
-    if (!names.empty() && names.size() != files.size()) throw ArgumentError("names wants one number for each rank");
+    if (!names.empty() && names.size() != files.size()) throw ArgumentError("names requires one number for each rank");
     std::shared_ptr<Arena> arena;
     std::vector<std::shared_ptr<Mapping>> peers;
     for (int p = 0; p < size; ++p) {
@@ -74,13 +74,13 @@ std::unique_ptr<SharedMemoryGroup> make_group(int rank, const std::vector<int>& 
                                                &check_python_signals, std::move(names));
 }
 
-// Looks at the arguments; when they are wrong, the other ranks of the group are told before the error leaves.
+// Checks the arguments. If they are wrong, announces that to the other ranks of the group, then throws the error.
 template <class Look>
 auto look_at(SharedMemoryGroup& group, double timeout, Look&& look) {
     try {
         return look();
     } catch (const std::exception& error) {
-        std::string reason = error.what();  // may need the interpreter
+        std::string reason = error.what();  // with the interpreter's lock, which it may need
         py::gil_scoped_release release;
         group.refuse(reason, timeout);
         throw;
@@ -151,8 +151,8 @@ void run(SharedMemoryGroup& group, const NamedProgram& program, py::handle x, py
     look_at(group, timeout, [&] {
         const Program& mine = program.program;
         if (mine.rank == group.rank() && mine.size == group.size()) return;
-        throw ArgumentError(format("the program is of rank %d of %d, wanted one of rank %d of %d", mine.rank, mine.size,
-                                   group.rank(), group.size()));
+        throw ArgumentError(format("the program is for rank %d of %d, wanted one for rank %d of %d", mine.rank,
+                                   mine.size, group.rank(), group.size()));
     });
     auto [array, op] = look_at_reduction(group, x, op_name, timeout);
     py::gil_scoped_release release;

@@ -14,7 +14,7 @@ const char* name_of_state(Rule rule, size_t s) {
     return rule == Rule::kRmsprop ? kRmsprop[s] : kAdam[s];
 }
 
-// Number of states that a rule cannot do without, the first ones.
+// Number of states that a rule requires: the first ones.
 size_t states_needed(Rule rule) {
     if (rule == Rule::kMomentum) return 0;
     return rule == Rule::kRmsprop || rule == Rule::kAdagrad ? 1 : 2;
@@ -49,7 +49,7 @@ void PerWeight::require_shape_of(const std::vector<Buffer>& weights) const {
     for (size_t j = 0; j < weights.size(); ++j) {
         const Buffer& one = arrays_[j].buffer;
         bool aligned = reinterpret_cast<uintptr_t>(one.data) % static_cast<uintptr_t>(size_of(one.dtype)) == 0;
-        if (one.count == weights[j].count && is_floating(one.dtype) && aligned) continue;  // no name is put together
+        if (one.count == weights[j].count && is_floating(one.dtype) && aligned) continue;  // no name is built
         require_count(one.count, weights[j].count, name_of_one(j), "as its weight has");
         require_floating(one, name_of_one(j));
         require_aligned(one, name_of_one(j));
@@ -123,7 +123,7 @@ void StepArrays::check() const {
     for (size_t j = 0; j < copies.size(); ++j) {
         bool half = copies[j].dtype == DType::kF16 || copies[j].dtype == DType::kBF16;
         if (half && dtype == DType::kF32) continue;
-        throw ArgumentTypeError(format("%s has dtype %s, wanted float16 or bfloat16, of weights in float32",
+        throw ArgumentTypeError(format("%s has dtype %s, wanted float16 or bfloat16 copies of float32 weights",
                                        copies_.name_of_one(j).c_str(), name_of(copies[j].dtype)));
     }
 }

@@ -52,7 +52,7 @@ class StepArrays {
     std::vector<PerWeight> states_;
 };
 
-// Numbers by parameter that go with a step: null, or one float64 or two of them for each of its weights.
+// Numbers of a step by parameter: null, or one or two float64 for each of its weights.
 class StepNumbers {
    public:
     StepNumbers(const py::object& rates, const py::object& squares, size_t num_weights);

@@ -47,8 +47,8 @@ class Moment {
     bool is_captured_;
 };
 
-// Streams live as long as the process and are used again: torch's allocator keeps the handles of streams that tensors
-// were recorded on, and uses them when the memory is freed, whenever that is.
+// Streams are reused and never destroyed: torch's allocator keeps the handles of streams on which tensors were
+// recorded, and uses them when it frees their memory, at any later time.
 class Streams {
    public:
     static Streams& instance() {

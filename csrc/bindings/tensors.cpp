@@ -47,7 +47,7 @@ struct Torch {
         return PyType_IsSubtype(Py_TYPE(object.ptr()), reinterpret_cast<PyTypeObject*>(tensor_type.ptr())) != 0;
     }
 
-    // A tensor that does with operations what it likes (a DTensor, a FakeTensor) has its numbers elsewhere.
+    // A tensor that redefines its operations (a DTensor, a FakeTensor) has its numbers elsewhere.
     bool is_wrapper(py::handle tensor) const {
         auto* type = reinterpret_cast<PyObject*>(Py_TYPE(tensor.ptr()));
         if (type == tensor_type.ptr() || type == parameter_type.ptr()) return false;
@@ -71,14 +71,14 @@ py::object attribute(py::handle object, PyObject* name) {
 
 PyObject* interned(const char* text) { return PyUnicode_InternFromString(text); }
 
-// Address of the elements. A tensor may have none: freed, or one of those that functorch or a tracer passes around.
+// Address of the elements. A tensor may have none: it was freed, or is a placeholder of functorch or a tracer.
 void* address_of(py::handle tensor, const std::string& name, int64_t count) {
     static PyObject* const kDataPtr = interned("data_ptr");
     py::object address = call_method(tensor, kDataPtr);
     if (!address) PyErr_Clear();
     void* data = address ? PyLong_AsVoidPtr(address.ptr()) : nullptr;
     if (data == nullptr && count > 0) {
-        throw ArgumentTypeError(name + " has no memory: it was freed, or only stands for a tensor");
+        throw ArgumentTypeError(name + " has no memory: it was freed, or is a placeholder");
     }
     return data;
 }
@@ -135,7 +135,7 @@ Described describe_tensor(py::handle tensor, const std::string& name) {
     out.itemsize = out.dtype ? size_of(*out.dtype) : tensor.attr("element_size")().cast<int64_t>();
     out.contiguous = checked(call_method(tensor, kIsContiguous)).ptr() == Py_True;
     out.writable = true;
-    // Complex ones are of no known type; the imaginary part of a conjugated one is.
+    // Complex tensors have no known dtype. The imaginary part of a conjugated one has, and its neg bit is set.
     out.lazy = checked(call_method(tensor, kIsNeg)).ptr() == Py_True ||
                (!out.dtype && checked(call_method(tensor, kIsConj)).ptr() == Py_True);
     out.array.buffer.count = PyLong_AsLongLong(checked(call_method(tensor, kNumel)).ptr());
@@ -144,7 +144,6 @@ Described describe_tensor(py::handle tensor, const std::string& name) {
     return out;
 }
 
-// Throws unless this build, and the machine, can work on arrays of a GPU.
 void require_device(const std::string& name, const std::string& where) {
 #if defined(PYCOMM_CUDA_VERSION)
     static const bool usable = device::count() > 0;

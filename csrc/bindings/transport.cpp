@@ -14,8 +14,7 @@
 namespace pycomm {
 namespace {
 
-// An array in the host's memory, whatever it was given as, as an object with the buffer protocol: for transports that
-// are written in Python.
+// An array in host memory as an object with the buffer protocol, for transports that are written in Python.
 class HostArray {
    public:
     HostArray(py::handle object, const std::string& name, bool writes, bool moves) {

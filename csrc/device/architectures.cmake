@@ -1,6 +1,6 @@
-# Sets `out` to the CUDA architectures to compile for: those of the GPUs that are there. Where there are none, it is
-# code that the driver of any GPU from Turing on compiles at its first use: code for each generation takes five times as
-# long to build. A GPU that is newer than the compiler gets code that its driver compiles, too.
+# Sets `out` to the CUDA architectures to compile for: those of this machine's GPUs. Without a GPU it is PTX for Turing,
+# which the driver of that or any newer GPU compiles at its first use: code for each generation takes five times as long
+# to build. A GPU that is newer than the compiler also gets PTX.
 function(pycomm_architectures out compiler)
   set(chosen)
   execute_process(COMMAND nvidia-smi --query-gpu=compute_cap --format=csv,noheader
@@ -33,7 +33,7 @@ function(pycomm_architectures out compiler)
   set(${out} "${chosen}" PARENT_SCOPE)
 endfunction()
 
-# Has the build end with a line that says `text`, whenever `target` has been linked.
+# Makes the build print `text` as its last line, whenever `target` has been linked.
 function(pycomm_say_last target text)
   add_custom_command(TARGET ${target} POST_BUILD COMMAND "${CMAKE_COMMAND}" -E echo "${text}" VERBATIM)
 endfunction()

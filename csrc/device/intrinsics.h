@@ -1,4 +1,4 @@
-// All that the CUDA kernels use of the device's own instructions, and nothing else may be used in them.
+// All device instructions that the CUDA kernels use. Kernels must not use any others.
 //
 // tests/emulator/device/intrinsics.h implements the same names for the host, so that the same kernel source also runs
 // where no GPU exists: keep the two in step.
@@ -12,12 +12,12 @@
 #include "base/dtype.h"
 
 #define PYCOMM_KERNEL __global__ void __launch_bounds__(256)
-// One of which `blocks` are to run at once on a multiprocessor, and which may take the registers that this leaves.
+// With `blocks` blocks at once on a multiprocessor; each may use the registers that this leaves.
 #define PYCOMM_KERNEL_OF(blocks) __global__ void __launch_bounds__(256, blocks)
 #define PYCOMM_DEVICE static __device__ __forceinline__
 #define PYCOMM_MEMBER __device__ __forceinline__
 #define PYCOMM_HOST_DEVICE static __host__ __device__ __forceinline__
-// An array in the block's shared memory, uninitialised. Once per place in the source.
+// An array in the block's shared memory, uninitialised. Each place in the source has an array of its own.
 #define PYCOMM_SHARED(type, name, count) __shared__ type name[count]
 
 namespace pycomm::device {
@@ -32,7 +32,7 @@ PYCOMM_DEVICE int num_threads() { return static_cast<int>(blockDim.x); }
 PYCOMM_DEVICE int block_index() { return static_cast<int>(blockIdx.x); }
 PYCOMM_DEVICE int num_blocks() { return static_cast<int>(gridDim.x); }
 
-// Every thread of the block must come here; what they wrote to shared and device memory before is seen by all after.
+// Every thread of the block must call it. What they wrote to shared and device memory before is visible to all after.
 PYCOMM_DEVICE void block_barrier() { __syncthreads(); }
 
 // Among the lanes of a warp; all 32 take part.
@@ -47,7 +47,7 @@ PYCOMM_DEVICE T shuffle_up(T value, int delta) {
     return __shfl_up_sync(kAllLanes, value, static_cast<unsigned>(delta));
 }
 
-// Atomics on shared or device memory, without order; they return what was there.
+// Relaxed atomics on shared or device memory; they return the old value.
 PYCOMM_DEVICE uint32_t atomic_add(uint32_t* where, uint32_t value) { return atomicAdd(where, value); }
 PYCOMM_DEVICE uint32_t atomic_max(uint32_t* where, uint32_t value) { return atomicMax(where, value); }
 PYCOMM_DEVICE uint32_t atomic_min(uint32_t* where, uint32_t value) { return atomicMin(where, value); }

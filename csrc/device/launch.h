@@ -39,7 +39,7 @@ void launch(const char* name, void (*kernel)(Parameters...), int64_t blocks, Str
 // Number of blocks of `kernel` that run at once on the current device: the most that grid barriers allow.
 template <class... Parameters>
 int max_resident_blocks(const char* name, void (*kernel)(Parameters...)) {
-    RelaxedCapture relaxed;  // the first question about a kernel loads it
+    RelaxedCapture relaxed;  // the first query of a kernel loads it
     int device = 0, per_multiprocessor = 0;
     check(cudaGetDevice(&device), name);
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, reinterpret_cast<const void*>(kernel),

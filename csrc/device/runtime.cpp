@@ -14,7 +14,7 @@ namespace {
 cudaStream_t raw(Stream stream) { return static_cast<cudaStream_t>(stream); }
 cudaEvent_t raw_event(Event event) { return static_cast<cudaEvent_t>(event); }
 
-// Returns whether this process has a context on `device`, which it asks the driver that the runtime has loaded.
+// Returns whether this process has a context on `device`, according to the driver that the runtime has loaded.
 bool has_context(int device) {
     using Ask = int (*)(int device, unsigned* flags, int* active);  // cuDevicePrimaryCtxGetState
     static const Ask ask = [] {
@@ -34,7 +34,7 @@ std::string dotted(int version) {  // 13020 -> 13.2
 
 void check(cudaError_t status, const char* what) {
     if (status == cudaSuccess) return;
-    cudaGetLastError();  // or the next call reports it again
+    cudaGetLastError();  // otherwise the next call reports it again
     throw DeviceError(format("%s: %s (%s)", what, cudaGetErrorString(status), cudaGetErrorName(status)));
 }
 
@@ -53,7 +53,7 @@ std::string why_none() {
     cudaGetLastError();
     if (driver == 0) return "there is no NVIDIA driver (libcuda.so.1): install one that supports " + wanted;
     if (status == cudaErrorInsufficientDriver || driver < CUDART_VERSION / 1000 * 1000) {
-        return "the NVIDIA driver is too old: it supports CUDA " + dotted(driver) + ", this build of pycomm wants " +
+        return "the NVIDIA driver is too old: it supports CUDA " + dotted(driver) + ", this build of pycomm requires " +
                wanted + ": install a newer driver, or build pycomm with an older toolkit";
     }
     return std::string("the driver offers no GPU: ") + cudaGetErrorString(status);
@@ -80,7 +80,7 @@ int exchange_current(int device) {
 }
 
 void set_current(int device) noexcept {
-    // cudaSetDevice makes the device's context, of hundreds of megabytes. A thread that never chose a device is on 0.
+    // cudaSetDevice creates the device's context: hundreds of megabytes. A thread that never chose a device is on 0.
     if (has_context(device)) cudaSetDevice(device);
 }
 
@@ -131,7 +131,7 @@ void wait_for(Stream stream, Event event) {
 
 bool has_happened(Event event) {
     cudaError_t status = cudaEventQuery(raw_event(event));
-    if (status != cudaErrorNotReady) check(status, "asking after an event");
+    if (status != cudaErrorNotReady) check(status, "querying an event");
     if (status == cudaErrorNotReady) cudaGetLastError();
     return status == cudaSuccess;
 }

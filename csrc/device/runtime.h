@@ -1,6 +1,6 @@
 // The part of the CUDA runtime that the host side uses. A call that fails throws a DeviceError that names it.
 //
-// tests/emulator/device/runtime.cpp implements the same functions for the host; launch.h has what is a template.
+// tests/emulator/device/runtime.cpp implements the same functions for the host; launch.h has the templates.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace pycomm::device {
 
 // 0 without a usable driver; never throws.
 int count();
-// Why count() is 0: names the driver's version and the one that this build wants.
+// Why count() is 0: names the driver's version and the one that this build requires.
 std::string why_none();
 
 // The device that `pointer` lies on; -1 for memory that is not a device's.
@@ -39,18 +39,18 @@ class Guard {
 
 void fill_bytes(void* where, int value, int64_t num_bytes, Stream stream);
 void synchronize(Stream stream);
-bool is_capturing(Stream stream);  // a CUDA graph: what it is given is recorded, not done
+bool is_capturing(Stream stream);  // into a CUDA graph: work is recorded, not executed
 
-// For what cannot become part of a graph because it has something to do first, and only the first time.
+// For calls that cannot be captured the first time, because they must prepare something then.
 inline DeviceError warm_up_wanted(const std::string& what, const std::string& why) {
     return DeviceError(
         format("%s: the stream is being captured into a CUDA graph, and %s: run it once before the capture (warm up)",
                what.c_str(), why.c_str()));
 }
 
-// Makes captures of CUDA graphs, by any thread, put up with what this thread does: by default CUDA refuses what it
-// calls potentially unsafe (asking after an event, allocating) while some thread captures, and declares that capture
-// invalid.
+// While one exists, this thread does not disturb captures of CUDA graphs, by any thread. By default, while some thread
+// captures, CUDA refuses calls that it considers potentially unsafe (querying an event, allocating), and invalidates
+// that capture.
 class RelaxedCapture {
    public:
     RelaxedCapture() noexcept;
@@ -62,16 +62,16 @@ class RelaxedCapture {
     int previous_;
 };
 
-// A stream of its own, which does not wait for the legacy default stream and goes before others where the GPU is busy.
+// A new stream. It does not wait for the legacy default stream, and has the highest priority.
 Stream make_stream(int device);
 
 Event make_event();
 void destroy_event(Event event);
 void record(Event event, Stream stream);
-void wait_for(Stream stream, Event event);  // what `stream` is given from now on starts after `event`
+void wait_for(Stream stream, Event event);  // later work on `stream` starts after `event`
 bool has_happened(Event event);             // unsafe: see RelaxedCapture; an error for an event of a capture
 
-// Memory of the host that kernels can write to; zeros. Never given back. Unsafe: see RelaxedCapture.
+// Host memory that kernels can write to; zeros. Never freed. Unsafe: see RelaxedCapture.
 void* allocate_mapped(int64_t num_bytes);
 
 // Returns whether PYCOMM_SYNC=1 was set at the first call: kernels are then waited for, and their failures reported.

@@ -1,7 +1,7 @@
 // One rank's part of a schedule, as pycomm/schedule/program.py projects it from the table.
 //
-// Sends and receives are each in the order of the table. What one of them has to wait for on this rank is worked out
-// beforehand: a number of receives, or of sends, that must have come first. "After n" means after the first n.
+// Sends and receives are each in the order of the table. What each must wait for on this rank is computed beforehand,
+// as a number of receives or sends that must come first: "after n" means after the first n.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ struct Send {
     int64_t chunk, count;
     // A message of the same round changes these chunks: the peer reads them from the shadow (see run.h).
     bool conflict;
-    // The shadow has to be written; otherwise an earlier message of the same round has written it.
+    // The shadow must be written for this send; otherwise an earlier message of the same round has written it.
     bool fresh;
     int64_t after_received;  // the last of which writes these chunks
     int64_t after_taken;     // sends whose place in the shadow this one reuses
@@ -26,7 +26,7 @@ struct Receive {
     bool reduces;
     bool from_shadow;     // the peer's send is in conflict
     int64_t after_taken;  // sends of these chunks, in place, of earlier rounds
-    int64_t after_sent;   // sends of these chunks, of this or earlier rounds: those via the shadow must be there
+    int64_t after_sent;   // sends of these chunks, of this or earlier rounds: their shadow must be written
 };
 
 struct Program {

@@ -36,8 +36,8 @@ class Block {
     char* data_;
 };
 
-// Memory of a run, all of it reserved before the others are told. The array that is summed is x, or, for means of half
-// types, whose sums may not fit, a float copy of it.
+// Memory of a run, all of it reserved before the operation is announced. The summed array is x or, for means of half
+// types, a float copy of x: their sums may not fit into a half.
 struct Working {
     Working(const SharedMemoryGroup& group, const Program& program, const Buffer& x, ReduceOp op)
         : widens(op == ReduceOp::kMean && size_of(x.dtype) == 2),
@@ -53,7 +53,7 @@ struct Working {
     const Buffer array;
     const int64_t offset;  // in the arena
     const Block shadow;
-    std::vector<uint32_t> posted_until;  // by message: its channel's count when all of it was offered
+    std::vector<uint32_t> posted_until;  // by message: its channel's count when all of it was posted
 };
 
 void convert(const Buffer& to, const Buffer& from, double scale) {
@@ -69,7 +69,7 @@ class Run {
           x_(working.array),
           width_(size_of(x_.dtype)),
           piece_(kPieceBytes / width_),
-          // A mean is a sum until all is there.
+          // A mean is summed here, and divided at the end.
           op_(op == ReduceOp::kMean ? ReduceOp::kSum : op),
           shadow_(working.shadow.data()),
           in_arena_(working.offset >= 0),
@@ -79,7 +79,7 @@ class Run {
         while (!done()) {
             retire();
             bool moved = send_ready() && (send(), true);
-            // In place a send costs nothing: all that may be taken is offered before this rank takes anything itself.
+            // Sends in place cost nothing: all that are ready are posted before this rank receives anything.
             while (moved && !copies(sending()) && send_ready()) send();
             if (receive_ready()) {
                 receive();
@@ -202,7 +202,7 @@ class Run {
             std::memcpy(mine, theirs, bytes_of(piece));
             return;
         }
-        // In the order of the ranks: partners that exchange sums get the same bits, also of zeros and NaNs.
+        // Operands in rank order: partners that exchange sums get the same bits, also for zeros and NaNs.
         const void* operands[2] = {mine, theirs};
         if (message.peer < call_.rank()) std::swap(operands[0], operands[1]);
         reduce_range(&mine, 1, operands, 2, x_.dtype, op_, piece.size());
@@ -227,7 +227,7 @@ class Run {
     char* const shadow_;
     const bool in_arena_;
     std::vector<uint32_t>& posted_until_;
-    int64_t sent_ = 0, sent_elements_ = 0;          // messages offered, and elements of the next one
+    int64_t sent_ = 0, sent_elements_ = 0;          // messages posted, and elements of the next one
     int64_t received_ = 0, received_elements_ = 0;  // likewise
     int64_t retired_ = 0;                           // messages that their receivers have taken
 };
@@ -235,7 +235,7 @@ class Run {
 }  // namespace
 
 void run_program(SharedMemoryGroup& group, const NamedProgram& named, const Buffer& x, ReduceOp op, double timeout) {
-    std::optional<Working> working;  // outlives the call: nobody reads it after
+    std::optional<Working> working;  // outlives the call, until whose end peers may read it
     Call call(group, "all_reduce", timeout);
     try {
         working.emplace(group, named.program, x, op);

@@ -8,11 +8,11 @@
 // Each rank handles its sends in order, and its receives in order; sends and receives wait for each other only where
 // one changes what the other reads.
 //
-// It cannot deadlock. Of all messages that are not done, take the first one of the table: everything that its two ranks
-// handle before it is done. Its sender waits for receives of earlier rounds and for earlier messages to be taken: done.
-// Its receiver waits for messages of earlier rounds to be taken, done, and for messages of its own of this round that
-// must be copied to the shadow; these in turn wait only for receives of earlier rounds and for messages of earlier
-// rounds to be taken. So it can move.
+// It cannot deadlock. Of all messages that are not done, take the first one in the table: all messages that its two
+// ranks handle before it are done. Its sender waits only for receives of earlier rounds and for earlier messages to be
+// taken, all of which is done. Its receiver waits for messages of earlier rounds to be taken, which is done, and for
+// its own messages of this round to be copied to the shadow. Those copies wait only for receives of earlier rounds and
+// for messages of earlier rounds to be taken. So the message can move.
 #pragma once
 
 #include <string>
@@ -30,7 +30,7 @@ struct NamedProgram {
     uint64_t digest;   // of the whole table: equal on all ranks
 };
 
-// All-reduces x in place; collective. kMean divides the sums in the end, rounding twice.
+// All-reduces x in place; collective. kMean divides the sums at the end, rounding twice.
 void run_program(SharedMemoryGroup& group, const NamedProgram& named, const Buffer& x, ReduceOp op, double timeout);
 
 }  // namespace pycomm

@@ -5,15 +5,16 @@
 //   velocity[i] = momentum * old_velocity[i] + g[i],  acc[i] = residual[i] + velocity[i]    with momentum correction
 //   velocity[i] = momentum * (old_velocity[i] + g[i]),  acc[i] = (residual[i] + velocity[i]) + g[i]        Nesterov's
 //
-// acc, residual, velocity and old_velocity are flat, float32, or float64 where the gradients are, and as long as all
-// gradients together, which lie in them one after the other. An absent residual stands for zeros. All gradients are of
-// one floating type, and so are the weights, which are given for all gradients or for none. Every product is rounded
-// before the sum. acc may be exactly residual, velocity exactly old_velocity, and a gradient of acc's type may lie
-// exactly at its place in acc.
-// With `clip`, factor_j is min(1, clip / (|scale| * norm_j)) rounded to float, norm_j the Euclidean norm of grads[j],
-// whose squares are added up as norms.h says; without, it is 1.
+// Without `clip`, factor_j is 1. With it, factor_j is min(1, clip / (|scale| * norm_j)) rounded to float; norm_j is the
+// Euclidean norm of grads[j], from squares added up as norms.h says.
 //
-// Beyond that, an output overlaps no other array of the call.
+// acc, residual, velocity and old_velocity are flat arrays as long as all gradients together, which lie in them one
+// after the other. They are float32, or float64 if the gradients are. An absent residual stands for zeros. All
+// gradients are of one floating type, and so are the weights, which are given for all gradients or for none. Every
+// product is rounded before the sum. acc may be exactly residual, velocity exactly old_velocity, and a gradient of
+// acc's type may lie exactly at its place in acc.
+//
+// Apart from these exceptions, an output overlaps no other array of the call.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +28,7 @@ namespace pycomm {
 struct Accumulation {
     std::vector<Buffer> grads;
     std::vector<Buffer> weights;  // none, or one for each gradient
-    double clip = 0.0;            // norm that each gradient, times the scale, is brought down to; 0: none is
+    double clip = 0.0;            // limit of each gradient's norm, times the scale; 0: none
     double decay = 0.0;
     Buffer acc;
     const void* residual = nullptr;
@@ -37,7 +38,7 @@ struct Accumulation {
     bool nesterov = false;
 };
 
-// finite[j]: whether all sums of gradient j are.
+// finite[j]: whether all sums of gradient j are finite.
 void accumulate(const Accumulation& job, double scale, bool* finite, int num_threads);
 
 namespace cuda {

@@ -2,18 +2,18 @@
 //
 //   pack_entries     writes this rank's message, and takes out of the sums what it holds
 //   unpack_entries   reads the messages of all ranks: their indices, and a verdict on the step
-//   add_entries      writes the sum over the ranks, and puts state back where the verdict demands it
+//   add_entries      writes the sum over the ranks, and restores state where the verdict demands it
 //
 // A message has four arrays, each on a border of 8 bytes:
 //
 //   codes    a byte for each parameter (kUnused, kUsed, kNotFinite), then one for each bit of a fingerprint
 //   scale    one float32; only where the values are sent as float16
-//   values   of the sums' type, or float16: those of the entries times the scale
+//   values   of the entries, in the sums' type; or, times the scale, as float16
 //   words    their indices, ascending, each once and below `limit`, as pack_indices makes them
 //
 // The scale is the power of two that brings the largest magnitude to the top of float16, 1 if that is 0 or not finite.
 //
-// Messages come from other ranks and may hold anything: whatever it is, nothing is read or written out of bounds.
+// Messages come from other ranks and may hold anything. Nothing is ever read or written out of bounds.
 //
 // An output overlaps no other array of the call, except where said. Bools may hold any byte: all but 0 are true.
 #pragma once
@@ -57,7 +57,7 @@ struct VerdictLayout {
     int64_t sources_at;  // int64 for each rank: 1 + its first parameter that is not finite, or 0
     int64_t used_at;     // a bool for each parameter: some rank has a gradient of it
     int64_t differing_at;  // a bool for each bit: ranks differ in it
-    int64_t num_bytes;     // the first 8 are the GPU's
+    int64_t num_bytes;     // the first 8 are for the GPU's kernels
 
     VerdictLayout(const EntryLayout& layout, int64_t num_ranks) {
         finite_at = 8;
@@ -89,22 +89,22 @@ struct StateChange {
 struct Outcome {
     Buffer out;                       // `limit` elements, of any floating type
     std::vector<StateChange> states;  // at most two, of `limit` elements of the sums' type; `before` may be out
-    const uint8_t* finite = nullptr;  // whether the step is, on all ranks; null: it is
+    const uint8_t* finite = nullptr;  // whether the step is finite on all ranks; null: it is
     const uint8_t* used = nullptr;    // for each parameter, whether its change of state stays; null: all do
     const int64_t* ends = nullptr;    // of the parameters in out; where there is `used`
     int64_t* last_sources = nullptr;  // for each rank: becomes the verdict's sources if the step is not finite; or null
 };
 
-// Every parameter's code is kUsed or kNotFinite: the caller changes those of unused ones. ArgumentError, and only the
-// message is written, where the indices do not ascend.
+// Writes kUsed or kNotFinite as every parameter's code: the caller changes those of unused ones. If the indices do not
+// ascend, throws ArgumentError; only the message is written then.
 void pack_entries(const EntryLayout& layout, const Taken& taken, char* message);
 // ArgumentError where pack_entries cannot have made the words. indices: `count` for each rank. In range: at most
 // `most` in magnitude when multiplied by `factor`.
 void unpack_entries(const EntryLayout& layout, const char* messages, int num_ranks, double factor, double most,
                     int32_t* indices, char* verdict);
-// out = sum over the ranks, in their order, of value * factor; changes of state are undone as `used` says. If the step
-// is not finite all of them are, and what was sent comes out as NaN. ArgumentError, and nothing is written, for indices
-// that unpack_entries cannot have written.
+// out = sum over the ranks, in their order, of value * factor. Changes of state are undone as `used` says. If the step
+// is not finite, all of them are undone, and entries that were sent come out as NaN. If unpack_entries cannot have
+// written the indices, throws ArgumentError; nothing is written then.
 void add_entries(const EntryLayout& layout, const char* messages, int num_ranks, const int32_t* indices, double factor,
                  const Outcome& outcome, const char* verdict, int num_threads);
 

@@ -2,7 +2,7 @@
 // are (float64 elements beyond 1e154 in magnitude count as infinite, as their squares are).
 //
 // The arrays may be of any floating types, in any mixture; an empty one gives 0. On the CPU the order of the additions
-// is fixed (32 sums that take turns, over blocks of kNormBlock elements from the array's beginning, see cpu/blocks.h),
+// is fixed (32 interleaved sums, over blocks of kNormBlock elements from the array's beginning, see cpu/blocks.h),
 // so every instruction set and number of threads gives the same bits. On a GPU the order is another fixed one. An
 // output overlaps no other array of the call.
 #pragma once

@@ -1,7 +1,7 @@
 // Arguments of kernels on a GPU besides arrays: factors and scratch memory.
 //
-// Launchers take a stream, allocate nothing and never wait for the device. Scratch memory is asked for with
-// <kernel>_workspace_bytes() and passed in. A launch that fails throws DeviceError; what a kernel finds wrong while it
+// Launchers take a stream, allocate nothing and never wait for the device. Callers size scratch memory with
+// <kernel>_workspace_bytes() and pass it in. A launch that fails throws DeviceError; what a kernel finds wrong while it
 // runs becomes a fault (below).
 #pragma once
 
@@ -14,8 +14,8 @@
 
 namespace pycomm::cuda {
 
-// A factor: `value`, times what lies at `on_device`, divided by what lies at `divisor`, where they are not null. Read
-// when the kernel runs, so that a loss scale that only the device knows needs no wait.
+// A factor: `value`, times *on_device, divided by *divisor, if these are not null. They are read when the kernel runs,
+// so a loss scale on the device needs no wait.
 struct Scale {
     double value = 1.0;
     const float* on_device = nullptr;
@@ -29,8 +29,8 @@ struct Entry {
     DType dtype;
 };
 
-// Scratch memory on the device, for calls on one stream, one after the other. A table of arrays at its beginning stays
-// valid from call to call: it is sent again only where it differs from `table`, what it holds now.
+// Scratch memory on the device, for calls on one stream, one after the other. The table of arrays at its beginning
+// stays valid from call to call: `table` is a copy of what it holds, and only differences are sent again.
 struct Workspace {
     char* memory = nullptr;  // aligned to 256 bytes
     int64_t num_bytes = 0;

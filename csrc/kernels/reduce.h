@@ -19,8 +19,8 @@ namespace pycomm {
 
 void reduce(const Buffer& out, const std::vector<Buffer>& inputs, ReduceOp op, int num_threads);
 
-// The same for a range of elements, in the calling thread, with several outputs. They are left in the caches, but for
-// the first num_streamed of them, which pass by: worth while for those that have not been read.
+// The same for a range of elements, in the calling thread, with several outputs. They stay in the caches, except for
+// the first num_streamed, which bypass them: that pays for outputs that have not been read.
 void reduce_range(void* const* outs, int num_outs, const void* const* inputs, int num_inputs, DType dtype, ReduceOp op,
                   int64_t count, int num_streamed = 0);
 

@@ -9,7 +9,7 @@ enum class ReduceOp : uint8_t { kSum, kMean, kMin, kMax, kProduct, kAnd, kOr, kX
 
 inline constexpr int kNumReduceOps = 8;
 
-// Of the bits of integers.
+// Whether it works on the bits of integers.
 inline constexpr bool is_bitwise(ReduceOp op) { return op >= ReduceOp::kAnd; }
 
 inline const char* name_of(ReduceOp op) {

@@ -41,7 +41,7 @@ struct Pair {
     double high, low;
 };
 
-// By Dekker's splitting, exact but for the last bits of `low`: no device may join products and sums into one here.
+// By Dekker's splitting, exact but for the last bits of `low`. Fused multiply-adds are not allowed here.
 PYCOMM_RULE Pair product(Pair a, Pair b) {
     constexpr double kSplit = 134217729.0;  // 2^27 + 1
     double ca = kSplit * a.high, cb = kSplit * b.high;
@@ -63,7 +63,7 @@ PYCOMM_RULE double power(double base, int64_t n) {
     return product(result, square).high;
 }
 
-// What Coefficients have of these, where it follows from a count of steps.
+// The bias corrections of Coefficients, computed from a count of steps.
 struct BiasCorrections {
     double inverse1, inverse_sqrt2;
 };
@@ -217,7 +217,7 @@ struct Update<Rule::kLambApply, Ops> {
     }
 };
 
-// Rules that add 1 to the counts of steps; those of a step's second pass were counted in the first.
+// Whether a rule adds 1 to the counts of steps. kLambApply is a step's second pass: the first one counted it.
 inline constexpr bool counts_steps(Rule rule) { return rule != Rule::kLambApply; }
 inline constexpr bool reads_grads(Rule rule) { return rule != Rule::kLambApply; }
 inline constexpr bool writes_states(Rule rule) { return rule != Rule::kLambApply; }

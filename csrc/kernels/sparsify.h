@@ -26,8 +26,8 @@ struct Selection {
     int32_t* indices = nullptr;
     float* thresholds = nullptr;
     bool* missed = nullptr;         // false too where there was no threshold to try
-    int32_t* num_missed = nullptr;  // grows by the number of those missed; null: nobody counts
-    float* largest = nullptr;       // out: the largest magnitude of all values, if they are float32; null: not wanted
+    int32_t* num_missed = nullptr;  // out: grows by the number of missed ones; null: not counted
+    float* largest = nullptr;       // out: the largest magnitude of all values, if they are float32; null: not needed
 };
 
 void sparsify(const Accumulation& job, double scale, const Selection& selection, bool* finite, int num_threads);

@@ -18,13 +18,13 @@
 //
 // Both corrections of the bias are products with the inverses that the coefficients hold.
 //
-// For gradients of which only the device knows whether they are finite:
-//   found      where the number at `found` is not 0, nothing is written, but for squares, which then mean nothing
+// If only the device knows whether the gradients are finite:
+//   found      if the number at `found` is not 0, nothing is written except squares, which are then meaningless
 //   counts     counts[j]: one float32, the steps taken. kLambApply reads it, all others add 1 to it first; bias is
-//              corrected by it, parameter by parameter, in place of the coefficients' inverses. powers are rounded
-//              correctly: the C library's, from which callers get those inverses, differ in the last bit now and then.
+//              corrected by it, parameter by parameter, in place of the coefficients' inverses. Powers are rounded
+//              correctly; the C library's, which callers use for those inverses, sometimes differ in the last bit.
 //
-// Parameters of which other processes of the host have copies, or gradients (host only):
+// If other processes of the host have copies of the parameters, or gradients (host only):
 //   terms      in place of grads[j], the gradient is the reduction, by `reduction` (kSum or kMean), of terms[t][j] over
 //              all t, in their order, rounded to their type as kernels/reduce.h says. grads are not read then.
 //   mirrors    mirrors[m][j] gets what is written to the parameter itself: to copies[j], or weights[j] without copies.

@@ -23,7 +23,7 @@
 
 namespace pycomm {
 
-// From one step to the next a gradient's k-th magnitude falls by a few per cent now and then; candidates are few still.
+// A gradient's k-th magnitude may fall by a few per cent from one step to the next; this still leaves few candidates.
 inline constexpr float kThresholdHint = 0.9f;
 
 void topk(const Buffer& x, int64_t k, const Buffer& values, int32_t* indices, float* threshold, int num_threads);

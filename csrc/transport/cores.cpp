@@ -15,7 +15,7 @@ namespace {
 constexpr size_t kMostCores = 8192;
 using Cores = std::vector<bool>;
 
-// Set of cores, as the system has it.
+// The system's set of cores, for up to kMostCores.
 class CoreSet {
    public:
     CoreSet() : set_(CPU_ALLOC(kMostCores)) {
@@ -85,10 +85,10 @@ bool fit_their_affinities(const std::vector<pid_t>& peers) {
     return true;
 }
 
-// Cores' worth of time that the control groups of a process leave, and which ones those are.
+// CPU time, in cores, that the control groups of a process allow.
 struct Limit {
     double cores = std::numeric_limits<double>::infinity();
-    std::string group;  // that limits it
+    std::string group;  // the one with the lowest limit
 };
 
 double cores_in(const std::string& directory, bool is_unified) {
@@ -135,7 +135,7 @@ void leave_this_core() {
     cores.remove(static_cast<size_t>(here));
     if (!cores.apply()) return;
     cores.add(static_cast<size_t>(here));
-    cores.apply();  // it may come back: where to is the scheduler's again
+    cores.apply();  // it may come back: the scheduler decides again
 }
 
 }  // namespace pycomm

@@ -10,7 +10,7 @@
 namespace pycomm {
 namespace {
 
-// The number behind `key` in a file of "key value" lines, -1 if there is none.
+// The number after `key` in a file of "key value" lines, -1 if there is none.
 int64_t field_of(const std::string& path, const std::string& key) {
     std::ifstream file(path);
     std::string word;
@@ -22,7 +22,7 @@ int64_t field_of(const std::string& path, const std::string& key) {
     return -1;
 }
 
-// Bytes that one control group leaves, INT64_MAX where it has no limit.
+// Bytes that one control group still allows, INT64_MAX if it has no limit.
 int64_t left_in(const std::string& directory, const char* limit_file, const char* usage_file, const char* cached_key) {
     int64_t limit = number_in(directory + "/" + limit_file);
     int64_t usage = number_in(directory + "/" + usage_file);

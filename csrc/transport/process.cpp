@@ -44,8 +44,8 @@ pid_t peer_of(int socket) {
 bool connection_closed(int socket) {
     pollfd state{socket, POLLRDHUP, 0};
     const bool closed = poll(&state, 1, 0) > 0 && (state.revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0;
-    // Callers look at the peer's memory next, and must see what it wrote before its end: a clock that ended the step, a
-    // message that was sent. Nothing says that a system call orders accesses to memory.
+    // Callers look at the peer's memory next, and must see what it wrote before its end: its clock, the messages it
+    // sent. A system call does not have to order memory accesses.
     std::atomic_thread_fence(std::memory_order_acquire);
     return closed;
 }

@@ -165,7 +165,7 @@ def test_scratch_memory_of_a_graph_stays(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_scratch_memory_does_not_grow_in_a_capture() -> None:
     scratch, inputs, out = kernels.Scratch(), [ones() for _ in range(50)], ones(200)
-    for given, says in ((scratch, r"\d+ bytes are wanted, 0 are there"), (None, "pass scratch=")):
+    for given, says in ((scratch, r"\d+ bytes are needed, 0 are allocated"), (None, "pass scratch=")):
         with capture() as graph:
             with pytest.raises(RuntimeError, match=f"scratch memory: the stream {WARM_UP}"):
                 kernels.pack(inputs, out, scratch=given)
@@ -331,7 +331,7 @@ def test_collectives_in_a_capture(alone: pycomm.Communicator) -> None:
 
 
 def test_schedules_in_a_capture(alone: pycomm.Communicator) -> None:
-    """Memory of arrays that are not torch's would be gone when the graph is launched."""
+    """Memory of arrays that are not torch's would be freed before the graph is launched."""
     x = DeviceArray(torch.ones(8, dtype=torch.float16), 0, 9)
     alone.all_reduce(x, "mean", algorithm="halving_doubling")
     with capture() as graph, pytest.raises(RuntimeError, match=f"a schedule: .*wanted a torch tensor|{WARM_UP}"):

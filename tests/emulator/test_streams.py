@@ -148,7 +148,7 @@ def test_every_operation(alone: pycomm.Communicator) -> None:
             alone.all_reduce(a, async_op=True)
     assert sorted(waits()) == [(ours, 9), (ours, 11)]
     alone.check()
-    with pytest.raises(TypeError, match="op 'mean' wants a floating dtype"):
+    with pytest.raises(TypeError, match="op 'mean' requires a floating dtype"):
         alone.all_reduce(DeviceArray(torch.ones(3, dtype=torch.int32)), "mean")
     with pytest.raises(ValueError, match="dst is 0, this rank itself"):
         alone.send(torch.ones(3), 0)

@@ -94,7 +94,7 @@ def unpacked_on_cpu(found: Exchanged, messages: torch.Tensor) -> torch.Tensor | 
     try:
         kernels.unpack_entries(replace(found.gathered, messages=messages, indices=indices), 1.0, 3e38)
     except ValueError as error:
-        if "messages are none that pack_entries makes: of rank" in str(error):
+        if "was not made by pack_entries" in str(error):
             return None
         raise
     return indices
@@ -142,7 +142,7 @@ def test_indices_that_unpack_entries_does_not_write(places: list[int]) -> None:
     found = exchanged([one_entry(LIMIT, 1, 2, 3, 4)] * 2, Host())
     bad = replace(found.gathered, indices=torch.tensor([1, 2, 3, 4, *places], dtype=torch.int32))
     out = torch.full((LIMIT,), 7.0)
-    with pytest.raises(ValueError, match=f"indices of rank 1 do not ascend from 0 or more to less than {LIMIT}"):
+    with pytest.raises(ValueError, match=f"indices of rank 1 do not ascend within 0 <= index < {LIMIT}"):
         kernels.add_entries(bad, 1.0, out)
     assert (out == 7.0).all()
 
@@ -170,7 +170,7 @@ def test_gpu_reports_indices_out_of_a_tile(gpu: Gpu) -> None:
     out = gpu.put(torch.zeros(LIMIT))
     bad = replace(found.gathered, indices=gpu.put(torch.tensor([1, 5000, 2], dtype=torch.int32)))
     kernels.add_entries(bad, 1.0, out)
-    assert "add_entries: indices[2] of a rank is 2, wanted those below 9231" in str(raised(gpu, out))
+    assert "add_entries: indices[2] of a rank is 2, wanted 0 <= index < 9231" in str(raised(gpu, out))
     assert raised(gpu, out) is None
 
 
@@ -193,7 +193,7 @@ def test_an_index_twice() -> None:
     with pytest.raises(ValueError, match=r"indices\[2\] is 9, as is the one before it, wanted every index once"):
         exchanged([rank], Host())
     found = exchanged([one_entry(LIMIT, 3, 9, 10, 40)], Host())
-    with pytest.raises(ValueError, match=r"of rank 0, indices\[2\] is 9, as is the one before it"):
+    with pytest.raises(ValueError, match=r"not made by pack_entries: indices\[2\] is 9, as is the one before it"):
         kernels.unpack_entries(replace(found.gathered, messages=with_words(found, twice())), 1.0, 1.0)
 
 
@@ -201,7 +201,7 @@ def test_an_index_twice() -> None:
 def test_gpu_an_index_twice(gpu: Gpu) -> None:
     found = exchanged([one_entry(LIMIT, 3, 9, 10, 40)], gpu)
     kernels.unpack_entries(replace(found.gathered, messages=gpu.put(with_words(found, twice()))), 1.0, 1.0)
-    assert "words are none that pack_indices makes of 4 indices" in str(raised(gpu, found.gathered.verdict))
+    assert "words were not made by pack_indices from 4 indices" in str(raised(gpu, found.gathered.verdict))
     message, flat = gpu.put(torch.zeros_like(found.messages)), gpu.put(torch.ones(LIMIT))
     kernels.pack_entries(message, one_entry(LIMIT, 3, 9, 9, 40).taken(gpu, flat, None), found.gathered)
     assert "indices[2] is 9, wanted 0 <= index < 9231, ascending" in str(raised(gpu, flat))

@@ -138,8 +138,8 @@ def spoilt_words(change: str) -> torch.Tensor:
     ("change", "message"),
     [
         ("fewer", "words hold fewer indices than count says"),
-        ("more", "words hold more indices than count says|no ascending indices"),
-        ("too large", "words hold no ascending indices below range"),
+        ("more", "words hold more indices than count says|not hold ascending indices"),
+        ("too large", "words do not hold ascending indices below range"),
     ],
 )
 def test_bad_words(change: str, message: str) -> None:
@@ -187,5 +187,5 @@ def test_gpu_bad_words(gpu: Gpu, change: str) -> None:
     kernels.unpack_indices(gpu.put(spoilt_words(change)), 1000, 10, memory[1:11])
     before, *_, behind = gpu.get(memory).tolist()
     assert (before, behind) == (55, 55)
-    with pytest.raises(ValueError, match="unpack_indices: words are none that pack_indices makes of 10 indices below"):
+    with pytest.raises(ValueError, match="unpack_indices: words were not made by pack_indices from 10 indices below"):
         kernels.absmax([gpu.put(torch.ones(1))])

@@ -59,7 +59,7 @@ def test_a_driver_too_old(tmp_path: Path) -> None:
         timeout=100,
         check=True,
     )
-    assert "the NVIDIA driver is too old: it supports CUDA 11.4, this build of pycomm wants CUDA 1" in asked.stdout
+    assert "the NVIDIA driver is too old: it supports CUDA 11.4, this build of pycomm requires CUDA 1" in asked.stdout
 
 
 def test_a_device_that_is_neither() -> None:

@@ -98,9 +98,9 @@ def test_bad_input() -> None:
         kernels.reduce(torch.empty(3), [torch.ones(3, dtype=torch.float64)])
     with pytest.raises(ValueError, match=r"inputs\[0\] has 2 elements, wanted 3 as out"):
         kernels.reduce(torch.empty(3), [torch.ones(2)])
-    with pytest.raises(TypeError, match="op 'mean' wants a floating dtype, out has int32"):
+    with pytest.raises(TypeError, match="op 'mean' requires a floating dtype, out has int32"):
         kernels.reduce(torch.empty(3, dtype=torch.int32), [torch.ones(3, dtype=torch.int32)], "mean")
-    with pytest.raises(TypeError, match="op 'band' wants an integer dtype, out has float32"):
+    with pytest.raises(TypeError, match="op 'band' requires an integer dtype, out has float32"):
         kernels.reduce(torch.empty(3), [torch.ones(3)], "band")
     with pytest.raises(ValueError, match="op is 'median', wanted"):
         kernels.reduce(torch.empty(3), [torch.ones(3)], "median")

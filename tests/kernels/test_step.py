@@ -286,7 +286,7 @@ def test_bad_arguments(message: str) -> None:
 
 def test_other_bad_arguments() -> None:
     doubles, halves = [F(4).double()], [F(4).half()]
-    with pytest.raises(TypeError, match=r"copies\[0\] has dtype float16, wanted .* of weights in float32"):
+    with pytest.raises(TypeError, match=r"copies\[0\] has dtype float16, wanted .* copies of float32 weights"):
         kernels.momentum_step(doubles, [F(4)], lr=0.1, copies=halves)
     with pytest.raises(TypeError, match="rates has dtype float32, wanted float64 as one float64 for each of weights"):
         kernels.momentum_step([F(4)], [F(4)], lr=0.1, rates=F(1))

@@ -56,7 +56,10 @@ def test_arguments(fake: Fake) -> None:
 
     refused(ValueError, "op is 'median', wanted", place(torch.ones(4), 0), "median")
     refused(
-        TypeError, "op 'mean' wants a floating dtype, x has int32", place(torch.ones(4, dtype=torch.int32), 0), "mean"
+        TypeError,
+        "op 'mean' requires a floating dtype, x has int32",
+        place(torch.ones(4, dtype=torch.int32), 0),
+        "mean",
     )
     refused(TypeError, "x has dtype bool", place(torch.ones(4, dtype=torch.bool), 0))
     refused(ValueError, "x is not contiguous", place(torch.ones(4, 4)[:, 1], 0))

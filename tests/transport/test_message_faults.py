@@ -195,7 +195,7 @@ def test_a_timeout_says_whom_it_waited_for_and_breaks_nothing() -> None:
             receipt.wait(0.3)
         assert (caught.value.peer, caught.value.operation) == (1, "recv")
         assert 0.3 < caught.value.elapsed < 3
-        with pytest.raises(CommError, match="timed out waiting for a message of any rank with tag 7"):
+        with pytest.raises(CommError, match="timed out waiting for a message from any rank with tag 7"):
             ranks.receive(x, None, 7).wait(0.1)
         communicator.barrier()
         assert receipt.wait(TIMEOUT) == 1, "it has remained posted"

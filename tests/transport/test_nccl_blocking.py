@@ -31,7 +31,7 @@ from tests.transport.nccl_ranks import (
 
 pytestmark = requires_emulator
 
-NOT_UNDER_WAY = "all_reduce: timed out: NCCL could not get it under way, a rank is missing or does something else"
+NOT_UNDER_WAY = "all_reduce: timed out: NCCL could not start it: a rank is missing or calls something else"
 
 
 def vector(length: int = 4) -> Any:

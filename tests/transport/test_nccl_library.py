@@ -65,7 +65,7 @@ def test_versions(fake_library: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_libraries_that_are_none(lacking_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = refusal_of(lacking_library, monkeypatch)
-    assert f"the library at {lacking_library} lacks ncclReduceScatter: it is no NCCL, or a broken one: install" in text
+    assert f"the library at {lacking_library} lacks ncclReduceScatter: it is not NCCL, or is broken: install" in text
     assert "cannot open shared object file" in refusal_of(tmp_path / "nowhere.so", monkeypatch)
     garbage = tmp_path / "garbage.so"
     garbage.write_bytes(b"this is no library")
@@ -77,7 +77,7 @@ def test_a_pipe_is_no_library(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe.so"
     os.mkfifo(pipe)
     text = json.loads(in_new_process(LOAD + SEARCH, "", PYCOMM_NCCL_LIBRARY=str(pipe)))
-    assert text == f"PYCOMM_NCCL_LIBRARY is {pipe}, which is no ordinary file"
+    assert text == f"PYCOMM_NCCL_LIBRARY is {pipe}, which is not a regular file"
 
 
 def in_new_process(script: str, *arguments: str, **environment: str) -> str:

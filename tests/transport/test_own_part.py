@@ -135,7 +135,7 @@ def test_mistakes_are_errors_on_every_rank_and_nothing_is_broken() -> None:
         wrong = [
             (-1, [torch.ones(5)], "begin lies outside of x"),
             (N + 1, [torch.ones(5)], "begin lies outside of x"),
-            (N - 4, [torch.ones(5)], "ends behind x"),
+            (N - 4, [torch.ones(5)], "ends beyond x"),
             (0, [torch.ones(5, dtype=torch.float64)], "has dtype float64"),
             (0, [x[1:6]], "overlaps x elsewhere"),
             (0, 3, "pieces"),

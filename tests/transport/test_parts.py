@@ -253,14 +253,14 @@ def test_lengths_that_do_not_match_name_the_pair(transport: str) -> None:
             outs, xs = [torch.zeros(n) for _ in range(size)], [torch.ones(n) for _ in range(size)]
             if rank == 2:
                 xs[1] = torch.ones(n + 1)
-            says = f"all_to_all_v: rank 2 has {4 * n + 4} bytes for rank 1, which wants {4 * n}$"
+            says = f"all_to_all_v: rank 2 has {4 * n + 4} bytes for rank 1, which expects {4 * n}$"
             with pytest.raises(ValueError, match=says):
                 communicator.channel.transport.all_to_all_v(outs, xs, TIMEOUT)
             assert not torch.stack(outs).any()
             out = torch.zeros(n)
             if rank == 2:
                 xs[1] = torch.ones(n - 1)
-            says = f"reduce_scatter_v: rank 2 has {4 * n - 4} bytes for rank 1, which wants {4 * n}$"
+            says = f"reduce_scatter_v: rank 2 has {4 * n - 4} bytes for rank 1, which expects {4 * n}$"
             with pytest.raises(ValueError, match=says):
                 communicator.channel.transport.reduce_scatter_v(out, xs, "sum", TIMEOUT)
             assert not out.any()

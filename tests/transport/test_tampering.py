@@ -136,4 +136,4 @@ def announce_impossibly(field: str) -> str:
     "field", ["kind", "dtype", "op", "offset", "shadow", "staging", "slack", "sends", "receives", "at", "staged"]
 )
 def test_what_cannot_be_is_refused(new_ranks: Pools, field: str) -> None:
-    assert "rank 1 announced what cannot be" in new_ranks(2).run(announce_impossibly, field, timeout=50)[0]
+    assert "rank 1 announced an impossible operation" in new_ranks(2).run(announce_impossibly, field, timeout=50)[0]

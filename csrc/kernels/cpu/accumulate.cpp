@@ -14,7 +14,7 @@ Store store_of(const Accumulation& job) {
     return out_bytes >= kStreamingBytes ? Store::kStreaming : Store::kCached;
 }
 
-// What brings each gradient's norm down to the limit.
+// Factors that bring each gradient's norm down to the limit.
 std::vector<float> factors_of(const Accumulation& job, double scale, int num_threads) {
     std::vector<float> factors;
     if (job.clip == 0.0) return factors;
@@ -22,7 +22,7 @@ std::vector<float> factors_of(const Accumulation& job, double scale, int num_thr
     norms(job.grads, squares.data(), num_threads);
     for (double square : squares) {
         double factor = job.clip / (std::fabs(scale) * std::sqrt(square));
-        factors.push_back(factor < 1.0 ? static_cast<float>(factor) : 1.0f);  // 1 for NaN, which stays one in the sums
+        factors.push_back(factor < 1.0 ? static_cast<float>(factor) : 1.0f);  // 1 for NaN, which the sums keep
     }
     return factors;
 }

@@ -22,8 +22,8 @@ class AccumulationPass {
     // Elements of the flat arrays that are this thread's.
     Range range_of(int thread) const { return piece_of(job_.acc.count, thread, threads_, 64); }
 
-    // Sums up elements `part` of the flat arrays, all of them gradient j's. What exceeds the collector's limit is
-    // collected; it may be null. Returns whether all sums are finite.
+    // Computes the sums of elements `part` of the flat arrays, all of gradient j. The collector, if it is not null,
+    // gets those that exceed its limit. Returns whether all sums are finite.
     bool sum(size_t j, Range part, Collector* collector) const;
 
     // Calls sum_part(thread, j, part), which returns what sum() does, for every thread's parts of every gradient, and

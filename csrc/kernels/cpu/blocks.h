@@ -1,4 +1,4 @@
-// Many arrays cut into blocks of a fixed size, so that what is added up block by block does not depend on the threads.
+// Many arrays cut into blocks of a fixed size, so that sums by blocks do not depend on the number of threads.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Elements one by one: reading and writing them, however they are aligned, and converting them. For kernels that go
-// over few of them; those that go over many have loops/.
+// Elements one by one: reading and writing them at any alignment, and converting them. For kernels that handle few
+// elements; the others use loops/.
 #pragma once
 
 #include <cstdint>

@@ -21,7 +21,7 @@ float scale_for(float largest) {
     return std::ldexp(1.0f, std::clamp(15 - exponent, -126, 126));
 }
 
-// The value of an entry as it was sent, and as it counts.
+// The value of an entry as it is sent, as it is added up, and what is left of it here.
 template <class T>
 struct Values {
     using Sum = T;
@@ -114,7 +114,7 @@ class Messages {
     int num_ranks_;
 };
 
-// Puts the state of before the step back into a part.
+// Restores the state from before the step in a part.
 void undo(const EntryLayout& layout, const Outcome& outcome, Range part) {
     const int64_t size = size_of(layout.dtype);
     for (const StateChange& state : outcome.states) {
@@ -131,7 +131,7 @@ void undo_unused(const EntryLayout& layout, const Outcome& outcome, Range part) 
     }
 }
 
-// pack_indices allows that an index occurs twice; of an entry that did, the value would be left once and added twice.
+// pack_indices allows repeated indices. A repeated entry would be taken out of the sums once, but added twice.
 void require_different(const int32_t* indices, int64_t count) {
     const int32_t* const found = std::adjacent_find(indices, indices + count);
     if (found == indices + count) return;
@@ -145,22 +145,22 @@ void unpack_words(const EntryLayout& layout, const char* message, int rank, int3
                        indices);
         require_different(indices, layout.count);
     } catch (const ArgumentError& error) {
-        throw ArgumentError(format("messages are none that pack_entries makes: of rank %d, %s", rank, error.what()));
+        throw ArgumentError(format("the message of rank %d was not made by pack_entries: %s", rank, error.what()));
     }
 }
 
-// Whether they are such as unpack_entries writes; others could lead out of a tile.
+// Requires indices as unpack_entries writes them: others could lead out of a tile.
 void require_ascending(const EntryLayout& layout, const int32_t* indices, int rank) {
     const int32_t* const end = indices + layout.count;
     const bool ascending = std::adjacent_find(indices, end, std::greater_equal<>()) == end;
     if (ascending && indices[0] >= 0 && end[-1] < layout.limit) return;
     throw ArgumentError(
-        format("indices of rank %d do not ascend from 0 or more to less than %lld, wanted those that "
+        format("indices of rank %d do not ascend within 0 <= index < %lld, wanted those that "
                "unpack_entries writes",
                rank, static_cast<long long>(layout.limit)));
 }
 
-// The sums of one part, small enough for the nearest cache.
+// Elements of one tile of sums, small enough for the nearest cache.
 constexpr int64_t kTileElems = 4096;
 
 template <class T, class Out>

@@ -11,7 +11,7 @@ void pack_indices(const int32_t* indices, int64_t count, int64_t range, uint32_t
     std::memset(words, 0, static_cast<size_t>(layout.num_words()) * sizeof(uint32_t));
     uint32_t* upper = words + layout.lower_words;
     const uint64_t mask = (uint64_t{1} << layout.low) - 1;
-    uint64_t pending = 0;  // lower bits that make no whole word yet
+    uint64_t pending = 0;  // lower bits that do not fill a word yet
     int num_pending = 0;
     uint32_t* next = words;
     int64_t before = 0;
@@ -53,7 +53,8 @@ void unpack_indices(const uint32_t* words, int64_t count, int64_t range, int32_t
                 lower = lower >> (at % 32) & mask;
             }
             const int64_t index = (w * 32 + __builtin_ctz(bits) - m) << layout.low | static_cast<int64_t>(lower);
-            if (index < before || index >= range) throw ArgumentError("words hold no ascending indices below range");
+            if (index < before || index >= range)
+                throw ArgumentError("words do not hold ascending indices below range");
             before = index;
             indices[m] = static_cast<int32_t>(index);
         }

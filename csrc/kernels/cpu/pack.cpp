@@ -10,8 +10,8 @@
 namespace pycomm {
 namespace {
 
-// Cuts the concatenation of `arrays` over threads and calls piece(array, begin in array, begin in flat, count), which
-// returns whether it went well; the conjunction comes back.
+// Cuts the concatenation of `arrays` over threads and calls piece(array, begin in array, begin in flat, count). Returns
+// whether all calls returned true.
 template <class Piece>
 bool for_pieces(const std::vector<Buffer>& arrays, int64_t total, int64_t num_bytes, int num_threads, Piece&& piece) {
     int threads = useful_threads(num_bytes, num_threads);

@@ -10,7 +10,7 @@
 
 namespace pycomm {
 
-// Outputs beyond this size leave the caches before anyone reads them, so they are streamed past.
+// Outputs from this size on are evicted before anyone reads them, so they are streamed past the caches.
 inline constexpr int64_t kStreamingBytes = 8 << 20;
 
 inline std::vector<int64_t> offsets_of(const std::vector<Buffer>& arrays) {
@@ -19,7 +19,7 @@ inline std::vector<int64_t> offsets_of(const std::vector<Buffer>& arrays) {
     return offsets;
 }
 
-// Calls piece(j, range of the flat array) for what lies in `mine` of every array j that is not empty there.
+// Calls piece(j, range of the flat array) for the part of every array j that lies in `mine`, unless it is empty.
 template <class Piece>
 void for_pieces_of(const std::vector<int64_t>& offsets, Range mine, Piece&& piece) {
     auto j = static_cast<size_t>(std::upper_bound(offsets.begin(), offsets.end(), mine.begin) - offsets.begin()) - 1;

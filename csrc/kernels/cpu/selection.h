@@ -8,7 +8,7 @@
 
 namespace pycomm {
 
-// Writes the k candidates of largest key, in the order in which they lie, which is by index. Returns the k-th
+// Writes the k candidates with the largest keys, in the order of the list, which is by index. Returns the k-th largest
 // magnitude.
 float select_from(const Candidate* candidates, int64_t num_candidates, int64_t k, const Buffer& values,
                   int32_t* indices);

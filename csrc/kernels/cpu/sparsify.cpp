@@ -34,7 +34,7 @@ class Sparsification {
           offsets_(pass_.offsets()),
           candidates_(static_cast<size_t>(pass_.num_threads())) {}
 
-    // The sums, and the candidates for those gradients that have a threshold to go by.
+    // Computes the sums, and collects candidates for those gradients that have a usable threshold.
     void sum(bool* finite) {
         for (int thread = 0; thread < pass_.num_threads(); ++thread) {
             int64_t capacity = capacity_for(pass_.range_of(thread));
@@ -66,7 +66,7 @@ class Sparsification {
         return threshold > 0.0f && std::isfinite(threshold);
     }
 
-    // Room for twice what is wanted, in equal shares along the gradient, and for some clustering.
+    // Room for twice this part's share of the gradient's count, if that is spread evenly, and for some clustering.
     int64_t room_for(size_t j, int64_t num_elements) const {
         double share = static_cast<double>(num_elements) / static_cast<double>(job_.grads[j].count);
         auto wanted = static_cast<int64_t>(2.0 * share * static_cast<double>(selection_.counts[j]));
@@ -83,7 +83,7 @@ class Sparsification {
 
     char* acc_at(int64_t i) const { return job_.acc.bytes() + i * size_of(job_.acc.dtype); }
 
-    // Sums `part` up; what exceeds the earlier threshold becomes a candidate.
+    // Computes the sums of `part`; those that exceed the earlier threshold's hint become candidates.
     bool collect(size_t j, Range part, ThreadCandidates& candidates) const {
         Collector collector{.limit = kThresholdHint * selection_.thresholds[j],
                             .first_index = static_cast<uint32_t>(part.begin - offsets_[j]),

@@ -8,7 +8,7 @@ namespace {
 
 constexpr uint32_t kNan = 0x7fc00000u;
 
-// Magnitudes as bits order as unsigned integers do, NaN above all.
+// The bits of magnitudes order like unsigned integers, NaN above all.
 template <class T>
 PYCOMM_DEVICE uint32_t magnitude_bits(T x) {
     auto value = widen(x);

@@ -109,7 +109,7 @@ struct Terms {
     }
 };
 
-// Elements [at, at + kCount), of whichever gradients; `gradient` is one at or before the first.
+// Elements [at, at + kCount), possibly of several gradients; `gradient` is one at or before the first.
 template <class Acc, class Grad, int kCount>
 PYCOMM_DEVICE uint32_t mixed_packet(const Pass& pass, Gradient<Acc>& gradient, int64_t at) {
     auto reach = [&](int64_t position) {
@@ -134,7 +134,7 @@ PYCOMM_DEVICE uint32_t mixed_packet(const Pass& pass, Gradient<Acc>& gradient, i
     return marked;
 }
 
-// Whether all arrays have elements from `at` on at a border of packets.
+// Whether element `at` lies on a border of packets in all arrays.
 template <class Acc, class Grad, int kCount>
 PYCOMM_DEVICE bool is_aligned(const Pass& pass, const Gradient<Acc>& gradient, int64_t at) {
     auto of_grads = [&](const char* array) {

@@ -15,7 +15,7 @@ namespace pycomm::cuda {
 // Bits of the sums that exceed kThresholdHint of their gradient's threshold, where that is positive and finite. For
 // float32.
 struct Marks {
-    uint32_t* words = nullptr;  // bit i % 32 of word i / 32 is element i - shift_of(acc); null: no marks are wanted
+    uint32_t* words = nullptr;  // bit i % 32 of word i / 32 is element i - shift_of(acc); null: no marks
     const float* thresholds = nullptr;
 };
 
@@ -26,10 +26,10 @@ inline int64_t shift_of(const Buffer& acc) {
     return address % size == 0 ? static_cast<int64_t>(address % 16 / size) : 0;
 }
 
-// Words for any shift.
+// Number of words, enough for any shift.
 inline int64_t words_of_marks(int64_t count) { return (count / kChunkElems + 2) * kChunkWords; }
 
-// First arrays in the table of a bucket.
+// The arrays at the beginning of a bucket's table.
 inline std::vector<Buffer> arrays_of(const Accumulation& job) {
     std::vector<Buffer> arrays = job.grads;
     arrays.insert(arrays.end(), job.weights.begin(), job.weights.end());

@@ -1,4 +1,4 @@
-// A few arrays as a kernel's argument: nothing has to be sent before. More of them come as a table.
+// Arrays as a kernel's argument: a few are passed by value, without an upload; more of them as a table.
 #pragma once
 
 #include <algorithm>

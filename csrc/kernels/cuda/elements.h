@@ -39,10 +39,10 @@ PYCOMM_DEVICE bool is_finite(double x) { return x - x == 0.0; }
 PYCOMM_DEVICE bool is_finite(F16 x) { return (x.bits & 0x7c00u) != 0x7c00u; }
 PYCOMM_DEVICE bool is_finite(BF16 x) { return (x.bits & 0x7f80u) != 0x7f80u; }
 
-// The smallest magnitude, in From, that is infinite when it has become a T; see narrow().
+// The smallest magnitude of a From that narrow() makes an infinite T.
 template <class From, class T>
 PYCOMM_HOST_DEVICE constexpr double first_overflow() {
-    // Halfway from the largest number to the next power of two; a double comes through float, and is rounded twice.
+    // Halfway from the largest number to the next power of two. A double is rounded twice, to float first.
     constexpr bool kTwice = std::is_same_v<From, double>;
     if constexpr (std::is_same_v<T, F16>) {
         return kTwice ? 0x1.ffep15 - 0x1p-9 : 0x1.ffep15;
@@ -55,7 +55,7 @@ PYCOMM_HOST_DEVICE constexpr double first_overflow() {
     }
 }
 
-// A factor whose parts on the device are loaded when this is made, and waited for when it is asked for.
+// A factor. Its parts on the device are loaded by the constructor, and waited for only in as().
 struct Factor {
     double value;
     float on_device, divisor;
@@ -100,7 +100,7 @@ struct alignas(sizeof(T) * kCount) Packet {
     T values[kCount];
 };
 
-// Elements [i, i + kCount), in one access where they lie so that they can move in one.
+// Elements [i, i + kCount), in one access if they are aligned to it.
 template <class T, int kCount>
 PYCOMM_DEVICE Packet<T, kCount> load_packet(const char* base, int64_t i) {
     const char* from = base + i * static_cast<int64_t>(sizeof(T));
@@ -146,8 +146,8 @@ PYCOMM_DEVICE void store_scaled(int64_t end, char* base, const int64_t (&places)
     }
 }
 
-// How many elements precede the first place where arrays that hold Ts stand at a packet's border; never negative.
-// `misfit` becomes true when T elements at `pointer` never do together with the others.
+// Sets `head` to the number of elements before the first packet border of an array of Ts at `pointer`. `head` is that
+// of the arrays before, negative for none; if it differs, they never meet a border together, and `misfit` becomes true.
 template <class T, int kCount>
 PYCOMM_HOST_DEVICE void align(const void* pointer, int64_t& head, bool& misfit) {
     auto address = reinterpret_cast<uintptr_t>(pointer);
@@ -167,8 +167,8 @@ struct Share {
 };
 
 // Calls use(i, load(i)) for this thread's share of the places below `count`. kUnroll loads come before the first use,
-// so that they are under way together; where nothing is left the first is repeated: the compiler gives up on loads that
-// depend on a condition.
+// so that they are under way together. Past the end the first one is loaded again: the compiler does not group loads
+// that depend on a condition.
 template <int kUnroll, class Index, class Load, class Use>
 PYCOMM_DEVICE void for_places(Index count, Share share, Load&& load, Use&& use) {
     for (Index i = share.first; i < count; i += kUnroll * share.stride) {
@@ -193,7 +193,7 @@ PYCOMM_DEVICE void for_packets(const char* base, int count, Share share, Use&& u
     for_places<kUnroll>(count, share, [&](int i) { return from[i]; }, use);
 }
 
-// Calls take(i, x[i]) for this thread's share of `count` elements at `x`, in packets where they lie so.
+// Calls take(i, x[i]) for this thread's share of `count` elements at `x`, in packets if they are aligned.
 template <class T, class Take>
 PYCOMM_DEVICE void for_elements(const char* x, int count, Share share, Take&& take) {
     constexpr int kCount = 16 / sizeof(T);
@@ -214,8 +214,8 @@ PYCOMM_DEVICE void for_elements(const char* x, int count, Share share, Take&& ta
     if (rest < count) take(rest, load_element<T>(x, rest));
 }
 
-// What happens to an element on its way from an array to another. Instead of asking of each whether it is finite and
-// below a limit, the largest magnitude is kept: magnitudes order as their bits do, NaN above all.
+// Converts elements of one array to those of another. Instead of checking whether each is finite and below a limit, it
+// keeps the largest magnitude: the bits of magnitudes order like the magnitudes, NaN above all.
 template <class Src, class Dst>
 struct Conversion {
     using Wide = WiderOf<Src, Dst>;
@@ -232,7 +232,7 @@ struct Conversion {
         return narrow<Dst>(wide);
     }
 
-    // Whether there is no product that reaches `limit` or was infinite where it was written.
+    // Whether all products are below `limit`, and finite as they were written.
     PYCOMM_MEMBER bool all_below(Wide limit) const {
         constexpr auto kOverflow = static_cast<Wide>(first_overflow<Wide, Dst>());
         Wide bound = kOverflow < limit ? kOverflow : limit;
@@ -251,8 +251,8 @@ PYCOMM_DEVICE void convert_packets(const char* src, char* dst, int count, Conver
     });
 }
 
-// dst[i] = cast(src[i] * scale) for i < count; returns whether this thread's share of what was written is finite, and
-// of the products below `limit` in magnitude.
+// dst[i] = cast(src[i] * scale) for i < count. Returns whether, in this thread's share, everything written is finite
+// and every product is below `limit` in magnitude.
 template <class Src, class Dst>
 PYCOMM_DEVICE bool convert_segment(const char* src, char* dst, int count, WiderOf<Src, Dst> scale,
                                    WiderOf<Src, Dst> limit, Share share) {
@@ -276,8 +276,8 @@ PYCOMM_DEVICE bool convert_segment(const char* src, char* dst, int count, WiderO
     return one.all_below(limit);
 }
 
-// Calls f with a null pointer of the floating element type: in kernels, and in launchers, whose f is for the host alone
-// (which the compiler would otherwise complain of).
+// Calls f with a null pointer of the floating element type. In launchers f exists on the host only: the pragma keeps
+// the compiler from warning about that.
 #pragma nv_exec_check_disable
 template <class F>
 PYCOMM_HOST_DEVICE void with_float_type(DType dtype, F&& f) {

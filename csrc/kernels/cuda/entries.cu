@@ -23,7 +23,7 @@ PYCOMM_DEVICE float scale_for(float largest) {
     return device::float_of(static_cast<uint32_t>((fitting > -126 ? fitting : -126) + 127) << 23);
 }
 
-// The value of an entry as it was sent, and as it counts.
+// The value of an entry as it is sent, as it is added up, and what is left of it here.
 template <class T>
 struct Values {
     using Sum = T;
@@ -119,7 +119,7 @@ PYCOMM_DEVICE double largest_of_block(const UnpackJob& job, const char* message,
     return largest;
 }
 
-// By the block that comes last.
+// Writes the verdict. Called by the block that comes last.
 PYCOMM_DEVICE void judge(const UnpackJob& job) {
     PYCOMM_SHARED(uint32_t, bad, 1);
     const EntryLayout& layout = job.layout;
@@ -167,7 +167,7 @@ PYCOMM_KERNEL unpack_kernel(UnpackJob job) {
     auto words = reinterpret_cast<const uint32_t*>(message + job.layout.words_at);
     Part part{number * kWordsPerBlock, (number + 1) * kWordsPerBlock};
     if (part.end > job.packing.upper_words) part.end = job.packing.upper_words;
-    // Every block counts what lies before it: cheaper than to wait for others, as long as there are few.
+    // Every block counts what lies before it: with few blocks that is cheaper than waiting for others.
     int64_t before = count_upper_bits(job.packing, words, {0, part.begin});
     Unpacked mine = unpack_part(job.packing, words, part, before, job.indices + rank * job.layout.count, true);
     bool last_of_rank = number == job.blocks_per_rank - 1;
@@ -199,7 +199,7 @@ struct AddJob {
     Fault* fault;
 };
 
-// Puts the state of before the step back into elements [begin, end): all of it, or that of unused parameters.
+// Restores the state from before the step in elements [begin, end): all of it, or that of unused parameters.
 template <class Sum>
 PYCOMM_DEVICE void undo(const AddJob& job, int64_t begin, int64_t end, bool all) {
     // The parameter that has `begin`.

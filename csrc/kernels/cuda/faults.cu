@@ -17,11 +17,11 @@ std::string text_of(Mistake mistake, uint64_t found, long long limit) {
             return format("pack_indices: indices[%u] is %d, wanted 0 <= index < %lld, ascending", position, index,
                           limit);
         case Mistake::kPackedWords:
-            return format("unpack_indices: words are none that pack_indices makes of %u indices below %lld", position,
+            return format("unpack_indices: words were not made by pack_indices from %u indices below %lld", position,
                           limit);
         case Mistake::kEntryIndex:
             return format(
-                "add_entries: indices[%u] of a rank is %d, wanted those below %lld that unpack_entries writes",
+                "add_entries: indices[%u] of a rank is %d, wanted 0 <= index < %lld, as unpack_entries writes them",
                 position, index, limit);
         default:
             return format("scatter_add: indices[%u] is %d, wanted 0 <= index < %lld", position, index, limit);
@@ -42,8 +42,8 @@ void raise_faults() {
     volatile Fault* seen = fault();
     if (seen->raised == 0) return;
     std::string text = text_of(seen->mistake, seen->found, seen->limit) +
-                       " (in this or an earlier call on a GPU; with PYCOMM_SYNC=1 in the environment the call that did "
-                       "it raises this)";
+                       " (in this or an earlier call on a GPU; with PYCOMM_SYNC=1 in the environment the call that "
+                       "caused it raises this)";
     seen->raised = 0;
     throw ArgumentError(text);
 }

@@ -13,11 +13,12 @@ enum class Mistake : uint32_t { kScatterIndex, kPackedIndex, kPackedWords, kEntr
 struct Fault {
     uint32_t raised;
     Mistake mistake;
-    uint64_t found;  // where in the low half, an index in the high one: one store, or two threads' finds could mix
+    uint64_t
+        found;  // position in the low half, index in the high one: one store, so that two threads' reports do not mix
     int64_t limit;
 };
 
-// The one of this process; made when first asked for.
+// The record of this process, allocated at its first use.
 Fault* fault();
 
 PYCOMM_DEVICE void report(Fault* fault, Mistake mistake, int64_t position, int64_t index, int64_t limit) {

@@ -45,7 +45,7 @@ PYCOMM_DEVICE Part part_of(int64_t count) {
             count * (device::block_index() + 1) / device::num_blocks()};
 }
 
-// How many of `count` items lie before a border: `before` holds for the first of them and for none behind.
+// How many of `count` items lie before a border: `before` holds for all items before it, and for none after it.
 template <class Before>
 PYCOMM_DEVICE int64_t count_before(int64_t count, Before&& before) {
     int64_t found = 0;
@@ -61,7 +61,7 @@ PYCOMM_DEVICE int64_t count_before(int64_t count, Before&& before) {
     return found;
 }
 
-// This thread among those of all blocks, and how many these are.
+// This thread's number among those of all blocks, and their total.
 PYCOMM_DEVICE int64_t thread_of_grid() {
     return static_cast<int64_t>(device::block_index()) * device::num_threads() + device::thread_index();
 }

@@ -13,7 +13,7 @@ inline int64_t blocks_for(int64_t items, int64_t items_per_block) {
     return (items + items_per_block - 1) / items_per_block;
 }
 
-// To the next border of 256 bytes, where arrays in scratch memory begin.
+// Rounds up to the next border of 256 bytes, where arrays in scratch memory begin.
 inline int64_t round_up(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
 }  // namespace pycomm::cuda

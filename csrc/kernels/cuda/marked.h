@@ -1,5 +1,5 @@
-// From marks, a bit per element, to a list of the marked ones in order. Made by one block, without barriers in its
-// loops: every warp has a part of the words to itself.
+// Turns marks, a bit per element, into a list of the marked elements, in order. One block does it, without barriers in
+// its loops: every warp has a part of the words to itself.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace pycomm::cuda {
 
-// The part of `items` that this warp has of its block's.
+// This warp's part of its block's `items`.
 PYCOMM_DEVICE Part part_of_warp(Part items) {
     int warp = device::thread_index() / device::kWarpSize, warps = device::num_threads() / device::kWarpSize;
     int64_t count = items.end - items.begin;
@@ -22,13 +22,13 @@ struct MarkedRange {
     static constexpr int kWords = 4;  // per packet
     static constexpr int kUnroll = 4;
     static constexpr int64_t kBits = 32 * kWords;
-    static constexpr int64_t kTilePackets = 8;  // warps have whole tiles of 1,024 bits, as those that mark them do
+    static constexpr int64_t kTilePackets = 8;  // warps have whole tiles of 1,024 bits, as when marking
     using Words = Packet<uint32_t, kWords>;
 
     const uint32_t* words;
     int64_t begin, end;
 
-    // Those of packet i, without what lies outside the range.
+    // The words of packet i, without bits outside the range.
     PYCOMM_MEMBER Words within(Words packet, int64_t i) const {
 #pragma unroll
         for (int w = 0; w < kWords; ++w) {
@@ -51,7 +51,7 @@ struct MarkedRange {
         if (part.end > (end + kBits - 1) / kBits) part.end = (end + kBits - 1) / kBits;
         int64_t lane = device::thread_index() % device::kWarpSize;
         for (int64_t base = part.begin; base < part.end; base += kUnroll * device::kWarpSize) {
-            // All loads before any use, and none under a condition: else each would be waited for.
+            // All loads before any use, and none under a condition: otherwise each would be waited for.
             Words packets[kUnroll];
 #pragma unroll
             for (int u = 0; u < kUnroll; ++u) {
@@ -80,7 +80,7 @@ struct MarkedRange {
         return static_cast<uint32_t>(total);
     }
 
-    // Calls emit(place, bit) for every bit that is set; this warp gives places out from `at` on.
+    // Calls emit(place, bit) for every bit that is set; this warp's places begin at `at`.
     template <class Emit>
     PYCOMM_MEMBER void list(uint64_t at, Emit&& emit) const {
         for_rows([&](int64_t first, const Words& packet) {

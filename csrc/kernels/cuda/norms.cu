@@ -9,8 +9,8 @@
 namespace pycomm::cuda {
 namespace {
 
-// Packets lie where elements' numbers, not their addresses, are multiples of the packet's size: the order of the
-// additions, and with it the bits, must not depend on where an array lies.
+// Packets begin at multiples of their size in the array, not in memory: the order of the additions, and with it the
+// bits, must not depend on an array's address.
 template <class T>
 PYCOMM_DEVICE double squares_in(const char* x, int64_t from, int count, Share share) {
     constexpr int kCount = 16 / sizeof(T);
@@ -64,13 +64,13 @@ PYCOMM_DEVICE void squares_of_tile(const Table& table, Sums<1>* slots) {
 PYCOMM_KERNEL norms_kernel(Table table, Sums<1>* slots) { squares_of_tile(table, slots); }
 
 PYCOMM_KERNEL clip_kernel(Table table, Scale scale, Clipping clipping) {
-    constexpr int64_t kOfWarp = 256;  // slots; more are for the whole block
+    constexpr int64_t kOfWarp = 256;  // slots; more are added up by the whole block
     squares_of_tile(table, clipping.slots);
     if (!counted_as(static_cast<uint32_t>(device::num_blocks()), clipping.counter)) return;
     auto of_all = factor_of<double>(scale);
     auto write = [&](int array, double squares) {
         double factor = clipping.limit / ((of_all < 0.0 ? -of_all : of_all) * std::sqrt(squares));
-        clipping.factors[array] = factor < 1.0 ? static_cast<float>(factor) : 1.0f;  // NaN stays one in the sums
+        clipping.factors[array] = factor < 1.0 ? static_cast<float>(factor) : 1.0f;  // 1 for NaN, which the sums keep
     };
     const int lane = device::thread_index() % device::kWarpSize, warp = device::thread_index() / device::kWarpSize;
     const int warps = device::num_threads() / device::kWarpSize;

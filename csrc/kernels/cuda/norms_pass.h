@@ -1,4 +1,4 @@
-// What brings gradients' norms down to a limit; a part of accumulate.
+// Factors that bring gradients' norms down to a limit; a part of accumulate.
 #pragma once
 
 #include <cstdint>

@@ -22,7 +22,7 @@ struct Quantizing {
     float* scales;
     char* codes;
     char* remainder;
-    bool aligned;  // x, so that packets can move
+    bool aligned;  // x, to packets
 };
 
 // Elements [at, at + kCount), zeros from `end` on.
@@ -67,7 +67,7 @@ struct PartOfNorm {
     PYCOMM_MEMBER float value() const { return norm == Norm::kEuclidean ? std::sqrt(sum) : device::float_of(largest); }
 };
 
-// The norm of what all lanes of the warp have together; or of all threads of the block.
+// The norm over all lanes of the warp, or over all threads of the block.
 template <bool kBlock>
 PYCOMM_DEVICE float norm_of_all(PartOfNorm mine) {
     int lane = device::thread_index() % device::kWarpSize, warp = device::thread_index() / device::kWarpSize;
@@ -87,7 +87,7 @@ PYCOMM_DEVICE float norm_of_all(PartOfNorm mine) {
     return mine.value();
 }
 
-// The code of one element as a number, and by how much it falls short.
+// The code of one element, as a number.
 struct Encoder {
     float scale, inverse, most;
     bool random;
@@ -105,7 +105,7 @@ struct Encoder {
     }
 };
 
-// The codes of elements [at, at + kCount) from the lowest bit on; what lies behind `end` is 0.
+// Stores the codes of elements [at, at + kCount), from the lowest bit on. Bits beyond `end` are 0.
 PYCOMM_DEVICE void store_codes(char* codes, int64_t at, int64_t end, int bits, uint32_t packed) {
     if (at + kCount <= end && bits == 8) return store_element(codes, at / kCount, packed);
     if (at + kCount <= end && bits == 4) return store_element(codes, at / kCount, static_cast<uint16_t>(packed));
@@ -132,7 +132,7 @@ PYCOMM_DEVICE void quantize_block(const Quantizing& job, int64_t number, int64_t
     Encoder encoder{
         scale, scale == 0.0f ? 0.0f : 1.0f / scale, static_cast<float>(job.config.levels), job.seed != nullptr, {}};
     if (encoder.random) encoder.seed = mixed(job.seed);
-    // Every thread meets its own elements again, and nobody else's: the remainder may lie where x does.
+    // Every thread reads only its own elements again, so the remainder may be x itself.
     for_floats<kWhole>(job.x, begin, end, share, [&](int64_t at, Floats x) {
         uint32_t packed = 0;
 #pragma unroll
@@ -162,7 +162,7 @@ PYCOMM_KERNEL quantize_kernel(Quantizing job) {
     }
 }
 
-// The codes of elements [at, at + kCount), 0 for those behind `end`.
+// The codes of elements [at, at + kCount), 0 for those beyond `end`.
 PYCOMM_DEVICE uint32_t load_codes(const char* codes, int64_t at, int64_t end, int bits) {
     if (at + kCount <= end && bits == 8) return load_element<uint32_t>(codes, at / kCount);
     if (at + kCount <= end && bits == 4) return load_element<uint16_t>(codes, at / kCount);
@@ -181,7 +181,7 @@ struct Dequantizing {
     char* out;
     int64_t count;
     Scale factor;
-    bool aligned;  // all codes, so that those of a packet can be read in one access
+    bool aligned;  // all codes, so that those of a packet are read in one access
 
     PYCOMM_MEMBER const float* scales(int p) const { return reinterpret_cast<const float*>(arrays[p]); }
     PYCOMM_MEMBER const char* codes(int p) const { return arrays[num_contributions + p]; }
@@ -224,7 +224,7 @@ struct Dequantized {
             for (int u = 0; u < kSums; ++u) {
 #pragma unroll
                 for (int e = 0; e < kCount; ++e) {
-                    // Moved to the top, so that its sign comes down with it.
+                    // Shifted to the top first, so that shifting down extends its sign.
                     auto code = static_cast<int32_t>(packed[q][u] << (32 - kBits * (e + 1))) >> (32 - kBits);
                     sums[u].values[e] = sums[u].values[e] + static_cast<float>(code) * scales[q][u];
                 }
@@ -238,7 +238,7 @@ PYCOMM_DEVICE void dequantize_packets(const Dequantizing& job, int64_t first, in
     const Factor factor(job.factor);
     Dequantized<kBits> mine;
 #pragma unroll
-    for (int u = 0; u < kSums; ++u) {  // where nothing is left the first is made again
+    for (int u = 0; u < kSums; ++u) {  // past the end the first is computed again
         int64_t packet = first + u * device::num_threads();
         mine.places[u] = kCount * (packet < packets ? packet : first);
         mine.blocks[u] = job.block_of(mine.places[u]);

@@ -10,7 +10,7 @@ namespace pycomm::cuda {
 namespace {
 
 constexpr int kPackets = 2;  // that a thread works on at once
-constexpr int kScalars = 4;  // the same where arrays do not lie so that packets can move
+constexpr int kScalars = 4;  // the same for arrays that never meet a packet's border together
 
 // Type of a sum of Ts: integers wrap around, which only unsigned ones may.
 template <class T, class = void>
@@ -26,9 +26,9 @@ struct SumOf<T, std::enable_if_t<std::is_integral_v<T>>> {
     PYCOMM_MEMBER static T to(Type x) { return x; }
 };
 
-// What an operation does to two numbers. Sums are most of the work, and have kernels of their own. The others choose
-// for each pair of numbers: they wait for memory in any case, and kernels for each would take three times as long to
-// compile.
+// What an operation does to two numbers. Sums are most of the work, and have kernels of their own. The others are
+// chosen for each pair of numbers: memory limits them in any case, and a kernel for each would take three times as long
+// to compile.
 struct AddOp {  // integers come as unsigned ones: the bytes of the sum are the same
     template <class Sum>
     PYCOMM_MEMBER static Sum combine(ReduceOp, Sum a, Sum b) {
@@ -81,9 +81,8 @@ struct Partial {
     int64_t places[kPackets];
     typename SumOf<T>::Type values[kPackets][kCount];
 
-    // Takes in the inputs from number p on, kInputs of them if there are as many, which come first of all if kFirst.
-    // All loads come before that, so that they are under way together; where no input is left the last one is loaded
-    // again.
+    // Combines up to kInputs inputs from number p on; kFirst: they are the first ones. All loads come before that, so
+    // that they are under way together; beyond the last input, that one is loaded again.
     template <bool kFirst>
     PYCOMM_MEMBER void take(const Reducing& job, int64_t begin, int p) {
         const int left = job.inputs.count - p;
@@ -128,7 +127,7 @@ PYCOMM_DEVICE void reduce_packets(const Reducing& job, int64_t begin, int64_t pa
     for (; first < packets; first += device::num_blocks() * per_block) {
         Part sums = {};
 #pragma unroll
-        for (int u = 0; u < kPackets; ++u) {  // where nothing is left the first is worked on again
+        for (int u = 0; u < kPackets; ++u) {  // past the end the first is computed again
             sums.places[u] = first + u * threads < packets ? first + u * threads : first;
         }
         sums.template take<true>(job, begin, 0);

@@ -17,7 +17,7 @@ struct Signing {
     const float* magnitude;
     uint32_t* words;
     char* remainder;
-    bool aligned;  // x, so that packets can move
+    bool aligned;  // x, to packets
 };
 
 // The signs of elements from `at` on, the first one's in bit 0. Writes what is left of them.
@@ -35,7 +35,7 @@ PYCOMM_DEVICE uint32_t signs_of(const Signing& job, int64_t at, const Packet<flo
     return signs;
 }
 
-// The same where x may end, or lies anywhere.
+// The same for any alignment, and for elements beyond the end of x.
 PYCOMM_DEVICE uint32_t signs_of_some(const Signing& job, int64_t at, uint32_t magnitude) {
     Packet<float, 1> x[kCount] = {};
 #pragma unroll
@@ -119,7 +119,7 @@ PYCOMM_KERNEL unpack_signs_kernel(Unpacking job) {
     const Factor factor(job.factor);
     Unpacked mine;
 #pragma unroll
-    for (int u = 0; u < kSums; ++u) {  // where nothing is left the first is made again
+    for (int u = 0; u < kSums; ++u) {  // past the end the first is computed again
         int64_t place = first + u * kCount * device::num_threads();
         mine.places[u] = place < job.count ? place : first;
         mine.sums[u] = {};

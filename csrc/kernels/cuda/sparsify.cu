@@ -1,9 +1,9 @@
 // Two kernels:
 //
-//   accumulate   the sums, and a bit for each that exceeds what its gradient's last threshold suggests
-//   select       of every gradient the k largest, as topk selects them, from what has a bit, or from what a sample
-//                suggests. Each block has an equal part of all elements, and the blocks that have a part of a gradient
-//                are a team; a block that has several gradients, or ends of them, goes through them in order.
+//   accumulate   computes the sums, and marks with a bit each that exceeds the hint of its gradient's last threshold
+//   select       selects the k largest of every gradient, as topk does, from the marked elements or from those that a
+//                sample suggests. Each block has an equal part of all elements. The blocks that share a gradient are a
+//                team; a block with parts of several gradients goes through them in order.
 #include "kernels/sparsify.h"
 
 #include <algorithm>
@@ -20,7 +20,7 @@ using namespace selection;
 
 struct Choice {
     const Entry* grads;
-    const Entry* outs;  // how many of each gradient, as arrays that follow each other
+    const Entry* outs;  // outputs of each gradient, as consecutive arrays
     int num_grads;
     const char* acc;
     char* values;
@@ -42,7 +42,7 @@ struct Choice {
     uint32_t* list_indices;
 };
 
-// Room in the list for twice what is wanted, and for some that are in the way: where a gradient's part begins.
+// Where a gradient's part of the list begins: each has room for twice its k, and for some more.
 PYCOMM_HOST_DEVICE int64_t place_of_list(int64_t before, int64_t wanted_before, int64_t gradients_before) {
     return 2 * wanted_before + before / 128 + 64 * gradients_before;
 }
@@ -75,8 +75,8 @@ struct Elected {
 
     PYCOMM_MEMBER bool has_team() const { return first < last; }
 
-    // Each has one where there are enough. Else a gradient's is that of its team's first block, in which no other
-    // team can begin; blocks by themselves have theirs behind these.
+    // Each gradient has its own record if there are enough. Otherwise a team uses that of its first block, in which
+    // no other team can begin, and blocks on their own use the records after those.
     PYCOMM_MEMBER int record(const Choice& job, int j) const {
         if (job.num_records >= job.num_grads) return j;
         return has_team() ? first : device::num_blocks() + first;
@@ -86,7 +86,7 @@ struct Elected {
     PYCOMM_MEMBER Job<K> job_of(const Choice& job, int j) const {
         const int64_t list = place_of_list(begin, start, j);
         const int64_t num_slots = int64_t{device::num_blocks()} + job.num_grads;
-        uint32_t* slots = job.slots + first + j;  // no other team's: from one to the next both, or j alone, go up
+        uint32_t* slots = job.slots + first + j;  // no other team's: from one gradient to the next, first + j grows
         return {job.acc + begin * static_cast<int64_t>(sizeof(typename K::Bits)),
                 static_cast<uint32_t>(end - begin),
                 static_cast<uint32_t>(k),

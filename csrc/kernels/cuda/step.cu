@@ -8,8 +8,8 @@
 namespace pycomm::cuda {
 namespace {
 
-// The arithmetic of rules.h, as the CPU has it. What joins products and sums into one is switched off when this is
-// compiled; quotients and roots are rounded correctly unless asked for otherwise.
+// The arithmetic of rules.h, with the CPU's bits: this is compiled without fused multiply-adds, and quotients and roots
+// are correctly rounded by default.
 template <class T>
 struct Numbers {
     using Value = T;
@@ -22,7 +22,7 @@ struct Numbers {
     PYCOMM_HOST_DEVICE T maximum(T a, T b) { return a != a || a > b ? a : b; }
 };
 
-// Values, not functions: those of rules.h are the host's.
+// Values, because the functions of rules.h exist on the host only.
 template <Rule kRule>
 inline constexpr bool kReadsGrads = reads_grads(kRule);
 template <Rule kRule>
@@ -139,7 +139,7 @@ struct Elements {
     static constexpr int kCount = 16 / sizeof(V);
     Packet<V, kCount> weights, grads, states[kMostStates];
 
-    // A branch of its own for whole packets, in which nothing has to be waited for before all loads are under way.
+    // Whole packets have a branch of their own, in which all loads are under way before any is waited for.
     PYCOMM_MEMBER void load(const Parameter<V>& parameter, const Places& places) {
         if (places.whole) {
             load<true>(parameter, places);
@@ -148,7 +148,7 @@ struct Elements {
         }
     }
 
-    // Gradients come last: their type is a branch, and the conversion there waits for them.
+    // Gradients come last: the branch for their type also converts them, and that waits for them.
     template <bool kWhole>
     PYCOMM_MEMBER void load(const Parameter<V>& parameter, const Places& places) {
         weights = load_values<V, kWhole>(parameter.weights, places);
@@ -217,14 +217,14 @@ struct Elements {
     }
 };
 
-// Elements [from, from + count). Packets lie as norms.cu says; at the ends a part of one is worked on.
+// Elements [from, from + count). Packets lie as in norms.cu; those at the ends may be partial.
 template <Rule kRule, class V>
 PYCOMM_DEVICE Sums<2> step_segment(const Constants<Numbers<V>>& constants, const Parameter<V>& parameter, int64_t from,
                                    int64_t count, Share share) {
     constexpr int kCount = Elements<kRule, V>::kCount;
     Sums<2> squares = {};
     int64_t end = from + count;
-    // The many arrays of a step are loads enough to have under way, and unrolled this would be ten times as long.
+    // A step's many arrays keep enough loads under way; unrolled, this would be ten times as long.
 #pragma unroll 1
     for (int64_t at = from / kCount * kCount + share.first * kCount; at < end; at += share.stride * kCount) {
         Places places{at, at < from ? static_cast<int>(from - at) : 0,
@@ -238,7 +238,7 @@ PYCOMM_DEVICE Sums<2> step_segment(const Constants<Numbers<V>>& constants, const
     return squares;
 }
 
-// As many on a multiprocessor as there are registers for.
+// Blocks per multiprocessor: as many as there are registers for.
 constexpr int blocks_of(Rule rule, size_t itemsize) {
     return itemsize == 8 && (rule == Rule::kAdam || rule == Rule::kLambMoments) ? 2 : 3;
 }

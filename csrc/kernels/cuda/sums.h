@@ -1,9 +1,9 @@
 // Sums over each array of a table, in double or uint64_t, without atomics: their order depends on nothing but the
 // lengths of the arrays and the number of threads.
 //
-// A kernel over for_segments() stores the sums of every segment in a slot of its own, add_up() adds up those of each
-// array. What a tile and an array have in common is segment number tile + array: from one segment to the next at least
-// one of both goes up, so no two segments share a number.
+// A kernel over for_segments() stores the sums of every segment in a slot of its own; add_up() adds up those of each
+// array. The overlap of a tile and an array is segment number tile + array: from one segment to the next at least one
+// of them grows, so the numbers are unique.
 #pragma once
 
 #include <cstdint>
@@ -67,7 +67,7 @@ PYCOMM_DEVICE void store_sums(const Table& table, const Entry& entry, Share shar
     if (share.first == 0) *slot = mine;
 }
 
-// What thread `share` has of the sums of an array's slots.
+// The sum of this thread's share of an array's slots.
 template <int kWidth, class T>
 PYCOMM_DEVICE Sums<kWidth, T> sums_of_slots(const Table& table, const Sums<kWidth, T>* slots, int array, Share share) {
     int64_t begin = table.entries[array].begin, end = table.entries[array + 1].begin;

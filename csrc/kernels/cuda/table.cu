@@ -36,8 +36,9 @@ Table upload(const std::vector<Buffer>& arrays, Workspace& workspace, Stream str
     }
     wanted.push_back({nullptr, total, DType::kF32});
     auto memory = reinterpret_cast<Entry*>(workspace.memory);
-    bool capturing = device::is_capturing(stream);  // then it is not sent now, and has to be part of the graph
-    std::vector<Entry> there;                       // nothing, until all of it has been sent
+    bool capturing =
+        device::is_capturing(stream);  // then the upload becomes part of the graph, and does not happen now
+    std::vector<Entry> there;          // empty until everything has been sent
     there.swap(workspace.table);
     for (size_t begin = 0; begin < wanted.size(); begin += kEntriesPerLaunch) {
         Chunk chunk = {};

@@ -13,7 +13,7 @@
 
 namespace pycomm::cuda {
 
-// The arrays, some of which may be empty, and behind them one entry without data where the last one ends.
+// The arrays, some possibly empty, then one entry without data where the last one ends.
 struct Table {
     const Entry* entries;  // on the device
     int count;             // of arrays
@@ -22,9 +22,9 @@ struct Table {
 
 int64_t table_bytes(size_t num_arrays);
 
-// Brings `arrays` into workspace.memory unless they are there already. Sent as arguments of a small kernel: unlike a
-// copy from the host that needs no pinned memory, and a CUDA graph keeps the values. (A workspace that a graph uses
-// belongs to that graph.)
+// Uploads `arrays` to workspace.memory unless they are there already. They travel as arguments of a small kernel:
+// unlike a copy from the host that needs no pinned memory, and a CUDA graph keeps the values. (A workspace that a graph
+// uses belongs to that graph.)
 // `zeros`: set to 0 by the same kernel.
 struct Zeros {
     char* begin = nullptr;  // on a border of 16 bytes
@@ -32,7 +32,7 @@ struct Zeros {
 };
 Table upload(const std::vector<Buffer>& arrays, Workspace& workspace, Stream stream, Zeros zeros = {});
 
-// By thread `first` of `stride`.
+// Sets `zeros` to 0; called by thread `first` of `stride`.
 PYCOMM_DEVICE void clear(const Zeros& zeros, int64_t first, int64_t stride) {
     for (int64_t i = first; i < zeros.num_bytes / 16; i += stride) {
         reinterpret_cast<Packet<uint32_t, 4>*>(zeros.begin)[i] = {};
@@ -40,7 +40,7 @@ PYCOMM_DEVICE void clear(const Zeros& zeros, int64_t first, int64_t stride) {
 }
 
 inline constexpr int64_t kTile = 4096;      // elements per block
-inline constexpr int64_t kLongTile = 8192;  // where a block has little to do with each
+inline constexpr int64_t kLongTile = 8192;  // for kernels with little work per element
 
 // The array that element `position` of the concatenation belongs to: the last of those that begin there or before. All
 // lanes get the same answer.

@@ -1,5 +1,5 @@
-// Blocks that work on one thing together, and may wait for each other: all of a kernel started by launch_together, or
-// some that follow each other.
+// Teams of blocks that work together and may wait for each other: all blocks of a kernel started by launch_together, or
+// consecutive ones.
 #pragma once
 
 #include <cstdint>
@@ -15,9 +15,8 @@ struct Meeting {
     uint32_t dismissed;
 };
 
-// At a meeting, between arrive() and dismiss(), the block that comes last does alone what follows from everyone's work,
-// while the others wait. What any thread of the team wrote before is seen by the last block, and what that wrote by
-// all.
+// At a meeting, between arrive() and dismiss(), the block that comes last works alone, on everyone's results, while the
+// others wait. It sees what any thread of the team wrote before, and all see afterwards what it wrote.
 struct Team {
     Meeting* meeting;
     int rank;

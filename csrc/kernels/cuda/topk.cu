@@ -3,13 +3,13 @@
 //   guess    a threshold: 0.9 of an earlier one, or from the histogram of a sample
 //   mark     one read of x: a bit per element that reaches the guess, and a histogram of these, the candidates
 //   list     the candidates, in order: prefix sums over the blocks' counts say where each block's go
-//   decide   the candidates in the histogram's bin of the k-th key are so few that one block finds that key among them
-//   write    what is above the k-th key, and as many of what equals it as are wanted, in order
+//   decide   one block finds the k-th key among the few candidates in its bin of the histogram
+//   write    the elements above the k-th key, and as many ties with it as belong to the k, in order
 //
-// Three meetings of the blocks with an earlier threshold, four without. Too few or too many marked: the next guess, at
-// last none. Then, and where too many keys share a bin, the k-th key is found by radix, 12 bits per meeting, among the
-// candidates or in x itself. Bits instead of positions while marking: a place in a list would have to be agreed at
-// once, and nothing can overflow.
+// This takes three meetings of the blocks with an earlier threshold, four without. If too few or too many elements are
+// marked, the next guess is tried, and in the end none. Then, and if too many keys share a bin, the k-th key is found
+// by radix, 12 bits per meeting, among the candidates or in x itself. Marking sets bits instead of writing positions:
+// blocks need not agree on places in a list yet, and nothing can overflow.
 #include "kernels/topk.h"
 
 #include <algorithm>

@@ -6,8 +6,8 @@
 
 namespace pycomm::cuda::selection {
 
-// The histogram of candidates has narrow bins: what is left to decide in the one that holds the k-th key is little.
-// Together they reach from the floor to about twice that, and the last one on from there.
+// The bins of the histogram of candidates. They are narrow, so that little is left to decide in the one that holds the
+// k-th key. Together they reach from the floor to about twice that; the last one takes everything above.
 template <class K>
 struct Floor {
     using Key = typename K::Key;
@@ -26,7 +26,7 @@ struct Floor {
     PYCOMM_MEMBER int bits(uint32_t bin) const { return bin == kBins - 1 ? K::kBits : kShift; }
 };
 
-// What there is to select from: a list, of which `part` is this block's; without one, all of x.
+// What to select from: a list, of which `part` is this block's; without a list, all of x.
 template <class K>
 struct Candidates {
     bool listed;
@@ -34,7 +34,7 @@ struct Candidates {
     Floor<K> floor;
 };
 
-// What this block has found of it.
+// What this block has marked.
 struct Found {
     uint32_t count;
     uint64_t before_warp;
@@ -122,7 +122,7 @@ PYCOMM_DEVICE Found mark(const Job<K>& job, const Floor<K>& floor, uint32_t* cou
     return {static_cast<uint32_t>(in_block), device::shuffle(before, 0), {job.words, begin, end}};
 }
 
-// Called by the block that came last: whether the candidates that all blocks have found make a good list.
+// Called by the block that came last: notes and returns whether the candidates of all blocks make a usable list.
 template <class K>
 PYCOMM_DEVICE bool note_list(const Job<K>& job, const Team& team) {
     uint32_t total = add_up_before(job.marked, team.size);
@@ -134,7 +134,7 @@ PYCOMM_DEVICE bool note_list(const Job<K>& job, const Team& team) {
     return good;
 }
 
-// The elements that are marked, in order, into the list, whose places from `at` on are this block's. Calls then(key).
+// Writes this block's marked elements to the list, in order, from place `at` on. Calls then(key) for each.
 template <class K, class Then>
 PYCOMM_DEVICE void list(const Job<K>& job, const Found& found, int64_t shift, uint32_t at, Then&& then) {
     found.marks.list(at + found.before_warp, [&](uint64_t place, int64_t bit) {
@@ -147,7 +147,7 @@ PYCOMM_DEVICE void list(const Job<K>& job, const Found& found, int64_t shift, ui
     device::block_barrier();
 }
 
-// A list of what reaches the floor, if that makes a good one; job.record says in which bin the k-th key lies.
+// Lists what reaches the floor, if that makes a usable list. job.record then says in which bin the k-th key lies.
 template <class K>
 PYCOMM_DEVICE Candidates<K> list_from(const Job<K>& job, const Floor<K>& floor, uint32_t* counts, Team& team) {
     const Found found = mark(job, floor, counts, team);
@@ -167,7 +167,7 @@ PYCOMM_DEVICE Candidates<K> list_from(const Job<K>& job, const Floor<K>& floor, 
     return {true, {at, at + found.count}, floor};
 }
 
-// The same from marks that somebody else has made: those of `all`, of which bit i is element i - all.begin.
+// The same from existing marks: bit i of `all` is element i - all.begin.
 template <class K>
 PYCOMM_DEVICE Candidates<K> list_marked(const Job<K>& job, const MarkedRange& all, const Floor<K>& floor,
                                         uint32_t* counts, Team& team) {

@@ -1,11 +1,11 @@
-// Histograms of keys, and which bin the wanted key lies in.
+// Histograms of keys, and the bin in which the wanted key lies.
 #pragma once
 
 #include "kernels/cuda/topk_job.h"
 
 namespace pycomm::cuda::selection {
 
-// Sets all bins to 0; by one block, whose next barrier makes it known.
+// Sets all bins to 0. Called by one block, which sees that after its next barrier.
 PYCOMM_DEVICE void clear(uint32_t* bins) {
     for (auto bin = static_cast<uint32_t>(device::thread_index()); bin < kBins;
          bin += static_cast<uint32_t>(device::num_threads())) {
@@ -23,7 +23,7 @@ PYCOMM_DEVICE void add_counts(const uint32_t* counts, uint32_t* bins) {
 }
 
 // Counts how often each digit (12 bits from `low` on) occurs among the keys of `part` whose bits under `decided` equal
-// `prefix`. `counts`: kBins of the block's shared memory; between two calls lies a barrier.
+// `prefix`. `counts`: kBins of the block's shared memory; two calls require a barrier between them.
 template <class Key, class KeyAt>
 PYCOMM_DEVICE void count_digits(uint32_t* counts, Part part, int low, Key decided, Key prefix, KeyAt&& key_at) {
     constexpr int kUnroll = 4;
@@ -43,7 +43,8 @@ PYCOMM_DEVICE void count_digits(uint32_t* counts, Part part, int low, Key decide
             auto digit = static_cast<uint32_t>(keys[u] >> low) & (kBins - 1);
             unsigned some = device::ballot(counted);
             if (some == 0) continue;
-            // Nearby keys share digits, ties all of them: the lanes that agree with the first one add up once.
+            // Nearby keys often share digits, ties always: the lanes with the first one's digit are counted by one
+            // atomic.
             uint32_t first = device::shuffle(digit, device::lowest_one(some));
             unsigned same = device::ballot(counted && digit == first);
             if (lane == 0) device::atomic_add(&counts[first], static_cast<uint32_t>(device::count_ones(same)));
@@ -57,7 +58,7 @@ struct Digit {
     uint32_t wanted;  // its rank among the keys with that digit, from 1
 };
 
-// From the top: in which bin the wanted-th key lies. The bins hold at least `wanted` keys.
+// The bin, counted from the top, in which the wanted-th key lies. The bins hold at least `wanted` keys.
 PYCOMM_DEVICE Digit find_digit(const uint32_t* bins, uint32_t wanted) {
     PYCOMM_SHARED(Digit, found, 1);
     auto thread = static_cast<uint32_t>(device::thread_index()), threads = static_cast<uint32_t>(device::num_threads());

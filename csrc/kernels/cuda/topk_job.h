@@ -1,4 +1,4 @@
-// Shared by the phases of an exact selection: what to select from, and what the blocks that do it tell each other.
+// Shared by the phases of an exact selection: what to select from, and what the blocks exchange.
 #pragma once
 
 #include <algorithm>
@@ -29,21 +29,21 @@ struct Edge {
     uint32_t rank;
 };
 
-// Between the blocks of a team. Zeros before the kernel starts; the bins are zeros again after every meeting.
+// Shared by the blocks of a team. Zeros before the kernel starts; the bins are zeros again after every meeting.
 struct alignas(16) Record {
     Meeting meeting;
     // Written by the block that comes last to a meeting, read by all after it.
-    uint32_t listed;  // elements in the list; 0: it is no good
+    uint32_t listed;  // elements in the list; 0: it is unusable
     uint32_t digit;   // or bin, in which the wanted-th of the keys lies
     uint32_t wanted;
-    uint32_t ties;       // of the keys that equal the k-th, so many are selected
+    uint32_t ties;       // number of selected keys that equal the k-th
     uint32_t is_exact;   // 0: there were too many edges
-    uint32_t num_edges;  // by all
+    uint32_t num_edges;  // found by all blocks
     uint64_t key;        // the k-th
     uint32_t bins[kBins];
 };
 
-// How far down a sample of x the guess at a threshold lies; 0: sampling is not worth it, select from x.
+// The rank in a sample of x at which to guess the threshold; 0: sampling does not pay, select from x.
 PYCOMM_HOST_DEVICE uint32_t sample_rank_of(int64_t count, int64_t k) {
     constexpr int64_t kSmall = 1 << 16;
     constexpr double kSampled = double{kSampleLines} * kLineElems;
@@ -63,14 +63,14 @@ struct Job {
     float* threshold;
     char* values;
     char* indices;
-    uint32_t* largest;     // of the keys that are selected, by all teams; null: not wanted
-    int64_t offset;        // of x in what the indices are about
+    uint32_t* largest;     // of the keys that all teams select; null: not needed
+    int64_t offset;        // of x in the array that the indices refer to
     uint32_t sample_rank;  // see sample_rank_of()
     uint32_t capacity;     // of the list
     Record* record;
-    uint32_t* marked;  // elements; then those of the blocks before
-    uint32_t* above;   // selected for their size; then those of the blocks before
-    uint32_t* equal;   // candidates for the remaining places; likewise
+    uint32_t* marked;  // elements marked by each block; later by those before it
+    uint32_t* above;   // likewise: elements above the threshold
+    uint32_t* equal;   // likewise: elements equal to it
     Edge<typename K::Key>* edges;
     uint32_t* words;  // marks: see View
     typename K::Key* list_keys;
@@ -125,9 +125,9 @@ struct View {
     }
 };
 
-// How many blocks select from `count` elements on `device`, of which `resident` can run at once.
+// How many blocks select from `count` elements on `device`. `resident`: how many can run at once.
 inline int64_t blocks_for_selection(int64_t count, int device, int64_t resident) {
-    constexpr int64_t kElemsPerBlock = 8192;   // fewer are not worth a block more at every meeting
+    constexpr int64_t kElemsPerBlock = 8192;   // fewer do not pay for one more block at every meeting
     constexpr int64_t kPerMultiprocessor = 2;  // enough bytes under way to fill the memory bus
     int64_t most = std::min({resident, kPerMultiprocessor * device::num_multiprocessors(device), int64_t{kMaxBlocks}});
     return std::max(std::min(blocks_for(count, kElemsPerBlock), most), int64_t{1});

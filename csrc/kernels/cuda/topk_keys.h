@@ -13,7 +13,7 @@ struct KeysOf {
     using Bits = Bits_;  // an element of x, as it lies in memory
     using Key = Key_;
     static constexpr int kBits = kBits_;
-    static constexpr int kMantissa = kMantissa_;  // so many of them
+    static constexpr int kMantissa = kMantissa_;  // how many of them are the mantissa's
     static constexpr Key kNan = kNan_;
 
     PYCOMM_MEMBER static Key of(Bits bits) {

@@ -11,8 +11,8 @@ struct Threshold {
     uint32_t ties;        // how many of the elements that have it are selected
 };
 
-// The wanted-th largest of keys of `bits` bits. digit_of(low, decided, prefix, wanted) returns, of the keys whose bits
-// under `decided` are `prefix`, the digit from `low` on that the wanted-th has.
+// Finds the wanted-th largest of keys of `bits` bits. digit_of(low, decided, prefix, wanted) considers the keys whose
+// bits under `decided` are `prefix`, and returns the digit of the wanted-th of them from bit `low` on.
 template <class K, class DigitOf>
 PYCOMM_DEVICE Threshold<K> find_threshold(int bits, uint32_t wanted, DigitOf&& digit_of) {
     using Key = typename K::Key;
@@ -28,7 +28,7 @@ PYCOMM_DEVICE Threshold<K> find_threshold(int bits, uint32_t wanted, DigitOf&& d
     return {prefix, wanted};
 }
 
-// How many of the keys of `part` at i are selected: above the threshold in the high half, equal to it in the low one.
+// Whether the key of `part` at i is above the threshold (1 in the high half) or equal to it (1 in the low half).
 template <class K, class KeyAt>
 PYCOMM_DEVICE uint64_t tally(Part part, int64_t i, Threshold<K> threshold, KeyAt&& key_at) {
     if (i >= part.end) return 0;
@@ -56,7 +56,7 @@ PYCOMM_DEVICE void for_selected(Part part, Threshold<K> threshold, uint64_t befo
     }
 }
 
-// Called by the block that came last: tells all the threshold, and every block what is selected before it.
+// Called by the block that came last: publishes the threshold and, for every block, what is selected before it.
 template <class K>
 PYCOMM_DEVICE void note_threshold(const Job<K>& job, const Team& team, Threshold<K> threshold) {
     add_up_before(job.above, team.size);
@@ -95,8 +95,8 @@ PYCOMM_DEVICE void decide_edges(const Job<K>& job, const Floor<K>& floor, uint32
     note_threshold(job, team, threshold);
 }
 
-// The threshold of a list whose histogram said in which bin it lies, at one more meeting. record->is_exact is 0 where
-// that bin holds more than the edges have room for.
+// Finds the threshold of a list, given its bin in the histogram, with one more meeting. record->is_exact is 0 if that
+// bin holds more keys than there is room for edges.
 template <class K>
 PYCOMM_DEVICE void threshold_of_list(const Job<K>& job, const Candidates<K>& from, uint32_t* counts, Team& team) {
     const uint32_t bin = job.record->digit;
@@ -147,7 +147,7 @@ PYCOMM_DEVICE void threshold_of_all(const Job<K>& job, Part part, uint32_t* coun
     dismiss(team, last);
 }
 
-// The k largest, in their order, to the outputs.
+// Writes the k largest, in their order, to the outputs.
 template <class K>
 PYCOMM_DEVICE void select(const Job<K>& job, const Candidates<K>& from, uint32_t* counts, Team& team) {
     const Part part = from.listed ? from.part : team.part_of(job.count);

@@ -65,8 +65,8 @@ PYCOMM_DEVICE uint32_t lower_bits(const Packing& packing, const uint32_t* words,
     return static_cast<uint32_t>(two >> shift) & packing.mask();
 }
 
-// Whether index m, whose bit of the upper words is `bit`, is below the one before it, or the same and wanted but once.
-// That can only be where the higher bits are the same, and the upper bits are neighbours.
+// Whether index m, which has bit `bit` of the upper words, is below the index before it or, with `once`, equal to it.
+// That can only be if both have the same higher bits: then their bits are neighbours.
 PYCOMM_DEVICE bool goes_back(const Packing& packing, const uint32_t* words, int64_t m, int64_t bit, bool once) {
     if (bit == 0 || (words[packing.lower_words + (bit - 1) / 32] >> ((bit - 1) % 32) & 1u) == 0) return false;
     return lower_bits(packing, words, m) < lower_bits(packing, words, m - 1) + (once ? 1u : 0u);
@@ -84,9 +84,9 @@ PYCOMM_DEVICE int64_t count_upper_bits(const Packing& packing, const uint32_t* w
     return static_cast<int64_t>(total);
 }
 
-// Writes the indices whose bits lie in upper words `part`; `before` bits lie before these. Returns whether the words
-// cannot be pack_indices' (or, with `once`, of different indices), and how many bits there are up to the end of the
-// part.
+// Writes the indices whose bits lie in upper words `part`; `before` bits come before these. Returns whether
+// pack_indices cannot have made the words (with `once`: from different indices), and the number of bits up to the end
+// of the part.
 struct Unpacked {
     bool wrong;
     int64_t up_to_here;

@@ -16,7 +16,7 @@ namespace {
 constexpr double kWatchSeconds = 50e-3;
 constexpr double kSignalSeconds = 20e-3;
 constexpr double kGraceSeconds = 1.0;   // for operations that are on the device when the group is closed
-constexpr double kGraphPatience = 0.5;  // NCCL keeps a communicator until the CUDA graphs that hold it are gone
+constexpr double kGraphPatience = 0.5;  // NCCL keeps a communicator until no CUDA graph uses it
 
 std::chrono::duration<double> seconds(double count) { return std::chrono::duration<double>(count); }
 
@@ -25,7 +25,7 @@ void issue_and_leave(nccl::Session& session, const std::vector<nccl::Operation>&
         outcome = nccl::issue(session, operations);
     } catch (const DeviceError&) {  // the outcome says so already
     }
-    session.leave();  // whoever waits for that reads the outcome
+    session.leave();  // after this the waiting thread reads the outcome
 }
 
 }  // namespace
@@ -44,7 +44,7 @@ NcclGroup::~NcclGroup() {
     if (getpid() != pid_) return;
     try {
         close("it was dropped");
-    } catch (const std::exception&) {  // a lock or a thread could not be had; there is nobody to tell
+    } catch (const std::exception&) {  // no lock or thread was available; a destructor cannot report it
     }
     if (!watch_->thread.joinable()) delete watch_;
 }
@@ -120,12 +120,12 @@ void NcclGroup::submit(const nccl::Operation& operation, double timeout) {
     queued_.push_back(operation);
 }
 
-// Gives NCCL what is queued.
+// Issues the queued operations.
 void NcclGroup::launch(const std::string& name, double timeout) {
     Call call{name, monotonic_seconds(), timeout};
     device::Guard guard(device());
     std::erase_if(queued_,
-                  [](const nccl::Operation& operation) { return operation.count == 0; });  // on every rank alike
+                  [](const nccl::Operation& operation) { return operation.count == 0; });  // the same on every rank
     bool like_earlier = std::all_of(queued_.begin(), queued_.end(), [this](const nccl::Operation& operation) {
         return keys_.count(nccl::key_of(operation)) != 0;
     });
@@ -198,14 +198,14 @@ void NcclGroup::require_success(const nccl::Outcome& outcome, const Call& call) 
     {
         std::lock_guard lock(watch_->mutex);
         inside_.reset();
-        require_usable(call.name);  // aborted by another thread: what NCCL says then is but the consequence
+        require_usable(call.name);  // aborted by another thread: NCCL's error is only the consequence
     }
     if (outcome.result == nccl::kSuccess) return;
     std::string what = library_.describe(outcome.result, nullptr);
     fail(call.name, call.started, "NCCL " + library_.version() + " failed: " + outcome.function + ": " + what);
 }
 
-// From here on the watchdog looks after the operation.
+// From here on the watchdog watches the operation.
 void NcclGroup::track(Call call, Stream stream) {
     std::lock_guard lock(watch_->mutex);
     require_usable(call.name);
@@ -224,13 +224,13 @@ void NcclGroup::start_watchdog() {
     watch_->thread = std::thread([this] {
         try {
             watch();
-        } catch (const std::exception&) {  // no memory left to say what is wrong; without a watchdog, check() still can
+        } catch (const std::exception&) {  // out of memory; check() can still report the failure
         }
     });
 }
 
 void NcclGroup::watch() {
-    device::Guard guard(device());  // or the looks at events would make a context on the first GPU
+    device::Guard guard(device());  // otherwise querying events would create a context on GPU 0
     std::unique_lock lock(watch_->mutex);
     while (!watch_->stopping) {
         if (pending_.empty() && !inside_) {
@@ -280,8 +280,8 @@ void NcclGroup::retire() {
     });
 }
 
-// Sees to it that free_ has one. A caller in a hurry enqueues thousands of operations between two looks of the
-// watchdog, so what has happened at the front is taken first.
+// Ensures that free_ has an event. A caller may enqueue thousands of operations between two looks of the watchdog, so
+// events at the front that have happened are reused first.
 void NcclGroup::provide_event() {
     device::RelaxedCapture relaxed;
     while (!pending_.empty() && device::has_happened(pending_.front().event)) {
@@ -310,7 +310,7 @@ std::optional<CommFailure> NcclGroup::inspect() {
         }
         if (inside_ && now - inside_->started > inside_->timeout) {
             return failure_of(inside_->name, inside_->started,
-                              "timed out: NCCL could not get it under way, a rank is missing or does something else");
+                              "timed out: NCCL could not start it: a rank is missing or calls something else");
         }
     } catch (const std::exception& error) {  // the device's own failure: an illegal access of some kernel, say
         return failure_of(name, since, error.what());
@@ -321,8 +321,8 @@ std::optional<CommFailure> NcclGroup::inspect() {
 CommFailure NcclGroup::failure_of(const std::string& name, double started, const std::string& what) const {
     double elapsed = monotonic_seconds() - started;
     std::string text = format("rank %d: %s: ", rank(), name.c_str()) + what + format(" after %.2f s", elapsed) +
-                       "; the results of this operation and of those after it are not valid, and this communicator is "
-                       "of no further use";
+                       "; the results of this and of later operations are not valid, and this communicator cannot be "
+                       "used again";
     return {rank(), -1, name, elapsed, text};
 }
 
@@ -330,7 +330,7 @@ void NcclGroup::break_for_good(const CommFailure& failure) {
     std::shared_ptr<nccl::Session> session;
     {
         std::lock_guard lock(watch_->mutex);
-        if (!failure_) failure_.emplace(failure);  // the first one is the one to tell
+        if (!failure_) failure_.emplace(failure);  // the first one is the one to report
         session = std::exchange(session_, nullptr);
         pending_.clear();
         inside_.reset();
@@ -357,7 +357,7 @@ void NcclGroup::await_pending(double patience) {
 }
 
 void NcclGroup::close(const std::string& why) {
-    if (getpid() != pid_) return;  // a forked child: the parent's communicator is not its to end
+    if (getpid() != pid_) return;  // a forked child must not end its parent's communicator
     {
         std::lock_guard lock(watch_->mutex);
         if (closed_) return;
@@ -367,7 +367,7 @@ void NcclGroup::close(const std::string& why) {
     try {
         device::Guard guard(device());
         await_pending(kGraceSeconds);
-    } catch (const DeviceError&) {  // what is pending now stays so, and is aborted
+    } catch (const DeviceError&) {  // pending operations will not end, and are aborted below
     }
     std::shared_ptr<nccl::Session> session;
     bool orderly = false;

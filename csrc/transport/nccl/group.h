@@ -1,22 +1,20 @@
 // Collectives between GPUs, by NCCL, on streams.
 //
-// An operation is enqueued on the caller's stream and the call returns. At the first operation of its kind NCCL
-// connects to its peers, for which it waits inside the call. So an operation unlike those before is given to NCCL in a
-// thread of its own, and the caller goes on when NCCL has it, or the timeout is over, or Ctrl-C is pressed; the others
-// are given to NCCL at once. Behind each operation an event is recorded. While events are outstanding, or a thread is
-// inside NCCL, the watchdog, a thread too, looks every 50 ms whether NCCL reports an error, and whether something is
-// older than its timeout.
+// An operation is enqueued on the caller's stream, and the call returns. For the first operation of a kind NCCL
+// connects to its peers and waits for them inside the call. So an operation of a new kind is issued in a thread of its
+// own; the caller continues once NCCL has accepted it, the timeout has passed or Ctrl-C was pressed. All others are
+// issued directly. An event is recorded after each operation. While events are outstanding or a thread is inside NCCL,
+// a watchdog thread checks every 50 ms whether NCCL reports an error and whether anything is older than its timeout.
 //
-// After any failure the group is broken for good: the communicator is aborted, once, which also ends what waits on the
-// device and inside NCCL, and every later call throws the CommFailure that tells of the first failure. Data that
-// operations wrote since then is not valid, so a caller asks check() after it synchronised and before it believes its
-// results.
+// After any failure the group is broken for good: the communicator is aborted, once, which also ends all waits on the
+// device and inside NCCL. Every later call throws the CommFailure of the first failure. Data that operations wrote
+// since then is invalid, so callers must call check() after they synchronised and before they use results.
 //
-// An operation on a stream that is captured into a CUDA graph becomes part of the graph. The watchdog doesn't look
-// after it: its event would never happen, and a graph may be launched at any time.
+// An operation on a stream that is captured into a CUDA graph becomes part of the graph. The watchdog ignores it: its
+// event would never happen, and a graph may be launched at any time.
 //
-// Locks: order_ is held through an operation, until NCCL has it under way. The watch's mutex is held for moments, and
-// never while NCCL is given something or aborts. Whoever takes session_ away ends it.
+// Locks: order_ is held through an operation, until NCCL has accepted it. The watch's mutex is held only briefly, never
+// while a call issues to NCCL or aborts. The thread that takes session_ out of the group ends it.
 #pragma once
 
 #include <sys/types.h>
@@ -52,9 +50,9 @@ class NcclGroup {
     int size() const { return wanted_.size; }
     int device() const { return wanted_.device; }
 
-    // Buffers lie on device() and stay there until the stream has come past the operation. timeout in seconds, from now
-    // until then. ReduceOp::kMean is for floating types. Means and sums of half types are rounded as NCCL does it. A
-    // DeviceError when the stream is captured and no operation of the kind came before.
+    // Buffers lie on device() and must stay valid until the stream has completed the operation. timeout: seconds from
+    // now until then. ReduceOp::kMean is for floating types. NCCL defines how sums and means of half types are rounded.
+    // Throws DeviceError if the stream is captured and no operation of this kind came before.
     void all_reduce(const Buffer& x, ReduceOp op, Stream stream, double timeout);  // in place
     // out: part rank() of the reduction of x; x.count == size() * out.count.
     void reduce_scatter(const Buffer& out, const Buffer& x, ReduceOp op, Stream stream, double timeout);
@@ -65,16 +63,16 @@ class NcclGroup {
     void send(const Buffer& x, int dst, Stream stream, double timeout);
     void recv(const Buffer& x, int src, Stream stream, double timeout);
 
-    // Calls between these two are collected and given to NCCL at the end, as one operation: sends and receives that
-    // need each other. All on one stream; the timeouts in between do not count. One thread's business.
+    // Calls between these two are collected and issued at the end as one operation, for sends and receives that need
+    // each other. All on one stream, from one thread; their own timeouts are ignored.
     void group_start();
     void group_end(double timeout);
-    void group_abandon();  // instead: nothing of it happens on this rank
+    void group_abandon();  // instead of group_end(): drops the collected calls
 
-    // Looks now, and throws what there is to tell.
+    // Looks for failures now, and throws the first one.
     void check();
 
-    // Idempotent, not collective. Operations that are still on the device get a second to end and are aborted then.
+    // Idempotent, not collective. Operations still on the device have one second to end, and are then aborted.
     void close(const std::string& why);
 
    private:
@@ -82,12 +80,12 @@ class NcclGroup {
         std::string name;
         double started, timeout;
         bool is_captured = false;
-        Event event = nullptr;  // once NCCL has it, if it is not captured
+        Event event = nullptr;  // set once NCCL has accepted it; null if it is captured
     };
 
     void submit(const nccl::Operation& operation, double timeout);
     void launch(const std::string& name, double timeout);
-    template <class Work>  // what `work` returns; a DeviceError breaks the group
+    template <class Work>  // returns work(); a DeviceError breaks the group
     auto or_fail(const Call& call, Work work) -> decltype(work());
     std::shared_ptr<nccl::Session> begin(const Call& call);
     nccl::Outcome issue_apart(const std::shared_ptr<nccl::Session>& session, const Call& call);
@@ -97,7 +95,7 @@ class NcclGroup {
     void watch();
     void await_pending(double patience);
 
-    // With the watch's mutex held.
+    // These require the watch's mutex.
     void require_usable(const std::string& name) const;
     void retire();
     void provide_event();
@@ -107,7 +105,7 @@ class NcclGroup {
     void break_for_good(const CommFailure& failure);
     [[noreturn]] void fail(const std::string& name, double started, const std::string& what);
 
-    // Apart, so that a forked child can leave it alone: it has no such thread, and the locks may be held for ever.
+    // Allocated apart, so that a forked child can leak it: the child has no such thread, and the locks may stay held.
     struct Watch {
         std::mutex mutex;
         std::condition_variable wake;
@@ -127,7 +125,7 @@ class NcclGroup {
     Watch* const watch_;
     std::shared_ptr<nccl::Session> session_;  // null once it is being ended
     std::optional<CommFailure> failure_;
-    std::optional<Call> inside_;  // what NCCL is being given
+    std::optional<Call> inside_;  // the operation being issued
     std::deque<Call> pending_;    // on the device, oldest first
     std::vector<Event> events_;   // all there are
     std::vector<Event> free_;

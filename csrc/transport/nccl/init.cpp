@@ -28,12 +28,12 @@ constexpr double kSliceSeconds = 20e-3;
     throw CommFailure(wanted.rank, -1, kOperation, elapsed, text);
 }
 
-// Communicators are made with NCCL_ALGO=Ring or as the user has it; several of one kind may be under way at once (the
-// ranks of one communicator can be threads of this process, which wait for each other), never of both.
+// Communicators are created with NCCL_ALGO=Ring or with the user's value. Several creations of one kind may run at once
+// (the ranks of one communicator can be threads of this process, which wait for each other), but never of both kinds.
 struct Turns {
     std::mutex mutex;
     std::condition_variable changed;
-    int under_way[2] = {0, 0};  // by whether they want the ring
+    int under_way[2] = {0, 0};  // by `ring`
     std::optional<std::string> before;
 
     static Turns& instance() {
@@ -51,7 +51,7 @@ class Turn {
             if (monotonic_seconds() - started > wanted.timeout) {
                 fail(wanted, started, "timed out waiting for a communicator with another algorithm in this process");
             }
-            lock.unlock();  // before the interpreter is entered, which other waiters may hold
+            lock.unlock();  // check_signals takes the interpreter's lock, which other waiters may hold
             wanted.check_signals();
             lock.lock();
         }
@@ -77,7 +77,7 @@ class Turn {
     bool ring_;
 };
 
-// In a thread of its own, which goes on when create() has given up.
+// Runs in a thread of its own, which continues after create() has given up.
 struct Attempt {
     Attempt(const Library& library, const Creation& wanted)
         : rank(wanted.rank), size(wanted.size), id(wanted.id), session(library, wanted.device) {

@@ -12,21 +12,21 @@ namespace pycomm::nccl {
 struct Creation {
     int rank, size, device;
     UniqueId id;
-    // NCCL is told NCCL_ALGO=Ring through the environment, the only way it has: it reads the variable when it tunes a
-    // new communicator. So the variable is set while such communicators are being made, put back as it was afterwards,
-    // and meanwhile other communicators of this process wait for their turn. Communicators that other libraries make at
-    // that very moment, and processes started then, see it too.
+    // Selects the ring algorithm by NCCL_ALGO=Ring in the environment, which NCCL reads when it tunes a new
+    // communicator; it offers no other way. So the variable is set while such communicators are created, and restored
+    // afterwards. Meanwhile other creations in this process wait for their turn. Communicators that other libraries
+    // create at that moment, and processes started then, see the variable too.
     bool ring;
     double timeout;                       // seconds
-    std::function<void()> check_signals;  // called now and then; what it throws ends the creation
+    std::function<void()> check_signals;  // called from time to time; if it throws, the creation ends
 };
 
-// Collective. A CommFailure when NCCL failed, or when the timeout passed before all ranks came; the creation is aborted
-// then.
+// Collective. Throws CommFailure if NCCL fails, or if the timeout passes before all ranks have joined; the creation is
+// then aborted.
 //
-// The communicator is one that blocks: with blocking = 0, NCCL starts a thread for every operation and every group. For
-// NCCL older than 2.22, whose creation could not be aborted, it is made with blocking = 0. NCCL_COMM_BLOCKING in the
-// environment overrules that, and operations then work all the same.
+// The communicator is a blocking one, because with blocking = 0 NCCL starts a thread for every operation and every
+// group. NCCL older than 2.22 cannot abort a blocking creation, so it gets blocking = 0. NCCL_COMM_BLOCKING in the
+// environment overrides this; operations work either way.
 std::shared_ptr<Session> create(const Library& library, const Creation& wanted);
 
 }  // namespace pycomm::nccl

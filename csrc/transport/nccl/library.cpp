@@ -78,19 +78,19 @@ Library look_into(void* handle, const std::string& asked_for) {
             throw DeviceError(
                 format("NCCL at %s: ncclGetVersion failed: %s", found.path.c_str(), name_of(result).c_str()));
         }
-        if (found.version_code < kOldestVersion) {  // before `missing`, which is only its consequence
+        if (found.version_code < kOldestVersion) {  // reported before `missing`, its consequence
             throw DeviceError(format("NCCL at %s is version %s, wanted 2.14 or newer: %s", found.path.c_str(),
                                      found.version().c_str(), kAdvice));
         }
     }
     if (!missing.empty()) {
-        throw DeviceError(format("the library at %s lacks %s: it is no NCCL, or a broken one: %s", found.path.c_str(),
+        throw DeviceError(format("the library at %s lacks %s: it is not NCCL, or is broken: %s", found.path.c_str(),
                                  missing.c_str(), kAdvice));
     }
     return found;
 }
 
-// Throws away what it opened if it is of no use.
+// Closes the library again if it cannot be used.
 Library open(const std::string& path, int flags) {
     void* handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL | flags);
     if (handle == nullptr) throw DeviceError(last_dl_error());
@@ -103,7 +103,7 @@ Library open(const std::string& path, int flags) {
 }
 
 Library find(const std::vector<std::string>& paths) {
-    // One that the process uses already is taken or is an error: a second NCCL beside it would hide the trouble.
+    // A copy that the process uses already is taken, or is an error: a second NCCL beside it would hide the problem.
     if (void* loaded = dlopen(kName, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD); loaded != nullptr) {
         dlclose(loaded);
         return open(kName, RTLD_NOLOAD);
@@ -124,7 +124,7 @@ Library find(const std::vector<std::string>& paths) {
 Library open_named(const std::string& path) {
     struct stat looks;  // the loader would wait for a pipe's other end
     if (path.find('/') != std::string::npos && stat(path.c_str(), &looks) == 0 && !S_ISREG(looks.st_mode)) {
-        throw DeviceError(std::string(kLibraryVariable) + " is " + path + ", which is no ordinary file");
+        throw DeviceError(std::string(kLibraryVariable) + " is " + path + ", which is not a regular file");
     }
     try {
         return open(path, 0);

@@ -1,8 +1,7 @@
-// NCCL, found and loaded when it is first wanted. Nothing of it is needed to build pycomm, or to import it.
+// NCCL, found and loaded at its first use. It is needed neither to build pycomm nor to import it.
 //
-// The declarations below are this file's own account of NCCL's binary interface as it has been since 2.14, the first
-// version whose communicators can be made without blocking. They are a contract with a library that is not ours: no
-// value and no order of members may change.
+// The declarations below are this file's own description of NCCL's binary interface since 2.14, the first version with
+// non-blocking communicators. They are a contract with a foreign library: no value and no order of members may change.
 #pragma once
 
 #include <cstddef>
@@ -35,7 +34,7 @@ struct UniqueId {
     char bytes[kUniqueIdBytes];
 };
 
-// ncclConfig_t as of 2.14. Newer versions read `size` bytes of it, and give fields that are newer their defaults.
+// ncclConfig_t as of 2.14. Newer versions read `size` bytes of it, and use defaults for newer fields.
 struct Config {
     size_t size = sizeof(Config);
     unsigned magic = 0xcafebeef;
@@ -44,7 +43,7 @@ struct Config {
 };
 
 int code_of(DType dtype);  // ncclDataType_t
-int code_of(ReduceOp op);  // ncclRedOp_t; ArgumentError for those of bits
+int code_of(ReduceOp op);  // ncclRedOp_t; ArgumentError for bitwise ones
 
 struct Library {
     std::string path;
@@ -69,13 +68,14 @@ struct Library {
     Result (*group_start)();
     Result (*group_end)();
 
-    // "ncclRemoteError (remote process exited or there was a network error): <the last error NCCL wrote down>"
+    // "ncclRemoteError (remote process exited or there was a network error): <NCCL's last error text>"
     std::string describe(Result result, Comm comm) const;
 };
 
-// NCCL: what the environment variable PYCOMM_NCCL_LIBRARY names, and only that, if it is set; else the copy that the
-// process has loaded already (PyTorch's, so that there are not two); else the first of `paths` that can be loaded; else
-// the system's. Once loaded it stays for the life of the process. A DeviceError says what was tried and what to do.
+// Finds NCCL: if the environment variable PYCOMM_NCCL_LIBRARY is set, the library it names and no other; else the copy
+// that the process has loaded already (PyTorch's, so that there are not two); else the first of `paths` that can be
+// loaded; else the system's. It stays loaded for the life of the process. Throws DeviceError saying what was tried and
+// what to do.
 const Library& library(const std::vector<std::string>& paths);
 
 // For all ranks of one communicator, made by one of them.

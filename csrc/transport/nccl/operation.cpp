@@ -61,7 +61,7 @@ Outcome issue(Session& session, const std::vector<Operation>& operations) {
     for (const Operation& operation : operations) {
         result = issue_one(library, session.comm(), operation);
         if (result == kSuccess || result == kInProgress) continue;
-        library.group_end();  // or this thread's later calls, those that abort among them, would only be collected
+        library.group_end();  // otherwise this thread's later calls, aborts included, would only be collected
         return {result, function_of(operation.kind)};
     }
     return {session.settle(library.group_end()), "ncclGroupEnd"};

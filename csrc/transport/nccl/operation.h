@@ -1,4 +1,4 @@
-// One operation as NCCL is given it.
+// One operation of NCCL.
 #pragma once
 
 #include <cstdint>
@@ -24,15 +24,15 @@ struct Operation {
 
 const char* name_of(Kind kind);  // "all_reduce"
 
-// Operations of one key make NCCL use the same connections, which it makes at the first of them.
+// Operations with the same key use the same connections, which NCCL makes for the first of them.
 uint64_t key_of(const Operation& operation);
 
 struct Outcome {
     Result result = kUnhandledCudaError;
-    const char* function = "cudaSetDevice";  // which one `result` is from
+    const char* function = "cudaSetDevice";  // the one that returned `result`
 };
 
-// Gives them to NCCL, several as one group, and waits until it has got them under way. Inside NCCL: see Session.
+// Issues the operations, several as one group, and waits until NCCL has accepted them. Runs inside NCCL: see Session.
 Outcome issue(Session& session, const std::vector<Operation>& operations);
 
 }  // namespace pycomm::nccl

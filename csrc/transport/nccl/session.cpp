@@ -25,12 +25,12 @@ std::chrono::duration<double> seconds(double count) { return std::chrono::durati
 void run_bounded(const std::shared_ptr<Session>& session, void (Session::*end)(), double patience) {
     auto done = std::make_shared<std::promise<void>>();
     std::future<void> end_of_work = done->get_future();
-    // The library stays loaded for ever, so a thread that is left behind finds it there.
+    // The library is never unloaded, so an abandoned thread can still use it.
     bool under_way = run_apart([session, end, done] {
         try {
             device::Guard guard(session->device());
             (*session.*end)();
-        } catch (const std::exception&) {  // the device is gone; nothing of the communicator can be saved
+        } catch (const std::exception&) {  // the device failed; nothing of the communicator can be saved
         }
         done->set_value();
     });

@@ -40,7 +40,7 @@ Mapping::~Mapping() { munmap(data_, static_cast<size_t>(num_bytes_)); }
 void Mapping::withdraw(const Descriptor& file, int64_t private_bytes) noexcept {
     constexpr int kOver = MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE;
     auto all = static_cast<size_t>(num_bytes_), kept = static_cast<size_t>(private_bytes);
-    // Without memory for a private copy this goes too: better the child ends than its parent's gradients change.
+    // If that fails, this range becomes inaccessible too: better the child dies than its parent's gradients change.
     if (kept > 0 && mmap(data_, kept, PROT_READ | PROT_WRITE, kOver, file.get(), 0) == MAP_FAILED) kept = 0;
     if (kept < all) mmap(data_ + kept, all - kept, PROT_NONE, kOver | MAP_ANONYMOUS, -1, 0);
     if (kept > 0) madvise(data_, kept, MADV_DONTDUMP);
@@ -56,7 +56,8 @@ Arena::Arena(Descriptor file, int64_t num_bytes, int64_t begin)
 Arena::~Arena() { unwatch_forks(this); }
 
 void Arena::after_fork_in_child() {
-    if (file_.is_open()) mapping_->withdraw(file_, reserved_);  // else it is a child's child, whose copies are private
+    if (file_.is_open())
+        mapping_->withdraw(file_, reserved_);  // closed in a child's child, whose pages are already private
     file_.close();
     mutex_.unlock();
 }
@@ -75,11 +76,11 @@ void Arena::reserve(int64_t end, int64_t wanted) {
 
 char* Arena::allocate(int64_t num_bytes) {
     std::lock_guard<std::mutex> lock(mutex_);
-    const int64_t most = mapping_->num_bytes();  // what exceeds it, by how much ever, is not rounded
+    const int64_t most = mapping_->num_bytes();  // larger requests are not rounded up: that could overflow
     int64_t size = num_bytes > most ? num_bytes : std::max(page_bytes(), whole_pages(num_bytes));
     auto hole = std::find_if(free_.begin(), free_.end(), [&](const auto& entry) { return entry.second >= size; });
     if (hole == free_.end()) {
-        throw OutOfMemory(format("shared memory: %.1f MiB needed, the arena of %.0f MiB has no such hole left",
+        throw OutOfMemory(format("shared memory: %.1f MiB needed, the arena of %.0f MiB has no free block of that size",
                                  static_cast<double>(size) / kMiB, static_cast<double>(mapping_->num_bytes()) / kMiB));
     }
     auto [offset, length] = *hole;
@@ -115,10 +116,10 @@ void Arena::map_over(char* block, char* address) {
     auto entry = used_.find(block - mapping_->data());
     const auto bytes = static_cast<size_t>(entry->second);
     if (reinterpret_cast<uintptr_t>(address) % static_cast<uintptr_t>(page_bytes()) != 0) {
-        throw ArgumentError("address is not that of a page");
+        throw ArgumentError("address is not aligned to a page");
     }
     if (mmap(address, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file_.get(), entry->first) == MAP_FAILED) {
-        throw OutOfMemory(format("shared memory: mapping a block of %.1f MiB once more failed (%s)",
+        throw OutOfMemory(format("shared memory: mapping a block of %.1f MiB a second time failed (%s)",
                                  static_cast<double>(bytes) / kMiB, std::strerror(errno)));
     }
     madvise(address, bytes, MADV_HUGEPAGE);

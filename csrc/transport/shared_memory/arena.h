@@ -4,10 +4,10 @@
 //
 // The file has no name, so nothing is left behind when its last holder dies, and no /dev/shm limit applies. Its pages
 // are reserved (posix_fallocate) before use: a shortage is an error here and not a SIGBUS somewhere else. The address
-// range is much larger than what is ever reserved, so that an arena grows without telling the peers.
+// range is much larger than what is ever reserved, so that an arena can grow without involving the peers.
 //
-// In a forked child the owner's blocks are private: what it writes nobody else sees. A page that it has not written it
-// still reads as the parent has it. Peers' files are out of its reach.
+// In a forked child the owner's blocks are private: nobody else sees what the child writes. Until it writes to a page,
+// it reads the parent's current data there. It cannot access the peers' files.
 #pragma once
 
 #include <cstdint>
@@ -30,8 +30,8 @@ class Mapping {
     char* data() const { return data_; }
     int64_t num_bytes() const { return num_bytes_; }
 
-    // For a forked child. What was shared is private from now on in the first `private_bytes`, and beyond them gone: an
-    // access there ends the process. The address range stays taken.
+    // For a forked child. Makes the first `private_bytes` private and the rest inaccessible: an access there ends the
+    // process. The address range stays reserved.
     void withdraw(const Descriptor& file, int64_t private_bytes) noexcept;
 
    private:
@@ -48,11 +48,12 @@ class Arena final : private ForkAware {
     Arena(const Arena&) = delete;
     Arena& operator=(const Arena&) = delete;
 
-    // Page-aligned block of at least one page. Throws OutOfMemory saying what was needed and found.
+    // Returns a page-aligned block of at least one page. Throws OutOfMemory saying what was needed and found.
     char* allocate(int64_t num_bytes);
     void release(char* block);
-    // Maps the pages of `block` also at `address`, over pages that are mapped there; both stay valid until each is
-    // unmapped. The caller owns the mapping at `address`, which is as long as the block. Not private after a fork.
+    // Maps the pages of `block` a second time, at `address`, replacing what is mapped there; each mapping is valid
+    // until it is unmapped. The caller owns the mapping at `address`, which is as long as the block. Not private after
+    // a fork.
     void map_over(char* block, char* address);
 
     char* data() const { return mapping_->data(); }

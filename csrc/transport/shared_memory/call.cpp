@@ -19,7 +19,7 @@ bool is_possible(const Operation& operation, int size, int64_t file_bytes) {
     if (static_cast<int>(operation.op) >= kNumReduceOps || operation.count < 0) return false;
     if (operation.is_apart != 0 && (operation.is_apart != 1 || operation.offset < 0)) return false;
     if (operation.staging < 0 || operation.staging >= kNumStagings) return false;
-    if (!(operation.slack >= -1.0f && operation.slack <= kMostSlack)) return false;  // nor is it NaN
+    if (!(operation.slack >= -1.0f && operation.slack <= kMostSlack)) return false;  // also rejects NaN
     const bool has_root = operation.kind == Kind::kBroadcast || operation.kind == Kind::kReduce;
     if (has_root && (operation.root < 0 || operation.root >= size)) return false;
     const int64_t width = operation.array_width();
@@ -45,7 +45,7 @@ Call::Call(SharedMemoryGroup& group, const char* name, double timeout)
         }
         slot_ = group.num_calls_ & 1;
         note_largest(0.0f);
-        await_all();  // at once, except after a refusal that nobody had come for: its announcement must be read first
+        await_all();  // returns at once, except after a refusal that some rank has not read yet
     } catch (...) {
         leave();
         throw;
@@ -121,9 +121,10 @@ void Call::await_all() {
 }
 
 void Call::require_nobody_gave_up() {
-    // All reads of others' memory come before this look: a rank that gave up may write there again.
+    // Orders all reads of others' memory before the checks below: a rank that gave up may write to its memory again.
     std::atomic_thread_fence(std::memory_order_acquire);
-    // A peer may have taken part in this step without living to see its end. Its own call failed, so this one does too.
+    // A peer may have taken part in this step and then failed before its end. Its own call failed, so this one must
+    // too.
     for (int p = 0; p < size(); ++p) {
         if (p != rank() && gave_up_by_now(p)) fail_with(p, 0.0);
     }
@@ -132,7 +133,7 @@ void Call::require_nobody_gave_up() {
 void Call::begin_messages() { ++group_.clock_; }
 
 void Call::end_messages() {
-    // Earlier reads are not younger than what is seen now; the other fence is in break_for_good.
+    // Orders the reads of this step before the check; pairs with the fence in break_for_good.
     std::atomic_thread_fence(std::memory_order_seq_cst);
     require_nobody_gave_up();
     clock_of(rank()).post(group_.clock_);
@@ -155,7 +156,7 @@ void Call::name_algorithm(const std::string& name) {
 }
 
 bool Call::gave_up_by_now(int p) const {
-    // A peer that ended this step and then closed its communicator is no failure of this step.
+    // A peer that closed its communicator after it ended this step does not make the step fail.
     const Control& theirs = control(p);
     return theirs.gave_up.load(std::memory_order_acquire) != 0 &&
            static_cast<int32_t>(theirs.failed_step - group_.clock_) <= 0;
@@ -168,12 +169,12 @@ void Call::check(int waiting_for, double waited) {
         if (p == rank()) continue;
         bool closed = connection_closed(group_.sockets_[static_cast<size_t>(p)].get());
         bool says_so = control(p).gave_up.load(std::memory_order_acquire) != 0;
-        // Looked at last: a peer that ended this step and then left is no failure of this step.
+        // Checked last: a peer that left after it ended this step does not make the step fail.
         if (has_arrived(p)) continue;
         if (says_so && gave_up < 0) gave_up = p;
         if (closed && !says_so && died < 0) died = p;
     }
-    // A death is why others gave up, not the other way round.
+    // A death explains why others gave up, so it is reported first.
     if (died >= 0) fail(died, waited, format("rank %d died (its connection is closed)", group_.name_of(died)));
     if (gave_up >= 0) fail_with(gave_up, waited);
     if (group_.closing_) fail(-1, waited, "the communicator was closed meanwhile");
@@ -189,7 +190,7 @@ void Call::check(int waiting_for, double waited) {
     }
 }
 
-// A process that dumps its core keeps its connections until that is written.
+// A process that is dumping core keeps its connections open until the dump is written.
 void Call::look_at_processes(double waited) {
     next_look_ = waited + kLookSeconds;
     group_.look_at_cores();
@@ -216,7 +217,7 @@ void Call::time_out(int waiting_for, double waited) {
         if (has_arrived(p) || state_of(group_.pids_[static_cast<size_t>(p)]) != ProcessState::kStopped) continue;
         fail(p, waited, format("timed out waiting for rank %d, whose process is stopped,", group_.name_of(p)));
     }
-    // A rank that is waited for may itself wait for another: the last of the chain is the one that does something else.
+    // The awaited rank may itself wait for another one: report the last rank of the chain.
     int last = waiting_for;
     std::vector<bool> seen(static_cast<size_t>(size()), false);
     while (!seen[static_cast<size_t>(last)]) {
@@ -229,7 +230,8 @@ void Call::time_out(int waiting_for, double waited) {
 
 void Call::distrust(int p) {
     fail(p, 0.0,
-         format("rank %d announced what cannot be: its memory was damaged, or tampered with", group_.name_of(p)));
+         format("rank %d announced an impossible operation: its memory was damaged or tampered with",
+                group_.name_of(p)));
 }
 
 void Call::fail_with(int p, double waited) {
@@ -281,8 +283,8 @@ bool Call::any_is_apart() const {
 }
 
 void Call::note_largest(float magnitude) {
-    std::atomic<float>& noted = control(rank()).largest[slot_];  // the next step of the clock publishes it
-    // Peers have the line in their caches, and it is nearly always 0.
+    std::atomic<float>& noted = control(rank()).largest[slot_];  // published by this rank's next step
+    // Peers have this line in their caches, and the value is nearly always 0: it is written only if it changes.
     if (noted.load(std::memory_order_relaxed) != magnitude) noted.store(magnitude, std::memory_order_relaxed);
 }
 

@@ -9,7 +9,7 @@
 namespace pycomm {
 namespace {
 
-// Up to here every rank reduces everything by itself: reading P times as much beats one more step.
+// Up to this size every rank reduces the whole array by itself: reading P times as much costs less than one more step.
 constexpr int64_t kRedundantBytes = 16 << 10;
 
 Range part_of(int64_t count, int p, int size) { return piece_of(count, p, size, kPartAlign); }
@@ -38,10 +38,10 @@ void all_reduce_mailbox(Call& call, const Buffer& x, ReduceOp op) {
     }
 }
 
-// Elements are reduced so many at a time where their magnitudes are looked at, too: they are in the cache then.
+// Elements that are reduced at a time if their magnitudes are checked too: the second pass finds them in the cache.
 constexpr int64_t kBlockElements = 16 << 10;
 
-// Reduces, where all arrays are in arenas, this rank's elements, to which it contributes `own`.
+// Reduces this rank's share from `own` and the other ranks' arrays. All arrays lie in arenas.
 float reduce_apart(const Call& call, const Buffer& x, const OwnPart& own, ReduceOp op) {
     float largest = 0.0f;
     int64_t at = own.begin;
@@ -56,7 +56,7 @@ float reduce_apart(const Call& call, const Buffer& x, const OwnPart& own, Reduce
             for (int p = 0; p < call.size(); ++p) {
                 if (p != call.rank()) outs.push_back(call.in_arena(p) + offset);
             }
-            // Of the outputs, this rank's own has not been read.
+            // Only this rank's own output has not been read, so only that one is streamed.
             reduce_from(
                 call, outs, x.dtype, op, block.count,
                 [&](int p) { return p == call.rank() ? block.bytes() : call.in_arena(p) + offset; },
@@ -67,7 +67,7 @@ float reduce_apart(const Call& call, const Buffer& x, const OwnPart& own, Reduce
     return largest;
 }
 
-// Copies `own` to its place. Returns the largest magnitude in what was not there yet.
+// Copies `own` into x. Returns the largest magnitude in what was copied.
 float put_in_place(const Buffer& x, const OwnPart& own) {
     float largest = 0.0f;
     char* to = x.bytes() + own.begin * size_of(x.dtype);
@@ -81,7 +81,7 @@ float put_in_place(const Buffer& x, const OwnPart& own) {
     return largest;
 }
 
-// The result goes to every rank, or to one. Where it goes to one, all work on it, and x is left as it is elsewhere.
+// The result goes to every rank, or to one. All ranks share the work either way; x stays unchanged on the others.
 constexpr int kEveryRank = -1;
 
 void all_reduce_direct(Call& call, const Buffer& x, ReduceOp op, int root = kEveryRank) {
@@ -95,8 +95,8 @@ void all_reduce_direct(Call& call, const Buffer& x, ReduceOp op, int root = kEve
     call.step();
 }
 
-// Arrays in arenas are read and written where they lie, the others in pieces: what others need of them is staged, and
-// what others have made of them is fetched.
+// Arrays in arenas are read and written in place. The others pass through staging memory in pieces: a rank stages what
+// the others need, and fetches what they have computed.
 void all_reduce_staged(Call& call, const Buffer& x, ReduceOp op, int root = kEveryRank) {
     const int me = call.rank();
     const int64_t width = size_of(x.dtype);
@@ -106,7 +106,7 @@ void all_reduce_staged(Call& call, const Buffer& x, ReduceOp op, int root = kEve
     auto part = [&](int64_t segment, int p) { return shares.of(segments[segment].size(), p); };
     auto receives = [&](int p) { return root == kEveryRank || root == p; };
     auto lies_here = [&](int p) { return p == me || call.is_in_arena(p); };
-    auto array = [&](int p, int64_t i) {  // where it lies here
+    auto array = [&](int p, int64_t i) {  // only if lies_here(p)
         return (p == me ? x.bytes() : call.in_arena(p)) + segments[i].begin * width;
     };
     auto put = [&](char* to, const char* from, int64_t num_bytes) {
@@ -201,7 +201,7 @@ float SharedMemoryGroup::all_reduce_apart(const Buffer& x, const OwnPart& own, R
     if (in_mailbox) {
         all_reduce_mailbox(call, x, op);
     } else if (!call.all_in_arenas()) {
-        if (call.any_is_apart()) {  // that of some rank lies elsewhere: other parts of it are asked for then
+        if (call.any_is_apart()) {  // staging cuts the shares per segment, so others read what was left outside
             if (mine.is_apart != 0) call.note_largest(put_in_place(x, own));
             call.step();
         }
@@ -308,7 +308,7 @@ void SharedMemoryGroup::all_to_all(const Buffer& out, const Buffer& x, double ti
     call.announce(announcement(*this, Kind::kAllToAll, x, ReduceOp::kSum, 0));
     const int64_t part = x.num_bytes() / size_;
     const int64_t my_part = rank_ * part;
-    // address(p): where rank p has what is for me.
+    // address(p): where rank p's data for this rank lies.
     auto pull = [&](auto&& address, int64_t begin, int64_t num_bytes) {
         for (int p = 0; p < size_; ++p) {
             const char* from = p == rank_ ? x.bytes() + my_part + begin : address(p);

@@ -89,7 +89,7 @@ int SharedMemoryGroup::cause_of(int p) const {
 }
 
 void SharedMemoryGroup::break_for_good(uint32_t failed_step, int failed_peer, const std::string& why) {
-    if (!broken_.empty()) return;  // the first reason is the one to tell
+    if (!broken_.empty()) return;  // the first reason is the one to report
     broken_ = why;
     failed_peer_ = failed_peer;
     Control& mine = control(rank_);
@@ -97,7 +97,7 @@ void SharedMemoryGroup::break_for_good(uint32_t failed_step, int failed_peer, co
     mine.failed_peer = failed_peer;
     copy_text(mine.why, sizeof mine.why, why);
     mine.gave_up.store(1, std::memory_order_release);
-    std::atomic_thread_fence(std::memory_order_seq_cst);  // before the caller writes over what others read
+    std::atomic_thread_fence(std::memory_order_seq_cst);  // before the caller overwrites memory that others read
     Clock{mine.clock, mine.sleepers, mine.core}.wake();
 }
 
@@ -109,7 +109,7 @@ void SharedMemoryGroup::after_fork_in_child() {
 }
 
 void SharedMemoryGroup::close(const std::string& why) {
-    if (getpid() != pid_) return;  // a forked child: the parent's group is not its to close
+    if (getpid() != pid_) return;  // a forked child must not close its parent's group
     closing_ = true;
     if (busy_ == std::this_thread::get_id()) {
         if (closed_within_.empty()) closed_within_ = why;
@@ -129,7 +129,7 @@ void SharedMemoryGroup::close_with_lock(const std::string& why) {
     sockets_.clear();
     std::lock_guard<std::mutex> lock(arena_mutex_);
     peers_.clear();
-    arena_.reset();  // its blocks keep it, if there are any
+    arena_.reset();  // blocks that are still in use keep it alive
 }
 
 std::shared_ptr<Arena> SharedMemoryGroup::arena() const {
@@ -158,7 +158,7 @@ void SharedMemoryGroup::lock_for_operation(std::unique_lock<std::mutex>& lock, c
                           format("%s: called by a signal handler while this thread is in another operation", name));
     }
     lock = std::unique_lock(mutex_, std::try_to_lock);
-    while (!lock.owns_lock()) {  // a mutex's own wait would let no signal through
+    while (!lock.owns_lock()) {  // lock() would keep signal handlers from running
         usleep(kLockPollMicroseconds);
         check_signals_();
         lock.try_lock();

@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kMostArrivals = 256;            // of one source at a time
 constexpr int64_t kMostCopied = 1 << 20;      // at a time
-constexpr double kNextPieceSeconds = 200e-6;  // a sleep costs about 70 us to end
+constexpr double kNextPieceSeconds = 200e-6;  // waking up costs about 70 us
 
 // The compiler must not read again what a peer may have changed meanwhile.
 template <class T>
@@ -46,7 +46,7 @@ Incoming::Incoming(std::vector<char*> bases, std::vector<FirstEnvelope*> firsts,
     for (size_t p = 0; p < bases.size(); ++p) sources_.push_back({bases[p], firsts[p], nullptr, 0, {}, false});
 }
 
-// Copies the envelope at `offset`, once, and looks whether it can be.
+// Copies the envelope at `offset`, once. Returns whether it is possible.
 bool Incoming::read(Source& source, int64_t offset, Arrival& arrival) const {
     constexpr int64_t kBytes = sizeof(Envelope);
     if (offset < header_bytes_ || offset > file_bytes_ - kBytes || offset % kEnvelopeAlign != 0) return false;
@@ -57,14 +57,14 @@ bool Incoming::read(Source& source, int64_t offset, Arrival& arrival) const {
     arrival.num_bytes = once(envelope->num_bytes);
     arrival.tag = once(envelope->tag);
     const int64_t payload = once(envelope->payload);
-    if (arrival.number != source.count) return false;  // nor does a list lead back into itself
+    if (arrival.number != source.count) return false;  // this also rules out cycles in the list
     if (payload < header_bytes_ || payload > file_bytes_) return false;
     if (arrival.num_bytes < 0 || arrival.num_bytes > file_bytes_ - payload) return false;
     arrival.payload = source.base + payload;
     return true;
 }
 
-// Finds new messages of rank p, and gives each to the first receipt that takes it.
+// Finds new messages of rank p, and gives each to the first receipt that accepts it.
 void Incoming::look_for_arrivals(size_t p) {
     Source& source = sources_[p];
     for (int i = 0; i < kMostArrivals && !source.distrusted; ++i) {
@@ -111,7 +111,7 @@ void Incoming::post(ReceiptPtr receipt) {
     posted_.push_back(std::move(receipt));
 }
 
-// A peer may write anything there.
+// Clamped, because a peer may write anything there.
 int64_t Incoming::ready_bytes(const Receipt& receipt) const {
     const int64_t ready = receipt.message.envelope->ready.load(std::memory_order_acquire);
     return std::clamp(ready, receipt.copied, receipt.message.num_bytes);
@@ -207,7 +207,7 @@ bool Incoming::give_up(const ReceiptPtr& receipt, std::exception_ptr failure) {
     if (receipt->is_finished()) return false;
     finish(*receipt, std::move(failure), dropped);
     const Arrival message = receipt->message;
-    if (message.envelope != nullptr) {  // another receipt shall have it, now or later
+    if (message.envelope != nullptr) {  // goes to another receipt, now or later
         auto taker = std::find_if(posted_.begin(), posted_.end(),
                                   [&](const ReceiptPtr& other) { return accepts(*other, message); });
         if (taker != posted_.end()) {

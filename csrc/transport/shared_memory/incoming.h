@@ -1,4 +1,4 @@
-// Messages for this rank: finding them, and giving them to the receives that were posted for them.
+// Messages for this rank: finds them and matches them with posted receives.
 #pragma once
 
 #include <atomic>
@@ -15,21 +15,21 @@
 
 namespace pycomm {
 
-// What this rank took from an envelope, checked.
+// A checked copy of an envelope.
 struct Arrival {
     Envelope* envelope = nullptr;
     const char* payload = nullptr;
     int source = -1;
     int32_t width = 1;
     uint64_t number = 0;  // among those of the source
-    uint64_t order = 0;   // in which it was found, among those of all sources
+    uint64_t order = 0;   // in which it was found, over all sources
     int64_t num_bytes = 0, tag = 0;
 };
 
-// A receive that was posted. What is not const belongs to Incoming.
+// A posted receive. Members that are not const belong to Incoming.
 class Receipt {
    public:
-    // `keeper` keeps x's memory; it is dropped when nothing is written there any more.
+    // `keeper` keeps x's memory alive; it is dropped once nothing more is written there.
     Receipt(const Buffer& array, int64_t element_bytes, int source, int64_t its_tag, std::shared_ptr<void> kept)
         : x(array), width(element_bytes), src(source), tag(its_tag), keeper(std::move(kept)) {}
 
@@ -41,42 +41,42 @@ class Receipt {
     const int64_t tag;
 
     std::shared_ptr<void> keeper;
-    Arrival message;  // that it gets; none yet while it has no envelope
+    Arrival message;  // the matched one; without an envelope: none yet
     int64_t copied = 0;
     bool busy = false;  // a thread is copying
     std::atomic<bool> finished{false};
-    // Once it is finished: null if the message was received.
+    // Valid once it is finished; null if the message was received.
     std::exception_ptr failure;
 };
 using ReceiptPtr = std::shared_ptr<Receipt>;
 
-// All methods may be called by several threads.
+// All methods are thread-safe.
 class Incoming {
    public:
-    // bases[p]: where the file of rank p lies; first[p]: where the offset of its first envelope for this rank is.
-    // news(source): called after a message of `source` was taken, and after a receipt was finished.
+    // bases[p]: start of rank p's file; firsts[p]: holds the offset of its first envelope for this rank. news(source):
+    // called after a message from `source` was taken and its receipt was finished.
     Incoming(std::vector<char*> bases, std::vector<FirstEnvelope*> firsts, int64_t header_bytes, int64_t file_bytes,
              std::function<void(int source)> news);
 
     void post(ReceiptPtr receipt);
-    // Moves all messages as far as they go, those of `wanted` first; null: none in particular. Returns whether `wanted`
-    // is finished.
+    // Copies all messages as far as they have arrived, that of `wanted` first unless it is null. Returns whether
+    // `wanted` is finished.
     bool progress(Receipt* wanted);
-    // The source that it waits for, -1: any.
+    // The source that `receipt` waits for, -1: any.
     int awaited(const Receipt& receipt);
-    // Whether `source` announced what cannot be. Nothing more is read from it.
+    // Whether `source` announced an impossible message. Nothing more is read from it then.
     bool is_distrusted(int source);
-    // Ends a receipt that is not finished; a message that it has not copied completely is left to others. False if it
-    // was finished before.
+    // Finishes a receipt with `failure`; a message that it has not copied completely goes to another receipt. Returns
+    // false if it was finished before.
     bool give_up(const ReceiptPtr& receipt, std::exception_ptr failure);
-    // The same for all.
+    // The same for all receipts.
     void give_up_all(std::exception_ptr failure);
 
    private:
     struct Source {
         char* base;
         FirstEnvelope* first;
-        Envelope* last;  // whose `next` tells of the next one
+        Envelope* last;  // its `next` leads to the next one
         uint64_t count;
         std::deque<Arrival> unmatched;
         bool distrusted;
@@ -96,7 +96,7 @@ class Incoming {
     std::vector<Source> sources_;
     int64_t header_bytes_, file_bytes_;
     std::function<void(int)> news_;
-    std::list<ReceiptPtr> posted_;  // in that order
+    std::list<ReceiptPtr> posted_;  // in the order of posting
     uint64_t found_ = 0;
 };
 

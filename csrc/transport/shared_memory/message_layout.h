@@ -1,4 +1,4 @@
-// Layout of what ranks write for one another to send messages. See messages.h for how it is used.
+// Layout of the shared memory for messages. See messages.h for how it is used.
 #pragma once
 
 #include <atomic>
@@ -6,11 +6,11 @@
 
 namespace pycomm {
 
-// In the sender's file; one for each message. What the receiver acts upon it copies and checks first.
+// In the sender's file, one per message. The receiver copies and checks an envelope before it acts on it.
 struct alignas(64) Envelope {
     std::atomic<int64_t> next;   // offset of the next one for the same rank, 0: not sent yet
-    std::atomic<int64_t> ready;  // bytes of the payload that are there
-    std::atomic<uint32_t> fate;  // of kTaken and kPassed, by the receiver; with both it may be freed
+    std::atomic<int64_t> ready;  // bytes of the payload written so far
+    std::atomic<uint32_t> fate;  // kTaken, kPassed, set by the receiver; with both it may be freed
     int32_t width;               // bytes of an element, for errors
     uint64_t number;             // of the message, among those for the same rank
     int64_t num_bytes;
@@ -18,25 +18,27 @@ struct alignas(64) Envelope {
     int64_t tag;
 
     static constexpr uint32_t kTaken = 1;   // the payload was copied
-    static constexpr uint32_t kPassed = 2;  // so was `next`
+    static constexpr uint32_t kPassed = 2;  // `next` was followed
 };
 static_assert(sizeof(Envelope) == 64);
 
 // In every rank's file, before the offsets of its first envelope for each rank.
 struct alignas(64) PostOffice {
-    // Wakes this rank when a message has come for it, or one of its own was taken.
+    // Wakes this rank when a message was posted for it, or one of its own was taken.
     std::atomic<uint32_t> rings;
     std::atomic<uint32_t> listening;
-    std::atomic<int32_t>
-        awaited;  // the rank that the only thread in an operation waits for, -1: not just one, or it does not wait
-    std::atomic<uint32_t> moves;  // messages sent and received, to see that nothing happens
-    std::atomic<uint32_t> looks;  // at what has come, in vain, by who waits: a rank without a core to run on has none
+    // The rank that this one's only thread in an operation waits for; -1: no wait, or several threads.
+    std::atomic<int32_t> awaited;
+    // Counts messages sent and received, to detect a standstill.
+    std::atomic<uint32_t> moves;
+    // Counts the fruitless looks for messages of waiting threads: it stands still while a rank has no core to run on.
+    std::atomic<uint32_t> looks;
 };
 using FirstEnvelope = std::atomic<int64_t>;
 static_assert(FirstEnvelope::is_always_lock_free);
 
 inline constexpr int64_t kEnvelopeAlign = alignof(Envelope);
-// Of tags: other transports send them as 32 bits, and some for themselves.
+// End of the range of tags: other transports send tags as 32 bits and use some themselves.
 inline constexpr int64_t kTagEnd = int64_t{1} << 30;
 
 // Bytes of the part that a group of `size` ranks needs of every file.

@@ -45,7 +45,7 @@ bool MessageWait::died(int p) const {
            control(p).gave_up.load(std::memory_order_acquire) == 0;
 }
 
-// Whose end keeps p from sending or receiving, if p has ended: its own, or the end of another rank, for which it ended.
+// If p has ended, returns the root cause: its own end, or the end of another rank that made p end.
 std::optional<MessageWait::Gone> MessageWait::gone(int p) const {
     std::optional<Gone> found = ended(p);
     if (!found.has_value()) return found;
@@ -55,7 +55,7 @@ std::optional<MessageWait::Gone> MessageWait::gone(int p) const {
         return Gone{cause, first.has_value() ? first->what : found->what};
     }
     if (died(p)) return found;
-    for (int q = 0; q < size(); ++q) {  // a death is why others close, not the other way round
+    for (int q = 0; q < size(); ++q) {  // a death explains why others close
         if (died(q)) return ended(q);
     }
     return found;
@@ -70,17 +70,17 @@ std::optional<MessageWait::Gone> MessageWait::ended(int p) const {
     if (connection_closed(messages_.group_.sockets_[static_cast<size_t>(p)].get())) {
         return Gone{p, format("rank %d died (its connection is closed)", p)};
     }
-    // Such a process keeps its connections until that is written.
+    // A process that is dumping core keeps its connections open until the dump is written.
     if (state_of(messages_.group_.pids_[static_cast<size_t>(p)]) == ProcessState::kDumpingCore) {
         return Gone{p, format("rank %d is dumping core", p)};
     }
     if (messages_.incoming_->is_distrusted(p)) {
-        return Gone{p, format("rank %d announced what cannot be: its memory was damaged, or tampered with,", p)};
+        return Gone{p, format("rank %d announced an impossible message: its memory was damaged or tampered with", p)};
     }
     return std::nullopt;
 }
 
-// src -1: the first one, if all others are gone.
+// src -1: any rank; returns the first one if all others are gone.
 std::optional<MessageWait::Gone> MessageWait::all_gone(int src) const {
     if (src >= 0) return gone(src);
     std::optional<Gone> first;
@@ -114,7 +114,7 @@ std::string MessageWait::stopped(int p) const {
 
 void MessageWait::give_up_if_hopeless(const ReceiptPtr& receipt, double waited) {
     std::optional<Gone> found = all_gone(messages_.incoming_->awaited(*receipt));
-    // What they sent before came before what was seen now.
+    // Whatever they sent before they ended is visible by now.
     if (!found.has_value() || messages_.incoming_->progress(receipt.get())) return;
     messages_.incoming_->give_up(receipt, std::make_exception_ptr(loss(*found, waited)));
 }
@@ -135,7 +135,7 @@ void MessageWait::for_message(const ReceiptPtr& receipt) {
             }
             require_usable();
             if (waited > timeout_) {
-                std::string what = src < 0 ? "timed out waiting for a message of any rank"
+                std::string what = src < 0 ? "timed out waiting for a message from any rank"
                                            : format("timed out waiting for rank %d%s", src, stopped(src).c_str());
                 throw failure(src, waited, what + format(" with tag %lld", static_cast<long long>(receipt->tag)));
             }
@@ -146,7 +146,7 @@ void MessageWait::for_message(const ReceiptPtr& receipt) {
 
 void MessageWait::for_room(int dst, int64_t cost) {
     const Bell bell = messages_.bell_of(rank());
-    // Others may wait for room for what this rank wants to receive.
+    // Others may wait for room until this rank takes their messages.
     auto done = [&] {
         messages_.incoming_->progress(nullptr);
         return messages_.outgoing_->reserve(cost);
@@ -178,21 +178,21 @@ void MessageWait::for_room(int dst, int64_t cost) {
 }
 
 std::string MessageWait::what_is_buffered() const {
-    return format("no room: of at most %lld bytes that may be buffered (PYCOMM_BUFFER_BYTES) these are in use: %s",
+    return format("no room: at most %lld bytes may be buffered (PYCOMM_BUFFER_BYTES), in use are: %s",
                   static_cast<long long>(messages_.outgoing_->limit()), messages_.outgoing_->describe().c_str());
 }
 
-// Whether dst, or whom it waits for, and so on, waits for this rank, and nothing has moved since, though all of them
-// who wait for messages have looked for some. Each of these ranks has a single thread in an operation, this one too:
-// another one may have room, and no core yet on which to use it.
+// Whether the chain of waits from dst leads back to this rank and has stood still since the last call, although all of
+// its ranks that wait for messages have looked for some meanwhile. Each rank of the chain, this one included, has a
+// single thread in an operation: another thread could still move something, even if it has no core at the moment.
 bool MessageWait::would_wait_for_ever(int dst) {
     if (messages_.office(rank()).awaited.load(std::memory_order_relaxed) < 0) return false;
-    constexpr uint32_t kEnoughLooks = 2;  // the second one began after the first was seen
+    constexpr uint32_t kEnoughLooks = 2;  // so that one of them began after the last call
     std::vector<uint32_t> seen, looks;
     int p = dst;
     for (int i = 0; i <= size() && p >= 0 && p < size(); ++i) {
         seen.push_back(static_cast<uint32_t>(p));
-        seen.push_back(messages_.office(p).moves.load(std::memory_order_acquire));  // not after what is read below
+        seen.push_back(messages_.office(p).moves.load(std::memory_order_acquire));  // before all that is read below
         if (p == rank()) {
             if (seen != seen_ || looks.size() != looks_.size()) {
                 seen_ = std::move(seen);
@@ -206,7 +206,7 @@ bool MessageWait::would_wait_for_ever(int dst) {
         }
         const int by_message = messages_.office(p).awaited.load(std::memory_order_relaxed);
         if (by_message >= 0) {
-            // Between two reads of its moves: a move that came before the last of these looks is not missed.
+            // Read between two reads of its moves, so that a move before the last of these looks is not missed.
             looks.push_back(messages_.office(p).looks.load(std::memory_order_seq_cst));
             seen.push_back(messages_.office(p).moves.load(std::memory_order_relaxed));
         }

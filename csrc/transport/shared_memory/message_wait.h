@@ -1,4 +1,4 @@
-// One thread's wait in Messages: for a message, or for room to send one. It ends with an error when that cannot come.
+// One thread's wait in Messages: for a message, or for room to send one. It fails if that can no longer come.
 #pragma once
 
 #include <optional>
@@ -17,22 +17,22 @@ class MessageWait {
     MessageWait(const MessageWait&) = delete;
     MessageWait& operator=(const MessageWait&) = delete;
 
-    // All throw CommFailure, and what signal handlers throw.
+    // All of these throw CommFailure, and what signal handlers throw.
 
-    // Unless this rank has given up, or is closing.
+    // Throws if this rank has given up or is closing.
     void require_usable() const;
-    // Unless rank p has, or died. Its process is looked at now and then only.
+    // Throws if rank p has given up or died. Looks at its process only from time to time.
     void require_present(int p);
     // Returns once `cost` bytes are reserved.
     void for_room(int dst, int64_t cost);
-    // Returns once the receipt is finished. It is given up before the error if no message can come for it any more.
+    // Returns once the receipt is finished; it is given up if no message can come for it any more.
     void for_message(const ReceiptPtr& receipt);
-    // The same without waiting; throws nothing of that.
+    // Gives the receipt up if no message can come for it any more. Does not wait, and throws none of these errors.
     void give_up_if_hopeless(const ReceiptPtr& receipt, double waited);
 
    private:
     struct Gone {
-        int peer;  // whose failure it was
+        int peer;  // the rank that failed
         std::string what;
     };
 
@@ -42,7 +42,7 @@ class MessageWait {
     std::optional<Gone> gone(int p) const;
     std::optional<Gone> ended(int p) const;
     bool died(int p) const;
-    // What to throw where somebody is gone; peers that wait for this rank, if it ends now, are to find the same.
+    // The error for a rank that is gone. Also publishes it, so that peers of this rank report the same cause.
     [[nodiscard]] CommFailure loss(const Gone& gone, double waited) const;
     std::optional<Gone> all_gone(int src) const;
     void begin(int peer);
@@ -55,9 +55,9 @@ class MessageWait {
     Messages& messages_;
     const char* name_;
     double timeout_;
-    std::optional<int> peer_;  // while it is published
+    std::optional<int> peer_;  // the peer published for this wait
     double next_look_;
-    std::vector<uint32_t> seen_, looks_;  // of those who wait for one another
+    std::vector<uint32_t> seen_, looks_;  // of the ranks that wait for one another, at the last look
 };
 
 }  // namespace pycomm

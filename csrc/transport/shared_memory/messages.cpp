@@ -13,11 +13,12 @@
 namespace pycomm {
 namespace {
 
-constexpr int64_t kMessagePieceBytes = 64 << 10;  // sender and receiver share a cache
+constexpr int64_t kMessagePieceBytes = 64 << 10;  // small enough to pass through a cache that sender and receiver share
 
 }  // namespace
 
-// A thread's stay in an operation. close() waits for its end; signal handlers must not begin another one within.
+// Marks a thread as inside an operation. close() waits for its end; signal handlers must not begin another one within
+// it.
 class Messages::Inside {
    public:
     Inside(Messages& messages, const char* name) : messages_(messages) {
@@ -144,7 +145,7 @@ bool Messages::cancel(const ReceiptPtr& receipt) {
     std::string text = format("rank %d: recv: this receive was cancelled", group_.rank_);
     bool withdrawn = incoming_->give_up(
         receipt, std::make_exception_ptr(CommFailure(group_.rank_, -1, "recv", 0.0, std::move(text))));
-    if (withdrawn) tell(group_.rank_);  // who waits for it hears of it
+    if (withdrawn) tell(group_.rank_);  // wakes the thread that waits for it
     return withdrawn;
 }
 
@@ -189,7 +190,7 @@ void Messages::publish_wait(int peer, bool begins) {
     publish_awaited();
 }
 
-// With the lock of the threads. While another thread is in an operation, it may be what the peer waits for.
+// Requires threads_mutex_. Publishes no wait while a second thread is in an operation: the peer may wait for that one.
 void Messages::publish_awaited() {
     const int awaited = waiting_for_.size() == 1 && inside_.size() == 1 ? waiting_for_[0] : -1;
     if (awaited == awaited_) return;

@@ -24,7 +24,7 @@ int Outgoing::cell_of(int64_t num_bytes) {
     return cell;
 }
 
-// Cells are larger, by half on average: what users set as the limit is about what they send.
+// Cells are larger, by half on average. That is not counted: the limit that users set is about the bytes they send.
 int64_t Outgoing::cost_of(int64_t num_bytes) { return num_bytes + kSmallestCell; }
 
 bool Outgoing::reserve(int64_t cost) {
@@ -79,13 +79,13 @@ void Outgoing::post(int dst, const Letter& letter) {
     queue.under_way.push_back(letter);
     FirstEnvelope& link = queue.last == nullptr ? firsts_[dst] : queue.last->next;
     queue.last = letter.envelope;
-    // Sequentially consistent, as Bell wants it.
+    // Sequentially consistent, as Bell requires.
     link.store(reinterpret_cast<char*>(letter.envelope) - arena_->data(), std::memory_order_seq_cst);
     sweep_front(queue);
 }
 
-// Whether nothing of it is needed any more. Its payload is given back as soon as it was taken: the last message of a
-// queue is not passed before the next one is sent.
+// Returns whether the letter can be dropped. Its payload is freed as soon as the message was taken: the envelope of a
+// queue's last message has to stay until the next one is sent.
 bool Outgoing::is_done(const Queue& queue, Letter& letter) {
     const uint32_t fate = letter.envelope->fate.load(std::memory_order_acquire);
     if ((fate & Envelope::kTaken) == 0) return false;
@@ -104,15 +104,15 @@ void Outgoing::sweep(Queue& queue) {
     queue.sweep_at = 2 * queue.under_way.size() + 64;
 }
 
-// What costs little however many are under way; now and then all of them, which may be taken in any order.
+// Sweeps the front, which is cheap at any length, and from time to time all: messages may be taken in any order.
 void Outgoing::sweep_front(Queue& queue) {
     while (!queue.under_way.empty() && is_done(queue, queue.under_way.front())) queue.under_way.pop_front();
     if (queue.under_way.size() >= queue.sweep_at) sweep(queue);
 }
 
-// Who waits for room asks again and again, and millions may be under way.
+// A thread that waits for room calls this again and again, and millions of messages may be under way.
 void Outgoing::sweep_all_now_and_then() {
-    constexpr double kPause = 10.0;  // times as long as it took
+    constexpr double kPause = 10.0;  // times the duration of a sweep
     const double start = monotonic_seconds();
     if (start < next_sweep_) {
         for (Queue& queue : queues_) sweep_front(queue);

@@ -12,41 +12,41 @@
 
 namespace pycomm {
 
-// A message of this rank: what it knows itself, whatever others write into the envelope.
+// This rank's own record of a message: it does not depend on what others write into the envelope.
 struct Letter {
     Envelope* envelope;
     char* payload;
     int cell;      // index of the envelope's size
-    char* block;   // of the arena, that holds the payload; null where that lies in the cell, or was given back
+    char* block;   // arena block with the payload; null: the payload lies in the cell, or was freed
     int64_t cost;  // 0 once it is taken
 };
 
-// All methods may be called by several threads.
+// All methods are thread-safe.
 class Outgoing {
    public:
-    // Messages of at most so many bytes lie in one cell with their envelope.
+    // Messages up to this size share a cell with their envelope.
     static constexpr int64_t kSmallBytes = (8 << 10) - static_cast<int64_t>(sizeof(Envelope));
 
-    // firsts[p]: where the offset of the first envelope for rank p goes.
+    // firsts[p]: receives the offset of the first envelope for rank p.
     Outgoing(std::shared_ptr<Arena> arena, FirstEnvelope* firsts, int size);
 
-    // What a message of `num_bytes` counts for until it is taken.
+    // Bytes that a message of `num_bytes` counts as buffered until it is taken.
     static int64_t cost_of(int64_t num_bytes);
 
-    // Takes `cost` of what may be buffered, if so much is free.
+    // Reserves `cost` bytes of the limit; returns false if fewer are free.
     bool reserve(int64_t cost);
-    // Makes a message, whose cost is reserved, without its content. Throws OutOfMemory.
+    // Allocates a message without its content; its cost must be reserved. Throws OutOfMemory.
     Letter open(int64_t num_bytes, int64_t width, int64_t tag);
-    // Hands it to rank dst: its next message.
+    // Appends the message to rank dst's list.
     void post(int dst, const Letter& letter);
 
     int64_t limit() const;
     void set_limit(int64_t num_bytes);
     int64_t buffered();
-    // How many bytes are buffered for which ranks, for errors.
+    // The bytes buffered for each rank, for errors.
     std::string describe();
 
-    // Gives the arena up, without freeing what receivers may still read.
+    // Lets go of the arena without freeing what receivers may still read.
     void end();
 
    private:
@@ -57,7 +57,7 @@ class Outgoing {
         std::deque<Letter> under_way;
         Envelope* last = nullptr;
         uint64_t count = 0;
-        size_t sweep_at = 64;  // of under_way
+        size_t sweep_at = 64;  // length of under_way at which it is swept
     };
 
     static int cell_of(int64_t num_bytes);
@@ -73,7 +73,7 @@ class Outgoing {
     std::vector<Queue> queues_;
     std::vector<char*> cells_[kNumCells];  // free ones
     int64_t limit_ = INT64_MAX, buffered_ = 0;
-    double next_sweep_ = 0.0;  // of all
+    double next_sweep_ = 0.0;  // when all queues may be swept again
 };
 
 }  // namespace pycomm

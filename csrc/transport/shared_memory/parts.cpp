@@ -102,7 +102,7 @@ void Parts::require_matches() const {
     for (int p = 0; p < call_.size(); ++p) {
         for (int q = 0; q < call_.size(); ++q) {
             if (part(p, q).sends == part(q, p).receives) continue;
-            throw ArgumentError(format("%s: rank %d has %lld bytes for rank %d, which wants %lld", call_.name(), p,
+            throw ArgumentError(format("%s: rank %d has %lld bytes for rank %d, which expects %lld", call_.name(), p,
                                        static_cast<long long>(part(p, q).sends), q,
                                        static_cast<long long>(part(q, p).receives)));
         }
@@ -165,7 +165,7 @@ void SharedMemoryGroup::reduce_scatter_v(const Buffer& out, const std::vector<Bu
     call.announce({.kind = Kind::kReduceScatterV, .dtype = out.dtype, .op = op});
     parts.exchange();
     parts.move([&](int64_t i) {
-        const Range range = parts.piece(rank_, i);  // the same of every rank
+        const Range range = parts.piece(rank_, i);  // the same for every rank
         reduce_from(call, {out.bytes() + range.begin}, out.dtype, op, range.size() / size_of(out.dtype),
                     [&](int p) { return parts.address(p, i); });
     });

@@ -1,12 +1,11 @@
-// What every rank has for every other one, and where it lies, for collectives whose arrays differ from rank to rank.
+// Tables of what each rank sends to each other rank and where it lies, for collectives with arrays of unequal lengths.
 //
-// A rank writes its table into its mailbox before it announces the operation, and reads all tables after: so all know
-// whether lengths fit together, and how many steps follow. Arrays travel in one of three ways, each rank deciding for
-// its own:
-//   mailbox    all of a rank's arrays are small: they lie behind its table.
-//   arena      whoever gets the array reads it there; one step at the end.
-//   staged     array by array: segment i of a rank's staging area holds the i-th piece of each of them, so that all
-//              receivers have something to do in every step.
+// A rank writes its table into its mailbox before it announces the operation, and reads all tables afterwards. So all
+// ranks know whether the lengths match and how many steps follow. Each rank decides how its own arrays travel:
+//   mailbox    all of them are small: they follow its table.
+//   arena      the receiver reads the array in the arena; one step at the end.
+//   staged     segment i of the rank's staging area holds the i-th piece of each array, so that all receivers have
+//              something to do in every step.
 // An array that goes to several ranks is put into the mailbox, or staged, once.
 #pragma once
 
@@ -20,22 +19,22 @@ namespace pycomm {
 struct Part {
     int64_t sends;     // bytes, to that peer
     int64_t receives;  // bytes, from that peer
-    int64_t at;        // of what is sent: its offset in the file; where it is staged, ~(first peer that gets the array)
+    int64_t at;        // offset in the file of the array that is sent; if it is staged: ~(first peer that gets it)
 };
 
 class Parts {
    public:
-    // Writes this rank's table, and small arrays, into its mailbox: before the announcement. receives[p]: bytes.
+    // Writes this rank's table and small arrays into its mailbox, before the announcement. receives[p]: bytes.
     Parts(Call& call, const SharedMemoryGroup& group, const std::vector<Buffer>& xs,
           const std::vector<int64_t>& receives);
-    // Reads all tables: after the announcement. Throws ArgumentError, on every rank, naming the first pair of ranks
-    // where one does not send what the other expects.
+    // Reads all tables, after the announcement. If two ranks disagree on a length, throws ArgumentError on every rank,
+    // naming the first such pair.
     void exchange();
 
-    // Calls use(i) for the i-th pieces of all arrays, after what is staged of them has been.
+    // Calls use(i) for the i-th pieces of all arrays, once those that are staged have been written.
     template <class Use>
     void move(Use&& use) {
-        if (num_segments_ == 0) use(0);  // everything lies where it can be read, and is one piece
+        if (num_segments_ == 0) use(0);  // everything can be read in place, as one piece
         pipeline(call_, num_segments_, [&](int64_t i) { stage(i); }, use);
         if (any_in_arena_) call_.step();  // the others have read
     }

@@ -7,16 +7,16 @@
 namespace pycomm {
 namespace {
 
-// Bytes that a rank reads and writes in a second. Nothing depends on it much: half of it makes shares less unequal.
+// Bytes that a rank reads and writes per second. A rough figure will do: half of it only makes shares less unequal.
 constexpr double kBytesPerSecond = 12e9;
-constexpr double kLeastDifference = 0.05;  // of a share, below which nothing is gained
+constexpr double kLeastDifference = 0.05;  // as a fraction of a share; below it nothing is gained
 
-// What each does of `work` seconds so that slack and work add up to the same, where both can.
+// Divides `work` seconds so that work minus slack is the same for all ranks; one with too little slack gets no work.
 std::vector<double> levelled(const std::vector<double>& slacks, double work) {
     std::vector<double> sorted = slacks;
     std::sort(sorted.begin(), sorted.end(), std::greater<>());
     double sum = 0.0, level = 0.0;
-    for (size_t i = 0; i < sorted.size(); ++i) {  // of those who wait most, as many as have something to do
+    for (size_t i = 0; i < sorted.size(); ++i) {  // the ranks with the most slack, as many as get work
         sum += sorted[i];
         const double next = (work - sum) / static_cast<double>(i + 1);
         if (next + sorted[i] < 0.0) break;
@@ -32,7 +32,7 @@ std::vector<double> levelled(const std::vector<double>& slacks, double work) {
 Shares::Shares(const std::vector<double>& slacks, int64_t num_bytes) : size_(static_cast<int>(slacks.size())) {
     const auto [least, most] = std::minmax_element(slacks.begin(), slacks.end());
     if (size_ < 2 || *least < 0.0 || num_bytes < kUnequalBytes) return;
-    // Of each element all ranks' inputs are read, and all ranks' results written.
+    // For each element, all ranks' inputs are read and all ranks' results written.
     const double work = 2.0 * size_ * static_cast<double>(num_bytes) / kBytesPerSecond;
     if (*most - *least < kLeastDifference * work / size_) return;
     borders_.push_back(0.0);

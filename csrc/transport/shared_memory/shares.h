@@ -1,7 +1,7 @@
-// How much of an operation each rank does. All have the same to do, but for a rank that the others usually wait for:
-// its core has something else to do, another process or, while an optimizer hook's thread reduces, its own backward.
-// Those who wait do more of it then, as much as keeps all of them busy for equally long, waiting included. Sums have
-// the same bits, whoever makes them.
+// How much of an operation each rank does. By default all do the same. A rank that the others usually wait for does
+// less: its core is busy with another process or, while an optimizer hook's thread reduces, with its own backward pass.
+// The waiting ranks take over so much of its share that all are busy for equally long. The bits of a sum do not depend
+// on which rank computes it.
 #pragma once
 
 #include <cstdint>
@@ -11,21 +11,22 @@
 
 namespace pycomm {
 
-// Inner borders between parts: whole cache lines of every type, so that two ranks never write one line.
+// Alignment of borders between parts, in elements: whole cache lines for every type, so that no two ranks write one
+// line.
 inline constexpr int64_t kPartAlign = 64;
-inline constexpr int64_t kUnequalBytes = 1 << 20;  // of operations from which on it matters
+inline constexpr int64_t kUnequalBytes = 1 << 20;  // smaller operations are shared equally
 
 class Shares {
    public:
-    // slacks[p]: for how long rank p usually waits for others, in seconds; if any is negative, the shares are equal.
-    // The result depends on these alone, so that all ranks get the same one.
+    // slacks[p]: rank p's usual wait for others, in seconds; if any is negative, the shares are equal. The result
+    // depends on the arguments alone, so all ranks get the same one.
     Shares(const std::vector<double>& slacks, int64_t num_bytes);
-    // Of `count` elements.
+    // Rank p's share of `count` elements.
     Range of(int64_t count, int p) const;
 
    private:
     int size_;
-    std::vector<double> borders_;  // between the shares, as parts of the whole, with both ends; none: equal ones
+    std::vector<double> borders_;  // of the shares, as fractions of the whole, both ends included; empty: equal shares
 };
 
 }  // namespace pycomm

@@ -10,11 +10,11 @@ namespace {
 constexpr int64_t kSizes[] = {1 << 20, 512 << 10, 256 << 10, kMostSegmentBytes};
 constexpr int kNumSizes = 4;
 static_assert(kNumStagings == 2 * kNumSizes);
-// Of operations that tell: the ends of smaller ones weigh more than their middle.
+// Smaller operations are not measured: their beginning and end dominate.
 constexpr int64_t kLeastBytes = 8 << 20;
-constexpr int kPairs = 3;  // of a trial, all of which the other way has to win
+constexpr int kPairs = 3;  // per trial; the other way must win all of them
 constexpr double kWon = 0.98;
-constexpr int kPause = 32;  // operations between trials, once each way has had one
+constexpr int kPause = 32;  // operations between trials, once each way has had a trial
 
 bool has_demote() {
 #if defined(__x86_64__)
@@ -31,7 +31,7 @@ Staging staging_of(int index) { return {kSizes[index % kNumSizes], index >= kNum
 
 void demote(const char* to, int64_t num_bytes) {
 #if defined(__x86_64__)
-    // Among the encodings that processors without it take for nothing.
+    // Processors without CLDEMOTE execute this encoding as a no-op.
     for (int64_t i = 0; i < num_bytes; i += kCacheLine) {
         asm volatile(".byte 0x0f, 0x1c, 0x07" : : "D"(to + i) : "memory");
     }

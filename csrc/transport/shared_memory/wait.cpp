@@ -15,23 +15,23 @@
 namespace pycomm {
 namespace {
 
-constexpr int kLooks = 20;         // at first, without a look at the time
-constexpr int kPausesPerLook = 4;  // later
-// A sleep costs about 70 us to end: looking for three times as long is never much worse than sleeping at once.
+constexpr int kLooks = 20;         // first polls, before the time is read
+constexpr int kPausesPerLook = 4;  // after those
+// Waking up costs about 70 us: polling for three times as long is never much worse than sleeping at once.
 constexpr double kYieldSeconds = 200e-6;
 constexpr double kPauseSeconds = 5e-3;  // longer than a time slice
-constexpr double kVainSeconds = 20e-6;  // where it would most likely be in vain
+constexpr double kVainSeconds = 20e-6;  // if polling would most likely be in vain
 constexpr double kLeastUsual = 1e-6, kStep = 1.1;
-constexpr int kEncounters = 32;         // waits on one core with the rank that is waited for, until one of them leaves
-constexpr double kMoveSeconds = 50e-3;  // between two moves: where the scheduler undoes them, it knows better
+constexpr int kEncounters = 32;         // waits on the awaited rank's core before one of the two moves
+constexpr double kMoveSeconds = 50e-3;  // between two moves: if the scheduler undoes them, it knows better
 constexpr long kSliceNanoseconds = 20'000'000;
 
 inline void pause_briefly() {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #elif defined(__aarch64__)
-    // Not `yield`, which most cores take for a nop: the line that is waited for would be asked for all the time. To
-    // empty the pipeline takes about as long as a pause on x86 does.
+    // Not `yield`: most cores treat it as a nop, and the awaited cache line would be requested all the time. Flushing
+    // the pipeline takes about as long as a pause on x86.
     asm volatile("isb");
 #endif
 }
@@ -45,7 +45,7 @@ long futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const tim
     return syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), operation, value, timeout, nullptr, 0);
 }
 
-// Counts an encounter on this core; after so many, moves this thread to another one of those that it may use.
+// Counts an encounter on this core; after kEncounters, moves this thread to another core that it may use.
 void make_room() {
     static thread_local int encounters = 0;
     static thread_local double next_move = 0.0;
@@ -97,7 +97,7 @@ void wait_until(const WaitPoint& point, const std::function<bool()>& done, const
     };
     const bool yields = patience.crowded() || !is_first_thread();
     const double limit = patience.seconds(yields);
-    double next_yield = kYieldSeconds;  // the other one may have moved to this core since it was seen
+    double next_yield = kYieldSeconds;  // the awaited rank may have moved to this core since it was last seen
     for (double now = 0.0; now < limit; now = waited()) {
         if (done()) return patience.learn(now);
         const bool meets = !yields && is_on_this_core();
@@ -112,9 +112,8 @@ void wait_until(const WaitPoint& point, const std::function<bool()>& done, const
     while (!done()) {
         check(waited());
         point.sleepers.fetch_add(1, std::memory_order_seq_cst);
-        // done() may read with acquire alone, which nothing in the language keeps behind the addition: without a fence
-        // it could be that neither the waker sees the sleeper nor the sleeper the news. (On x86 the addition is a
-        // fence.)
+        // done() may read with acquire only, and the language allows such a read to move before the addition. Without a
+        // fence, the waker could miss the sleeper while the sleeper misses the event. (On x86 the addition is a fence.)
         std::atomic_thread_fence(std::memory_order_seq_cst);
         uint32_t seen = point.word.load(std::memory_order_seq_cst);
         const bool is_done = done();

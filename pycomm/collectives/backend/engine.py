@@ -276,8 +276,8 @@ def _require_same_dtypes(
     wrong = (table[:, 0] != table[:, 1].T).nonzero().tolist()
     if wrong:
         p, q = wrong[0]
-        has, wants = (_DTYPES[int(number)] for number in (table[p, 0, q], table[q, 1, p]))
-        raise ValueError(f"the ranks disagree: rank {p} has {has} for rank {q}, which wants {wants}")
+        has, expected = (_DTYPES[int(number)] for number in (table[p, 0, q], table[q, 1, p]))
+        raise ValueError(f"the ranks disagree: rank {p} has {has} for rank {q}, which expects {expected}")
 
 
 def _number_of(x: torch.Tensor | None) -> int:

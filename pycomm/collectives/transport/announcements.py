@@ -52,7 +52,7 @@ def agree(
     rows = gathered.view(group.size, len(mine)).tolist()
     for p, row in enumerate(rows):
         if not _is_valid(row):
-            raise group.fail(kind, p, f"rank {p} announced what cannot be", 0.0)
+            raise group.fail(kind, p, f"rank {p} announced an impossible operation", 0.0)
     if kind == "refused":
         return []  # this rank has its own error to report
     for p, row in enumerate(rows):
@@ -81,8 +81,8 @@ def agree_on_lengths(
     wrong = (lengths[:, 0] != lengths[:, 1].T).nonzero().tolist()
     if wrong:
         p, q = wrong[0]
-        has, wants = int(lengths[p, 0, q]), int(lengths[q, 1, p])
-        raise ValueError(f"{kind}: rank {p} has {has} bytes for rank {q}, which wants {wants}")
+        has, expected = int(lengths[p, 0, q]), int(lengths[q, 1, p])
+        raise ValueError(f"{kind}: rank {p} has {has} bytes for rank {q}, which expects {expected}")
 
 
 def _is_valid(row: list[int]) -> bool:

@@ -37,8 +37,8 @@ def require_op(op: object, dtype: str, name: str) -> None:
     require(isinstance(op, str), f"op is {op!r}, {wanted}", TypeError)
     require(op in OPS, f"op is {op!r}, {wanted}")
     floating = dtype in FLOATING
-    require(op != "mean" or floating, f"op 'mean' wants a floating dtype, {name} has {dtype}", TypeError)
-    require(op not in BITWISE or not floating, f"op '{op}' wants an integer dtype, {name} has {dtype}", TypeError)
+    require(op != "mean" or floating, f"op 'mean' requires a floating dtype, {name} has {dtype}", TypeError)
+    require(op not in BITWISE or not floating, f"op '{op}' requires an integer dtype, {name} has {dtype}", TypeError)
 
 
 def rank_of(value: object, name: str, size: int) -> int:

@@ -157,9 +157,9 @@ class TorchTransport:
     @counted
     def run_program(self, program: Program, x: Any, op: str, timeout: float) -> None:
         def check() -> torch.Tensor:
-            wanted = f"wanted one of rank {self.rank} of {self.size}"
+            wanted = f"wanted one for rank {self.rank} of {self.size}"
             mine = (program.rank, program.num_ranks) == (self.rank, self.size)
-            require(mine, f"the program is of rank {program.rank} of {program.num_ranks}, {wanted}")
+            require(mine, f"the program is for rank {program.rank} of {program.num_ranks}, {wanted}")
             return reducible("x", x, op, writes=True)
 
         tensor = self._checked(timeout, check)

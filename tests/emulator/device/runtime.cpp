@@ -86,9 +86,9 @@ void wait_for(Stream stream, Event event) {
     waits.emplace_back(moment->stream, stream);
 }
 bool has_happened(Event event) {
-    capture::require_safe("asking after an event");
+    capture::require_safe("querying an event");
     auto moment = static_cast<FakeEvent*>(event);
-    if (moment->capture != 0) capture::forbid("asking after an event", "cudaErrorCapturedEvent", moment->capture);
+    if (moment->capture != 0) capture::forbid("querying an event", "cudaErrorCapturedEvent", moment->capture);
     return moment->happens || !stalled;
 }
 

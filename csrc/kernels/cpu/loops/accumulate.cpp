@@ -32,7 +32,7 @@ inline void append(Collector& collector, Vec v, uint32_t hits, int64_t at) {
     }
 }
 
-// The arrays of one range, typed; those that are not there are null.
+// The arrays of one range, typed; absent ones are null.
 template <class Grad>
 struct Arrays {
     const Grad *grad, *weight;
@@ -60,7 +60,7 @@ struct Arrays {
     }
 };
 
-// Every branch in here depends on `terms` alone and is nothing beside the memory that is waited for.
+// Every branch in here depends on `terms` alone, and costs nothing compared to the wait for memory.
 template <class Grad>
 class FloatAccumulation {
    public:
@@ -130,7 +130,7 @@ class FloatAccumulation {
                         a_.old_velocity == nullptr ? zero : load_partial(a_.old_velocity + i, n), &velocity);
             store_partial(a_.acc + i, v, n);
             if (a_.velocity != nullptr) store_partial(a_.velocity + i, velocity, n);
-            // Lanes behind a partial vector's end are zero, and no limit is below that.
+            // Lanes beyond a partial vector's end are zero, and no limit is below zero.
             if (collector_ != nullptr) append(*collector_, v, not_at_most(magnitude(v), limit_), i);
         }
     }

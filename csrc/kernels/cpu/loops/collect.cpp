@@ -75,7 +75,7 @@ constexpr Compressions kCompressions = make_compressions();
 int64_t collect(const float* x, int64_t count, uint32_t threshold, uint32_t first_index, Candidate* out,
                 int64_t capacity, int64_t* num_collected) {
     const __m256i clear_sign = _mm256_set1_epi32(0x7fffffff);
-    // Comparisons are signed; no key has its highest bit set, so that nothing exceeds a threshold that has.
+    // Comparisons are signed. No key has its highest bit set, so nothing exceeds a threshold with that bit.
     const __m256i limit = _mm256_set1_epi32(static_cast<int>(threshold < 0x7fffffffu ? threshold : 0x7fffffffu));
     int64_t found = 0, i = 0;
     auto emit = [&](__m256i bits, __m256i hits, int64_t at) {
@@ -103,7 +103,7 @@ int64_t collect(const float* x, int64_t count, uint32_t threshold, uint32_t firs
     }
     while (i < count && found + kCollectSlack <= capacity) {
         int64_t n = count - i < 8 ? count - i : 8;
-        // Lanes behind the end are zero, which exceeds nothing.
+        // Lanes beyond the end are zero, which exceeds nothing.
         __m256i bits = _mm256_castps_si256(load_partial(x + i, n));
         emit(bits, _mm256_cmpgt_epi32(_mm256_and_si256(bits, clear_sign), limit), i);
         i += n;

@@ -58,7 +58,7 @@ bool convert_doubles(const char* src, char* dst, int64_t count, double scale, do
     return finite;
 }
 
-// What moves through registers of floats keeps its bits: nothing is computed.
+// Bytes keep their values in float registers: nothing is computed.
 int64_t stream_lines(const char* src, char* dst, int64_t num_bytes) {
     constexpr int64_t kStep = 4 * kLanes * static_cast<int64_t>(sizeof(float));
     int64_t i = 0;

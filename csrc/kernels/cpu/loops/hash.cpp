@@ -5,7 +5,7 @@
 namespace pycomm::PYCOMM_ISA {
 namespace {
 
-// Keys of the elements of a block, apart so that they are loaded as vectors.
+// Keys of the elements of a block, in two arrays so that they are loaded as vectors.
 struct KeysOfElements {
     uint32_t a[kHashBlock], b[kHashBlock];
 };

@@ -19,7 +19,7 @@ namespace pycomm {
 
 inline constexpr double kNoLimit = __builtin_inf();
 
-// Stores go past the caches, for outputs that will not be read again before they would have been evicted.
+// kStreaming: stores bypass the caches, for outputs that would be evicted before they are read.
 enum class Store : uint8_t { kCached, kStreaming };
 
 // Candidates of a top-k selection: bits of the element, and its position in the array.
@@ -43,7 +43,7 @@ struct Terms {
     bool nesterov;
 };
 
-// A list of candidates that grows, of what is above `limit` in magnitude; NaN is.
+// A growing list of candidates: elements above `limit` in magnitude, and NaNs.
 struct Collector {
     float limit;
     uint32_t first_index;  // of the range's first element
@@ -84,20 +84,21 @@ struct Loops {
     bool (*convert)(const void* src, DType src_dtype, void* dst, DType dst_dtype, int64_t count, double scale,
                     double limit, Store store);
 
-    // dst becomes src, which does not overlap it.
+    // Copies src to dst, which do not overlap.
     void (*copy)(const void* src, void* dst, int64_t num_bytes, Store store);
 
-    // kernels/accumulate.h for one range of one gradient. What exceeds the collector's limit is appended to its list;
-    // it may be null. Returns whether all of acc is finite. acc and velocity are streamed where they are aligned alike.
+    // kernels/accumulate.h for one range of one gradient. Sums that exceed the collector's limit are appended to its
+    // list; the collector may be null. Returns whether all of acc is finite. acc and velocity are streamed if they are
+    // aligned alike.
     bool (*accumulate)(const Terms& terms, Store store, Collector* collector);
 
     // The largest |x[i]|, NaN if there is one.
     float (*absmax)(const void* x, DType dtype, int64_t count);
 
-    // kernels/hashes.h for a range of one array whose elements take `itemsize` bytes: element 0 is the first-th.
+    // kernels/hashes.h for a range of one array with elements of `itemsize` bytes: x[0] is element `first`.
     uint64_t (*hash)(const void* x, int64_t itemsize, int64_t count, int64_t first);
 
-    // The sum of all x[i]^2: 32 sums that take turns, then pairwise.
+    // The sum of all x[i]^2: 32 interleaved sums, which are added pairwise in the end.
     double (*squares)(const void* x, DType dtype, int64_t count);
 
     // kernels/step.h for one range of one parameter.

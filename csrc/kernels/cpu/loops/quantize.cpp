@@ -5,7 +5,7 @@
 namespace pycomm::PYCOMM_ISA {
 namespace {
 
-// Elements are worked on 64 at a time, which is whole bytes at any number of bits; the last few are padded with zeros.
+// Elements are processed 64 at a time: whole bytes at any number of bits. The last few are padded with zeros.
 constexpr int kGroup = 64;
 constexpr int kVecs = kGroup / kLanes;
 

@@ -111,8 +111,8 @@ void reduce_scalars(void* const* outs, int num_outs, const void* const* inputs, 
     }
 }
 
-// The bytes of sums and products of integers do not depend on their sign, nor those of bitwise operations on their
-// size.
+// Sums and products of integers have the same bytes for signed and unsigned ones, bitwise operations for elements of
+// any size.
 template <ReduceOp kOp>
 void reduce_typed(void* const* outs, int num_outs, const void* const* inputs, int num_inputs, DType dtype,
                   int64_t count, int num_streamed) {

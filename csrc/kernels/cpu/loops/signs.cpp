@@ -6,7 +6,7 @@ namespace {
 
 constexpr int kWord = 32;
 
-// Calls whole(i) for every 32 elements, and once more, by way of `padded`, for what is left.
+// Calls whole(i) for every 32 elements, and rest(i, n) for the n that remain.
 template <class Whole, class Rest>
 inline void for_words(int64_t count, Whole&& whole, Rest&& rest) {
     int64_t i = 0;

@@ -4,8 +4,8 @@
 //   "all below this limit"), Squares (32 running sums, in double, of the squares of kSquaredGroup vectors at a time);
 //   load_bytes and store_bytes for whole numbers as int8; sign_bits, negated_where and not_at_most (of magnitudes; true
 //   for NaN), lane i in bit i.
-// stream() wants p aligned to the bytes it writes. The loop and its tail use the same element function: the tail is a
-// partial vector.
+// stream() requires p aligned to the bytes it writes. The loop and its tail use the same element function: the tail is
+// a partial vector.
 #pragma once
 
 #include <cstdint>
@@ -40,7 +40,7 @@ inline double total(const Squares& sums) {
     return pairwise(lanes);
 }
 
-// How many elements of vector `u` of a group lie among the `left` that there still are.
+// How many of the `left` remaining elements belong to vector `u` of a group.
 inline int64_t part_of(int64_t left, int u) {
     int64_t n = left - u * kLanes;
     return n < 0 ? 0 : n < kLanes ? n : kLanes;
@@ -73,7 +73,7 @@ inline int64_t elements_before_line(const T* pointer) {
     return static_cast<int64_t>(-reinterpret_cast<uintptr_t>(pointer) % 64 / sizeof(T));
 }
 
-// Asks for what a stream of reads will need a kilobyte from now: the hardware's own prefetcher stops at every page
+// Prefetches what a stream of reads needs a kilobyte from now: the hardware's own prefetcher stops at every page
 // border, which costs a streaming copy 15 % (measured on Zen 4). Addresses past the end of the array are harmless.
 template <class T>
 inline void prefetch_ahead(const T* next, int64_t count) {

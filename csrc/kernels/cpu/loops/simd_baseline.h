@@ -84,7 +84,7 @@ inline Vec with_sign(Vec magnitude_only, Vec sign) {
 inline Vec load_bytes(const int8_t* p) {
     return map([&](int i) { return static_cast<float>(p[i]); });
 }
-inline void store_bytes(int8_t* p, Vec v) {  // whole numbers, as whoever rounded them left them
+inline void store_bytes(int8_t* p, Vec v) {  // whole numbers: the caller has rounded them
     for (int i = 0; i < kLanes; ++i) p[i] = static_cast<int8_t>(v.lanes[i]);
 }
 inline uint32_t sign_bits(Vec v) {

@@ -4,9 +4,9 @@
 namespace pycomm::PYCOMM_ISA {
 namespace {
 
-// Asks for a group of 32 a page before it is read, into all caches. prefetch_ahead goes past them, which where nothing
-// is written takes four times as long if the array lies in the last cache, and half as long again if it lies in memory
-// (measured on Sapphire Rapids).
+// Prefetches a group of 32 a page before it is read, into all caches. prefetch_ahead bypasses them: in a pass that
+// writes nothing, that takes four times as long if the array lies in the last-level cache, and half as long again if it
+// lies in memory (measured on Sapphire Rapids).
 template <class T>
 void prefetch_page_ahead(const T* next) {
     for (int64_t byte = 0; byte < 32 * static_cast<int64_t>(sizeof(T)); byte += 64) {
