@@ -1,16 +1,24 @@
-"""Detection of copies of attached modules: training one is an error, as its gradients are not averaged."""
+"""Detection of copies of attached modules: training one is an error, as its gradients are not averaged.
+
+A copy gives itself away in two ways. Its forward in training mode hooks its parameters, and their gradients raise. Its
+parts carry marks, which note a ``deepcopy``: so an optimizer that steps a copy raises, however its gradients were made
+(compiled, in eval mode, by a method other than forward, by ``torch.autograd.grad``).
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pycomm.optim.attached import is_covered
 from pycomm.optim.wrappers import is_wrapped
+from pycomm.torch_internals import own_parameters, parts_of
 
 _paused = [0]
 """Number of open contexts in which gradients stay local to this rank."""
@@ -20,6 +28,7 @@ _paused = [0]
 def training_alone() -> Iterator[None]:
     """Permit gradients of copies inside the context."""
     _paused[0] += 1
+    _copied_parts.clear()  # the step that uses these gradients comes after the context
     try:
         yield
     finally:
@@ -57,17 +66,79 @@ class _Refusal:
     def __call__(self, param: torch.Tensor) -> None:
         if self._is_averaged or _paused[0] > 0:
             return
-        self._is_averaged = is_covered(param) or is_wrapped(self._name, param)
+        self._is_averaged = _is_averaged(self._name, param)
         if not self._is_averaged:
-            raise RuntimeError(
-                f"parameter {self._name!r} belongs to a copy (deepcopy, pickle) of a module that was attached, and "
-                "nothing averages the copy: call attach() (or local_sgd() and the like) for the copy with its own "
-                "optimizer. If each rank is to train it alone, copy the module before that, or run backward() inside "
-                "`with reducer.paused():`"
-            )
+            raise RuntimeError(_trained(self._name))
 
     def __deepcopy__(self, memo: object) -> _Refusal:
         return _Refusal(self._name)
+
+
+def _is_averaged(name: str, param: torch.Tensor) -> bool:
+    return is_covered(param) or is_wrapped(name, param)
+
+
+def _trained(name: str) -> str:
+    return (
+        f"parameter {name!r} belongs to a copy (deepcopy, pickle) of a module that was attached, and nothing averages "
+        "the copy: call attach() (or local_sgd() and the like) for the copy with its own optimizer. If each rank is to "
+        "train it alone, copy the module before that, or run backward() inside `with reducer.paused():`"
+    )
+
+
+_MARK = "_pycomm_copies"
+_copied_parts: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+"""Parts of copies of attached modules."""
+
+
+class _Mark:
+    """Attribute of a module's part: when the part is copied, notes the copy, and marks it, too."""
+
+    def __init__(self, part: torch.nn.Module | None) -> None:
+        self._part = (lambda: None) if part is None else weakref.ref(part)
+
+    def __deepcopy__(self, memo: Mapping[int, Any]) -> _Mark:
+        copied = memo.get(id(self._part()))  # deepcopy notes an object before it copies the attributes
+        if copied is not None:
+            _copied_parts.add(copied)
+        return _Mark(copied)
+
+    def __reduce__(self) -> tuple[type[bool], tuple[()]]:
+        return bool, ()  # so that a pickled module needs no pycomm
+
+
+class MarkedParts:
+    """Marks on the parts of ``module``, until ``remove()``: stepping a copy of one raises RuntimeError."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._parts = weakref.WeakSet(parts_of(module))
+        for part in self._parts:
+            vars(part)[_MARK] = _Mark(part)
+            _copied_parts.discard(part)
+        _watch_steps()
+
+    def remove(self) -> None:
+        """Remove the marks."""
+        for part in self._parts:
+            vars(part).pop(_MARK, None)
+
+
+def _watch_steps(installed: list[bool] = []) -> None:  # noqa: B006  # of the whole process
+    if not installed:
+        register_optimizer_step_pre_hook(_refuse_copies)
+        installed.append(True)
+
+
+def _refuse_copies(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Raise RuntimeError if ``optimizer`` is about to step a copy whose gradients were not averaged."""
+    if not _copied_parts or _paused[0] > 0 or not _has_others():
+        return
+    names = {id(param): name for part in _copied_parts for name, param in own_parameters(part).items()}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            name = names.get(id(param))
+            if name is not None and param.grad is not None and not _is_averaged(name, param):
+                raise RuntimeError(_trained(name))
 
 
 def _has_others() -> bool:

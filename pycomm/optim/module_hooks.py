@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pycomm.optim.copies import CopyWatch
+from pycomm.optim.copies import CopyWatch, MarkedParts
 from pycomm.torch_internals import forward_pre_hooks, is_recording, leave_out_of_scripts
 
 
@@ -77,9 +77,9 @@ leave_out_of_scripts(ForwardHook)
 
 
 def watch_copies(module: torch.nn.Module) -> Any:
-    """Make training an unattached copy of ``module`` an error; return a handle with ``remove``."""
+    """Make training an unattached copy of ``module`` an error; return handles with ``remove``."""
     forget_original(module)
-    return module.register_forward_pre_hook(BeforeForward(lambda: None, watches_copies=True))
+    return module.register_forward_pre_hook(BeforeForward(lambda: None, watches_copies=True)), MarkedParts(module)
 
 
 def forget_original(module: torch.nn.Module) -> None:

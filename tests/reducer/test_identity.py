@@ -47,6 +47,47 @@ def test_training_a_copy_is_an_error(how: str, drop: bool) -> None:
         loss_of(copied, rank, 0).backward()
 
 
+def by_autograd(model: nn.Module, rank: int) -> None:
+    params = list(model.parameters())
+    for param, grad in zip(params, torch.autograd.grad(loss_of(model, rank, 0), params), strict=True):
+        param.grad = grad
+
+
+def compiled(model: nn.Module) -> Any:
+    return torch.compile(model, backend="eager")
+
+
+UNSEEN: dict[str, Callable[[nn.Module, int], None]] = {
+    "eval mode": lambda model, rank: loss_of(model.eval(), rank, 0).backward(),
+    "compiled": lambda model, rank: loss_of(compiled(model), rank, 0).backward(),
+    "autograd.grad": by_autograd,
+    "a part": lambda model, rank: loss_of(nn.Sequential(*model.children()), rank, 0).backward(),
+}
+
+
+@pytest.mark.parametrize("how", UNSEEN)
+@on_ranks(2)
+def test_stepping_a_copy_whose_forward_nobody_saw_is_an_error(how: str) -> None:
+    rank, model = dist.get_rank(), make_model()
+    with attached(sgd(model), model) as reducer:
+        copied = copy.deepcopy(model)
+        before = [p.detach().clone() for p in copied.parameters()]
+        optimizer = sgd(copied)
+        with pytest.raises(RuntimeError, match=r"belongs to a copy .*: call attach\(\)"):  # noqa: PT012  # or in backward
+            UNSEEN[how](copied, rank)
+            optimizer.step()
+        assert all(map(torch.equal, before, copied.parameters()))
+        alone = copy.deepcopy(model)
+        with reducer.paused():
+            UNSEEN[how](alone, rank)
+        sgd(alone).step()  # each rank by itself, as it was asked for
+        with attached(optimizer, copied):
+            optimizer.zero_grad()
+            loss_of(copied.train(), rank, 0).backward()
+            optimizer.step()
+            assert_replicas_equal(copied)
+
+
 @on_ranks(2)
 def test_copies_that_are_attached_or_need_no_average() -> None:
     rank, model = dist.get_rank(), make_model()

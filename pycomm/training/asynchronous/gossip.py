@@ -198,7 +198,8 @@ class Gossip:
             forget_averaged(self._tracked)
             self._hook.remove()
             self._hook = None
-            self._copies.remove()
+            for watch in self._copies:
+                watch.remove()
             self._communicator.close(f"it has ended its training (detach) after step {self._num_steps}")
 
     def _require_attached(self) -> None:

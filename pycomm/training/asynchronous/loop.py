@@ -16,6 +16,7 @@ import torch
 from pycomm.collectives.communicator import Communicator
 from pycomm.descriptions import name_ranks
 from pycomm.optim.attached import forget_averaged, register_averaged
+from pycomm.optim.copies import MarkedParts
 from pycomm.optim.hyperparameters import Hyperparameters, Numbers, first_difference
 from pycomm.optim.loop_index import LoopIndex
 from pycomm.optim.module_hooks import AfterForward, BeforeForward, ZeroGradHook, forget_original, watch_copies
@@ -200,6 +201,7 @@ class Loop:
             self._model.register_forward_pre_hook(BeforeForward(self._before_forward, watches_copies=True)),
             self._model.register_forward_hook(AfterForward(self._forwarded)),
             ZeroGradHook(self._optimizer, self._zeroed),
+            MarkedParts(self._model),
         ]
         listen_to_skips(self._optimizer, skipped)
         register_averaged(self.tracked)
@@ -431,4 +433,5 @@ class WorkerParameters:
     def close(self) -> None:
         """Stop the checks: copies may be trained, and something else may average the parameters."""
         forget_averaged(self._tracked)
-        self._copies.remove()
+        for watch in self._copies:
+            watch.remove()

@@ -12,7 +12,7 @@ import torch
 
 from pycomm.collectives.counting import PassGate
 from pycomm.errors import HALF_SENT, CommError
-from pycomm.optim.copies import training_alone
+from pycomm.optim.copies import MarkedParts, training_alone
 from pycomm.optim.module_hooks import AfterForward, BeforeForward, ZeroGradHook, forget_original
 from pycomm.optim.wrappers import refuse_active_wrapper
 from pycomm.torch_internals import current_graph_task
@@ -119,6 +119,7 @@ class Passes:
             before = BeforeForward(self.before_forward, watches_copies=True)
             self._handles.append(module.register_forward_pre_hook(before))
             self._handles.append(module.register_forward_hook(AfterForward(self.note_forward)))
+            self._handles.append(MarkedParts(module))
 
     def unhook(self) -> None:
         """Remove all hooks."""
