@@ -131,6 +131,51 @@ def test_unused_parameters() -> None:
         assert_replicas_equal(model)
 
 
+class NoBiasGradient(torch.autograd.Function):
+    """A linear layer whose backward may make no gradient for the bias, or for no parameter at all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, without: str) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.without = without
+        return x @ weight.t() + bias
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        of_weight = None if ctx.without == "both" else grad.t() @ x
+        return grad @ weight, of_weight, grad.sum(0) if ctx.without == "" else None, None
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"compression": pycomm.TopK(0.5)}], ids=str)
+@on_ranks(2)
+def test_a_backward_that_makes_no_gradient(options: dict[str, Any]) -> None:
+    """As if the parameter had not been used: on some ranks or all, from the beginning or from some step on."""
+    rank, size = rank_and_size()
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+    withouts = [("bias", "bias"), ("", ""), ("", "bias"), ("", "both"), ("bias", "bias"), ("", "")]
+    with attached(optimizer, model, **options) as reducer:
+        for step, without in enumerate(withouts):
+            optimizer.zero_grad()
+            total = torch.zeros(3, dtype=torch.float64)
+            with reducer.paused():  # makes none either, and leaves nothing
+                NoBiasGradient.apply(torch.ones(2, 4).double(), *model[1].parameters(), "both").sum().backward()
+            for part in range(options.get("accumulate", 1)):
+                x = torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * step + 3 * part + rank)).double()
+                out = NoBiasGradient.apply(model[0](x), model[1].weight, model[1].bias, without[rank])
+                total += 0 if without[rank] else torch.full((3,), 8.0).double()
+                out.sum().backward()
+            dist.all_reduce(total)
+            if without == ("bias", "bias"):
+                assert model[1].bias.grad is None
+            elif "compression" not in options:
+                close(model[1].bias.grad, total / size)
+            optimizer.step()
+        assert_replicas_equal(model)
+
+
 @pytest.mark.parametrize("module_known", [True, False])
 @on_ranks(2)
 def test_frozen_and_later_unfrozen(module_known: bool) -> None:

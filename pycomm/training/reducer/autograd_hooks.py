@@ -262,8 +262,8 @@ class GradientHook:
         register: Any = param.register_post_accumulate_grad_hook
         self._handle = register(self)
 
-    def __call__(self, _param: torch.Tensor) -> None:
-        if not torch.compiler.is_compiling() and self._count():
+    def __call__(self, param: torch.Tensor) -> None:
+        if not torch.compiler.is_compiling() and param.grad is not None and self._count():
             return
         owner, slot = self._owner(), self._slot()
         if owner is None or slot is None:
@@ -281,6 +281,10 @@ class GradientHook:
     def orphaned(self) -> bool:
         """Return whether the owner no longer exists."""
         return self._owner() is None
+
+    def is_first(self, param: torch.Tensor) -> bool:
+        """Return whether no other hook of ``param``, which might remove the gradient, is called before this one."""
+        return bool(next(iter(accumulation_hooks(param))) == self._handle.id)
 
     def is_last(self, param: torch.Tensor) -> bool:
         """Return whether no other hook of ``param``, which might change the gradient, is called after this one."""

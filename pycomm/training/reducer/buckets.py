@@ -82,6 +82,13 @@ class Slot:
         assert self.param.grad is not None
         return version_of(self.param.grad)
 
+    def is_undefined(self) -> bool:
+        """Return whether backward made no gradient, as an ``autograd.Function`` returned ``None``. Called in its hook.
+
+        Torch then calls the hooks all the same. A hook that comes before this one might have removed the gradient.
+        """
+        return self.param.grad is None and (self.hook is None or self.hook.is_first(self.param))
+
     def counter(self, gate: PassGate) -> GradientCounter | None:
         """Return the counter of its gradients while ``gate`` is open; ``None`` if each must be handled."""
         if self.flight is None:

@@ -34,7 +34,8 @@ def require_sendable(slot: Slot) -> None:
     if grad is None:
         raise RuntimeError(
             f"the gradient of {slot.name!r} has been removed by another hook on this parameter before it could be "
-            "averaged: an optimizer that steps in backward does not work with attach"
+            "averaged: an optimizer that steps in backward does not work with attach. If that hook removes nothing, "
+            "backward() made no gradient: register the hook after attach()"
         )
     if grad.is_sparse:
         raise ValueError(f"the gradient of {slot.name!r} is sparse; pycomm reduces dense gradients")
@@ -291,6 +292,8 @@ class Engine:
 
     def take(self, slot: Slot) -> None:
         """Note that the gradient of ``slot`` has been accumulated; launch the buckets that are ready."""
+        if slot.is_undefined():
+            return  # as if the parameter had not been used
         with self.policy.turn() as is_left_out:
             slot.fire()
             if not is_left_out:

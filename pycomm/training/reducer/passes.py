@@ -218,7 +218,8 @@ class Passes:
 
     def _on_gradient(self, slot: Slot) -> None:
         if self._local.depth > 0:
-            self._local.note(slot)
+            if slot.owner.grad is not None:
+                self._local.note(slot)
             return
         self._engine.firing = slot
         try:
