@@ -63,6 +63,45 @@ def test_a_worker_that_trains_something_else_is_told(how: str) -> None:
     server.close()
 
 
+def train_a_hidden_copy(model: Any, optimizer: Any) -> None:
+    loss_of(copy.deepcopy(model).eval(), 1, 1).backward()  # in eval mode, where copies are not watched
+
+
+def clear_after_backward(model: Any, optimizer: Any) -> None:
+    loss_of(model, 1, 1).backward()
+    optimizer.zero_grad()
+
+
+BODIES: dict[str, Callable[[Any, Any], None]] = {
+    "a batch left out": lambda model, optimizer: None,
+    "a copy": train_a_hidden_copy,
+    "cleared": clear_after_backward,
+}
+
+
+@pytest.mark.parametrize("body", BODIES)
+@on_ranks(2, timeout=TIMEOUT)
+def test_a_step_without_any_gradient_is_an_error_and_moves_nothing(body: str) -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    server = pycomm.parameter_server(optimizer, model, timeout=20)
+    if server.is_worker:
+        with server.step():
+            loss_of(model, 1, 0).backward()
+        server.pull()
+        before = [p.detach().clone() for p in model.parameters()]
+        with pytest.raises(RuntimeError, match="no parameter has a gradient.*nothing was pushed"):
+            with server.step():
+                BODIES[body](model, optimizer)
+        server.pull()  # leaves a batch out
+        torch.testing.assert_close(list(model.parameters()), before, rtol=0, atol=0)
+        with server.step():  # one parameter is enough
+            next(model.parameters()).square().sum().backward()
+        assert server.stats()["steps"] == 2
+        assert server.stats()["servers"][0]["updates"] == 2
+    server.close()
+
+
 @on_ranks(2, timeout=TIMEOUT)
 def test_a_schedule_may_change_a_workers_numbers() -> None:
     model = model_of()
