@@ -115,19 +115,81 @@ def test_a_schedule_may_change_a_workers_numbers() -> None:
     server.close()
 
 
-@on_ranks(2, timeout=TIMEOUT, fresh=True)
-def test_gossip_with_other_parameters_is_an_error() -> None:
+def gossip_until_an_error(change: Callable[[Any, Any], Any], steps: int, says: str, **options: Any) -> None:
+    """Train by gossip, and ``change`` something on rank 1 before the third step; "" for no error."""
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
-    pycomm.gossip(optimizer, model, timeout=20)
-    for number in range(4):
-        if number == 2 and dist.get_rank() == 1:
-            replace(model, optimizer)
+    handle = pycomm.gossip(optimizer, model, timeout=20, **options)
+
+    def train() -> None:
+        stepped = optimizer
+        for number in range(steps):
+            if number == 2 and dist.get_rank() == 1:
+                stepped = change(model, optimizer)
+            stepped.zero_grad()
+            loss_of(model, dist.get_rank(), number).backward()
+            stepped.step()
+
+    if says:
+        with pytest.raises((ValueError, pycomm.CommError), match=says):
+            train()
+    else:
+        train()
+        handle.average()
+    handle.detach()
+
+
+def use_another_rate(model: Any, optimizer: Any) -> Any:
+    optimizer.param_groups[0]["lr"] = 0.01
+    return optimizer
+
+
+def replace_one(model: Any, optimizer: Any) -> Any:
+    replace(model, optimizer)
+    return optimizer
+
+
+def assign_with_a_new_optimizer(model: Any, optimizer: Any) -> Any:
+    assign(model, optimizer)
+    return torch.optim.SGD(model.parameters(), 0.05)
+
+
+def use_another_optimizer(model: Any, optimizer: Any) -> Any:
+    return torch.optim.SGD(model.parameters(), 0.05)
+
+
+@on_ranks(2, timeout=TIMEOUT, fresh=True)
+def test_gossip_with_another_rate_is_an_error_unless_declared() -> None:
+    gossip_until_an_error(use_another_rate, 4, "'lr' of parameter group 0 is 0.05 on rank 0, 0.01 on rank 1")
+    gossip_until_an_error(use_another_rate, 4, "", per_rank=("lr",))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (replace_one, "'0.bias' of the module is another one"),
+        (assign_with_a_new_optimizer, "'0.weight' of the module is another one"),
+        (use_another_optimizer, "something else has changed the parameters 8 times"),
+    ],
+    ids=["replaced", "assigned", "another optimizer"],
+)
+@on_ranks(2, timeout=TIMEOUT, fresh=True)
+def test_gossip_that_something_else_steps_is_an_error(change: Callable[[Any, Any], Any], says: str) -> None:
+    gossip_until_an_error(change, 12, says)
+
+
+@on_ranks(2, timeout=TIMEOUT, fresh=True)
+def test_a_step_that_a_scaler_skips_on_one_rank_counts_in_gossip() -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    handle = pycomm.gossip(optimizer, model, timeout=20)
+    scaler = torch.amp.GradScaler("cpu", 2.0**8)
+    for number in range(6):
         optimizer.zero_grad()
-        loss_of(model, dist.get_rank(), number).backward()
-        if number < 2:
-            optimizer.step()
-            continue
-        with pytest.raises((ValueError, pycomm.CommError), match="'0.bias' of the module is another one"):
-            optimizer.step()
-        break
+        loss = loss_of(model, dist.get_rank(), number)
+        scaler.scale(loss * (float("inf") if number == 3 and dist.get_rank() else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert handle.stats()["mixings"] == 6
+    handle.average()
+    handle.detach()
