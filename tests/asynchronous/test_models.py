@@ -102,7 +102,8 @@ def test_gradients_in_odd_layouts() -> None:
         with pytest.raises(ValueError, match="'weight' is sparse"):
             server.push()
         model.weight.grad = None
-        server.push()
+        with pytest.raises(RuntimeError, match="no parameter has a gradient"):
+            server.push()
     server.close()
 
 

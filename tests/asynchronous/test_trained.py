@@ -63,6 +63,45 @@ def test_a_worker_that_trains_something_else_is_told(how: str) -> None:
     server.close()
 
 
+def train_a_hidden_copy(model: Any, optimizer: Any) -> None:
+    loss_of(copy.deepcopy(model).eval(), 1, 1).backward()  # in eval mode, where copies are not watched
+
+
+def clear_after_backward(model: Any, optimizer: Any) -> None:
+    loss_of(model, 1, 1).backward()
+    optimizer.zero_grad()
+
+
+BODIES: dict[str, Callable[[Any, Any], None]] = {
+    "a batch left out": lambda model, optimizer: None,
+    "a copy": train_a_hidden_copy,
+    "cleared": clear_after_backward,
+}
+
+
+@pytest.mark.parametrize("body", BODIES)
+@on_ranks(2, timeout=TIMEOUT)
+def test_a_step_without_any_gradient_is_an_error_and_moves_nothing(body: str) -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    server = pycomm.parameter_server(optimizer, model, timeout=20)
+    if server.is_worker:
+        with server.step():
+            loss_of(model, 1, 0).backward()
+        server.pull()
+        before = [p.detach().clone() for p in model.parameters()]
+        with pytest.raises(RuntimeError, match="no parameter has a gradient.*nothing was pushed"):
+            with server.step():
+                BODIES[body](model, optimizer)
+        server.pull()  # leaves a batch out
+        torch.testing.assert_close(list(model.parameters()), before, rtol=0, atol=0)
+        with server.step():  # one parameter is enough
+            next(model.parameters()).square().sum().backward()
+        assert server.stats()["steps"] == 2
+        assert server.stats()["servers"][0]["updates"] == 2
+    server.close()
+
+
 @on_ranks(2, timeout=TIMEOUT)
 def test_a_schedule_may_change_a_workers_numbers() -> None:
     model = model_of()
@@ -76,19 +115,81 @@ def test_a_schedule_may_change_a_workers_numbers() -> None:
     server.close()
 
 
-@on_ranks(2, timeout=TIMEOUT, fresh=True)
-def test_gossip_with_other_parameters_is_an_error() -> None:
+def gossip_until_an_error(change: Callable[[Any, Any], Any], steps: int, says: str, **options: Any) -> None:
+    """Train by gossip, and ``change`` something on rank 1 before the third step; "" for no error."""
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
-    pycomm.gossip(optimizer, model, timeout=20)
-    for number in range(4):
-        if number == 2 and dist.get_rank() == 1:
-            replace(model, optimizer)
+    handle = pycomm.gossip(optimizer, model, timeout=20, **options)
+
+    def train() -> None:
+        stepped = optimizer
+        for number in range(steps):
+            if number == 2 and dist.get_rank() == 1:
+                stepped = change(model, optimizer)
+            stepped.zero_grad()
+            loss_of(model, dist.get_rank(), number).backward()
+            stepped.step()
+
+    if says:
+        with pytest.raises((ValueError, pycomm.CommError), match=says):
+            train()
+    else:
+        train()
+        handle.average()
+    handle.detach()
+
+
+def use_another_rate(model: Any, optimizer: Any) -> Any:
+    optimizer.param_groups[0]["lr"] = 0.01
+    return optimizer
+
+
+def replace_one(model: Any, optimizer: Any) -> Any:
+    replace(model, optimizer)
+    return optimizer
+
+
+def assign_with_a_new_optimizer(model: Any, optimizer: Any) -> Any:
+    assign(model, optimizer)
+    return torch.optim.SGD(model.parameters(), 0.05)
+
+
+def use_another_optimizer(model: Any, optimizer: Any) -> Any:
+    return torch.optim.SGD(model.parameters(), 0.05)
+
+
+@on_ranks(2, timeout=TIMEOUT, fresh=True)
+def test_gossip_with_another_rate_is_an_error_unless_declared() -> None:
+    gossip_until_an_error(use_another_rate, 4, "'lr' of parameter group 0 is 0.05 on rank 0, 0.01 on rank 1")
+    gossip_until_an_error(use_another_rate, 4, "", per_rank=("lr",))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (replace_one, "'0.bias' of the module is another one"),
+        (assign_with_a_new_optimizer, "'0.weight' of the module is another one"),
+        (use_another_optimizer, "something else has changed the parameters 8 times"),
+    ],
+    ids=["replaced", "assigned", "another optimizer"],
+)
+@on_ranks(2, timeout=TIMEOUT, fresh=True)
+def test_gossip_that_something_else_steps_is_an_error(change: Callable[[Any, Any], Any], says: str) -> None:
+    gossip_until_an_error(change, 12, says)
+
+
+@on_ranks(2, timeout=TIMEOUT, fresh=True)
+def test_a_step_that_a_scaler_skips_on_one_rank_counts_in_gossip() -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    handle = pycomm.gossip(optimizer, model, timeout=20)
+    scaler = torch.amp.GradScaler("cpu", 2.0**8)
+    for number in range(6):
         optimizer.zero_grad()
-        loss_of(model, dist.get_rank(), number).backward()
-        if number < 2:
-            optimizer.step()
-            continue
-        with pytest.raises((ValueError, pycomm.CommError), match="'0.bias' of the module is another one"):
-            optimizer.step()
-        break
+        loss = loss_of(model, dist.get_rank(), number)
+        scaler.scale(loss * (float("inf") if number == 3 and dist.get_rank() else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert handle.stats()["mixings"] == 6
+    handle.average()
+    handle.detach()

@@ -292,9 +292,10 @@ CALLS: dict[str, Call] = {
     ),
     "gossip": call(
         ended(pycomm.gossip),
-        lambda: {**training(), "topology": "ring", "every": 1, "seed": 0, "process_group": None},
+        lambda: {**training(), "topology": "ring", "every": 1, "seed": 0, "per_rank": (), "process_group": None},
         optimizer=(*NO_OPTIMIZERS, Awkward),
         model=NO_MODELS,
+        per_rank=(lambda: 5, lambda: "lr", lambda: [5], lambda: ["lr"]),
         topology=(lambda: "star", lambda: 5, lambda: [[1.0]], lambda: "exponential", Awkward),
         every=(*NO_COUNTS, lambda: 0, lambda: 2),
         process_group=NO_GROUPS,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -140,6 +141,18 @@ def checked_parameters(
     if len(kinds) != 1 or next(iter(named.values())).dtype not in (torch.float32, torch.float64):
         raise ValueError(f"parameters are {', '.join(kinds)}, wanted all float32 or all float64 on one device")
     return named
+
+
+def checked_per_rank(per_rank: Any, optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """Return the names as a tuple. Raise TypeError or ValueError if they name no numbers of groups."""
+    if isinstance(per_rank, str) or not isinstance(per_rank, Iterable):
+        raise TypeError(f'per_rank is {per_rank!r}, wanted names of numbers of parameter groups, like ("lr",)')
+    names = tuple(per_rank)
+    known = {key for group in optimizer.param_groups for key in group} - {"params"}
+    for name in names:
+        if name not in known:
+            raise ValueError(f"per_rank has {name!r}, wanted names out of {', '.join(sorted(known))}")
+    return names
 
 
 SELDOM = "measures many steps, and ranks that meet this seldom have few"

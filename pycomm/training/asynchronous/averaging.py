@@ -22,7 +22,7 @@ from pycomm.compression import Compression, NoCompression
 from pycomm.deprecated import Moved, Old, renamed
 from pycomm.errors import attempt
 from pycomm.optim.parameters import checked_optimizer
-from pycomm.training.asynchronous.averager import Averager, checked_parameters, named_method
+from pycomm.training.asynchronous.averager import Averager, checked_parameters, checked_per_rank, named_method
 from pycomm.training.asynchronous.decoupled import decoupled_sgd
 from pycomm.training.asynchronous.elastic_group import ElasticGroup, Lines
 from pycomm.training.asynchronous.fragment import DelayedNesterov, Elastic, Fragment, Nesterov, Outer
@@ -229,19 +229,8 @@ def _checked(
     if join is not None and not survives:
         raise ValueError('join requires on_failure="shrink", as the ranks that are there have it')
     schedule = MeetingSchedule(every, delay, tuple(every * (i + 1) // fragments for i in range(fragments)))
-    names = _checked_per_rank(per_rank, optimizer)
+    names = checked_per_rank(per_rank, optimizer)
     return _Settings(call, optimizer, model, merges, method, schedule, survives, named, names)
-
-
-def _checked_per_rank(per_rank: Any, optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    if isinstance(per_rank, str) or not isinstance(per_rank, Iterable):
-        raise TypeError(f'per_rank is {per_rank!r}, wanted names of numbers of parameter groups, like ("lr",)')
-    names = tuple(per_rank)
-    known = {key for group in optimizer.param_groups for key in group} - {"params"}
-    for name in names:
-        if name not in known:
-            raise ValueError(f"per_rank has {name!r}, wanted names out of {', '.join(sorted(known))}")
-    return names
 
 
 def _average(

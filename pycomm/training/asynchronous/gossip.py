@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -16,11 +18,9 @@ from pycomm.collectives.broadcasting import named_tensors, share_tensors, signat
 from pycomm.collectives.communicator import Communicator
 from pycomm.descriptions import counted, tensors_text
 from pycomm.errors import attempt
-from pycomm.optim.attached import forget_averaged, register_averaged
-from pycomm.optim.module_hooks import watch_copies
 from pycomm.optim.parameters import checked_optimizer
-from pycomm.training.asynchronous.averager import checked_parameters
-from pycomm.training.asynchronous.loop import TrackedParameters
+from pycomm.training.asynchronous.averager import checked_parameters, checked_per_rank
+from pycomm.training.asynchronous.loop import Loop, MeetingReport, TrackedParameters, require_equal
 
 _SEGMENT_BYTES = 4 << 20
 """Bytes mixed at a time, so that buffered messages stay small for any model."""
@@ -33,6 +33,7 @@ def gossip(
     topology: str | Sequence[Any] = "exponential",
     every: int = 1,
     seed: int = 0,
+    per_rank: Iterable[str] = (),
     process_group: dist.ProcessGroup | None = None,
     timeout: timedelta | float | None = None,
 ) -> Gossip:
@@ -53,18 +54,21 @@ def gossip(
             approach their mean. :func:`pycomm.schedule.verify` proves every topology.
         every: number of steps between mixings; the same on all ranks, which must all make equally many steps.
         seed: seed of "random".
+        per_rank: keys of parameter groups whose numbers may differ between ranks, as for :func:`local_sgd`.
         process_group: the ranks; the default group if ``None``.
         timeout: limit of every wait for a peer; seconds or ``timedelta``. ``None``: the process group's own.
 
     Raises:
         TypeError, ValueError: on every rank: an argument is wrong (weights are negative, columns do not sum to 1, or
-            some ranks are never mixed with others), or the ranks differ.
+            some ranks are never mixed with others), or the ranks differ. From ``optimizer.step()`` or a forward:
+            ``model`` or ``optimizer`` has other parameters now. From ``optimizer.step()``: a neighbour's optimizer has
+            another learning rate, or another number of its groups.
         CommError: a rank did not come. ``optimizer.step()`` raises it, too, if a neighbour is lost or has failed.
     """
     communicator = Communicator(process_group, timeout)
     try:
 
-        def checked() -> tuple[torch.optim.Optimizer, dict[str, torch.Tensor], schedule.Mixing]:
+        def checked() -> tuple[Loop, schedule.Mixing]:
             inner = checked_optimizer(optimizer, model, "gossip")
             named = checked_parameters(inner, model, every, call="gossip()")
             kind = next(iter(named.values())).device.type
@@ -72,18 +76,19 @@ def gossip(
                 raise ValueError(f"parameters are on {kind}, wanted CPU memory")
             mixing = schedule.mixing(topology, communicator.size, seed)
             schedule.verify(mixing)
-            return inner, named, mixing
+            names = checked_per_rank(per_rank, inner)
+            return Loop(TrackedParameters(model, inner, named, "gossip()"), names), mixing
 
-        def lines(found: tuple[object, dict[str, torch.Tensor], schedule.Mixing]) -> dict[str, list[str]]:
-            _, named, mixing = found
-            parameters = [f"{name}: {signature(p)}" for name, p in named.items()]
-            return {"setting": [f"topology={mixing.name}", f"every={every}"], "parameter": parameters}
+        def lines(found: tuple[Loop, schedule.Mixing]) -> dict[str, list[str]]:
+            loop, mixing = found
+            parameters = [f"{name}: {signature(p)}" for name, p in loop.tracked.named.items()]
+            settings = [f"topology={mixing.name}", f"every={every}", f"per_rank={loop.per_rank}"]
+            return {"setting": settings, "parameter": parameters}
 
         gather = communicator.channel.all_gather_bytes
-        optimizer, named, mixing = agreed(gather, attempt(checked), "gossip", lines)
+        loop, mixing = agreed(gather, attempt(checked), "gossip", lines)
         share_tensors(communicator, named_tensors(model), src=0)
-        tracked = TrackedParameters(model, optimizer, named, "gossip()")
-        return Gossip(communicator, tracked, mixing, every)
+        return Gossip(communicator, loop, mixing, every)
     except BaseException:
         communicator.close()
         raise
@@ -92,12 +97,10 @@ def gossip(
 class Gossip:
     """Handle of :func:`gossip`, kept alive by the optimizer's hook."""
 
-    def __init__(
-        self, communicator: Communicator, tracked: TrackedParameters, mixing: schedule.Mixing, every: int
-    ) -> None:
-        params = list(tracked.named.values())
+    def __init__(self, communicator: Communicator, loop: Loop, mixing: schedule.Mixing, every: int) -> None:
+        params = list(loop.tracked.named.values())
         self._communicator, self._params, self._mixing, self._every = communicator, params, mixing, every
-        self._tracked = tracked
+        self._loop, self._is_attached = loop, True
         # Push-sum: the last element is a mass that starts as 1 and is mixed like the others; the parameters are the
         # other elements divided by it. So this is exact also for weights such as 1/3, whose rounded sum is not 1.
         flat = [p.detach().reshape(-1) for p in params]
@@ -108,18 +111,23 @@ class Gossip:
         self._incoming = torch.empty_like(self._segments[0])
         self._num_steps = self._num_mixings = self._bytes = 0
         self._seconds = 0.0
-        self._hook: Any = tracked.optimizer.register_step_post_hook(self._stepped)
-        self._copies = watch_copies(tracked.model)
-        register_averaged(tracked)
+        loop.watch(self._stepped, self._skipped, self._refused)
 
     def __repr__(self) -> str:
-        if self._hook is None:
+        if not self._is_attached:
             return "Gossip(detached)"
         ranks, every = counted(self._communicator.size, "rank"), counted(self._every, "step")
         what = [ranks, self._communicator.transport, tensors_text(self._params), self._mixing.name, f"every {every}"]
         return f"Gossip({', '.join(what)})"
 
-    def _stepped(self, *_: object) -> None:
+    def _skipped(self) -> None:
+        """Count a step that a loss scaler skips: the other ranks make it."""
+        self._stepped()
+
+    def _refused(self, problem: str) -> None:
+        self._communicator.close(f"its mixing failed: {problem}")
+
+    def _stepped(self) -> None:
         self._num_steps += 1
         if self._num_steps % self._every == 0:
             start = time.perf_counter()
@@ -134,14 +142,16 @@ class Gossip:
 
         Raises:
             CommError: a neighbour is lost.
-            ValueError: the module or the optimizer has other parameters now.
+            ValueError: the module or the optimizer has other parameters now, or a neighbour's optimizer other numbers.
         """
         self._require_attached()
         try:
-            if problem := self._tracked.problem():
-                raise ValueError(problem)
-            self._catch_up()
+            report = self._loop.report()
+            if report.problem:
+                raise ValueError(report.problem)
             receivers, kept, sources = self._mixing.round_at(self._num_mixings).part_of(self._communicator.rank)
+            self._compare(report, receivers, sources)
+            self._catch_up()
             for segment in self._segments:
                 self._mix_segment(segment, receivers, kept, sources)
         except BaseException as error:  # some segments may be mixed, and others not
@@ -150,10 +160,27 @@ class Gossip:
         self._num_mixings += 1
         self._show()
 
+    @property
+    def _tag(self) -> int:
+        return self._num_mixings % (1 << 29)
+
+    def _compare(self, report: MeetingReport, receivers: list[int], sources: list[tuple[int, float]]) -> None:
+        """Raise ValueError if a neighbour's optimizer has other numbers than this rank's."""
+        mine, tag = json.dumps([report.groups, sorted(report.own)]).encode(), self._tag
+        for peer in receivers:
+            self._communicator.send(np.array([len(mine)]), peer, tag)
+            self._communicator.send(np.frombuffer(mine, np.uint8), peer, tag)
+        for peer, _ in sources:
+            self._communicator.recv(size := np.empty(1, np.int64), peer, tag)
+            self._communicator.recv(theirs := np.empty(int(size[0]), np.uint8), peer, tag)
+            if theirs.tobytes() != mine:
+                by_rank = {self._communicator.rank: mine, peer: theirs.tobytes()}
+                require_equal({rank: json.loads(by_rank[rank]) for rank in sorted(by_rank)})
+
     def _mix_segment(
         self, segment: torch.Tensor, receivers: list[int], kept: float, sources: list[tuple[int, float]]
     ) -> None:
-        tag = self._num_mixings % (1 << 29)
+        tag = self._tag
         for peer in receivers:  # this copies it
             self._communicator.send(segment, peer, tag)
             self._bytes += segment.nbytes
@@ -184,7 +211,7 @@ class Gossip:
         self._show()
 
     def stats(self) -> dict[str, Any]:
-        """Return ``steps``, ``mixings``, ``bytes_sent`` and ``wait_seconds``, the time spent mixing."""
+        """Return ``steps``, ``mixings``, ``bytes_sent`` of parameters, and ``wait_seconds``, the time spent mixing."""
         return {
             "steps": self._num_steps,
             "mixings": self._num_mixings,
@@ -194,14 +221,11 @@ class Gossip:
 
     def detach(self) -> None:
         """End the mixing, and release the communicator. Idempotent, not collective."""
-        if self._hook is not None:
-            forget_averaged(self._tracked)
-            self._hook.remove()
-            self._hook = None
-            for watch in self._copies:
-                watch.remove()
+        if self._is_attached:
+            self._is_attached = False
+            self._loop.close()
             self._communicator.close(f"it has ended its training (detach) after step {self._num_steps}")
 
     def _require_attached(self) -> None:
-        if self._hook is None:
+        if not self._is_attached:
             raise RuntimeError("this Gossip is detached")

@@ -166,7 +166,8 @@ class Loop:
     """
 
     def __init__(self, tracked: TrackedParameters, per_rank: Iterable[str] = ()) -> None:
-        self.tracked, self.numbers = tracked, GroupNumbers(tracked.optimizer, per_rank)
+        self.per_rank = tuple(per_rank)
+        self.tracked, self.numbers = tracked, GroupNumbers(tracked.optimizer, self.per_rank)
         self._model, self._optimizer = tracked.model, tracked.optimizer
         self._index, self._in_step, self._is_excluded = LoopIndex(), False, False
         self._foreign_writes = ForeignWrites(tracked)
@@ -360,8 +361,7 @@ class MeetingCheck:
         meetings = {rank: row[1] >> 16 for rank, row in rows.items()}
         if len({row[1] for row in rows.values()}) > 1:
             raise RuntimeError(f"ranks are in different meetings: {meetings} by rank. Steps made: {made}")
-        own = {key for *_, keys in by_rank.values() for key in keys}
-        _raise_different({rank: _without(groups, own) for rank, (_, _, groups, _) in by_rank.items()})
+        require_equal({rank: numbers for rank, (_, _, *numbers) in by_rank.items()})
 
 
 def _raise_left_out(counts: Mapping[int, int], made: str, what: str) -> None:
@@ -376,21 +376,26 @@ def _raise_left_out(counts: Mapping[int, int], made: str, what: str) -> None:
     )
 
 
-def _without(groups: list[Numbers] | None, keys: Collection[str]) -> list[Numbers] | None:
-    if groups is None:
-        return None
-    return [{key: number for key, number in group.items() if key not in keys} for group in groups]
+def require_equal(numbers: Mapping[int, Sequence[Any]]) -> None:
+    """Raise ValueError if the numbers of ranks' groups differ.
 
-
-def _raise_different(groups: Mapping[int, list[Numbers] | None]) -> None:
+    Args:
+        numbers: for each rank its groups (``None`` for one that does not count), and the keys that its optimizer itself
+            changes. These are not compared.
+    """
+    own = {key for _, keys in numbers.values() for key in keys}
+    groups = {
+        rank: None if of_rank is None else [{k: n for k, n in group.items() if k not in own} for group in of_rank]
+        for rank, (of_rank, _) in numbers.items()
+    }
     found = first_difference(list(groups.values()))
     if found is None:
         return
     index, key, values = found
     by_rank = ", ".join(
         f"{value!r} on rank {rank}"
-        for (rank, own), value in zip(groups.items(), values, strict=True)
-        if own is not None
+        for (rank, of_rank), value in zip(groups.items(), values, strict=True)
+        if of_rank is not None
     )
     raise ValueError(
         f"the ranks' optimizers differ: {key!r} of parameter group {index} is {by_rank}. Change it on all ranks alike, "

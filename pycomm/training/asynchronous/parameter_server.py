@@ -217,7 +217,7 @@ class ParameterServer:
     def push(self, samples: float = 1.0) -> None:
         """Send the gradients in ``.grad`` to the servers. The update may come after this returns.
 
-        A parameter without a gradient has a gradient of zero.
+        A parameter without a gradient has a gradient of zero, if another one has a gradient.
 
         Args:
             samples: weight of this gradient in an update by the mean of several.
@@ -227,7 +227,7 @@ class ParameterServer:
                 sparse or not finite (it is named); the module or the optimizer has other parameters now; or a number
                 of this worker's parameter groups was changed, which the servers do not see. Nothing was pushed then,
                 to any server.
-            RuntimeError, CommError: as from :meth:`pull`.
+            RuntimeError, CommError: as from :meth:`pull`; or no parameter has a gradient. Nothing was pushed then.
         """
         self._require_worker("push")
         samples = bounded("samples", samples, "a positive, finite number", lambda n: 0 < n < math.inf)
@@ -241,8 +241,19 @@ class ParameterServer:
         self._num_steps += 1
 
     def _load(self) -> None:
-        """Prepare a push to all servers. Raise ValueError, and prepare none, if a gradient is sparse or not finite."""
+        """Prepare a push to all servers; prepare none before an error.
+
+        Raises:
+            RuntimeError: no parameter has a gradient.
+            ValueError: a gradient is sparse or not finite.
+        """
         gradients = [p.grad for p in self._params]
+        if all(gradient is None for gradient in gradients):  # zeros would let momentum and weight decay step
+            raise RuntimeError(
+                "no parameter has a gradient, wanted those of a backward() since the pull: nothing was pushed. Was a "
+                "copy of the model trained, or zero_grad() called after backward()? To leave a batch out, leave out "
+                "its whole server.step(), or pull() again without a push()"
+            )
         named = list(zip(self._names, gradients, strict=True))
         for name, gradient in named:
             if gradient is not None and gradient.layout != torch.strided:
@@ -259,7 +270,11 @@ class ParameterServer:
 
     @contextlib.contextmanager
     def step(self, samples: float = 1.0) -> Iterator[None]:
-        """Pull, clear the gradients, run the block, and push its gradients. Nothing is pushed if the block raises."""
+        """Pull, clear the gradients, run the block, and push its gradients. Nothing is pushed if the block raises.
+
+        Raises:
+            RuntimeError, ValueError, CommError: as from :meth:`pull` and :meth:`push`.
+        """
         self.pull()
         for p in self._params:
             p.grad = None
