@@ -91,6 +91,8 @@ class OneOf:
 
 COUNT = Number(0, 2**63 - 1, whole=True)
 INTEGER = Number(-(2**63), 2**63 - 1, whole=True)
+PROCESS_ID = Number(0, 2**31 - 1, whole=True)
+"""Shape of a process's number, which the kernel keeps in a C int."""
 ANYTHING = object()
 """Shape that any value has."""
 

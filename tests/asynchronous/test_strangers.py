@@ -296,6 +296,7 @@ MALFORMED: list[dict[str, Any]] = [
     {"ask": "hello", "worker": [1], "life": "x", "host": "here", "process": 0, "memory": None},
     {"ask": "hello", "worker": -5, "life": "x", "host": "here", "process": 0, "memory": None},
     {"ask": "hello", "worker": 1, "life": "x", "host": "here", "process": 0, "memory": "/etc/passwd"},
+    {"ask": "hello", "worker": 1, "life": "x", "host": "here", "process": 2**31, "memory": None},
     {"ask": "hello", "worker": 1, "life": {}, "host": "here", "process": 0, "memory": None},
     {"ask": "push", "number": 1, "samples": float("nan"), "rate": 0.0},
     {"ask": "push", "number": 1, "samples": 0.0, "rate": 0.0},

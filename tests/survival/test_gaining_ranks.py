@@ -209,6 +209,28 @@ def test_a_rank_that_is_lost_as_one_comes(new_ranks: Pools) -> None:
     assert 1 not in told[0]["worlds"][-1]
 
 
+def overwrite_request(plan: Plan, size: int) -> dict[str, Any]:
+    """Overwrite the newcomer's request once it is announced, as whoever reaches the store can."""
+    let_in = surviving.Survival.let_in
+
+    def after_a_stranger(self: surviving.Survival, carried: newcomers.Carried) -> Any:
+        self._listener._store.set(f"request/{self.invited}", "garbage")
+        return let_in(self, carried)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(surviving.Survival, "let_in", after_a_stranger)
+        return stay(plan, size)
+
+
+def test_a_request_that_is_overwritten_after_the_check_changes_nothing(new_ranks: Pools) -> None:
+    members, plan = new_ranks(2), Plan(founders=2)
+    with ThreadPoolExecutor() as threads:
+        theirs = threads.submit(members.outcomes, overwrite_request, plan, 3, timeout=TIMEOUT)
+        its = threads.submit(new_ranks(1).outcomes, come, plan, 3, members.port, timeout=TIMEOUT)
+        told = equal_to_the_bit([theirs.result(), its.result()])
+    assert told[0]["worlds"][-1] == (0, 1, 2)
+
+
 # What does not fit.
 
 

@@ -168,12 +168,28 @@ def test_without_a_secret_only_processes_of_this_user_and_host_are_let_in(store:
         ({"start": 0}, "it has ended, or belongs to another user"),
         ({"pid": "1"}, "the request is malformed: process.pid is"),
         ({"pid": -1}, "the request is malformed: process.pid is"),
+        ({"pid": 2**31}, "the request is malformed: process.pid is 2147483648, wanted an integer"),
     ):
         asked = ask(store, {**this_process(), **change})
         assert look(listener, 1.0) is None
         with pytest.raises(ValueError, match=message):
             asked.result(20.0)
     listener.close()
+
+
+@pytest.mark.parametrize("text", ["garbage", json.dumps({"process": {"host": "of the stranger", "pid": 2**62}})])
+def test_a_request_that_is_overwritten_after_the_check_counts_as_it_was(
+    store: TCPStore, listener: JoinListener, text: str
+) -> None:
+    asked = ask(store, this_process())
+    request = look(listener)
+    assert request is not None
+    listener._store.set(f"request/{request.number}", text)
+    assert look(listener) == request  # the next poll does not read it either
+    assert listener.process_of(request.number) == this_process()
+    assert listener.process_of(request.number + 1) is None
+    listener.answer(request.number, ANSWER)
+    assert asked.result(20.0)["request"] == request.number
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "5", "", "\0", "{}", '{"process": {}, "lines": {}}'])

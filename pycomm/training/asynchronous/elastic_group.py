@@ -104,9 +104,10 @@ class ElasticGroup:
 
         Raises:
             CommError: it did not come, or a rank was lost meanwhile. The group is as before.
+            RuntimeError, ValueError: it was not invited.
         """
         self._listener.skip_to(number)
-        place = self._membership.admit(self._listener.read(number))
+        place = self._membership.admit(self.communicator, number, self._listener.process_of(number))
         try:
             if self._membership.is_first:
                 self._listener.answer(number, self._membership.invitation())

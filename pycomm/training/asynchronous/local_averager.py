@@ -56,6 +56,10 @@ def _end(communicator: Communicator, progress: _Progress) -> None:
     communicator.close(f"it has ended its training after step {progress.num_steps}")
 
 
+def _not_let_in(error: Exception, rank: int) -> CommError:
+    return CommError.during("join", f"the newcomer was not let in: {error}", rank=rank)
+
+
 class LocalAverager(Averager):
     """Averager of ranks that wait for each other. All make equally many steps between meetings."""
 
@@ -74,10 +78,9 @@ class LocalAverager(Averager):
         for fragment in self._fragments:
             fragment.open(communicator)
         self._under_way: list[tuple[int, Fragment]] = []  # meetings by number, the oldest first
-        self._num_launched = self._num_committed = 0
+        self._num_launched = self._num_committed = self._num_meetings = self._num_skipped = 0
         self._invitations: dict[int, int] = {}  # join requests by the meetings that announced them
         self._invited = 0  # join request to admit after this step; 0 for none
-        self._num_meetings = self._num_skipped = 0
         self._progress = _Progress()
         self._finalizer = weakref.finalize(self, _end, communicator, self._progress)
         self._is_new, self._seconds = False, 0.0  # a new rank has hyperparameters of its own
@@ -177,6 +180,7 @@ class LocalAverager(Averager):
                     fragment.take_mean()
 
         self._num_committed = self._group.recover(error, self._num_committed, catch_up)
+        self._invitations, self._invited = {}, 0  # the first rank announces the newcomer again
         self._move()
 
     def _move(self) -> None:
@@ -189,16 +193,17 @@ class LocalAverager(Averager):
     # Newcomers.
 
     def _admit_newcomer(self) -> None:
-        number, self._invited = self._invited, 0
         for _, fragment in self._under_way:  # these meetings are of the old group
             self._receive(fragment)
-        assert self._group is not None
+        number, self._invited, self._invitations = self._invited, 0, {}  # others are announced again
+        if number == 0 or self._group is None:  # a rank was lost meanwhile
+            return
         try:
             self._group.admit(number)
             self._move()
             self.share_state(is_newcomer=False)
-        except CommError as error:
-            self._recover(error)
+        except (RuntimeError, ValueError) as error:  # CommError and the store's errors are RuntimeErrors
+            self._recover(error if isinstance(error, CommError) else _not_let_in(error, self._communicator.rank))
 
     @torch.no_grad()
     def share_state(self, *, is_newcomer: bool) -> None:

@@ -32,7 +32,7 @@ from pycomm.training.asynchronous.wire import (
     send,
     send_array,
 )
-from pycomm.untrusted import COUNT, Number, OneOf, require
+from pycomm.untrusted import COUNT, PROCESS_ID, Number, OneOf, require
 
 _LOG = logging.getLogger("pycomm")
 _TICK = 0.25  # seconds
@@ -52,7 +52,7 @@ _TINY = sys.float_info.min
 _MEMORY = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
 _ASKS = {"ask": OneOf("hello", "pull", "push", "read", "stats", "close")}
 _SHAPES: dict[str, Any] = {
-    "hello": {"worker": COUNT, "life": str, "host": str, "process": COUNT, "memory": OneOf(None, str)},
+    "hello": {"worker": COUNT, "life": str, "host": str, "process": PROCESS_ID, "memory": OneOf(None, str)},
     "pull": {"number": COUNT},
     "push": {"number": COUNT, "samples": Number(_TINY), "rate?": Number(0)},
     "read": {},

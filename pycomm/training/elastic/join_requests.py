@@ -26,13 +26,13 @@ from pycomm.collectives.transport.addresses import split_address
 from pycomm.collectives.transport.authentication import SECRET, Signer, secret
 from pycomm.errors import CommError
 from pycomm.torch_internals import PrefixStore, Store, root_store
-from pycomm.untrusted import COUNT, ListOf, MapOf, OneOf, parse
+from pycomm.untrusted import COUNT, PROCESS_ID, ListOf, MapOf, OneOf, parse
 from pycomm.worker import Work, Worker
 
 _INTERVAL = 0.1  # seconds between two looks
 _POLL = 0.01  # seconds
 
-_PROCESS = {"host": str, "pid": COUNT, "start": COUNT}
+_PROCESS = {"host": str, "pid": PROCESS_ID, "start": COUNT}
 _REQUEST = {"process": _PROCESS, "lines": ListOf(ListOf(str, length=2)), "nonce": str, "proof": str}
 _INVITATION = {
     "name": str,
@@ -80,6 +80,7 @@ class JoinListener:
         self._store, self._index = _requests_in(store, index), index
         self._lines, self._host, self._signer = lines, host, Signer(secret())
         self._nonces: dict[int, str] = {}  # of requests, by their numbers
+        self._checked: JoinRequest | None = None  # the last one that fits
         self._worker = Worker("pycomm-join-listener")
         self._next = 1
         self._look: Work | None = None
@@ -100,11 +101,10 @@ class JoinListener:
             self._look = self._worker.submit(self._read)
         return None
 
-    def read(self, number: int) -> JoinRequest:
-        """Return request ``number``."""
-        request = self._parsed(number)
-        self._nonces[number] = request["nonce"]
-        return JoinRequest(number, request["process"])
+    def process_of(self, number: int) -> dict[str, Any] | None:
+        """Return the process of request ``number``, as it was checked; ``None`` if this rank has not checked it."""
+        checked = self._checked  # not read again: whoever reaches the store may have overwritten it since
+        return checked.process if checked is not None and checked.number == number else None
 
     def answer(self, number: int, content: dict[str, Any]) -> None:
         """Answer request ``number``."""
@@ -123,23 +123,21 @@ class JoinListener:
     def _read(self) -> JoinRequest | None:
         """Return the next request if it fits; answer it if it does not."""
         number = self._next
+        if self.process_of(number) is not None:
+            return self._checked
         if not self._ask(lambda store: store.check([f"request/{number}"])):
             return None
         try:
-            request = self._parsed(number)
+            request = parse(self._ask(lambda store: store.get(f"request/{number}")), _REQUEST, "the request")
             problem = self._distrust(number, request) or self._problem(request)
         except ValueError as error:
             problem = str(error)
         if not problem:
-            return JoinRequest(number, request["process"])
+            self._checked = JoinRequest(number, request["process"])
+            return self._checked
         self._next += 1
         self.answer(number, {"refused": problem})
         return None
-
-    def _parsed(self, number: int) -> dict[str, Any]:
-        text = self._ask(lambda store: store.get(f"request/{number}"))
-        request: dict[str, Any] = parse(text, _REQUEST, "the request")
-        return request
 
     def _distrust(self, number: int, request: dict[str, Any]) -> str:
         """Return why the sender of a request is not trusted; "" if it is."""

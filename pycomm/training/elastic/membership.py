@@ -30,7 +30,6 @@ from pycomm.training.elastic.agreement_store import (
     open_file,
     open_ready_count,
 )
-from pycomm.training.elastic.join_requests import JoinRequest
 from pycomm.training.elastic.liveness import PATIENCE, STOPPED_PATIENCE, Heartbeat, ProcessWatch, is_called, round_store
 
 _POLL = 0.002  # seconds
@@ -233,12 +232,25 @@ class Membership:
 
     # Newcomers.
 
-    def admit(self, request: JoinRequest) -> Place:
-        """Add the newcomer of ``request`` to the world; return where all meet. Called on every rank."""
+    def admit(self, communicator: Communicator, request: int, process: Mapping[str, Any] | None) -> Place:
+        """Add the newcomer of a request to the world; return where all meet. Collective.
+
+        Args:
+            communicator: the ranks' communicator.
+            request: number of the request.
+            process: the newcomer's process; used on the first rank, which has checked the request.
+
+        Raises:
+            CommError: a rank was lost meanwhile.
+            ValueError: on all ranks: the first one has not checked the request.
+        """
         number, self._numbers = self._numbers, self._numbers + 1
-        self.watch.processes[number] = request.process
+        checked = json.loads(communicator.channel.all_gather_bytes(json.dumps(process).encode())[0])
+        if checked is None:
+            raise ValueError(f"the first rank has not checked request {request} to join")
+        self.watch.processes[number] = checked
         self.world += (number,)
-        return self._place(f"join/{request.number}", _TO_JOIN)
+        return self._place(f"join/{request}", _TO_JOIN)
 
     def dismiss(self) -> None:
         """Undo :meth:`admit`: the newcomer did not come."""

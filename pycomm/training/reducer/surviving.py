@@ -146,6 +146,7 @@ class Survival:
                 self._communicator.close(str(error))
             raise error
         start, old = time.monotonic(), self.membership.world
+        self.invited = 0  # alike on all ranks; the first one announces the newcomer again
         found = reconvene(
             self.membership,
             self._communicator,
@@ -172,7 +173,7 @@ class Survival:
         start = time.monotonic()
         number, self.invited = self.invited, 0
         self._listener.skip_to(number)
-        place = self.membership.admit(self._listener.read(number))
+        place = self.membership.admit(self._communicator, number, self._listener.process_of(number))
         try:
             if self.membership.is_first:
                 self._listener.answer(number, self.membership.invitation())
