@@ -57,7 +57,7 @@ def _number(name: str, default: float) -> float:
 
 
 def timeout() -> timedelta:
-    """Return the limit of a single wait for a rank that is alive: HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, or an hour."""
+    """Return the limit of a wait for a rank, or of an operation: HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, or an hour."""
     return timedelta(seconds=_number("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0.0) or 3600.0)
 
 
