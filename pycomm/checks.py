@@ -69,7 +69,10 @@ def positive(name: str, value: Any) -> float:
         raise TypeError(f"{name} is {value!r}, wanted a number")
     if not value > 0:
         raise ValueError(f"{name} is {value}, wanted a positive number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} is larger than any float, wanted a positive number") from None
 
 
 def bounded(name: str, value: Any, wanted: str, is_valid: Callable[[float], bool]) -> float:
