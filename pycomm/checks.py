@@ -69,7 +69,14 @@ def positive(name: str, value: Any) -> float:
         raise TypeError(f"{name} is {value!r}, wanted a number")
     if not value > 0:
         raise ValueError(f"{name} is {value}, wanted a positive number")
-    return float(value)
+    return _as_float(name, value, "a positive number")
+
+
+def _as_float(name: str, value: Any, wanted: str) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} is larger than any float, wanted {wanted}") from None
 
 
 def bounded(name: str, value: Any, wanted: str, is_valid: Callable[[float], bool]) -> float:
@@ -80,7 +87,7 @@ def bounded(name: str, value: Any, wanted: str, is_valid: Callable[[float], bool
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} is {value!r}, wanted a number")
-    number = float(value)
+    number = _as_float(name, value, wanted)
     if not is_valid(number):
         raise ValueError(f"{name} is {value}, wanted {wanted}")
     return number

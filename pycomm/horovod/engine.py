@@ -22,7 +22,7 @@ from pycomm.errors import CommError, reworded
 from pycomm.horovod.coordinator import Response, Rounds, full_name
 from pycomm.horovod.execution import Execution, can_fuse
 from pycomm.horovod.names import HorovodInternalError, InvalidRequestError, LostPeerError
-from pycomm.horovod.requests import ALLREDUCE, Key, Request, RequestTerms, op_of
+from pycomm.horovod.requests import ALLREDUCE, JOIN, Key, Request, RequestTerms, op_of
 from pycomm.horovod.timeline import Timeline
 
 _SHORTEST_PAUSE = 5e-5
@@ -167,6 +167,8 @@ class NegotiatingEngine:
             responses, news = self._rounds.run(self._fresh)
             if responses:
                 self._run_all(responses)
+            if not news:
+                self._require_progress()
         except BaseException as error:
             self._end(internal_error(error), f"an operation failed: {error}")
             if not isinstance(error, Exception):
@@ -178,6 +180,17 @@ class NegotiatingEngine:
         self._wake.wait(self.pause)
         self._wake.clear()
         self.pause = min(2 * self.pause, LONGEST_PAUSE)
+
+    def _require_progress(self) -> None:
+        """Raise HorovodInternalError if an operation has been unfinished for the limit of a wait; join() may be."""
+        limit, now = self.communicator.channel.timeout, time.monotonic()
+        if all(now - one.since < limit or one.terms.kind == JOIN for one in self.outstanding()):
+            return
+        waiting = (f"{full_name(key)} waits for {_named(ranks)}" for key, ranks in self.waiting().items() if ranks)
+        raise HorovodInternalError(
+            f"operations are not done after {limit:g} s, the limit (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS): "
+            + "; ".join(waiting)
+        )
 
     def _run_all(self, responses: Sequence[Response]) -> None:
         fused: list[Request] = []
@@ -250,6 +263,10 @@ class NegotiatingEngine:
     def _end_with_process(self) -> None:
         reason = "the process ends"
         self._end(HorovodInternalError(reason), reason)
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank {', '.join(map(str, ranks))}"
 
 
 def _same(a: Request, b: Request) -> bool:
@@ -326,7 +343,7 @@ class _StallWatch:
 
     def _whom(self, ranks: Sequence[int] | None) -> str:
         if ranks:
-            return f"rank {', '.join(map(str, ranks))}"
+            return _named(ranks)
         names = ", ".join(map(str, self._others))
         some = "" if len(self._others) == 1 else "one or more of "
         return f"{some}rank {names}, to come and say what it asks for: it asks for nothing, is in other code, or hangs"

@@ -25,7 +25,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pycomm import threads
 from pycomm.collectives.transport.addresses import loopback, store_on_loopback
-from pycomm.collectives.transport.authentication import own_folder, process_behind
+from pycomm.collectives.transport.authentication import EXHAUSTED, own_folder, process_behind
 from pycomm.torch_internals import PrefixStore, Store
 
 _LAUNCHERS = (
@@ -42,6 +42,7 @@ Only srun sets the number of tasks of a step: a script that a batch job runs wit
 """
 _FIRST_PORT, _PORTS = 20000, 12000
 _POLL = 0.02  # seconds
+_MOST_SECONDS = 31_536_000  # a year
 _TO_ANSWER = 5.0
 """Seconds for a connected process to send its rank, or to receive the address."""
 _RANK = struct.Struct("!I")
@@ -51,13 +52,16 @@ _KEY = "/pycomm/address"
 def _number(name: str, default: float) -> float:
     text = os.environ.get(name, "")
     try:
-        return float(text) if text else default
+        number = float(text) if text else default
     except ValueError:
         raise ValueError(f"{name} is {text!r} in the environment, wanted a number") from None
+    if not abs(number) <= _MOST_SECONDS:
+        raise ValueError(f"{name} is {text!r} in the environment, wanted a number of at most {_MOST_SECONDS}")
+    return number
 
 
 def timeout() -> timedelta:
-    """Return the limit of a single wait for a rank that is alive: HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, or an hour."""
+    """Return the limit of a wait for a rank, or of an operation: HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, or an hour."""
     return timedelta(seconds=_number("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0.0) or 3600.0)
 
 
@@ -290,8 +294,11 @@ def _send_address(listener: socket.socket, address: str, size: int, until: float
             listener.settimeout(seconds)
             try:
                 connection, _ = listener.accept()
-            except OSError:  # a timeout, or the process is exiting
-                break
+            except OSError as error:  # if not out of descriptors: a timeout, or the process is exiting
+                if error.errno not in EXHAUSTED:
+                    break
+                time.sleep(_POLL)
+                continue
             with connection, contextlib.suppress(OSError, struct.error):
                 if process_behind(connection) is None:
                     continue

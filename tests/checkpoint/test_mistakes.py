@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import pycomm
-from pycomm.training.checkpoint.folder import unfinished
+from pycomm.training.checkpoint.folder import numbers_in, unfinished
 from tests.checkpoint.training import Training, training
 from tests.on_ranks import on_ranks
 from tests.reducer.attaching import grouped
@@ -220,3 +220,9 @@ def test_parameters_that_have_drifted_apart(tmp_path: Path, check_replicas: int)
     assert len(list(tmp_path.glob("checkpoint-*"))) == (1 if check_replicas else 2)
     assert not list(tmp_path.glob(f"{unfinished(tmp_path, '').name}*"))
     reducer.detach()
+
+
+def test_names_with_too_many_digits_are_no_checkpoints(tmp_path: Path) -> None:
+    for name in ("00000003", "123456789", "9" * 244):
+        (tmp_path / f"checkpoint-{name}").mkdir()
+    assert numbers_in(tmp_path) == [3, 123456789]

@@ -185,6 +185,18 @@ def test_stalls_are_named_before_they_end(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
+def test_ranks_that_wait_for_each_other_give_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "2")
+    hvd.init()
+    calls = [lambda: hvd.broadcast(torch.ones(4), 0, name="a"), lambda: hvd.allreduce(torch.ones(4), name="a")]
+    with pytest.raises(hvd.HorovodInternalError, match=r"not done after 2 s.*_STALL_SHUTDOWN_TIME") as caught:
+        calls[hvd.rank()]()
+    assert "broadcast.a waits for rank 1" in str(caught.value)
+    assert "allreduce.a waits for rank 0" in str(caught.value)
+    hvd.shutdown()
+
+
+@on_ranks(2)
 def test_timeline(tmp_path: Path) -> None:
     with horovod():
         for marks in (True, False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import http.server
 import importlib
 import os
@@ -162,6 +163,14 @@ def test_environments_that_make_no_sense(monkeypatch: pytest.MonkeyPatch) -> Non
 
     with pytest.raises(ValueError, match="HOROVOD_STALL_CHECK_TIME_SECONDS is 'soon'"):
         environment.stall_check_seconds()
+    for name, ask in (
+        ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", environment.timeout),
+        ("HOROVOD_GLOO_TIMEOUT_SECONDS", environment.meeting_seconds),
+    ):
+        for text in ("nan", "inf", "1e300"):
+            monkeypatch.setenv(name, text)
+            with pytest.raises(ValueError, match=f"{name} is '{text}' in the environment, wanted a number of at most"):
+                ask()
 
 
 @pytest.mark.parametrize(
@@ -240,6 +249,22 @@ def test_rank_0_tells_its_address_to_ranks_of_this_user(own_folder: Path) -> Non
         time.sleep(0.01)
     with pytest.raises(TimeoutError, match="rank 0 of the job 'job' was not found"):
         environment.on_this_host("job", 1, "", 3, 0.1)
+
+
+def test_rank_0_tells_its_address_once_it_has_descriptors(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accept, failures = socket.socket.accept, [errno.EMFILE, errno.ENFILE]
+
+    def accept_later(listener: socket.socket) -> Any:
+        if failures:
+            raise OSError(failures.pop(), "no descriptor is left")
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", accept_later)
+    environment.on_this_host("job", 0, "4711", 2, 20.0)
+    assert environment.on_this_host("job", 1, "", 2, 10.0) == "4711"
+    assert not failures
+    while list(own_folder.iterdir()):
+        time.sleep(0.01)
 
 
 def test_what_a_killed_job_has_left_is_no_hindrance(own_folder: Path) -> None:

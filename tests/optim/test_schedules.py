@@ -227,6 +227,11 @@ def test_what_else_was_done_to_lr_lasts_one_step() -> None:
         (lambda: PolynomialDecay(9, final=-0.1), ValueError, "final is -0.1, wanted 0 to 1"),
         (lambda: PolynomialDecay(9, final=math.nan), ValueError, "final is nan, wanted 0 to 1"),
         (lambda: PolynomialDecay(9, power=0), ValueError, "power is 0, wanted a positive number"),
+        (
+            lambda: PolynomialDecay(9, power=10**400),
+            ValueError,
+            "power is larger than any float",
+        ),
         (lambda: StepDecay([3, 3]), ValueError, r"milestones\[1\] is 3, wanted more than 3 before it"),  # type: ignore[arg-type]
         (lambda: StepDecay([0, 3]), ValueError, r"milestones\[0\] is 0, wanted at least 1"),  # type: ignore[arg-type]
         (lambda: StepDecay([1.5]), TypeError, r"milestones\[0\] is 1.5, wanted an int"),  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ nothing.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
 import hmac
@@ -36,6 +37,8 @@ _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _GREETING = b"pycomm 1"
 _NONCE = _PROOF = 32  # bytes
 _REFUSED = bytes(_PROOF)
+EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+"""Errors of ``accept()`` that pass: whoever listens pauses, and goes on."""
 
 Step = Generator[int, None, None]
 """Generator that yields the event it waits for, ``select.POLLIN`` or ``select.POLLOUT``, of a non-blocking socket."""

@@ -8,7 +8,6 @@ know the secret (:mod:`pycomm.collectives.transport.authentication`).
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import mmap
 import os
@@ -27,7 +26,7 @@ import torch
 
 from pycomm import threads
 from pycomm.collectives.transport.addresses import family_of, join_address
-from pycomm.collectives.transport.authentication import Proof, Step, process_behind, prove_as_client
+from pycomm.collectives.transport.authentication import EXHAUSTED, Proof, Step, process_behind, prove_as_client
 from pycomm.untrusted import ANYTHING, MapOf, parse
 
 _ACCESS = os.O_RDWR | os.O_CLOEXEC
@@ -84,7 +83,6 @@ _PAUSE = 0.1
 """Seconds without new connections once the process has no descriptor left."""
 _IN_ONE_PACKET = 1 << 16  # most bytes of a message that is copied to send it together with its length
 _OBJECT = MapOf(ANYTHING)
-_EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _LENGTH = struct.Struct("!Q")
 
 Message = dict[str, Any]
@@ -355,7 +353,7 @@ class WorkerListener:
         try:
             one, _ = listener.accept()
         except OSError as error:
-            return error.errno not in _EXHAUSTED
+            return error.errno not in EXHAUSTED
         try:
             if listener.family == socket.AF_UNIX:
                 if process_behind(one) is None:
