@@ -6,11 +6,17 @@ import gc
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 
 from pycomm.optim.parameters import unwrapped
+
+
+class Refusing(Protocol):
+    """Interface of a Reducer to steps that find a mistake."""
+
+    def refuse_gradient(self, param: torch.Tensor, problem: str) -> NoReturn: ...
 
 
 class Attached(Protocol):
@@ -20,6 +26,8 @@ class Attached(Protocol):
 
     @property
     def is_vetoed(self) -> bool: ...
+    @property
+    def attached(self) -> Refusing: ...
     def knows(self, param: torch.Tensor) -> bool: ...
     def paused(self) -> AbstractContextManager[None]: ...
     def settle(self) -> bool: ...

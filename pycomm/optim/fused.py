@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from pycomm.optim.lamb import LAMB
 from pycomm.optim.lars import LARS
 from pycomm.optim.parameters import optimizer_parameters, unwrapped
 from pycomm.optim.partition import Partition
+from pycomm.optim.pending_factor import PendingFactor
 from pycomm.optim.plans import Rule, forget_plans, step_by_rule
 from pycomm.optim.step_override import Factor, StepOverride, evaluate, require_own_step
 from pycomm.torch_internals import local_of, take_scale
@@ -38,8 +39,8 @@ def fuse(optimizer: torch.optim.Optimizer) -> FusedStep:
     Works for torch's SGD, Adam, AdamW, RMSprop and Adagrad, and for LARS and LAMB, with float32 or
     float64 parameters. Results match torch's up to rounding; state, hyperparameters and checkpoints keep torch's
     form. The factors of ``pycomm.LossScaler`` and ``Reducer.clip_grad_norm`` are applied inside the step,
-    without a pass of their own, so ``.grad`` stays unchanged. For half-precision parameters use
-    :func:`pycomm.master_weights`, which includes this.
+    without a pass of their own, so ``.grad`` stays unchanged, and must not be changed in between. For half-precision
+    parameters use :func:`pycomm.master_weights`, which includes this.
 
     Returns:
         A handle whose ``detach()`` gives the optimizer its own ``step`` back. It need not be kept.
@@ -73,9 +74,9 @@ class KernelStep(StepOverride):
 
     partition: Partition | None = None
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, masters: Mapping[torch.Tensor, torch.Tensor] = {}) -> None:
         super().__init__(optimizer)
-        self._pending: Factor = 1.0
+        self._pending = PendingFactor(optimizer, masters)
 
     def run(self, closure: Callable[[], Any] | None) -> Any:
         if self.partition is not None and closure is not None:
@@ -132,14 +133,14 @@ class KernelStep(StepOverride):
                     entry[key] = value.clone(memory_format=torch.preserve_format)
 
     def leave_factor(self, factor: Factor) -> bool:
-        self._pending = self._pending * factor
+        self._pending.leave(factor)
         return True
 
     def factor_left(self) -> Factor:
-        return self._pending
+        return self._pending.value
 
     def drop_factor(self) -> None:
-        self._pending = 1.0
+        self._pending.drop()
 
     def forget(self) -> None:
         self.drop_factor()
@@ -149,7 +150,7 @@ class KernelStep(StepOverride):
 
         Values on a GPU stay there, for the kernels to read, unless the step ``waits``.
         """
-        factor, self._pending = self._pending, 1.0
+        factor = self._pending.take()
         scale, found = take_scale(self.optimizer)
         if found is not None and not waits and on_gpu(found):
             return PackScaling(factor, scale, found)

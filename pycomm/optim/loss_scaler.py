@@ -116,7 +116,16 @@ class LossScaler:
         if stage is _Stage.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
         finite = self._is_finite(optimizer)
-        stepper_of(optimizer).unscale(1.0 / self._scale)
+        stepper = stepper_of(optimizer)
+        left = stepper.factor_left()
+        if isinstance(left, torch.Tensor) or left != 1.0:
+            stepper.leave_factor(1.0)  # raises an error if gradients were written to since clip_grad_norm()
+            stepper.drop_factor()
+            stepper.unscale(1.0 / self._scale)
+            stepper.leave_factor(left)  # for the unscaled gradients
+        else:
+            stepper.drop_factor()
+            stepper.unscale(1.0 / self._scale)
         self._stages[id(optimizer)] = (optimizer, _Stage.UNSCALED, finite)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:

@@ -80,7 +80,7 @@ class MasterWeights(KernelStep):
         self.has_kernels = self._rule is not None
         for param in filter(lambda p: p.dtype in HALF, optimizer_parameters(optimizer)):
             check_half(param, optimizer, self._rule)
-        super().__init__(optimizer)
+        super().__init__(optimizer, self._masters)
         self._masters.add(optimizer_parameters(optimizer))
         # GradScaler.unscale_() refuses float16; with this mark its step() leaves the factor to ours.
         self._old_mark = leave_scale_to_step(optimizer)

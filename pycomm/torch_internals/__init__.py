@@ -69,6 +69,7 @@ from pycomm.torch_internals.tensors import (
     storage_uses,
     uses_outside_python,
     version_of,
+    versions_of,
     without_conjugation,
 )
 from pycomm.torch_internals.tracing import (
@@ -145,6 +146,7 @@ __all__ = [
     "unscale_as_grad_scaler",
     "uses_outside_python",
     "version_of",
+    "versions_of",
     "watch_grad_scalers",
     "without_conjugation",
     "without_torch_function",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +15,11 @@ from torch.multiprocessing.reductions import StorageWeakRef as _StorageWeakRef
 def version_of(tensor: torch.Tensor) -> int:
     """Return the version counter of ``tensor``, which every in-place write increments."""
     return tensor._version
+
+
+def versions_of(tensors: Iterable[torch.Tensor | None]) -> list[int]:
+    """Return the version counters of ``tensors``; 0 for ``None``."""
+    return [0 if tensor is None else tensor._version for tensor in tensors]
 
 
 _NOTES_MANY = "Iterable" in str(increment_version.__annotations__.get("tensor"))  # torch 2.4 takes one tensor only

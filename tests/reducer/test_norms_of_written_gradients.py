@@ -249,3 +249,63 @@ def test_scaled_half_gradients_written_after_unscaling(way: str) -> None:
         WAYS[way]([p.grad], [p.grad])
     with pytest.raises(RuntimeError, match="was written to after unscale_"):
         scaler.step(optimizer)
+
+
+def _penalty(params: list[nn.Parameter]) -> None:
+    for p in params:
+        assert p.grad is not None
+        p.grad.add_(p.detach(), alpha=0.1)
+
+
+def _noise(params: list[nn.Parameter]) -> None:
+    assert params[0].grad is not None
+    params[0].grad = params[0].grad + 0.1
+
+
+BETWEEN: dict[str, Callable[[list[nn.Parameter]], Any]] = {
+    "penalty": _penalty,
+    "noise": _noise,
+    "by value": lambda params: torch.nn.utils.clip_grad_value_(params, 0.02),
+    "by torch": lambda params: torch.nn.utils.clip_grad_norm_(params, 0.1),
+}
+
+
+@pytest.mark.parametrize("way", BETWEEN)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@on_ranks(1, 2)
+def test_written_between_clipping_and_the_fused_step(way: str, dtype: torch.dtype) -> None:
+    """The factor is for the gradients that were clipped. The last rank writes; all get the error."""
+    rank, num_ranks = rank_and_size()
+    params = [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in SHAPES]
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    pycomm.fuse(optimizer) if dtype == torch.float32 else pycomm.master_weights(optimizer)
+    with attached(optimizer, [(f"p{i}", p) for i, p in enumerate(params)]) as reducer:
+        sum((p.float().sum() for p in params), torch.zeros(())).backward()
+        reducer.clip_grad_norm(BOUND)
+        if rank == num_ranks - 1:
+            BETWEEN[way](params)
+            said = "replaced" if way == "noise" else "written to"
+            with pytest.raises(RuntimeError, match=f"rank {rank}: the gradient of 'p0' was {said} between clip_grad"):
+                optimizer.step()
+            assert all(bool((p == 1.0).all()) for p in params)
+        else:
+            optimizer.step()
+            with pytest.raises(RuntimeError, match="the gradient of 'p0' was .* between clip_grad_norm"):
+                sum((p.float().sum() for p in params), torch.zeros(())).backward()
+
+
+@pytest.mark.parametrize("name", ["GradScaler", "LossScaler"])
+@on_ranks(1, 2)
+def test_unscaled_after_clipping(name: str) -> None:
+    """A scaler's own unscaling multiplies, as the factor does: their order does not matter."""
+    of_torch = name == "GradScaler"
+    scaler: Any = torch.amp.GradScaler("cpu", init_scale=8.0) if of_torch else pycomm.LossScaler(8.0)
+    p = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    pycomm.fuse(optimizer)
+    with attached(optimizer, [("p", p)], loss_scaler=scaler) as reducer:
+        scaler.scale(p.sum()).backward()
+        reducer.clip_grad_norm(8.0 if of_torch else 1.0)
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        torch.testing.assert_close(p.detach(), torch.full((4,), 0.5))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -201,6 +201,14 @@ class Passes:
         except RuntimeError as error:
             self.stop(error)
             raise
+
+    def refuse_gradient(self, param: torch.Tensor, problem: str) -> NoReturn:
+        """Raise RuntimeError, also on other ranks, that the gradient of ``param`` has a ``problem``."""
+        name = next((repr(name) for name, each in self._table.named() if each is param), None)
+        what = name or f"a parameter of shape {list(param.shape)}"
+        error = RuntimeError(f"rank {self._communicator.rank}: the gradient of {what} {problem}")
+        self.stop(error)
+        raise error
 
     def stepped(self) -> None:
         """Note that ``optimizer.step()`` has returned."""

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -227,7 +227,7 @@ class Reducer:
     def attached(self) -> AttachedTraining:
         """Internal interface for the rest of pycomm. Raises RuntimeError once this Reducer is detached."""
         self._require_attached()
-        return AttachedTraining(self._engine)
+        return AttachedTraining(self._engine, self._passes)
 
     def knows(self, param: torch.Tensor) -> bool:
         """Return whether ``param`` is averaged here, or will be once it is unfrozen."""
@@ -308,7 +308,7 @@ class Reducer:
 
         Call it between ``backward()`` and ``step()``, like ``torch.nn.utils.clip_grad_norm_``; with torch's GradScaler
         after ``unscale_``. The norm is of what is in ``.grad`` now. If pycomm's kernels do the step, they apply the
-        factor, and ``.grad`` stays unchanged. The result is the same on all ranks; DTensors count as a whole.
+        factor: until then do not change ``.grad``. The result is the same on all ranks; DTensors count as a whole.
 
         Returns:
             The norm before clipping: a 0-d float64 tensor on the parameters' device. ``error_if_nonfinite`` waits for
@@ -434,6 +434,7 @@ class AttachedTraining:
     """Internal interface to a Reducer's training, for checkpoints and integrations; see ``Reducer.attached``."""
 
     _engine: Engine
+    _passes: Passes
 
     @property
     def communicator(self) -> Communicator:
@@ -469,6 +470,10 @@ class AttachedTraining:
     def name_of_ignored(self, param: torch.Tensor) -> str | None:
         """Return the name of ``param`` if ``ignore`` covers it."""
         return self._engine.table.ignored.name_of(param)
+
+    def refuse_gradient(self, param: torch.Tensor, problem: str) -> NoReturn:
+        """Raise RuntimeError, on every rank, for a step that would use the gradient of ``param``."""
+        self._passes.refuse_gradient(param, problem)
 
     def stand_down(self) -> None:
         """Permit collectives of the main thread before the next step."""

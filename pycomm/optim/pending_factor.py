@@ -1,0 +1,78 @@
+"""Factor that the next fused step multiplies the gradients by, and what the gradients were when it was left."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+
+import torch
+
+from pycomm.optim.attached import reducer_of
+from pycomm.optim.parameters import optimizer_parameters
+from pycomm.optim.step_override import Factor
+from pycomm.torch_internals import versions_of
+
+_GRAD_OF = operator.attrgetter("grad")
+
+
+class PendingFactor:
+    """Product of the factors that were left to the next step.
+
+    It is only for the gradients that were there when it was left. Reading version counters costs little; writes through
+    ``.data`` and NumPy's views do not change them, and are not found.
+
+    Args:
+        optimizer: owner of the parameters.
+        masters: masters by parameter, which may have gradients of their own.
+
+    Attributes:
+        value: the product; 1.0 if no factor was left.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, masters: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        self._optimizer, self._masters = optimizer, masters
+        self._seen: list[torch.Tensor] = []  # parameters and masters, their gradients, and the versions of those
+        self._grads: list[torch.Tensor | None] = []
+        self._versions: list[int] = []
+        self.value: Factor = 1.0
+
+    def leave(self, factor: Factor) -> None:
+        """Multiply by ``factor``; raise RuntimeError if a gradient has changed since an earlier factor was left."""
+        self._require_unwritten()
+        self.value = self.value * factor
+        self._seen = [*optimizer_parameters(self._optimizer), *self._masters.values()]
+        self._grads = list(map(_GRAD_OF, self._seen))
+        self._versions = versions_of(self._grads)
+
+    def take(self) -> Factor:
+        """Return the product, and drop it; raise RuntimeError if a gradient has changed since it was left."""
+        self._require_unwritten()
+        value = self.value
+        self.drop()
+        return value
+
+    def drop(self) -> None:
+        """Drop all factors."""
+        self.value = 1.0
+        self._seen, self._grads, self._versions = [], [], []
+
+    def _require_unwritten(self) -> None:
+        found = list(map(_GRAD_OF, self._seen))
+        versions = versions_of(found)
+        if versions == self._versions and all(map(operator.is_, found, self._grads)):
+            return
+        for p, now, grad, version, earlier in zip(
+            self._seen, found, self._grads, versions, self._versions, strict=True
+        ):
+            if now is None or (now is grad and version == earlier):
+                continue
+            problem = (
+                f"was {'written to' if now is grad else 'replaced'} between clip_grad_norm(), or LossScaler.step(), "
+                "and the fused step, whose factor would scale that, too: change gradients before clip_grad_norm(), and "
+                "with a LossScaler after its unscale_()"
+            )
+            reducer = reducer_of(self._optimizer)
+            if reducer is not None:
+                param = next((param for param, master in self._masters.items() if master is p), p)
+                reducer.attached.refuse_gradient(param, problem)
+            raise RuntimeError(f"the gradient of a parameter of shape {list(p.shape)} {problem}")
