@@ -114,7 +114,7 @@ def test_what_would_wait_for_ever_is_an_error_soon_and_nothing_is_broken() -> No
             with pytest.raises(CommError) as caught:
                 ranks.send(torch.ones(9_000), 1, 0, TIMEOUT)
             assert time.monotonic() - started < 5
-            assert "no room: of at most 100000 bytes" in str(caught.value)
+            assert "no room: at most 100000 bytes" in str(caught.value)
             assert "PYCOMM_BUFFER_BYTES" in str(caught.value)
             assert "for rank 1; rank 1 does not take them: it waits for this rank" in str(caught.value)
             assert (caught.value.peer, caught.value.operation) == (1, "send")

@@ -161,7 +161,7 @@ def test_async_error(fake: Fake) -> None:
                 call(group)
             error = caught.value
             assert f"rank {rank}: all_reduce: NCCL reported ncclRemoteError (what this code means): " in str(error)
-            assert "results of this operation and of those after it are not valid" in str(error)
+            assert "the results of this and of later operations are not valid" in str(error)
             assert "this communicator cannot be used again" in str(error)
             assert (error.rank, error.peer, error.operation) == (rank, None, "all_reduce")
             assert 0.1 <= error.elapsed < 60
