@@ -148,13 +148,19 @@ def test_what_is_compressed_is_the_same_over_any_link(rank_pools: Pools) -> None
     assert not torch.allclose(here[1][1], torch.cat([p.reshape(-1) for p in as_they_are[1]["parameters"]]))
 
 
+def take_zeros(model: torch.nn.Module) -> None:
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+
+
 def send_what_nobody_can_read(message: torch.Tensor) -> str:
     """Be the worker that sends ``message`` as a gradient, or the one that goes on; or the server."""
-    _, server = server_of(1000, compression=pycomm.TopK(0.1), timeout=20)
+    model, server = server_of(1000, compression=pycomm.TopK(0.1), timeout=20)
     if dist.get_rank() == 1:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Outbox, "send", lambda _, connection, is_shared: wire.send_array(connection, message))
             server.pull()
+            take_zeros(model)
             server.push()
             with pytest.raises(CommError, match="server 0") as caught:
                 server.pull()
@@ -164,6 +170,7 @@ def send_what_nobody_can_read(message: torch.Tensor) -> str:
     if server.is_worker:
         for _ in range(5):
             with server.step():
+                take_zeros(model)
                 time.sleep(0.1)
     server.close()
     return str(server.stats()["steps" if server.is_worker else "pushes"])
