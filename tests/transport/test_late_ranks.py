@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -63,11 +64,13 @@ def everyones(log: Log) -> list[list[str]]:
 
 
 def assert_named(log: Log, sleeper: int, start: str) -> None:
-    """One rank, the first that waited, has said it in time, and again; the others nothing."""
+    """One rank, the first that waited, has said it, and again; the others nothing, or once before they knew of it."""
     said = everyones(log)
     logger = 1 if sleeper == 0 else 0
     assert len(said[logger]) >= 2, said
-    assert all(not lines for rank, lines in enumerate(said) if rank != logger), said
+    others = [line for rank, lines in enumerate(said) if rank != logger for line in lines]
+    assert len(others) <= len(said) - 2, said  # on a busy machine, where word from another host comes late
+    assert all(re.match(rf"ranks? (\d, )*{sleeper}\b", line) for line in others), said
     assert all(line.startswith(f"rank {sleeper} has not come to {start}") for line in said[logger]), said
     if dist.get_rank() == logger:
         assert log.times[0] >= SOON  # how much later depends on the load
