@@ -170,9 +170,8 @@ class MovedModules(MetaPathFinder):
         if find_spec(name) is None:
             return None
         if room not in self._documented:
-            warnings.warn(
-                f"{fullname} is {name} now", DeprecationWarning, stacklevel=2
-            )  # frames of importlib do not count
+            # Frames of importlib do not count.
+            warnings.warn(f"{fullname} is {name} now", DeprecationWarning, stacklevel=2)
         return spec_from_loader(fullname, _Alias(name))
 
 

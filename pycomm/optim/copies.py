@@ -68,7 +68,7 @@ class _Refusal:
             return
         self._is_averaged = _is_averaged(self._name, param)
         if not self._is_averaged:
-            raise RuntimeError(_trained(self._name))
+            raise RuntimeError(_problem(self._name))
 
     def __deepcopy__(self, memo: object) -> _Refusal:
         return _Refusal(self._name)
@@ -78,7 +78,7 @@ def _is_averaged(name: str, param: torch.Tensor) -> bool:
     return is_covered(param) or is_wrapped(name, param)
 
 
-def _trained(name: str) -> str:
+def _problem(name: str) -> str:
     return (
         f"parameter {name!r} belongs to a copy (deepcopy, pickle) of a module that was attached, and nothing averages "
         "the copy: call attach() (or local_sgd() and the like) for the copy with its own optimizer. If each rank is to "
@@ -89,6 +89,13 @@ def _trained(name: str) -> str:
 _MARK = "_pycomm_copies"
 _copied_parts: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """Parts of copies of attached modules."""
+_num_copied = [0]
+"""Number of parts that were ever copied."""
+_unconcerned: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+"""Optimizers without a parameter of a copy, with the numbers of copied parts and of their parameters at the last look.
+
+A moving average is a copy that lives as long as the training: looking again in every step would cost.
+"""
 
 
 class _Mark:
@@ -101,6 +108,7 @@ class _Mark:
         copied = memo.get(id(self._part()))  # deepcopy notes an object before it copies the attributes
         if copied is not None:
             _copied_parts.add(copied)
+            _num_copied[0] += 1
         return _Mark(copied)
 
     def __reduce__(self) -> tuple[type[bool], tuple[()]]:
@@ -133,12 +141,16 @@ def _refuse_copies(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Raise RuntimeError if ``optimizer`` is about to step a copy whose gradients were not averaged."""
     if not _copied_parts or _paused[0] > 0 or not _has_others():
         return
+    looked_at = _num_copied[0], sum(len(group["params"]) for group in optimizer.param_groups)
+    if _unconcerned.get(optimizer) == looked_at:
+        return
     names = {id(param): name for part in _copied_parts for name, param in own_parameters(part).items()}
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            name = names.get(id(param))
-            if name is not None and param.grad is not None and not _is_averaged(name, param):
-                raise RuntimeError(_trained(name))
+    params = [param for group in optimizer.param_groups for param in group["params"] if id(param) in names]
+    for param in params:
+        if param.grad is not None and not _is_averaged(names[id(param)], param):
+            raise RuntimeError(_problem(names[id(param)]))
+    if not params:
+        _unconcerned[optimizer] = looked_at
 
 
 def _has_others() -> bool:

@@ -89,6 +89,27 @@ def test_stepping_a_copy_whose_forward_nobody_saw_is_an_error(how: str) -> None:
 
 
 @on_ranks(2)
+def test_an_optimizer_that_gets_a_copys_parameters_later() -> None:
+    """An optimizer that had none is looked at again."""
+    rank, model = dist.get_rank(), make_model()
+    with attached(sgd(model), model):
+        first, own = copy.deepcopy(model), nn.Linear(2, 2)
+        optimizer = sgd(own)
+        optimizer.step()
+        by_autograd(first, rank)
+        optimizer.add_param_group({"params": list(first.parameters())})
+        with pytest.raises(RuntimeError, match="belongs to a copy"):
+            optimizer.step()
+        other = sgd(own)
+        other.step()
+        second = copy.deepcopy(model)
+        by_autograd(second, rank)
+        other.param_groups[0]["params"] = list(second.parameters())[: len(list(own.parameters()))]
+        with pytest.raises(RuntimeError, match="belongs to a copy"):
+            other.step()
+
+
+@on_ranks(2)
 def test_copies_that_are_attached_or_need_no_average() -> None:
     rank, model = dist.get_rank(), make_model()
     optimizer = sgd(model)
