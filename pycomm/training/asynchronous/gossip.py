@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Iterable, Sequence
@@ -67,31 +68,43 @@ def gossip(
     """
     communicator = Communicator(process_group, timeout)
     try:
-
-        def checked() -> tuple[Loop, schedule.Mixing]:
-            inner = checked_optimizer(optimizer, model, "gossip")
-            named = checked_parameters(inner, model, every, call="gossip()")
-            kind = next(iter(named.values())).device.type
-            if kind != "cpu":
-                raise ValueError(f"parameters are on {kind}, wanted CPU memory")
-            mixing = schedule.mixing(topology, communicator.size, seed)
-            schedule.verify(mixing)
-            names = checked_per_rank(per_rank, inner)
-            return Loop(TrackedParameters(model, inner, named, "gossip()"), names), mixing
-
-        def lines(found: tuple[Loop, schedule.Mixing]) -> dict[str, list[str]]:
-            loop, mixing = found
-            parameters = [f"{name}: {signature(p)}" for name, p in loop.tracked.named.items()]
-            settings = [f"topology={mixing.name}", f"every={every}", f"per_rank={loop.per_rank}"]
-            return {"setting": settings, "parameter": parameters}
-
-        gather = communicator.channel.all_gather_bytes
-        loop, mixing = agreed(gather, attempt(checked), "gossip", lines)
+        check = functools.partial(_checked, optimizer, model, topology, every, seed, per_rank, communicator.size)
+        lines = functools.partial(_settings_of, every)
+        loop, mixing = agreed(communicator.channel.all_gather_bytes, attempt(check), "gossip", lines)
         share_tensors(communicator, named_tensors(model), src=0)
         return Gossip(communicator, loop, mixing, every)
     except BaseException:
         communicator.close()
         raise
+
+
+def _checked(
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    topology: str | Sequence[Any],
+    every: int,
+    seed: int,
+    per_rank: Iterable[str],
+    num_ranks: int,
+) -> tuple[Loop, schedule.Mixing]:
+    """Return what checked arguments come to on this rank; raise TypeError or ValueError if one is wrong."""
+    inner = checked_optimizer(optimizer, model, "gossip")
+    named = checked_parameters(inner, model, every, call="gossip()")
+    kind = next(iter(named.values())).device.type
+    if kind != "cpu":
+        raise ValueError(f"parameters are on {kind}, wanted CPU memory")
+    mixing = schedule.mixing(topology, num_ranks, seed)
+    schedule.verify(mixing)
+    names = checked_per_rank(per_rank, inner)
+    return Loop(TrackedParameters(model, inner, named, "gossip()"), names), mixing
+
+
+def _settings_of(every: int, found: tuple[Loop, schedule.Mixing]) -> dict[str, list[str]]:
+    """Return what must be equal on all ranks."""
+    loop, mixing = found
+    parameters = [f"{name}: {signature(p)}" for name, p in loop.tracked.named.items()]
+    settings = [f"topology={mixing.name}", f"every={every}", f"per_rank={loop.per_rank}"]
+    return {"setting": settings, "parameter": parameters}
 
 
 class Gossip:
