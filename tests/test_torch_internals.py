@@ -104,6 +104,7 @@ def test_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch_internals.version_of(x)
     x.add_(1.0)
     assert torch_internals.version_of(x) == before + 1
+    assert torch_internals.versions_of([x, None]) == [before + 1, 0]
     for notes_many in (True, False):
         monkeypatch.setattr(tensors, "_NOTES_MANY", notes_many)
         torch_internals.note_writes([x, torch.zeros(1)])
