@@ -16,7 +16,7 @@ from itertools import zip_longest
 from typing import Any, TypeVar
 
 from pycomm.errors import CommError, attempt, text_of
-from pycomm.untrusted import ANYTHING, parse
+from pycomm.untrusted import ANYTHING, escaped, parse
 
 T = TypeVar("T")
 
@@ -105,7 +105,7 @@ def results_in(messages: Sequence[bytes], what: str, words: Words = Words()) -> 
     for rank, message in enumerate(everyones):
         if message["kind"]:
             kind = _KINDS.get(message["kind"], RuntimeError) if words.keeps_kind else words.error
-            raise kind(words.failed.format(rank=rank, what=what, problem=message["problem"]))
+            raise kind(words.failed.format(rank=rank, what=what, problem=escaped(message["problem"])))
     return [message["value"] for message in everyones]
 
 

@@ -203,3 +203,18 @@ def test_a_malformed_request_is_refused(store: TCPStore, listener: JoinListener,
     listener.answer(number + 1, {"refused": "there is no room"})
     with pytest.raises(ValueError, match="refused this process: there is no room"):
         asked.result(20.0)
+
+
+@pytest.mark.parametrize("proof", ["right", "wrong"])
+def test_what_is_answered_cannot_write_to_the_terminal(
+    store: TCPStore, listener: JoinListener, monkeypatch: pytest.MonkeyPatch, proof: str
+) -> None:
+    asked = ask(store, this_process())
+    request = look(listener)
+    assert request is not None
+    if proof == "wrong":
+        monkeypatch.setattr(listener._signer, "sign", lambda *_: "no proof")
+    listener.answer(request.number, {"refused": "full\x1b]0;owned\x07"})
+    with pytest.raises(ValueError, match=r"full\\x1b\]0;owned\\x07") as caught:
+        asked.result(20.0)
+    assert ("does not know PYCOMM_SECRET" in str(caught.value)) == (proof == "wrong")

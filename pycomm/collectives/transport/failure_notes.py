@@ -16,6 +16,7 @@ from typing import Any
 from pycomm import threads
 from pycomm.collectives.transport.processes import fate_of
 from pycomm.torch_internals import PrefixStore, Store
+from pycomm.untrusted import escaped
 from pycomm.worker import Worker
 
 _GRACE = 2.0  # seconds for the other ranks to report that they are alive
@@ -71,7 +72,7 @@ class FailureNotes:
                 with contextlib.suppress(ValueError, RecursionError, TypeError):  # it is not a note
                     number, reason = json.loads(self._store.get(f"refused/{rank}"))
                     if number == operation:
-                        found.append(str(reason))
+                        found.append(escaped(str(reason)))
 
         self._ask(read)
         return found[0] if found else ""
@@ -166,6 +167,8 @@ class FailureNotes:
                     with contextlib.suppress(ValueError, RecursionError):  # it is not a note
                         note = json.loads(self._store.get(str(p)))
                         notes[p] = note if isinstance(note, dict) else {}
+                        if "reason" in notes[p]:
+                            notes[p]["reason"] = escaped(str(notes[p]["reason"]))
 
         self._ask(read)
         return dict(notes)

@@ -26,7 +26,7 @@ from pycomm.collectives.transport.addresses import split_address
 from pycomm.collectives.transport.authentication import SECRET, Signer, secret
 from pycomm.errors import CommError
 from pycomm.torch_internals import PrefixStore, Store, root_store
-from pycomm.untrusted import COUNT, PROCESS_ID, ListOf, MapOf, OneOf, parse
+from pycomm.untrusted import COUNT, PROCESS_ID, ListOf, MapOf, OneOf, escaped, parse
 from pycomm.worker import Work, Worker
 
 _INTERVAL = 0.1  # seconds between two looks
@@ -232,13 +232,12 @@ class JoinClient:
             self._requests.get(f"answer/{number}"), _ANSWER, f"the answer of the ranks that meet at {self._address}"
         )
         answer: dict[str, Any] = told["content"]
+        refused = escaped(answer.get("refused", ""))
         parts = _bound(self.index, number, nonce, answer)
         if self._signer.key is not None and not self._signer.is_signed(told["proof"], "answer", *parts):
-            raise ValueError(
-                f"who answers at {self._address} does not know {SECRET}: {answer.get('refused', 'refused')}"
-            )
+            raise ValueError(f"who answers at {self._address} does not know {SECRET}: {refused or 'refused'}")
         if "refused" in answer:
-            raise ValueError(f"the ranks that meet at {self._address} refused this process: {answer['refused']}")
+            raise ValueError(f"the ranks that meet at {self._address} refused this process: {refused}")
         return {**answer, "request": number}
 
     def is_late(self) -> bool:
