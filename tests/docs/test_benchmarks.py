@@ -82,7 +82,7 @@ def test_the_home_page_has_the_same_figures(benchmarks: ModuleType) -> None:
         speedups[f"training step, 4 hosts, {what}"] for what in ("100 Mbit/s, DGC(0.001)", "1 Gbit/s, no compression")
     )
     home = " ".join((ROOT / "docs" / "index.md").read_text(encoding="utf-8").split())
-    assert f"Over a 100 Mbit/s link, a training step with DGC was **{dgc:.0f} times** as fast" in home
+    assert f"on 100 Mbit/s links, a step with gradient compression (DGC) was **{dgc:.0f} times** as fast" in home
     assert f"without compression it was {100 * (1 - dense):.0f} % slower" in home
 
 
