@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -68,3 +70,26 @@ def test_steps_that_grad_scalers_leave_out(monkeypatch: pytest.MonkeyPatch) -> N
         scaler.step(optimizer)
         scaler.update()
         assert len(told) == (factor > 1)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_calls_of_compiled_modules_are_noted_until_the_handles_go(in_place: bool) -> None:
+    module = nn.Linear(2, 2)
+    call: Any = module if in_place else torch.compile(module, backend="eager")
+    if in_place:
+        module.compile(backend="eager")
+    assert torch_internals.compiled_calls(nn.Linear(2, 2), lambda: None, lambda _: None) == []
+    noted: list[Any] = []
+    handles = torch_internals.compiled_calls(module, lambda: noted.append("begin"), noted.append)
+    out = call(torch.ones(1, 2))
+    assert noted == ["begin", out]
+    for handle in handles:
+        handle.remove()
+    call(torch.ones(1, 2))
+    assert len(noted) == 2
+
+
+def test_parts_that_are_called() -> None:
+    module, first, second, third = nn.Module(), nn.ReLU(), nn.Tanh(), nn.ELU()
+    module.a, module.b = first, nn.ModuleList([second, nn.ModuleDict({"c": third})])
+    assert torch_internals.called_parts(module) == [("a", first), ("b.0", second), ("b.1.c", third)]

@@ -21,7 +21,7 @@ from pycomm.ddp.progress import HookProgress, HookSettings, checked_settings
 from pycomm.ddp.replicas import ReplicaSteps, ShardedReplicas, state_of
 from pycomm.errors import attempt
 from pycomm.optim.loop_index import LoopIndex
-from pycomm.optim.module_hooks import AfterForward
+from pycomm.optim.module_hooks import ForwardWatch
 from pycomm.torch_internals import ShardedGroup, sharded_groups
 
 Modules = dict[torch.nn.Module, tuple[list[str], ShardedGroup]]
@@ -187,7 +187,7 @@ class HsdpHandle:
         self._progress = HookProgress([communicator, shard_communicator], settings, device)
         transactional = self._method.transactional
         self._steps = ReplicaSteps(all_shards, loop, communicator, shard_communicator, self._progress, transactional)
-        self._forwards = model.register_forward_hook(AfterForward(loop.note_forward))
+        self._forwards = ForwardWatch(model, loop.note_forward)
         for module, shards in self._shards.items():
             module.set_all_reduce_hook(_Average(self, shards))  # type: ignore[operator]
 

@@ -13,6 +13,9 @@ import torch
 _NOT_COMPARED = frozenset(("params", "param_names", "foreach", "fused", "capturable", "differentiable"))
 """Keys that are not numbers, or that select an implementation with the same result."""
 
+NUM_PARAMETERS = "number of parameters"
+"""Key of a group's number of parameters, beside its own keys."""
+
 Numbers = dict[str, Any]
 """Numbers of one group by key: bools, ints, floats, and tuples of them (lists, once they were JSON)."""
 
@@ -21,12 +24,17 @@ class Hyperparameters:
     """Reader of the numbers in ``optimizer.param_groups`` (learning rate, momentum, betas, weight decay, ...).
 
     They are read in every reduction, so reading costs only one call of ``itemgetter`` per group while nothing changes.
-    Text, functions, and tensors on a GPU (for which the host would wait) are not read.
+    Text, functions, and tensors on a GPU (for which the host would wait) are not read. The number of parameters is.
 
     Args:
         optimizer: owner of the groups.
         per_rank: keys that may differ between ranks.
-        ignores: returns whether a parameter is local to its rank; groups of only such parameters are not read.
+        ignores: returns whether a parameter is local to its rank; groups of only such parameters are not read, and
+            parameters not counted.
+
+    Attributes:
+        digest: 64-bit hash of the numbers, whose low bits can be compared alone.
+        groups_of_step: numbers of the last step, if they are others than those read last; else empty.
     """
 
     def __init__(
@@ -39,7 +47,9 @@ class Hyperparameters:
         self._skipped = _NOT_COMPARED.union(per_rank)
         self._getters: list[tuple[int, Callable[[Any], Any]]] = []
         self._last: list[Any] = []
-        self._names = self._digest = 0
+        self._in_step: list[Any] | None = None
+        self.groups_of_step: list[Numbers] = []
+        self._names = self.digest = 0
         self.refresh()
 
     def refresh(self) -> bool:
@@ -48,35 +58,51 @@ class Hyperparameters:
         if values == self._last:
             return False
         self._last = values
-        try:
-            # Python's hash of numbers is the same in every process, and fast: schedules change numbers in every step.
-            self._digest = hash((self._names, tuple(values))) & (2**64 - 1)
-        except TypeError:  # lists are not hashable
-            text = repr([sorted(numbers.items()) for numbers in self.groups()])
-            self._digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+        self._mix()
         return True
 
-    def digest(self, salt: int) -> int:
-        """Return a 64-bit hash of the numbers, whose low bits can be compared alone.
+    def note_step(self) -> bool:
+        """Read the numbers of a step; return whether they are others than those read last, and than in the last step.
 
-        Collisions depend on ``salt``: a difference that a few bits miss in one reduction shows in the next.
+        A hook may set them for the step only. They are then part of the digest until the next step.
         """
-        mixed = (self._digest ^ (salt * 0x9E3779B97F4A7C15)) & (2**64 - 1)
+        values: list[Any] | None = self._read()
+        if values == self._last:
+            values = None
+        if values == self._in_step:
+            return False
+        self._in_step, self.groups_of_step = values, [] if values is None else self.groups()
+        self._mix()
+        return values is not None
+
+    def _mix(self) -> None:
+        try:
+            # Python's hash of numbers is the same in every process, and fast: schedules change numbers in every step.
+            mixed = hash((self._names, tuple(self._last), tuple(self._in_step or ())))
+        except TypeError:  # lists are not hashable
+            text = repr([sorted(numbers.items()) for numbers in (*self.groups(), *self.groups_of_step)])
+            mixed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
         mixed = ((mixed ^ (mixed >> 31)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
-        return mixed ^ (mixed >> 29)
+        self.digest = mixed ^ (mixed >> 29)
 
     def groups(self) -> list[Numbers]:
         """Return the numbers of each group, as JSON can hold them."""
-        return [
+        found = [
             {key: number for key, value in group.items() if (number := self._number(key, value)) is not None}
             for group in self._groups()
         ]
+        for numbers, count in zip(found, self._counts(), strict=False):
+            numbers[NUM_PARAMETERS] = count
+        return found
 
     def _groups(self) -> list[dict[str, Any]]:
         groups, ignores = self._optimizer.param_groups, self._ignores
         if ignores is None:
             return groups
         return [group for group in groups if not group["params"] or not all(map(ignores, group["params"]))]
+
+    def _counts(self) -> list[int]:
+        return [len(group["params"]) for group in self._groups()] if self._ignores is None else []
 
     def _read(self) -> list[Any]:
         groups = self._groups()
@@ -88,7 +114,7 @@ class Hyperparameters:
             self._getters = [self._getter(group) for group in groups]
             self._names = zlib.crc32(repr([list(numbers) for numbers in self.groups()]).encode())
             values = [get(group) for (_, get), group in zip(self._getters, groups, strict=True)]
-        return values
+        return values + self._counts()
 
     def _getter(self, group: dict[str, Any]) -> tuple[int, Callable[[Any], Any]]:
         keys = [key for key, value in group.items() if self._number(key, value) is not None]

@@ -51,7 +51,7 @@ class LoopIndex:
     """
 
     def __init__(self) -> None:
-        self._forwards: list[_Forward] = []
+        self._forwards: dict[str, list[_Forward]] = {}  # by the called module's name
         self._stepped: tuple[Gradient, int] | None = None  # a gradient that the last step has used, with its version
         self.num_zero_grads = 0
         self.accumulated = self.has_paused = False
@@ -67,8 +67,8 @@ class LoopIndex:
             kept = slot.holds_average() and slot.grad_version() == self._stepped[1] + slot.fired
             self.accumulated |= kept and slot.fired > 0
 
-    def note_forward(self, output: Any) -> None:
-        """Note a forward in training mode whose ``output`` is a tensor, or containers of tensors."""
+    def note_forward(self, output: Any, called: str = "") -> None:
+        """Note a forward for training of the part ``called``, whose ``output`` is a tensor, or containers of them."""
         forward = _Forward()
         is_hooked = False
         for tensor in _tensors_in(output):
@@ -76,12 +76,21 @@ class LoopIndex:
                 tensor.grad_fn.register_prehook(forward)
                 is_hooked = True
         if is_hooked:
-            self._forwards.append(forward)
+            self._forwards.setdefault(called, []).append(forward)
+
+    @property
+    def has_forwards(self) -> bool:
+        """Return whether a forward has been noted."""
+        return bool(self._forwards)
 
     @property
     def num_unused(self) -> int:
-        """Number of forwards that no backward has come to."""
-        return sum(not forward.used for forward in self._forwards)
+        """Number of forwards that no backward has come to.
+
+        If parts of a model are called, one may go unused in a step; a batch that is left out leaves all of them unused.
+        """
+        unused = [sum(not forward.used for forward in forwards) for forwards in self._forwards.values()]
+        return min(unused, default=0)
 
     @property
     def num_restarts(self) -> int:

@@ -10,7 +10,13 @@ from typing import Any
 import torch
 
 from pycomm.optim.copies import CopyWatch, MarkedParts
-from pycomm.torch_internals import forward_pre_hooks, is_recording, leave_out_of_scripts
+from pycomm.torch_internals import (
+    called_parts,
+    compiled_calls,
+    forward_pre_hooks,
+    is_recording,
+    leave_out_of_scripts,
+)
 
 
 class ForwardHook:
@@ -48,15 +54,76 @@ class BeforeForward(ForwardHook):
         return OfCopy() if self._watches_copies else ForwardHook()
 
 
-class AfterForward(ForwardHook):
-    """Hook that calls ``after_forward(output)`` after a forward in training mode whose graph is kept."""
+class _BeforePart(ForwardHook):
+    """Pre-hook of a part of a model, which tells ``watch`` that a forward of the model may begin."""
 
-    def __init__(self, after_forward: Callable[[Any], None]) -> None:
-        self._after_forward = after_forward
+    def __init__(self, watch: ForwardWatch) -> None:
+        self._watch = watch
 
-    def __call__(self, module: torch.nn.Module, _inputs: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling() and module.training and torch.is_grad_enabled() and not is_recording():
-            self._after_forward(output)
+    def __call__(self, *_: Any) -> None:
+        self._watch.begin()
+
+
+class _AfterForward(ForwardHook):
+    """Hook of the part ``called``, which tells ``watch`` of its forwards."""
+
+    def __init__(self, watch: ForwardWatch, called: str) -> None:
+        self._watch, self._called = watch, called
+
+    def __call__(self, _module: torch.nn.Module, _inputs: Any, output: Any) -> None:
+        self._watch.noted(output, self._called)
+
+
+class ForwardWatch:
+    """Hooks that note the forwards by which ``module`` is trained.
+
+    These are forwards whose graph is kept, of the module itself in training mode. A loop may train in another way: in
+    evaluation mode, by a compiled module, or by calling parts of the module. Then the hooks move there.
+
+    Args:
+        module: the module.
+        note: called with the output of each forward, and the name of the part that was called; "" for all of it.
+        before: called before the first forward of a step, if that is no forward of the module itself.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, note: Callable[[Any, str], None], before: Callable[[], None] = lambda: None
+    ) -> None:
+        self._module, self._note, self._before = module, note, before
+        self._in_evaluation = self._is_wide = self._has_begun = False
+        self._handles: list[Any] = [module.register_forward_hook(_AfterForward(self, ""))]
+
+    def begin(self) -> None:
+        """Note that a forward begins; the first one in a step is reported."""
+        if not self._has_begun and not torch.compiler.is_compiling():
+            self._has_begun = True
+            self._before()
+
+    def noted(self, output: Any, called: str) -> None:
+        """Note a forward, unless it cannot be one of training."""
+        counts = self._in_evaluation or self._module.training
+        if counts and torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_recording():
+            self._note(output, called)
+
+    def trained(self, has_noted: bool) -> None:
+        """Learn from a step of training how the module is called: ``has_noted`` says whether a forward was noted."""
+        self._has_begun = False
+        if has_noted or self._is_wide:
+            return
+        if not self._in_evaluation and not self._module.training:
+            self._in_evaluation = True
+            return
+        self._is_wide = True
+        compiled = compiled_calls(self._module, self.begin, lambda output: self.noted(output, ""))
+        self._handles += compiled
+        for name, part in [] if compiled else called_parts(self._module):
+            self._handles.append(part.register_forward_pre_hook(_BeforePart(self)))
+            self._handles.append(part.register_forward_hook(_AfterForward(self, name)))
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
 
 
 class OfCopy(ForwardHook):

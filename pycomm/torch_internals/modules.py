@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -86,6 +88,60 @@ def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
     """Return the module that ``torch.compile`` was given to make ``module``, or ``module`` itself."""
     inner = vars(module).get("_modules", {}).get("_orig_mod")
     return inner if isinstance(inner, torch.nn.Module) else module
+
+
+def compiled_calls(module: torch.nn.Module, begin: Callable[[], None], note: Callable[[Any], None]) -> list[Any]:
+    """Call ``begin()`` before each call of ``module`` that torch.compile has compiled, and ``note(output)`` after it.
+
+    Hooks of the module itself are part of the compiled code. Wrappers are found among all objects of the process, which
+    takes up to a second: nothing leads from a module to its wrapper.
+
+    Returns:
+        Handles with ``remove``; none if the module has not been compiled.
+    """
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is None:
+        return []
+    kind = dynamo.OptimizedModule
+    wrappers = [each for each in gc.get_objects() if type(each) is kind and uncompiled(each) is module]
+    handles: list[Any] = [each.register_forward_pre_hook(lambda *_: begin()) for each in wrappers]
+    handles += [each.register_forward_hook(lambda *given: note(given[-1])) for each in wrappers]
+    if module._compiled_call_impl is not None:  # by module.compile()
+        handles.append(_NotedCall(module, module._compiled_call_impl, begin, note))
+    return handles
+
+
+class _NotedCall:
+    """Call of a module that ``module.compile()`` has compiled, until ``remove()``."""
+
+    def __init__(
+        self, module: torch.nn.Module, call: Callable[..., Any], begin: Callable[[], None], note: Callable[[Any], None]
+    ) -> None:
+        self._module, self._before = module, call
+
+        @functools.wraps(call)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            begin()
+            output = call(*args, **kwargs)
+            note(output)
+            return output
+
+        self._call = module._compiled_call_impl = noted
+
+    def remove(self) -> None:
+        if self._module._compiled_call_impl is self._call:
+            self._module._compiled_call_impl = self._before
+
+
+def called_parts(module: torch.nn.Module, prefix: str = "") -> list[tuple[str, torch.nn.Module]]:
+    """Return the children of ``module`` with their names, and those of its lists and dicts, which nobody calls."""
+    found = []
+    for name, child in children_of(module).items():
+        if isinstance(child, (torch.nn.ModuleList, torch.nn.ModuleDict)):
+            found += called_parts(child, f"{prefix}{name}.")
+        elif child is not None:
+            found.append((f"{prefix}{name}", child))
+    return found
 
 
 def active_ddp_module() -> torch.nn.Module | None:

@@ -211,6 +211,44 @@ def test_parameters_that_nobody_told_of(whole: bool) -> None:
 
 
 @on_ranks(2)
+def test_parameters_that_no_forward_showed() -> None:
+    """The model is trained by a method, by another optimizer: its step shows the new parameters."""
+    rank, model = dist.get_rank(), make_model()
+    with attached(sgd(model), model):
+        model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+        other = sgd(model)
+        x, _ = batch_of(rank, 0)
+        (x @ model[0].weight.T).square().mean().backward()
+        with pytest.raises(RuntimeError, match="parameter '0.weight' of the module is another object"):
+            other.step()
+
+
+@pytest.mark.parametrize("differ", [True, False])
+@on_ranks(2)
+def test_new_parameters_that_differ(differ: bool) -> None:
+    rank, model = dist.get_rank(), make_model()
+    optimizer = sgd(model)
+
+    def step(number: int) -> None:
+        x, _ = batch_of(rank, number)
+        optimizer.zero_grad()
+        nn.functional.linear(x, model[0].weight, model[0].bias).square().mean().backward()
+        optimizer.step()
+
+    with attached(optimizer, model):
+        step(0)
+        torch.manual_seed(rank if differ else 0)
+        model[0].weight = nn.Parameter(torch.randn_like(model[0].weight))
+        optimizer.param_groups[0]["params"] = list(model.parameters())
+        if differ:
+            with pytest.raises(RuntimeError, match="the new parameter '0.weight' had different values"):
+                step(1)
+        else:
+            step(1)
+            assert_replicas_equal(model)
+
+
+@on_ranks(2)
 def test_functional_calls_exchange_parameters_for_a_while() -> None:
     rank, model = dist.get_rank(), make_model()
     optimizer = sgd(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -118,6 +119,99 @@ def test_momentum_that_a_schedule_gives_is_checked_against_compression() -> None
             train(model, optimizer, range(2, 3), lambda _: change(optimizer, "momentum", 0.9))
 
 
+@pytest.mark.parametrize("way", ["by hand", "hook"])
+@on_ranks(2)
+def test_momentum_that_is_only_there_in_the_step(way: str) -> None:
+    """One rank sets it; both get the error."""
+    model, rank = make_model(), dist.get_rank()
+    optimizer = sgd(model)
+    with attached(optimizer, model, compression=pycomm.DGC(0.5, momentum=0.9)):
+        train(model, optimizer, range(1), lambda _: None)
+        if way == "hook" and rank == 1:
+            optimizer.register_step_pre_hook(lambda *_: change(optimizer, "momentum", 0.9))
+            optimizer.register_step_post_hook(lambda *_: change(optimizer, "momentum", 0.0))
+        optimizer.zero_grad()
+        loss_of(model, rank, 1).backward()
+        before = [p.detach().clone() for p in model.parameters()]
+        if rank == 1:
+            if way == "by hand":
+                change(optimizer, "momentum", 0.9)
+            with pytest.raises(ValueError, match="would apply momentum twice"):
+                optimizer.step()
+            assert way == "hook" or all(map(torch.equal, before, model.parameters()))
+        else:
+            optimizer.step()
+            optimizer.zero_grad()
+            with pytest.raises(RuntimeError, match="would apply momentum twice"):
+                loss_of(model, rank, 2).backward()
+
+
+@pytest.mark.parametrize("odd", [(1,), (0, 1)], ids=["one rank", "both"])
+@on_ranks(2)
+def test_a_rate_that_is_only_there_in_the_step(odd: tuple[int, ...]) -> None:
+    """A hook sets it for the step, and another one takes it back."""
+    model, rank = make_model(), dist.get_rank()
+    optimizer = sgd(model)
+    with attached(optimizer, model, check_replicas=0):
+        train(model, optimizer, range(1), lambda _: None)
+        optimizer.register_step_pre_hook(lambda *_: change(optimizer, "lr", 0.2 + rank, odd))
+        optimizer.register_step_post_hook(lambda *_: change(optimizer, "lr", 0.1, odd))
+        with pytest.raises(
+            ValueError, match=r"in the last optimizer.step\(\).*'lr' of parameter group 0 is .*1.2 on rank 1"
+        ):
+            train(model, optimizer, range(1, 3), lambda _: None)
+
+
+@on_ranks(2)
+def test_a_rate_that_all_set_for_the_step_is_right() -> None:
+    model = make_model()
+    optimizer = sgd(model)
+    optimizer.register_step_pre_hook(lambda *_: change(optimizer, "lr", 0.05))
+    optimizer.register_step_post_hook(lambda *_: change(optimizer, "lr", 0.1))
+    with attached(optimizer, model) as reducer:
+        train(model, optimizer, range(4), lambda _: None)
+        assert reducer.stats()["steps"] == 4
+
+
+@pytest.mark.parametrize("kind", [pycomm.LossScaler, torch.amp.GradScaler])
+@on_ranks(2)
+def test_loss_scales_that_differ(kind: Any) -> None:
+    rank, model = dist.get_rank(), make_model()
+    optimizer = sgd(model)
+    scaler = kind(init_scale=2.0**10) if kind is pycomm.LossScaler else kind("cpu", init_scale=2.0**10)
+    with attached(optimizer, model, loss_scaler=scaler):
+        for step in range(3):
+            optimizer.zero_grad()
+            if step == 2 and rank == 1:
+                scaler.update(2.0**12) if kind is not pycomm.LossScaler else scaler.load_state_dict(
+                    {**scaler.state_dict(), "scale": 2.0**12}
+                )
+            loss = scaler.scale(loss_of(model, rank, step))
+            if step < 2:
+                loss.backward()
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                with pytest.raises(
+                    ValueError, match="loss scalers differ: the scale is 1024.0 on rank 0, 4096.0 on rank 1"
+                ):
+                    loss.backward()
+
+
+@on_ranks(2)
+def test_weights_on_one_rank_only() -> None:
+    rank, model = dist.get_rank(), make_model()
+    optimizer = sgd(model)
+    with attached(optimizer, model) as reducer:
+
+        def weigh(step: int) -> None:
+            if rank == 1 and step == 1:
+                reducer.set_weight(4)
+
+        with pytest.raises(RuntimeError, match=r"set_weight\(\) was called on rank 1, and not on the others"):
+            train(model, optimizer, range(3), weigh)
+
+
 # The loop index
 
 
@@ -160,6 +254,91 @@ def test_each_rank_leaves_out_another_batch(where: str) -> None:
         with pytest.raises(RuntimeError, match="rank 0 left out a batch"):
             skip(where, model, optimizer, 8, {0: 2, 1: 4})
         assert reducer.stats()["steps"] == 2
+
+
+def compiled_in_place(model: nn.Module) -> nn.Module:
+    model.compile(backend="eager")
+    return model
+
+
+CALLS: dict[str, Callable[[nn.Module], Any]] = {
+    "compiled": lambda model: torch.compile(model, backend="eager"),
+    "compiled in place": compiled_in_place,
+    "evaluation mode": lambda model: model.eval(),
+    "by parts": lambda model: nn.Sequential(*model.children()),
+}
+
+
+@pytest.mark.parametrize("how", CALLS)
+@on_ranks(2)
+def test_a_batch_left_out_however_the_model_is_called(how: str) -> None:
+    model = make_model()
+    call, optimizer = CALLS[how](model), sgd(model)
+    with attached(optimizer, model) as reducer:
+        with pytest.raises(RuntimeError, match="rank 0 left out a batch"):
+            skip("bottom", call, optimizer, 8, {0: 3, 1: 5})
+        assert reducer.stats()["steps"] == 3
+
+
+@on_ranks(2)
+def test_a_part_that_one_rank_does_not_use_is_right() -> None:
+    """Parts are called without the model; one rank's loss depends on some of them only."""
+    rank, model = dist.get_rank(), make_model()
+    optimizer, (first, *middle, last) = sgd(model), model.children()
+    with attached(optimizer, model) as reducer:
+        for step in range(5):
+            x, y = batch_of(rank, step)
+            optimizer.zero_grad()
+            hidden = first(x)
+            loss = (last(nn.Sequential(*middle)(hidden)) - y).square().mean()
+            if rank == 1 and step % 2:
+                loss = hidden.square().mean()
+            loss.backward()
+            optimizer.step()
+        assert reducer.stats()["steps"] == 5
+        assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("part", ["the model", "'0'"])
+@on_ranks(2, 3)
+def test_a_mode_that_differs(part: str) -> None:
+    """Rank 1 forgets ``train()`` after an evaluation, or for one layer."""
+    model = make_model()
+    optimizer = sgd(model)
+    evaluated = model if part == "the model" else model[0]
+    with attached(optimizer, model):
+        train(model, optimizer, range(2), lambda _: None)
+        with pytest.raises(
+            RuntimeError, match=f"{part} is in evaluation mode .* on rank 1, and in training mode on rank"
+        ):
+            train(model, optimizer, range(2, 5), lambda _: evaluated.train(dist.get_rank() != 1))
+        evaluated.train()
+
+
+@on_ranks(2)
+def test_modes_that_may_differ() -> None:
+    model = make_model()
+    optimizer = sgd(model)
+    with attached(optimizer, model, per_rank=("training",)) as reducer:
+        train(model, optimizer, range(5), lambda _: model.train(dist.get_rank() != 1))
+        assert reducer.stats()["steps"] == 5
+
+
+@on_ranks(2)
+def test_windows_of_different_lengths_by_a_function_are_named() -> None:
+    rank, model = dist.get_rank(), make_model()
+    optimizer = sgd(model)
+    ends, step = {0: (1, 3), 1: (2, 3)}[rank], 0
+    with warnings.catch_warnings(record=True) as caught, attached(optimizer, model, accumulate=lambda: step in ends):
+        warnings.simplefilter("always")
+        for step in range(4):
+            loss_of(model, rank, step).backward()
+            if step in ends:
+                optimizer.step()
+                optimizer.zero_grad()
+    found = [str(each.message) for each in caught if "accumulate's function" in str(each.message)]
+    assert len(found) == (2 if rank == 0 else 0)
+    assert not found or "a number of backward passes that is 2 on rank 0, 3 on rank 1" in found[0]
 
 
 @on_ranks(2)
@@ -318,6 +497,26 @@ def test_a_layer_frozen_on_all_ranks_is_right() -> None:
     with attached(optimizer, model):
         train(model, optimizer, range(6), lambda step: model[2].requires_grad_(step % 3 != 1))
         assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("what", ["a parameter", "a group"])
+@on_ranks(2, 3)
+def test_parameters_removed_on_one_rank(what: str) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD([{"params": model[0].parameters()}, {"params": model[2].parameters()}], 0.1)
+
+    def remove(_: int) -> None:
+        if dist.get_rank() != 1:
+            return
+        if what == "a group":
+            del optimizer.param_groups[1]
+        else:
+            optimizer.param_groups[1]["params"].pop(0)
+
+    with attached(optimizer, model):
+        train(model, optimizer, range(2), lambda _: None)
+        with pytest.raises(RuntimeError, match="parameter '2.weight' is no longer in the optimizer on rank 1"):
+            train(model, optimizer, range(2, 3), remove)
 
 
 def added(model: Any, optimizer: torch.optim.Optimizer) -> None:

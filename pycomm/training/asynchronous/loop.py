@@ -19,7 +19,7 @@ from pycomm.optim.attached import forget_averaged, register_averaged
 from pycomm.optim.copies import MarkedParts
 from pycomm.optim.hyperparameters import Hyperparameters, Numbers, first_difference
 from pycomm.optim.loop_index import LoopIndex
-from pycomm.optim.module_hooks import AfterForward, BeforeForward, ZeroGradHook, forget_original, watch_copies
+from pycomm.optim.module_hooks import BeforeForward, ForwardWatch, ZeroGradHook, forget_original, watch_copies
 from pycomm.optim.skips import listen_to_skips, stop_listening
 from pycomm.torch_internals import Places, current_graph_task, version_of
 
@@ -196,11 +196,12 @@ class Loop:
 
         self._refused = refused
         forget_original(self._model)
+        self._forwards = ForwardWatch(self._model, self._forwarded, self._before_forward)
         self._handles = [
+            self._forwards,
             self._optimizer.register_step_pre_hook(before),
             self._optimizer.register_step_post_hook(after),
             self._model.register_forward_pre_hook(BeforeForward(self._before_forward, watches_copies=True)),
-            self._model.register_forward_hook(AfterForward(self._forwarded)),
             ZeroGradHook(self._optimizer, self._zeroed),
             MarkedParts(self._model),
         ]
@@ -230,14 +231,15 @@ class Loop:
         if not self._in_step:  # an optimizer may evaluate a closure any number of times
             self._index.num_zero_grads += 1
 
-    def _forwarded(self, output: Any) -> None:
+    def _forwarded(self, output: Any, called: str) -> None:
         if current_graph_task() < 0 and not self._in_step:
-            self._index.note_forward(output)
+            self._index.note_forward(output, called)
 
     def report(self) -> MeetingReport:
         """Return the loop's state, and restart its counts."""
         numbers, own = self.numbers, frozenset(self.numbers.own)
         unused, zero_grads = (-1, -1) if self._is_excluded else (self._index.num_unused, self._index.num_zero_grads)
+        self._forwards.trained(self._index.has_forwards)
         self._index.restart()
         self._is_excluded = False
         return MeetingReport(unused, zero_grads, numbers.digest(), numbers.groups(), own, self.tracked.problem())

@@ -282,6 +282,7 @@ class Engine:
                     self.policy.recover(error)
                 if with_next is not None:
                     self.window.fix_scales(with_next=with_next, step=self.outcome.committed_steps)
+                self.flags.loss_scale, self.flags.num_passes = self.window.compared(is_flushed=not with_next)
 
     def expect_gradients(self) -> None:
         """Prepare the buckets for another pass's gradients."""

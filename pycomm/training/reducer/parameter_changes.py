@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from pycomm.descriptions import name_ranks
 from pycomm.optim.attached import is_covered
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.torch_internals import children_of, local_of, own_parameters
@@ -148,23 +150,33 @@ class ParameterPlaces:
 
     def look(self, table: ParameterTable) -> bool:
         """Watch parameters that have replaced others; return whether parameters were added to the module."""
-        if table.module is None or (self._params.are_unchanged() and self._parts.are_unchanged()):
+        if table.module is None or self.are_unchanged():
             return False
         others = self._params.others()
         if any(isinstance(other, torch.Tensor) and not isinstance(other, torch.nn.Parameter) for other in others):
             return False  # functional_call's
+        lost, new = self.exchanged(table)
         has_moved = not self._parts.are_unchanged() or self._params.has_others_beside()
         has_moved = has_moved or any(other is None for other in others)
-        names = dict(table.module.named_parameters())
-        there = set(map(id, names.values()))
-        lost = any(id(param) not in there and _is(self._found, param) for _, param in table.named())
-        new = {name: p for name, p in names.items() if p.is_leaf and not (_is(self._found, p) or table.covers(p))}
         if lost:
             for name, param in new.items():
                 self._watch(table.module, name, param)
         if has_moved:
             self.find(table)
         return bool(new) and not lost
+
+    def are_unchanged(self) -> bool:
+        """Return whether no parameter and no part of the module has been added, moved or replaced."""
+        return self._params.are_unchanged() and self._parts.are_unchanged()
+
+    def exchanged(self, table: ParameterTable) -> tuple[bool, dict[str, torch.Tensor]]:
+        """Return whether the module has lost parameters, and its new ones by name."""
+        names = {} if table.module is None else dict(table.module.named_parameters())
+        there = set(map(id, names.values()))
+        lost = any(id(param) not in there and _is(self._found, param) for _, param in table.named())
+        return lost, {
+            name: p for name, p in names.items() if p.is_leaf and not (_is(self._found, p) or table.covers(p))
+        }
 
     def _watch(self, module: torch.nn.Module, name: str, param: torch.Tensor) -> None:
         if not param.requires_grad or _is(self._watched, param):
@@ -218,8 +230,9 @@ class ParameterChanges:
         self._engine, self._table, self._communicator = engine, engine.table, engine.communicator
         self._hook_parameters, self._stop = weakref.WeakMethod(hook_parameters), weakref.WeakMethod(stop)
         self._places = ParameterPlaces(engine.table, self._refuse)
-        self._number = next(_numbers)
-        engine.admit_new = self._admit
+        self._has_weights = False
+        self._keys = f"pycomm/{self._communicator.place.name}/{next(_numbers)}"
+        engine.admit_new = self._admit_late
 
     def hook(self, slots: list[Slot]) -> None:
         """Put ``slots`` into buckets, and hook their parameters."""
@@ -245,6 +258,21 @@ class ParameterChanges:
                 raise self.explained(error) from error
         if not self._engine.is_waited_for():
             self.drop_replaced()
+
+    def _admit_late(self) -> None:
+        """Add parameters that this backward() has used. Collective. They must have had equal values."""
+        before = {name: param.detach().clone() for name, param in self._table.added_by_name().items()}
+        self._admit()
+        named = dict(self._table.named())
+        changed = [not torch.equal(local_of(named[name]), local_of(value)) for name, value in before.items()]
+        differs = torch.tensor(changed, dtype=torch.uint8)
+        self._communicator.all_reduce(differs, "max")
+        if bool(differs.any()):
+            name = list(before)[int(differs.argmax())]
+            raise RuntimeError(
+                f"the new parameter {name!r} had different values on the ranks in this backward(): initialise it alike "
+                "on all ranks, or call the module itself, which makes new parameters equal before its forward"
+            )
 
     def _admit(self) -> None:
         self._table.find_new(self._communicator)
@@ -281,21 +309,34 @@ class ParameterChanges:
             store.delete_key(key)
 
     def _key(self, rank: int) -> str:
-        reductions = self._engine.progress.num_reductions
-        return f"pycomm/new/{self._communicator.place.name}/{self._number}/{reductions}/{rank}"
+        return f"{self._keys}/new/{self._engine.progress.num_reductions}/{rank}"
+
+    def announce_weights(self) -> None:
+        """Announce in the store that this rank weights its gradients from now on."""
+        if self._communicator.size > 1 and not self._has_weights:
+            self._has_weights = True
+            with contextlib.suppress(RuntimeError):  # of the store; without it an error is less clear
+                self._communicator.place.store.set(f"{self._keys}/weights/{self._communicator.rank}", "")
 
     def explained(self, error: ValueError) -> Exception:
-        """Return ``error``, or its cause if only some ranks have new parameters."""
-        names = {}
+        """Return ``error``, or its cause if only some ranks have new parameters, or weights."""
+        names, weighted = {}, []
+        ranks = range(self._communicator.size)
         with contextlib.suppress(RuntimeError, ValueError):
             store = self._communicator.place.store
-            for rank in range(self._communicator.size):
+            for rank in ranks:
                 key = self._key(rank)
                 names[rank] = json.loads(store.get(key)) if store.check([key]) else []
+            weighted = [rank for rank in ranks if store.check([f"{self._keys}/weights/{rank}"])]
         try:
             raise_different_new({rank: {"new": new} for rank, new in names.items()})
         except RuntimeError as found:
             return found
+        if 0 < len(weighted) < len(ranks):
+            return RuntimeError(
+                f"reducer.set_weight() was called on {name_ranks(weighted)}, and not on the others: make the first "
+                "call in the same step on all ranks"
+            )
         return error
 
     # Parameters of the module that the optimizer does not have.
@@ -303,6 +344,30 @@ class ParameterChanges:
     def look_at_module(self) -> bool:
         """Watch replaced parameters of the module, before a forward; return whether any were added."""
         return self._places.look(self._table)
+
+    def watch_other_optimizers(self) -> Any:
+        """Make it an error that another optimizer steps what has replaced attached parameters; return a handle.
+
+        Without a call of the module, nothing else shows them.
+        """
+        step = weakref.WeakMethod(self._before_other_step)
+
+        def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            before = step()
+            if before is not None:
+                before(optimizer)
+
+        return register_optimizer_step_pre_hook(hook)
+
+    def _before_other_step(self, optimizer: torch.optim.Optimizer) -> None:
+        table = self._table
+        if optimizer is table.optimizer or self._communicator.size == 1 or self._places.are_unchanged():
+            return
+        lost, new = self._places.exchanged(table)
+        params = set(map(id, optimizer_parameters(optimizer))) if lost else set()
+        for name, param in new.items():
+            if id(param) in params and param.grad is not None and not is_covered(param):
+                self._refuse(name)
 
     def _refuse(self, name: str) -> None:
         """Raise RuntimeError: the module trains a parameter ``name`` that is not the attached one."""

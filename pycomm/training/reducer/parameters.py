@@ -226,6 +226,11 @@ class ParameterTable:
         """Return whether the gradient of ``param`` is averaged here, or left alone as ``ignore`` says."""
         return self.knows(param) or self.ignored.covers(param)
 
+    def names_in_optimizer(self) -> list[str]:
+        """Return the names of the parameters that are in the optimizer's groups."""
+        ids = set(parameter_ids(self.optimizer))
+        return [name for name, param in self.named() if id(param) in ids]
+
     def unfrozen(self) -> list[Slot]:
         """Return the slots of parameters that have become trainable and have not been admitted yet.
 
@@ -290,7 +295,7 @@ class ParameterTable:
         """Return the names of added and unfrozen parameters."""
         if not self.has_new():
             return ()
-        return (*(slot.name for slot in self.unfrozen()), *self._names_of_added())
+        return (*(slot.name for slot in self.unfrozen()), *self.added_by_name())
 
     def frozen_of_trained(self) -> tuple[str, ...]:
         """Return the names of frozen parameters in buckets, if a gradient is missing."""
@@ -298,7 +303,8 @@ class ParameterTable:
             return ()
         return tuple(slot.name for slot in self._slots.values() if not slot.param.requires_grad)
 
-    def _names_of_added(self) -> dict[str, torch.Tensor]:
+    def added_by_name(self) -> dict[str, torch.Tensor]:
+        """Return the optimizer's parameters that are neither known nor ignored, by name."""
         added = self._added()
         names = {} if self.module is None else {id(p): name for name, p in self.module.named_parameters()}
         number = len(self._slots) + len(self._frozen)
@@ -310,7 +316,7 @@ class ParameterTable:
         Raises:
             TypeError, ValueError: a parameter cannot be averaged on some rank, or they differ; on every rank.
         """
-        new = self._names_of_added()
+        new = self.added_by_name()
 
         def lines(_: None) -> dict[str, list[str]]:
             check_parameters({**new, **{slot.name: slot.param for slot in self.unfrozen()}}, self.device)

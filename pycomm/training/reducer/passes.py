@@ -13,7 +13,7 @@ import torch
 from pycomm.collectives.counting import PassGate
 from pycomm.errors import HALF_SENT, CommError
 from pycomm.optim.copies import MarkedParts, training_alone
-from pycomm.optim.module_hooks import AfterForward, BeforeForward, ZeroGradHook, forget_original
+from pycomm.optim.module_hooks import BeforeForward, ForwardWatch, ZeroGradHook, forget_original
 from pycomm.optim.wrappers import refuse_active_wrapper
 from pycomm.torch_internals import current_graph_task
 from pycomm.training.reducer.autograd_hooks import BackwardWatch, GradientHook, Uncovered, step_hook
@@ -90,6 +90,7 @@ class Passes:
         self._owner: Any = None
         self._handles: list[Any] = []
         self._uncovered: Uncovered | None = None
+        self._forwards: ForwardWatch | None = None
         self.stopped = ""
 
     # Parameters.
@@ -118,8 +119,8 @@ class Passes:
             self._uncovered = Uncovered(module, self._table.covers)
             before = BeforeForward(self.before_forward, watches_copies=True)
             self._handles.append(module.register_forward_pre_hook(before))
-            self._handles.append(module.register_forward_hook(AfterForward(self.note_forward)))
-            self._handles.append(MarkedParts(module))
+            self._forwards = ForwardWatch(module, self.note_forward, self.before_forward)
+            self._handles += [self._forwards, MarkedParts(module), self.changes.watch_other_optimizers()]
 
     def unhook(self) -> None:
         """Remove all hooks."""
@@ -148,10 +149,10 @@ class Passes:
             if torch.is_grad_enabled() and self.changes.look_at_module() and module is not None and self._uncovered:
                 self._uncovered.watch(module)
 
-    def note_forward(self, output: Any) -> None:
-        """Note a forward of the module in training mode; its ``output`` shows later whether a backward followed."""
+    def note_forward(self, output: Any, called: str) -> None:
+        """Note a forward of the part ``called``, whose ``output`` shows later whether a backward followed."""
         if current_graph_task() == -1 and not self._local.depth:
-            self._engine.flags.loop.note_forward(output)
+            self._engine.flags.loop.note_forward(output, called)
 
     def note_zero_grad(self) -> None:
         """Note a call of ``optimizer.zero_grad()``: a step begins."""
@@ -189,16 +190,19 @@ class Passes:
             )
         self._local.require_gone("optimizer.step() would move this rank's parameters alone")
         self._table.require_no_unknown_gradients()
-        self._require_provenance()
-        self._progress.stepped()
-
-    def _require_provenance(self) -> None:
-        """Raise RuntimeError, also on other ranks, if a gradient comes from no reduction since the last step."""
-        try:
+        with self._stopping():
+            self._engine.flags.note_step()
             require_provenance(
                 self._table, self._progress.has_averages, self._engine.outcome.unused, self._communicator.rank
             )
-        except RuntimeError as error:
+        self._progress.stepped()
+
+    @contextlib.contextmanager
+    def _stopping(self) -> Iterator[None]:
+        """Raise an error from inside on the other ranks, too."""
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
             self.stop(error)
             raise
 
@@ -215,6 +219,8 @@ class Passes:
         self._engine.statistics.phases.end_step()
         if not self._progress.leave_step():
             return
+        with self._stopping():
+            self._engine.flags.note_step()  # again: hooks that run after that of pycomm may have set numbers
         self._window.complete = False
         self._engine.flags.just_stepped = True
         if self._table.flights:
@@ -256,11 +262,8 @@ class Passes:
             return
         # Known buckets first, before _end looks for new parameters: ranks may have launched different numbers of
         # buckets by now, but always in the same order.
-        try:
+        with self._stopping():
             self._engine.launch_rest()
-        except (RuntimeError, ValueError) as error:
-            self.stop(error)
-            raise
 
     def _end(self) -> None:
         for flight in self._table.flights:
@@ -284,6 +287,8 @@ class Passes:
         announced = self._engine.flags.takes_new and bool(self._table.flights)
         if not announced:
             self.changes.find_new()
+        if self._forwards is not None and self._engine.flags.has_pass:
+            self._forwards.trained(self._engine.flags.loop.has_forwards)
         try:
             self._engine.reduce()
         except DamageError as error:

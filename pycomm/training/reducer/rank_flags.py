@@ -9,10 +9,9 @@ Bits 0 to 31 travel with the first bucket, made by :mod:`pycomm.training.reducer
 
 Bits 32 to 63 travel with the last bucket, and are fixed when it is launched:
 
-- 32-43: hash of every group's numbers (lr, momentum, betas, ...). An error names group, key, values and ranks.
-- 44-49: loop index: forwards without a backward, calls of ``zero_grad``, gradients that were not cleared. An error
-  names the rank that has left out a batch.
-- 50-59: hash of the names of frozen parameters. An error names parameter and ranks.
+- 32-59: hash of what all ranks must do alike. An error names what differs, and the ranks: every group's numbers (lr,
+  momentum, betas, ...) now and in the last step; the loop index (forwards without a backward, calls of ``zero_grad``,
+  gradients that were not cleared); training or evaluation mode of the module; the loss scale; frozen parameters.
 - 60: the optimizer has parameters that are not averaged yet. If all ranks have some, they are added; else an error.
 - 61: a veto of this step, which is then discarded on all ranks.
 - 62: this rank has no batch: the mean is that of the other ranks.
@@ -28,26 +27,22 @@ from __future__ import annotations
 import signal
 import zlib
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import torch
 
 from pycomm.collectives.bucket import FINGERPRINT_BITS
 from pycomm.descriptions import name_ranks
-from pycomm.optim.hyperparameters import Hyperparameters, Numbers, first_difference
+from pycomm.optim.hyperparameters import NUM_PARAMETERS, Hyperparameters, Numbers, first_difference
 from pycomm.optim.loop_index import LoopIndex
 
-GROUPS = slice(32, 44)
-LOOP = slice(44, 50)
-FROZEN = slice(50, 60)
+ALIKE = slice(32, 60)
 NEW, VETO, SKIP, STOP = 60, 61, 62, 63
 _ANY = (VETO, SKIP, STOP)
-_SALTED_ALIKE = 8
-"""Reductions with one salt of the hyperparameters' hash: a collision of its few bits lasts no longer."""
 _REMEMBERED = 4
 """Number of records that are kept: on a GPU, the record of two reductions before is read."""
 
@@ -59,6 +54,9 @@ class Record:
     Attributes:
         loop: number of unused forwards, number of calls of ``zero_grad`` beyond one, and whether this step added to
             gradients of the one before. ``None``: the rank took part without a pass of its own, and is not compared.
+        modes: hash of the modules' modes: training or evaluation.
+        loss_scale: scale of the loss, if the host knows it.
+        num_passes: number of passes that a function has put into this window; 0 if the number is given.
         frozen: names of the parameters that do not require gradients.
         new: names of the optimizer's parameters that are not averaged yet.
         veto, stop: reasons of the requests; ``None`` without one.
@@ -66,6 +64,9 @@ class Record:
     """
 
     loop: tuple[int, int, bool] | None = None
+    modes: int = 0
+    loss_scale: float | None = None
+    num_passes: int = 0
     frozen: tuple[str, ...] = ()
     new: tuple[str, ...] = ()
     veto: str | None = None
@@ -74,19 +75,11 @@ class Record:
 
     def value(self, groups_digest: int) -> int:
         """Return the bits as a number."""
-        value = (groups_digest & 0xFFF) << GROUPS.start
-        if self.loop is not None:
-            unused, restarts, accumulated = self.loop
-            value |= (min(unused, 3) | min(restarts, 7) << 2 | accumulated << 5) << LOOP.start
-        if self.frozen:
-            value |= (1 + hash_of(self.frozen) % 1023) << FROZEN.start
+        alike = (self.loop or (0, 0, False), self.modes, self.loss_scale, self.num_passes, self.frozen)
+        mixed = groups_digest ^ zlib.crc32(repr(alike).encode())
+        value = (mixed & ((1 << ALIKE.stop - ALIKE.start) - 1)) << ALIKE.start
         flags = {NEW: bool(self.new), VETO: self.veto is not None, SKIP: self.skips, STOP: self.stop is not None}
         return value | sum(1 << bit for bit, is_set in flags.items() if is_set)
-
-
-def hash_of(names: Collection[str]) -> int:
-    """Return a hash of ``names`` that is the same in every process."""
-    return zlib.crc32("\n".join(names).encode())
 
 
 @dataclass
@@ -140,6 +133,7 @@ class RankFlags:
         has_pass: whether a pass of this rank leads to this reduction.
         announced: what the ranks have announced in the last reduction.
         stop_requested: the request to stop that all ranks have received.
+        loss_scale, num_passes: see :class:`Record`; of the window that is about to end.
     """
 
     def __init__(
@@ -158,6 +152,8 @@ class RankFlags:
         self.has_pass, self.just_stepped = True, False
         self.announced = RankRequests()
         self.stop_requested = StopRequest()
+        self.loss_scale: float | None = None
+        self.num_passes = 0
         on_host = device.type == "cpu"
         self._shifts = None if on_host else torch.arange(FINGERPRINT_BITS, device=device, dtype=torch.int64)
         self._last: tuple[Any, int] | None = None  # fields and digest of the last reduction
@@ -176,24 +172,32 @@ class RankFlags:
         if self.hyperparameters.refresh():
             self._check()
 
-    def fix(self, num_reductions: int, frozen: tuple[str, ...], new: tuple[str, ...]) -> torch.Tensor:
+    def note_step(self) -> None:
+        """Note the hyperparameters of a step; raise ValueError if compression does not support new ones."""
+        if self.hyperparameters.note_step():
+            self._check()
+
+    def fix(self, num_reductions: int, frozen: tuple[str, ...], new: tuple[str, ...], modes: int) -> torch.Tensor:
         """Fix this rank's record for the reduction that follows ``num_reductions`` others; return its bits.
 
         Args:
             num_reductions: number of reductions before this one.
-            frozen, new: see :class:`Record`.
+            frozen, new, modes: see :class:`Record`.
         """
-        loop = self.loop
-        compared = self.compares_loop and self.has_pass
+        loop, compared = self.loop, self.compares_loop
+        has_pass = compared and self.has_pass
         fields = (
-            (loop.num_unused, loop.num_restarts, loop.accumulated) if compared else None,
+            (loop.num_unused, loop.num_restarts, loop.accumulated) if has_pass else None,
+            modes if compared else 0,
+            self.loss_scale if has_pass else None,
+            self.num_passes if has_pass else 0,
             frozen,
             new if self.takes_new else (),
             self.veto,
             self.skips,
             self.stop,
         )
-        digest = self.hyperparameters.digest(num_reductions // _SALTED_ALIKE) if self.compares_loop else 0
+        digest = self.hyperparameters.digest if compared else 0
         if (fields, digest) != self._last:  # most reductions repeat the one before
             record = Record(*fields)
             value = record.value(digest)
@@ -280,21 +284,98 @@ def raise_out_of_loop(records: Mapping[int, Words]) -> None:
     )
 
 
-def raise_different_groups(groups: Mapping[int, list[Numbers] | None]) -> None:
-    """Raise ValueError if hyperparameters differ; those of ranks that are not compared are ``None``."""
-    found = first_difference(list(groups.values()))
-    if found is None:
-        return
-    index, key, values = found
+def raise_different_groups(groups: Mapping[int, list[Numbers] | None], of_step: Mapping[int, list[Numbers]]) -> None:
+    """Raise ValueError if hyperparameters differ.
+
+    Args:
+        groups: numbers of each rank; ``None`` for one that is not compared.
+        of_step: numbers of each rank in its last step; empty if they were those of its reduction.
+    """
+    for numbers, where in ((groups, ""), ({rank: of or groups[rank] for rank, of in of_step.items()}, _IN_STEP)):
+        found = first_difference(list(numbers.values()))
+        if found is not None:
+            _raise_different_number(numbers, where, *found)
+
+
+_IN_STEP = "in the last optimizer.step(), for which they were set after backward(), "
+
+
+def _raise_different_number(
+    groups: Mapping[int, list[Numbers] | None], where: str, index: int, key: str, values: list[Any]
+) -> NoReturn:
     by_value: dict[str, list[int]] = {}
     for (rank, group), value in zip(groups.items(), values, strict=True):
         if group is not None:
             by_value.setdefault("missing" if value is None else repr(value), []).append(rank)
-    described = ", ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in by_value.items())
+    described = _on_ranks(by_value)
+    if key == NUM_PARAMETERS:
+        raise ValueError(
+            f"the ranks' optimizers differ: the {key} of parameter group {index} is {described}. Sort parameters into "
+            "the same groups on all ranks"
+        )
     raise ValueError(
-        f"the ranks' optimizers differ: {key!r} of parameter group {index} is {described}. Change it on all ranks "
-        "alike: by the same schedule, by a loss or progress that is averaged over the ranks, by a checkpoint that all "
-        f'load. If it is meant to differ, write tuning=pycomm.Tuning(per_rank=("{key}",))'
+        f"the ranks' optimizers differ: {where}{key!r} of parameter group {index} is {described}. Change it on all "
+        "ranks alike: by the same schedule, by a loss or progress that is averaged over the ranks, by a checkpoint "
+        f'that all load. If it is meant to differ, write tuning=pycomm.Tuning(per_rank=("{key}",))'
+    )
+
+
+def raise_removed(names: Mapping[int, list[str]]) -> None:
+    """Raise RuntimeError if a parameter is in the optimizer on some ranks only."""
+    everywhere = set.intersection(*map(set, names.values()))
+    for name in (name for of_rank in names.values() for name in of_rank if name not in everywhere):
+        lack = [rank for rank, of_rank in names.items() if name not in of_rank]
+        raise RuntimeError(
+            f"parameter {name!r} is no longer in the optimizer on {name_ranks(lack)}, and still is on the others: "
+            "remove parameters from its groups on all ranks, between the same steps"
+        )
+
+
+def _on_ranks(ranks_by_value: Mapping[str, list[int]]) -> str:
+    return ", ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in ranks_by_value.items())
+
+
+def raise_different_scales(records: Mapping[int, Words]) -> None:
+    """Raise ValueError if the ranks' loss scales differ."""
+    by_value: dict[str, list[int]] = {}
+    for rank, words in records.items():
+        if words["loop"] is not None:
+            by_value.setdefault(repr(words["loss_scale"]), []).append(rank)
+    if len(by_value) > 1:
+        raise ValueError(
+            f"the ranks' loss scalers differ: the scale is {_on_ranks(by_value)}. Make the scaler alike on all ranks, "
+            "load its state on all of them, and call update() after the same steps"
+        )
+
+
+def raise_different_modes(modes: Mapping[int, Mapping[str, bool]]) -> None:
+    """Raise RuntimeError if a module is in training mode on some ranks only. ``modes``: ``training`` by name."""
+    first = next(iter(modes.values()), {})
+    for name in (name for name in first if all(name in of for of in modes.values())):
+        training = [rank for rank, of in modes.items() if of[name]]
+        others = [rank for rank in modes if rank not in training]
+        if training and others:
+            raise RuntimeError(
+                f"{f'module {name!r}' if name else 'the model'} is in evaluation mode (eval()) on "
+                f"{name_ranks(others)}, and in training mode on {name_ranks(training)}. "
+                "Dropout and BatchNorm then do other things there. "
+                "After an evaluation call model.train(). If it is meant to differ, write "
+                'tuning=pycomm.Tuning(per_rank=("training",))'
+            )
+
+
+def different_windows(records: Mapping[int, Words]) -> str:
+    """Return a warning about windows of which a function has made different numbers of passes; "" without any."""
+    by_value: dict[str, list[int]] = {}
+    for rank, words in records.items():
+        if words["num_passes"]:
+            by_value.setdefault(str(words["num_passes"]), []).append(rank)
+    if len(by_value) < 2:
+        return ""
+    return (
+        f"accumulate's function has ended this window after a number of backward passes that is {_on_ranks(by_value)}. "
+        "Each rank's sum of gradients counts the same in the average, whatever its number of batches: call "
+        "reducer.set_weight(num_samples) before each backward() on all ranks, or let the function answer alike"
     )
 
 

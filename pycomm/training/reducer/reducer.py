@@ -297,6 +297,7 @@ class Reducer:
         self._passes.forget_abandoned()
         self._window.complete = False  # the weight is that of the next pass
         factor = self._window.weights.set(num_samples, self._window.num_passes)
+        self._passes.changes.announce_weights()
         if self._idle:
             self._install()
         if factor != 1.0:

@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import json
 import logging
+import warnings
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -35,19 +37,22 @@ from pycomm.collectives.tensor_memory import comparable, hashable
 from pycomm.compression.base import Flag
 from pycomm.descriptions import name_ranks
 from pycomm.optim.hyperparameters import Hyperparameters
+from pycomm.torch_internals import parts_of, uncompiled
 from pycomm.training.reducer.buckets import BucketInFlight, state_of
 from pycomm.training.reducer.parameters import ParameterTable
 from pycomm.training.reducer.rank_flags import (
-    FROZEN,
-    GROUPS,
-    LOOP,
+    ALIKE,
     NEW,
     RankFlags,
     RankRequests,
+    different_windows,
     raise_different_freezing,
     raise_different_groups,
+    raise_different_modes,
     raise_different_new,
+    raise_different_scales,
     raise_out_of_loop,
+    raise_removed,
 )
 from pycomm.training.reducer.replica_differences import DamageError, Hashes, Named, ReplicaDifferences
 from pycomm.training.reducer.settings import AttachSettings
@@ -142,8 +147,8 @@ _STEP_BITS = 4
 _BUFFER_BITS = 5
 _STEP = slice(0, _STEP_BITS)
 _STATE = _STEP_BITS
-_PARAMETERS = slice(_STATE + 1, GROUPS.start - _BUFFER_BITS)
-_BUFFERS = slice(GROUPS.start - _BUFFER_BITS, GROUPS.start)
+_PARAMETERS = slice(_STATE + 1, ALIKE.start - _BUFFER_BITS)
+_BUFFERS = slice(ALIKE.start - _BUFFER_BITS, ALIKE.start)
 
 _logger = logging.getLogger("pycomm")
 
@@ -177,6 +182,7 @@ class RankComparison:
         self._communicator, self._table, self._progress, self._world = communicator, table, progress, world
         self._interval, device = settings.tuning.check_replicas, table.device
         self.absent, self.looks_soon = False, True
+        self._compares_modes = "training" not in settings.tuning.per_rank
         ignores = table.ignored.covers if table.ignored else None
         self.flags = RankFlags(
             Hyperparameters(table.optimizer, tuple(settings.tuning.per_rank), ignores),
@@ -216,8 +222,19 @@ class RankComparison:
         if number != len(self._table.flights):
             return first
         reductions = self._progress.num_reductions
-        flags = self.flags.fix(reductions, self._table.frozen_of_trained(), self._table.new_names())
+        flags = self.flags.fix(
+            reductions, self._table.frozen_of_trained(), self._table.new_names(), self._modes(self.is_due(reductions))
+        )
         return (lambda: flags) if first is None else (lambda: first() | flags)
+
+    def _modes(self, of_all: bool) -> int:
+        """Return training or evaluation mode of the module, or a hash of those ``of_all`` modules in it."""
+        module = self._table.module
+        if module is None or not self._compares_modes:
+            return 0
+        if not of_all:
+            return int(module.training)
+        return zlib.crc32(bytes(part.training for part in parts_of(uncompiled(module))))
 
     def _fingerprint(self) -> Callable[[], torch.Tensor]:
         """Return the function that computes the first bucket's bits, to be called on its thread or stream.
@@ -335,15 +352,27 @@ class RankComparison:
         there = {rank: words for rank, words in records.items() if not words["absent"]}
         if differing[NEW]:  # before the groups, which then differ too
             raise_different_new(there)
-        if any(differing[GROUPS]):
-            texts = self._differences.all_gather_text(json.dumps(self.flags.hyperparameters.groups()))
-            groups = dict(zip(records, map(json.loads, texts), strict=True))
-            raise_different_groups({rank: None if rank not in there else of for rank, of in groups.items()})
-        if any(differing[LOOP]):
-            raise_out_of_loop(there)
-        if any(differing[FROZEN]):
-            raise_different_freezing(there)
+        if any(differing[ALIKE]):
+            self._report_alike(records, there)
         self.flags.apply(records)
+
+    def _report_alike(self, records: Mapping[int, Any], there: Mapping[int, Any]) -> None:
+        """Raise the error of what ranks do not do alike. Collective."""
+        numbers, module = self.flags.hyperparameters, self._table.module
+        parts = {} if module is None or not self._compares_modes else dict(uncompiled(module).named_modules())
+        modes = {name: part.training for name, part in parts.items()}
+        text = json.dumps([numbers.groups(), numbers.groups_of_step, modes, self._table.names_in_optimizer()])
+        texts = dict(zip(records, map(json.loads, self._differences.all_gather_text(text)), strict=True))
+        trained = {rank for rank, words in there.items() if words["loop"] is not None}
+        raise_removed({rank: of[3] for rank, of in texts.items() if rank in there})
+        groups = {rank: of[0] if rank in there else None for rank, of in texts.items()}
+        raise_different_groups(groups, {rank: of[1] for rank, of in texts.items() if rank in trained})
+        raise_different_scales(there)
+        raise_out_of_loop(there)
+        raise_different_freezing(there)
+        raise_different_modes({rank: of[2] for rank, of in texts.items() if rank in trained})
+        if self._communicator.rank == 0 and (found := different_windows(there)):  # all ranks would warn of the same
+            warnings.warn(found, RuntimeWarning, stacklevel=2)
 
     def _log_buffers(self, absent: Sequence[bool]) -> None:
         names, _ = self._differences.find(self._buffer_hashes, absent)

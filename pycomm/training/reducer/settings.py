@@ -104,7 +104,8 @@ class Tuning:
             module that this optimizer does not have stay as they are if they differ, with a RuntimeWarning that names
             them; everything else becomes rank 0's.
         per_rank: keys of ``optimizer.param_groups``, such as "lr", whose numbers may differ between ranks. All others
-            are compared in every reduction, and a difference is an error that names group, key and values.
+            are compared in every reduction, and a difference is an error that names group, key and values. "training":
+            modules may be in training mode on some ranks only.
         optimizer_state: "broadcast": all ranks get rank 0's; state that rank 0 does not have is an error. "keep": each
             rank keeps its own, for an optimizer that divides its state among the ranks; only hyperparameters become
             rank 0's.

@@ -330,6 +330,15 @@ class AccumulationWindow:
         average, size = self._settings.average, self._communicator.size
         self.scaling = Scaling(size, self._relative(), loss_scale=loss_scale, average=average, step=number)
 
+    def compared(self, *, is_flushed: bool) -> tuple[float | None, int]:
+        """Return what ranks compare of a window that ends now: loss scale, and number of passes.
+
+        The scale is ``None`` if only the device knows it; the number 0 if it may differ between ranks.
+        """
+        scale, is_free = self.scaling.loss_scale, is_flushed or self.weights.in_use
+        by_function = callable(self._settings.accumulate) and not is_free
+        return scale if isinstance(scale, float) else None, self.num_passes + 1 if by_function else 0
+
     def rescale(self) -> None:
         """Adapt the scales of the window to the present number of ranks."""
         self.scaling = replace(self.scaling, size=self._communicator.size, relative=self._relative())
