@@ -190,12 +190,17 @@ def comparable(named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, tor
     """Return the ``named`` tensors in a form that ranks can compare: plain ones as they are, else their memory."""
     found: list[tuple[str, torch.Tensor]] = []
     for name, tensor in named:
-        is_plain = type(tensor) in _PLAIN and tensor.dtype in _KNOWN_DTYPES and tensor.layout is torch.strided
-        if is_plain and tensor.data_ptr() != 0:
+        if is_plain(tensor):
             found.append((name, tensor))
         else:
             found += [(name, part) for part in memory_of(tensor).parts]
     return found
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` is a strided tensor with memory, of no subclass, and of a dtype that kernels know."""
+    is_known = type(tensor) in _PLAIN and tensor.dtype in _KNOWN_DTYPES and tensor.layout is torch.strided
+    return is_known and tensor.data_ptr() != 0
 
 
 def hashable(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,8 +4,8 @@ Bits 0 to 31 travel with the first bucket, made by :mod:`pycomm.training.reducer
 
 - 0-3: number of steps that the optimizer has taken, modulo 16. If ranks differ, that is an error.
 - 4: compression's state was changed by something else. An error names rank and parameter.
-- 5-26: hash of the parameters, in some reductions. An error names parameter and ranks.
-- 27-31: hash of the buffers, in the same reductions. A log line names a buffer.
+- 5-26: hash of the parameters, or of a part of them. An error names parameter and ranks.
+- 27-31: hash of the buffers, in some reductions. A log line names a buffer.
 
 Bits 32 to 63 travel with the last bucket, and are fixed when it is launched:
 

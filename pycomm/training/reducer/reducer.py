@@ -415,7 +415,7 @@ def _has_nothing_to_do(engine: Engine) -> bool:
 def _release(engine: Engine) -> None:
     """Release memory that ``engine`` shares with others."""
     engine.policy.stand_down()
-    engine.comparison.state_hashes.forget()
+    engine.comparison.release()
     engine.statistics.waits.close()
 
 

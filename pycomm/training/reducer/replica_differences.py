@@ -14,9 +14,10 @@ import torch
 
 from pycomm import kernels
 from pycomm.collectives.communicator import Communicator
-from pycomm.collectives.tensor_memory import hashable
+from pycomm.collectives.tensor_memory import hashable, is_plain
 from pycomm.descriptions import name_ranks
 from pycomm.errors import CommError
+from pycomm.training.reducer.buckets import Slot
 
 
 class DamageError(CommError):
@@ -114,6 +115,63 @@ class Hashes:
         return self._names, self._each.cpu().numpy()
 
 
+class RollingHash:
+    """Hash of another part of the trained parameters in each reduction, so that all are read once in 64 reductions.
+
+    What moves all parameters of a rank is seen at once. Models below 64 KiB are read as a whole.
+    """
+
+    def __init__(self) -> None:
+        self._slots: list[Slot] = []
+        self._parts: list[list[tuple[Slot, int, int | None]]] = []
+        self._scratch = kernels.Scratch()
+        self._out = np.empty(0, np.int64)
+
+    def part_of(self, slots: list[Slot], number: int) -> list[torch.Tensor]:
+        """Return the tensors to hash in reduction ``number``; on all ranks the same, if ``slots`` are."""
+        if slots != self._slots:
+            self._slots, self._parts = slots, _parts_of(slots)
+        if not self._parts:
+            return []
+        part = self._parts[number % len(self._parts)]
+        return [_cut(slot.local, begin, end) for slot, begin, end in part]
+
+    def bits(self, tensors: Sequence[torch.Tensor], num_bits: int) -> torch.Tensor:
+        """Return up to 32 bools that almost certainly differ if a tensor does."""
+        if len(self._out) != len(tensors):
+            self._out = np.empty(len(tensors), np.int64)
+        kernels.hashes(tensors, out=self._out, scratch=self._scratch)
+        octets = np.frombuffer(zlib.crc32(self._out.tobytes()).to_bytes(4, "little"), np.uint8)
+        return torch.from_numpy(np.unpackbits(octets)[:num_bits].view(np.bool_))
+
+
+_PARTS = 64
+_LEAST_PART = 1 << 16
+"""Number of parts, and least bytes of one."""
+
+
+def _parts_of(slots: Sequence[Slot]) -> list[list[tuple[Slot, int, int | None]]]:
+    """Cut the plain parameters of ``slots`` into parts of equal bytes: slot, first element, and end or ``None``."""
+    sizes = [(slot, slot.local.numel(), slot.local.element_size()) for slot in slots if is_plain(slot.local)]
+    length = max(_LEAST_PART, sum(count * width for _, count, width in sizes) // _PARTS + 1)
+    parts: list[list[tuple[Slot, int, int | None]]] = [[]]
+    left = length
+    for slot, count, width in sizes:
+        begin = 0
+        while begin < count:
+            if left <= 0:
+                parts.append([])
+                left = length
+            taken = min(count - begin, -(-left // width)) if slot.local.is_contiguous() else count
+            parts[-1].append((slot, begin, None if taken == count else begin + taken))
+            begin, left = begin + taken, left - taken * width
+    return parts
+
+
+def _cut(tensor: torch.Tensor, begin: int, end: int | None) -> torch.Tensor:
+    return hashable(tensor) if end is None else hashable(tensor).view(-1)[begin:end]
+
+
 class ReplicaDifferences:
     """Reports of differences between the ranks' tensors. All methods are collective, and do the same on all ranks.
 
@@ -121,13 +179,16 @@ class ReplicaDifferences:
         communicator: the ranks to compare.
         parameters: returns the tensors that must be equal on all ranks, by name.
         world: returns the numbers by which the ranks are called.
+
+    Attributes:
+        warned: whether a difference has been explained by the ranks' processors, which will not be the last.
     """
 
     def __init__(
         self, communicator: Communicator, parameters: Callable[[], Named], world: Callable[[], Sequence[int]]
     ) -> None:
         self._communicator, self._parameters, self._world = communicator, parameters, world
-        self._warned = False
+        self.warned = False
 
     def report(self, hashes: Hashes, num_reductions: int, absent: Sequence[bool]) -> None:
         """Raise an error, or warn, about parameters whose ``hashes`` differ after ``num_reductions``."""
@@ -144,8 +205,8 @@ class ReplicaDifferences:
         if len(set(processors)) == 1 or not apart <= _LAST_BITS * largest:
             is_flip = count <= _FEW and count * _FEW_OF <= total
             self._raise_difference(message, [self._world()[rank] for rank in outvoted(by_rank)], count, is_flip)
-        if not self._warned:
-            self._warned = True
+        if not self.warned:
+            self.warned = True
             kinds = ", ".join(sorted(set(processors)))
             warnings.warn(
                 f"{message}. The ranks' processors ({kinds}) round differently in optimizer.step(), which explains it",

@@ -2,10 +2,10 @@
 
 Each reduction carries the number of steps that the optimizer has taken, modulo 16: if a rank ran a backward pass on its
 own, the next reduction shows it to all ranks. The 2nd, 3rd, 5th, 9th, ... reduction, and then one in every
-``check_replicas``, also carries hashes of all parameters and of the module's buffers. Every reduction carries the flags
-of :mod:`rank_flags`. If a bit differs, all ranks see it; they then exchange the data behind the bits,
-and name the difference and its ranks. If fewer than half of the ranks differ, the error accuses them, and the others
-may continue without them.
+``check_replicas``, also carries hashes of all parameters and of the module's buffers. In CPU memory, the others carry
+a hash of a part of the parameters, each part in turn. Every reduction carries the flags of :mod:`rank_flags`. If a bit
+differs, all ranks see it; they then exchange the data behind the bits, and name the difference and its ranks. If fewer
+than half of the ranks differ, the error accuses them, and the others may continue without them.
 
 This covers averaged gradients, too, which are equal on all ranks: a flipped bit in one leads to a different parameter,
 or has no effect.
@@ -54,7 +54,7 @@ from pycomm.training.reducer.rank_flags import (
     raise_out_of_loop,
     raise_removed,
 )
-from pycomm.training.reducer.replica_differences import DamageError, Hashes, Named, ReplicaDifferences
+from pycomm.training.reducer.replica_differences import DamageError, Hashes, Named, ReplicaDifferences, RollingHash
 from pycomm.training.reducer.settings import AttachSettings
 from pycomm.training.reducer.window import HostCopy, TrainingProgress
 
@@ -198,6 +198,7 @@ class RankComparison:
         self._by_step = by_step.to(device)
         self._parameter_hashes = Hashes(device, _PARAMETERS.stop - _PARAMETERS.start)
         self._buffer_hashes = Hashes(device, _BUFFER_BITS)
+        self._rolling = RollingHash()
         self.state_hashes = StateHashes()
         self._state_changed: Flag = False
         # On a GPU the host reads the bits two reductions later.
@@ -243,8 +244,9 @@ class RankComparison:
         """
         by_step = self._by_step[self._progress.num_steps % (1 << _STEP_BITS)]
         taken = self.state_hashes.comparing()
-        if not self.is_due(self._progress.num_reductions):
-            return lambda: by_step
+        reductions = self._progress.num_reductions
+        if not self.is_due(reductions):
+            return self._with_part(by_step, reductions)
         parameters, buffers = self._parameters(), self._buffers()
 
         def make() -> torch.Tensor:
@@ -253,6 +255,20 @@ class RankComparison:
             bits[_STATE] = self._state_changed
             bits[_PARAMETERS] = self._parameter_hashes.bits(parameters)
             bits[_BUFFERS] = self._buffer_hashes.bits(buffers)
+            return bits
+
+        return make
+
+    def _with_part(self, by_step: torch.Tensor, reductions: int) -> Callable[[], torch.Tensor]:
+        """Return the function that adds a hash of a part of the parameters to the bits ``by_step``."""
+        is_compared = self._interval > 0 and self.looks_soon and not (self._table.on_gpu or self._differences.warned)
+        tensors = self._rolling.part_of(self._table.slots(), reductions) if is_compared else []
+        if not tensors:
+            return lambda: by_step
+
+        def make() -> torch.Tensor:
+            bits = by_step.clone()
+            bits[_PARAMETERS] = self._rolling.bits(tensors, _PARAMETERS.stop - _PARAMETERS.start)
             return bits
 
         return make
@@ -312,6 +328,11 @@ class RankComparison:
         if self._differences.find(self._parameter_hashes, absent)[0]:
             self._differences.report(self._parameter_hashes, num_reductions, absent)
 
+    def release(self) -> None:
+        """Release the state and the parameters that hashes refer to."""
+        self.state_hashes.forget()
+        self._rolling = RollingHash()
+
     def forget_seen(self) -> None:
         """Discard differences of earlier reductions that have not been reported yet."""
         self._num_seen = 0
@@ -340,7 +361,10 @@ class RankComparison:
         self._report_flags(differing, by_rank)
         if differing[_STATE]:
             self._report_state()
-        if any(differing[_PARAMETERS]):
+        is_due = self.is_due(of)
+        if any(differing[_PARAMETERS]) and (is_due or not any(absent)):
+            if not is_due:  # only a part has been hashed
+                self._parameter_hashes.bits(self._parameters())
             self._differences.report(self._parameter_hashes, self._progress.num_reductions, absent)
         if any(differing[_BUFFERS]) and not self._logged:
             self._log_buffers(absent)
