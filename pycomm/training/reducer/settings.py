@@ -93,8 +93,9 @@ class Tuning:
             ``DGC`` send, for up to eight times as many bytes of gradients.
         algorithm: name of the algorithm that sums dense buckets; see ``Communicator.all_reduce``.
         check_replicas: compare all ranks' parameters after the first step and then once in this many reductions (by
-            hashes, which read them once), and in CPU memory 1/64 of them in each of the others; 0: never. A difference is an error. It is a :class:`pycomm.CommError` if a
-            majority agrees (``peer`` is then the other rank), or if only a few elements differ, as after a flipped bit.
+            hashes, which read them once), and in CPU memory 1/64 of them in each of the others; 0: never. A difference
+            is an error. It is a :class:`pycomm.CommError` if a majority agrees (``peer`` is then the other rank), or if
+            only a few elements differ, as after a flipped bit.
             Residuals and velocities are compared with their values after the previous step; a change on one rank is an
             error on all. Buffers that differ are only logged.
         timeout: limit of every wait for a peer; seconds or ``timedelta``. ``None``: the process group's own.
