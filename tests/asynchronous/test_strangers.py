@@ -241,7 +241,7 @@ class Server:
     serving: Serving
     thread: threading.Thread
 
-    def worker(self, number: int, process: int = 0, **more: Any) -> wire.Connection:
+    def greet(self, number: int, process: int = 0, **more: Any) -> wire.Connection:
         connection = wire.connect_here(self.listener.name)
         hello: dict[str, Any] = {
             "worker": number,
@@ -251,6 +251,10 @@ class Server:
             "memory": None,
         }
         wire.send(connection, ask="hello", **{**hello, **more})
+        return connection
+
+    def worker(self, number: int, process: int = 0, **more: Any) -> wire.Connection:
+        connection = self.greet(number, process, **more)
         assert connection.poll(10.0)
         assert wire.receive(connection)["last"] == 0
         return connection
@@ -335,6 +339,28 @@ def test_who_is_malformed_is_dropped_by_name_and_the_others_go_on(
             wire.receive(connection)
         connection.close()
     server.step(good, len(MALFORMED) + 1)
+    server.end(good)
+
+
+@pytest.mark.timeout(60)
+def test_no_worker_can_shrink_memory_that_others_use(
+    serve: Callable[..., Server], caplog: pytest.LogCaptureFixture
+) -> None:
+    server = serve(1)
+    with contextlib.closing(SharedMemory(SIZE * 8)) as memory:
+        good = server.worker(1, memory=memory.path)
+        with open(memory.path, "r+b") as file, pytest.raises(PermissionError):
+            file.truncate(0)
+    for size, flags in ((SIZE * 8, 0), (SIZE * 8 + 1, os.MFD_ALLOW_SEALING)):
+        descriptor = os.memfd_create("unsealed", flags)
+        os.ftruncate(descriptor, size)
+        bad = server.greet(2, memory=f"/proc/{os.getpid()}/fd/{descriptor}")
+        with pytest.raises((EOFError, OSError)):
+            wire.receive(bad)
+        bad.close()
+        os.close(descriptor)
+    assert f"worker 2 is lost, the others go on: /proc/{os.getpid()}/fd/" in caplog.text
+    assert f"is not sealed, or has {SIZE * 8} bytes, wanted sealed memory of {SIZE * 8}" in caplog.text
     server.end(good)
 
 

@@ -27,13 +27,14 @@ import torch
 from pycomm import threads
 from pycomm.collectives.transport.addresses import family_of, join_address
 from pycomm.collectives.transport.authentication import EXHAUSTED, Proof, Step, process_behind, prove_as_client
+from pycomm.collectives.transport.rendezvous import anonymous_memory, is_sealed_memory
 from pycomm.untrusted import ANYTHING, MapOf, parse
 
-_ACCESS = os.O_RDWR | os.O_CLOEXEC
+_ACCESS = os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY
 
 
 class SharedMemory:
-    """Memory that processes of one host share.
+    """Memory that processes of one host share, sealed at its size: beyond its end an access would be a SIGBUS.
 
     Args:
         num_bytes: its size, positive.
@@ -43,17 +44,16 @@ class SharedMemory:
         path: path by which other processes of this host can open the memory until :meth:`close`.
 
     Raises:
-        OSError: there is no memory at ``path``, or it is smaller.
+        OSError: there is no memory at ``path``.
+        ValueError: it is not sealed, or has another size.
     """
 
     def __init__(self, num_bytes: int, path: str | None = None) -> None:
-        made = path is None
-        descriptor = os.memfd_create("pycomm-server", os.MFD_CLOEXEC) if path is None else os.open(path, _ACCESS)
+        descriptor = anonymous_memory(num_bytes) if path is None else os.open(path, _ACCESS)
         try:
-            if made:
-                os.ftruncate(descriptor, num_bytes)
-            elif os.fstat(descriptor).st_size < num_bytes:  # an access beyond its end would be a SIGBUS
-                raise OSError(f"{path} has {os.fstat(descriptor).st_size} bytes, wanted {num_bytes}")
+            if not is_sealed_memory(descriptor, num_bytes):
+                size = os.fstat(descriptor).st_size
+                raise ValueError(f"{path} is not sealed, or has {size} bytes, wanted sealed memory of {num_bytes}")
             self._memory = mmap.mmap(descriptor, num_bytes)
         except BaseException:
             os.close(descriptor)
