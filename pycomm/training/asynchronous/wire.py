@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from pycomm import threads
-from pycomm.collectives.transport.addresses import family_of, join_address
+from pycomm.collectives.transport.addresses import family_of, join_address, socket_address
 from pycomm.collectives.transport.authentication import (
     EXHAUSTED,
     Proof,
@@ -316,9 +316,9 @@ class WorkerListener:
             if host is not None:
                 assert key is not None
                 there = on_error.enter_context(socket.socket(family_of(host), socket.SOCK_STREAM))
-                there.bind((host, 0))
+                there.bind(socket_address(host, 0, family_of(host)))
                 self._listeners.append(there)
-                self.address = there.getsockname()[:2]
+                self.address = host, there.getsockname()[1]
             for listener in self._listeners:
                 listener.listen(128)
                 listener.setblocking(False)
