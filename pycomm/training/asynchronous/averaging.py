@@ -118,7 +118,7 @@ def local_sgd(
     """
     given = dict[str, Any](fragments=fragments, delay=delay, compression=compression, on_failure=on_failure)
     checked = partial(_checked, "local_sgd", optimizer, model, partial(_checked_outer, outer), every, per_rank, **given)
-    if isinstance(join, str) or (join is not None and not dist.is_initialized()):  # alone
+    if join is not None and (not dist.is_initialized() or isinstance(join, str)):  # alone, without the ranks
         return _join(checked(join=join), join, timeout)
     return _average(partial(checked, join=join), process_group, timeout)
 
