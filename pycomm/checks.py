@@ -209,8 +209,14 @@ def flag(name: str, value: object) -> None:
         raise TypeError(f"{name} is {value!r}, wanted True or False")
 
 
+def plain(value: Any) -> Any:
+    """Return a string without the methods of its class, which may raise on one rank; anything else as it is."""
+    return str.__str__(value) if isinstance(value, str) else value
+
+
 def reduction(op: Any) -> Any:
     """Return ``op``, with torch's "avg" replaced by "mean"."""
+    op = plain(op)
     return "mean" if isinstance(op, str) and op == "avg" else op
 
 

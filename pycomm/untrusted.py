@@ -8,6 +8,7 @@ characters.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -288,6 +289,10 @@ def _opened(path: str | Path, flags: int) -> int:
         descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, 0o666)
     except ValueError as error:  # a null byte
         raise ValueError(f"{str(path)!r} is no path: {error}") from error
+    except OSError as error:
+        if error.errno not in (errno.EISDIR, errno.ENXIO):  # these say what it is, not what is wrong
+            raise
+        raise ValueError(f"{path} is {_kind_of(os.stat(path).st_mode)}, wanted a regular file") from error
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -19,3 +21,15 @@ def on_hosts(hosts: str) -> Iterator[None]:
         patch.setattr(rendezvous, "host_identity", lambda: f"{hosts[dist.get_rank()]}{real}")
         patch.setenv("PYCOMM_SECRET", "what ranks of different hosts know")
         yield
+
+
+def link_local_address() -> str:
+    """Return a link-local address of this host, with its interface. Skips the test if there is none."""
+    try:
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+    except OSError:
+        lines = []
+    for digits, *_, interface in map(str.split, lines):
+        if digits.startswith("fe80"):
+            return f"{ipaddress.IPv6Address(bytes.fromhex(digits))}%{interface}"
+    pytest.skip("no interface of this host has a link-local address")

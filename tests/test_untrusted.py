@@ -123,8 +123,10 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
     for path, kind in ((tmp_path / "fifo", "a FIFO"), (tmp_path / "link", "a FIFO"), ("/dev/zero", "a device")):
         with pytest.raises(ValueError, match=f"{path} is {kind}, wanted a regular file"):
             untrusted.open_file(path)
-        with pytest.raises((ValueError, OSError), match=str(path)):
+        with pytest.raises(ValueError, match=f"{path} is {kind}, wanted a regular file"):
             untrusted.open_output(path)
+    with pytest.raises(ValueError, match=f"{tmp_path} is a folder, wanted a regular file"):
+        untrusted.open_output(tmp_path)
     with pytest.raises((ValueError, OSError), match="directory|folder"):
         untrusted.open_file(tmp_path)
     with pytest.raises(ValueError, match=r"'a\\x00b' is no path"):

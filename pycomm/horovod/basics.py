@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from pycomm.agreement import exchanged
 from pycomm.collectives.communicator import Communicator
 from pycomm.errors import CommError, attempt
 from pycomm.horovod.environment import Launched, by_mpi, launched, meeting_seconds, timeout
@@ -28,7 +29,7 @@ from pycomm.horovod.process_sets import (
     set_world,
     world,
 )
-from pycomm.horovod.timeline import Timeline, path_from_environment
+from pycomm.horovod.timeline import Timeline, begin_by_environment
 from pycomm.torch_internals import PrefixStore, Store
 
 _stores: dict[str, Store | None] = {}
@@ -167,12 +168,16 @@ def _open_world(owns_group: bool) -> World:
     here = World(rank, size, [], [], [], timeout(), timeline, owns_group)
     here.sets[0] = everybody = Members(list(range(size)), group)
     everybody.engine = engine_over(group, "global", here)
-    _find_hosts(here, everybody.engine.communicator.channel.all_gather_bytes(_host().encode()))
+    try:
+        begun = attempt(lambda: begin_by_environment(timeline) if rank == 0 else None)
+        gather = everybody.engine.communicator.channel.all_gather_bytes
+        _find_hosts(here, exchanged(gather, begun, "write the timeline", lambda _: _host()))
+    except BaseException as error:
+        timeline.stop()
+        everybody.close(str(error))
+        raise
     global_process_set.ranks = list(range(size))
     set_world(here)
-    path = path_from_environment()
-    if path and rank == 0:
-        timeline.start(path, os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") not in ("", "0"))
     return here
 
 
@@ -180,8 +185,8 @@ def _host() -> str:
     return os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
 
 
-def _find_hosts(here: World, hosts: Sequence[bytes]) -> None:
-    ranks_by_host: dict[bytes, list[int]] = {}
+def _find_hosts(here: World, hosts: Sequence[str]) -> None:
+    ranks_by_host: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         ranks_by_host.setdefault(host, []).append(rank)
     here.local = ranks_by_host[hosts[here.rank]]
@@ -296,7 +301,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
     Raises:
         ValueError: before ``init()``.
-        OSError: the file cannot be written.
+        OSError, ValueError: the file cannot be written, or is none.
     """
     here = world()
     if here.rank == 0:

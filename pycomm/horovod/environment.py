@@ -15,6 +15,7 @@ import os
 import re
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pycomm import threads
-from pycomm.collectives.transport.addresses import loopback, store_on_loopback
+from pycomm.collectives.transport.addresses import join_address, loopback, split_address, store_on_loopback
 from pycomm.collectives.transport.authentication import EXHAUSTED, own_folder, process_behind
 from pycomm.torch_internals import PrefixStore, Store
 
@@ -47,6 +48,8 @@ _TO_ANSWER = 5.0
 """Seconds for a connected process to send its rank, or to receive the address."""
 _RANK = struct.Struct("!I")
 _KEY = "/pycomm/address"
+_RENDEZVOUS = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"
+_LONGEST_ADDRESS = 1024  # bytes
 
 
 def _number(name: str, default: float) -> float:
@@ -111,7 +114,9 @@ def by_mpi(comm: Any) -> Launched:
     rank, size = comm.Get_rank(), comm.Get_size()
 
     def store(patience: float) -> Store | None:
-        return _store_by_address(rank, patience, lambda mine: str(comm.bcast(mine, root=0))) if size > 1 else None
+        if size == 1:
+            return None
+        return _store_by_address(rank, patience, "mpi4py", lambda mine: str(comm.bcast(mine, root=0)))
 
     return Launched(rank, size, store)
 
@@ -133,9 +138,11 @@ def _store(rank: int, size: int, is_local: bool, job: tuple[str, ...], patience:
         # All restarts under torchrun share one store, which still has the addresses of dead ranks.
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return PrefixStore(f"start {start}", store) if served else store
-    if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ and "HOROVOD_GLOO_RENDEZVOUS_PORT" in os.environ:
-        server = os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], _integer("HOROVOD_GLOO_RENDEZVOUS_PORT")
-        return _store_by_address(rank, patience, lambda mine: through_horovodrun(server, mine, patience))
+    if all(name in os.environ for name in _RENDEZVOUS):
+        server = os.environ[_RENDEZVOUS[0]], _integer(_RENDEZVOUS[1])
+        return _store_by_address(
+            rank, patience, _named(server), lambda mine: through_horovodrun(server, mine, patience)
+        )
     if is_local:
         name = "/".join(os.environ.get(variable, "") for variable in job) or str(os.getppid())
         return _store_on_this_host(name, rank, size, patience)
@@ -153,11 +160,11 @@ def _tcp(host: str, port: int, serves: bool, patience: float) -> Store:
     return TCPStore(host, port, None, serves, timedelta(seconds=patience), wait_for_workers=False, multi_tenant=True)
 
 
-def _store_by_address(rank: int, patience: float, exchange: Callable[[str | None], str]) -> Store:
+def _store_by_address(rank: int, patience: float, source: str, exchange: Callable[[str | None], str]) -> Store:
     """Return the store that rank 0 serves at a free port; ``exchange`` sends its address to the others."""
     if rank > 0:
-        host, port = exchange(None).rsplit(":", 1)
-        return _tcp(host, int(port), False, patience)
+        host, port = split_address(exchange(None), f"rank 0's address from {source}", "its store")
+        return _tcp(host, port, False, patience)
     store = _tcp(loopback(), 0, True, patience)
     assert isinstance(store, TCPStore)
     exchange(f"{socket.gethostname()}:{store.port}")
@@ -185,26 +192,59 @@ def through_horovodrun(server: tuple[str, int], mine: str | None, patience: floa
     """Return rank 0's address (there: ``mine``), by the key-value store that horovodrun serves over HTTP.
 
     Raises:
-        TimeoutError: there is no answer within ``patience`` seconds.
+        TimeoutError: there is no whole answer within ``patience`` seconds.
+        ConnectionError: the server cannot be reached, or has ended.
+        ValueError: the answer is malformed.
     """
     deadline = time.monotonic() + patience
-    if mine is not None:
-        _ask(server, "PUT", mine)
-        return mine
-    while (answer := _ask(server, "GET", None)) is None:
+    where = _named(server)
+    while True:
+        try:
+            status, answer = _ask(server, "GET" if mine is None else "PUT", mine, deadline)
+            text = answer.decode("ascii")
+        except (OSError, http.client.HTTPException, UnicodeError, OverflowError) as error:
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"{where} has not answered in {patience:g} s") from error
+            kind = ConnectionError if isinstance(error, OSError) else ValueError
+            raise kind(f"{where} gives no answer that can be used: {error!r}") from error
+        if mine is not None and status != http.client.OK:
+            raise ValueError(f"{where} has answered with status {status}, wanted {int(http.client.OK)}")
+        if status == http.client.OK:
+            return text if mine is None else mine
         if time.monotonic() > deadline:
-            raise TimeoutError(f"rank 0 has not told horovodrun at {server[0]}:{server[1]} where it is in {patience} s")
+            raise TimeoutError(f"rank 0 has not told {where} where it is in {patience:g} s")
         time.sleep(_POLL)
-    return answer
 
 
-def _ask(server: tuple[str, int], method: str, content: str | None) -> str | None:
-    connection = http.client.HTTPConnection(*server, timeout=10)
+def _named(server: tuple[str, int]) -> str:
+    return f"horovodrun at {join_address(*server)} (HOROVOD_GLOO_RENDEZVOUS_ADDR, HOROVOD_GLOO_RENDEZVOUS_PORT)"
+
+
+def _ask(server: tuple[str, int], method: str, content: str | None, deadline: float) -> tuple[int, bytes]:
+    """Return status and content of an answer, before the ``deadline`` for all of it: the socket's is for each part."""
+    seconds = max(_POLL, deadline - time.monotonic())
+    connection = http.client.HTTPConnection(*server, timeout=seconds)
     with contextlib.closing(connection):
-        connection.request(method, _KEY, body=content)
-        response = connection.getresponse()
-        text = response.read().decode()
-        return text if response.status == http.client.OK else None
+        connection.connect()
+        timer = threading.Timer(max(0.0, deadline - time.monotonic()), _shut, [connection.sock])
+        timer.daemon = True
+        timer.start()
+        try:
+            connection.request(method, _KEY, body=content)
+            with contextlib.closing(connection.getresponse()) as response:
+                answer, missing = response.read(_LONGEST_ADDRESS + 1), response.length
+        finally:
+            timer.cancel()
+        if len(answer) > _LONGEST_ADDRESS:
+            raise http.client.HTTPException(f"it has more than {_LONGEST_ADDRESS} bytes")
+        if missing or time.monotonic() >= deadline:
+            raise http.client.IncompleteRead(answer, missing)
+        return response.status, answer
+
+
+def _shut(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it is closed already
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def on_this_host(job: str, rank: int, mine: str, size: int, patience: float) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import threading
 import time
 from typing import TextIO
 
 from pycomm.collectives.recorder.traces import ChromeTrace
+from pycomm.untrusted import open_output
 
 
 class Timeline:
@@ -23,10 +25,11 @@ class Timeline:
         self._open: dict[str, list[str]] = {}
 
     def start(self, path: str, mark_cycles: bool) -> None:
-        """Begin a file at ``path``; finish an earlier one first."""
+        """Begin a file at ``path``, after an earlier one. Raises OSError or ValueError if it cannot be written."""
         self.stop()
         with self._lock:
-            self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - until stop()
+            self._file = io.TextIOWrapper(open_output(path), encoding="utf-8")
+            self._file.truncate(0)
             self._trace = ChromeTrace(self._file)
             self._marks_cycles = mark_cycles
             self._rows, self._open = {}, {}
@@ -75,7 +78,12 @@ def _now() -> float:
     return time.monotonic_ns() / 1000
 
 
-def path_from_environment() -> str:
-    """Return the file named by ``HOROVOD_TIMELINE``; empty if it names none or is "DYNAMIC"."""
+def begin_by_environment(timeline: Timeline) -> None:
+    """Start ``timeline`` at the file in ``HOROVOD_TIMELINE``, if it names one. Raises ValueError if it cannot."""
     path = os.environ.get("HOROVOD_TIMELINE", "")
-    return "" if path.upper() == "DYNAMIC" else path
+    if path.upper() in ("", "DYNAMIC"):
+        return
+    try:
+        timeline.start(path, os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") not in ("", "0"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"HOROVOD_TIMELINE is {path!r}, wanted a file that can be written: {error}") from error

@@ -21,11 +21,11 @@ SIZE = 8
 MODES = {"async": "async", "ssp": StaleSynchronous(1), "softsync": SoftSync(2), "sync": "sync"}
 
 
-def core_of(mode: str, settings: str = "") -> Core:
+def core_of(mode: str, settings: str = "", size: int = SIZE) -> Core:
     torch.manual_seed(0)
-    model = nn.Linear(3, 2).double()
-    pieces = cut([6, 2], 1, anywhere=True)[0]
-    shard = ShardOptimizer(torch.optim.Adam(model.parameters(), 0.01), pieces, torch.zeros(SIZE, dtype=torch.float64))
+    model = nn.Linear(size // 2 - 1, 2).double()
+    pieces = cut([size - 2, 2], 1, anywhere=True)[0]
+    shard = ShardOptimizer(torch.optim.Adam(model.parameters(), 0.01), pieces, torch.zeros(size, dtype=torch.float64))
     return Core(shard, checked_mode(MODES[mode]).rules(), Compensator(None), torch.float64, settings=settings)
 
 

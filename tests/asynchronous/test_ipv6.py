@@ -21,6 +21,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 import pycomm
 from pycomm import CommError
 from pycomm.training.asynchronous import wire
+from tests.hosts import link_local_address, on_hosts
 from tests.on_ranks import Pools
 
 
@@ -30,11 +31,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def meet(port: int, size: int) -> None:
+def meet(port: int, size: int, host: str = "::1") -> None:
     """Leave the group of the pool, and meet as a script does under a launcher that names an address of IPv6."""
     rank = dist.get_rank()
     dist.destroy_process_group()
-    place = {"MASTER_ADDR": "::1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
+    place = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
     os.environ.update(place)
     if rank < size:
         os.environ["RANK"] = str(rank)
@@ -76,6 +77,24 @@ def serve(port: int, came: Path) -> bool:
 
 def test_a_parameter_server(new_ranks: Pools, tmp_path: Path) -> None:
     assert new_ranks(3).run(serve, free_port(), tmp_path / "came", timeout=60) == [True] * 3
+
+
+def serve_between_hosts(host: str, port: int) -> bool:
+    meet(port, 2, host)
+    with on_hosts("ab"):
+        optimizer, model = small()
+        server = pycomm.parameter_server(optimizer, model, timeout=20)
+        if server.is_worker:
+            before = loss_of(model).item()
+            with server.step():
+                loss_of(model).backward()
+            server.pull()
+        server.close()
+    return not server.is_worker or loss_of(model).item() < before
+
+
+def test_a_parameter_server_at_a_link_local_address(new_ranks: Pools) -> None:
+    assert new_ranks(2).run(serve_between_hosts, link_local_address(), free_port(), timeout=60) == [True] * 2
 
 
 def average(port: int) -> int:

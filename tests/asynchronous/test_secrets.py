@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import subprocess
 import threading
@@ -191,7 +192,7 @@ def test_tls(monkeypatch: pytest.MonkeyPatch, certificates: Callable[[str], dict
     assert str(access).endswith("with TLS")
     listener = wire.WorkerListener("127.0.0.1", KEY, access.context(server=True))
     worker = wire.connect(listener.address, KEY, access.context(server=False))
-    assert wire.readable([], listener.wakeup, 10.0)[1]
+    assert wire.ready({}, listener.wakeup, 10.0)[1]
     (inside,) = listener.admitted()
     big, out = torch.randn(1_000_000), torch.empty(1_000_000)
 
@@ -203,7 +204,7 @@ def test_tls(monkeypatch: pytest.MonkeyPatch, certificates: Callable[[str], dict
     sending = threading.Thread(target=send)
     sending.start()
     assert wire.receive(inside) == {"a": 1}
-    assert wire.readable([inside], listener.wakeup, 10.0)[0] == [inside], "what TLS has read ahead is seen"
+    assert wire.ready({inside: select.POLLIN}, listener.wakeup, 10.0)[0] == [inside], "what TLS has read ahead is seen"
     assert wire.receive(inside) == {"b": 2}
     wire.receive_array(inside, out)
     sending.join()
@@ -217,7 +218,7 @@ def test_tls(monkeypatch: pytest.MonkeyPatch, certificates: Callable[[str], dict
     set_all(monkeypatch, theirs)
     with pytest.raises(OSError, match="certificate verify failed"):
         wire.connect(listener.address, KEY, authentication.Access.read().context(server=False))
-    assert not wire.readable([], listener.wakeup, 0.2)[1]
+    assert not wire.ready({}, listener.wakeup, 0.2)[1]
     for one in (worker, inside, listener):
         one.close()
     monkeypatch.delenv(authentication.TLS[1])

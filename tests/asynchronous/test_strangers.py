@@ -40,7 +40,7 @@ def listener() -> Iterator[wire.WorkerListener]:
 def come_in(listener: wire.WorkerListener) -> None:
     """Come in as a worker of another host does, and leave."""
     with contextlib.closing(wire.connect(listener.address, KEY)) as worker:
-        assert wire.readable([], listener.wakeup, 10.0)[1]
+        assert wire.ready({}, listener.wakeup, 10.0)[1]
         (inside,) = listener.admitted()
         wire.send(worker, hello=1)
         assert wire.receive(inside) == {"hello": 1}
@@ -56,7 +56,7 @@ def test_who_knows_the_secret_comes_in_and_nobody_else(listener: wire.WorkerList
     with pytest.raises(OSError, match="it was refused there: PYCOMM_SECRET differs"):
         wire.connect(listener.address, b"another secret")
     come_in(listener)
-    assert not wire.readable([], listener.wakeup, 0.0)[1]
+    assert not wire.ready({}, listener.wakeup, 0.0)[1]
 
 
 def answer(behave: Callable[[socket.socket], None]) -> tuple[str, int]:
@@ -124,7 +124,7 @@ def test_the_proof_of_a_worker_is_of_no_use_at_another_address(listener: wire.Wo
     with pytest.raises(OSError, match="it was refused there"):
         wire.connect(answer(relay), KEY)
     assert passed == [40, 64, 32]
-    assert not wire.readable([], listener.wakeup, 0.2)[1]
+    assert not wire.ready({}, listener.wakeup, 0.2)[1]
     come_in(listener)
 
 
@@ -158,7 +158,7 @@ def test_the_kernel_tells_users_apart_on_one_host(listener: wire.WorkerListener)
         wire.connect_here(listener.name + b"-stranger")
     ours.send(b"!")
     assert os.waitpid(child, 0)[1] == 0
-    assert not wire.readable([], listener.wakeup, 0.2)[1]
+    assert not wire.ready({}, listener.wakeup, 0.2)[1]
     ours.close()
     theirs.close()
 
@@ -241,7 +241,7 @@ class Server:
     serving: Serving
     thread: threading.Thread
 
-    def worker(self, number: int, process: int = 0, **more: Any) -> wire.Connection:
+    def greet(self, number: int, process: int = 0, **more: Any) -> wire.Connection:
         connection = wire.connect_here(self.listener.name)
         hello: dict[str, Any] = {
             "worker": number,
@@ -251,16 +251,20 @@ class Server:
             "memory": None,
         }
         wire.send(connection, ask="hello", **{**hello, **more})
+        return connection
+
+    def worker(self, number: int, process: int = 0, **more: Any) -> wire.Connection:
+        connection = self.greet(number, process, **more)
         assert connection.poll(10.0)
         assert wire.receive(connection)["last"] == 0
         return connection
 
-    def step(self, connection: wire.Connection, number: int) -> None:
+    def step(self, connection: wire.Connection, number: int, size: int = SIZE) -> None:
         wire.send(connection, ask="pull", number=number)
         wire.receive(connection, {"version": COUNT})
-        wire.receive_array(connection, torch.empty(SIZE, dtype=torch.float64))
+        wire.receive_array(connection, torch.empty(size, dtype=torch.float64))
         wire.send(connection, ask="push", number=number, samples=1.0, rate=0.0)
-        wire.send_array(connection, torch.ones(SIZE, dtype=torch.float64))
+        wire.send_array(connection, torch.ones(size, dtype=torch.float64))
         assert wire.receive(connection) == {"pushed": number}
 
     def end(self, *connections: wire.Connection) -> None:
@@ -276,9 +280,9 @@ class Server:
 def serve() -> Iterator[Callable[..., Server]]:
     with contextlib.ExitStack() as ended:
 
-        def start(*expected: int, mode: str = "async", timeout: float = 30.0) -> Server:
-            listener, memory = wire.WorkerListener(), SharedMemory(SIZE * 8)
-            serving = Serving(core_of(mode), memory, listener, "here", set(expected), timeout, 0)
+        def start(*expected: int, mode: str = "async", timeout: float = 30.0, size: int = SIZE) -> Server:
+            listener, memory = wire.WorkerListener(), SharedMemory(size * 8)
+            serving = Serving(core_of(mode, size=size), memory, listener, "here", set(expected), timeout, 0)
             thread = threading.Thread(target=serving.run, daemon=True)
             thread.start()
             ended.callback(memory.close)
@@ -309,6 +313,13 @@ MALFORMED: list[dict[str, Any]] = [
 ]
 
 
+def await_text(caplog: pytest.LogCaptureFixture, text: str) -> None:
+    until = time.monotonic() + 5.0
+    while text not in caplog.text:
+        assert time.monotonic() < until, caplog.text
+        time.sleep(0.01)
+
+
 @pytest.mark.timeout(90)
 def test_who_is_malformed_is_dropped_by_name_and_the_others_go_on(
     serve: Callable[..., Server], caplog: pytest.LogCaptureFixture
@@ -322,19 +333,40 @@ def test_who_is_malformed_is_dropped_by_name_and_the_others_go_on(
                 with pytest.raises((EOFError, OSError)):
                     wire.receive(connection)
             connection.close()
-            until = time.monotonic() + 5.0
-            while is_known and f"worker {100 + number} is lost" not in caplog.text:
-                assert time.monotonic() < until
-                time.sleep(0.01)
+            if is_known:
+                await_text(caplog, f"worker {100 + number} is lost")
         server.step(good, number + 1)
     nested = b"[" * 100_000
     for content in (nested, b"\xff\xfe", b"null", b"7" * 5000):
         connection = server.worker(50)
-        connection.send_bytes(content)
+        connection.finish(connection.sending(content))
         with pytest.raises((EOFError, OSError)):
             wire.receive(connection)
         connection.close()
     server.step(good, len(MALFORMED) + 1)
+    server.end(good)
+
+
+@pytest.mark.timeout(60)
+def test_no_worker_can_shrink_memory_that_others_use(
+    serve: Callable[..., Server], caplog: pytest.LogCaptureFixture
+) -> None:
+    server = serve(1)
+    with contextlib.closing(SharedMemory(SIZE * 8)) as memory:
+        good = server.worker(1, memory=memory.path)
+        with open(memory.path, "r+b") as file, pytest.raises(PermissionError):
+            file.truncate(0)
+    for size, flags in ((SIZE * 8, 0), (SIZE * 8 + 1, os.MFD_ALLOW_SEALING)):
+        descriptor = os.memfd_create("unsealed", flags)
+        os.ftruncate(descriptor, size)
+        bad = server.greet(2, memory=f"/proc/{os.getpid()}/fd/{descriptor}")
+        with pytest.raises((EOFError, OSError)):
+            wire.receive(bad)
+        bad.close()
+        os.close(descriptor)
+        path = f"/proc/{os.getpid()}/fd/{descriptor}"
+        problem = f"{path} is not sealed, or has {size} bytes, wanted sealed memory of {SIZE * 8}"
+        await_text(caplog, f"worker 2 is lost, the others go on: {problem}")
     server.end(good)
 
 
@@ -351,18 +383,94 @@ def test_whatever_a_worker_sends_ends_only_itself(serve: Callable[..., Server]) 
         if number % 3 == 1:  # a message of the right length, in which all is wrong
             content = struct.pack("!Q", len(content)) + content
         with contextlib.suppress(OSError):
-            connection._send(memoryview(content))
+            connection._socket.send(content)
         connection.close()
     server.step(good, 1)
     for size in (0, 1, SIZE * 8 - 1, SIZE * 8 + 1, 2**20 + 1):  # of an array
         connection = server.worker(7)
         wire.send(connection, ask="push", number=1, samples=1.0, rate=0.0)
         with contextlib.suppress(OSError):
-            connection.send_bytes(bytes(size))
+            connection.finish(connection.sending(bytes(size)))
         with pytest.raises((EOFError, OSError)):
             wire.receive(connection)
         connection.close()
     server.step(good, 2)
+    server.end(good)
+
+
+def ask_without_end(connection: wire.Connection) -> None:
+    with contextlib.suppress(TimeoutError):
+        while True:
+            wire.send(connection, ask="stats")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("behave", "message"),
+    [
+        (ask_without_end, "it has read no answer for 1 s"),
+        (lambda one: one._socket.send(struct.pack("!Q", 1000) + b"{"), "nothing of its message has come for 1 s"),
+        (lambda one: one._socket.send(b"\0\0"), "nothing of its message has come for 1 s"),
+    ],
+    ids=["reads no answers", "half a message", "half a length"],
+)
+def test_who_stops_within_a_message_is_dropped_and_the_others_do_not_wait(
+    serve: Callable[..., Server],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    behave: Callable[[wire.Connection], None],
+    message: str,
+) -> None:
+    monkeypatch.setattr("pycomm.training.asynchronous.serving.STALLED", 1.0)
+    monkeypatch.setattr(wire, "STALLED", 0.1)
+    server, number = serve(1), 1
+    good, bad = server.worker(1), server.worker(2)
+    behave(bad)
+    monkeypatch.setattr(wire, "STALLED", 10.0)
+    while "worker 2 is lost" not in caplog.text:
+        server.step(good, number)
+        number += 1
+    assert f"worker 2 is lost, the others go on: {message}" in caplog.text
+    assert number > 10, "the good worker has gone on in the meantime"
+    bad.close()
+    server.end(good)
+
+
+@pytest.mark.timeout(60)
+def test_parameters_do_not_change_while_a_slow_worker_receives_them(serve: Callable[..., Server]) -> None:
+    size = 1 << 20
+    server = serve(1, 2, size=size)
+    good, slow, other = server.worker(1), server.worker(2), server.worker(3)
+    before = server.serving._core.shard.memory.clone()
+    for one in (slow, other):
+        wire.send(one, ask="pull", number=1)
+        assert wire.receive(one, {"version": COUNT})["version"] == 0
+    for number in range(1, 4):
+        server.step(good, number, size)
+    assert not torch.equal(server.serving._core.shard.memory, before)
+    for one in (other, slow):
+        out = torch.empty(size, dtype=torch.float64)
+        wire.receive_array(one, out)
+        assert torch.equal(out, before)
+    server.end(good, slow, other)
+
+
+@pytest.mark.timeout(60)
+def test_who_asks_on_without_an_answer_is_dropped(
+    serve: Callable[..., Server], caplog: pytest.LogCaptureFixture
+) -> None:
+    server = serve(1, 2, mode="ssp")
+    good, bad = server.worker(1), server.worker(2)
+    with contextlib.suppress(EOFError, OSError):
+        for number in range(1, 100):  # more than the other worker's pace allows
+            wire.send(bad, ask="pull", number=number)
+            wire.send(bad, ask="push", number=number, samples=1.0)
+            wire.send_array(bad, torch.ones(SIZE, dtype=torch.float64))
+        while True:
+            bad.finish(bad.receiving(1 << 20))
+    await_text(caplog, "worker 2 is lost, the others go on: 'push' came before it had the answers to earlier requests")
+    bad.close()
+    server.step(good, 1)
     server.end(good)
 
 

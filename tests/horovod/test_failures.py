@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import pycomm
 import pycomm.horovod as hvd
@@ -217,3 +218,29 @@ def test_timeline(tmp_path: Path) -> None:
                 begun = sum(event["ph"] == "B" for event in events)
                 assert begun == sum(event["ph"] == "E" for event in events) == 4
                 assert all(event["ts"] >= 0 for event in events if event["ph"] != "M")
+
+
+@on_ranks(2)
+def test_a_timeline_that_cannot_be_written_is_an_error_on_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fifo, folder = tmp_path / f"fifo{dist.get_rank()}", tmp_path / "folder"
+    os.mkfifo(fifo)
+    folder.mkdir(exist_ok=True)
+    for path, problem in (
+        (fifo, f"{fifo} is a FIFO, wanted a regular file"),
+        (folder, f"{folder} is a folder, wanted a regular file"),
+        (tmp_path / "missing" / "timeline.json", "[Errno 2] No such file or directory"),
+    ):
+        monkeypatch.setenv("HOROVOD_TIMELINE", str(path))
+        text = f"HOROVOD_TIMELINE is '{path}', wanted a file that can be written: {problem}"
+        prefix = "" if dist.get_rank() == 0 else "rank 0 could not write the timeline: "
+        with pytest.raises(ValueError, match="^" + re.escape(prefix) + (re.escape(text) if not prefix else "HOROVOD")):
+            hvd.init()
+        assert not hvd.is_initialized()
+        assert not [thread.name for thread in threading.enumerate() if "horovod" in thread.name]
+    monkeypatch.setenv("HOROVOD_TIMELINE", str(tmp_path / "timeline.json"))
+    with horovod():
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2.0
+    if dist.get_rank() == 0:
+        assert "ALLREDUCE" in (tmp_path / "timeline.json").read_text()

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import http.server
 import importlib
 import os
+import re
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,63 @@ def test_horovodrun(new_ranks: Pools, horovodrun: int) -> None:
     server = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": str(horovodrun)}
     each = [{"HOROVOD_RANK": str(r), "HOROVOD_SIZE": "2", "HOROVOD_HOSTNAME": f"host{r}", **server} for r in range(2)]
     assert new_ranks(2).run(_begin, each) == [(0, 2, 0, 1, 0, 2), (1, 2, 0, 1, 1, 2)]
+
+
+def _drip(one: socket.socket) -> None:
+    while True:
+        one.sendall(b"H")
+        time.sleep(0.05)
+
+
+def _pour(one: socket.socket) -> None:
+    one.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+    while True:
+        one.sendall(b"1" * (1 << 20))
+
+
+def _say(answer: bytes) -> Callable[[socket.socket], None]:
+    return lambda one: one.sendall(b"HTTP/1.1 200 OK\r\n" + answer)
+
+
+@pytest.mark.parametrize(
+    ("behave", "message"),
+    [
+        (_drip, r"TimeoutError: horovodrun at {} has not answered in 2 s"),
+        (lambda one: time.sleep(4.0), r"TimeoutError: horovodrun at {} has not answered in 2 s"),
+        (_pour, r"ValueError: horovodrun at {} gives .*it has more than 1024 bytes"),
+        (lambda one: one.sendall(b"220 smtp\r\n"), r"ValueError: horovodrun at {} gives .*BadStatusLine"),
+        (lambda one: None, r"ConnectionError: horovodrun at {} gives .*(RemoteDisconnected|ConnectionReset)"),
+        (_say(b"\r\n\xff:1"), r"ValueError: horovodrun at {} gives .*UnicodeDecodeError"),
+        (_say(b"Content-Length: 9\r\n\r\nhost:47"), r"ValueError: horovodrun at {} gives .*IncompleteRead"),
+        (_say(b"\r\nhost"), r"ValueError: rank 0's address from horovodrun at {} is 'host', wanted .*its store"),
+        (_say(b"\r\nhost:\x1b]0;"), r"ValueError: rank 0's address from horovodrun at {} is 'host:\\x1b\]0;', wanted"),
+    ],
+)
+def test_another_server_in_the_place_of_horovodruns(
+    monkeypatch: pytest.MonkeyPatch, behave: Callable[[socket.socket], None], message: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        names = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"
+        each = {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", names[0]: "127.0.0.1", names[1]: str(port)}
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in each.items():
+            monkeypatch.setenv(name, value)
+
+        def serve() -> None:
+            one, _ = listener.accept()
+            with one, contextlib.suppress(OSError):
+                one.recv(1000)
+                behave(one)
+
+        serving = threading.Thread(target=serve)
+        serving.start()
+        with pytest.raises((OSError, ValueError)) as caught:
+            environment.launched().store(2.0)
+        place = rf"127.0.0.1:{port} \({names[0]}, {names[1]}\)"
+        assert re.match(message.format(place), f"{type(caught.value).__name__}: {caught.value}")
+        serving.join()
 
 
 def test_mpirun_on_one_host(new_ranks: Pools) -> None:

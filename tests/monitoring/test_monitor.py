@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import logging
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -232,6 +233,9 @@ def test_a_file_with_other_columns_is_left_alone(one_rank_group: None, tmp_path:
     with deprecated():
         pycomm.monitor(reducer, to=path).close()
     assert path.read_text().splitlines() == [",".join(FIELDS)]
+    os.mkfifo(tmp_path / "rows.jsonl")
+    with deprecated(), pytest.raises(ValueError, match=r"rows\.jsonl is a FIFO, wanted a regular file"):
+        pycomm.monitor(reducer, to=tmp_path / "rows.jsonl")
     reducer.detach()
 
 

@@ -272,13 +272,14 @@ CALLS: dict[str, Call] = {
     ),
     "local_sgd": call(
         ended(pycomm.local_sgd),
-        lambda: {**training(), "every": 2, "process_group": None, "outer": None, "compression": None},
+        lambda: {**training(), "every": 2, "process_group": None, "outer": None, "compression": None, "join": None},
         optimizer=(*NO_OPTIMIZERS, Awkward),
         model=NO_MODELS,
         every=(*NO_COUNTS, lambda: 0, lambda: 3),
         outer=(lambda: 5, lambda: "nesterov", pycomm.Nesterov),
         compression=(lambda: 5, lambda: "zip", pycomm.FP16),
         process_group=NO_GROUPS,
+        join=(lambda: 5, Awkward),
     ),
     "decoupled_sgd": call(
         ended(pycomm.decoupled_sgd),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -218,3 +220,22 @@ def test_what_is_answered_cannot_write_to_the_terminal(
     with pytest.raises(ValueError, match=r"full\\x1b\]0;owned\\x07") as caught:
         asked.result(20.0)
     assert ("does not know PYCOMM_SECRET" in str(caught.value)) == (proof == "wrong")
+
+
+def test_a_job_that_ends_while_a_newcomer_waits() -> None:
+    """Its store is in a process of its own, which ends once there is a request."""
+    command = (
+        "from torch.distributed import TCPStore; import time;"
+        "store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False); print(store.port, flush=True);"
+        "store.wait(['pycomm/join/0/request/1'])"
+    )
+    with subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        address = f"127.0.0.1:{int(job.stdout.readline())}"
+        client = JoinClient(address, 0, 30.0)
+        text = f"join: the job at {address} has ended, or its store can no longer be reached: "
+        with pytest.raises(CommError, match=text):
+            client.ask(this_process(), [])
+        assert job.wait(30.0) == 0
+    with pytest.raises(CommError, match=text):
+        client.ask(this_process(), [])

@@ -15,8 +15,11 @@ from pycomm.collectives.transport.addresses import (
     is_ipv6,
     join_address,
     loopback,
+    socket_address,
     split_address,
+    with_scope_of,
 )
+from tests.hosts import link_local_address
 
 
 @pytest.mark.parametrize(
@@ -96,3 +99,18 @@ def test_this_hosts_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert address_towards("::1") == "::1"
     with pytest.raises(OSError, match="not supported by protocol"):
         address_towards("127.0.0.1")
+
+
+def test_another_hosts_link_local_address_has_this_hosts_interface() -> None:
+    assert with_scope_of("fe80::1%eth0", "fe80::2%enp3s0") == "fe80::1%enp3s0"
+    assert with_scope_of("fe80::1%eth0", "fd00::2") == "fe80::1%eth0"
+    assert with_scope_of("fd00::1", "fe80::2%enp3s0") == "fd00::1"
+
+
+def test_a_link_local_address_keeps_its_interface() -> None:
+    address = link_local_address()
+    _, _, interface = address.partition("%")
+    assert address_towards(address) == address
+    assert socket_address(address, 80, family_of(address))[3] == socket.if_nametoindex(interface)
+    with socket.socket(family_of(address)) as one:
+        one.bind(socket_address(address, 0, family_of(address)))

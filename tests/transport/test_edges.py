@@ -290,7 +290,7 @@ def test_a_mapping_that_fails_leaks_nothing(new_ranks: Pools) -> None:
 def test_memory_is_sealed() -> None:
     from pycomm.collectives.transport import rendezvous
 
-    descriptor = rendezvous._anonymous_memory(4096)
+    descriptor = rendezvous.anonymous_memory(4096)
     try:
         assert fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
     finally:

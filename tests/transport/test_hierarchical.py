@@ -195,7 +195,7 @@ def denied(_num_bytes: int) -> int:
 def test_without_memory_to_share_messages_are_used() -> None:
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(rendezvous, "_anonymous_memory", denied)
+            patch.setattr(rendezvous, "anonymous_memory", denied)
         with pytest.raises(ValueError, match="rank 1 is denied any: .*not permitted"):
             Communicator(timeout=20, transport="shared_memory")
         with pytest.MonkeyPatch.context() as logs:

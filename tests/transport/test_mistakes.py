@@ -76,6 +76,15 @@ class Raising:
         raise ArithmeticError("not today")
 
 
+class NoComparison(str):
+    """Text that does not say what it is equal to."""
+
+    def __eq__(self, _: object) -> bool:
+        raise ArithmeticError("not today")
+
+    __hash__ = str.__hash__
+
+
 def one_is_wrong(transport: str, wrong: str) -> str:
     with Communicator(timeout=20, transport=transport) as communicator:
         bad: dict[str, Callable[[], Any]] = {
@@ -84,8 +93,10 @@ def one_is_wrong(transport: str, wrong: str) -> str:
             "strides": lambda: communicator.all_reduce(torch.ones(4, 2)[:, 0]),
             "list": lambda: communicator.all_reduce([1.0, 2.0]),
             "op": lambda: communicator.all_reduce(torch.ones(4), "average"),
+            "uncomparable op": lambda: communicator.all_reduce(torch.ones(4), NoComparison("average")),
             "bits": lambda: communicator.all_reduce(torch.ones(4), "bxor"),
             "algorithm": lambda: communicator.all_reduce(torch.ones(4), algorithm="magic"),
+            "uncomparable algorithm": lambda: communicator.all_reduce(torch.ones(4), algorithm=NoComparison("magic")),
             "mean": lambda: communicator.all_reduce(torch.ones(4, dtype=torch.int32), "mean"),
             "scatter size": lambda: communicator.reduce_scatter(torch.ones(4), torch.ones(9)),
             "gather size": lambda: communicator.all_gather(torch.ones(9), torch.ones(4)),
@@ -115,8 +126,10 @@ def one_is_wrong(transport: str, wrong: str) -> str:
         ("strides", "ValueError: x is not contiguous"),
         ("list", "TypeError: x is a list, wanted a torch tensor"),
         ("op", "ValueError: op is 'average', wanted"),
+        ("uncomparable op", "ValueError: op is 'average', wanted"),
         ("bits", "TypeError: op 'bxor' requires an integer dtype, x has float32"),
         ("algorithm", "ValueError: algorithm is 'magic', wanted one of auto"),
+        ("uncomparable algorithm", "ValueError: algorithm is 'magic', wanted one of auto"),
         ("mean", "TypeError: op 'mean' requires a floating dtype, x has"),
         ("scatter size", "ValueError: x has 9 elements"),
         ("gather size", "ValueError: out has 9 elements"),

@@ -162,15 +162,15 @@ def test_a_missing_rank_is_named() -> None:
 
 def test_a_rank_that_fails_between_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not at the end of the timeout: the reason is there at once."""
-    make = rendezvous._anonymous_memory
+    make = rendezvous.anonymous_memory
 
     def fail_once(num_bytes: int) -> int:
         if num_bytes <= mmap.PAGESIZE:  # tried before the ranks greet each other
             return make(num_bytes)
-        monkeypatch.setattr(rendezvous, "_anonymous_memory", make)
+        monkeypatch.setattr(rendezvous, "anonymous_memory", make)
         raise OSError(24, "too many of everything")
 
-    monkeypatch.setattr(rendezvous, "_anonymous_memory", fail_once)
+    monkeypatch.setattr(rendezvous, "anonymous_memory", fail_once)
     started = time.monotonic()
     outcomes = swap_in_threads(3, timeout=60.0)
     assert time.monotonic() - started < 30

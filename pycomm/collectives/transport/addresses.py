@@ -54,14 +54,33 @@ def family_of(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if is_ipv6(host) else socket.AF_INET
 
 
+def socket_address(host: str, port: int, family: socket.AddressFamily) -> Any:
+    """Return the whole address of a socket: that of ("fe80::1%eth0", 80) has the interface's number, its scope."""
+    return socket.getaddrinfo(host, port, family)[0][4]
+
+
+def _with_scope(host: str, port: int, flow: int = 0, scope: int = 0) -> str:
+    return f"{host}%{socket.if_indextoname(scope)}" if scope else host
+
+
+def with_scope_of(address: str, mine: str) -> str:
+    """Return another host's link-local ``address`` with the interface of ``mine``, this host's on the same link."""
+    host, is_scoped, _ = address.partition("%")
+    _, _, interface = mine.partition("%")
+    return f"{host}%{interface}" if is_scoped and interface else address
+
+
 def address_towards(host: str) -> str:
-    """Return this host's address as ``host`` sees it, preferably IPv4. Raises OSError if there is no route."""
+    """Return this host's address as ``host`` sees it, preferably IPv4; with the interface if it is link-local.
+
+    Raises OSError if there is no route.
+    """
     problem: OSError | None = None
     for family in (socket.AF_INET, socket.AF_INET6):
         try:
             with socket.socket(family, socket.SOCK_DGRAM) as one:
-                one.connect((host, _DISCARD))
-                return str(one.getsockname()[0])
+                one.connect(socket_address(host, _DISCARD, family))
+                return _with_scope(*one.getsockname())
         except OSError as error:  # socket.gaierror is one
             problem = problem or error
     assert problem is not None

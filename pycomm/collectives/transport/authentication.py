@@ -246,35 +246,35 @@ class Proof:
         self.connection = one = self._context.wrap_socket(
             self.connection, server_side=server, do_handshake_on_connect=False
         )
-        yield from self._patiently(one.do_handshake, select.POLLIN)
+        yield from patiently(one.do_handshake, select.POLLIN)
 
     def _send(self, content: bytes) -> Step:
         while content:
-            sent = yield from self._patiently(functools.partial(self.connection.send, content), select.POLLOUT)
+            sent = yield from patiently(functools.partial(self.connection.send, content), select.POLLOUT)
             content = content[sent:]
 
     def _receive(self, num_bytes: int) -> Generator[int, None, bytes]:
         found = b""
         while len(found) < num_bytes:
             read = functools.partial(self.connection.recv, num_bytes - len(found))
-            more = yield from self._patiently(read, select.POLLIN)
+            more = yield from patiently(read, select.POLLIN)
             if not more:
                 raise ConnectionError("the connection has ended before a proof")
             found += more
         return found
 
-    @staticmethod
-    def _patiently(call: Callable[[], Any], event: int) -> Generator[int, None, Any]:
-        """Return the result of ``call`` once it does not block; without TLS it waits for ``event``."""
-        while True:
-            try:
-                return call()
-            except ssl.SSLWantReadError:
-                yield select.POLLIN
-            except ssl.SSLWantWriteError:
-                yield select.POLLOUT
-            except BlockingIOError:
-                yield event
+
+def patiently(call: Callable[[], Any], event: int) -> Generator[int, None, Any]:
+    """Return the result of ``call`` on a non-blocking socket; wait for ``event``, or what TLS waits for."""
+    while True:
+        try:
+            return call()
+        except ssl.SSLWantReadError:
+            yield select.POLLIN
+        except ssl.SSLWantWriteError:
+            yield select.POLLOUT
+        except BlockingIOError:
+            yield event
 
 
 def prove_as_client(proof: Proof, seconds: float) -> None:

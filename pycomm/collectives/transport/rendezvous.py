@@ -71,7 +71,7 @@ def introduction(listener: socket.socket) -> dict[str, Any]:
     """Return the part of the greeting that identifies this rank; "no_memory": why it is denied shared memory."""
     mine = {"host": host_identity(), "pid": os.getpid(), "address": bytes(listener.getsockname()).hex()}
     try:
-        os.close(_anonymous_memory(mmap.PAGESIZE))
+        os.close(anonymous_memory(mmap.PAGESIZE))
     except OSError as error:  # sandboxes forbid the call
         mine["no_memory"] = str(error)
     return mine
@@ -101,7 +101,7 @@ def exchange_memory(
     pids = {p: int(greetings[p]["pid"]) for p in ranks}
     peers = Peers([-1] * size, [-1] * size, file_bytes)
     try:
-        peers.memory[rank] = _anonymous_memory(file_bytes)
+        peers.memory[rank] = anonymous_memory(file_bytes)
         for p in ranks:
             if p < rank:
                 _connect(meeting, peers, p, bytes.fromhex(greetings[p]["address"]), pids[p])
@@ -114,7 +114,8 @@ def exchange_memory(
     return Peers([peers.memory[p] for p in ranks], [peers.sockets[p] for p in ranks], file_bytes)
 
 
-def _anonymous_memory(num_bytes: int) -> int:
+def anonymous_memory(num_bytes: int) -> int:
+    """Return the descriptor of new memory, sealed at its size. Raises OSError if the machine refuses it."""
     descriptor = os.memfd_create("pycomm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, num_bytes)
@@ -126,7 +127,8 @@ def _anonymous_memory(num_bytes: int) -> int:
     return descriptor
 
 
-def _is_sealed_memory(descriptor: int, num_bytes: int) -> bool:
+def is_sealed_memory(descriptor: int, num_bytes: int) -> bool:
+    """Return whether ``descriptor`` is memory of this size, which nobody can change."""
     try:
         sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
     except OSError:  # not a memory file
@@ -137,7 +139,7 @@ def _is_sealed_memory(descriptor: int, num_bytes: int) -> bool:
 def _receive(connection: socket.socket, num_bytes: int) -> tuple[int, int] | None:
     """Return ``(rank, memory)`` of the other side; ``None`` if the message is malformed."""
     data, descriptors, _, _ = socket.recv_fds(connection, _HELLO.size, 1, socket.MSG_WAITALL | socket.MSG_CMSG_CLOEXEC)
-    if len(data) == _HELLO.size and len(descriptors) == 1 and _is_sealed_memory(descriptors[0], num_bytes):
+    if len(data) == _HELLO.size and len(descriptors) == 1 and is_sealed_memory(descriptors[0], num_bytes):
         return _HELLO.unpack(data)[0], descriptors[0]
     for descriptor in descriptors:
         os.close(descriptor)

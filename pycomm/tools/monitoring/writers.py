@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import warnings
@@ -97,7 +98,7 @@ class FileWriter:
     A file that is there already is continued. Deprecated: a function does the same, as in docs/seeing.md.
 
     Raises:
-        ValueError: that file has other columns.
+        ValueError: that file has other columns, or is no regular file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -107,7 +108,10 @@ class FileWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         if self._comma:
             _require_columns(path)
-        self._file = path.open("a", newline="" if self._comma else None)
+        self._file = io.TextIOWrapper(
+            untrusted.open_output(path), encoding="utf-8", newline="" if self._comma else None
+        )
+        self._file.seek(0, os.SEEK_END)
         if self._comma and self._file.tell() == 0:
             csv.writer(self._file).writerow(FIELDS)
 

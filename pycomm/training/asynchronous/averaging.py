@@ -118,9 +118,9 @@ def local_sgd(
     """
     given = dict[str, Any](fragments=fragments, delay=delay, compression=compression, on_failure=on_failure)
     checked = partial(_checked, "local_sgd", optimizer, model, partial(_checked_outer, outer), every, per_rank, **given)
-    if join is not None:
+    if join is not None and (not dist.is_initialized() or isinstance(join, str)):  # alone, without the ranks
         return _join(checked(join=join), join, timeout)
-    return _average(checked, process_group, timeout)
+    return _average(partial(checked, join=join), process_group, timeout)
 
 
 def elastic_averaging(
@@ -212,7 +212,7 @@ def _checked(
     delay: Any = 0,
     compression: Any = None,
     on_failure: Any = "raise",
-    join: str | None = None,
+    join: Any = None,
 ) -> _Settings:
     optimizer = checked_optimizer(optimizer, model, call)
     merges, named = outer(), checked_parameters(optimizer, model, every, fragments, f"{call}()")
@@ -226,6 +226,8 @@ def _checked(
         raise ValueError('on_failure="shrink" requires parameters in CPU memory')
     if survives:
         secret()  # newcomers authenticate with it: a malformed one is reported to all ranks
+    if join is not None and not isinstance(join, str):
+        raise TypeError(f"join is {checks.shown(join)}, wanted an address, or None")
     if join is not None and not survives:
         raise ValueError('join requires on_failure="shrink", as the ranks that are there have it')
     schedule = MeetingSchedule(every, delay, tuple(every * (i + 1) // fragments for i in range(fragments)))

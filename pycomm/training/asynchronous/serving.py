@@ -4,33 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import logging
 import re
+import select
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterable
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from pycomm.collectives.transport import processes
+from pycomm.collectives.transport.authentication import Step
 from pycomm.errors import CommError
 from pycomm.training.asynchronous.core import Core, packed_limit
 from pycomm.training.asynchronous.journal import Journal
 from pycomm.training.asynchronous.settings import Replay, Trace
 from pycomm.training.asynchronous.wire import (
+    STALLED,
     Connection,
     Message,
     SharedMemory,
     WorkerListener,
     as_array,
-    readable,
-    receive,
-    receive_array,
-    send,
-    send_array,
+    bytes_of,
+    ready,
+    receiving,
 )
 from pycomm.untrusted import COUNT, PROCESS_ID, Number, OneOf, require
 
@@ -41,6 +45,9 @@ _READ_LIMIT = 10.0
 
 _RETURN_LIMIT = 5.0
 """Seconds in which a worker that has lost its connection, and may be alive, may connect again."""
+
+_MOST_QUEUED = 2
+"""Most requests of a worker that wait: a push from before it connected again, and the next one."""
 
 _HANDSHAKE = 10.0
 """Seconds within which a new connection must name its worker."""
@@ -73,6 +80,10 @@ class _Worker:
         since: time at which it began to read the shared parameters; 0 if it is not reading.
         rate: its steps per second, if it reports them.
         last_message: time of its last message.
+        sending: answers that it has not read yet. Until it has, no more of its messages are received.
+        receiving: its message, if a part has come.
+        waits_for: event to poll its connection for.
+        moved: time at which a part of a message has last moved.
     """
 
     connection: Connection
@@ -83,6 +94,10 @@ class _Worker:
     since: float = 0.0
     rate: float = 0.0
     last_message: float = field(default_factory=time.monotonic)
+    sending: deque[Step] = field(default_factory=deque)
+    receiving: Step | None = None
+    waits_for: int = select.POLLIN
+    moved: float = 0.0
 
     def open(self, core: Core, path: str | None) -> None:
         """Open the memory that the worker shares at ``path``, or allocate memory for its pushes."""
@@ -95,13 +110,30 @@ class _Worker:
         if self.slot is None:
             self.slot = torch.empty(size, dtype=wire)
 
-    def receive(self, core: Core) -> None:
+    def receive_push(self, core: Core) -> Step:
         """Receive the data of a push, unless it is in shared memory."""
         if core.unpackers is not None:
-            self.slot = as_array(self.connection.recv_bytes(packed_limit(core.shard.memory.nbytes)))
+            content = yield from self.connection.receiving(packed_limit(core.shard.memory.nbytes))
+            self.slot = as_array(content)
         elif not self.is_local:
             assert self.slot is not None
-            receive_array(self.connection, self.slot)
+            yield from self.connection.receiving_into(bytes_of(self.slot))
+
+    def send(self) -> None:
+        """Send what the connection takes now. Raises OSError if it is lost."""
+        self.waits_for, self.moved = select.POLLIN, time.monotonic()
+        while self.sending:
+            if event := next(self.sending[0], 0):
+                self.waits_for = event
+                return
+            self.sending.popleft()
+
+    def stalled(self, now: float) -> str:
+        """Return what has not moved for too long; "" if nothing."""
+        if now - self.moved <= STALLED:
+            return ""
+        what = "it has read no answer" if self.sending else "nothing of its message has come" if self.receiving else ""
+        return what and f"{what} for {STALLED:g} s"
 
 
 class Serving:
@@ -142,6 +174,8 @@ class Serving:
         self._begun = time.monotonic()
         self.lock, self.stopped = threading.RLock(), threading.Event()
         self._served = 0 if self._expected else 1  # a server restarted after all workers ended expects none
+        self._sent: Callable[[], memoryview | None] = lambda: None
+        self._sent_version = -1
         self._away: dict[int, float] = {}  # until when workers may connect again
         for number in core.mode.workers - self._expected:  # of an earlier run
             core.leave(number)
@@ -165,10 +199,11 @@ class Serving:
     def _serve(self) -> None:
         while not self.stopped.is_set() and (self._expected or self._workers or self._away):
             seconds = min(_TICK, self._core.mode.seconds_left())
-            ready, has_come = readable(self._workers, self._listener.wakeup, seconds)
-            for connection in ready:
+            waits = {connection: worker.waits_for for connection, worker in self._workers.items()}
+            found, has_come = ready(waits, self._listener.wakeup, seconds)
+            for connection in found:
                 if connection in self._workers:  # an earlier one in the loop may have replaced it
-                    self._read_message(self._workers[connection])
+                    self._continue(self._workers[connection])
             for connection in self._listener.admitted() if has_come else []:
                 self._workers[connection] = _Worker(connection)
             with self.lock:
@@ -178,21 +213,31 @@ class Serving:
             what = f"no worker came in {self._timeout:g} s"
             raise CommError.during("serve", what, rank=self._rank, elapsed=self._timeout)
 
-    def _read_message(self, worker: _Worker) -> None:
+    def _continue(self, worker: _Worker) -> None:
+        """Continue to send to ``worker``, or else to receive its message, as far as possible without waiting."""
         try:
-            message = _checked(receive(worker.connection, _ASKS), worker)
-            worker.last_message = time.monotonic()
-            match message["ask"]:
-                case "read":
-                    worker.since = 0.0
-                case "stats":
-                    send(worker.connection, **self.stats())
-                case ask:
-                    if ask == "push":
-                        worker.receive(self._core)
-                    self._queue.append((worker, message))
+            if not worker.sending:
+                worker.moved, worker.receiving = time.monotonic(), worker.receiving or self._receive(worker)
+                if not next(worker.receiving, 0):
+                    worker.receiving = None
+            worker.send()
         except _LOST as error:
             self._disconnect(worker, error)
+
+    def _receive(self, worker: _Worker) -> Step:
+        message = _checked((yield from receiving(worker.connection, _ASKS)), worker)
+        match message["ask"]:
+            case "read":
+                worker.since = 0.0
+            case "stats":
+                worker.sending.append(_message(worker, self.stats()))
+            case ask:
+                if sum(other is worker for other, _ in self._queue) >= _MOST_QUEUED:
+                    raise ValueError(f"{ask!r} came before it had the answers to earlier requests")
+                if ask == "push":
+                    yield from worker.receive_push(self._core)
+                self._queue.append((worker, message))
+        worker.last_message = time.monotonic()
 
     def _admit(self, worker: _Worker, message: Message) -> None:
         number, is_here = message["worker"], message["host"] == self._host
@@ -208,13 +253,14 @@ class Serving:
         path = self._memory.path if worker.is_local else None
         self._answer(worker, memory=path, last=last)
 
-    def _answer(self, worker: _Worker, array: torch.Tensor | None = None, **content: Any) -> None:
+    def _answer(self, worker: _Worker, array: memoryview | None = None, **content: Any) -> None:
         if worker.connection not in self._workers:
             return
+        worker.sending.append(_message(worker, content))
+        if array is not None:
+            worker.sending.append(worker.connection.sending(array))
         try:
-            send(worker.connection, **content)
-            if array is not None:
-                send_array(worker.connection, array)
+            worker.send()
         except OSError as error:
             self._disconnect(worker, error)
 
@@ -234,6 +280,8 @@ class Serving:
         now = time.monotonic()
         for worker in [w for w in self._workers.values() if w.since and now - w.since > _READ_LIMIT]:
             self._disconnect(worker, TimeoutError(f"it has read parameters for {_READ_LIMIT:g} s"))
+        for worker, what in [(w, what) for w in self._workers.values() if (what := w.stalled(now))]:
+            self._disconnect(worker, TimeoutError(what))
         queue, everyone = self._queue, self._workers.values()
         for worker in [w for w in everyone if _has_timed_out(w, now, self._timeout, queue, everyone)]:
             self._disconnect(worker, TimeoutError(f"it has sent nothing for {now - worker.last_message:.3g} s"))
@@ -301,8 +349,7 @@ class Serving:
             version = self._core.pull(worker.number)
             worker.since = time.monotonic() if worker.is_local else 0.0
             fastest = max(w.rate for w in self._workers.values())
-            array = None if worker.is_local else self._core.shard.memory.to(self._core.wire)
-            self._answer(worker, array, version=version, fastest=fastest)
+            self._answer(worker, None if worker.is_local else self._snapshot(version), version=version, fastest=fastest)
         elif message["ask"] == "push":
             assert worker.slot is not None
             self._push(worker, event, message.get("rate", 0.0))
@@ -312,6 +359,14 @@ class Serving:
                 self._answer(worker, closed=True)
                 self._workers.pop(worker.connection, None)
                 worker.connection.close()
+
+    def _snapshot(self, version: int) -> memoryview:
+        """Return a copy of the parameters, as updates go on while slow workers receive it, all the same one."""
+        sent = self._sent()
+        if sent is None or self._sent_version != version:
+            sent = bytes_of(self._core.shard.memory.to(self._core.wire, copy=True))
+            self._sent, self._sent_version = weakref.ref(sent), version
+        return sent
 
     def _push(self, worker: _Worker, event: dict[str, Any], rate: float) -> None:
         assert worker.slot is not None
@@ -358,11 +413,15 @@ def _has_timed_out(
     """
     if worker.number < 0:
         return now - worker.last_message > _HANDSHAKE
-    if now - worker.last_message <= timeout or any(w is worker for w, _ in queue):
+    if now - worker.last_message <= timeout or worker.sending or any(w is worker for w, _ in queue):
         return False
     if worker.process:
         return bool(processes.fate_of(worker.process))
     return bool(queue) or all(now - w.last_message > timeout for w in everyone)
+
+
+def _message(worker: _Worker, content: Message) -> Step:
+    return worker.connection.sending(json.dumps(content).encode())
 
 
 def _checked(message: Message, worker: _Worker) -> Message:

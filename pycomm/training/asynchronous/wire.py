@@ -8,6 +8,7 @@ know the secret (:mod:`pycomm.collectives.transport.authentication`).
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import mmap
 import os
@@ -18,22 +19,30 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import Collection
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from pycomm import threads
-from pycomm.collectives.transport.addresses import family_of, join_address
-from pycomm.collectives.transport.authentication import EXHAUSTED, Proof, Step, process_behind, prove_as_client
+from pycomm.collectives.transport.addresses import family_of, join_address, socket_address
+from pycomm.collectives.transport.authentication import (
+    EXHAUSTED,
+    Proof,
+    Step,
+    patiently,
+    process_behind,
+    prove_as_client,
+)
+from pycomm.collectives.transport.rendezvous import anonymous_memory, is_sealed_memory
 from pycomm.untrusted import ANYTHING, MapOf, parse
 
-_ACCESS = os.O_RDWR | os.O_CLOEXEC
+_ACCESS = os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY
 
 
 class SharedMemory:
-    """Memory that processes of one host share.
+    """Memory that processes of one host share, sealed at its size: beyond its end an access would be a SIGBUS.
 
     Args:
         num_bytes: its size, positive.
@@ -43,17 +52,16 @@ class SharedMemory:
         path: path by which other processes of this host can open the memory until :meth:`close`.
 
     Raises:
-        OSError: there is no memory at ``path``, or it is smaller.
+        OSError: there is no memory at ``path``.
+        ValueError: it is not sealed, or has another size.
     """
 
     def __init__(self, num_bytes: int, path: str | None = None) -> None:
-        made = path is None
-        descriptor = os.memfd_create("pycomm-server", os.MFD_CLOEXEC) if path is None else os.open(path, _ACCESS)
+        descriptor = anonymous_memory(num_bytes) if path is None else os.open(path, _ACCESS)
         try:
-            if made:
-                os.ftruncate(descriptor, num_bytes)
-            elif os.fstat(descriptor).st_size < num_bytes:  # an access beyond its end would be a SIGBUS
-                raise OSError(f"{path} has {os.fstat(descriptor).st_size} bytes, wanted {num_bytes}")
+            if not is_sealed_memory(descriptor, num_bytes):
+                size = os.fstat(descriptor).st_size
+                raise ValueError(f"{path} is not sealed, or has {size} bytes, wanted sealed memory of {num_bytes}")
             self._memory = mmap.mmap(descriptor, num_bytes)
         except BaseException:
             os.close(descriptor)
@@ -73,7 +81,7 @@ class SharedMemory:
 
 
 _LONGEST = 1 << 20  # bytes of a message
-_STALLED = 10.0
+STALLED = 10.0
 """Seconds without progress inside a message, after which the connection counts as lost: the peer is stopped."""
 _PROOF_LIMIT = 5.0
 """Seconds within which a new connection must prove itself."""
@@ -90,11 +98,14 @@ Address = tuple[str, int]
 
 
 class Connection:
-    """Connection for length-prefixed messages over a TCP, Unix or TLS socket, which it owns. Not thread-safe."""
+    """Connection for length-prefixed messages over a TCP, Unix or TLS socket, which it owns. Not thread-safe.
+
+    Each message is a :data:`Step`, which a server continues when the connection is ready; :meth:`finish` waits.
+    """
 
     def __init__(self, one: socket.socket) -> None:
         self._socket = one
-        one.settimeout(_STALLED)
+        one.setblocking(False)
         if one.family != socket.AF_UNIX:
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small messages travel at once
 
@@ -103,87 +114,107 @@ class Connection:
 
     def poll(self, seconds: float = 0.0) -> bool:
         """Return whether data, or the end, can be read within ``seconds``."""
-        if self.has_read_ahead():
-            return True
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        return bool(poll.poll(seconds * 1e3))
+        return self.has_read_ahead() or self._wait(select.POLLIN, seconds)
 
     def has_read_ahead(self) -> bool:
         """Return whether TLS has decrypted data that was not read yet, which the descriptor does not show."""
         return isinstance(self._socket, ssl.SSLSocket) and self._socket.pending() > 0
 
-    def send_bytes(self, content: bytes | memoryview) -> None:
-        """Send a message. Raises OSError if the connection is lost, or nothing has moved for ten seconds."""
-        if len(content) <= _IN_ONE_PACKET:
-            self._send(memoryview(_LENGTH.pack(len(content)) + content))
-        else:
-            self._send(memoryview(_LENGTH.pack(len(content))))
-            self._send(memoryview(content))
+    def sending(self, content: bytes | memoryview) -> Step:
+        """Send a message. Raises OSError if the connection is lost."""
+        length = _LENGTH.pack(len(content))
+        for part in [length + content] if len(content) <= _IN_ONE_PACKET else [length, content]:
+            left = memoryview(part)
+            while left:
+                sent = yield from patiently(functools.partial(self._socket.send, left), select.POLLOUT)
+                left = left[sent:]
 
-    def recv_bytes(self, most: int) -> bytearray:
-        """Return a message of at most ``most`` bytes. Raises EOFError at the end, OSError as :meth:`send_bytes`."""
-        num_bytes = self._receive_length()
+    def receiving(self, most: int) -> Generator[int, None, bytearray]:
+        """Return a message of at most ``most`` bytes. Raises EOFError at the end, OSError as :meth:`sending`."""
+        num_bytes = yield from self._receive_length()
         if num_bytes > most:
             raise OSError(f"a message has {num_bytes} bytes, wanted at most {most}")
         content = bytearray(num_bytes)
-        self._receive(memoryview(content))
+        yield from self._receive(memoryview(content))
         return content
 
-    def recv_bytes_into(self, out: memoryview) -> None:
-        """Receive a message of the size of ``out`` into it; see :meth:`recv_bytes`."""
-        num_bytes = self._receive_length()
+    def receiving_into(self, out: memoryview) -> Step:
+        """Receive a message of the size of ``out`` into it; see :meth:`receiving`."""
+        num_bytes = yield from self._receive_length()
         if num_bytes != len(out):
             raise OSError(f"an array has {num_bytes} bytes, wanted {len(out)}")
-        self._receive(out)
+        yield from self._receive(out)
+
+    def finish(self, step: Generator[int, None, Any]) -> Any:
+        """Return the result of ``step``. Raises OSError also if nothing has moved for ten seconds."""
+        while True:
+            try:
+                event = next(step)
+            except StopIteration as end:
+                return end.value
+            if not self._wait(event, STALLED):
+                raise TimeoutError(f"nothing has moved for {STALLED:g} s")
 
     def close(self) -> None:
         """Close the connection. Idempotent."""
         self._socket.close()
 
-    def _send(self, content: memoryview) -> None:
-        while content:  # not sendall(), whose timeout is for the whole content
-            content = content[self._socket.send(content) :]
+    def _wait(self, event: int, seconds: float) -> bool:
+        poll = select.poll()
+        poll.register(self._socket, event)
+        return bool(poll.poll(seconds * 1e3))
 
-    def _receive_length(self) -> int:
+    def _receive_length(self) -> Generator[int, None, int]:
         head = bytearray(_LENGTH.size)
-        self._receive(memoryview(head))
+        yield from self._receive(memoryview(head))
         num_bytes: int = _LENGTH.unpack(head)[0]
         return num_bytes
 
-    def _receive(self, out: memoryview) -> None:
+    def _receive(self, out: memoryview) -> Step:
         while out:
-            num_bytes = self._socket.recv_into(out)
+            num_bytes = yield from patiently(functools.partial(self._socket.recv_into, out), select.POLLIN)
             if num_bytes == 0:
                 raise EOFError("the connection has ended")
             out = out[num_bytes:]
 
 
-def readable(
-    connections: Collection[Connection], wakeup: socket.socket, seconds: float
-) -> tuple[list[Connection], bool]:
-    """Wait up to ``seconds``; return the connections to read, ended ones too, and whether ``wakeup`` is readable."""
-    ahead = [connection for connection in connections if connection.has_read_ahead()]
+def ready(waits: Mapping[Connection, int], wakeup: socket.socket, seconds: float) -> tuple[list[Connection], bool]:
+    """Wait up to ``seconds``; return the connections that can go on, or have ended, and whether ``wakeup`` is readable.
+
+    Args:
+        waits: connections, with the event that each waits for.
+    """
+    ahead = [
+        connection for connection, event in waits.items() if event == select.POLLIN and connection.has_read_ahead()
+    ]
     poll = select.poll()
-    by_descriptor = {connection.fileno(): connection for connection in connections}
-    for descriptor in (wakeup.fileno(), *by_descriptor):
-        poll.register(descriptor, select.POLLIN)
-    ready = [descriptor for descriptor, _ in poll.poll(0 if ahead else seconds * 1e3)]
-    found = [by_descriptor[descriptor] for descriptor in ready if descriptor in by_descriptor]
-    return [*found, *(one for one in ahead if one not in found)], wakeup.fileno() in ready
+    by_descriptor = {connection.fileno(): connection for connection in waits}
+    poll.register(wakeup, select.POLLIN)
+    for descriptor, connection in by_descriptor.items():
+        poll.register(descriptor, waits[connection])
+    found = [descriptor for descriptor, _ in poll.poll(0 if ahead else seconds * 1e3)]
+    some = [by_descriptor[descriptor] for descriptor in found if descriptor in by_descriptor]
+    return [*some, *(one for one in ahead if one not in some)], wakeup.fileno() in found
 
 
 def send(connection: Connection, **content: Any) -> None:
     """Send a message. Raises OSError if the connection is lost."""
-    connection.send_bytes(json.dumps(content).encode())
+    connection.finish(connection.sending(json.dumps(content).encode()))
 
 
-def receive(connection: Connection, shape: Any = _OBJECT) -> Message:
+def receiving(connection: Connection, shape: Any = _OBJECT) -> Generator[int, None, Message]:
     """Return the next message, of the given shape (:func:`pycomm.untrusted.parse`).
 
     Raises EOFError or OSError if the connection is lost, ValueError if the message is malformed.
     """
-    message: Message = parse(bytes(connection.recv_bytes(_LONGEST)), shape, "a message")
+    content = yield from connection.receiving(_LONGEST)
+    message: Message = parse(bytes(content), shape, "a message")
+    return message
+
+
+def receive(connection: Connection, shape: Any = _OBJECT) -> Message:
+    """Wait for the next message, see :func:`receiving`."""
+    message: Message = connection.finish(receiving(connection, shape))
     return message
 
 
@@ -201,12 +232,12 @@ def as_array(content: bytes | bytearray) -> torch.Tensor:
 
 def send_array(connection: Connection, x: torch.Tensor) -> None:
     """Send ``x``, which is flat and in CPU memory."""
-    connection.send_bytes(bytes_of(x))
+    connection.finish(connection.sending(bytes_of(x)))
 
 
 def receive_array(connection: Connection, out: torch.Tensor) -> None:
     """Overwrite ``out`` with an array of its size. Raises OSError if another one came."""
-    connection.recv_bytes_into(bytes_of(out))
+    connection.finish(connection.receiving_into(bytes_of(out)))
 
 
 def connect(address: Address, key: bytes, context: ssl.SSLContext | None = None) -> Connection:
@@ -285,9 +316,9 @@ class WorkerListener:
             if host is not None:
                 assert key is not None
                 there = on_error.enter_context(socket.socket(family_of(host), socket.SOCK_STREAM))
-                there.bind((host, 0))
+                there.bind(socket_address(host, 0, family_of(host)))
                 self._listeners.append(there)
-                self.address = there.getsockname()[:2]
+                self.address = host, there.getsockname()[1]
             for listener in self._listeners:
                 listener.listen(128)
                 listener.setblocking(False)

@@ -13,6 +13,7 @@ import torch
 
 from pycomm import kernels
 from pycomm.collectives.transport import rendezvous
+from pycomm.collectives.transport.addresses import with_scope_of
 from pycomm.errors import CommError
 from pycomm.training.asynchronous.core import Piece, shard_dtype
 from pycomm.training.asynchronous.packing import Packer
@@ -323,7 +324,8 @@ class ServerLink:
         access = self._meeting.access
         if access.key is None or not place.address:
             raise OSError("it is on another host, and there is no secret: see PYCOMM_SECRET")
-        return connect((place.address, place.port), access.key, access.context(server=False))
+        address = with_scope_of(place.address, self._meeting.own_address()) if "%" in place.address else place.address
+        return connect((address, place.port), access.key, access.context(server=False))
 
     def _handshake(self, connection: Connection) -> None:
         self._connection = connection

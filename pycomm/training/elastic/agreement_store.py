@@ -20,6 +20,7 @@ import numpy as np
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from pycomm.collectives.communicator import Communicator
+from pycomm.collectives.transport.rendezvous import anonymous_memory, is_sealed_memory
 from pycomm.errors import CommError
 from pycomm.torch_internals import PrefixStore, Store, root_store
 from pycomm.worker import Worker
@@ -98,23 +99,26 @@ def open_agreement_store(communicator: Communicator) -> AgreementStore:
     return AgreementStore(communicator.rank, communicator.place.store, name, file)
 
 
-def shared_file(communicator: Communicator, name: str, otherwise: str) -> int:
+def shared_file(communicator: Communicator, name: str, otherwise: str, num_bytes: int = 0) -> int:
     """Return a descriptor of a file in memory that all ranks share; -1 if they cannot share one. Collective.
 
     Args:
         communicator: the ranks, all on this host.
         name: name of the file, for debugging.
         otherwise: consequence of sharing none, for the log.
+        num_bytes: size at which the file is sealed; 0 for one that grows, and is never mapped.
     """
     mine, path, problem = -1, "", ""
     if communicator.rank == 0:
         with contextlib.suppress(OSError):
-            mine = os.memfd_create(name, os.MFD_CLOEXEC)
+            mine = anonymous_memory(num_bytes) if num_bytes else os.memfd_create(name, os.MFD_CLOEXEC)
             path = f"/proc/{os.getpid()}/fd/{mine}"
     path = communicator.channel.all_gather_bytes(path.encode())[0].decode()
     if communicator.rank != 0:
         try:
             mine = open_file(path)
+            if num_bytes and not is_sealed_memory(mine, num_bytes):
+                problem = f"it is not sealed at {num_bytes} bytes"
         except OSError as error:  # /proc may hide other processes
             problem = str(error)
     for rank, text in enumerate(communicator.channel.all_gather_bytes(problem.encode())):
@@ -147,20 +151,24 @@ class ReadyPage:
     """Page of shared memory in which each rank of a host writes the time at which it reached an event.
 
     Args:
-        file: descriptor of the memory; it is closed.
+        file: descriptor of the memory, which is sealed; it is closed.
         rank, size: this rank and the number of ranks.
     """
 
     def __init__(self, file: int, rank: int, size: int) -> None:
         self._rank, self.size = rank, size
-        num_bytes = size * _SLOTS * 8
         try:
-            os.ftruncate(file, num_bytes)  # every rank sets the same size
-            memory = mmap.mmap(file, num_bytes)
+            memory = mmap.mmap(file, size * _SLOTS * 8)
         finally:
             os.close(file)
         # Words are written and read atomically.
         self._words = np.frombuffer(memory, np.int64).reshape(size, _SLOTS)
+
+    @classmethod
+    def shared(cls, communicator: Communicator, name: str, otherwise: str) -> ReadyPage | None:
+        """Return a page that all ranks share; ``None`` if they cannot. Collective. Arguments as :func:`shared_file`."""
+        file = shared_file(communicator, name, otherwise, communicator.size * _SLOTS * 8)
+        return None if file < 0 else cls(file, communicator.rank, communicator.size)
 
     def write(self, event: int) -> None:
         """Write the time at which this rank has reached ``event``."""
@@ -209,7 +217,8 @@ class ReadyCount:
 
 def open_ready_count(communicator: Communicator, agreement: AgreementStore, name: str) -> ReadyCount:
     """Return the count for the ranks of ``communicator``, under a unique ``name``. Collective."""
-    file = -1
+    page = None
     if communicator.transport == "shared_memory" and communicator.size > 1:
-        file = shared_file(communicator, "pycomm-ready", "who is ready is counted in the process group's store")
-    return ReadyCount(agreement, name, None if file < 0 else ReadyPage(file, communicator.rank, communicator.size))
+        otherwise = "who is ready is counted in the process group's store"
+        page = ReadyPage.shared(communicator, "pycomm-ready", otherwise)
+    return ReadyCount(agreement, name, page)

@@ -217,20 +217,25 @@ class JoinClient:
 
         Raises:
             ValueError: they refuse, or do not know this process's secret.
-            CommError: they do not answer.
+            CommError: they do not answer, or have ended.
         """
-        number, nonce = self._requests.add("requests", 1), secrets.token_hex(16)
-        content = [process, [list(line) for line in lines]]
-        proof = self._signer.sign("request", *_bound(self.index, number, nonce, content))
-        request = {"process": content[0], "lines": content[1], "nonce": nonce, "proof": proof}
-        self._requests.set(f"request/{number}", json.dumps(request))
-        while not self._requests.check([f"answer/{number}"]):
-            if time.monotonic() > self._deadline:
-                raise self._failed(f"the ranks that meet at {self._address} did not answer")
-            time.sleep(_POLL)
-        told = parse(
-            self._requests.get(f"answer/{number}"), _ANSWER, f"the answer of the ranks that meet at {self._address}"
-        )
+        nonce, content = secrets.token_hex(16), [process, [list(line) for line in lines]]
+        try:
+            number = self._requests.add("requests", 1)
+            proof = self._signer.sign("request", *_bound(self.index, number, nonce, content))
+            request = {"process": content[0], "lines": content[1], "nonce": nonce, "proof": proof}
+            self._requests.set(f"request/{number}", json.dumps(request))
+            while not self._requests.check([f"answer/{number}"]):
+                if time.monotonic() > self._deadline:
+                    raise self._failed(f"the ranks that meet at {self._address} did not answer")
+                time.sleep(_POLL)
+            text = self._requests.get(f"answer/{number}")
+        except CommError:
+            raise
+        except RuntimeError as error:  # torch's DistNetworkError is one
+            what = f"the job at {self._address} has ended, or its store can no longer be reached: {error}"
+            raise self._failed(what) from error
+        told = parse(text, _ANSWER, f"the answer of the ranks that meet at {self._address}")
         answer: dict[str, Any] = told["content"]
         refused = escaped(answer.get("refused", ""))
         parts = _bound(self.index, number, nonce, answer)

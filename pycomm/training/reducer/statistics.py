@@ -22,7 +22,7 @@ from pycomm.collectives.recorder import Recorder, labelled, listened_to
 from pycomm.collectives.transport import late_ranks
 from pycomm.compression.base import Exchange, method_stats
 from pycomm.torch_internals import is_profiling, profiled_range
-from pycomm.training.elastic.agreement_store import ReadyPage, shared_file
+from pycomm.training.elastic.agreement_store import ReadyPage
 from pycomm.training.reducer.parameters import ParameterTable
 from pycomm.training.reducer.step_trace import StepTrace
 
@@ -195,8 +195,7 @@ def open_ready_page(communicator: Communicator, on_gpu: bool) -> ReadyPage | Non
     """
     if on_gpu or communicator.size == 1 or communicator.transport != "shared_memory":
         return None
-    file = shared_file(communicator, "pycomm-board", "Reducer.stats() does not say which rank is waited for")
-    return None if file < 0 else ReadyPage(file, communicator.rank, communicator.size)
+    return ReadyPage.shared(communicator, "pycomm-board", "Reducer.stats() does not say which rank is waited for")
 
 
 class ReducingRanks(Protocol):
