@@ -37,16 +37,19 @@ class Number:
 
 @dataclass(frozen=True)
 class ListOf:
-    """List of items of the shape ``item``, of this ``length`` if given."""
+    """List of items of the shape ``item``, of this ``length`` if given, else of ``least`` items or more."""
 
     item: Any
     length: int | None = None
+    least: int = 0
 
     def require_of(self, value: Any, what: str, where: str) -> None:
         """Raise ValueError unless ``value`` has this shape, see :func:`require`."""
         _require_kind(value, list, "a list", what, where)
         if self.length not in (None, len(value)):
             raise _malformed(where, f"a list of {len(value)}", f"one of {self.length}", what)
+        if len(value) < self.least:
+            raise _malformed(where, f"a list of {len(value)}", f"one of >= {self.least}", what)
         for index, item in enumerate(value):
             require(item, self.item, what, f"{where}[{index}]")
 
@@ -242,7 +245,7 @@ def open_file(path: str | Path, *, own: bool = False) -> BinaryIO:
         OSError: it cannot be opened.
         ValueError: it is not a regular file, or ``own`` is violated. The message begins with the path.
     """
-    descriptor = _opened(path, os.O_RDONLY)
+    descriptor = opened(path, os.O_RDONLY)
     try:
         if own:
             _require_own(path, os.fstat(descriptor))
@@ -269,7 +272,7 @@ def open_output(path: str | Path) -> BinaryIO:
 
     Raises as :func:`open_file`.
     """
-    return os.fdopen(_opened(path, os.O_WRONLY | os.O_CREAT), "wb")
+    return os.fdopen(opened(path, os.O_WRONLY | os.O_CREAT), "wb")
 
 
 def create_file(path: str | Path) -> BinaryIO:
@@ -282,8 +285,8 @@ def create_file(path: str | Path) -> BinaryIO:
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb")
 
 
-def _opened(path: str | Path, flags: int) -> int:
-    """Return a descriptor of the regular file at ``path``."""
+def opened(path: str | Path, flags: int) -> int:
+    """Return a descriptor of the regular file at ``path``. Raises as :func:`open_file`."""
     try:
         descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, 0o666)
     except ValueError as error:  # a null byte

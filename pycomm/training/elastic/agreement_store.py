@@ -19,6 +19,7 @@ from typing import TypeVar
 import numpy as np
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from pycomm import untrusted
 from pycomm.collectives.communicator import Communicator
 from pycomm.errors import CommError
 from pycomm.torch_internals import PrefixStore, Store, root_store
@@ -72,6 +73,8 @@ class AgreementStore:
                 return answer
             except RuntimeError as error:  # torch's DistStoreError is one
                 problem = f"failed: {error}"
+            except ValueError as error:  # somebody else has written there
+                problem = f"holds what no rank has written: {error}"
         raise CommError.during(
             "recover",
             f"the store in which the remaining ranks agree {problem}; on several hosts it is the process group's, "
@@ -115,7 +118,7 @@ def shared_file(communicator: Communicator, name: str, otherwise: str) -> int:
     if communicator.rank != 0:
         try:
             mine = open_file(path)
-        except OSError as error:  # /proc may hide other processes
+        except (OSError, ValueError) as error:  # /proc may hide other processes
             problem = str(error)
     for rank, text in enumerate(communicator.channel.all_gather_bytes(problem.encode())):
         if text:
@@ -132,10 +135,11 @@ def open_file(path: str) -> int:
 
     Raises:
         OSError: the file cannot be opened, or ``path`` is not that of such a file.
+        ValueError: it is a FIFO, a device or a folder.
     """
     if not _PATH.fullmatch(path):
         raise OSError(f"{path[:80]!r} is no memory of a process")
-    return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    return untrusted.opened(path, os.O_RDWR)
 
 
 _TIME_BITS = 48  # microseconds, for nine years; the rest of a word numbers the event
