@@ -25,6 +25,7 @@ from pycomm.training.reducer.engine import Engine
 from pycomm.training.reducer.parameters import ParameterTable
 from pycomm.training.reducer.rank_flags import raise_different_new
 from pycomm.training.reducer.settings import AttachSettings
+from pycomm.untrusted import ListOf, parse
 
 _INSTEAD = (
     "optimizer.step() would move this rank's parameters alone. For gradients that backward() did not make "
@@ -291,7 +292,7 @@ class ParameterChanges:
             store = self._communicator.place.store
             for rank in range(self._communicator.size):
                 key = self._key(rank)
-                names[rank] = json.loads(store.get(key)) if store.check([key]) else []
+                names[rank] = parse(store.get(key), ListOf(str), key) if store.check([key]) else []
         try:
             raise_different_new({rank: {"new": new} for rank, new in names.items()})
         except RuntimeError as found:

@@ -52,6 +52,7 @@ from pycomm.training.reducer.rank_flags import (
 from pycomm.training.reducer.replica_differences import DamageError, Hashes, Named, ReplicaDifferences
 from pycomm.training.reducer.settings import AttachSettings
 from pycomm.training.reducer.window import HostCopy, TrainingProgress
+from pycomm.untrusted import ANYTHING, ListOf, MapOf, parse
 
 _REMEMBERED = 4
 """Number of comparisons that may still be reported: on a GPU the host reports two reductions later."""
@@ -314,7 +315,8 @@ class RankComparison:
             DamageError: some ranks' parameters differ from those of most, or their state has changed by itself.
         """
         mine = {"steps": self._progress.num_steps, "absent": self.absent, **asdict(self.flags.record_of(of))}
-        records = [json.loads(text) for text in self._differences.all_gather_text(json.dumps(mine))]
+        texts = self._differences.all_gather_text(json.dumps(mine))
+        records = [parse(text, MapOf(ANYTHING), "a rank's record of a reduction") for text in texts]
         by_rank = dict(zip(self._world(), records, strict=True))
         absent = [words["absent"] for words in records]
         steps = [words["steps"] for words in records if not words["absent"]] or [words["steps"] for words in records]
@@ -337,7 +339,8 @@ class RankComparison:
             raise_different_new(there)
         if any(differing[GROUPS]):
             texts = self._differences.all_gather_text(json.dumps(self.flags.hyperparameters.groups()))
-            groups = dict(zip(records, map(json.loads, texts), strict=True))
+            everyones = [parse(text, ListOf(MapOf(ANYTHING)), "a rank's hyperparameters") for text in texts]
+            groups = dict(zip(records, everyones, strict=True))
             raise_different_groups({rank: None if rank not in there else of for rank, of in groups.items()})
         if any(differing[LOOP]):
             raise_out_of_loop(there)
