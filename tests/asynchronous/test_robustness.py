@@ -65,6 +65,18 @@ def test_a_worker_that_dies_costs_its_gradient_only(new_ranks: Pools, options: d
     assert any(torch.equal(last[0], other) for other in last[1:]), "whoever ends last has the server's parameters"
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("variable", ["MASTER_PORT", "RANK", "WORLD_SIZE"])
+@pytest.mark.parametrize("text", ["", "x", "-1", "1.5", "9" * 5000])
+def test_a_wrong_number_in_the_environment_is_named(monkeypatch: pytest.MonkeyPatch, variable: str, text: str) -> None:
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(variable, text)
+    model = model_of()
+    with pytest.raises(ValueError, match=f"{variable} is '{text[:80]}' in the environment, wanted a number"):
+        pycomm.parameter_server(torch.optim.SGD(model.parameters(), 0.05), model, timeout=1.0)
+
+
 def play(part: str, port: int, rank: int, folder: str | None, options: dict[str, Any], pipe: Connection) -> None:
     """Be a process of its own, without a process group: a server, or a worker that makes steps until told to end."""
     torch.set_num_threads(1)

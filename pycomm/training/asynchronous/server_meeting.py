@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from pycomm import checks
 from pycomm.agreement import Words, exchanged, require_same, results_in
 from pycomm.collectives.transport import rendezvous
 from pycomm.collectives.transport.addresses import address_towards, loopback
@@ -232,9 +233,11 @@ def _from_environment(timeout: float) -> tuple[Store, int, int]:
             "torch.distributed is not initialised, and the environment does not name the other ranks' address: "
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set"
         )
-    host, port, size = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["WORLD_SIZE"])
+    port, size = checks.environment_count("MASTER_PORT"), checks.environment_count("WORLD_SIZE")
+    rank = checks.environment_count("RANK") if "RANK" in os.environ else -1
+    host = os.environ["MASTER_ADDR"]
     store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False)
-    return store, int(os.environ.get("RANK", "-1")), size
+    return store, rank, size
 
 
 def _require_safe(report: dict[str, Any], first: dict[str, Any], rank: int) -> None:
