@@ -111,12 +111,15 @@ def parse(text: str | bytes, shape: Any, what: str) -> Any:
         what: name of the source in errors: a path, "a message of worker 3".
 
     Raises:
-        ValueError: it is no JSON, nested too deeply, or of another shape. The message begins with ``what``.
+        ValueError: it is no JSON, nested too deeply, of another shape, or takes more memory than there is. The message
+            begins with ``what``.
     """
     try:
         value = json.loads(text)
     except RecursionError:
         raise ValueError(f"{what} is nested too deeply to be read") from None
+    except MemoryError:
+        raise ValueError(f"{what} takes more memory than there is") from None
     except ValueError as error:  # also UnicodeDecodeError, and the error of a number with too many digits
         raise ValueError(f"{what} is not valid JSON: {escaped(str(error))}") from error
     require(value, shape, what)
@@ -301,8 +304,10 @@ def opened(path: str | Path, flags: int) -> int:
 def read_file(path: str | Path, *, most: int, own: bool = False) -> bytes:
     """Return the content of a regular file of at most ``most`` bytes; see :func:`open_file`."""
     with reading(path, own=own) as file:
-        is_larger = os.fstat(file.fileno()).st_size > most
-        content = b"" if is_larger else file.read(most + 1)
+        size = os.fstat(file.fileno()).st_size
+        is_larger = size > most
+        # Not always one of most + 1 bytes, for which Python allocates memory. Kernel files have size 0.
+        content = b"" if is_larger else file.read((size or most) + 1)
     if content is None:  # a kernel file with nothing to read at present
         raise ValueError(f"{path} has nothing to read, wanted a regular file")
     if is_larger or len(content) > most:

@@ -16,7 +16,8 @@ from pycomm.untrusted import ANYTHING, ListOf, MapOf, open_file, parse, read_fil
 from pycomm.untrusted import read_json as read_json_file
 
 _CHUNK_BYTES = 4 << 20
-_LARGEST_JSON = 1 << 30  # bytes
+_LARGEST_JSON = 1 << 30  # bytes: a part has about 1 KB per tensor
+_LARGEST_MANIFEST = 4 << 20  # bytes: a manifest has 75 per rank. Python's objects may take 30 times as much memory
 
 
 class DamagedError(ValueError):
@@ -70,7 +71,7 @@ def write_sealed(path: Path, content: dict[str, Any]) -> None:
 
 def read_sealed(path: Path) -> dict[str, Any]:
     """Return the content that :func:`write_sealed` wrote. Raise DamagedError if the file is damaged."""
-    data = read_part(path)
+    data = read_part(path, _LARGEST_MANIFEST)
     outer = parsed(data, {"content": MapOf(ANYTHING), "checksum": str}, path)
     content: dict[str, Any] = outer["content"]
     try:
@@ -217,10 +218,10 @@ def summed(path: Path, sums: dict[str, Any]) -> Iterator[Summed]:
         sums[path.name] = {"bytes": found.num_bytes, "crc32": found.crc32}
 
 
-def read_part(path: Path) -> bytes:
-    """Return the content of a file of JSON. Raise DamagedError if it cannot be read."""
+def read_part(path: Path, most: int = _LARGEST_JSON) -> bytes:
+    """Return the content of a file of JSON of at most ``most`` bytes. Raise DamagedError if it cannot be read."""
     try:
-        return read_file(path, most=_LARGEST_JSON)
+        return read_file(path, most=most)
     except (OSError, ValueError) as error:
         raise DamagedError(f"{path} cannot be read: {error}") from error
 

@@ -152,6 +152,8 @@ def _damage(path: Path, reducer: Reducer, more: Mapping[str, Any], found: list[_
             found.append(_Plan(checkpoint, reducer, more))
     except DamagedError as error:
         return str(error) if str(path) in str(error) else f"{path}: {error}"
+    except MemoryError:
+        return f"{path} takes more memory than there is"
     return ""
 
 
