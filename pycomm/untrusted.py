@@ -258,16 +258,37 @@ def open_file(path: str | Path, *, own: bool = False) -> BinaryIO:
         raise
 
 
+def path_of(path: str | os.PathLike[str]) -> Path:
+    """Return ``path`` as a Path. Raise ValueError if it has a null byte; TypeError if it is none."""
+    if "\0" in os.fspath(path):
+        raise ValueError(f"{os.fspath(path)!r} is no path: it has a null byte")
+    return Path(path)
+
+
+@contextlib.contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Give the name of the file ``path`` to OSErrors without one. Raise ValueError if it is no :func:`path_of`."""
+    path_of(path)
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 @contextlib.contextmanager
 def reading(path: str | Path, *, own: bool = False) -> Iterator[BinaryIO]:
     """Open a file for reading as :func:`open_file` does; OSErrors of reading get its name."""
-    with open_file(path, own=own) as file:
-        try:
-            yield file
-        except OSError as error:
-            if error.filename is not None or error.errno is None:
-                raise
-            raise OSError(error.errno, error.strerror, str(path)) from error
+    with naming(path), open_file(path, own=own) as file:
+        yield file
+
+
+@contextlib.contextmanager
+def creating(path: str | Path) -> Iterator[BinaryIO]:
+    """Create a file for writing as :func:`create_file` does; OSErrors of writing get its name."""
+    with naming(path), create_file(path) as file:
+        yield file
 
 
 def open_output(path: str | Path) -> BinaryIO:
@@ -290,10 +311,8 @@ def create_file(path: str | Path) -> BinaryIO:
 
 def opened(path: str | Path, flags: int) -> int:
     """Return a descriptor of the regular file at ``path``. Raises as :func:`open_file`."""
-    try:
+    with naming(path):
         descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, 0o666)
-    except ValueError as error:  # a null byte
-        raise ValueError(f"{str(path)!r} is no path: {error}") from error
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)

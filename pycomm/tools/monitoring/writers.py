@@ -107,16 +107,17 @@ class FileWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         if self._comma:
             _require_columns(path)
-        self._file = path.open("a", newline="" if self._comma else None)
+        self._path, self._file = path, path.open("a", newline="" if self._comma else None)
         if self._comma and self._file.tell() == 0:
             csv.writer(self._file).writerow(FIELDS)
 
     def write(self, row: Row) -> None:
-        if self._comma:
-            csv.DictWriter(self._file, FIELDS).writerow(row)
-        else:
-            self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        with untrusted.naming(self._path):
+            if self._comma:
+                csv.DictWriter(self._file, FIELDS).writerow(row)
+            else:
+                self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
         self._file.close()
