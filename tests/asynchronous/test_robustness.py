@@ -20,6 +20,7 @@ from torch import nn
 import pycomm
 from pycomm.training.asynchronous.worker import ServerLink
 from tests.asynchronous.runs import Run, loss_of, model_of, optimizer_of, serve, weight_of, work
+from tests.checkpoint.test_failures import file_size_limit
 from tests.on_ranks import Pools
 from tests.ranks import free_port
 
@@ -321,6 +322,34 @@ def test_a_server_that_cannot_begin_tells_its_workers(new_ranks: Pools, tmp_path
     for told in (server, worker):
         assert re.search(r"checkpoint-2.pt: the checkpoint has 1 schedules, this server 0 after [0-9] s", told)
     assert "server 0 could not begin" in worker
+
+
+def serve_on_a_full_disk(folder: str) -> str:
+    """Make steps until the server's journal exceeds a limit; return what is said, and how long that took."""
+    begun = time.monotonic()
+    model = torch.nn.Linear(100, 100)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    try:
+        with (
+            pycomm.parameter_server(optimizer, model, checkpoint=folder, timeout=60) as server,
+            file_size_limit(120_000),
+        ):
+            if not server.is_worker:
+                server.close()
+            while server.is_worker:
+                with server.step():
+                    model(torch.randn(1, 100)).square().sum().backward()
+    except (OSError, pycomm.CommError) as error:
+        return f"{error} after {time.monotonic() - begun:.0f} s"
+    return "nothing"
+
+
+@pytest.mark.timeout(100)
+def test_a_server_that_cannot_write_its_journal_tells_its_workers(new_ranks: Pools, tmp_path: Path) -> None:
+    server, worker = new_ranks(2).run(serve_on_a_full_disk, str(tmp_path), timeout=TIMEOUT)
+    for told in (server, worker):
+        assert re.search(rf"File too large: '{tmp_path}/server-0/journal-1' after [0-9] s", told)
+    assert "server 0 cannot go on" in worker
 
 
 @pytest.mark.timeout(100)
