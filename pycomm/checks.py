@@ -6,6 +6,7 @@ import difflib
 import math
 import numbers
 import operator
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, SupportsIndex, cast
@@ -38,6 +39,16 @@ def number(name: str, value: Any) -> float:
         except Exception as error:  # a foreign object may raise anything
             raise TypeError(f"{name} is a {type(value).__name__}, wanted a number") from error
     raise TypeError(f"{name} is {value!r}, wanted a number")
+
+
+def environment_count(name: str) -> int:
+    """Return the number in the environment variable ``name``, which is set, and not negative. Raise ValueError else."""
+    text = os.environ[name]
+    if not (text.isascii() and text.isdecimal() and len(text) < _LONGEST_SHOWN):
+        raise ValueError(
+            f"{name} is {text[:_LONGEST_SHOWN]!r} in the environment, wanted a number that is not negative"
+        )
+    return int(text)
 
 
 def count(name: str, value: Any, least: int) -> int:

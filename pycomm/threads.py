@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 import time
 import weakref
@@ -26,6 +27,7 @@ EXIT_PATIENCE = 2.0
 Only an uninterruptible call, to a store whose server hangs, takes that long.
 """
 
+_LONGEST_ERROR = 300  # characters
 _interrupts: dict[threading.Thread, Callable[[], object] | None] = {}
 _is_exiting = _has_ended = False
 
@@ -64,6 +66,18 @@ def start(run: Callable[[], object], name: str, interrupt: Callable[[], object] 
 def is_exiting() -> bool:
     """Return whether the process is exiting, so that no result is needed any more."""
     return _is_exiting
+
+
+def fatal_error() -> str:
+    """Return type and text of the error that ends this process; "" without one, and in an interactive session."""
+    error = getattr(sys, "last_value", None)  # of the last traceback that the interpreter has printed
+    if error is None or not _is_exiting or hasattr(sys, "ps1"):
+        return ""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:  # a foreign one may raise anything
+        text = type(error).__name__
+    return text[:_LONGEST_ERROR].encode("utf-8", "replace").decode()
 
 
 def _begin_exit() -> None:

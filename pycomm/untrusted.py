@@ -38,16 +38,19 @@ class Number:
 
 @dataclass(frozen=True)
 class ListOf:
-    """List of items of the shape ``item``, of this ``length`` if given."""
+    """List of items of the shape ``item``, of this ``length`` if given, else of ``least`` items or more."""
 
     item: Any
     length: int | None = None
+    least: int = 0
 
     def require_of(self, value: Any, what: str, where: str) -> None:
         """Raise ValueError unless ``value`` has this shape, see :func:`require`."""
         _require_kind(value, list, "a list", what, where)
         if self.length not in (None, len(value)):
             raise _malformed(where, f"a list of {len(value)}", f"one of {self.length}", what)
+        if len(value) < self.least:
+            raise _malformed(where, f"a list of {len(value)}", f"one of >= {self.least}", what)
         for index, item in enumerate(value):
             require(item, self.item, what, f"{where}[{index}]")
 
@@ -109,12 +112,15 @@ def parse(text: str | bytes, shape: Any, what: str) -> Any:
         what: name of the source in errors: a path, "a message of worker 3".
 
     Raises:
-        ValueError: it is no JSON, nested too deeply, or of another shape. The message begins with ``what``.
+        ValueError: it is no JSON, nested too deeply, of another shape, or takes more memory than there is. The message
+            begins with ``what``.
     """
     try:
         value = json.loads(text)
     except RecursionError:
         raise ValueError(f"{what} is nested too deeply to be read") from None
+    except MemoryError:
+        raise ValueError(f"{what} takes more memory than there is") from None
     except ValueError as error:  # also UnicodeDecodeError, and the error of a number with too many digits
         raise ValueError(f"{what} is not valid JSON: {escaped(str(error))}") from error
     require(value, shape, what)
@@ -243,7 +249,7 @@ def open_file(path: str | Path, *, own: bool = False) -> BinaryIO:
         OSError: it cannot be opened.
         ValueError: it is not a regular file, or ``own`` is violated. The message begins with the path.
     """
-    descriptor = _opened(path, os.O_RDONLY)
+    descriptor = opened(path, os.O_RDONLY)
     try:
         if own:
             _require_own(path, os.fstat(descriptor))
@@ -253,16 +259,37 @@ def open_file(path: str | Path, *, own: bool = False) -> BinaryIO:
         raise
 
 
+def path_of(path: str | os.PathLike[str]) -> Path:
+    """Return ``path`` as a Path. Raise ValueError if it has a null byte; TypeError if it is none."""
+    if "\0" in os.fspath(path):
+        raise ValueError(f"{os.fspath(path)!r} is no path: it has a null byte")
+    return Path(path)
+
+
+@contextlib.contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Give the name of the file ``path`` to OSErrors without one. Raise ValueError if it is no :func:`path_of`."""
+    path_of(path)
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 @contextlib.contextmanager
 def reading(path: str | Path, *, own: bool = False) -> Iterator[BinaryIO]:
     """Open a file for reading as :func:`open_file` does; OSErrors of reading get its name."""
-    with open_file(path, own=own) as file:
-        try:
-            yield file
-        except OSError as error:
-            if error.filename is not None or error.errno is None:
-                raise
-            raise OSError(error.errno, error.strerror, str(path)) from error
+    with naming(path), open_file(path, own=own) as file:
+        yield file
+
+
+@contextlib.contextmanager
+def creating(path: str | Path) -> Iterator[BinaryIO]:
+    """Create a file for writing as :func:`create_file` does; OSErrors of writing get its name."""
+    with naming(path), create_file(path) as file:
+        yield file
 
 
 def open_output(path: str | Path) -> BinaryIO:
@@ -270,7 +297,7 @@ def open_output(path: str | Path) -> BinaryIO:
 
     Raises as :func:`open_file`.
     """
-    return os.fdopen(_opened(path, os.O_WRONLY | os.O_CREAT), "wb")
+    return os.fdopen(opened(path, os.O_WRONLY | os.O_CREAT), "wb")
 
 
 def create_file(path: str | Path) -> BinaryIO:
@@ -283,16 +310,15 @@ def create_file(path: str | Path) -> BinaryIO:
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb")
 
 
-def _opened(path: str | Path, flags: int) -> int:
-    """Return a descriptor of the regular file at ``path``."""
-    try:
-        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, 0o666)
-    except ValueError as error:  # a null byte
-        raise ValueError(f"{str(path)!r} is no path: {error}") from error
-    except OSError as error:
-        if error.errno not in (errno.EISDIR, errno.ENXIO):  # these say what it is, not what is wrong
-            raise
-        raise ValueError(f"{path} is {_kind_of(os.stat(path).st_mode)}, wanted a regular file") from error
+def opened(path: str | Path, flags: int) -> int:
+    """Return a descriptor of the regular file at ``path``. Raises as :func:`open_file`."""
+    with naming(path):
+        try:
+            descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, 0o666)
+        except OSError as error:
+            if error.errno not in (errno.EISDIR, errno.ENXIO):  # these say what it is, not what is wrong
+                raise
+            raise ValueError(f"{path} is {_kind_of(os.stat(path).st_mode)}, wanted a regular file") from error
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
@@ -303,8 +329,10 @@ def _opened(path: str | Path, flags: int) -> int:
 def read_file(path: str | Path, *, most: int, own: bool = False) -> bytes:
     """Return the content of a regular file of at most ``most`` bytes; see :func:`open_file`."""
     with reading(path, own=own) as file:
-        is_larger = os.fstat(file.fileno()).st_size > most
-        content = b"" if is_larger else file.read(most + 1)
+        size = os.fstat(file.fileno()).st_size
+        is_larger = size > most
+        # Not always one of most + 1 bytes, for which Python allocates memory. Kernel files have size 0.
+        content = b"" if is_larger else file.read((size or most) + 1)
     if content is None:  # a kernel file with nothing to read at present
         raise ValueError(f"{path} has nothing to read, wanted a regular file")
     if is_larger or len(content) > most:

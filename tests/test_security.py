@@ -46,6 +46,38 @@ def forbidden(tree: ast.AST) -> Iterator[str]:
             yield "torch.load without weights_only=True"
 
 
+READERS = {"json", "yaml", "tomllib", "literal_eval", "load", "loads", "raw_decode", "JSONDecoder"}
+
+
+def read_as_json(tree: ast.AST) -> Iterator[str]:
+    """Return the parsers that ``tree`` uses, by any name: ``json.loads``, ``loads``, ``map(json.loads, texts)``."""
+    for node in ast.walk(tree):
+        name = node.attr if isinstance(node, ast.Attribute) else ""
+        of = ast.unparse(node.value) if isinstance(node, ast.Attribute) else ""
+        if of in ("json", "ast", "tomllib", "yaml") and name in READERS:
+            yield f"{of}.{name}"
+        if isinstance(node, ast.ImportFrom) and node.module in ("json", "ast", "tomllib", "yaml"):
+            yield from (alias.name for alias in node.names if alias.name in READERS)
+        if isinstance(node, ast.Import):
+            yield from (
+                f"{alias.name} as {alias.asname}" for alias in node.names if alias.name == "json" and alias.asname
+            )
+
+
+def test_json_is_read_by_the_one_reader() -> None:
+    """It checks the shape, and takes what is nested too deeply: see pycomm/untrusted.py."""
+    users = [path for path in PACKAGE.rglob("*.py") if list(read_as_json(ast.parse(path.read_text())))]
+    assert users == [PACKAGE / "untrusted.py"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["json.loads(x)", "map(json.loads, texts)", "from json import loads", "json.JSONDecoder()", "import json as j"],
+)
+def test_another_reader_would_be_found(text: str) -> None:
+    assert list(read_as_json(ast.parse(text)))
+
+
 def test_nothing_is_unpickled() -> None:
     found = {
         f"{path.relative_to(PACKAGE)}: {what}"

@@ -17,6 +17,7 @@ from pycomm.errors import attempt
 from pycomm.optim.parameters import checked_optimizer
 from pycomm.optim.shards import part_of
 from pycomm.torch_internals import dtensor_around, is_dtensor, local_of
+from pycomm.untrusted import ANYTHING, ListOf, parse
 
 Node = list[Any]
 """Encoded value: its kind, followed by the fields of that kind."""
@@ -228,7 +229,7 @@ def broadcast_state(
     tensors: list[torch.Tensor] = []
     if communicator.rank == src:
         mine = json.dumps(state_nodes(optimizer, params, tensors)).encode()
-    nodes = json.loads(gather(mine)[src])
+    nodes = parse(gather(mine)[src], ListOf(ANYTHING), f"the optimizer state of rank {src}")
 
     def fill() -> list[torch.Tensor]:
         if communicator.rank == src:

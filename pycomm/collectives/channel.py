@@ -272,7 +272,8 @@ class Channel:
             queue.close()
         self._gpus.clear()
         self.transport.hand_over(patience)
-        self.transport.close(reason or self.farewell())
+        fatal = threads.fatal_error()
+        self.transport.close((reason or self.farewell()) + (f": {fatal}" if fatal else ""))
         if self.transport.interruptible:
             self.worker.stop(patience)
 

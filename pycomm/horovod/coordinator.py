@@ -18,6 +18,7 @@ import numpy as np
 
 from pycomm.collectives.communicator import Communicator
 from pycomm.horovod.requests import ALLREDUCE, JOIN, REFUSED, Key, Request, kind_of, op_of
+from pycomm.untrusted import ANYTHING, ListOf, parse
 
 _MOST_KNOWN = 4096
 _SUMS = ("sum", "mean")
@@ -27,6 +28,7 @@ _WORDS = 256
 _HEAD = 2  # words: how many numbers follow, and how many bytes of JSON
 _MOST = (_WORDS - _HEAD) // 2
 _MOST_NEW = 512
+_NEW = ListOf(ANYTHING, 3)
 
 New = list[tuple[str, int, str]]
 
@@ -221,7 +223,7 @@ class Rounds:
             if count:
                 self._announce(rank, count)
             if length:
-                self._announce_new(rank, json.loads(texts[rank][:length]))
+                self._announce_new(rank, parse(texts[rank][:length], ListOf(_NEW), f"the requests of rank {rank}"))
         return self.coordinator.responses(), any(count or length for count, length in heads)
 
     def _agreed(self) -> list[Response] | None:

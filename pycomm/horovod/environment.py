@@ -24,7 +24,7 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from pycomm import threads
+from pycomm import checks, threads
 from pycomm.collectives.transport.addresses import join_address, loopback, split_address, store_on_loopback
 from pycomm.collectives.transport.authentication import EXHAUSTED, own_folder, process_behind
 from pycomm.torch_internals import PrefixStore, Store
@@ -101,10 +101,12 @@ def launched() -> Launched:
     """Return the settings in the environment, by default a world of one. Raises ValueError if they are invalid."""
     for rank_name, size_name, local_name, job in _LAUNCHERS:
         if rank_name in os.environ and size_name in os.environ:
-            rank, size = _integer(rank_name), _integer(size_name)
+            rank, size = checks.environment_count(rank_name), checks.environment_count(size_name)
             if not 0 <= rank < size:
                 raise ValueError(f"{rank_name} is {rank} and {size_name} is {size} in the environment: no such rank")
-            is_local = size == 1 or (os.environ.get(local_name, "").isdecimal() and _integer(local_name) == size)
+            is_local = size == 1 or (
+                os.environ.get(local_name, "").isdecimal() and checks.environment_count(local_name) == size
+            )
             return Launched(rank, size, functools.partial(_store, rank, size, is_local, job))
     return Launched(0, 1, lambda _: None)
 
@@ -121,25 +123,18 @@ def by_mpi(comm: Any) -> Launched:
     return Launched(rank, size, store)
 
 
-def _integer(name: str) -> int:
-    text = os.environ[name]
-    if not text.isdecimal():
-        raise ValueError(f"{name} is {text!r} in the environment, wanted a number that is not negative")
-    return int(text)
-
-
 def _store(rank: int, size: int, is_local: bool, job: tuple[str, ...], patience: float) -> Store | None:
     if size == 1:
         return None
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
         served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True"
-        port = _integer("MASTER_PORT")
+        port = checks.environment_count("MASTER_PORT")
         store: Store = _tcp(os.environ["MASTER_ADDR"], port, rank == 0 and not served, patience)
         # All restarts under torchrun share one store, which still has the addresses of dead ranks.
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return PrefixStore(f"start {start}", store) if served else store
     if all(name in os.environ for name in _RENDEZVOUS):
-        server = os.environ[_RENDEZVOUS[0]], _integer(_RENDEZVOUS[1])
+        server = os.environ[_RENDEZVOUS[0]], checks.environment_count(_RENDEZVOUS[1])
         return _store_by_address(
             rank, patience, _named(server), lambda mine: through_horovodrun(server, mine, patience)
         )
@@ -148,7 +143,7 @@ def _store(rank: int, size: int, is_local: bool, job: tuple[str, ...], patience:
         return _store_on_this_host(name, rank, size, patience)
     nodes = os.environ.get("SLURM_STEP_NODELIST", os.environ.get("SLURM_JOB_NODELIST", ""))
     if nodes and "SLURM_JOB_ID" in os.environ:
-        port = _FIRST_PORT + _integer("SLURM_JOB_ID") % _PORTS
+        port = _FIRST_PORT + checks.environment_count("SLURM_JOB_ID") % _PORTS
         return _tcp(first_node(nodes), port, rank == 0, patience)
     raise ValueError(
         f"the launcher says that this is rank {rank} of {size}, but not where the ranks meet: set MASTER_ADDR to a "

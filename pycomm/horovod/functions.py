@@ -18,6 +18,7 @@ from pycomm.horovod.operations import allgather, broadcast_, broadcast_async_
 from pycomm.horovod.process_sets import ProcessSet, global_process_set, members_of, world
 from pycomm.optim.parameters import checked_optimizer
 from pycomm.training.checkpoint import values
+from pycomm.untrusted import ANYTHING, ListOf, PairOf, parse
 
 T = TypeVar("T")
 
@@ -32,6 +33,7 @@ _SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozen
 _MAPPINGS: dict[str, type] = {"dict": dict, "ordered": OrderedDict}
 _DEEPEST = 100
 _LEVELS_OF_NODES = 4  # at most, of one level of a value
+_FORM = ListOf(ANYTHING, 3)
 _KIND_OF = {kind: name for name, kind in (_SEQUENCES | _MAPPINGS).items()}
 
 
@@ -232,7 +234,7 @@ def _to_bytes(obj: Any) -> tuple[int, torch.Tensor]:
 
 def _unpacked(data: torch.Tensor, length: int) -> Any:
     """Return what :func:`_packed` was given. Tensors of GPUs are on this process's GPU, or on the CPU."""
-    node, forms = json.loads(data[:length].numpy().tobytes())
+    node, forms = parse(data[:length].numpy().tobytes(), PairOf(ListOf(ANYTHING), ListOf(_FORM)), "the object")
     tensors, at = [], length
     for name, shape, device in forms:
         dtype = values.dtype_called(name, "obj")

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import logging
 import os
 import threading
 import time
+from collections.abc import Iterator
 from typing import TextIO
 
 from pycomm.collectives.recorder.traces import ChromeTrace
 from pycomm.untrusted import open_output
+
+_LOG = logging.getLogger("pycomm")
 
 
 class Timeline:
@@ -18,17 +23,32 @@ class Timeline:
     def __init__(self) -> None:
         self.active = False
         self._lock = threading.Lock()
+        self._path = ""
         self._file: TextIO | None = None
         self._trace: ChromeTrace | None = None
         self._marks_cycles = False
         self._rows: dict[str, int] = {}
         self._open: dict[str, list[str]] = {}
 
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Hold the lock; an error of the file ends the timeline, and not training."""
+        with self._lock:
+            file = self._file
+            try:
+                yield
+            except OSError as error:
+                _LOG.warning("the timeline %s ends here: %s", self._path, error)
+                self.active, self._file, self._trace = False, None, None
+                with contextlib.suppress(OSError):
+                    if file:
+                        file.close()
+
     def start(self, path: str, mark_cycles: bool) -> None:
         """Begin a file at ``path``, after an earlier one. Raises OSError or ValueError if it cannot be written."""
         self.stop()
         with self._lock:
-            self._file = io.TextIOWrapper(open_output(path), encoding="utf-8")
+            self._path, self._file = path, io.TextIOWrapper(open_output(path), encoding="utf-8")
             self._file.truncate(0)
             self._trace = ChromeTrace(self._file)
             self._marks_cycles = mark_cycles
@@ -40,7 +60,7 @@ class Timeline:
 
     def stop(self) -> None:
         """Finish the file, if one is being written."""
-        with self._lock:
+        with self._writing():
             self.active = False
             if self._file is not None and self._trace is not None:
                 self._trace.end()
@@ -49,19 +69,19 @@ class Timeline:
 
     def begin(self, name: str, what: str) -> None:
         """Record that phase ``what`` of operation ``name`` begins."""
-        with self._lock:
+        with self._writing():
             self._open.setdefault(name, []).append(what)
             self._add(name, what, "B")
 
     def end(self, name: str) -> None:
         """Record that the latest phase of operation ``name`` ends."""
-        with self._lock:
+        with self._writing():
             if self._open.get(name):
                 self._add(name, self._open[name].pop(), "E")
 
     def mark(self, what: str) -> None:
         """Record ``what`` as an instant event, if cycles are marked."""
-        with self._lock:
+        with self._writing():
             if self._trace is not None and self._marks_cycles:
                 self._trace.add(what, "i", 0, tid=0, ts=_now(), s="g")
 

@@ -22,10 +22,11 @@ from pycomm.ddp import HookHandle, register
 from pycomm.descriptions import name_ranks
 from pycomm.optim.parameters import unwrapped
 from pycomm.torch_internals import uncompiled
+from pycomm.training.checkpoint.files import save_values
 from pycomm.training.checkpoint.saving import exchanged, together
 from pycomm.training.checkpoint.torch_files import load_values
 from pycomm.training.reducer import Reducer, StopRequest, Tuning, attach
-from pycomm.untrusted import create_file
+from pycomm.untrusted import path_of
 
 _LOG = logging.getLogger("pycomm")
 
@@ -176,7 +177,7 @@ class Averaging:
             prefix: beginning of the file's name, which goes on with the numbers of this rank and of all ranks.
         """
         if self.carries_state:
-            together(self._communicator, "save pycomm's state", lambda: self._save(Path(folder), prefix))
+            together(self._communicator, "save pycomm's state", lambda: self._save(path_of(folder), prefix))
         elif self.inner is not None and not self._is_detached and self._communicator.rank == 0:
             self._remove_others(Path(folder), prefix)
 
@@ -201,14 +202,14 @@ class Averaging:
         if self.inner is None or self._is_detached:
             return False
         communicator = self._communicator
-        rank, own_size = communicator.rank, communicator.size
-        sizes = exchanged(communicator, "look for pycomm's state", lambda: _saved_size(Path(folder), prefix, own_size))
+        rank, size = communicator.rank, communicator.size
+        sizes = exchanged(communicator, "look for pycomm's state", lambda: _saved_size(path_of(folder), prefix, size))
         _refuse_parted(sizes, folder)
         if sizes[0] == 0:
             if rank == 0 and self.carries_state:
                 _LOG.warning("%s was saved without pycomm: compression begins without residuals", folder)
             return False
-        chosen = [rank] if sizes[0] == own_size else range(sizes[0])
+        chosen = [rank] if sizes[0] == size else range(sizes[0])
         paths = (_path(Path(folder), prefix, number, sizes[0]) for number in chosen)
         states = together(communicator, "load pycomm's state", lambda: _loaded(paths))
         together(communicator, "load pycomm's state", lambda: self._take(states, folder))
@@ -236,8 +237,7 @@ class Averaging:
         folder.mkdir(parents=True, exist_ok=True)
         path = _path(folder, prefix, rank, size)
         partial = path.with_suffix(".partial")
-        with create_file(partial) as file:
-            torch.save(self.state_dict(), file)
+        save_values(partial, self.state_dict())
         os.replace(partial, path)
 
     def _remove_others(self, folder: Path, prefix: str) -> None:

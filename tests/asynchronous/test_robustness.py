@@ -20,6 +20,7 @@ from torch import nn
 import pycomm
 from pycomm.training.asynchronous.worker import ServerLink
 from tests.asynchronous.runs import Run, loss_of, model_of, optimizer_of, serve, weight_of, work
+from tests.checkpoint.test_failures import file_size_limit
 from tests.on_ranks import Pools
 from tests.ranks import free_port
 
@@ -63,6 +64,18 @@ def test_a_worker_that_dies_costs_its_gradient_only(new_ranks: Pools, options: d
     assert 2 * 8 + 2 <= stats["pushes"] <= 2 * 8 + 3
     last = [torch.cat([p.reshape(-1) for p in outcomes[rank].result["parameters"]]) for rank in (0, 1, 3)]
     assert any(torch.equal(last[0], other) for other in last[1:]), "whoever ends last has the server's parameters"
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("variable", ["MASTER_PORT", "RANK", "WORLD_SIZE"])
+@pytest.mark.parametrize("text", ["", "x", "-1", "1.5", "9" * 5000])
+def test_a_wrong_number_in_the_environment_is_named(monkeypatch: pytest.MonkeyPatch, variable: str, text: str) -> None:
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(variable, text)
+    model = model_of()
+    with pytest.raises(ValueError, match=f"{variable} is '{text[:80]}' in the environment, wanted a number"):
+        pycomm.parameter_server(torch.optim.SGD(model.parameters(), 0.05), model, timeout=1.0)
 
 
 def play(part: str, port: int, rank: int, folder: str | None, options: dict[str, Any], pipe: Connection) -> None:
@@ -309,6 +322,34 @@ def test_a_server_that_cannot_begin_tells_its_workers(new_ranks: Pools, tmp_path
     for told in (server, worker):
         assert re.search(r"checkpoint-2.pt: the checkpoint has 1 schedules, this server 0 after [0-9] s", told)
     assert "server 0 could not begin" in worker
+
+
+def serve_on_a_full_disk(folder: str) -> str:
+    """Make steps until the server's journal exceeds a limit; return what is said, and how long that took."""
+    begun = time.monotonic()
+    model = torch.nn.Linear(100, 100)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    try:
+        with (
+            pycomm.parameter_server(optimizer, model, checkpoint=folder, timeout=60) as server,
+            file_size_limit(120_000),
+        ):
+            if not server.is_worker:
+                server.close()
+            while server.is_worker:
+                with server.step():
+                    model(torch.randn(1, 100)).square().sum().backward()
+    except (OSError, pycomm.CommError) as error:
+        return f"{error} after {time.monotonic() - begun:.0f} s"
+    return "nothing"
+
+
+@pytest.mark.timeout(100)
+def test_a_server_that_cannot_write_its_journal_tells_its_workers(new_ranks: Pools, tmp_path: Path) -> None:
+    server, worker = new_ranks(2).run(serve_on_a_full_disk, str(tmp_path), timeout=TIMEOUT)
+    for told in (server, worker):
+        assert re.search(rf"File too large: '{tmp_path}/server-0/journal-1' after [0-9] s", told)
+    assert "server 0 cannot go on" in worker
 
 
 @pytest.mark.timeout(100)

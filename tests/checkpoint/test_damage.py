@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import resource
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 import pycomm
 from pycomm.training.checkpoint.contents import check_generators, generators_state
-from pycomm.training.checkpoint.files import DamagedError, write_json, write_sealed
+from pycomm.training.checkpoint.files import DamagedError, sum_of, write_json, write_sealed
 from tests.checkpoint.training import Training, training
 from tests.on_ranks import on_ranks
 
@@ -82,6 +83,23 @@ def test_any_byte_flipped(two: Path, run: Training) -> None:
                 assert load_step(two, run) == 1, (path, position, bit)
         path.write_bytes(content)
     assert load_step(two, run) == 2
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "rank-0/part.json"])
+def test_json_that_takes_more_memory_than_there_is(two: Path, run: Training, name: str) -> None:
+    """A wide manifest, and a part that Python's objects make twenty times as large."""
+    path = two / "checkpoint-00000002" / name
+    path.write_bytes(b'{"checksum": "x", "content": {"a": [' + b"[]," * (20 << 20) + b"[]]}}")
+    if name != "manifest.json":
+        wide = path.read_bytes()
+        write_sealed(two / "checkpoint-00000002" / "manifest.json", {"format": 1, "parts": [sum_of(wide)]})
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + (400 << 20), before[1]))
+    try:
+        assert load_step(two, run) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def test_an_empty_directory_of_its_name(two: Path, run: Training) -> None:

@@ -72,6 +72,14 @@ def test_a_newcomer_whose_host_has_died_meanwhile_learns_it(store: TCPStore) -> 
         Membership.accept(invitation, store, 1, 1.0, counts_ready=False)
 
 
+def test_the_memory_of_a_newcomers_host_must_be_a_file(store: TCPStore) -> None:
+    reader, writer = os.pipe()
+    with open(reader, "rb"), open(writer, "wb"):
+        path = f"/proc/{os.getpid()}/fd/{reader}"
+        with pytest.raises(ValueError, match=f"{path} is a FIFO, wanted a regular file"):
+            Membership.accept({**ANSWER, "agreement": ["name", path]}, store, 1, 1.0, counts_ready=False)
+
+
 LINES = [("setting", "every=1"), ("parameter", "weight: [2]")]
 ANSWER = {
     "name": "group",
@@ -81,7 +89,7 @@ ANSWER = {
     "round": 0,
     "epoch": 1,
     "numbers": 3,
-    "processes": {},
+    "processes": [[0, this_process()]],
 }
 
 
@@ -146,6 +154,27 @@ def test_a_request_of_another_number_or_another_process_is_not_signed(store: TCP
         listener._store.set(f"request/{number}", json.dumps({**seen, **change}))
         assert look(listener, 0.5) is None
         assert "refused" in json.loads(listener._store.get(f"answer/{number}"))["content"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"world": []}, r"content\.world is a list of 0, wanted one of >= 1"),
+        ({"world": ["0"]}, r'content\.world\[0\] is "0", wanted an integer >= 0'),
+        ({"processes": {"x": this_process()}}, r"content\.processes is an object, wanted a list"),
+        ({"processes": [["x", this_process()]]}, r'content\.processes\[0\]\[0\] is "x", wanted an integer >= 0'),
+        ({"numbers": 1.5}, r"content\.numbers is 1\.5, wanted an integer >= 0"),
+    ],
+)
+def test_a_malformed_answer_is_an_error_that_names_the_key(
+    store: TCPStore, listener: JoinListener, change: dict[str, Any], message: str
+) -> None:
+    asked = ask(store, this_process())
+    request = look(listener)
+    assert request is not None
+    listener.answer(request.number, {**ANSWER, **change})
+    with pytest.raises(ValueError, match=message):
+        asked.result(20.0)
 
 
 def test_an_answer_of_somebody_else_is_not_believed(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from pycomm import CommError
 from pycomm.collectives.transport.meeting import Meeting
+from pycomm.untrusted import COUNT
 from tests.transport.meetings import greet, in_threads
 
 
@@ -115,6 +116,34 @@ def test_what_is_no_greeting_is_named(content: bytes) -> None:
     with pytest.raises(CommError, match="what the store holds for rank 1 is malformed") as caught:
         greet(store, 0, 2, 5.0)
     assert caught.value.peer == 1
+
+
+@pytest.mark.parametrize(
+    ("greeting", "what"),
+    [
+        ({}, "it has no 'pid'"),
+        ({"pid": "1"}, 'pid is "1", wanted an integer'),
+        ({"pid": 1, "nonce": []}, "nonce is a list, wanted a string"),
+    ],
+)
+def test_what_is_wrong_with_a_greeting_is_named(greeting: dict[str, Any], what: str) -> None:
+    store = HashStore()
+    store.set("pycomm/hello/1", json.dumps({"nonce": "a", **greeting}))
+
+    def first() -> object:
+        with Meeting(store, 0, 2, 5.0) as meeting:
+            return meeting.greet({"pid": 0}, {"pid": COUNT})
+
+    def second() -> None:
+        """Confirm what rank 0 has read, as whoever wrote the greeting can."""
+        while not store.check(["pycomm/hello/0"]):
+            time.sleep(0.01)
+        nonces = json.loads(store.get("pycomm/hello/0"))["nonce"] + " a"
+        store.set(f"pycomm/read/{hashlib.sha256(nonces.encode()).hexdigest()[:32]}/1", "")
+
+    outcome, _ = in_threads([first, second])
+    assert isinstance(outcome, CommError)
+    assert f"what the store holds for rank 1 is malformed ({what}" in str(outcome)
 
 
 class HangingStore(HashStore):

@@ -15,6 +15,7 @@ from pycomm.collectives.transport.rendezvous import host_identity
 from pycomm.schedule.network import Network
 from pycomm.schedule.program import Program, program_of
 from pycomm.schedule.table import Round, Table
+from pycomm.untrusted import ANYTHING, ListOf, parse
 
 ALGORITHMS = ("auto", "native", *schedule.names())
 _MOST_KNOWN = 256
@@ -77,7 +78,7 @@ class AlgorithmSelector:
         except Exception as error:  # a foreign object may raise anything
             problem, mistake = str(error) or type(error).__name__, error
         mine = json.dumps([problem, choices, host_identity()]).encode()
-        everyone = [json.loads(data) for data in share(mine)]
+        everyone = [parse(data, ListOf(ANYTHING, 3), f"rank {rank}'s network") for rank, data in enumerate(share(mine))]
         if isinstance(mistake, TypeError):
             raise mistake
         for rank, (theirs, _, _) in enumerate(everyone):

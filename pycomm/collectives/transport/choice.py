@@ -22,8 +22,10 @@ from pycomm.collectives.transport.rendezvous import exchange_memory, introductio
 from pycomm.collectives.transport.shared_memory import SharedMemoryTransport
 from pycomm.collectives.transport.torch_distributed import TorchTransport
 from pycomm.errors import CommError
+from pycomm.untrusted import PROCESS_ID
 
 _LONGEST_PROBLEM = 2000  # characters
+_GREETING = {"wanted": str, "version": str, "host": str, "pid": PROCESS_ID, "address": str}
 
 
 def version() -> str:
@@ -126,7 +128,7 @@ def _make(
 def _exchange_greetings(meeting: Meeting, mine: dict[str, Any], problem: Exception | None) -> list[dict[str, Any]]:
     """Return the greetings of all ranks; or send ``problem`` to the other ranks, and raise it."""
     if problem is None:
-        return meeting.greet(mine)
+        return meeting.greet(mine, _GREETING)
     with contextlib.suppress(CommError, ValueError):
         meeting.greet({**mine, "problem": (str(problem) or type(problem).__name__)[:_LONGEST_PROBLEM]})
     raise problem

@@ -16,17 +16,14 @@ from typing import Any
 from pycomm import threads
 from pycomm.collectives.transport.processes import fate_of
 from pycomm.torch_internals import PrefixStore, Store
-from pycomm.untrusted import escaped
+from pycomm.untrusted import INTEGER, OneOf, PairOf, escaped, parse
 from pycomm.worker import Worker
 
 _GRACE = 2.0  # seconds for the other ranks to report that they are alive
 _ANSWER = 1.0  # seconds for the store to answer
 _LONGEST_REASON = 500  # characters
-
-
-def _int(value: object) -> int:
-    """Return an int read from an untrusted note; -1 if it is none."""
-    return value if isinstance(value, int) else -1
+_REFUSAL = PairOf(INTEGER, str)
+_NOTE = {"blamed?": OneOf(None, INTEGER), "reason?": str, "finished?": INTEGER}
 
 
 class FailureNotes:
@@ -69,10 +66,10 @@ class FailureNotes:
 
         def read() -> None:
             if self._store.check([f"refused/{rank}"]):
-                with contextlib.suppress(ValueError, RecursionError, TypeError):  # it is not a note
-                    number, reason = json.loads(self._store.get(f"refused/{rank}"))
+                with contextlib.suppress(ValueError):  # it is not a note
+                    number, reason = parse(self._store.get(f"refused/{rank}"), _REFUSAL, "a note")
                     if number == operation:
-                        found.append(escaped(str(reason)))
+                        found.append(escaped(reason))
 
         self._ask(read)
         return found[0] if found else ""
@@ -86,7 +83,7 @@ class FailureNotes:
         """
 
         def look(notes: Mapping[int, dict[str, Any]]) -> tuple[int, str] | None:
-            done = {p for p, note in notes.items() if _int(note.get("finished")) >= operation}
+            done = {p for p, note in notes.items() if note.get("finished", -1) >= operation}
             return self._dead(done, notes) or self._blamed({p: note for p, note in notes.items() if p not in done})
 
         return self._search(suspect, look)
@@ -135,8 +132,8 @@ class FailureNotes:
             if note.get("blamed") == p:
                 return p, f"rank {p} gave up ({note.get('reason')})"
         for p, note in notes.items():
-            blamed = _int(note.get("blamed"))
-            if blamed in range(len(self._pids)) and blamed != self._rank:
+            blamed = note.get("blamed")
+            if blamed is not None and blamed in range(len(self._pids)) and blamed != self._rank:
                 return blamed, f"rank {p} gave up ({note.get('reason')})"
         return None
 
@@ -151,8 +148,8 @@ class FailureNotes:
         while "reason" in notes.get(at, {}) and at not in seen:
             seen.add(at)
             reason = f"rank {at} gave up ({notes[at]['reason']})"
-            blamed = _int(notes[at].get("blamed"))
-            at = blamed if blamed in range(len(self._pids)) and blamed not in seen else at
+            blamed = notes[at].get("blamed")
+            at = blamed if blamed is not None and blamed in range(len(self._pids)) and blamed not in seen else at
         return (at, reason) if reason else None
 
     def _write_note(self, note: dict[str, Any]) -> None:
@@ -164,11 +161,9 @@ class FailureNotes:
         def read() -> None:
             for p in range(len(self._pids)):
                 if p != self._rank and self._store.check([str(p)]):
-                    with contextlib.suppress(ValueError, RecursionError):  # it is not a note
-                        note = json.loads(self._store.get(str(p)))
-                        notes[p] = note if isinstance(note, dict) else {}
-                        if "reason" in notes[p]:
-                            notes[p]["reason"] = escaped(str(notes[p]["reason"]))
+                    with contextlib.suppress(ValueError):  # it is not a note
+                        note = parse(self._store.get(str(p)), _NOTE, "a note")
+                        notes[p] = note | {"reason": escaped(note["reason"])} if "reason" in note else note
 
         self._ask(read)
         return dict(notes)

@@ -13,12 +13,14 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 from pycomm.collectives.transport import late_ranks
 from pycomm.errors import CommError
 from pycomm.torch_internals import PrefixStore, Store
+from pycomm.untrusted import escaped, parse, require
 from pycomm.worker import Worker
 
 _SLOWEST_POLL = 0.2  # seconds
@@ -27,6 +29,7 @@ _LATE_REPORT = 1.0  # seconds by which the reason of a failure may arrive later 
 _STRANGERS_AFTER = 3.0  # seconds of waiting after which to ask whether a rank is doing something else
 _LONGEST_REASON = 2000  # characters
 _LONGEST_GREETING = 1 << 16  # bytes
+_GREETING = {"nonce": str, "problem?": str, "no_memory?": str}
 _NO_GREETING = "-"  # once all have read it; without libuv, torch's store takes 0.2 s to give out an empty value
 
 T = TypeVar("T")
@@ -79,11 +82,12 @@ class Meeting:
             "rendezvous", f"{what} after {elapsed:.2f} s", rank=self.rank, peer=peer, elapsed=elapsed
         )
 
-    def greet(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
+    def greet(self, mine: dict[str, Any], shape: Mapping[str, Any] = MappingProxyType({})) -> list[dict[str, Any]]:
         """Return the greetings of all ranks, in rank order. Returns or raises once all ranks have read all of them.
 
         Args:
             mine: this rank's greeting; an error in its arguments is stored under "problem".
+            shape: shape of a greeting without a problem, see :func:`pycomm.untrusted.parse`.
 
         Raises:
             CommError: a rank did not arrive in time, or the store failed or holds something else.
@@ -105,7 +109,10 @@ class Meeting:
                 self._ask("its own greeting", lambda: self._store.set(key, _NO_GREETING), _SLOWEST_ANSWER)
         for rank, greeting in enumerate(greetings):
             if "problem" in greeting and rank != self.rank:
-                raise ValueError(f"rank {rank} could not take part: {greeting['problem']}")
+                raise ValueError(f"rank {rank} could not take part: {escaped(greeting['problem'])}")
+        for rank, greeting in enumerate(greetings):
+            with self._well_formed(rank):
+                require(greeting, {} if "problem" in greeting else dict(shape), "it")
         return greetings
 
     def report(self, error: BaseException) -> None:
@@ -181,14 +188,10 @@ class Meeting:
         data: bytes = self._store.get(key)
         if data == _NO_GREETING.encode():
             return None
-        if len(data) > _LONGEST_GREETING:
-            self._malformed(rank, f"{len(data)} bytes")
-        try:
-            greeting = json.loads(data)
-        except (ValueError, RecursionError) as error:
-            self._malformed(rank, str(error))
-        if not isinstance(greeting, dict) or not isinstance(greeting.get("nonce"), str):
-            self._malformed(rank, "not a greeting of pycomm")
+        with self._well_formed(rank):
+            if len(data) > _LONGEST_GREETING:
+                raise ValueError(f"{len(data)} bytes")
+            greeting: dict[str, Any] = parse(data, _GREETING, "it")
         return greeting
 
     def _require_no_strangers(self) -> None:
@@ -198,8 +201,13 @@ class Meeting:
             if why is not None:
                 raise ValueError(why)
 
-    def _malformed(self, rank: int, what: str) -> NoReturn:
-        raise self.failed(rank, f"what the store holds for rank {rank} is malformed ({what})")
+    @contextlib.contextmanager
+    def _well_formed(self, rank: int) -> Iterator[None]:
+        try:
+            yield
+        except ValueError as error:
+            what = str(error).removeprefix("it is malformed: ")
+            raise self.failed(rank, f"what the store holds for rank {rank} is malformed ({what})") from None
 
     def _all_have_read(self, greetings: Sequence[dict[str, Any]]) -> bool:
         """Wait until all ranks have read ``greetings``; return false if a rank has replaced its greeting meanwhile."""

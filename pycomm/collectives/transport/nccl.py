@@ -22,6 +22,7 @@ import torch
 import pycomm._native as _native
 from pycomm.collectives.recorder import Recorder
 from pycomm.errors import CommError
+from pycomm.untrusted import ANYTHING, MapOf, parse
 
 ALGORITHMS = ("native", "ring")
 _SHARED_GPU_VERSION = (2, 30)
@@ -181,7 +182,8 @@ def _identity_of(device: int) -> str:
 
 
 def _exchange(share: Callable[[bytes], list[bytes]], mine: dict[str, Any]) -> list[dict[str, Any]]:
-    return [json.loads(data) for data in share(json.dumps(mine).encode())]
+    everyones = share(json.dumps(mine).encode())
+    return [parse(data, MapOf(ANYTHING), f"rank {rank}'s plan for NCCL") for rank, data in enumerate(everyones)]
 
 
 def _require_agreement(plans: list[dict[str, Any]]) -> None:

@@ -98,13 +98,13 @@ def exchange_memory(
     rank, size = meeting.rank, meeting.size
     ranks = range(size) if ranks is None else ranks
     file_bytes = _native.shared_file_bytes(len(ranks))
-    pids = {p: int(greetings[p]["pid"]) for p in ranks}
+    pids = {p: greetings[p]["pid"] for p in ranks}
     peers = Peers([-1] * size, [-1] * size, file_bytes)
     try:
         peers.memory[rank] = anonymous_memory(file_bytes)
         for p in ranks:
             if p < rank:
-                _connect(meeting, peers, p, bytes.fromhex(greetings[p]["address"]), pids[p])
+                _connect(meeting, peers, p, greetings[p]["address"], pids[p])
         while missing := [p for p in ranks if p > rank and peers.sockets[p] < 0]:
             _accept(meeting, peers, listener, {p: pids[p] for p in missing})
     except BaseException as error:
@@ -146,15 +146,15 @@ def _receive(connection: socket.socket, num_bytes: int) -> tuple[int, int] | Non
     return None
 
 
-def _connect(meeting: Meeting, peers: Peers, p: int, address: bytes, pid: int) -> None:
+def _connect(meeting: Meeting, peers: Peers, p: int, address: str, pid: int) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         try:
-            _connect_with_retry(connection, address, meeting, p)
+            _connect_with_retry(connection, bytes.fromhex(address), meeting, p)
             if process_behind(connection) != pid:
                 raise meeting.failed(p, f"another process has the place of rank {p}")
             socket.send_fds(connection, [_HELLO.pack(meeting.rank)], [peers.memory[meeting.rank]])
             answer = _await_answer(connection, meeting, peers.file_bytes, p)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a ValueError: it is no address
             meeting.check(late=True)
             raise meeting.failed(p, f"connecting to rank {p} failed ({error})") from error
         if answer is None or answer[0] != p:

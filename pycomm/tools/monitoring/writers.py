@@ -108,6 +108,7 @@ class FileWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         if self._comma:
             _require_columns(path)
+        self._path = path
         self._file = io.TextIOWrapper(
             untrusted.open_output(path), encoding="utf-8", newline="" if self._comma else None
         )
@@ -116,11 +117,12 @@ class FileWriter:
             csv.writer(self._file).writerow(FIELDS)
 
     def write(self, row: Row) -> None:
-        if self._comma:
-            csv.DictWriter(self._file, FIELDS).writerow(row)
-        else:
-            self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        with untrusted.naming(self._path):
+            if self._comma:
+                csv.DictWriter(self._file, FIELDS).writerow(row)
+            else:
+                self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
         self._file.close()

@@ -242,7 +242,8 @@ def _checked_outer(outer: Any, quorum: Any) -> DelayedNesterov | Nesterov:
         return outer or DelayedNesterov()
     if outer is not None and not isinstance(outer, Nesterov):
         raise ValueError(f"quorum={quorum} with outer={outer!r}: it merges by a pycomm.Nesterov")
-    num_ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    size = checks.environment_count("WORLD_SIZE") if "WORLD_SIZE" in os.environ else 1
+    num_ranks = dist.get_world_size() if dist.is_initialized() else size
     if checks.count("quorum", quorum, 1) > num_ranks:
         raise ValueError(f"quorum={quorum} of {num_ranks} ranks")
     return outer or Nesterov()

@@ -22,6 +22,7 @@ from pycomm.errors import attempt
 from pycomm.optim.parameters import checked_optimizer
 from pycomm.training.asynchronous.averager import checked_parameters, checked_per_rank
 from pycomm.training.asynchronous.loop import Loop, MeetingReport, TrackedParameters, require_equal
+from pycomm.untrusted import ANYTHING, ListOf, MapOf, OneOf, PairOf, parse
 
 _SEGMENT_BYTES = 4 << 20
 """Bytes mixed at a time, so that buffered messages stay small for any model."""
@@ -188,7 +189,8 @@ class Gossip:
             self._communicator.recv(theirs := np.empty(int(size[0]), np.uint8), peer, tag)
             if theirs.tobytes() != mine:
                 by_rank = {self._communicator.rank: mine, peer: theirs.tobytes()}
-                require_equal({rank: json.loads(by_rank[rank]) for rank in sorted(by_rank)})
+                shape = PairOf(OneOf(None, ListOf(MapOf(ANYTHING))), ListOf(str))
+                require_equal({r: parse(by_rank[r], shape, f"the numbers of rank {r}") for r in sorted(by_rank)})
 
     def _mix_segment(
         self, segment: torch.Tensor, receivers: list[int], kept: float, sources: list[tuple[int, float]]

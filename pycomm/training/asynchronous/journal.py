@@ -31,9 +31,9 @@ import torch
 
 from pycomm.training.asynchronous.core import Core, StateSpec, explained, packed_limit
 from pycomm.training.asynchronous.wire import as_array, bytes_of
-from pycomm.training.checkpoint.files import DamagedError
+from pycomm.training.checkpoint.files import DamagedError, save_values
 from pycomm.training.checkpoint.torch_files import load_values
-from pycomm.untrusted import COUNT, ListOf, Number, OneOf, create_file, one_line, parse, reading
+from pycomm.untrusted import COUNT, ListOf, Number, OneOf, create_file, naming, one_line, parse, reading
 
 _LOG = logging.getLogger("pycomm")
 _HEAD = struct.Struct("<IIQ")  # bytes of the text, checksum of it and of the data, bytes of the data
@@ -316,7 +316,7 @@ class Journal:
     def __init__(self, folder: Path, core: Core, recovery: Recovery | None = None) -> None:
         recovery = recovery or Recovery(folder, core.state_spec())
         recovery.apply_to(core)
-        self._folder, self._core = folder, core
+        self._folder, self._core, self._path = folder, core, folder
         self._file: BinaryIO | None = None
         self._base, self._number, self._end = recovery.base, recovery.last, recovery.end
         self._workers = set(core.mode.workers)
@@ -324,9 +324,10 @@ class Journal:
     def write(self, event: dict[str, Any], sent: torch.Tensor | None = None) -> None:
         """Write an event before it is applied, with the data of a push."""
         assert self._file is not None
-        for part in packed(event, memoryview(b"") if sent is None else bytes_of(sent)):
-            self._file.write(part)
-        self._file.flush()
+        with naming(self._path):
+            for part in packed(event, memoryview(b"") if sent is None else bytes_of(sent)):
+                self._file.write(part)
+            self._file.flush()
 
     def is_long(self) -> bool:
         """Return whether a checkpoint is due."""
@@ -338,11 +339,9 @@ class Journal:
         begin = self._beginning()
         self.close()
         number, unfinished = self._number + 1, self._folder / "unfinished"
-        with create_file(unfinished) as file:
-            torch.save(self._core.state(), file)
-            file.flush()
-            os.fsync(file.fileno())
-        self._file = create_file(_journal_path(self._folder, number))  # before its checkpoint
+        save_values(unfinished, self._core.state())
+        self._path = _journal_path(self._folder, number)
+        self._file = create_file(self._path)  # before its checkpoint
         self.write(begin)
         unfinished.replace(_checkpoint_path(self._folder, number))
         for path in _files_before(self._folder, self._base):
@@ -362,4 +361,5 @@ class Journal:
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with naming(self._path):
+                self._file.close()

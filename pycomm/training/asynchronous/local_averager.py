@@ -22,8 +22,15 @@ from pycomm.training.asynchronous.averager import Averager, clone_tensors
 from pycomm.training.asynchronous.elastic_group import ElasticGroup
 from pycomm.training.asynchronous.fragment import Fragment
 from pycomm.training.asynchronous.loop import Loop, MeetingCheck
+from pycomm.untrusted import COUNT, ListOf, OneOf, PairOf, parse, require
 
 _FORMAT = 2
+_COUNTERS = {
+    "steps": COUNT,
+    "launched": COUNT,
+    "under_way": ListOf(PairOf(COUNT, COUNT)),
+    "fragments": ListOf(PairOf(OneOf(None, COUNT), COUNT)),
+}
 
 
 @dataclass(frozen=True)
@@ -209,7 +216,7 @@ class LocalAverager(Averager):
     def share_state(self, *, is_newcomer: bool) -> None:
         """Send the group's state to a new rank. Collective, with the new rank; meetings under way have their means."""
         mine = json.dumps(self._counters()).encode() if self._communicator.rank == 0 else b""
-        counters = json.loads(self._communicator.channel.all_gather_bytes(mine)[0])
+        counters = parse(self._communicator.channel.all_gather_bytes(mine)[0], _COUNTERS, "the counters of rank 0")
         if is_newcomer:
             self._resume(counters)
             self._is_new = True
@@ -327,6 +334,7 @@ def _check_state(state: dict[str, Any], current: dict[str, Any], fragments: Sequ
     wanted = {"format", "counters", *current}
     if not isinstance(state, dict) or state.keys() != wanted or state["format"] != _FORMAT:
         raise ValueError("state is not a LocalAverager.state_dict()")
+    require(state["counters"], _COUNTERS, "state['counters']")
     for what in ("anchors", "velocities"):
         if {n: t.shape for n, t in state[what].items()} != {n: t.shape for n, t in current[what].items()}:
             raise ValueError(f"state[{what!r}] is of other parameters, or of another outer optimizer")

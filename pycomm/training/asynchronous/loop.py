@@ -22,6 +22,7 @@ from pycomm.optim.loop_index import LoopIndex
 from pycomm.optim.module_hooks import BeforeForward, ForwardWatch, ZeroGradHook, forget_original, watch_copies
 from pycomm.optim.skips import listen_to_skips, stop_listening
 from pycomm.torch_internals import Places, current_graph_task, version_of
+from pycomm.untrusted import ANYTHING, ListOf, parse
 
 _ATTACH = "detach(), and call {} again with the module and the optimizer that are trained now"
 _LOOKED_AT = 8
@@ -342,7 +343,8 @@ class MeetingCheck:
         report = self.report
         groups = None if self.is_new else report.groups
         mine = json.dumps([report.problem, self.skipped, groups, sorted(report.own)]).encode()
-        received = [json.loads(message) for message in communicator.channel.all_gather_bytes(mine)]
+        messages = communicator.channel.all_gather_bytes(mine)
+        received = [parse(message, ListOf(ANYTHING, 4), "a rank's report") for message in messages]
         by_rank = dict(zip(rows, received, strict=True))
         for rank, (problem, *_) in by_rank.items():
             if problem:

@@ -354,7 +354,8 @@ class ParameterServer:
                 )
             meeting.publish_address(meeting.rank, listener)
             try:
-                serving.run()
+                with meeting.reporting(meeting.rank, len(expected), "cannot go on"):
+                    serving.run()
             finally:
                 self._last_stats = serving.stats()
             if journal is not None:

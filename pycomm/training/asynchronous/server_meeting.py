@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from pycomm import checks
 from pycomm.agreement import Words, exchanged, require_same, results_in
 from pycomm.collectives.transport import rendezvous
 from pycomm.collectives.transport.addresses import address_towards, loopback
@@ -27,7 +28,7 @@ from pycomm.collectives.transport.own_group import timeout_seconds
 from pycomm.errors import CommError, text_of
 from pycomm.torch_internals import PrefixStore, Store, root_store, store_of
 from pycomm.training.asynchronous.wire import WorkerListener
-from pycomm.untrusted import ListOf, Number, OneOf, parse, require
+from pycomm.untrusted import ListOf, Number, OneOf, escaped, parse, require
 
 _POLL = 0.01  # seconds
 _PATIENCE = 5.0  # seconds for others to read an error
@@ -172,13 +173,13 @@ class ServerMeeting:
         self._store.set(f"server/{server}", json.dumps(asdict(place)))
 
     @contextlib.contextmanager
-    def reporting(self, server: int, num_workers: int) -> Iterator[None]:
-        """Report an error inside the block to the ``num_workers`` workers that wait for ``server``."""
+    def reporting(self, server: int, num_workers: int, what: str = "could not begin") -> Iterator[None]:
+        """Report that ``server`` failed in ``what``, with an error inside the block, to its ``num_workers`` workers."""
         try:
             yield
         except Exception as error:
             if not self.is_late:  # else they wait for another process in its place
-                self._store.set(f"server/{server}", json.dumps({"failure": text_of(error)}))
+                self._store.set(f"server/{server}", json.dumps({"failure": f"{what}: {text_of(error)}"}))
                 self._await(f"read_failure/{server}", num_workers)
             raise
 
@@ -193,7 +194,7 @@ class ServerMeeting:
         """Return the last address of ``server``; ``None`` if there is none yet.
 
         Raises:
-            CommError: the server could not begin, or the store has ended.
+            CommError: the server could not begin or go on, or the store has ended.
         """
         try:
             if not self._store.check([f"server/{server}"]):
@@ -202,7 +203,7 @@ class ServerMeeting:
             found = parse(text, OneOf(_PLACE, _FAILURE), f"the address of server {server}")
             if "failure" in found:
                 self._store.add(f"read_failure/{server}", 1)
-                what = f"server {server} could not begin: {found['failure']}"
+                what = f"server {server} {escaped(found['failure'])}"
                 raise CommError.during("find a server", what, rank=self.worker, peer=server)
         except CommError:
             raise
@@ -232,9 +233,11 @@ def _from_environment(timeout: float) -> tuple[Store, int, int]:
             "torch.distributed is not initialised, and the environment does not name the other ranks' address: "
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set"
         )
-    host, port, size = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["WORLD_SIZE"])
+    port, size = checks.environment_count("MASTER_PORT"), checks.environment_count("WORLD_SIZE")
+    rank = checks.environment_count("RANK") if "RANK" in os.environ else -1
+    host = os.environ["MASTER_ADDR"]
     store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False)
-    return store, int(os.environ.get("RANK", "-1")), size
+    return store, rank, size
 
 
 def _require_safe(report: dict[str, Any], first: dict[str, Any], rank: int) -> None:

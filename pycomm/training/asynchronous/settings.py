@@ -23,7 +23,7 @@ from pycomm.training.asynchronous.averager import named_method
 from pycomm.training.asynchronous.core import Core, Piece, StateSpec, cut, group_sizes, is_elementwise, shard_dtype
 from pycomm.training.asynchronous.journal import Journal, Recovery
 from pycomm.training.asynchronous.modes import MODES, Mode, Sync, checked_mode
-from pycomm.untrusted import COUNT, OneOf, open_output, parse, reading
+from pycomm.untrusted import COUNT, OneOf, naming, open_output, parse, path_of, reading
 
 KEYS = ("event", "worker", "number")
 """Keys that identify an event of a worker."""
@@ -41,18 +41,20 @@ class Trace:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = open_output(path)
+        self._path, self._file = path, open_output(path)
 
     def begin(self) -> None:
         """Begin the trace, in an empty file."""
         self._file.truncate(0)
 
     def write(self, event: dict[str, Any]) -> None:
-        self._file.write(json.dumps({key: event[key] for key in KEYS if key in event}).encode() + b"\n")
-        self._file.flush()
+        with naming(self._path):
+            self._file.write(json.dumps({key: event[key] for key in KEYS if key in event}).encode() + b"\n")
+            self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        with naming(self._path):
+            self._file.close()
 
 
 class Replay:
@@ -140,7 +142,7 @@ def checked_settings(
 def _path(name: str, value: str | Path | None) -> Path | None:
     if value is not None and not isinstance(value, str | Path):
         raise TypeError(f"{name} is {value!r}, wanted a path")
-    return None if value is None else Path(value)
+    return None if value is None else path_of(value)
 
 
 def checked_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, torch.Tensor]:

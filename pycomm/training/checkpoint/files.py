@@ -12,11 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pycomm.untrusted import ANYTHING, ListOf, MapOf, open_file, parse, read_file, require
+import torch
+
+from pycomm.untrusted import ANYTHING, ListOf, MapOf, creating, naming, open_file, parse, read_file, require
 from pycomm.untrusted import read_json as read_json_file
 
 _CHUNK_BYTES = 4 << 20
-_LARGEST_JSON = 1 << 30  # bytes
+_LARGEST_JSON = 1 << 30  # bytes: a part has about 1 KB per tensor
+_LARGEST_MANIFEST = 4 << 20  # bytes: a manifest has 75 per rank. Python's objects may take 30 times as much memory
 
 
 class DamagedError(ValueError):
@@ -27,7 +30,8 @@ def sync_directory(path: Path) -> None:
     """Flush the directory entries of ``path`` to disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -36,7 +40,7 @@ def write_json(path: Path, content: dict[str, Any]) -> dict[str, Any]:
     """Write ``content`` to ``path`` atomically; return the size and digest for :func:`read_json`."""
     data = json.dumps(content).encode()
     temporary = path.with_name(f"{path.name}.part")
-    with open(temporary, "wb") as stream:
+    with creating(temporary) as stream:
         stream.write(data)
         stream.flush()
         os.fsync(stream.fileno())
@@ -70,7 +74,7 @@ def write_sealed(path: Path, content: dict[str, Any]) -> None:
 
 def read_sealed(path: Path) -> dict[str, Any]:
     """Return the content that :func:`write_sealed` wrote. Raise DamagedError if the file is damaged."""
-    data = read_part(path)
+    data = read_part(path, _LARGEST_MANIFEST)
     outer = parsed(data, {"content": MapOf(ANYTHING), "checksum": str}, path)
     content: dict[str, Any] = outer["content"]
     try:
@@ -170,7 +174,7 @@ class Reserve:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with open(path, "wb") as stream:
+        with creating(path) as stream:
             stream.write(b" " * self.NUM_BYTES)
             stream.flush()
             os.fsync(stream.fileno())
@@ -204,8 +208,8 @@ def read_report(path: Path) -> tuple[str, str] | None:
 
 @contextmanager
 def summed(path: Path, sums: dict[str, Any]) -> Iterator[Summed]:
-    """Open ``path`` for writing, then add its size and checksum to ``sums`` under its name."""
-    with open(path, "wb", buffering=1 << 20) as stream:
+    """Create ``path`` for writing, then add its size and checksum to ``sums`` under its name."""
+    with creating(path) as stream:
         found = Summed(stream)
         try:
             yield found
@@ -217,10 +221,17 @@ def summed(path: Path, sums: dict[str, Any]) -> Iterator[Summed]:
         sums[path.name] = {"bytes": found.num_bytes, "crc32": found.crc32}
 
 
-def read_part(path: Path) -> bytes:
-    """Return the content of a file of JSON. Raise DamagedError if it cannot be read."""
+def save_values(path: Path, value: Any) -> None:
+    """Write ``value`` to ``path`` by ``torch.save``, and to disk."""
+    with summed(path, {}) as stream:
+        torch.save(value, stream)  # type: ignore[arg-type]
+        os.fsync(stream.fileno())
+
+
+def read_part(path: Path, most: int = _LARGEST_JSON) -> bytes:
+    """Return the content of a file of JSON of at most ``most`` bytes. Raise DamagedError if it cannot be read."""
     try:
-        return read_file(path, most=_LARGEST_JSON)
+        return read_file(path, most=most)
     except (OSError, ValueError) as error:
         raise DamagedError(f"{path} cannot be read: {error}") from error
 

@@ -19,7 +19,7 @@ from pycomm.training.checkpoint.files import DamagedError, checked
 from pycomm.training.checkpoint.folder import Checkpoint, Saved, numbers_in, whole
 from pycomm.training.checkpoint.saving import exchanged, settle, together
 from pycomm.training.reducer import Reducer
-from pycomm.untrusted import ANYTHING, COUNT, ListOf, MapOf, OneOf, one_line
+from pycomm.untrusted import ANYTHING, COUNT, ListOf, MapOf, OneOf, one_line, path_of
 
 _LOG = logging.getLogger("pycomm")
 
@@ -111,7 +111,7 @@ def _checked_folder(path: str | os.PathLike[str], reducer: Reducer, more: Mappin
                 f"{name} is a {type(value).__name__}, wanted an object with state_dict() and load_state_dict(): "
                 "plain values are returned"
             )
-    return Path(path)
+    return path_of(path)
 
 
 def _last_whole(folder: Path, reducer: Reducer, more: Mapping[str, Any]) -> tuple[Path, _Plan]:
@@ -152,6 +152,8 @@ def _damage(path: Path, reducer: Reducer, more: Mapping[str, Any], found: list[_
             found.append(_Plan(checkpoint, reducer, more))
     except DamagedError as error:
         return str(error) if str(path) in str(error) else f"{path}: {error}"
+    except MemoryError:
+        return f"{path} takes more memory than there is"
     return ""
 
 

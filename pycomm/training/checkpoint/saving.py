@@ -50,6 +50,7 @@ from pycomm.training.checkpoint.folder import (
 )
 from pycomm.training.elastic.liveness import ProcessWatch
 from pycomm.training.reducer import Reducer
+from pycomm.untrusted import path_of
 
 T = TypeVar("T")
 
@@ -172,7 +173,7 @@ def _agree(
     def look() -> dict[str, Any]:
         if error is not None:
             raise error
-        folders.append(Path(path))
+        folders.append(path_of(path))
         checks.count("keep", keep, 1)
         if training.is_window_open:
             raise RuntimeError("save inside an accumulation window: call flush() and step first, or save later")

@@ -19,6 +19,7 @@ from typing import TypeVar
 import numpy as np
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from pycomm import untrusted
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.transport.rendezvous import anonymous_memory, is_sealed_memory
 from pycomm.errors import CommError
@@ -73,6 +74,8 @@ class AgreementStore:
                 return answer
             except RuntimeError as error:  # torch's DistStoreError is one
                 problem = f"failed: {error}"
+            except ValueError as error:  # somebody else has written there
+                problem = f"holds what no rank has written: {error}"
         raise CommError.during(
             "recover",
             f"the store in which the remaining ranks agree {problem}; on several hosts it is the process group's, "
@@ -119,7 +122,7 @@ def shared_file(communicator: Communicator, name: str, otherwise: str, num_bytes
             mine = open_file(path)
             if num_bytes and not is_sealed_memory(mine, num_bytes):
                 problem = f"it is not sealed at {num_bytes} bytes"
-        except OSError as error:  # /proc may hide other processes
+        except (OSError, ValueError) as error:  # /proc may hide other processes
             problem = str(error)
     for rank, text in enumerate(communicator.channel.all_gather_bytes(problem.encode())):
         if text:
@@ -136,10 +139,11 @@ def open_file(path: str) -> int:
 
     Raises:
         OSError: the file cannot be opened, or ``path`` is not that of such a file.
+        ValueError: it is a FIFO, a device or a folder.
     """
     if not _PATH.fullmatch(path):
         raise OSError(f"{path[:80]!r} is no memory of a process")
-    return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    return untrusted.opened(path, os.O_RDWR)
 
 
 _TIME_BITS = 48  # microseconds, for nine years; the rest of a word numbers the event

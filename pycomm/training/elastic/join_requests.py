@@ -26,25 +26,25 @@ from pycomm.collectives.transport.addresses import split_address
 from pycomm.collectives.transport.authentication import SECRET, Signer, secret
 from pycomm.errors import CommError
 from pycomm.torch_internals import PrefixStore, Store, root_store
-from pycomm.untrusted import COUNT, PROCESS_ID, ListOf, MapOf, OneOf, escaped, parse
+from pycomm.training.elastic.liveness import PROCESS
+from pycomm.untrusted import ANYTHING, COUNT, ListOf, MapOf, PairOf, escaped, parse, require
 from pycomm.worker import Work, Worker
 
 _INTERVAL = 0.1  # seconds between two looks
 _POLL = 0.01  # seconds
 
-_PROCESS = {"host": str, "pid": PROCESS_ID, "start": COUNT}
-_REQUEST = {"process": _PROCESS, "lines": ListOf(ListOf(str, length=2)), "nonce": str, "proof": str}
+_REQUEST = {"process": PROCESS, "lines": ListOf(ListOf(str, length=2)), "nonce": str, "proof": str}
 _INVITATION = {
     "name": str,
     "backends": str,
     "agreement": ListOf(str, length=2),
-    "world": ListOf(COUNT),
+    "world": ListOf(COUNT, least=1),
     "round": COUNT,
     "epoch": COUNT,
     "numbers": COUNT,
-    "processes": MapOf(_PROCESS),
+    "processes": ListOf(PairOf(COUNT, PROCESS)),
 }
-_ANSWER = {"content": OneOf({"refused": str}, _INVITATION), "proof": str}
+_ANSWER = {"content": MapOf(ANYTHING), "proof": str}
 
 T = TypeVar("T")
 
@@ -233,10 +233,12 @@ class JoinClient:
         except CommError:
             raise
         except RuntimeError as error:  # torch's DistNetworkError is one
-            what = f"the job at {self._address} has ended, or its store can no longer be reached: {error}"
-            raise self._failed(what) from error
-        told = parse(text, _ANSWER, f"the answer of the ranks that meet at {self._address}")
+            problem = f"the job at {self._address} has ended, or its store can no longer be reached: {error}"
+            raise self._failed(problem) from error
+        what = f"the answer of the ranks that meet at {self._address}"
+        told = parse(text, _ANSWER, what)
         answer: dict[str, Any] = told["content"]
+        require(answer, {"refused": str} if "refused" in answer else _INVITATION, what, "content")
         refused = escaped(answer.get("refused", ""))
         parts = _bound(self.index, number, nonce, answer)
         if self._signer.key is not None and not self._signer.is_signed(told["proof"], "answer", *parts):

@@ -18,6 +18,7 @@ from pycomm import threads
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.transport import processes, rendezvous
 from pycomm.torch_internals import PrefixStore, Store
+from pycomm.untrusted import COUNT, PROCESS_ID, parse
 
 STOPPED_PATIENCE = 0.5
 """Seconds for which a process may be stopped before its rank is excluded."""
@@ -26,6 +27,8 @@ _STOPPED = "is stopped"
 
 Process = dict[str, Any]
 """Process of a rank: ``host``, ``pid`` and start time ``start``, which tells processes of equal ids apart."""
+PROCESS = {"host": str, "pid": PROCESS_ID, "start": COUNT}
+"""Shape of a :data:`Process` in a message."""
 
 
 def this_process() -> Process:
@@ -47,7 +50,9 @@ class ProcessWatch:
     def meet(self, communicator: Communicator, ranks: Iterable[int]) -> None:
         """Exchange the processes of ``ranks``, the numbers of the communicator's ranks. Collective."""
         everyones = communicator.channel.all_gather_bytes(json.dumps(this_process()).encode())
-        self.processes = {rank: json.loads(text) for rank, text in zip(ranks, everyones, strict=True)}
+        self.processes = {
+            rank: parse(text, PROCESS, f"rank {rank}'s process") for rank, text in zip(ranks, everyones, strict=True)
+        }
 
     def sees(self, rank: int) -> bool:
         """Return whether ``rank`` is on this host."""

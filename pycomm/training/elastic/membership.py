@@ -30,7 +30,16 @@ from pycomm.training.elastic.agreement_store import (
     open_file,
     open_ready_count,
 )
-from pycomm.training.elastic.liveness import PATIENCE, STOPPED_PATIENCE, Heartbeat, ProcessWatch, is_called, round_store
+from pycomm.training.elastic.liveness import (
+    PATIENCE,
+    PROCESS,
+    STOPPED_PATIENCE,
+    Heartbeat,
+    ProcessWatch,
+    is_called,
+    round_store,
+)
+from pycomm.untrusted import COUNT, ListOf, OneOf, PairOf, escaped, parse
 
 _POLL = 0.002  # seconds
 
@@ -41,6 +50,10 @@ _TO_JOIN = 10.0
 """Seconds within which an admitted newcomer must connect."""
 
 World = tuple[int, ...]
+
+_FATES = ListOf(PairOf(COUNT, str))
+_REPORT = {"committed": COUNT, "silent": _FATES, "why": str}
+_DECISION = {"world": ListOf(COUNT, least=1), "committed": COUNT, "gone": _FATES}
 
 
 @dataclass(frozen=True)
@@ -87,7 +100,7 @@ class _Round:
 
     def is_over(self, *, out_of_patience: bool) -> bool:
         """Return whether every rank has reported or counts as lost, as silent ones do when ``out_of_patience``."""
-        accused = {int(rank): why for report in self._reports.values() for rank, why in report["silent"].items()}
+        accused = {rank: why for report in self._reports.values() for rank, why in report["silent"]}
         for rank in self._silent():
             fate = self._watch.fate_of(rank) or accused.get(rank)
             if fate is None and (out_of_patience or self._is_mute(rank)):
@@ -98,8 +111,9 @@ class _Round:
 
     def propose(self) -> None:
         """Propose the ranks that have reported as the new world, unless there is a decision already."""
-        committed = max(int(report["committed"]) for report in self._reports.values())
-        text = json.dumps([sorted(self._reports), committed, self._gone])
+        committed = max(report["committed"] for report in self._reports.values())
+        decision = {"world": sorted(self._reports), "committed": committed, "gone": list(self._gone.items())}
+        text = json.dumps(decision)
         self._agreement.ask(lambda: self._store.compare_set("decision", "", text))
 
     def _is_mute(self, rank: int) -> bool:
@@ -115,16 +129,23 @@ class _Round:
 
     def _look(self) -> Decision | None:
         if self._store.check(["decision"]):
-            world, committed, gone = json.loads(self._store.get("decision"))
-            return Decision(tuple(world), committed, {int(rank): fate for rank, fate in gone.items()})
+            told = self._read("decision", _DECISION)
+            if not set(told["world"]) <= set(self._world):
+                raise ValueError(f"decision is malformed: its world {told['world']} is no part of {list(self._world)}")
+            return Decision(
+                tuple(told["world"]), told["committed"], {rank: escaped(fate) for rank, fate in told["gone"]}
+            )
         for rank in self._world:
             if rank not in self._reports and self._store.check([f"report/{rank}"]):
-                self._reports[rank] = json.loads(self._store.get(f"report/{rank}"))
+                self._reports[rank] = self._read(f"report/{rank}", _REPORT)
                 self._gone.pop(rank, None)
         for rank in self._silent():
             if self._store.check([f"gone/{rank}"]):
-                self._gone[rank] = self._store.get(f"gone/{rank}").decode()
+                self._gone[rank] = escaped(self._store.get(f"gone/{rank}").decode())
         return None
+
+    def _read(self, key: str, shape: Any) -> Any:
+        return parse(self._store.get(key), shape, key)
 
 
 class Membership:
@@ -190,7 +211,7 @@ class Membership:
         if self._heartbeat is not None:
             self._heartbeat.expect(self._round + 1)
         attempt = self._attempt(self._round)
-        attempt.report(self.me, {"committed": committed, "silent": silent or {}, "why": why})
+        attempt.report(self.me, {"committed": committed, "silent": list((silent or {}).items()), "why": why})
         start = time.monotonic()
         while (decision := attempt.decision()) is None:
             if attempt.is_over(out_of_patience=time.monotonic() - start > self._timeout):
@@ -245,7 +266,8 @@ class Membership:
             ValueError: on all ranks: the first one has not checked the request.
         """
         number, self._numbers = self._numbers, self._numbers + 1
-        checked = json.loads(communicator.channel.all_gather_bytes(json.dumps(process).encode())[0])
+        told = communicator.channel.all_gather_bytes(json.dumps(process).encode())[0]
+        checked = parse(told, OneOf(None, PROCESS), f"rank 0's message about request {request} to join")
         if checked is None:
             raise ValueError(f"the first rank has not checked request {request} to join")
         self.watch.processes[number] = checked
@@ -266,7 +288,7 @@ class Membership:
             "round": self._round,
             "epoch": self.epoch,
             "numbers": self._numbers,
-            "processes": self.watch.processes,
+            "processes": list(self.watch.processes.items()),
         }
 
     @classmethod
@@ -289,7 +311,7 @@ class Membership:
         made = cls(agreement, first, world[-1], min_ranks, timeout, counts_ready)
         made.world, made._round, made.epoch = world, invitation["round"], invitation["epoch"]
         made._numbers = invitation["numbers"]
-        made.watch.processes = {int(rank): process for rank, process in invitation["processes"].items()}
+        made.watch.processes = dict(invitation["processes"])
         return made, made._place(f"join/{invitation['request']}", _TO_JOIN)
 
     def _place(self, name: str, patience: float) -> Place:

@@ -36,6 +36,7 @@ from pycomm.training.reducer.engine import Engine
 from pycomm.training.reducer.parameters import ParameterTable
 from pycomm.training.reducer.settings import AttachSettings
 from pycomm.training.reducer.window import SampleWeights, TrainingProgress
+from pycomm.untrusted import ANYTHING, ListOf, parse
 
 _CHUNK_BYTES = 32 << 20
 
@@ -139,7 +140,7 @@ def share_state(communicator: Communicator, carried: Carried, newcomer: bool) ->
     tensors: list[torch.Tensor] = []
     nodes = [*state_nodes(optimizer, params, tensors), encode(carried.plain(), tensors)]
     mine = json.dumps(nodes).encode() if communicator.rank == 0 else b""
-    nodes = json.loads(communicator.channel.all_gather_bytes(mine)[0])
+    nodes = parse(communicator.channel.all_gather_bytes(mine)[0], ListOf(ANYTHING), "the state of rank 0")
     outcome: tuple[dict[str, Any], list[torch.Tensor]] | Exception = attempt(
         lambda: _restructured(table, params, nodes, carried.plain()) if newcomer else ({}, tensors)
     )

@@ -27,6 +27,7 @@ from pycomm.training.reducer.engine import Engine
 from pycomm.training.reducer.parameters import ParameterTable
 from pycomm.training.reducer.rank_flags import raise_different_new
 from pycomm.training.reducer.settings import AttachSettings
+from pycomm.untrusted import ListOf, parse
 
 _INSTEAD = (
     "optimizer.step() would move this rank's parameters alone. For gradients that backward() did not make "
@@ -326,7 +327,7 @@ class ParameterChanges:
             store = self._communicator.place.store
             for rank in ranks:
                 key = self._key(rank)
-                names[rank] = json.loads(store.get(key)) if store.check([key]) else []
+                names[rank] = parse(store.get(key), ListOf(str), key) if store.check([key]) else []
             weighted = [rank for rank in ranks if store.check([f"{self._keys}/weights/{rank}"])]
         try:
             raise_different_new({rank: {"new": new} for rank, new in names.items()})

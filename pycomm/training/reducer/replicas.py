@@ -57,6 +57,7 @@ from pycomm.training.reducer.rank_flags import (
 from pycomm.training.reducer.replica_differences import DamageError, Hashes, Named, ReplicaDifferences, RollingHash
 from pycomm.training.reducer.settings import AttachSettings
 from pycomm.training.reducer.window import HostCopy, TrainingProgress
+from pycomm.untrusted import ANYTHING, ListOf, MapOf, parse
 
 _REMEMBERED = 4
 """Number of comparisons that may still be reported: on a GPU the host reports two reductions later."""
@@ -149,6 +150,9 @@ _STEP = slice(0, _STEP_BITS)
 _STATE = _STEP_BITS
 _PARAMETERS = slice(_STATE + 1, ALIKE.start - _BUFFER_BITS)
 _BUFFERS = slice(ALIKE.start - _BUFFER_BITS, ALIKE.start)
+
+_NUMBERS = ListOf(MapOf(ANYTHING))
+_ALIKE = {"groups": _NUMBERS, "of_step": _NUMBERS, "modes": MapOf(bool), "names": ListOf(str)}
 
 _logger = logging.getLogger("pycomm")
 
@@ -352,7 +356,8 @@ class RankComparison:
             DamageError: some ranks' parameters differ from those of most, or their state has changed by itself.
         """
         mine = {"steps": self._progress.num_steps, "absent": self.absent, **asdict(self.flags.record_of(of))}
-        records = [json.loads(text) for text in self._differences.all_gather_text(json.dumps(mine))]
+        texts = self._differences.all_gather_text(json.dumps(mine))
+        records = [parse(text, MapOf(ANYTHING), "a rank's record of a reduction") for text in texts]
         by_rank = dict(zip(self._world(), records, strict=True))
         absent = [words["absent"] for words in records]
         steps = [words["steps"] for words in records if not words["absent"]] or [words["steps"] for words in records]
@@ -385,16 +390,20 @@ class RankComparison:
         numbers, module = self.flags.hyperparameters, self._table.module
         parts = {} if module is None or not self._compares_modes else dict(uncompiled(module).named_modules())
         modes = {name: part.training for name, part in parts.items()}
-        text = json.dumps([numbers.groups(), numbers.groups_of_step, modes, self._table.names_in_optimizer()])
-        texts = dict(zip(records, map(json.loads, self._differences.all_gather_text(text)), strict=True))
+        groups, of_step, names = numbers.groups(), numbers.groups_of_step, self._table.names_in_optimizer()
+        text = json.dumps({"groups": groups, "of_step": of_step, "modes": modes, "names": names})
+        texts = [parse(each, _ALIKE, "what a rank does") for each in self._differences.all_gather_text(text)]
+        every = dict(zip(records, texts, strict=True))
         trained = {rank for rank, words in there.items() if words["loop"] is not None}
-        raise_removed({rank: of[3] for rank, of in texts.items() if rank in there})
-        groups = {rank: of[0] if rank in there else None for rank, of in texts.items()}
-        raise_different_groups(groups, {rank: of[1] for rank, of in texts.items() if rank in trained})
+        raise_removed({rank: of["names"] for rank, of in every.items() if rank in there})
+        raise_different_groups(
+            {rank: of["groups"] if rank in there else None for rank, of in every.items()},
+            {rank: of["of_step"] for rank, of in every.items() if rank in trained},
+        )
         raise_different_scales(there)
         raise_out_of_loop(there)
         raise_different_freezing(there)
-        raise_different_modes({rank: of[2] for rank, of in texts.items() if rank in trained})
+        raise_different_modes({rank: of["modes"] for rank, of in every.items() if rank in trained})
         if self._communicator.rank == 0 and (found := different_windows(there)):  # all ranks would warn of the same
             warnings.warn(found, RuntimeWarning, stacklevel=2)
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from pycomm.collectives.recorder import Recorder
 from pycomm.collectives.recorder.traces import DEFAULT_STEP, FOLDER, STEP
+from pycomm.untrusted import creating
 
 _LOG = logging.getLogger("pycomm")
 _optimizers: Counter[Path] = Counter()  # attached ones of this process, by the folder of their files
@@ -136,7 +137,8 @@ class StepTrace:
         partial = file.with_suffix(".partial")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(content))
+            with creating(partial) as stream:
+                stream.write(json.dumps(content).encode())
             partial.replace(file)
         except OSError as error:  # no reason to stop training on one rank
             _LOG.warning("the trace of step %d could not be written to %s: %s", self._step, file, error)

@@ -10,7 +10,9 @@ from typing import Any
 from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
 
 from pycomm.tools.launching import RankError
+from pycomm.untrusted import ANYTHING, ListOf, parse
 
+_ANSWER = {"value?": ANYTHING, "error?": str}
 _PATIENCE = timedelta(minutes=20)  # for one turn: the launcher notices ranks that die
 
 
@@ -45,7 +47,7 @@ class LaunchedWorkers:
         for rank, answer in enumerate(answers):
             if "error" in answer:
                 raise RankError(f"rank {rank} failed:\n{answer['error']}")
-        return [answer["value"] for answer in answers]
+        return [answer.get("value") for answer in answers]
 
     def close(self) -> None:
         """Wait for rank 0 to finish; rank 0 waits for the others, since it may host the store. Collective."""
@@ -61,11 +63,13 @@ class LaunchedWorkers:
         number, self._calls = self._calls, self._calls + 1
         if self.rank > 0:
             self._answers.set(f"{number} {self.rank}", json.dumps(mine))
-            together: list[dict[str, Any]] = json.loads(self._answers.get(f"{number}"))
-            return together
+            return self._read(f"{number}", ListOf(_ANSWER, self.size))  # type: ignore[no-any-return]
         theirs = [f"{number} {rank}" for rank in range(1, self.size)]
-        text = json.dumps([mine, *(json.loads(self._answers.get(key)) for key in theirs)])
+        text = json.dumps([mine, *(self._read(key, _ANSWER) for key in theirs)])
         self._answers.set(f"{number}", text)
         for key in (*theirs, *([f"{number - 1}"] if number else [])):  # all have read the previous one
             self._answers.delete_key(key)
-        return json.loads(text)  # type: ignore[no-any-return]  # like the other ranks, without tuples
+        return parse(text, ListOf(_ANSWER), "the answers")  # type: ignore[no-any-return]  # without tuples, like there
+
+    def _read(self, key: str, shape: Any) -> Any:
+        return parse(self._answers.get(key), shape, f"answer {key!r} in the launcher's store")

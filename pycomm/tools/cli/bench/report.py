@@ -15,6 +15,7 @@ import torch
 from pycomm.tools.cli.bench.settings import BenchSettings
 from pycomm.tools.cli.bench.table import PLACES, TableLine, Timed, environment
 from pycomm.tools.cli.bench.timing import Samples
+from pycomm.untrusted import naming
 
 _VERSION = 3  # of nccl-tests' format
 _VARIABLES = ("PYCOMM_", "NCCL_", "GLOO_", "OMP_", "MPI4PY_", "TORCH_", "CUDA_VISIBLE_DEVICES", "WORLD_SIZE")
@@ -66,7 +67,8 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
     """Write the report, or leave no file."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        partial.write_text(json.dumps(content, indent=1) + "\n")
+        with naming(path):
+            partial.write_text(json.dumps(content, indent=1) + "\n")
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

@@ -10,6 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from pycomm.tools.cli.demo.results import Death, Results, RunOutcome, smoothed, speed
+from pycomm.untrusted import naming
 
 
 def save_plot(results: Results, title: str, link: str, path: Path) -> None:
@@ -28,7 +29,8 @@ def save_plot(results: Results, title: str, link: str, path: Path) -> None:
     if results.death is not None:
         _draw_death(rest[0], results.death)
     figure.suptitle(title)
-    figure.savefig(path, format="png")
+    with naming(path):
+        figure.savefig(path, format="png")
 
 
 def _draw_speeds(axes: Axes, runs: list[RunOutcome]) -> None:

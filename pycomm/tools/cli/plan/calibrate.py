@@ -16,7 +16,7 @@ from pycomm.schedule.network import Network
 from pycomm.tools.cli.arguments import complain, load_package
 from pycomm.tools.cli.plan.report import link_text, require_free, time_text
 from pycomm.tools.cli.table import print_table
-from pycomm.untrusted import one_line
+from pycomm.untrusted import naming, one_line
 
 if TYPE_CHECKING:  # takes torch
     from pycomm.collectives.communicator import Communicator
@@ -83,7 +83,8 @@ def _require_free_for_all(communicator: Communicator, arguments: argparse.Namesp
 
 
 def _write(network: Network, path: Path) -> None:
-    path.write_text(network.to_json())
+    with naming(path):
+        path.write_text(network.to_json())
     print_calibration(network)
     print(f'\nnetwork written to {path}: --network {path}, or PYCOMM_NETWORK={path} for algorithm="auto"')
 

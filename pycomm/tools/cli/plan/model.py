@@ -14,7 +14,7 @@ from pycomm.parallel.planning.profile import make_without_memory, profile
 from pycomm.tools.cli.plan.report import require_free, time_text
 from pycomm.tools.cli.plan.sources import load_source
 from pycomm.tools.cli.table import table
-from pycomm.untrusted import one_line
+from pycomm.untrusted import naming, one_line
 
 _MOST_ROWS = 12
 
@@ -64,7 +64,8 @@ def plan_model(arguments: argparse.Namespace) -> bool:
     _print_options(ranking, task)
     _print_refusals(ranking)
     if ranking.options and arguments.write is not None:
-        arguments.write.write_text(ranking.options[0].plan().to_json())
+        with naming(arguments.write):
+            arguments.write.write_text(ranking.options[0].plan().to_json())
         print(f"\nplan written to {arguments.write}: pycomm.parallel.split(model, mesh, {str(arguments.write)!r})")
     return bool(ranking.options)
 

@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from pycomm.schedule.choose import Ranking
-from pycomm.untrusted import one_line
+from pycomm.untrusted import naming, one_line
 
 if TYPE_CHECKING:
     from pycomm.parallel.planning.scaling import Fit
@@ -36,7 +36,8 @@ def save_plot(ranking: Ranking, nbytes: float, path: Path) -> None:
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper", fontsize="small", title="fastest first")
     figure.suptitle(f"all_reduce among {ranking.num_ranks} ranks, network {_plain(ranking.network.name)}")
-    figure.savefig(path, format="png")
+    with naming(path):
+        figure.savefig(path, format="png")
 
 
 def _plain(name: str) -> str:
@@ -67,4 +68,5 @@ def save_scaling(fits: Sequence[Fit], points: Mapping[int, float], devices: Sequ
     efficiency.set_ylabel("efficiency e, per cent")
     efficiency.set_ylim(bottom=0)
     throughput.legend(fontsize="small")
-    figure.savefig(path, format="png")
+    with naming(path):
+        figure.savefig(path, format="png")

@@ -85,8 +85,12 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"pycomm trace: no rank reached step {arguments.step} of an attached optimizer", file=sys.stderr)
         return _INTERRUPTED if code == _INTERRUPTED else 1
     picture, events = pictures
-    timeline.save_picture(traces, picture)
-    timeline.save_json(traces, events)
+    try:
+        timeline.save_picture(traces, picture)
+        timeline.save_json(traces, events)
+    except OSError as error:
+        complain(f"pycomm trace: {error}")
+        return 2
     say("\n".join(timeline.summary(traces)))
     print(f"written: {picture}, {events} (for chrome://tracing or ui.perfetto.dev)")
     return code if code in (0, _INTERRUPTED) else 1

@@ -86,7 +86,7 @@ def _read(path: Path) -> RankTrace:
 
 def save_json(traces: Sequence[RankTrace], path: Path) -> None:
     """Write ``traces`` for chrome://tracing and Perfetto: a process per rank, a thread per lane."""
-    with path.open("w") as file:
+    with untrusted.naming(path), path.open("w") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": ')
         made = ChromeTrace(file)
         for trace in traces:
@@ -129,7 +129,8 @@ def save_picture(traces: Sequence[RankTrace], path: Path) -> None:
     patches = [Patch(color=color, label=name) for name, color in _COLORS.items() if name in used]
     if patches:
         figure.legend(handles=patches, loc="outside upper center", ncols=len(patches), fontsize="small")
-    figure.savefig(path, format="png")
+    with untrusted.naming(path):
+        figure.savefig(path, format="png")
 
 
 def summary(traces: Sequence[RankTrace]) -> list[str]:
