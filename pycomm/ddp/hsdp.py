@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
@@ -17,10 +17,10 @@ from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.transport.own_group import group_of
 from pycomm.compression import Compression
 from pycomm.compression.saved_state import gather_state, select_state
+from pycomm.ddp.flags import SteppedOptimizers, TrainingLoop
 from pycomm.ddp.progress import HookProgress, HookSettings, checked_settings
 from pycomm.ddp.replicas import ReplicaSteps, ShardedReplicas, state_of
 from pycomm.errors import attempt
-from pycomm.optim.loop_index import LoopIndex
 from pycomm.optim.module_hooks import AfterForward
 from pycomm.torch_internals import ShardedGroup, sharded_groups
 
@@ -36,6 +36,7 @@ def register_hsdp(
     loss_scaler: Any = None,
     optimizer: torch.optim.Optimizer | None = None,
     algorithm: str = "auto",
+    per_rank: Iterable[str] = (),
     timeout: timedelta | float | None = None,
 ) -> HsdpHandle:
     """Average gradients between the replicas of a model from now on, each of which is sharded by FSDP2.
@@ -55,7 +56,7 @@ def register_hsdp(
         model: model whose modules were given to ``fully_shard`` with a mesh of the shard dimension alone.
         process_group: group, or one-dimensional ``DeviceMesh``, of the ranks with the same shard in every replica,
             including this one.
-        compression, loss_scaler, algorithm, timeout: as for :func:`pycomm.ddp.register`. If a gradient is not
+        compression, loss_scaler, algorithm, per_rank, timeout: as for :func:`pycomm.ddp.register`. If a gradient is not
             finite on any rank, all are NaN on all ranks after ``backward()``. DGC's ``weight_decay`` is refused.
         optimizer: likewise.
 
@@ -65,9 +66,10 @@ def register_hsdp(
     Raises:
         RuntimeError: torch.distributed is not initialised.
         TypeError, ValueError: an argument is wrong, modules replicate by themselves or have a hook already, or
-            the replicas' settings or parameters differ (on every rank of the group).
+            the replicas' settings or parameters differ (on every rank of the group). From ``backward()``: as from
+            :func:`pycomm.ddp.register`.
     """
-    request = attempt(lambda: _checked(model, compression, loss_scaler, optimizer, algorithm))
+    request = attempt(lambda: _checked(model, compression, loss_scaler, optimizer, algorithm, per_rank))
     communicator = Communicator(process_group, timeout)
     made = [communicator]
     try:
@@ -85,12 +87,12 @@ def register_hsdp(
 
 
 def _checked(
-    model: Any, compression: Any, loss_scaler: Any, optimizer: Any, algorithm: Any
+    model: Any, compression: Any, loss_scaler: Any, optimizer: Any, algorithm: Any, per_rank: Any
 ) -> tuple[HookSettings, Modules]:
     """Return settings and modules. Raises TypeError or ValueError if an argument is wrong."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, wanted a torch.nn.Module given to fully_shard")
-    settings = checked_settings(compression, loss_scaler, optimizer, algorithm)
+    settings = checked_settings(compression, loss_scaler, optimizer, algorithm, per_rank)
     if getattr(settings.method, "weight_decay", 0.0):
         raise ValueError(f"{settings.method!r} of sharded parameters: leave weight decay to the optimizer")
     return settings, _modules_of(model)
@@ -182,7 +184,8 @@ class HsdpHandle:
         self._group = group
         self._shards = {m: ShardedReplicas(each, names, communicator, settings) for m, (names, each) in modules.items()}
         device = next(iter(self._shards.values())).exchanges.params[0].device
-        loop = LoopIndex()
+        params = {name: p for names, group in modules.values() for name, p in zip(names, group.params, strict=True)}
+        loop = TrainingLoop(SteppedOptimizers(params, settings.optimizer, settings.per_rank))
         all_shards = list(self._shards.values())
         self._progress = HookProgress([communicator, shard_communicator], settings, device)
         transactional = self._method.transactional

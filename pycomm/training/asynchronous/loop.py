@@ -17,7 +17,7 @@ from pycomm.collectives.communicator import Communicator
 from pycomm.descriptions import name_ranks
 from pycomm.optim.attached import forget_averaged, register_averaged
 from pycomm.optim.copies import MarkedParts
-from pycomm.optim.hyperparameters import Hyperparameters, Numbers, first_difference
+from pycomm.optim.hyperparameters import Hyperparameters, Numbers, first_difference, require_equal_groups
 from pycomm.optim.loop_index import LoopIndex
 from pycomm.optim.module_hooks import AfterForward, BeforeForward, ZeroGradHook, forget_original, watch_copies
 from pycomm.optim.skips import listen_to_skips, stop_listening
@@ -388,19 +388,7 @@ def require_equal(numbers: Mapping[int, Sequence[Any]]) -> None:
         rank: None if of_rank is None else [{k: n for k, n in group.items() if k not in own} for group in of_rank]
         for rank, (of_rank, _) in numbers.items()
     }
-    found = first_difference(list(groups.values()))
-    if found is None:
-        return
-    index, key, values = found
-    by_rank = ", ".join(
-        f"{value!r} on rank {rank}"
-        for (rank, of_rank), value in zip(groups.items(), values, strict=True)
-        if of_rank is not None
-    )
-    raise ValueError(
-        f"the ranks' optimizers differ: {key!r} of parameter group {index} is {by_rank}. Change it on all ranks alike, "
-        f'or write per_rank=("{key}",) if it is meant to differ'
-    )
+    require_equal_groups(groups)
 
 
 class WorkerParameters:

@@ -33,12 +33,11 @@ from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
-from pycomm.collectives.bucket import FINGERPRINT_BITS
+from pycomm.collectives.bucket import FingerprintBits
 from pycomm.descriptions import name_ranks
-from pycomm.optim.hyperparameters import Hyperparameters, Numbers, first_difference
+from pycomm.optim.hyperparameters import Hyperparameters
 from pycomm.optim.loop_index import LoopIndex
 
 GROUPS = slice(32, 44)
@@ -158,8 +157,7 @@ class RankFlags:
         self.has_pass, self.just_stepped = True, False
         self.announced = RankRequests()
         self.stop_requested = StopRequest()
-        on_host = device.type == "cpu"
-        self._shifts = None if on_host else torch.arange(FINGERPRINT_BITS, device=device, dtype=torch.int64)
+        self._bits = FingerprintBits(device)
         self._last: tuple[Any, int] | None = None  # fields and digest of the last reduction
         self._sent = (Record(), 0, torch.empty(0, dtype=torch.bool))  # what they came to
         self._records: deque[tuple[int, Record, int]] = deque(maxlen=_REMEMBERED)
@@ -197,19 +195,10 @@ class RankFlags:
         if (fields, digest) != self._last:  # most reductions repeat the one before
             record = Record(*fields)
             value = record.value(digest)
-            self._last, self._sent = (fields, digest), (record, value, self._bits(value))
+            self._last, self._sent = (fields, digest), (record, value, self._bits.of(value))
         record, value, bits = self._sent
         self._records.append((num_reductions, record, value))
         return bits
-
-    def _bits(self, value: int) -> torch.Tensor:
-        if self._shifts is None:
-            octets = np.frombuffer(value.to_bytes(FINGERPRINT_BITS // 8, "little"), np.uint8)
-            return torch.from_numpy(np.unpackbits(octets, bitorder="little").view(np.bool_))
-        signed = value - (1 << FINGERPRINT_BITS) if value >> (FINGERPRINT_BITS - 1) else value
-        # A kernel fills it in: a copy to the GPU would have to be waited for.
-        number = torch.full((), signed, dtype=torch.int64, device=self._shifts.device)
-        return ((number >> self._shifts) & 1).bool()
 
     def with_own_requests(self, differing: torch.Tensor) -> torch.Tensor:
         """Return ``differing`` with this rank's requests set, which count even if all ranks make them."""
@@ -277,24 +266,6 @@ def raise_out_of_loop(records: Mapping[int, Words]) -> None:
     raise RuntimeError(
         f"{name_ranks(most)} left out a batch: calls of optimizer.zero_grad() since the last reduction: "
         f"{_by_rank(calls)}. {_PAIRED}. A call that belongs to no training step goes in `with reducer.paused():`"
-    )
-
-
-def raise_different_groups(groups: Mapping[int, list[Numbers] | None]) -> None:
-    """Raise ValueError if hyperparameters differ; those of ranks that are not compared are ``None``."""
-    found = first_difference(list(groups.values()))
-    if found is None:
-        return
-    index, key, values = found
-    by_value: dict[str, list[int]] = {}
-    for (rank, group), value in zip(groups.items(), values, strict=True):
-        if group is not None:
-            by_value.setdefault("missing" if value is None else repr(value), []).append(rank)
-    described = ", ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in by_value.items())
-    raise ValueError(
-        f"the ranks' optimizers differ: {key!r} of parameter group {index} is {described}. Change it on all ranks "
-        "alike: by the same schedule, by a loss or progress that is averaged over the ranks, by a checkpoint that all "
-        f'load. If it is meant to differ, write tuning=pycomm.Tuning(per_rank=("{key}",))'
     )
 
 

@@ -34,7 +34,7 @@ from pycomm.collectives.layout import on_gpu
 from pycomm.collectives.tensor_memory import comparable, hashable
 from pycomm.compression.base import Flag
 from pycomm.descriptions import name_ranks
-from pycomm.optim.hyperparameters import Hyperparameters
+from pycomm.optim.hyperparameters import Hyperparameters, require_equal_groups
 from pycomm.training.reducer.buckets import BucketInFlight, state_of
 from pycomm.training.reducer.parameters import ParameterTable
 from pycomm.training.reducer.rank_flags import (
@@ -45,7 +45,6 @@ from pycomm.training.reducer.rank_flags import (
     RankFlags,
     RankRequests,
     raise_different_freezing,
-    raise_different_groups,
     raise_different_new,
     raise_out_of_loop,
 )
@@ -338,7 +337,8 @@ class RankComparison:
         if any(differing[GROUPS]):
             texts = self._differences.all_gather_text(json.dumps(self.flags.hyperparameters.groups()))
             groups = dict(zip(records, map(json.loads, texts), strict=True))
-            raise_different_groups({rank: None if rank not in there else of for rank, of in groups.items()})
+            counting = {rank: None if rank not in there else of for rank, of in groups.items()}
+            require_equal_groups(counting, 'tuning=pycomm.Tuning(per_rank=("{}",))')
         if any(differing[LOOP]):
             raise_out_of_loop(there)
         if any(differing[FROZEN]):
