@@ -21,7 +21,7 @@ from pycomm.optim.hyperparameters import Hyperparameters, Numbers, first_differe
 from pycomm.optim.loop_index import LoopIndex
 from pycomm.optim.module_hooks import AfterForward, BeforeForward, ZeroGradHook, forget_original, watch_copies
 from pycomm.optim.skips import listen_to_skips, stop_listening
-from pycomm.torch_internals import Places, current_graph_task, version_of
+from pycomm.torch_internals import Places, current_graph_task, move_hook, version_of
 
 _ATTACH = "detach(), and call {} again with the module and the optimizer that are trained now"
 _LOOKED_AT = 8
@@ -172,6 +172,7 @@ class Loop:
         self._index, self._in_step, self._is_excluded = LoopIndex(), False, False
         self._foreign_writes = ForeignWrites(tracked)
         self._handles: list[Any] = []
+        self._around_step: Sequence[Any] = ()
         self._refused: Callable[[str], None] = lambda _: None
 
     def watch(self, stepped: Callable[[], None], skipped: Callable[[], None], refused: Callable[[str], None]) -> None:
@@ -186,17 +187,20 @@ class Loop:
         def before(*_: object) -> None:
             self._require(self.tracked.problem_of_optimizer())
             self._in_step = True
-            self.numbers.before_step()
 
         def after(*_: object) -> None:
             self._in_step = False
-            self.numbers.after_step()
             stepped()
             self._foreign_writes.begin()
 
         self._refused = refused
         forget_original(self._model)
+        self._around_step = (
+            self._optimizer.register_step_pre_hook(lambda *_: self.numbers.before_step()),
+            self._optimizer.register_step_post_hook(lambda *_: self.numbers.after_step()),
+        )
         self._handles = [
+            *self._around_step,
             self._optimizer.register_step_pre_hook(before),
             self._optimizer.register_step_post_hook(after),
             self._model.register_forward_pre_hook(BeforeForward(self._before_forward, watches_copies=True)),
@@ -221,13 +225,20 @@ class Loop:
 
     def _before_forward(self) -> None:
         if current_graph_task() < 0 and self._is_training():
+            self._order_hooks()
             self._require(self.tracked.problem_at_forward() or self._foreign_writes.problem())
+
+    def _order_hooks(self) -> None:
+        """Read the numbers between all other hooks: what those change is not the optimizer's own."""
+        for handle, last in zip(self._around_step, (True, False), strict=True):
+            move_hook(handle, last=last)
 
     def _is_training(self) -> bool:
         return self._model.training and torch.is_grad_enabled() and not self._in_step
 
     def _zeroed(self) -> None:
         if not self._in_step:  # an optimizer may evaluate a closure any number of times
+            self._order_hooks()
             self._index.num_zero_grads += 1
 
     def _forwarded(self, output: Any) -> None:
