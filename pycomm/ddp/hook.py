@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
@@ -23,7 +24,8 @@ from pycomm.ddp.flags import HookFlags, SteppedOptimizers, TrainingLoop
 from pycomm.ddp.progress import HookProgress, HookSettings, checked_settings
 from pycomm.ddp.steps import Steps, weighting_of
 from pycomm.errors import attempt
-from pycomm.optim.module_hooks import AfterForward
+from pycomm.optim.copies import training_alone
+from pycomm.optim.module_hooks import AfterForward, watch_copies
 from pycomm.optim.parameter_checks import check_parameters
 from pycomm.torch_internals import GradBucket, communication_hooks, divides_by_active_ranks, zero_buckets
 from pycomm.training.reducer import StopRequest
@@ -200,7 +202,10 @@ class HookHandle:
         loop = TrainingLoop(SteppedOptimizers(names, settings.optimizer, settings.per_rank))
         self._flags = HookFlags(loop, communicator, device)
         self._steps = Steps(self._sorting, communicator, self._progress, self._flags)
-        self._forwards = ddp_model.register_forward_hook(AfterForward(loop.note_forward))
+        self._watches = [
+            ddp_model.register_forward_hook(AfterForward(loop.note_forward)),
+            *watch_copies(ddp_model.module),
+        ]
         for bucket in zero_buckets(ddp_model):  # so that state can be loaded before the first step
             self._sorting.of(bucket.index(), bucket.parameters())
 
@@ -243,6 +248,10 @@ class HookHandle:
         """Request to stop that all ranks have received; see :attr:`pycomm.Reducer.stop_requested`."""
         return self._flags.requested
 
+    def paused(self) -> AbstractContextManager[None]:
+        """Permit this rank to train copies of the model alone inside the context, as in the inner loop of MAML."""
+        return training_alone()
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state that compression carries from step to step on *this* rank, to be saved by every rank.
 
@@ -283,7 +292,8 @@ class HookHandle:
         self._last_stats = self.stats()
         assert self._slot is not None
         self._slot.handle, self._slot = None, None
-        self._forwards.remove()
+        for watch in self._watches:
+            watch.remove()
         self._progress.close()
         self._sorting.clear()
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
+import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from pycomm.optim.copies import CopyWatch, MarkedParts
-from pycomm.torch_internals import forward_pre_hooks, is_recording, leave_out_of_scripts
+from pycomm.torch_internals import children_of, forward_pre_hooks, is_recording, leave_out_of_scripts, parameters_of
 
 
 class ForwardHook:
@@ -80,6 +81,15 @@ def watch_copies(module: torch.nn.Module) -> Any:
     """Make training an unattached copy of ``module`` an error; return handles with ``remove``."""
     forget_original(module)
     return module.register_forward_pre_hook(BeforeForward(lambda: None, watches_copies=True)), MarkedParts(module)
+
+
+def watch_copies_with(params: Iterable[torch.Tensor]) -> list[Any]:
+    """Do as :func:`watch_copies` for the outermost modules that have one of ``params``. Looks at every object."""
+    ids = {id(param) for param in params}
+    modules: list[torch.nn.Module] = [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module)]
+    having = [module for module in modules if any(id(param) in ids for param in parameters_of(module))]
+    inside = {id(child) for module in having for child in children_of(module).values()}
+    return [watch for module in having if id(module) not in inside for watch in watch_copies(module)]
 
 
 def forget_original(module: torch.nn.Module) -> None:
