@@ -282,7 +282,8 @@ CALLS: dict[str, Call] = {
     ),
     "decoupled_sgd": call(
         ended(pycomm.decoupled_sgd),
-        lambda: {**training(), "every": 2, "outer": None, "quorum": None, "compression": None},
+        lambda: {**training(), "every": 2, "outer": None, "quorum": None, "compression": None, "per_rank": ()},
+        per_rank=(lambda: 5, lambda: "lr", lambda: [5], lambda: ["lr"]),
         optimizer=(*NO_OPTIMIZERS, Awkward),
         model=NO_MODELS,
         every=(*NO_COUNTS, lambda: 0, lambda: 3),

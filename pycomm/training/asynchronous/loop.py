@@ -22,6 +22,7 @@ from pycomm.optim.loop_index import LoopIndex
 from pycomm.optim.module_hooks import AfterForward, BeforeForward, ZeroGradHook, forget_original, watch_copies
 from pycomm.optim.skips import listen_to_skips, stop_listening
 from pycomm.torch_internals import Places, current_graph_task, move_hook, version_of
+from pycomm.untrusted import ANYTHING, COUNT, ListOf, MapOf
 
 _ATTACH = "detach(), and call {} again with the module and the optimizer that are trained now"
 _LOOKED_AT = 8
@@ -125,6 +126,10 @@ class GroupNumbers:
 
     def groups(self) -> list[Numbers]:
         return self._reader.groups()
+
+    def at_step(self, step: int) -> dict[str, Any]:
+        """Return the numbers after ``step``, with the keys of those that the optimizer itself changes."""
+        return {"step": step, "groups": self.groups(), "own": sorted(self.own)}
 
     def digest(self) -> int:
         """Return a 63-bit hash of the numbers."""
@@ -400,6 +405,32 @@ def require_equal(numbers: Mapping[int, Sequence[Any]]) -> None:
         for rank, (of_rank, _) in numbers.items()
     }
     require_equal_groups(groups)
+
+
+NUMBERS = {"step": COUNT, "groups": ListOf(MapOf(ANYTHING)), "own": ListOf(str)}
+"""Form of a rank's :meth:`GroupNumbers.at_step`."""
+_KEPT_STEPS = 4096
+
+
+class NumbersBySteps:
+    """Numbers of ranks that meet at different times, compared at equal steps."""
+
+    def __init__(self) -> None:
+        self._first: dict[int, tuple[int, Sequence[Any]]] = {}  # rank that was the first to make the step, its numbers
+        self._problem = ""
+
+    def problem_of(self, rank: int, numbers: Iterable[Mapping[str, Any]]) -> str:
+        """Return how the ``numbers`` of ``rank`` differ from those of another, or how earlier ones did; else ""."""
+        for each in numbers:
+            mine = [each["groups"], each["own"]]
+            other, theirs = self._first.setdefault(each["step"], (rank, mine))
+            try:
+                require_equal({other: theirs, rank: mine})
+            except ValueError as error:
+                self._problem = self._problem or f"{error} (after step {each['step']} of each)"
+        while len(self._first) > _KEPT_STEPS:
+            del self._first[next(iter(self._first))]
+        return self._problem
 
 
 class WorkerParameters:
