@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -85,8 +86,18 @@ class HookProgress:
         self.committed = torch.zeros((), dtype=torch.int64, device=device)
         self.nonfinite = torch.zeros((), dtype=torch.int64, device=device)
         self.source = NonfiniteSource()
-        self.num_steps, self.wait_seconds = 0, 0.0
+        self._count, self.wait_seconds = [0], 0.0
+        for communicator in communicators:
+            communicator.channel.farewell = functools.partial(_farewell, self._count)  # keeps nothing else alive
         self.is_open, self.stopped = False, ""
+
+    @property
+    def num_steps(self) -> int:
+        return self._count[0]
+
+    @num_steps.setter
+    def num_steps(self, number: int) -> None:
+        self._count[0] = number
 
     def scaling(self) -> Scaling:
         """Return the scaling of the step that begins."""
@@ -150,6 +161,11 @@ class HookProgress:
         """Close the communicators."""
         for communicator in self._communicators:
             communicator.close(self.stopped or None)
+
+
+def _farewell(count: Sequence[int]) -> str:
+    """Return the message of a rank that ends its training to those that wait for it."""
+    return f"it has ended its training after step {count[0]}"
 
 
 def all_finite(exchanges: Sequence[Exchange]) -> Flag:

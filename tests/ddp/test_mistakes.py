@@ -243,6 +243,30 @@ def test_errors_outside_of_a_gradients_hook_keep_their_type(new_ranks: Pools, bo
     assert "rank 1" in outcome.result
 
 
+def end_early(how: str) -> str:
+    model = DistributedDataParallel(make_model())
+    handle = register(model, timeout=30)
+    for number in range(3):
+        step(model, number)
+    if dist.get_rank() == 1:
+        if how == "removed":
+            handle.remove()
+        del model, handle
+        gc.collect()
+        dist.barrier()
+        return ""
+    with pytest.raises(pycomm.CommError) as caught:
+        step(model, 3)
+    dist.barrier()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["removed", "dropped"])
+def test_the_end_of_one_rank_is_told_by_name(new_ranks: Pools, how: str) -> None:
+    message, _ = new_ranks(2).run(end_early, how)
+    assert "rank 1: it has ended its training after step 3" in message
+
+
 class Boom(nn.Module):
     armed = False
 
