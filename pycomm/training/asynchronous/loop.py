@@ -372,24 +372,29 @@ class MeetingCheck:
                 f"ranks meet that have made different numbers of steps: {name_ranks(behind)} "
                 f"{'is' if len(behind) == 1 else 'are'} behind. Steps made: {made}. {_LEFT_OUT}"
             )
-        _raise_left_out({rank: row[3] for rank, row in rows.items()}, made, "forwards that no backward() followed")
-        _raise_left_out({rank: row[4] for rank, row in rows.items()}, made, "calls of optimizer.zero_grad()")
+        raise_left_out({rank: row[3:5] for rank, row in rows.items()}, made)
         meetings = {rank: row[1] >> 16 for rank, row in rows.items()}
         if len({row[1] for row in rows.values()}) > 1:
             raise RuntimeError(f"ranks are in different meetings: {meetings} by rank. Steps made: {made}")
         require_equal({rank: numbers for rank, (_, _, *numbers) in by_rank.items()})
 
 
-def _raise_left_out(counts: Mapping[int, int], made: str, what: str) -> None:
-    counts = {rank: count for rank, count in counts.items() if count >= 0}
-    if len(set(counts.values())) < 2:
-        return
-    most = [rank for rank, count in counts.items() if count > min(counts.values())]
-    by_rank = ", ".join(f"rank {rank} {count}" for rank, count in counts.items())
-    raise RuntimeError(
-        f"{name_ranks(most)} left out a batch since the last meeting: {what}: {by_rank}. "
-        f"Steps made: {made}. {_LEFT_OUT}"
-    )
+def raise_left_out(counts: Mapping[int, Sequence[int]], made: str) -> None:
+    """Raise RuntimeError if ranks have left out different batches.
+
+    Args:
+        counts: for each rank, forwards without a backward, and calls of ``zero_grad``; negative if not compared.
+        made: numbers of steps that were made, as text.
+    """
+    for column, what in enumerate(("forwards that no backward() followed", "calls of optimizer.zero_grad()")):
+        mine = {rank: of_rank[column] for rank, of_rank in counts.items() if of_rank[column] >= 0}
+        most = [rank for rank, count in mine.items() if count > min(mine.values())]
+        if most:
+            by_rank = ", ".join(f"rank {rank} {count}" for rank, count in mine.items())
+            raise RuntimeError(
+                f"{name_ranks(most)} left out a batch since the last meeting: {what}: {by_rank}. "
+                f"Steps made: {made}. {_LEFT_OUT}"
+            )
 
 
 def require_equal(numbers: Mapping[int, Sequence[Any]]) -> None:
