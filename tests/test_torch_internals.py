@@ -204,6 +204,15 @@ def test_a_step_in_the_place_of_the_optimizers_own(under_scheduler: bool) -> Non
     assert param.item() == 0.0
 
 
+def test_hooks_of_a_step_change_places() -> None:
+    optimizer, called = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1), list[int]()
+    handles = [optimizer.register_step_pre_hook(lambda *_, i=i: called.append(i)) for i in range(3)]
+    torch_internals.move_hook(handles[0], last=True)
+    torch_internals.move_hook(handles[2], last=False)
+    optimizer.step()
+    assert called == [2, 1, 0]
+
+
 @pytest.mark.parametrize("before", [None, True])
 def test_grad_scaler_leaves_its_factor_to_the_step(before: bool | None) -> None:
     param = nn.Parameter(torch.ones(1))

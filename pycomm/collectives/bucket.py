@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from pycomm import kernels
@@ -288,6 +289,24 @@ class Bucket:
         for flag in fits:
             self.too_large_flag += ~flag
         put_fingerprint(self.fingerprint_places, fingerprint)
+
+
+class FingerprintBits:
+    """Converter of numbers to fingerprints on ``device``."""
+
+    def __init__(self, device: torch.device) -> None:
+        on_host = device.type == "cpu"
+        self._shifts = None if on_host else torch.arange(FINGERPRINT_BITS, device=device, dtype=torch.int64)
+
+    def of(self, value: int) -> torch.Tensor:
+        """Return the bits of ``value``, the lowest first: bool."""
+        if self._shifts is None:
+            octets = np.frombuffer(value.to_bytes(FINGERPRINT_BITS // 8, "little"), np.uint8)
+            return torch.from_numpy(np.unpackbits(octets, bitorder="little").view(np.bool_))
+        signed = value - (1 << FINGERPRINT_BITS) if value >> (FINGERPRINT_BITS - 1) else value
+        # A kernel fills it in: a copy to the GPU would have to be waited for.
+        number = torch.full((), signed, dtype=torch.int64, device=self._shifts.device)
+        return ((number >> self._shifts) & 1).bool()
 
 
 def put_fingerprint(places: torch.Tensor, fingerprint: torch.Tensor | None) -> None:

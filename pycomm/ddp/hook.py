@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
@@ -19,9 +20,12 @@ from pycomm.collectives.communicator import Communicator
 from pycomm.compression import Compression
 from pycomm.compression.saved_state import gather_state, select_state
 from pycomm.ddp.exchanges import Sorting
+from pycomm.ddp.flags import HookFlags, SteppedOptimizers, TrainingLoop
 from pycomm.ddp.progress import HookProgress, HookSettings, checked_settings
 from pycomm.ddp.steps import Steps, weighting_of
 from pycomm.errors import attempt
+from pycomm.optim.copies import training_alone
+from pycomm.optim.module_hooks import watch_copies
 from pycomm.optim.parameter_checks import check_parameters
 from pycomm.torch_internals import GradBucket, communication_hooks, divides_by_active_ranks, zero_buckets
 from pycomm.training.reducer import StopRequest
@@ -34,6 +38,7 @@ def register(
     loss_scaler: Any = None,
     optimizer: torch.optim.Optimizer | None = None,
     algorithm: str = "auto",
+    per_rank: Iterable[str] = (),
     timeout: timedelta | float | None = None,
 ) -> HookHandle:
     """Average the gradients of ``ddp_model`` through pycomm from now on, with optional ``compression``.
@@ -49,8 +54,10 @@ def register(
         loss_scaler: the :class:`pycomm.LossScaler` or ``torch.amp.GradScaler`` in use, or any object with the
             same ``scale`` method. Required by methods that carry state, which is kept without the loss scale.
             A step with an overflow on any rank leaves the state unchanged, and gradients NaN on all ranks.
-        optimizer: the optimizer in use, to check that the method suits it, such as DGC its momentum.
+        optimizer: the optimizer in use, to check that the method suits it, such as DGC its momentum, and to compare its
+            hyperparameters from the first step on. Others are found by their steps, and compared from then on.
         algorithm: name of the algorithm that sums dense buckets; see ``Communicator.all_reduce``.
+        per_rank: keys of ``optimizer.param_groups``, such as "lr", whose numbers may differ between ranks.
         timeout: limit of every wait for a peer; seconds or ``timedelta``. ``None``: the process group's own.
 
     Returns:
@@ -59,9 +66,11 @@ def register(
     Raises:
         RuntimeError: torch.distributed is not initialised.
         TypeError, ValueError: an argument is wrong, the model has a hook already or sparse gradients, or the
-            ranks' settings differ (on every rank). Everything is undone then.
+            ranks' settings differ (on every rank). Everything is undone then. From ``backward()``: ValueError if the
+            optimizers' numbers differ between ranks, and RuntimeError if a rank has left out a batch or made another
+            number of steps.
     """
-    request = attempt(lambda: _checked(ddp_model, compression, loss_scaler, optimizer, algorithm))
+    request = attempt(lambda: _checked(ddp_model, compression, loss_scaler, optimizer, algorithm, per_rank))
     communicator = Communicator(getattr(ddp_model, "process_group", None), timeout)
     try:
         settings, names = agreed(communicator.channel.all_gather_bytes, request, "register", _lines)
@@ -73,7 +82,7 @@ def register(
 
 
 def _checked(
-    ddp_model: Any, compression: Any, loss_scaler: Any, optimizer: Any, algorithm: Any
+    ddp_model: Any, compression: Any, loss_scaler: Any, optimizer: Any, algorithm: Any, per_rank: Any
 ) -> tuple[HookSettings, dict[str, torch.Tensor]]:
     """Return the settings, and by name the parameters that DistributedDataParallel does not ignore.
 
@@ -92,7 +101,7 @@ def _checked(
     ignored = ddp_model.parameters_to_ignore
     names = {name: param for name, param in ddp_model.module.named_parameters() if name not in ignored}
     check_parameters({name: param for name, param in names.items() if param.requires_grad})
-    return checked_settings(compression, loss_scaler, optimizer, algorithm), names
+    return checked_settings(compression, loss_scaler, optimizer, algorithm, per_rank), names
 
 
 def _lines(checked: tuple[HookSettings, Mapping[str, torch.Tensor]]) -> dict[str, list[str]]:
@@ -190,7 +199,10 @@ class HookHandle:
         self._sorting = Sorting(by_id, settings.method, communicator, settings.algorithm)
         device = next(p.device for p in self._params if p.requires_grad)
         self._progress = HookProgress([communicator], settings, device)
-        self._steps = Steps(self._sorting, communicator, self._progress)
+        loop = TrainingLoop(ddp_model, SteppedOptimizers(names, settings.optimizer, settings.per_rank))
+        self._flags = HookFlags(loop, communicator, device)
+        self._steps = Steps(self._sorting, communicator, self._progress, self._flags)
+        self._watches = [loop, *watch_copies(ddp_model.module)]
         for bucket in zero_buckets(ddp_model):  # so that state can be loaded before the first step
             self._sorting.of(bucket.index(), bucket.parameters())
 
@@ -226,12 +238,16 @@ class HookHandle:
         Raises:
             ValueError: on a GPU.
         """
-        self._steps.stopping.request(str(reason))
+        self._flags.request(str(reason))
 
     @property
     def stop_requested(self) -> StopRequest:
         """Request to stop that all ranks have received; see :attr:`pycomm.Reducer.stop_requested`."""
-        return self._steps.stopping.requested
+        return self._flags.requested
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Permit this rank to train copies of the model alone inside the context, as in the inner loop of MAML."""
+        return training_alone()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that compression carries from step to step on *this* rank, to be saved by every rank.
@@ -273,6 +289,8 @@ class HookHandle:
         self._last_stats = self.stats()
         assert self._slot is not None
         self._slot.handle, self._slot = None, None
+        for watch in self._watches:
+            watch.remove()
         self._progress.close()
         self._sorting.clear()
 

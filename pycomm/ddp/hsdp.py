@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
@@ -17,11 +17,10 @@ from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.transport.own_group import group_of
 from pycomm.compression import Compression
 from pycomm.compression.saved_state import gather_state, select_state
+from pycomm.ddp.flags import SteppedOptimizers, TrainingLoop
 from pycomm.ddp.progress import HookProgress, HookSettings, checked_settings
 from pycomm.ddp.replicas import ReplicaSteps, ShardedReplicas, state_of
 from pycomm.errors import attempt
-from pycomm.optim.loop_index import LoopIndex
-from pycomm.optim.module_hooks import ForwardWatch
 from pycomm.torch_internals import ShardedGroup, sharded_groups
 
 Modules = dict[torch.nn.Module, tuple[list[str], ShardedGroup]]
@@ -36,6 +35,7 @@ def register_hsdp(
     loss_scaler: Any = None,
     optimizer: torch.optim.Optimizer | None = None,
     algorithm: str = "auto",
+    per_rank: Iterable[str] = (),
     timeout: timedelta | float | None = None,
 ) -> HsdpHandle:
     """Average gradients between the replicas of a model from now on, each of which is sharded by FSDP2.
@@ -55,7 +55,7 @@ def register_hsdp(
         model: model whose modules were given to ``fully_shard`` with a mesh of the shard dimension alone.
         process_group: group, or one-dimensional ``DeviceMesh``, of the ranks with the same shard in every replica,
             including this one.
-        compression, loss_scaler, algorithm, timeout: as for :func:`pycomm.ddp.register`. If a gradient is not
+        compression, loss_scaler, algorithm, per_rank, timeout: as for :func:`pycomm.ddp.register`. If a gradient is not
             finite on any rank, all are NaN on all ranks after ``backward()``. DGC's ``weight_decay`` is refused.
         optimizer: likewise.
 
@@ -65,9 +65,10 @@ def register_hsdp(
     Raises:
         RuntimeError: torch.distributed is not initialised.
         TypeError, ValueError: an argument is wrong, modules replicate by themselves or have a hook already, or
-            the replicas' settings or parameters differ (on every rank of the group).
+            the replicas' settings or parameters differ (on every rank of the group). From ``backward()``: as from
+            :func:`pycomm.ddp.register`.
     """
-    request = attempt(lambda: _checked(model, compression, loss_scaler, optimizer, algorithm))
+    request = attempt(lambda: _checked(model, compression, loss_scaler, optimizer, algorithm, per_rank))
     communicator = Communicator(process_group, timeout)
     made = [communicator]
     try:
@@ -85,12 +86,12 @@ def register_hsdp(
 
 
 def _checked(
-    model: Any, compression: Any, loss_scaler: Any, optimizer: Any, algorithm: Any
+    model: Any, compression: Any, loss_scaler: Any, optimizer: Any, algorithm: Any, per_rank: Any
 ) -> tuple[HookSettings, Modules]:
     """Return settings and modules. Raises TypeError or ValueError if an argument is wrong."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, wanted a torch.nn.Module given to fully_shard")
-    settings = checked_settings(compression, loss_scaler, optimizer, algorithm)
+    settings = checked_settings(compression, loss_scaler, optimizer, algorithm, per_rank)
     if getattr(settings.method, "weight_decay", 0.0):
         raise ValueError(f"{settings.method!r} of sharded parameters: leave weight decay to the optimizer")
     return settings, _modules_of(model)
@@ -182,12 +183,13 @@ class HsdpHandle:
         self._group = group
         self._shards = {m: ShardedReplicas(each, names, communicator, settings) for m, (names, each) in modules.items()}
         device = next(iter(self._shards.values())).exchanges.params[0].device
-        loop = LoopIndex()
+        params = {name: p for names, group in modules.values() for name, p in zip(names, group.params, strict=True)}
+        self._loop = TrainingLoop(model, SteppedOptimizers(params, settings.optimizer, settings.per_rank))
         all_shards = list(self._shards.values())
         self._progress = HookProgress([communicator, shard_communicator], settings, device)
-        transactional = self._method.transactional
-        self._steps = ReplicaSteps(all_shards, loop, communicator, shard_communicator, self._progress, transactional)
-        self._forwards = ForwardWatch(model, loop.note_forward)
+        self._steps = ReplicaSteps(
+            all_shards, self._loop, communicator, shard_communicator, self._progress, self._method.transactional
+        )
         for module, shards in self._shards.items():
             module.set_all_reduce_hook(_Average(self, shards))  # type: ignore[operator]
 
@@ -250,7 +252,7 @@ class HsdpHandle:
             return
         self._last_stats = self.stats()
         self._removed = True
-        self._forwards.remove()
+        self._loop.remove()
         for module in self._shards:
             module.set_all_reduce_hook(_PlainMean(self._group))  # type: ignore[operator]
         self._shards.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -19,15 +20,18 @@ from pycomm.optim.loss_scaler import checked_scaler, loss_scale_of
 from pycomm.optim.parameters import unwrapped
 from pycomm.torch_internals import queue_final_callback
 from pycomm.training.cost.auto import checked_method
+from pycomm.training.reducer import Tuning
 
 
 @dataclass(frozen=True)
 class HookSettings:
-    """Arguments of a registration; equal on all ranks."""
+    """Arguments of a registration; equal on all ranks, except that some may not name their optimizer."""
 
     method: Compression
     loss_scaler: Any
     algorithm: str
+    optimizer: torch.optim.Optimizer | None
+    per_rank: tuple[str, ...]
 
     def lines(self) -> list[str]:
         """Return one line per setting, to be compared between the ranks."""
@@ -35,10 +39,11 @@ class HookSettings:
             f"compression={self.method!r}",
             f"loss_scaler={type(self.loss_scaler).__name__}",
             f"algorithm={self.algorithm}",
+            f"per_rank={self.per_rank}",
         ]
 
 
-def checked_settings(compression: Any, loss_scaler: Any, optimizer: Any, algorithm: Any) -> HookSettings:
+def checked_settings(compression: Any, loss_scaler: Any, optimizer: Any, algorithm: Any, per_rank: Any) -> HookSettings:
     """Return the arguments of a registration as checked settings.
 
     Raises:
@@ -46,12 +51,15 @@ def checked_settings(compression: Any, loss_scaler: Any, optimizer: Any, algorit
     """
     if not isinstance(algorithm, str):
         raise TypeError(f"algorithm is {algorithm!r}, wanted a name")
-    settings = HookSettings(checked_method(compression), checked_scaler(loss_scaler), algorithm)
+    method = checked_method(compression)
     if optimizer is not None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer is a {type(optimizer).__name__}, wanted a torch.optim.Optimizer or None")
-        settings.method.check(unwrapped(optimizer))
-    return settings
+        optimizer = unwrapped(optimizer)
+        method.check(optimizer)
+    return HookSettings(
+        method, checked_scaler(loss_scaler), algorithm, optimizer, tuple(Tuning(per_rank=per_rank).per_rank)
+    )
 
 
 class HookProgress:
@@ -78,8 +86,18 @@ class HookProgress:
         self.committed = torch.zeros((), dtype=torch.int64, device=device)
         self.nonfinite = torch.zeros((), dtype=torch.int64, device=device)
         self.source = NonfiniteSource()
-        self.num_steps, self.wait_seconds = 0, 0.0
+        self._count, self.wait_seconds = [0], 0.0
+        for communicator in communicators:
+            communicator.channel.farewell = functools.partial(_farewell, self._count)  # keeps nothing else alive
         self.is_open, self.stopped = False, ""
+
+    @property
+    def num_steps(self) -> int:
+        return self._count[0]
+
+    @num_steps.setter
+    def num_steps(self, number: int) -> None:
+        self._count[0] = number
 
     def scaling(self) -> Scaling:
         """Return the scaling of the step that begins."""
@@ -143,6 +161,11 @@ class HookProgress:
         """Close the communicators."""
         for communicator in self._communicators:
             communicator.close(self.stopped or None)
+
+
+def _farewell(count: Sequence[int]) -> str:
+    """Return the message of a rank that ends its training to those that wait for it."""
+    return f"it has ended its training after step {count[0]}"
 
 
 def all_finite(exchanges: Sequence[Exchange]) -> Flag:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,11 +13,11 @@ import torch
 from pycomm.collectives.communicator import Communicator
 from pycomm.compression.base import Flag, Scaling, State
 from pycomm.ddp.exchanges import BucketExchanges
+from pycomm.ddp.flags import RECORD, LoopRecord, TrainingLoop, raise_differences
 from pycomm.ddp.progress import HookProgress, HookSettings, all_finite, at_pass_end
-from pycomm.descriptions import name_ranks
 from pycomm.errors import HALF_SENT
-from pycomm.optim.loop_index import LoopIndex
 from pycomm.torch_internals import ShardedGroup, accumulation_hooks, dtensor_around, local_of
+from pycomm.untrusted import parse
 
 _END = -1
 
@@ -106,7 +107,7 @@ class ReplicaSteps:
 
     Args:
         modules: shards of all modules, in the same order on all ranks.
-        loop: counts of this rank's training loop since the last pass.
+        loop: what this rank has done since the last pass.
         communicator: this rank's replicas.
         shard_communicator: the ranks that the parameters are sharded over, whose verdicts count too.
         progress: of this registration.
@@ -116,7 +117,7 @@ class ReplicaSteps:
     def __init__(
         self,
         modules: Sequence[ShardedReplicas],
-        loop: LoopIndex,
+        loop: TrainingLoop,
         communicator: Communicator,
         shard_communicator: Communicator,
         progress: HookProgress,
@@ -150,14 +151,18 @@ class ReplicaSteps:
 
     def _next_turn(self, place: int) -> int:
         """Return the place of the module to average next; -1 if all replicas have ended the pass."""
-        unused = self._loop.num_unused if self._is_first else 0
-        words = np.array([place, self._progress.num_steps, unused], np.int64)
+        record = self._loop.fix() if self._is_first else LoopRecord()
+        words = np.array([place, self._progress.num_steps, record.digest], np.int64)
         gathered = np.empty(self._communicator.size * len(words), np.int64)
         self._communicator.all_gather(gathered, words)
         rows = gathered.reshape(-1, len(words))
         if self._is_first:
-            _check_same_loop(rows)
             self._is_first = False
+            if (rows[:, 1:] != rows[0, 1:]).any():
+                mine = json.dumps({"passes": self._progress.num_steps, **record.words()}).encode()
+                received = self._communicator.channel.all_gather_bytes(mine)
+                records = {rank: parse(text, RECORD, f"flags of rank {rank}") for rank, text in enumerate(received)}
+                raise_differences(records, " of the replicas")
         return int(rows[:, 0].max())
 
     def _exchange(self, shards: ShardedReplicas, grads: Sequence[torch.Tensor | None]) -> None:
@@ -186,7 +191,6 @@ class ReplicaSteps:
         try:
             with self._progress.waiting():
                 self._stand_in_until(_END)
-                self._loop.restart()
                 if self._transactional:
                     finite = self._verdict()
                     self._progress.count(finite)
@@ -207,24 +211,6 @@ class ReplicaSteps:
         if self._progress.is_open:
             self._progress.is_open = False
             self._progress.stop(RuntimeError(HALF_SENT))
-
-
-def _check_same_loop(rows: np.ndarray) -> None:
-    """Raise RuntimeError if a replica has left out a batch, by the counts exchanged at the first turn of a pass."""
-    for column, what in (
-        (1, "backward passes were averaged so far"),
-        (2, "forwards in training mode, since the last pass that was averaged, that no backward() followed"),
-    ):
-        counts = rows[:, column].tolist()
-        if len(set(counts)) > 1:
-            least = min(counts) if column == 2 else max(counts)
-            odd = name_ranks([rank for rank, count in enumerate(counts) if count != least])
-            by_rank = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(counts))
-            raise RuntimeError(
-                f"{odd} of the replicas left out a batch: {what}: {by_rank}. Gradients of different batches would be "
-                "averaged: leave it out on all replicas. A forward that is no training step belongs in "
-                "torch.no_grad(), or after model.eval()"
-            )
 
 
 def state_of(all_shards: Mapping[Any, ShardedReplicas]) -> State:

@@ -10,19 +10,15 @@ from typing import Any
 
 import torch
 
-from pycomm.collectives.bucket import FINGERPRINT_BITS
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.transport.gpu import GpuWork
 from pycomm.compression.base import Flag, Scaling
-from pycomm.ddp.exchanges import HookPart, Sorting
+from pycomm.ddp.exchanges import Sorting
+from pycomm.ddp.flags import HookFlags
 from pycomm.ddp.progress import HookProgress, all_finite, at_pass_end
 from pycomm.errors import HALF_SENT
 from pycomm.torch_internals import GradBucket, current_graph_task, current_node
-from pycomm.training.reducer import StopRequest
 from pycomm.worker import Work
-
-_STOP = FINGERPRINT_BITS - 1
-"""Number of the bit that asks to stop."""
 
 
 @dataclass(frozen=True)
@@ -53,50 +49,6 @@ class Weighting:
     joined: bool = False
 
 
-class Stopping:
-    """One-bit flag by which all ranks receive a request to stop at the same step.
-
-    Attributes:
-        requested: the request that all ranks have received; see ``pycomm.Reducer.stop_requested``.
-    """
-
-    def __init__(self, communicator: Communicator, device: torch.device) -> None:
-        self._communicator, self._on_gpu = communicator, device.type == "cuda"
-        self._none = torch.zeros(FINGERPRINT_BITS, dtype=torch.bool, device=device)
-        self._mine: str | None = None
-        self._sent: str | None = None
-        self.requested = StopRequest()
-
-    def request(self, reason: str) -> None:
-        """Ask all ranks to stop.
-
-        Raises:
-            ValueError: on a GPU, where the host does not wait for other ranks' flags.
-        """
-        if self._on_gpu:
-            raise ValueError("request_stop() on a GPU requires pycomm.attach() in place of pycomm.ddp.register()")
-        if self._mine is None:
-            self._mine = reason
-
-    def flags(self) -> torch.Tensor:
-        """Return this rank's flags of this step."""
-        self._sent = None if self.requested else self._mine
-        if self._sent is None:
-            return self._none
-        flags = self._none.clone()
-        flags[_STOP] = True
-        return flags
-
-    def receive(self, parts: Sequence[HookPart]) -> None:
-        """Read the ranks' flags, sent with the ``parts`` of the first bucket. Collective if a rank has set its flag."""
-        if self._on_gpu or not (self._sent is not None or bool(parts[0].exchange.differing()[_STOP])):
-            return
-        mine = b"" if self._sent is None else b"!" + self._sent.encode()
-        reasons = self._communicator.channel.all_gather_bytes(mine)
-        rank = next(rank for rank, reason in enumerate(reasons) if reason)
-        self.requested = StopRequest(rank, reasons[rank][1:].decode())
-
-
 class Steps:
     """Steps of one model. Methods named ``_on_...`` run on the communication thread.
 
@@ -109,19 +61,16 @@ class Steps:
         sorting: exchanges by bucket.
         communicator: the ranks.
         progress: counters of this registration.
-
-    Attributes:
-        stopping: requests to stop.
+        flags: flags that travel with each step.
     """
 
-    def __init__(self, sorting: Sorting, communicator: Communicator, progress: HookProgress) -> None:
-        self._sorting, self._communicator, self._progress = sorting, communicator, progress
+    def __init__(self, sorting: Sorting, communicator: Communicator, progress: HookProgress, flags: HookFlags) -> None:
+        self._sorting, self._communicator, self._progress, self._flags = sorting, communicator, progress, flags
         self._device, self._on_gpu = progress.device, progress.on_gpu
         self._scaling = Scaling(communicator.size)
         self._weighting = Weighting()
         self._taken: list[TakenStep] = []
         self._error: BaseException | None = None
-        self.stopping = Stopping(communicator, progress.device)
 
     def take(
         self, bucket: GradBucket, weighting: Weighting, zeros_are_unused: bool
@@ -140,7 +89,8 @@ class Steps:
         elif not self._progress.is_open or index != len(self._taken):
             raise RuntimeError(f"bucket {index} came after {len(self._taken)} others of its step, wanted all in order")
         self._taken.append(taken)
-        self._submit(lambda: self._on_bucket(index, taken, zeros_are_unused), [taken.buffer])
+        flags = self._flags.fix(self._weighting.joined) if is_last else None
+        self._submit(lambda: self._on_bucket(index, taken, zeros_are_unused, flags), [taken.buffer])
         end = self._submit(self._on_end, []) if is_last else None
         if current_node() is not None:
             at_pass_end(self, None if end is None else partial(self.wait, end))
@@ -162,6 +112,7 @@ class Steps:
     def _begin(self, weighting: Weighting) -> None:
         if self._progress.is_open:
             self._require_alone()
+        self._flags.receive_late()
         self._progress.is_open, self._error = True, None
         self._taken = []
         self._weighting, self._scaling = weighting, self._progress.scaling()
@@ -194,7 +145,7 @@ class Steps:
 
     # Jobs, on the communication thread.
 
-    def _on_bucket(self, index: int, taken: TakenStep, zeros_are_unused: bool) -> None:
+    def _on_bucket(self, index: int, taken: TakenStep, zeros_are_unused: bool, flags: torch.Tensor | None) -> None:
         if self._error is not None:
             return
         try:
@@ -208,9 +159,8 @@ class Steps:
             checks = (
                 contextlib.nullcontext() if index == 0 or self._on_gpu else self._communicator.channel.skip_checks()
             )
-            scaling = self._scaling if index > 0 else replace(self._scaling, fingerprint=self.stopping.flags())
             with checks:
-                exchanges.exchange(grads, scaling)
+                exchanges.exchange(grads, replace(self._scaling, fingerprint=flags))
         except BaseException as error:
             self._error = error  # raised at the end of the step
             if self._on_gpu:
@@ -243,7 +193,7 @@ class Steps:
         mine = [self._sorting[index] for index in range(len(taken))]
         parts = [part for each in mine for part in each.parts]
         self._progress.source.share(parts, self._communicator)
-        self.stopping.receive(mine[0].parts)
+        self._flags.receive(mine[-1].parts[0].exchange)
         finite: Flag = True
         if any(part.exchange.transactional for part in parts):
             finite = all_finite([part.exchange for part in parts])

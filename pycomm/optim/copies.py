@@ -82,7 +82,8 @@ def _problem(name: str) -> str:
     return (
         f"parameter {name!r} belongs to a copy (deepcopy, pickle) of a module that was attached, and nothing averages "
         "the copy: call attach() (or local_sgd() and the like) for the copy with its own optimizer. If each rank is to "
-        "train it alone, copy the module before that, or run backward() inside `with reducer.paused():`"
+        "train it alone, copy the module before that, or run backward() inside `with reducer.paused():` (reducer: what "
+        "attach() or pycomm.ddp.register() returned)"
     )
 
 
@@ -149,7 +150,8 @@ def _refuse_copies(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for param in params:
         if param.grad is not None and not _is_averaged(names[id(param)], param):
             raise RuntimeError(_problem(names[id(param)]))
-    if not params:
+    # Looking for the wrapper that averages them in every step would cost, too.
+    if not params or any(param.grad is not None and not is_covered(param) for param in params):
         _unconcerned[optimizer] = looked_at
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from operator import itemgetter
 from typing import Any
 
 import torch
+
+from pycomm.descriptions import name_ranks
 
 _NOT_COMPARED = frozenset(("params", "param_names", "foreach", "fused", "capturable", "differentiable"))
 """Keys that are not numbers, or that select an implementation with the same result."""
@@ -149,3 +151,34 @@ def first_difference(groups_of_ranks: list[list[Numbers] | None]) -> tuple[int, 
             if any(repr(value) != repr(counting[0]) for value in counting):
                 return index, key, values
     return None
+
+
+def require_equal_groups(
+    groups: Mapping[int, list[Numbers] | None], permitting: str = 'per_rank=("{}",)', whose: str = ""
+) -> None:
+    """Raise ValueError if numbers differ between ranks.
+
+    Args:
+        groups: what :meth:`Hyperparameters.groups` returned on each rank; ``None`` for one that does not count.
+        permitting: argument that permits a number to differ, with ``{}`` for its key.
+        whose: what the groups belong to, if there are several optimizers.
+    """
+    found = first_difference(list(groups.values()))
+    if found is None:
+        return
+    index, key, values = found
+    by_value: dict[str, list[int]] = {}
+    for (rank, group), value in zip(groups.items(), values, strict=True):
+        if group is not None:
+            by_value.setdefault("missing" if value is None else repr(value), []).append(rank)
+    described = ", ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in by_value.items())
+    if key == NUM_PARAMETERS:
+        raise ValueError(
+            f"the ranks' optimizers differ: the {key} of parameter group {index}{whose} is {described}. Sort "
+            "parameters into the same groups on all ranks"
+        )
+    raise ValueError(
+        f"the ranks' optimizers differ: {key!r} of parameter group {index}{whose} is {described}. Change it on all "
+        "ranks alike: by the same schedule, by a loss or progress that is averaged over the ranks, by a checkpoint "
+        f"that all load. If it is meant to differ, write {permitting.format(key)}"
+    )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,10 +13,12 @@ import torch
 from pycomm.optim.copies import CopyWatch, MarkedParts
 from pycomm.torch_internals import (
     called_parts,
+    children_of,
     compiled_calls,
     forward_pre_hooks,
     is_recording,
     leave_out_of_scripts,
+    parameters_of,
 )
 
 
@@ -89,7 +92,7 @@ class ForwardWatch:
     def __init__(
         self, module: torch.nn.Module, note: Callable[[Any, str], None], before: Callable[[], None] = lambda: None
     ) -> None:
-        self._module, self._note, self._before = module, note, before
+        self._module, self._note, self._before = weakref.ref(module), note, before
         self._in_evaluation = self._is_wide = self._has_begun = False
         self._handles: list[Any] = [module.register_forward_hook(_AfterForward(self, ""))]
 
@@ -101,22 +104,24 @@ class ForwardWatch:
 
     def noted(self, output: Any, called: str) -> None:
         """Note a forward, unless it cannot be one of training."""
-        counts = self._in_evaluation or self._module.training
+        module = self._module()
+        counts = module is not None and (self._in_evaluation or module.training)
         if counts and torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_recording():
             self._note(output, called)
 
     def trained(self, has_noted: bool) -> None:
         """Learn from a step of training how the module is called: ``has_noted`` says whether a forward was noted."""
         self._has_begun = False
-        if has_noted or self._is_wide:
+        module = self._module()
+        if has_noted or self._is_wide or module is None:
             return
-        if not self._in_evaluation and not self._module.training:
+        if not self._in_evaluation and not module.training:
             self._in_evaluation = True
             return
         self._is_wide = True
-        compiled = compiled_calls(self._module, self.begin, lambda output: self.noted(output, ""))
+        compiled = compiled_calls(module, self.begin, lambda output: self.noted(output, ""))
         self._handles += compiled
-        for name, part in [] if compiled else called_parts(self._module):
+        for name, part in [] if compiled else called_parts(module):
             self._handles.append(part.register_forward_pre_hook(_BeforePart(self)))
             self._handles.append(part.register_forward_hook(_AfterForward(self, name)))
 
@@ -147,6 +152,15 @@ def watch_copies(module: torch.nn.Module) -> Any:
     """Make training an unattached copy of ``module`` an error; return handles with ``remove``."""
     forget_original(module)
     return module.register_forward_pre_hook(BeforeForward(lambda: None, watches_copies=True)), MarkedParts(module)
+
+
+def watch_copies_with(params: Iterable[torch.Tensor]) -> list[Any]:
+    """Do as :func:`watch_copies` for the outermost modules that have one of ``params``. Looks at every object."""
+    ids = {id(param) for param in params}
+    modules: list[torch.nn.Module] = [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module)]
+    having = [module for module in modules if any(id(param) in ids for param in parameters_of(module))]
+    inside = {id(child) for module in having for child in children_of(module).values()}
+    return [watch for module in having if id(module) not in inside for watch in watch_copies(module)]
 
 
 def forget_original(module: torch.nn.Module) -> None:

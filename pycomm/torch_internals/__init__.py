@@ -52,6 +52,7 @@ from pycomm.torch_internals.modules import (
 )
 from pycomm.torch_internals.optimizers import (
     leave_scale_to_step,
+    move_hook,
     replace_step,
     take_scale,
     undo_leave_scale_to_step,
@@ -124,6 +125,7 @@ __all__ = [
     "leave_scale_to_step",
     "local_of",
     "make_process_group",
+    "move_hook",
     "move_to_shared_mapping",
     "note_writes",
     "number_process_group",

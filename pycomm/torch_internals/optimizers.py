@@ -63,6 +63,13 @@ def undo_leave_scale_to_step(optimizer: torch.optim.Optimizer, before: Any) -> N
         vars(optimizer)["_step_supports_amp_scaling"] = before
 
 
+def move_hook(handle: Any, *, last: bool) -> None:
+    """Make the hook that ``handle`` can remove the last one of its optimizer, or the first."""
+    hooks = handle.hooks_dict_ref()
+    if hooks and next(reversed(hooks) if last else iter(hooks)) != handle.id:
+        hooks.move_to_end(handle.id, last=last)
+
+
 def take_scale(optimizer: torch.optim.Optimizer) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return GradScaler's scale, by which this step must divide, and a tensor that is not 0 if it found infinities.
 

@@ -229,6 +229,55 @@ def test_without_rank_0_there_is_an_error(new_ranks: Pools) -> None:
     assert isinstance(outcomes[1].error, CommError), outcomes[1].trace
 
 
+def drift(options: dict[str, Any], skips: bool) -> list[str]:
+    """Train with a schedule, rank 1 more slowly; return the errors of a step with another rate, and after it."""
+    rank, model, errors = dist.get_rank(), model_of(), list[str]()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+    handle = pycomm.decoupled_sgd(optimizer, model, every=4, timeout=30, **options)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        loss_of(model, rank, number).backward()
+        time.sleep(0.01 * rank)
+        optimizer.step()
+        schedule.step()
+
+    for number in range(6 + 4 * (1 - rank)):  # after steps of the same number the rates are the same
+        step(number)
+    dist.barrier()
+    if skips:
+        handle.skip_step()
+    if rank == 1:
+        optimizer.param_groups[0]["lr"] *= 2
+    for number in range(4):
+        try:
+            step(number)
+            handle.meet()
+        except ValueError as error:
+            errors.append(str(error))
+    dist.barrier()
+    try:
+        handle.take_center()
+    except ValueError as error:
+        errors.append(str(error))
+    dist.barrier()
+    handle.detach()
+    return errors
+
+
+def test_other_rates_after_equal_steps_are_an_error_of_all(rank_pools: Pools) -> None:
+    says = "'lr' of parameter group 0 is .* on rank 0, .* on rank 1.*per_rank.*of each"
+    for errors in rank_pools(2).run(drift, {}, False, timeout=TIMEOUT):
+        assert errors
+        assert all(re.search(says, error) for error in errors), errors
+
+
+@pytest.mark.parametrize(("options", "skips"), [({"per_rank": ("lr",)}, False), ({}, True)], ids=["own", "skipped"])
+def test_rates_that_may_differ(rank_pools: Pools, options: dict[str, Any], skips: bool) -> None:
+    assert rank_pools(2).run(drift, options, skips, timeout=TIMEOUT) == [[], []]
+
+
 @on_ranks(2, timeout=TIMEOUT)
 def test_it_goes_on_from_its_state() -> None:
     """With ranks that take turns, so that the order is the same."""

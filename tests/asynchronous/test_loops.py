@@ -147,6 +147,30 @@ def test_other_learning_rates_are_an_error_unless_declared() -> None:
             begin(per_rank=wrong)
 
 
+@pytest.mark.parametrize("when", ["pre", "post"])
+@pytest.mark.parametrize("order", ["before", "after"])
+@on_ranks(2, timeout=TIMEOUT, fresh=True)
+def test_learning_rates_set_in_hooks_of_a_step_are_no_numbers_of_the_optimizer(when: str, order: str) -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    rank, counts = dist.get_rank(), [0]
+
+    def warm_up(*_: Any) -> None:
+        counts[0] += 1
+        optimizer.param_groups[0]["lr"] = 0.05 * (1 + counts[0] % 3) * (1 + rank)
+
+    register = getattr(optimizer, f"register_step_{when}_hook")
+    if order == "before":
+        register(warm_up)
+    handle = pycomm.local_sgd(optimizer, model, every=2, timeout=20)
+    if order == "after":
+        register(warm_up)
+    step(model, optimizer, 0)
+    with pytest.raises(ValueError, match="'lr' of parameter group 0 is"):
+        step(model, optimizer, 1)
+    handle.detach()
+
+
 class OwnNumbers(torch.optim.SGD):
     """SGD that notes a number of its gradients in its group, as Prodigy does."""
 

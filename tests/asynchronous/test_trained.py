@@ -178,6 +178,30 @@ def test_gossip_that_something_else_steps_is_an_error(change: Callable[[Any, Any
     gossip_until_an_error(change, 12, says)
 
 
+@pytest.mark.parametrize("leaves_out", [True, False], ids=["left out", "skip_step"])
+@on_ranks(2, timeout=TIMEOUT, fresh=True)
+def test_a_batch_that_one_rank_leaves_out_in_gossip_is_named(leaves_out: bool) -> None:
+    model, rank = model_of(), dist.get_rank()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    handle = pycomm.gossip(optimizer, model, timeout=20)
+    says = ""
+    try:
+        for number in range(7):
+            optimizer.zero_grad()
+            loss = loss_of(model, rank, number)
+            if number == (5, 3)[rank]:  # each another one: at the end all have made equally many steps
+                if not leaves_out:
+                    handle.skip_step()
+                continue
+            loss.backward()
+            optimizer.step()
+    except RuntimeError as error:  # a CommError is one, too
+        says = str(error)
+    assert ("rank 1 left out a batch" in says) if leaves_out else not says
+    assert not says or "skip_step" in says
+    handle.detach()
+
+
 @on_ranks(2, timeout=TIMEOUT, fresh=True)
 def test_a_step_that_a_scaler_skips_on_one_rank_counts_in_gossip() -> None:
     model = model_of()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
+import pickle
 import signal
 import threading
 import time
@@ -131,6 +133,43 @@ def test_a_dropped_model_takes_its_hook_with_it() -> None:
     assert counts[1] == counts[2]
 
 
+def deep_copy(model: Any) -> Any:
+    return copy.deepcopy(model)
+
+
+def unpickled(model: Any) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("copied", [deep_copy, unpickled], ids=lambda make: make.__name__)
+@on_ranks(2)
+def test_training_a_copy_of_the_inner_module_is_an_error(copied: Callable[[Any], Any]) -> None:
+    with wrapped(make_model()) as (model, handle):
+        own = copied(model.module)
+        optimizer = sgd(own)
+        with pytest.raises(RuntimeError, match="belongs to a copy"):
+            loss_of(own, dist.get_rank(), 0).backward()
+        optimizer.zero_grad()
+        with handle.paused():
+            loss_of(own, dist.get_rank(), 0).backward()
+            optimizer.step()
+        if copied is deep_copy:
+            own = copied(model.module).eval()  # its forward tells nothing
+            loss_of(own, dist.get_rank(), 0).backward()
+            with pytest.raises(RuntimeError, match="belongs to a copy"):
+                sgd(own).step()
+        again = copied(model)  # as a whole, it averages by itself
+        for number in range(3):
+            step(again, number)
+            sgd(again).step()
+        wanted = average_gradients(again.module, losses_at(5))
+        for name, grad in step(again, 5).items():
+            close(grad, wanted[name])
+    own = copied(model.module)
+    loss_of(own, dist.get_rank(), 0).backward()  # nothing is registered any more
+    sgd(own).step()
+
+
 def step_until_an_error(transport: bool, options: dict[str, Any]) -> tuple[str, float, bool]:
     """Train until the other rank is gone; return the error's type, the seconds it took, and whether it names rank 1."""
     with over_torch(transport):
@@ -202,6 +241,30 @@ def test_errors_outside_of_a_gradients_hook_keep_their_type(new_ranks: Pools, bo
     outcome = new_ranks(2).outcomes(body)[0]
     assert outcome.error is None, outcome.trace
     assert "rank 1" in outcome.result
+
+
+def end_early(how: str) -> str:
+    model = DistributedDataParallel(make_model())
+    handle = register(model, timeout=30)
+    for number in range(3):
+        step(model, number)
+    if dist.get_rank() == 1:
+        if how == "removed":
+            handle.remove()
+        del model, handle
+        gc.collect()
+        dist.barrier()
+        return ""
+    with pytest.raises(pycomm.CommError) as caught:
+        step(model, 3)
+    dist.barrier()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["removed", "dropped"])
+def test_the_end_of_one_rank_is_told_by_name(new_ranks: Pools, how: str) -> None:
+    message, _ = new_ranks(2).run(end_early, how)
+    assert "rank 1: it has ended its training after step 3" in message
 
 
 class Boom(nn.Module):

@@ -385,3 +385,21 @@ def test_batch_norm_over_all_ranks() -> None:
             assert torch.allclose(norm(mine), plain.eval()(mine))
         with pytest.raises(ValueError, match="input has 1 dimensions"):
             hvd.SyncBatchNorm(2)(torch.ones(2))
+
+
+@pytest.mark.parametrize("how", range(len(WAYS)))
+@on_ranks(2)
+def test_training_a_copy_is_an_error(how: int) -> None:
+    with horovod() as hvd:
+        model = make_model()
+        optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), **WAYS[how])
+        for own in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            with pytest.raises(RuntimeError, match="belongs to a copy"):
+                loss_of(own, batch_of(hvd.rank(), 0)).backward()
+        own = copy.deepcopy(model)
+        another = hvd.DistributedOptimizer(sgd(own), own.named_parameters(), **WAYS[how])
+        for each, its in ((model, optimizer), (own, another)):
+            its.zero_grad()
+            loss_of(each, batch_of(hvd.rank(), 0)).backward()
+            its.step()
+        assert_equal_models(own, model)

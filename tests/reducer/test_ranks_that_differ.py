@@ -157,7 +157,7 @@ def test_a_rate_that_is_only_there_in_the_step(odd: tuple[int, ...]) -> None:
         optimizer.register_step_pre_hook(lambda *_: change(optimizer, "lr", 0.2 + rank, odd))
         optimizer.register_step_post_hook(lambda *_: change(optimizer, "lr", 0.1, odd))
         with pytest.raises(
-            ValueError, match=r"in the last optimizer.step\(\).*'lr' of parameter group 0 is .*1.2 on rank 1"
+            ValueError, match=r"'lr' of parameter group 0 in the last optimizer.step\(\), .* is .*1.2 on rank 1"
         ):
             train(model, optimizer, range(1, 3), lambda _: None)
 

@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from statistics import mean
@@ -28,7 +28,13 @@ from pycomm.deprecated import settled
 from pycomm.descriptions import counted, settings_text, tensors_text
 from pycomm.errors import CommError
 from pycomm.optim.parameters import checked_optimizer
-from pycomm.training.asynchronous.averager import Averager, checked_parameters, clone_tensors, named_method
+from pycomm.training.asynchronous.averager import (
+    Averager,
+    checked_parameters,
+    checked_per_rank,
+    clone_tensors,
+    named_method,
+)
 from pycomm.training.asynchronous.core import Core, Piece, ShardOptimizer, cut
 from pycomm.training.asynchronous.fragment import DelayedNesterov, Nesterov
 from pycomm.training.asynchronous.loop import Loop, TrackedParameters
@@ -40,6 +46,8 @@ from pycomm.training.asynchronous.wire import SharedMemory
 from pycomm.training.asynchronous.worker import ServerLink
 
 _REMEMBERED = 32
+_COMPARED = 16
+"""Number of steps between two meetings of the fastest rank after which groups' numbers are compared."""
 
 
 @dataclass
@@ -180,6 +188,7 @@ def decoupled_sgd(
     outer: DelayedNesterov | Nesterov | None = None,
     quorum: int | None = None,
     compression: Compression | str | None = None,
+    per_rank: Iterable[str] = (),
     timeout: timedelta | float | None = None,
 ) -> Averager:
     """Let ranks of different speeds step by themselves, and merge their changes without waiting for all ranks.
@@ -201,12 +210,15 @@ def decoupled_sgd(
             number given to ``set_weight`` ("Decoupled DiLoCo", 2026).
         compression: method, an object or a name such as "fp16", by which the change of the parameters travels. Its
             residual is added at the next meeting.
+        per_rank: keys of parameter groups whose numbers may differ between ranks after equally many steps, as for
+            :func:`local_sgd`. A rank that has skipped a step is not compared from then on.
         timeout: limit of every wait for a peer; seconds or ``timedelta``. ``None``: the process group's own.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or arguments or names, shapes or dtypes of parameters differ
             between ranks: on every rank. From ``optimizer.step()``: ``model`` or ``optimizer`` has other parameters
-            now.
+            now, or another rank's learning rate, or another number of its groups, was different after equally many
+            steps.
         CommError: a rank did not come. ``optimizer.step()`` raises it, too, if rank 0 is lost.
         RuntimeError: from ``optimizer.step()``: a parameter of this rank is not finite.
     """
@@ -219,7 +231,9 @@ def decoupled_sgd(
         if next(iter(named.values())).device.type != "cpu":
             raise ValueError("ranks that meet one by one require parameters in CPU memory")
         method = named_method(compression)
+        names = checked_per_rank(per_rank, optimizer)
         lines = [f"pycomm {version()}", f"every={every}", f"outer={merges!r}", f"quorum={quorum}", f"{method!r}"]
+        lines.append(f"per_rank={names}")
         lines += [f"{name}: {signature(p)}" for name, p in named.items()]
     except Exception as error:  # a user's object may raise anything
         problem = error
@@ -229,7 +243,7 @@ def decoupled_sgd(
             agreed(communicator.channel.all_gather_bytes, problem, lines=lambda _: same)
     meeting = ServerMeeting(timeout)
     meeting.compare(lines, problem)
-    loop = Loop(TrackedParameters(model, optimizer, named, "decoupled_sgd()"))
+    loop = Loop(TrackedParameters(model, optimizer, named, "decoupled_sgd()"), names)
     return DecoupledAverager(meeting, optimizer, named, Pace(every, quorum, merges, method, meeting.timeout), loop)
 
 
@@ -327,6 +341,7 @@ class DecoupledAverager(Averager):
         self._link.open()
         self._num_steps = self._num_meetings = self._since = 0
         self._planned = pace.every
+        self._compares, self._numbers = True, list[dict[str, Any]]()
         self._anchors = [torch.empty_like(p) for p in self._params]
         self._pull()
         super().__init__(optimizer, loop)
@@ -341,7 +356,8 @@ class DecoupledAverager(Averager):
     # Meetings.
 
     def _skipped(self) -> None:
-        """Do nothing: contributions are weighted by the steps that were made."""
+        """Compare no more numbers, since a schedule may go on. Contributions are weighted by the steps made."""
+        self._compares = False
 
     def _refused(self, problem: str) -> None:
         """Do nothing: no rank waits for this one."""
@@ -349,6 +365,8 @@ class DecoupledAverager(Averager):
     def _stepped(self) -> None:
         self._num_steps += 1
         self._since += 1
+        if self._compares and self._num_steps % math.ceil(self._pace.every / _COMPARED) == 0:
+            self._numbers.append(self._loop.numbers.at_step(self._num_steps))
         if self._since >= self._planned:
             self.meet()
 
@@ -361,7 +379,7 @@ class DecoupledAverager(Averager):
         Raises:
             CommError: rank 0 is lost, or nothing was merged within the timeout.
             RuntimeError: a parameter of this rank is not finite.
-            ValueError: the module or the optimizer has other parameters now.
+            ValueError: the module or the optimizer has other parameters now, or the numbers of ranks' groups differ.
         """
         self._require_attached()
         if problem := self._loop.tracked.problem():
@@ -375,6 +393,7 @@ class DecoupledAverager(Averager):
             found = zip(self._names, self._params, strict=True)
             name = next((n for n, p in found if not torch.isfinite(p).all()), "a parameter")
             raise RuntimeError(f"{name!r} is not finite, and was not pushed")
+        self._link.numbers, self._numbers = self._numbers, []
         self._link.push(self._weight * self._since)
         self._num_meetings += 1
         self._pull()
@@ -424,7 +443,7 @@ class DecoupledAverager(Averager):
         """Return the parameters of the last meeting; on rank 0 also the center and the outer optimizer's state."""
         self._require_attached()
         anchors = {name: anchor.clone() for name, anchor in zip(self._names, self._anchors, strict=True)}
-        state: dict[str, Any] = {"format": _FORMAT, "since": self._since, "anchors": anchors}
+        state: dict[str, Any] = {"format": _FORMAT, "since": self._since, "anchors": anchors, "steps": self._num_steps}
         if self._center is not None:
             with self._center.serving.lock:
                 found = self._center.shard.state()
@@ -449,6 +468,8 @@ class DecoupledAverager(Averager):
         for name, anchor in zip(self._names, self._anchors, strict=True):
             anchor.copy_(state["anchors"][name])
         self._since, self._begun = int(state["since"]), time.monotonic()
+        self._num_steps = int(state.get("steps", 0))
+        self._compares = self._compares and "steps" in state  # not in those of older versions
         if self._center is not None:
             with self._center.serving.lock:
                 self._center.shard.restore(state["center"]["memory"], clone_tensors(state["center"]["optimizer"]))

@@ -21,9 +21,16 @@ from pycomm.descriptions import counted, tensors_text
 from pycomm.errors import attempt
 from pycomm.optim.parameters import checked_optimizer
 from pycomm.training.asynchronous.averager import checked_parameters, checked_per_rank
-from pycomm.training.asynchronous.loop import Loop, MeetingReport, TrackedParameters, require_equal
-from pycomm.untrusted import ANYTHING, ListOf, MapOf, OneOf, PairOf, parse
+from pycomm.training.asynchronous.loop import Loop, MeetingReport, TrackedParameters, raise_left_out, require_equal
+from pycomm.untrusted import ANYTHING, INTEGER, ListOf, MapOf, OneOf, parse
 
+_REPORT = {
+    "groups": OneOf(None, ListOf(MapOf(ANYTHING))),
+    "own": ListOf(str),
+    "counts": ListOf(INTEGER, 2),
+    "steps": INTEGER,
+}
+"""Form of what neighbours tell each other of their loops."""
 _SEGMENT_BYTES = 4 << 20
 """Bytes mixed at a time, so that buffered messages stay small for any model."""
 
@@ -65,6 +72,7 @@ def gossip(
             some ranks are never mixed with others), or the ranks differ. From ``optimizer.step()`` or a forward:
             ``model`` or ``optimizer`` has other parameters now. From ``optimizer.step()``: a neighbour's optimizer has
             another learning rate, or another number of its groups.
+        RuntimeError: from ``optimizer.step()``: this rank or a neighbour has left out a batch that the other has not.
         CommError: a rank did not come. ``optimizer.step()`` raises it, too, if a neighbour is lost or has failed.
     """
     communicator = Communicator(process_group, timeout)
@@ -138,6 +146,12 @@ class Gossip:
         """Count a step that a loss scaler skips: the other ranks make it."""
         self._stepped()
 
+    def skip_step(self) -> None:
+        """Skip this step, because its batch cannot be used. Call it in place of the rest of the step, which counts."""
+        self._require_attached()
+        self._loop.exclude_counts()
+        self._stepped()
+
     def _refused(self, problem: str) -> None:
         self._communicator.close(f"its mixing failed: {problem}")
 
@@ -157,6 +171,7 @@ class Gossip:
         Raises:
             CommError: a neighbour is lost.
             ValueError: the module or the optimizer has other parameters now, or a neighbour's optimizer other numbers.
+            RuntimeError: a neighbour, or this rank, has left out a batch.
         """
         self._require_attached()
         try:
@@ -179,8 +194,10 @@ class Gossip:
         return self._num_mixings % (1 << 29)
 
     def _compare(self, report: MeetingReport, receivers: list[int], sources: list[tuple[int, float]]) -> None:
-        """Raise ValueError if a neighbour's optimizer has other numbers than this rank's."""
-        mine, tag = json.dumps([report.groups, sorted(report.own)]).encode(), self._tag
+        """Raise RuntimeError or ValueError if a neighbour left out a batch, or its optimizer has other numbers."""
+        counts = [report.unused, report.zero_grads]
+        told = {"groups": report.groups, "own": sorted(report.own), "counts": counts, "steps": self._num_steps}
+        mine, tag = json.dumps(told).encode(), self._tag
         for peer in receivers:
             self._communicator.send(np.array([len(mine)]), peer, tag)
             self._communicator.send(np.frombuffer(mine, np.uint8), peer, tag)
@@ -188,9 +205,11 @@ class Gossip:
             self._communicator.recv(size := np.empty(1, np.int64), peer, tag)
             self._communicator.recv(theirs := np.empty(int(size[0]), np.uint8), peer, tag)
             if theirs.tobytes() != mine:
-                by_rank = {self._communicator.rank: mine, peer: theirs.tobytes()}
-                shape = PairOf(OneOf(None, ListOf(MapOf(ANYTHING))), ListOf(str))
-                require_equal({r: parse(by_rank[r], shape, f"the numbers of rank {r}") for r in sorted(by_rank)})
+                texts = {self._communicator.rank: mine, peer: theirs.tobytes()}
+                by_rank = {rank: parse(texts[rank], _REPORT, f"the report of rank {rank}") for rank in sorted(texts)}
+                made = ", ".join(f"rank {rank} {of['steps']}" for rank, of in by_rank.items())
+                raise_left_out({rank: of["counts"] for rank, of in by_rank.items()}, made)
+                require_equal({rank: (of["groups"], of["own"]) for rank, of in by_rank.items()})
 
     def _mix_segment(
         self, segment: torch.Tensor, receivers: list[int], kept: float, sources: list[tuple[int, float]]

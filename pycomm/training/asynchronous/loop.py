@@ -17,12 +17,12 @@ from pycomm.collectives.communicator import Communicator
 from pycomm.descriptions import name_ranks
 from pycomm.optim.attached import forget_averaged, register_averaged
 from pycomm.optim.copies import MarkedParts
-from pycomm.optim.hyperparameters import Hyperparameters, Numbers, first_difference
+from pycomm.optim.hyperparameters import Hyperparameters, Numbers, first_difference, require_equal_groups
 from pycomm.optim.loop_index import LoopIndex
 from pycomm.optim.module_hooks import BeforeForward, ForwardWatch, ZeroGradHook, forget_original, watch_copies
 from pycomm.optim.skips import listen_to_skips, stop_listening
-from pycomm.torch_internals import Places, current_graph_task, version_of
-from pycomm.untrusted import ANYTHING, ListOf, parse
+from pycomm.torch_internals import Places, current_graph_task, move_hook, version_of
+from pycomm.untrusted import ANYTHING, COUNT, ListOf, MapOf, parse
 
 _ATTACH = "detach(), and call {} again with the module and the optimizer that are trained now"
 _LOOKED_AT = 8
@@ -127,6 +127,10 @@ class GroupNumbers:
     def groups(self) -> list[Numbers]:
         return self._reader.groups()
 
+    def at_step(self, step: int) -> dict[str, Any]:
+        """Return the numbers after ``step``, with the keys of those that the optimizer itself changes."""
+        return {"step": step, "groups": self.groups(), "own": sorted(self.own)}
+
     def digest(self) -> int:
         """Return a 63-bit hash of the numbers."""
         text = repr([sorted(numbers.items()) for numbers in self.groups()])
@@ -173,6 +177,7 @@ class Loop:
         self._index, self._in_step, self._is_excluded = LoopIndex(), False, False
         self._foreign_writes = ForeignWrites(tracked)
         self._handles: list[Any] = []
+        self._around_step: Sequence[Any] = ()
         self._refused: Callable[[str], None] = lambda _: None
 
     def watch(self, stepped: Callable[[], None], skipped: Callable[[], None], refused: Callable[[str], None]) -> None:
@@ -187,19 +192,22 @@ class Loop:
         def before(*_: object) -> None:
             self._require(self.tracked.problem_of_optimizer())
             self._in_step = True
-            self.numbers.before_step()
 
         def after(*_: object) -> None:
             self._in_step = False
-            self.numbers.after_step()
             stepped()
             self._foreign_writes.begin()
 
         self._refused = refused
         forget_original(self._model)
         self._forwards = ForwardWatch(self._model, self._forwarded, self._before_forward)
+        self._around_step = (
+            self._optimizer.register_step_pre_hook(lambda *_: self.numbers.before_step()),
+            self._optimizer.register_step_post_hook(lambda *_: self.numbers.after_step()),
+        )
         self._handles = [
             self._forwards,
+            *self._around_step,
             self._optimizer.register_step_pre_hook(before),
             self._optimizer.register_step_post_hook(after),
             self._model.register_forward_pre_hook(BeforeForward(self._before_forward, watches_copies=True)),
@@ -223,13 +231,20 @@ class Loop:
 
     def _before_forward(self) -> None:
         if current_graph_task() < 0 and self._is_training():
+            self._order_hooks()
             self._require(self.tracked.problem_at_forward() or self._foreign_writes.problem())
+
+    def _order_hooks(self) -> None:
+        """Read the numbers between all other hooks: what those change is not the optimizer's own."""
+        for handle, last in zip(self._around_step, (True, False), strict=True):
+            move_hook(handle, last=last)
 
     def _is_training(self) -> bool:
         return self._model.training and torch.is_grad_enabled() and not self._in_step
 
     def _zeroed(self) -> None:
         if not self._in_step:  # an optimizer may evaluate a closure any number of times
+            self._order_hooks()
             self._index.num_zero_grads += 1
 
     def _forwarded(self, output: Any, called: str) -> None:
@@ -360,24 +375,29 @@ class MeetingCheck:
                 f"ranks meet that have made different numbers of steps: {name_ranks(behind)} "
                 f"{'is' if len(behind) == 1 else 'are'} behind. Steps made: {made}. {_LEFT_OUT}"
             )
-        _raise_left_out({rank: row[3] for rank, row in rows.items()}, made, "forwards that no backward() followed")
-        _raise_left_out({rank: row[4] for rank, row in rows.items()}, made, "calls of optimizer.zero_grad()")
+        raise_left_out({rank: row[3:5] for rank, row in rows.items()}, made)
         meetings = {rank: row[1] >> 16 for rank, row in rows.items()}
         if len({row[1] for row in rows.values()}) > 1:
             raise RuntimeError(f"ranks are in different meetings: {meetings} by rank. Steps made: {made}")
         require_equal({rank: numbers for rank, (_, _, *numbers) in by_rank.items()})
 
 
-def _raise_left_out(counts: Mapping[int, int], made: str, what: str) -> None:
-    counts = {rank: count for rank, count in counts.items() if count >= 0}
-    if len(set(counts.values())) < 2:
-        return
-    most = [rank for rank, count in counts.items() if count > min(counts.values())]
-    by_rank = ", ".join(f"rank {rank} {count}" for rank, count in counts.items())
-    raise RuntimeError(
-        f"{name_ranks(most)} left out a batch since the last meeting: {what}: {by_rank}. "
-        f"Steps made: {made}. {_LEFT_OUT}"
-    )
+def raise_left_out(counts: Mapping[int, Sequence[int]], made: str) -> None:
+    """Raise RuntimeError if ranks have left out different batches.
+
+    Args:
+        counts: for each rank, forwards without a backward, and calls of ``zero_grad``; negative if not compared.
+        made: numbers of steps that were made, as text.
+    """
+    for column, what in enumerate(("forwards that no backward() followed", "calls of optimizer.zero_grad()")):
+        mine = {rank: of_rank[column] for rank, of_rank in counts.items() if of_rank[column] >= 0}
+        most = [rank for rank, count in mine.items() if count > min(mine.values())]
+        if most:
+            by_rank = ", ".join(f"rank {rank} {count}" for rank, count in mine.items())
+            raise RuntimeError(
+                f"{name_ranks(most)} left out a batch since the last meeting: {what}: {by_rank}. "
+                f"Steps made: {made}. {_LEFT_OUT}"
+            )
 
 
 def require_equal(numbers: Mapping[int, Sequence[Any]]) -> None:
@@ -392,19 +412,33 @@ def require_equal(numbers: Mapping[int, Sequence[Any]]) -> None:
         rank: None if of_rank is None else [{k: n for k, n in group.items() if k not in own} for group in of_rank]
         for rank, (of_rank, _) in numbers.items()
     }
-    found = first_difference(list(groups.values()))
-    if found is None:
-        return
-    index, key, values = found
-    by_rank = ", ".join(
-        f"{value!r} on rank {rank}"
-        for (rank, of_rank), value in zip(groups.items(), values, strict=True)
-        if of_rank is not None
-    )
-    raise ValueError(
-        f"the ranks' optimizers differ: {key!r} of parameter group {index} is {by_rank}. Change it on all ranks alike, "
-        f'or write per_rank=("{key}",) if it is meant to differ'
-    )
+    require_equal_groups(groups)
+
+
+NUMBERS = {"step": COUNT, "groups": ListOf(MapOf(ANYTHING)), "own": ListOf(str)}
+"""Form of a rank's :meth:`GroupNumbers.at_step`."""
+_KEPT_STEPS = 4096
+
+
+class NumbersBySteps:
+    """Numbers of ranks that meet at different times, compared at equal steps."""
+
+    def __init__(self) -> None:
+        self._first: dict[int, tuple[int, Sequence[Any]]] = {}  # rank that was the first to make the step, its numbers
+        self._problem = ""
+
+    def problem_of(self, rank: int, numbers: Iterable[Mapping[str, Any]]) -> str:
+        """Return how the ``numbers`` of ``rank`` differ from those of another, or how earlier ones did; else ""."""
+        for each in numbers:
+            mine = [each["groups"], each["own"]]
+            other, theirs = self._first.setdefault(each["step"], (rank, mine))
+            try:
+                require_equal({other: theirs, rank: mine})
+            except ValueError as error:
+                self._problem = self._problem or f"{error} (after step {each['step']} of each)"
+        while len(self._first) > _KEPT_STEPS:
+            del self._first[next(iter(self._first))]
+        return self._problem
 
 
 class WorkerParameters:

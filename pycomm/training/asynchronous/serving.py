@@ -24,6 +24,7 @@ from pycomm.collectives.transport.authentication import Step
 from pycomm.errors import CommError
 from pycomm.training.asynchronous.core import Core, packed_limit
 from pycomm.training.asynchronous.journal import Journal
+from pycomm.training.asynchronous.loop import NUMBERS, NumbersBySteps
 from pycomm.training.asynchronous.settings import Replay, Trace
 from pycomm.training.asynchronous.wire import (
     STALLED,
@@ -36,7 +37,7 @@ from pycomm.training.asynchronous.wire import (
     ready,
     receiving,
 )
-from pycomm.untrusted import COUNT, PROCESS_ID, Number, OneOf, require
+from pycomm.untrusted import COUNT, PROCESS_ID, ListOf, Number, OneOf, require
 
 _LOG = logging.getLogger("pycomm")
 _TICK = 0.25  # seconds
@@ -61,7 +62,7 @@ _ASKS = {"ask": OneOf("hello", "pull", "push", "read", "stats", "close")}
 _SHAPES: dict[str, Any] = {
     "hello": {"worker": COUNT, "life": str, "host": str, "process": PROCESS_ID, "memory": OneOf(None, str)},
     "pull": {"number": COUNT},
-    "push": {"number": COUNT, "samples": Number(_TINY), "rate?": Number(0)},
+    "push": {"number": COUNT, "samples": Number(_TINY), "rate?": Number(0), "numbers?": ListOf(NUMBERS)},
     "read": {},
     "stats": {},
     "close": {},
@@ -169,6 +170,7 @@ class Serving:
         self._core, self._memory, self._listener, self._host = core, memory, listener, host
         self._expected, self._timeout, self._rank = set(expected), timeout, rank
         self._journal, self._trace, self._replay = journal, trace, replay
+        self._numbers = NumbersBySteps()
         self._workers: dict[Connection, _Worker] = {}
         self._queue: list[tuple[_Worker, Message]] = []  # requests, in order
         self._begun = time.monotonic()
@@ -344,7 +346,11 @@ class Serving:
                 self._disconnect(worker, error)
             return
         event = _event(worker, message)
-        if message["ask"] == "pull":
+        if message["ask"] in ("pull", "push") and (
+            problem := self._numbers.problem_of(worker.number, message.get("numbers", []))
+        ):
+            self._answer(worker, problem=problem)
+        elif message["ask"] == "pull":
             self._record(event)
             version = self._core.pull(worker.number)
             worker.since = time.monotonic() if worker.is_local else 0.0

@@ -139,6 +139,7 @@ class ServerLink:
         bytes_sent: bytes of gradients that were sent.
         seconds: time for which this worker has waited.
         rate: this worker's steps per second, which pushes report; set by the caller.
+        numbers: numbers of its groups since the last push, which the next one reports; set by the caller.
         fastest: the largest rate of all workers, as of the last pull.
     """
 
@@ -167,6 +168,7 @@ class ServerLink:
         self.version = -1
         self.bytes_sent, self.seconds = 0, 0.0
         self.rate = self.fastest = 0.0
+        self.numbers: list[Message] = []
 
     def fileno(self) -> int:
         """Return the descriptor of the connection, which is readable when the server has answered."""
@@ -224,7 +226,8 @@ class ServerLink:
         self._ask(self._push_message())
 
     def _push_message(self) -> Message:
-        return {"ask": "push", "number": self._pushed, "samples": self._samples, "rate": self.rate}
+        numbers = {"numbers": self.numbers} if self.numbers else {}
+        return {"ask": "push", "number": self._pushed, "samples": self._samples, "rate": self.rate, **numbers}
 
     def settle(self) -> None:
         """Wait until the last push is acknowledged."""
@@ -283,19 +286,23 @@ class ServerLink:
             self._outbox.send(connection, is_shared=self._there is not None)
 
     def _await(self, what: str) -> Message:
-        """Return the server's answer that has ``what``."""
-        start = time.monotonic()
+        """Return the server's answer that has ``what``. Raise ValueError if it has a problem instead."""
+        start, answer = time.monotonic(), Message()
         try:
-            while True:
+            while not answer:
                 try:
                     if not self._require().poll(max(0.0, start + self._timeout - time.monotonic())):
                         self._drop()  # else a late answer would be taken for that to another request
                         raise self._error(f"it has not answered for {self._timeout:g} s", start)
-                    return receive(self._require(), _ANSWERS[what])
+                    answer = receive(self._require(), OneOf({"problem": str}, _ANSWERS[what]))
                 except _LOST as error:
                     self._reconnect(error)
         finally:
             self.seconds += time.monotonic() - start
+        if "problem" in answer:  # nothing was applied, and nothing more is answered
+            self._acknowledged, self._unanswered = self._pushed, None
+            raise ValueError(answer["problem"])
+        return answer
 
     def _reconnect(self, error: Exception | None) -> None:
         """Connect, after an ``error`` to the restarted server, and repeat the unanswered request."""

@@ -30,14 +30,13 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 
-from pycomm.collectives.bucket import FINGERPRINT_BITS
+from pycomm.collectives.bucket import FingerprintBits
 from pycomm.descriptions import name_ranks
-from pycomm.optim.hyperparameters import NUM_PARAMETERS, Hyperparameters, Numbers, first_difference
+from pycomm.optim.hyperparameters import Hyperparameters
 from pycomm.optim.loop_index import LoopIndex
 
 ALIKE = slice(32, 60)
@@ -154,8 +153,7 @@ class RankFlags:
         self.stop_requested = StopRequest()
         self.loss_scale: float | None = None
         self.num_passes = 0
-        on_host = device.type == "cpu"
-        self._shifts = None if on_host else torch.arange(FINGERPRINT_BITS, device=device, dtype=torch.int64)
+        self._bits = FingerprintBits(device)
         self._last: tuple[Any, int] | None = None  # fields and digest of the last reduction
         self._sent = (Record(), 0, torch.empty(0, dtype=torch.bool))  # what they came to
         self._records: deque[tuple[int, Record, int]] = deque(maxlen=_REMEMBERED)
@@ -201,19 +199,10 @@ class RankFlags:
         if (fields, digest) != self._last:  # most reductions repeat the one before
             record = Record(*fields)
             value = record.value(digest)
-            self._last, self._sent = (fields, digest), (record, value, self._bits(value))
+            self._last, self._sent = (fields, digest), (record, value, self._bits.of(value))
         record, value, bits = self._sent
         self._records.append((num_reductions, record, value))
         return bits
-
-    def _bits(self, value: int) -> torch.Tensor:
-        if self._shifts is None:
-            octets = np.frombuffer(value.to_bytes(FINGERPRINT_BITS // 8, "little"), np.uint8)
-            return torch.from_numpy(np.unpackbits(octets, bitorder="little").view(np.bool_))
-        signed = value - (1 << FINGERPRINT_BITS) if value >> (FINGERPRINT_BITS - 1) else value
-        # A kernel fills it in: a copy to the GPU would have to be waited for.
-        number = torch.full((), signed, dtype=torch.int64, device=self._shifts.device)
-        return ((number >> self._shifts) & 1).bool()
 
     def with_own_requests(self, differing: torch.Tensor) -> torch.Tensor:
         """Return ``differing`` with this rank's requests set, which count even if all ranks make them."""
@@ -281,42 +270,6 @@ def raise_out_of_loop(records: Mapping[int, Words]) -> None:
     raise RuntimeError(
         f"{name_ranks(most)} left out a batch: calls of optimizer.zero_grad() since the last reduction: "
         f"{_by_rank(calls)}. {_PAIRED}. A call that belongs to no training step goes in `with reducer.paused():`"
-    )
-
-
-def raise_different_groups(groups: Mapping[int, list[Numbers] | None], of_step: Mapping[int, list[Numbers]]) -> None:
-    """Raise ValueError if hyperparameters differ.
-
-    Args:
-        groups: numbers of each rank; ``None`` for one that is not compared.
-        of_step: numbers of each rank in its last step; empty if they were those of its reduction.
-    """
-    for numbers, where in ((groups, ""), ({rank: of or groups[rank] for rank, of in of_step.items()}, _IN_STEP)):
-        found = first_difference(list(numbers.values()))
-        if found is not None:
-            _raise_different_number(numbers, where, *found)
-
-
-_IN_STEP = "in the last optimizer.step(), for which they were set after backward(), "
-
-
-def _raise_different_number(
-    groups: Mapping[int, list[Numbers] | None], where: str, index: int, key: str, values: list[Any]
-) -> NoReturn:
-    by_value: dict[str, list[int]] = {}
-    for (rank, group), value in zip(groups.items(), values, strict=True):
-        if group is not None:
-            by_value.setdefault("missing" if value is None else repr(value), []).append(rank)
-    described = _on_ranks(by_value)
-    if key == NUM_PARAMETERS:
-        raise ValueError(
-            f"the ranks' optimizers differ: the {key} of parameter group {index} is {described}. Sort parameters into "
-            "the same groups on all ranks"
-        )
-    raise ValueError(
-        f"the ranks' optimizers differ: {where}{key!r} of parameter group {index} is {described}. Change it on all "
-        "ranks alike: by the same schedule, by a loss or progress that is averaged over the ranks, by a checkpoint "
-        f'that all load. If it is meant to differ, write tuning=pycomm.Tuning(per_rank=("{key}",))'
     )
 
 

@@ -36,7 +36,7 @@ from pycomm.collectives.layout import on_gpu
 from pycomm.collectives.tensor_memory import comparable, hashable
 from pycomm.compression.base import Flag
 from pycomm.descriptions import name_ranks
-from pycomm.optim.hyperparameters import Hyperparameters
+from pycomm.optim.hyperparameters import Hyperparameters, require_equal_groups
 from pycomm.torch_internals import parts_of, uncompiled
 from pycomm.training.reducer.buckets import BucketInFlight, state_of
 from pycomm.training.reducer.parameters import ParameterTable
@@ -47,7 +47,6 @@ from pycomm.training.reducer.rank_flags import (
     RankRequests,
     different_windows,
     raise_different_freezing,
-    raise_different_groups,
     raise_different_modes,
     raise_different_new,
     raise_different_scales,
@@ -151,6 +150,8 @@ _STATE = _STEP_BITS
 _PARAMETERS = slice(_STATE + 1, ALIKE.start - _BUFFER_BITS)
 _BUFFERS = slice(ALIKE.start - _BUFFER_BITS, ALIKE.start)
 
+_PERMITTING = 'tuning=pycomm.Tuning(per_rank=("{}",))'
+_IN_STEP = " in the last optimizer.step(), for which it was set after backward(),"
 _NUMBERS = ListOf(MapOf(ANYTHING))
 _ALIKE = {"groups": _NUMBERS, "of_step": _NUMBERS, "modes": MapOf(bool), "names": ListOf(str)}
 
@@ -396,10 +397,9 @@ class RankComparison:
         every = dict(zip(records, texts, strict=True))
         trained = {rank for rank, words in there.items() if words["loop"] is not None}
         raise_removed({rank: of["names"] for rank, of in every.items() if rank in there})
-        raise_different_groups(
-            {rank: of["groups"] if rank in there else None for rank, of in every.items()},
-            {rank: of["of_step"] for rank, of in every.items() if rank in trained},
-        )
+        require_equal_groups({rank: every[rank]["groups"] for rank in there}, _PERMITTING)
+        in_step = {rank: every[rank]["of_step"] or every[rank]["groups"] for rank in trained}
+        require_equal_groups(in_step, _PERMITTING, _IN_STEP)
         raise_different_scales(there)
         raise_out_of_loop(there)
         raise_different_freezing(there)

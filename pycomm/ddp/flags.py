@@ -1,0 +1,322 @@
+"""Flags of a registration: with every step each rank sends a hash of what all must do alike.
+
+It covers the numbers in the groups of the optimizers (learning rate, momentum, ...), the number of their steps, and
+forwards that no backward followed. If it differs, ranks exchange what is behind it, and all raise the same error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from pycomm.collectives.bucket import FINGERPRINT_BITS, FingerprintBits
+from pycomm.collectives.communicator import Communicator
+from pycomm.compression.base import Exchange
+from pycomm.descriptions import name_ranks
+from pycomm.optim.hyperparameters import Hyperparameters, require_equal_groups
+from pycomm.optim.loop_index import LoopIndex
+from pycomm.optim.module_hooks import ForwardWatch
+from pycomm.torch_internals import current_graph_task
+from pycomm.training.reducer import HostCopy, StopRequest
+from pycomm.untrusted import ANYTHING, COUNT, ListOf, MapOf, OneOf, parse
+
+_STOP = FINGERPRINT_BITS - 1
+"""Number of the bit that asks to stop. The others are a hash."""
+RECORD = {
+    "unused": COUNT,
+    "steps": MapOf(COUNT),
+    "groups": MapOf(ListOf(MapOf(ANYTHING))),
+    "passes?": COUNT,
+    "joined?": bool,
+    "stop?": OneOf(None, str),
+}
+"""Form of what ranks exchange if their flags differ."""
+
+
+class SteppedOptimizers:
+    """Optimizers that step parameters of a model. They are found by their steps, and held weakly.
+
+    These steps do not count: without a gradient of the model, or with learning rates of 0 (distributed checkpointing
+    makes some, on one rank if that rank saves alone), and inside the step of another optimizer (which may hold the
+    shard of one rank).
+
+    Args:
+        params: the model's parameters, by name.
+        given: an optimizer that is known; ``None`` without one.
+        per_rank: keys of groups whose numbers may differ between ranks.
+
+    Attributes:
+        counts: number of steps since the last :meth:`restart`, by the name of the optimizer's first parameter. An
+            optimizer may be gone before they are compared.
+    """
+
+    def __init__(
+        self, params: Mapping[str, torch.Tensor], given: torch.optim.Optimizer | None, per_rank: Sequence[str]
+    ) -> None:
+        self._names = {id(param): name for name, param in params.items()}
+        self._params, self._per_rank = list(params.values()), per_rank  # keeps the ids valid
+        self._given = (lambda: None) if given is None else weakref.ref(given)
+        self._found: weakref.WeakKeyDictionary[torch.optim.Optimizer, Hyperparameters] = weakref.WeakKeyDictionary()
+        self._unconcerned: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._open: list[weakref.ref[torch.optim.Optimizer]] = []  # in their steps, the outermost first
+        self._stepped: list[weakref.ref[torch.optim.Optimizer]] = []
+        self.counts: dict[str, int] = {}
+        for register, method in (
+            (register_optimizer_step_pre_hook, weakref.WeakMethod(self._begin)),
+            (register_optimizer_step_post_hook, weakref.WeakMethod(self._end)),
+        ):
+            weakref.finalize(self, register(_weak_hook(method)).remove)
+
+    def _begin(self, optimizer: torch.optim.Optimizer) -> None:
+        self._close(optimizer)  # the step before may have ended with an exception
+        self._open.append(weakref.ref(optimizer))
+
+    def _close(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Forget the open step of ``optimizer``; return whether it was the outermost one."""
+        depth = next((i for i, ref in enumerate(self._open) if ref() is optimizer), -1)
+        if depth >= 0:
+            del self._open[depth:]
+        return depth == 0
+
+    def _end(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._close(optimizer):
+            return
+        size = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self._unconcerned.get(optimizer) == size:
+            return
+        name = self._name_of(optimizer)
+        if not name:
+            self._unconcerned[optimizer] = size
+        elif self._is_real(optimizer):
+            self.counts[name] = self.counts.get(name, 0) + 1
+            if all(ref() is not optimizer for ref in self._stepped):
+                self._stepped.append(weakref.ref(optimizer))
+
+    def _name_of(self, optimizer: torch.optim.Optimizer) -> str:
+        """Return the name of the optimizer's first parameter that is the model's; "" without one."""
+        return next((self._names[id(param)] for param in _params_of(optimizer) if id(param) in self._names), "")
+
+    def _is_real(self, optimizer: torch.optim.Optimizer) -> bool:
+        has_gradient = any(param.grad is not None and id(param) in self._names for param in _params_of(optimizer))
+        return has_gradient and any(not _is_zero(group.get("lr")) for group in optimizer.param_groups)
+
+    def readers(self) -> dict[str, Hyperparameters]:
+        """Return readers of the given optimizer, and of those that have stepped since the last :meth:`restart`."""
+        readers = {}
+        for ref in (self._given, *self._stepped):
+            if (optimizer := ref()) is not None:
+                reader = self._found.get(optimizer)
+                if reader is None:  # it must not keep its key alive
+                    reader = self._found[optimizer] = Hyperparameters(weakref.proxy(optimizer), self._per_rank)
+                reader.refresh()
+                readers[self._name_of(optimizer)] = reader
+        return readers
+
+    def restart(self) -> None:
+        """Count from zero."""
+        self._stepped.clear()
+        self.counts = {}
+
+
+def _weak_hook(method: weakref.WeakMethod[Any]) -> Any:
+    def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        call = None if torch.compiler.is_compiling() else method()
+        if call is not None:
+            call(optimizer)
+
+    return hook
+
+
+def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    return (param for group in optimizer.param_groups for param in group["params"])
+
+
+def _is_zero(rate: Any) -> bool:
+    if isinstance(rate, torch.Tensor) and not rate.is_cpu:
+        return False  # the host would wait
+    return rate is not None and not bool(rate)
+
+
+@dataclass(frozen=True)
+class LoopRecord:
+    """Account of what this rank did between two comparisons.
+
+    Attributes:
+        unused: number of forwards in training mode that no backward followed.
+        steps: number of steps of each optimizer, by the name of its first parameter.
+        readers: readers of the optimizers' groups.
+    """
+
+    unused: int = 0
+    steps: Mapping[str, int] = field(default_factory=dict)
+    readers: Mapping[str, Hyperparameters] = field(default_factory=dict)
+
+    @functools.cached_property
+    def digest(self) -> int:
+        """Hash of 63 bits, the same in every process."""
+        steps = tuple(self.steps[name] for name in sorted(self.steps))
+        groups = tuple(self.readers[name].digest for name in sorted(self.readers))
+        return hash((self.unused, steps, groups)) & ((1 << _STOP) - 1)
+
+    def words(self) -> dict[str, Any]:
+        """Return what is behind the hash, as JSON can hold it."""
+        groups = {}
+        for name, reader in self.readers.items():
+            with contextlib.suppress(ReferenceError):  # the optimizer is gone, and is not compared
+                groups[name] = reader.groups()
+        return {"unused": self.unused, "steps": dict(self.steps), "groups": groups}
+
+
+class TrainingLoop:
+    """What this rank has done since ranks were compared last: forwards, and steps of optimizers.
+
+    Args:
+        model: the model.
+        optimizers: optimizers of its parameters.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizers: SteppedOptimizers) -> None:
+        self._optimizers, self._index = optimizers, LoopIndex()
+        self._forwards = ForwardWatch(model, self._note_forward)
+
+    def _note_forward(self, output: Any, called: str) -> None:
+        if current_graph_task() == -1:  # else a checkpointed piece is being recomputed
+            self._index.note_forward(output, called)
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        self._forwards.remove()
+
+    def fix(self) -> LoopRecord:
+        """Return what is compared now, and count from zero."""
+        record = LoopRecord(self._index.num_unused, self._optimizers.counts, self._optimizers.readers())
+        self._forwards.trained(self._index.has_forwards)
+        self._index.restart()
+        self._optimizers.restart()
+        return record
+
+
+def raise_differences(records: Mapping[int, Mapping[str, Any]], whose: str = "") -> None:
+    """Raise RuntimeError or ValueError if ranks have done different things.
+
+    Args:
+        records: results of :meth:`LoopRecord.words`; "passes" may count those that were averaged.
+        whose: what the ranks are counted among.
+    """
+    for key, what in (
+        ("passes", "backward passes were averaged so far"),
+        ("unused", "forwards in training mode, since the last pass that was averaged, that no backward() followed"),
+    ):
+        counts = {rank: record.get(key, 0) for rank, record in records.items()}
+        if len(set(counts.values())) > 1:
+            least = min(counts.values()) if key == "unused" else max(counts.values())
+            odd = name_ranks([rank for rank, count in counts.items() if count != least])
+            raise RuntimeError(
+                f"{odd}{whose} left out a batch: {what}: {_by_rank(counts)}. Gradients of different batches would be "
+                "averaged: leave it out on all ranks. A forward that is no training step belongs in "
+                "torch.no_grad(), or after model.eval()"
+            )
+    for name in {name: None for record in records.values() for name in record["steps"]}:
+        counts = {rank: record["steps"].get(name, 0) for rank, record in records.items()}
+        if len(set(counts.values())) > 1:
+            raise RuntimeError(
+                f"the ranks{whose} are out of step: calls of step() of the optimizer of {name!r} since the last "
+                f"backward pass that was averaged: {_by_rank(counts)}. Take the same steps on all ranks"
+            )
+    names = {name: None for record in records.values() for name in record["groups"]}
+    for name in names:
+        groups = {rank: record["groups"].get(name) for rank, record in records.items()}
+        require_equal_groups(groups, whose=f" of the optimizer of {name!r}" if len(names) > 1 else "")
+
+
+def _by_rank(counts: Mapping[int, int]) -> str:
+    return ", ".join(f"rank {rank} {count}" for rank, count in counts.items())
+
+
+@dataclass(frozen=True)
+class SentFlags:
+    """Flags that this rank has sent, and what is behind them.
+
+    Attributes:
+        joined: whether this rank has no more inputs, as inside ``join()``, and is not compared.
+        stop: reason of its request to stop; ``None`` without one.
+        loop: what was hashed.
+    """
+
+    joined: bool = False
+    stop: str | None = None
+    loop: LoopRecord = field(default_factory=LoopRecord)
+
+    def text(self) -> bytes:
+        return json.dumps({"joined": self.joined, "stop": self.stop, **self.loop.words()}).encode()
+
+
+class HookFlags:
+    """Flags that ranks under DistributedDataParallel send with the last bucket of each step.
+
+    On a GPU the host does not wait for those of other ranks, and reads them two steps later.
+
+    Attributes:
+        requested: the request to stop that all ranks have received; see ``pycomm.Reducer.stop_requested``.
+    """
+
+    def __init__(self, loop: TrainingLoop, communicator: Communicator, device: torch.device) -> None:
+        self._loop, self._communicator, self._device = loop, communicator, device
+        self._on_gpu = device.type == "cuda"
+        self._bits = FingerprintBits(device)
+        self._mine: str | None = None
+        self._sent = SentFlags()
+        self._late: deque[tuple[SentFlags, HostCopy]] = deque()
+        self.requested = StopRequest()
+
+    def request(self, reason: str) -> None:
+        """Ask all ranks to stop.
+
+        Raises:
+            ValueError: on a GPU, where the host does not wait for other ranks' flags.
+        """
+        if self._on_gpu:
+            raise ValueError("request_stop() on a GPU requires pycomm.attach() in place of pycomm.ddp.register()")
+        if self._mine is None:
+            self._mine = reason
+
+    def fix(self, joined: bool) -> torch.Tensor:
+        """Return this rank's flags of this step. A rank that has ``joined`` goes on counting."""
+        stop = None if self.requested else self._mine
+        self._sent = SentFlags(True, stop) if joined else SentFlags(False, stop, self._loop.fix())
+        return self._bits.of(self._sent.loop.digest | (stop is not None) << _STOP)
+
+    def receive(self, exchange: Exchange) -> None:
+        """Read the flags, sent with the last bucket. Collective if ranks differ, or one asks to stop.
+
+        Raises:
+            RuntimeError, ValueError: on all ranks: they have done different things.
+        """
+        if self._on_gpu:
+            reused = self._late.popleft()[1] if len(self._late) > 1 else HostCopy(FINGERPRINT_BITS, self._device)
+            reused.put(exchange.differing())
+            self._late.append((self._sent, reused))
+        elif self._sent.stop is not None or bool(exchange.differing().any()):
+            self._compare(self._sent)
+
+    def receive_late(self) -> None:
+        """Read the flags of the step before the last on a GPU. Collective, and raises errors, as :meth:`receive`."""
+        if len(self._late) > 1 and any(self._late[0][1].get()):
+            self._compare(self._late[0][0])
+
+    def _compare(self, sent: SentFlags) -> None:
+        received = self._communicator.channel.all_gather_bytes(sent.text())
+        records = {rank: parse(text, RECORD, f"flags of rank {rank}") for rank, text in enumerate(received)}
+        raise_differences({rank: record for rank, record in records.items() if not record["joined"]})
+        asking = [(rank, record["stop"]) for rank, record in records.items() if record["stop"] is not None]
+        if asking and not self.requested:
+            self.requested = StopRequest(*asking[0])
