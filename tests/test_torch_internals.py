@@ -32,6 +32,7 @@ PRIVATE = {
     "_use_count",
     "_cdata",
     "_is_flat_param",
+    "_fsdp_flattened",
     "_in_backward_optimizers",
     "_execution_engine",
     "_post_accumulate_grad_hooks",
@@ -123,6 +124,7 @@ def test_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_parameters_that_others_own() -> None:
     param = nn.Parameter(torch.zeros(3))
     assert not torch_internals.is_flat_parameter(param)
+    assert not torch_internals.is_flattened(param)
     assert not torch_internals.steps_in_backward(param)
     from torch.distributed.fsdp._flat_param import FlatParameter
     from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
@@ -317,6 +319,7 @@ def test_buckets_and_hooks_of_ddp() -> None:
         return future
 
     model = DistributedDataParallel(nn.Linear(3, 2))
+    assert all(torch_internals.uses_outside_python(p) > 1 for p in model.parameters())
     assert torch_internals.communication_hooks(model) == []
     model.register_comm_hook(7, hook)
     assert torch_internals.communication_hooks(model) == [(hook, 7)]

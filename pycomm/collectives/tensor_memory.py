@@ -52,7 +52,6 @@ NOTHING = Memory((), writable=False, text="without memory")
 """Memory of tensors that have none, or none that can be read."""
 
 
-@torch.no_grad()
 def memory_of(tensor: torch.Tensor) -> Memory:
     """Return the memory behind ``tensor``, or behind this rank's part of a DTensor. Plain memory is not copied.
 
@@ -108,6 +107,7 @@ def has_no_memory(tensor: torch.Tensor) -> bool:
         return True
 
 
+@torch.no_grad()
 def _odd_memory(tensor: torch.Tensor) -> Memory:
     """Return the readable memory of a tensor that is sparse, quantised, nested or in a library's own layout."""
     try:

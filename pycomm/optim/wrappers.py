@@ -12,19 +12,29 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from pycomm.torch_internals import active_ddp_module, children_of, parameters_of, parts_of
+from pycomm.torch_internals import (
+    active_ddp_module,
+    children_of,
+    is_flattened,
+    parameters_of,
+    parts_of,
+    uses_outside_python,
+)
 
-_WRAPPERS = {
+_OF_TORCH = {
     "torch.nn.parallel.distributed.DistributedDataParallel": "averages gradients itself",
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": (
         "shards parameters and averages their gradients itself"
     ),
+}
+_WRAPPERS = {
+    **_OF_TORCH,
     "deepspeed.runtime.engine.DeepSpeedEngine": "averages gradients itself",
 }
 """Descriptions of the wrappers by full class name, so that none of them has to be imported."""
@@ -41,7 +51,7 @@ def wrapper_of(cls: type) -> str | None:
 
 
 def refuse_wrapped(names: Mapping[str, torch.Tensor], model: Any, hint: str = "") -> None:
-    """Raise ValueError if a living wrapper has one of the parameters. Looks at every object in the process.
+    """Raise ValueError if a living wrapper has one of the parameters. May look at every object in the process.
 
     Args:
         names: the parameters by name.
@@ -63,7 +73,7 @@ def refuse_wrapped(names: Mapping[str, torch.Tensor], model: Any, hint: str = ""
 
 
 def is_wrapped(name: str, param: torch.Tensor) -> bool:
-    """Return whether a living wrapper averages ``param``. Looks at every object in the process."""
+    """Return whether a living wrapper averages ``param``. May look at every object in the process."""
     return _first_conflict({name: param}) is not None
 
 
@@ -125,8 +135,14 @@ def _conflict(child: torch.nn.Module) -> str | None:
     return None
 
 
-def _living_wrappers() -> list[torch.nn.Module]:
-    classes = {cls for cls in _derived_from(torch.nn.Module) if wrapper_of(cls) is not None}
+def _living_wrappers(params: Iterable[torch.Tensor]) -> list[torch.nn.Module]:
+    """Return the wrappers that may average ``params``: all that live, unless it is certain that there are none."""
+    classes = {cls: name for cls in _derived_from(torch.nn.Module) if (name := wrapper_of(cls)) is not None}
+    # Torch's own wrappers leave marks, and these are nearly always absent: a Reducer in C++ owns what it averages.
+    if _OF_TORCH.keys() >= set(classes.values()) and not any(
+        uses_outside_python(param) > 1 or is_flattened(param) for param in params
+    ):
+        return []
     # Every object refers to its class. This search in C takes less than half the time of a loop over all objects.
     return [each for each in gc.get_referrers(*classes) if type(each) in classes]
 
@@ -142,7 +158,7 @@ def _derived_from(cls: type) -> set[type]:
 
 
 def _first_conflict(names: Mapping[str, torch.Tensor]) -> tuple[torch.nn.Module, str] | None:
-    for wrapper in _living_wrappers():
+    for wrapper in _living_wrappers(names.values()):
         name = _common(wrapper, names)
         if name is not None:
             return wrapper, name

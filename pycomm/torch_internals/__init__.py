@@ -65,6 +65,7 @@ from pycomm.torch_internals.scripting import has_scripted, is_recording, leave_o
 from pycomm.torch_internals.tensors import (
     StorageWatch,
     is_flat_parameter,
+    is_flattened,
     move_to_shared_mapping,
     note_writes,
     steps_in_backward,
@@ -117,6 +118,7 @@ __all__ = [
     "has_scripted",
     "is_dtensor",
     "is_flat_parameter",
+    "is_flattened",
     "is_profiling",
     "is_recording",
     "keeps_python_works",

@@ -84,6 +84,11 @@ def is_flat_parameter(param: torch.Tensor) -> bool:
     return bool(getattr(param, "_is_flat_param", False)) or type(param).__name__ == "FlatParameter"
 
 
+def is_flattened(param: torch.Tensor) -> bool:
+    """Return whether FullyShardedDataParallel manages ``param``, as a part of a flat parameter or as one."""
+    return bool(getattr(param, "_fsdp_flattened", False))
+
+
 def steps_in_backward(param: torch.Tensor) -> bool:
     """Return whether an optimizer steps ``param`` as soon as it has its gradient."""
     return hasattr(param, "_in_backward_optimizers")

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.optim.wrappers import wrapper_of
+from pycomm.torch_internals import is_flattened
 from tests.on_ranks import on_ranks
 from tests.reducer.attaching import attached
 from tests.reducer.models import average_gradients, close, loss_of, losses_at, make_model, sgd
@@ -59,6 +61,21 @@ def test_ddp_before_attach(given: str) -> None:
     del kept, ddp
     with attached(optimizer, model[0] if given == "a part" else model):  # nobody has it any more
         pass
+
+
+@on_ranks(2)
+def test_objects_are_searched_only_if_torch_has_a_parameter_elsewhere() -> None:
+    """The search takes longer than the rest of ``attach``, and nearly always finds nothing."""
+    model = make_model()
+    search = Mock(return_value=[])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "get_referrers", search)
+        with attached(sgd(model), model):
+            search.assert_not_called()
+        graph = loss_of(model, dist.get_rank(), 0)
+        with attached(sgd(model), model):
+            search.assert_called_once()
+        del graph
 
 
 @pytest.mark.parametrize("how", ["module", "names", "a part", "replicate"])
@@ -122,6 +139,7 @@ def test_sharded_parameters_are_refused() -> None:
     for original in (False, True):
         model = make_model(dtype=torch.float32)
         wrapped = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=original)
+        assert all(map(is_flattened, wrapped.parameters()))
         says = "belongs to a FullyShardedDataParallel" if original else "flat parameter of FullyShardedDataParallel"
         for given in (wrapped, list(wrapped.named_parameters())):
             with pytest.raises((TypeError, ValueError), match=says):

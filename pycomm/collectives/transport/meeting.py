@@ -8,6 +8,7 @@ afresh.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import hashlib
 import json
@@ -163,29 +164,39 @@ class Meeting:
             self._ask("what is over", lambda: self._store.delete_key(key), _SLOWEST_ANSWER)
 
     def _greetings(self) -> list[dict[str, Any]]:
-        greetings: list[dict[str, Any] | None] = [None] * self.size
-
+        """Return the greetings of all ranks, once there are all of them."""
+        found: list[dict[str, Any] | None] = []
         began = time.monotonic()
 
         def missing() -> int | None:
-            for rank in range(self.size):
-                if greetings[rank] is None:
-                    greetings[rank] = self._read(rank)
-                if greetings[rank] is None:
-                    if time.monotonic() - began > _STRANGERS_AFTER:
-                        self._require_no_strangers()
-                    return rank
-            return None
+            nonlocal found
+            rank = self._first_without([f"hello/{rank}" for rank in range(self.size)])
+            if rank is None:
+                found = self._current()
+                rank = found.index(None) if None in found else None
+            if rank is not None and time.monotonic() - began > _STRANGERS_AFTER:
+                self._require_no_strangers()
+            return rank
 
         self._poll(missing)
-        return [greeting for greeting in greetings if greeting is not None]
+        return [greeting for greeting in found if greeting is not None]
 
-    def _read(self, rank: int) -> dict[str, Any] | None:
-        """Return the greeting of ``rank``; ``None`` while there is none."""
-        key = f"hello/{rank}"
-        if not self._store.check([key]):
+    def _first_without(self, keys: list[str]) -> int | None:
+        """Return the first rank whose key, in ``keys``, is not in the store; ``None`` if all are there.
+
+        A request for each rank, made by each rank, would keep the store busy where there are many ranks.
+        """
+        if self._store.check(keys):
             return None
-        data: bytes = self._store.get(key)
+        first = bisect.bisect_left(range(self.size), True, key=lambda rank: not self._store.check(keys[: rank + 1]))
+        return first if first < self.size else None
+
+    def _current(self) -> list[dict[str, Any] | None]:
+        """Return the greetings as they are now, all of which have been there before; ``None`` for one that is over."""
+        texts = self._store.multi_get([f"hello/{rank}" for rank in range(self.size)])
+        return [self._parsed(rank, data) for rank, data in enumerate(texts)]
+
+    def _parsed(self, rank: int, data: bytes) -> dict[str, Any] | None:
         if data == _NO_GREETING.encode():
             return None
         with self._well_formed(rank):
@@ -217,23 +228,16 @@ class Meeting:
         self._ask("the others", lambda: self._store.set(keys[self.rank], ""))
         changed = False
 
-        def unread() -> list[int]:
-            return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-
         def missing() -> int | None:
             nonlocal changed
-            waiting_for = unread()
-            if not waiting_for:
+            waiting_for = self._first_without(keys)
+            if waiting_for is None:
                 return None
-            current = [self._read(rank) for rank in range(self.size)]
-            same = [
-                there is not None and there["nonce"] == here["nonce"]
-                for there, here in zip(current, greetings, strict=True)
-            ]
-            if all(same):
-                return waiting_for[0]
+            nonces_now = [None if greeting is None else greeting["nonce"] for greeting in self._current()]
+            if nonces_now == [greeting["nonce"] for greeting in greetings]:
+                return waiting_for
             # A rank that continues removes its greeting, but only after all have read it: hence the second check.
-            changed = bool(unread())
+            changed = self._first_without(keys) is not None
             return None
 
         self._poll(missing)
@@ -258,7 +262,9 @@ class Meeting:
             time.sleep(min(_SLOWEST_POLL, 0.001 + (now - began) / 20))
 
     def _absent(self) -> list[int]:
-        return [rank for rank in range(self.size) if rank != self.rank and self._read(rank) is None]
+        keys = {rank: f"hello/{rank}" for rank in range(self.size) if rank != self.rank}
+        over = _NO_GREETING.encode()
+        return [rank for rank, key in keys.items() if not self._store.check([key]) or self._store.get(key) == over]
 
     def _require_not_lost(self, rank: int) -> None:
         what = None if self._lost is None else self._lost(rank)
