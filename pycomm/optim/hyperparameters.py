@@ -35,8 +35,7 @@ class Hyperparameters:
             parameters not counted.
 
     Attributes:
-        digest: 64-bit hash of the numbers, whose low bits can be compared alone.
-        groups_of_step: numbers of the last step, if they are others than those read last; else empty.
+        digest: 64-bit hash of the numbers, and of those in the last step, whose low bits can be compared alone.
     """
 
     def __init__(
@@ -47,10 +46,10 @@ class Hyperparameters:
     ) -> None:
         self._optimizer, self._ignores = optimizer, ignores
         self._skipped = _NOT_COMPARED.union(per_rank)
-        self._getters: list[tuple[int, Callable[[Any], Any]]] = []
+        self._getters: list[tuple[int, list[str], Callable[[Any], tuple[Any, ...]]]] = []
         self._last: list[Any] = []
-        self._in_step: list[Any] | None = None
-        self.groups_of_step: list[Numbers] = []
+        self._in_step: list[Any] = []
+        self._keys_in_step: list[list[str]] = []
         self._names = self.digest = 0
         self.refresh()
 
@@ -64,28 +63,29 @@ class Hyperparameters:
         return True
 
     def note_step(self) -> bool:
-        """Read the numbers of a step; return whether they are others than those read last, and than in the last step.
-
-        A hook may set them for the step only. They are then part of the digest until the next step.
-        """
-        values: list[Any] | None = self._read()
-        if values == self._last:
-            values = None
-        if values == self._in_step:
-            return False
-        self._in_step, self.groups_of_step = values, [] if values is None else self.groups()
-        self._mix()
-        return values is not None
+        """Read the numbers of a step, also of the digest; return whether they are others than those read last."""
+        values = self._read()
+        if values != self._in_step:
+            self._in_step, self._keys_in_step = values, [keys for _, keys, _ in self._getters]
+            self._mix()
+        return values != self._last
 
     def _mix(self) -> None:
         try:
             # Python's hash of numbers is the same in every process, and fast: schedules change numbers in every step.
-            mixed = hash((self._names, tuple(self._last), tuple(self._in_step or ())))
+            mixed = hash((self._names, tuple(self._last), tuple(self._in_step)))
         except TypeError:  # lists are not hashable
-            text = repr([sorted(numbers.items()) for numbers in (*self.groups(), *self.groups_of_step)])
+            text = repr([sorted(numbers.items()) for numbers in (*self.groups(), *self.groups_in_step())])
             mixed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
         mixed = ((mixed ^ (mixed >> 31)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
         self.digest = mixed ^ (mixed >> 29)
+
+    def groups_in_step(self) -> list[Numbers]:
+        """Return the numbers of each group in the last step; an empty list before the first one."""
+        return [
+            dict(zip(keys, values, strict=True))
+            for keys, values in zip(self._keys_in_step, self._in_step, strict=False)
+        ]
 
     def groups(self) -> list[Numbers]:
         """Return the numbers of each group, as JSON can hold them."""
@@ -109,20 +109,23 @@ class Hyperparameters:
     def _read(self) -> list[Any]:
         groups = self._groups()
         try:
-            if [len(group) for group in groups] != [size for size, _ in self._getters]:
+            if [len(group) for group in groups] != [size for size, _, _ in self._getters]:
                 raise KeyError  # a key was added or removed
-            values = [get(group) for (_, get), group in zip(self._getters, groups, strict=True)]
+            values = [get(group) for (_, _, get), group in zip(self._getters, groups, strict=True)]
         except KeyError:
             self._getters = [self._getter(group) for group in groups]
             self._names = zlib.crc32(repr([list(numbers) for numbers in self.groups()]).encode())
-            values = [get(group) for (_, get), group in zip(self._getters, groups, strict=True)]
+            values = [get(group) for (_, _, get), group in zip(self._getters, groups, strict=True)]
         return values + self._counts()
 
-    def _getter(self, group: dict[str, Any]) -> tuple[int, Callable[[Any], Any]]:
+    def _getter(self, group: dict[str, Any]) -> tuple[int, list[str], Callable[[Any], tuple[Any, ...]]]:
+        """Return the size of ``group``, the keys of its numbers, and a function that reads these."""
         keys = [key for key, value in group.items() if self._number(key, value) is not None]
         if any(isinstance(group[key], torch.Tensor) for key in keys):  # may be written to in place
-            return len(group), lambda group: tuple(self._number(key, group[key]) for key in keys)
-        return len(group), itemgetter(*keys) if keys else lambda _: ()
+            return len(group), keys, lambda group: tuple(self._number(key, group[key]) for key in keys)
+        if len(keys) < 2:  # itemgetter returns no tuple
+            return len(group), keys, lambda group: tuple(group[key] for key in keys)
+        return len(group), keys, itemgetter(*keys)
 
     def _number(self, key: str, value: Any) -> Any:
         """Return ``value`` as plain numbers; ``None`` if it is not compared."""

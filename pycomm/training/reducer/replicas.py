@@ -391,15 +391,15 @@ class RankComparison:
         numbers, module = self.flags.hyperparameters, self._table.module
         parts = {} if module is None or not self._compares_modes else dict(uncompiled(module).named_modules())
         modes = {name: part.training for name, part in parts.items()}
-        groups, of_step, names = numbers.groups(), numbers.groups_of_step, self._table.names_in_optimizer()
+        groups, of_step, names = numbers.groups(), numbers.groups_in_step(), self._table.names_in_optimizer()
         text = json.dumps({"groups": groups, "of_step": of_step, "modes": modes, "names": names})
         texts = [parse(each, _ALIKE, "what a rank does") for each in self._differences.all_gather_text(text)]
         every = dict(zip(records, texts, strict=True))
         trained = {rank for rank, words in there.items() if words["loop"] is not None}
         raise_removed({rank: of["names"] for rank, of in every.items() if rank in there})
         require_equal_groups({rank: every[rank]["groups"] for rank in there}, _PERMITTING)
-        in_step = {rank: every[rank]["of_step"] or every[rank]["groups"] for rank in trained}
-        require_equal_groups(in_step, _PERMITTING, _IN_STEP)
+        # A newcomer has made no step yet.
+        require_equal_groups({rank: every[rank]["of_step"] or None for rank in trained}, _PERMITTING, _IN_STEP)
         raise_different_scales(there)
         raise_out_of_loop(there)
         raise_different_freezing(there)
