@@ -475,6 +475,56 @@ def test_who_asks_on_without_an_answer_is_dropped(
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.parametrize("mode", ["async", "ssp", "sync"])
+def test_nothing_counts_that_comes_after_close(
+    serve: Callable[..., Server], caplog: pytest.LogCaptureFixture, mode: str
+) -> None:
+    server = serve(1, 2, mode=mode)
+    with contextlib.closing(SharedMemory(SIZE * 8)) as memory:
+        good, bad = server.worker(1, memory=memory.path), server.worker(2)
+    wire.send(good, ask="pull", number=1)  # pushes and ends wait until it has read
+    wire.receive(good)
+    wire.send(bad, ask="close")
+    with contextlib.suppress(OSError):  # it is dropped at once
+        wire.send(bad, ask="push", number=1, samples=1.0)
+        wire.send_array(bad, torch.ones(SIZE, dtype=torch.float64))
+    await_text(caplog, "worker 2 is lost, the others go on: 'push' came after close")
+    wire.send(good, ask="read")
+    wire.send(good, ask="push", number=1, samples=1.0, rate=0.0)
+    assert wire.receive(good) == {"pushed": 1}
+    bad.close()
+    server.end(good)
+
+
+@pytest.mark.timeout(60)
+def test_nobody_takes_the_number_of_a_living_worker(
+    serve: Callable[..., Server], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The worker itself may connect again, and another process in its place once it has ended."""
+    server = serve(1)
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+        os._exit(0)
+    try:
+        first = server.worker(1, process=child)
+        thief = server.greet(1, process=os.getpid(), life="another")
+        with pytest.raises((EOFError, OSError)):
+            wire.receive(thief)
+        await_text(caplog, f"process {os.getpid()} is refused: worker 1 is process {child}, which is alive")
+        server.step(first, 1)
+        again = server.greet(1, process=child)
+        assert wire.receive(again)["last"] == 1
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    later = server.worker(1, process=os.getpid(), life="another")
+    for one in (first, thief, again):
+        one.close()
+    server.end(later)
+
+
+@pytest.mark.timeout(60)
 def test_who_says_nothing_does_not_hold_up_the_end(
     serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,6 +77,7 @@ class _Worker:
     Attributes:
         number: its number; -1 before its "hello".
         process: id of its process if that is on this host, else 0.
+        life: token of its process.
         slot: its gradients: in memory that it shares, in this server's memory, or in its message.
         since: time at which it began to read the shared parameters; 0 if it is not reading.
         rate: its steps per second, if it reports them.
@@ -90,6 +91,7 @@ class _Worker:
     connection: Connection
     number: int = -1
     process: int = 0
+    life: str = ""
     slot: torch.Tensor | None = None
     is_local: bool = False
     since: float = 0.0
@@ -234,12 +236,27 @@ class Serving:
             case "stats":
                 worker.sending.append(_message(worker, self.stats()))
             case ask:
-                if sum(other is worker for other, _ in self._queue) >= _MOST_QUEUED:
+                waiting = [other["ask"] for each, other in self._queue if each is worker]
+                if "close" in waiting:
+                    raise ValueError(f"{ask!r} came after close")
+                if len(waiting) >= _MOST_QUEUED:
                     raise ValueError(f"{ask!r} came before it had the answers to earlier requests")
+                if ask == "hello":
+                    self._refuse_other_process(message)
                 if ask == "push":
                     yield from worker.receive_push(self._core)
                 self._queue.append((worker, message))
         worker.last_message = time.monotonic()
+
+    def _refuse_other_process(self, hello: Message) -> None:
+        """Raise ValueError if the worker of this number is another process of this host, and alive."""
+        same = [worker for worker in self._workers.values() if worker.number == hello["worker"]]
+        for worker in same:
+            is_other = worker.process not in (0, hello["process"]) and worker.life != hello["life"]
+            if is_other and not processes.fate_of(worker.process):
+                what = f"worker {worker.number} is process {worker.process}, which is alive"
+                _LOG.warning("process %d is refused: %s", hello["process"], what)
+                raise ValueError(what)
 
     def _admit(self, worker: _Worker, message: Message) -> None:
         number, is_here = message["worker"], message["host"] == self._host
@@ -249,7 +266,7 @@ class Serving:
         self._expected.discard(number)
         self._away.pop(number, None)
         self._served += 1
-        life = message["life"]
+        worker.life = life = message["life"]
         self._record({"event": "join", "worker": number, "life": life})
         last = self._core.join(number, life)
         path = self._memory.path if worker.is_local else None
