@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from pycomm.checks import reduction, seconds_of, shape_of
+from pycomm.checks import plain, reduction, seconds_of, shape_of
 from pycomm.collectives.channel import Channel
 from pycomm.collectives.transport import TRANSPORTS
 from pycomm.collectives.transport.algorithms import AlgorithmSelector
@@ -230,7 +230,7 @@ class Communicator(_Messages):
                 in the order of the calls. On a GPU, ``wait()`` makes torch's current stream and the array's
                 wait, not the host.
         """
-        op, side = reduction(op), self.channel.side(x)
+        op, algorithm, side = reduction(op), plain(algorithm), self.channel.side(x)
         is_native = isinstance(algorithm, str) and algorithm in side.native
         program = None if is_native else self._program(algorithm, x)
         if program is not None:
