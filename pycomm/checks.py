@@ -19,7 +19,7 @@ _LONGEST_SHOWN = 80  # characters
 def shown(value: object) -> str:
     """Return ``repr(value)`` if that is short, otherwise its type in words."""
     try:
-        text = repr(value)
+        text = "" if hasattr(type(value), "data_ptr") else repr(value)  # that of a freed tensor ends the process
     except Exception:  # a foreign object may raise anything
         text = ""
     return text if 0 < len(text) <= _LONGEST_SHOWN and "\n" not in text else f"a {type(value).__name__}"
@@ -229,6 +229,11 @@ def reduction(op: Any) -> Any:
     """Return ``op``, with torch's "avg" replaced by "mean"."""
     op = plain(op)
     return "mean" if isinstance(op, str) and op == "avg" else op
+
+
+def plain(value: Any) -> Any:
+    """Return ``value``, but text of a class of its own, whose methods may raise anything, as a plain str."""
+    return str.__str__(value) if isinstance(value, str) else value
 
 
 def refuse_unknown(call: str, unknown: Iterable[str], known: Collection[str], elsewhere: Mapping[str, str]) -> None:

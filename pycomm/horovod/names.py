@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from pycomm.checks import shown
 from pycomm.errors import CommError
 
 
@@ -67,7 +68,7 @@ def checked_op(op: Any) -> ReduceOp:
         return ReduceOp(op)
     except (ValueError, TypeError):
         wanted = ", ".join(f"hvd.{each.name}" for each in ReduceOp)
-        raise ValueError(f"op is {op!r}, wanted one of {wanted}") from None
+        raise ValueError(f"op is {shown(op)}, wanted one of {wanted}") from None
 
 
 def op_or_error(op: Any, average: bool | None) -> Any:

@@ -52,6 +52,16 @@ class Awkward:
     __hash__ = object.__hash__
 
 
+class Text(str):
+    """Text that is not printed, compared or hashed."""
+
+    def _raise(self, *_: object) -> Any:
+        raise LookupError("ask me nothing")
+
+    __repr__ = __str__ = __eq__ = __len__ = __format__ = __iter__ = __contains__ = _raise
+    __hash__ = str.__hash__
+
+
 def linear() -> nn.Module:
     return nn.Linear(4, 4)
 

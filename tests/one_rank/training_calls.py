@@ -19,7 +19,7 @@ import pycomm
 from pycomm import schedule
 from tests.one_rank.backend_calls import EXPANDED, freed, ones, size
 from tests.one_rank.calls import Call, Make, kept
-from tests.one_rank.parallel_calls import NO_ARRAYS, NO_COUNTS, Awkward
+from tests.one_rank.parallel_calls import NO_ARRAYS, NO_COUNTS, Awkward, Text
 
 TIMEOUT = 30.0
 UNFIT: tuple[Make, ...] = (
@@ -150,7 +150,7 @@ CALLS: dict[str, Call] = {
         "all_reduce",
         lambda: {"x": ones(), "op": "sum", "algorithm": "auto"},
         x=UNFIT,
-        op=(lambda: "median", lambda: 5, lambda: "max", Awkward),
+        op=(lambda: Text("median"), lambda: "median", lambda: 5, lambda: "max", Awkward),
         algorithm=(lambda: "magic", lambda: 5, lambda: "ring", lambda: schedule.ring(size() + 1), Awkward),
     ),
     "Communicator.all_reduce, async": on_one("all_reduce", lambda: {"x": ones(), "is_async": True}, x=UNFIT),

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, SupportsIndex
 import torch
 
 import pycomm._native as _native
+from pycomm.checks import shown
 from pycomm.kernels.arrays import FLOATING
 
 OPS = ("sum", "mean", "min", "max", "product", "band", "bor", "bxor")
@@ -34,7 +35,7 @@ def require(condition: bool, problem: str, kind: type[Exception] = ValueError) -
 def require_op(op: object, dtype: str, name: str) -> None:
     """Raise TypeError or ValueError unless ``op`` is a reduction that is defined for ``dtype``."""
     wanted = "wanted 'sum', 'mean', 'min', 'max', 'product', 'band', 'bor' or 'bxor'"
-    require(isinstance(op, str), f"op is {op!r}, {wanted}", TypeError)
+    require(isinstance(op, str), f"op is {shown(op)}, {wanted}", TypeError)
     require(op in OPS, f"op is {op!r}, {wanted}")
     floating = dtype in FLOATING
     require(op != "mean" or floating, f"op 'mean' requires a floating dtype, {name} has {dtype}", TypeError)

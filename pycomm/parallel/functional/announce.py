@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from pycomm.agreement import rows_of_all
+from pycomm.collectives.tensor_memory import has_no_memory
 from pycomm.parallel.functional.moves import all_gather_single
 from pycomm.parallel.groups import agree
 from pycomm.torch_internals import backend_of
@@ -139,6 +140,8 @@ def require_tensor(x: object, dim: int | None = None, *, has_values: bool = True
         raise TypeError(f"x has the dtype {x.dtype}, wanted one of {', '.join(map(str, _DTYPES))}")
     if x.layout != torch.strided or x.is_nested:
         raise TypeError(f"x {'is nested' if x.is_nested else f'has the layout {x.layout}'}, wanted a dense tensor")
+    if x.is_cpu and x.numel() > 0 and has_no_memory(x):
+        raise ValueError(f"x, of shape {list(x.shape)}, has no memory: it is fake, or was freed")
     if has_values and x.is_meta:
         raise TypeError("x is on the device meta, where it has no values")
     if x.dim() > MOST_DIMENSIONS:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pycomm.checks import count, length, reduction
+from pycomm.checks import count, length, reduction, shown
 from pycomm.collectives.transport.own_group import found_group, group_of
 from pycomm.errors import attempt
 from pycomm.parallel.functional import moves
@@ -43,7 +43,7 @@ def all_reduce(x: torch.Tensor, op: str = "sum", group: GroupLike = None) -> tor
     def call() -> Call:
         require_tensor(x)
         if op not in _OPS:
-            raise ValueError(f"op is {op!r}, wanted one of {', '.join(_OPS)}")
+            raise ValueError(f"op is {shown(op)}, wanted one of {', '.join(_OPS)}")
         if op == "mean" and not _differentiable(x):
             raise TypeError(f"x has the dtype {x.dtype}, of which there is no mean")
         return Call("all_reduce", x, argument=_OPS.index(op))

@@ -112,11 +112,14 @@ def test_groups_and_meshes() -> None:
         functional.all_reduce(torch.ones(1), group=devices)
 
 
+FREED = torch.ones(2, 2)
+FREED.untyped_storage().resize_(0)
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("all_reduce", {"x": 3}, "x is a int, wanted a tensor"),
     ("all_reduce", {"op": "max"}, "op is 'max'"),
     ("all_reduce", {"x": torch.ones(2, dtype=torch.int64), "op": "mean"}, "there is no mean"),
     ("all_reduce", {"x": torch.ones(2).to_sparse()}, "wanted a dense tensor"),
+    ("all_reduce", {"x": FREED}, "x, of shape .2, 2., has no memory: it is fake, or was freed"),
     ("all_gather", {"dim": 2}, "dim is 2, but x has 2 dimensions"),
     ("all_gather", {"x": torch.tensor(1.0)}, "dim is 0, but x has 0 dimensions"),
     ("reduce_scatter", {"x": torch.ones(3, 2)}, "x is 3 long, which 2 ranks cannot share evenly: give sizes"),
