@@ -231,11 +231,6 @@ def reduction(op: Any) -> Any:
     return "mean" if isinstance(op, str) and op == "avg" else op
 
 
-def plain(value: Any) -> Any:
-    """Return ``value``, but text of a class of its own, whose methods may raise anything, as a plain str."""
-    return str.__str__(value) if isinstance(value, str) else value
-
-
 def refuse_unknown(call: str, unknown: Iterable[str], known: Collection[str], elsewhere: Mapping[str, str]) -> None:
     """Raise TypeError if ``call`` got an ``unknown`` argument, and suggest the ``known`` one that may be meant.
 
