@@ -25,12 +25,14 @@ from pycomm.descriptions import name_ranks
 from pycomm.optim.hyperparameters import Hyperparameters, require_equal_groups
 from pycomm.optim.loop_index import LoopIndex
 from pycomm.optim.module_hooks import ForwardWatch
-from pycomm.torch_internals import current_graph_task
-from pycomm.training.reducer import HostCopy, StopRequest
+from pycomm.torch_internals import current_graph_task, local_of
+from pycomm.training.reducer import Hashes, HostCopy, ReplicaDifferences, StopRequest
 from pycomm.untrusted import ANYTHING, COUNT, ListOf, MapOf, OneOf, parse
 
 _STOP = FINGERPRINT_BITS - 1
 """Number of the bit that asks to stop. The others are a hash."""
+_MOST_STEPS = 8
+"""Most steps since the last pass that was averaged: a few may be made with the same gradients on purpose."""
 RECORD = {
     "unused": COUNT,
     "steps": MapOf(COUNT),
@@ -57,6 +59,7 @@ class SteppedOptimizers:
     Attributes:
         counts: number of steps since the last :meth:`restart`, by the name of the optimizer's first parameter. An
             optimizer may be gone before they are compared.
+        requires_passes: whether many steps without a pass that is averaged are an error.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class SteppedOptimizers:
         self._open: list[weakref.ref[torch.optim.Optimizer]] = []  # in their steps, the outermost first
         self._stepped: list[weakref.ref[torch.optim.Optimizer]] = []
         self.counts: dict[str, int] = {}
+        self.requires_passes = False
         for register, method in (
             (register_optimizer_step_pre_hook, weakref.WeakMethod(self._begin)),
             (register_optimizer_step_post_hook, weakref.WeakMethod(self._end)),
@@ -100,6 +104,12 @@ class SteppedOptimizers:
             self.counts[name] = self.counts.get(name, 0) + 1
             if all(ref() is not optimizer for ref in self._stepped):
                 self._stepped.append(weakref.ref(optimizer))
+            if self.requires_passes and self.counts[name] > _MOST_STEPS:
+                raise RuntimeError(
+                    f"the optimizer of {name!r} has made {self.counts[name]} steps since the last backward pass that "
+                    "was averaged: gradients are averaged if the DistributedDataParallel itself is called, not its "
+                    "module, and backward() makes them. If you average them yourself, write check_replicas=0"
+                )
 
     def _name_of(self, optimizer: torch.optim.Optimizer) -> str:
         """Return the name of the optimizer's first parameter that is the model's; "" without one."""
@@ -181,16 +191,18 @@ class TrainingLoop:
 
     Args:
         model: the model.
-        optimizers: optimizers of its parameters.
+        optimizers: optimizers of its parameters; also an attribute.
     """
 
     def __init__(self, model: torch.nn.Module, optimizers: SteppedOptimizers) -> None:
-        self._optimizers, self._index = optimizers, LoopIndex()
+        self.optimizers, self._index, self._model = optimizers, LoopIndex(), weakref.ref(model)
         self._forwards = ForwardWatch(model, self._note_forward)
 
     def _note_forward(self, output: Any, called: str) -> None:
         if current_graph_task() == -1:  # else a checkpointed piece is being recomputed
             self._index.note_forward(output, called)
+        if not getattr(self._model(), "require_backward_grad_sync", True):  # in no_sync(): ranks may mean to step alone
+            self.optimizers.requires_passes = False
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -198,10 +210,10 @@ class TrainingLoop:
 
     def fix(self) -> LoopRecord:
         """Return what is compared now, and count from zero."""
-        record = LoopRecord(self._index.num_unused, self._optimizers.counts, self._optimizers.readers())
+        record = LoopRecord(self._index.num_unused, self.optimizers.counts, self.optimizers.readers())
         self._forwards.trained(self._index.has_forwards)
         self._index.restart()
-        self._optimizers.restart()
+        self.optimizers.restart()
         return record
 
 
@@ -242,6 +254,52 @@ def _by_rank(counts: Mapping[int, int]) -> str:
     return ", ".join(f"rank {rank} {count}" for rank, count in counts.items())
 
 
+class ReplicaCheck:
+    """Comparison of the parameters, after 1, 2, 4, 8, ... passes up to ``interval``, and then at that interval.
+
+    Args:
+        params: the parameters by name.
+        communicator: the ranks.
+        device: of the parameters to compare.
+        interval: number of passes; 0 to compare nothing.
+    """
+
+    def __init__(
+        self, params: Mapping[str, torch.Tensor], communicator: Communicator, device: torch.device, interval: int
+    ) -> None:
+        self._params = {name: param for name, param in params.items() if param.requires_grad}
+        self._interval = interval
+        self._hashes = Hashes(device, _STOP)
+        self._differences = ReplicaDifferences(communicator, self._named, lambda: range(communicator.size))
+
+    def _named(self) -> list[tuple[str, torch.Tensor]]:
+        return [(name, local_of(param).detach()) for name, param in self._params.items()]
+
+    def is_due(self, num_passes: int) -> bool:
+        """Return whether parameters are compared in the pass after ``num_passes`` others."""
+        if self._interval == 0 or num_passes == 0:
+            return False
+        return num_passes % self._interval == 0 or (num_passes < self._interval and num_passes.bit_count() == 1)
+
+    def bits(self) -> torch.Tensor:
+        """Return a hash of the parameters: 63 bools. Does not wait for a GPU."""
+        return self._hashes.bits(self._named())
+
+    def number(self) -> int:
+        """Return :meth:`bits` as a number. Waits for a GPU."""
+        return sum(1 << i for i, bit in enumerate(self.bits().tolist()) if bit)
+
+    def report(self, num_passes: int, joined: Sequence[bool]) -> None:
+        """Raise an error, or warn, if parameters differ. Collective.
+
+        Args:
+            num_passes: number of passes that were averaged.
+            joined: ranks that are not compared.
+        """
+        if self._differences.find(self._hashes, joined)[0]:
+            self._differences.report(self._hashes, num_passes, joined)
+
+
 @dataclass(frozen=True)
 class SentFlags:
     """Flags that this rank has sent, and what is behind them.
@@ -250,10 +308,12 @@ class SentFlags:
         joined: whether this rank has no more inputs, as inside ``join()``, and is not compared.
         stop: reason of its request to stop; ``None`` without one.
         loop: what was hashed.
+        compares: number of passes before this one, if parameters were hashed, too; else 0.
     """
 
     joined: bool = False
     stop: str | None = None
+    compares: int = 0
     loop: LoopRecord = field(default_factory=LoopRecord)
 
     def text(self) -> bytes:
@@ -269,8 +329,10 @@ class HookFlags:
         requested: the request to stop that all ranks have received; see ``pycomm.Reducer.stop_requested``.
     """
 
-    def __init__(self, loop: TrainingLoop, communicator: Communicator, device: torch.device) -> None:
-        self._loop, self._communicator, self._device = loop, communicator, device
+    def __init__(
+        self, loop: TrainingLoop, replicas: ReplicaCheck, communicator: Communicator, device: torch.device
+    ) -> None:
+        self._loop, self._replicas, self._communicator, self._device = loop, replicas, communicator, device
         self._on_gpu = device.type == "cuda"
         self._bits = FingerprintBits(device)
         self._mine: str | None = None
@@ -289,11 +351,15 @@ class HookFlags:
         if self._mine is None:
             self._mine = reason
 
-    def fix(self, joined: bool) -> torch.Tensor:
-        """Return this rank's flags of this step. A rank that has ``joined`` goes on counting."""
+    def fix(self, joined: bool, num_passes: int) -> torch.Tensor:
+        """Return this rank's flags of the pass after ``num_passes`` others. Having ``joined``, it goes on counting."""
         stop = None if self.requested else self._mine
-        self._sent = SentFlags(True, stop) if joined else SentFlags(False, stop, self._loop.fix())
-        return self._bits.of(self._sent.loop.digest | (stop is not None) << _STOP)
+        compares = num_passes if self._replicas.is_due(num_passes) else 0
+        self._sent = SentFlags(joined, stop, compares, LoopRecord() if joined else self._loop.fix())
+        bits = self._bits.of(self._sent.loop.digest | (stop is not None) << _STOP)
+        if compares:
+            bits[:_STOP] ^= self._replicas.bits()
+        return bits
 
     def receive(self, exchange: Exchange) -> None:
         """Read the flags, sent with the last bucket. Collective if ranks differ, or one asks to stop.
@@ -320,3 +386,5 @@ class HookFlags:
         asking = [(rank, record["stop"]) for rank, record in records.items() if record["stop"] is not None]
         if asking and not self.requested:
             self.requested = StopRequest(*asking[0])
+        if sent.compares:
+            self._replicas.report(sent.compares, [record["joined"] for record in records.values()])

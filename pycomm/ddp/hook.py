@@ -20,7 +20,7 @@ from pycomm.collectives.communicator import Communicator
 from pycomm.compression import Compression
 from pycomm.compression.saved_state import gather_state, select_state
 from pycomm.ddp.exchanges import Sorting
-from pycomm.ddp.flags import HookFlags, SteppedOptimizers, TrainingLoop
+from pycomm.ddp.flags import HookFlags, ReplicaCheck, SteppedOptimizers, TrainingLoop
 from pycomm.ddp.progress import HookProgress, HookSettings, checked_settings
 from pycomm.ddp.steps import Steps, weighting_of
 from pycomm.errors import attempt
@@ -39,6 +39,7 @@ def register(
     optimizer: torch.optim.Optimizer | None = None,
     algorithm: str = "auto",
     per_rank: Iterable[str] = (),
+    check_replicas: int = 1000,
     timeout: timedelta | float | None = None,
 ) -> HookHandle:
     """Average the gradients of ``ddp_model`` through pycomm from now on, with optional ``compression``.
@@ -58,6 +59,8 @@ def register(
             hyperparameters from the first step on. Others are found by their steps, and compared from then on.
         algorithm: name of the algorithm that sums dense buckets; see ``Communicator.all_reduce``.
         per_rank: keys of ``optimizer.param_groups``, such as "lr", whose numbers may differ between ranks.
+        check_replicas: number of passes after which parameters are compared; at the beginning also after 1, 2, 4, 8,
+            ... passes. 0: never.
         timeout: limit of every wait for a peer; seconds or ``timedelta``. ``None``: the process group's own.
 
     Returns:
@@ -68,9 +71,11 @@ def register(
         TypeError, ValueError: an argument is wrong, the model has a hook already or sparse gradients, or the
             ranks' settings differ (on every rank). Everything is undone then. From ``backward()``: ValueError if the
             optimizers' numbers differ between ranks, and RuntimeError if a rank has left out a batch or made another
-            number of steps.
+            number of steps, or parameters differ. From ``optimizer.step()``: RuntimeError if nothing was averaged since
+            many steps.
     """
-    request = attempt(lambda: _checked(ddp_model, compression, loss_scaler, optimizer, algorithm, per_rank))
+    comparison = {"per_rank": per_rank, "check_replicas": check_replicas}
+    request = attempt(lambda: _checked(ddp_model, compression, loss_scaler, optimizer, algorithm, **comparison))
     communicator = Communicator(getattr(ddp_model, "process_group", None), timeout)
     try:
         settings, names = agreed(communicator.channel.all_gather_bytes, request, "register", _lines)
@@ -82,7 +87,7 @@ def register(
 
 
 def _checked(
-    ddp_model: Any, compression: Any, loss_scaler: Any, optimizer: Any, algorithm: Any, per_rank: Any
+    ddp_model: Any, compression: Any, loss_scaler: Any, optimizer: Any, algorithm: Any, **comparison: Any
 ) -> tuple[HookSettings, dict[str, torch.Tensor]]:
     """Return the settings, and by name the parameters that DistributedDataParallel does not ignore.
 
@@ -101,7 +106,7 @@ def _checked(
     ignored = ddp_model.parameters_to_ignore
     names = {name: param for name, param in ddp_model.module.named_parameters() if name not in ignored}
     check_parameters({name: param for name, param in names.items() if param.requires_grad})
-    return checked_settings(compression, loss_scaler, optimizer, algorithm, per_rank), names
+    return checked_settings(compression, loss_scaler, optimizer, algorithm, **comparison), names
 
 
 def _lines(checked: tuple[HookSettings, Mapping[str, torch.Tensor]]) -> dict[str, list[str]]:
@@ -199,8 +204,11 @@ class HookHandle:
         self._sorting = Sorting(by_id, settings.method, communicator, settings.algorithm)
         device = next(p.device for p in self._params if p.requires_grad)
         self._progress = HookProgress([communicator], settings, device)
-        loop = TrainingLoop(ddp_model, SteppedOptimizers(names, settings.optimizer, settings.per_rank))
-        self._flags = HookFlags(loop, communicator, device)
+        optimizers = SteppedOptimizers(names, settings.optimizer, tuple(settings.comparison.per_rank))
+        optimizers.requires_passes = communicator.size > 1 and settings.comparison.check_replicas > 0
+        loop = TrainingLoop(ddp_model, optimizers)
+        replicas = ReplicaCheck(names, communicator, device, settings.comparison.check_replicas)
+        self._flags = HookFlags(loop, replicas, communicator, device)
         self._steps = Steps(self._sorting, communicator, self._progress, self._flags)
         self._watches = [loop, *watch_copies(ddp_model.module)]
         for bucket in zero_buckets(ddp_model):  # so that state can be loaded before the first step

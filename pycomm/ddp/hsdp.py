@@ -17,7 +17,7 @@ from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.transport.own_group import group_of
 from pycomm.compression import Compression
 from pycomm.compression.saved_state import gather_state, select_state
-from pycomm.ddp.flags import SteppedOptimizers, TrainingLoop
+from pycomm.ddp.flags import ReplicaCheck, SteppedOptimizers, TrainingLoop
 from pycomm.ddp.progress import HookProgress, HookSettings, checked_settings
 from pycomm.ddp.replicas import ReplicaSteps, ShardedReplicas, state_of
 from pycomm.errors import attempt
@@ -36,6 +36,7 @@ def register_hsdp(
     optimizer: torch.optim.Optimizer | None = None,
     algorithm: str = "auto",
     per_rank: Iterable[str] = (),
+    check_replicas: int = 1000,
     timeout: timedelta | float | None = None,
 ) -> HsdpHandle:
     """Average gradients between the replicas of a model from now on, each of which is sharded by FSDP2.
@@ -55,8 +56,9 @@ def register_hsdp(
         model: model whose modules were given to ``fully_shard`` with a mesh of the shard dimension alone.
         process_group: group, or one-dimensional ``DeviceMesh``, of the ranks with the same shard in every replica,
             including this one.
-        compression, loss_scaler, algorithm, per_rank, timeout: as for :func:`pycomm.ddp.register`. If a gradient is not
-            finite on any rank, all are NaN on all ranks after ``backward()``. DGC's ``weight_decay`` is refused.
+        compression, loss_scaler, algorithm, per_rank, check_replicas, timeout: as for :func:`pycomm.ddp.register`. If a
+            gradient is not finite on any rank, all are NaN on all ranks after ``backward()``. DGC's ``weight_decay`` is
+            refused.
         optimizer: likewise.
 
     Returns:
@@ -68,7 +70,8 @@ def register_hsdp(
             the replicas' settings or parameters differ (on every rank of the group). From ``backward()``: as from
             :func:`pycomm.ddp.register`.
     """
-    request = attempt(lambda: _checked(model, compression, loss_scaler, optimizer, algorithm, per_rank))
+    comparison = {"per_rank": per_rank, "check_replicas": check_replicas}
+    request = attempt(lambda: _checked(model, compression, loss_scaler, optimizer, algorithm, **comparison))
     communicator = Communicator(process_group, timeout)
     made = [communicator]
     try:
@@ -86,12 +89,12 @@ def register_hsdp(
 
 
 def _checked(
-    model: Any, compression: Any, loss_scaler: Any, optimizer: Any, algorithm: Any, per_rank: Any
+    model: Any, compression: Any, loss_scaler: Any, optimizer: Any, algorithm: Any, **comparison: Any
 ) -> tuple[HookSettings, Modules]:
     """Return settings and modules. Raises TypeError or ValueError if an argument is wrong."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, wanted a torch.nn.Module given to fully_shard")
-    settings = checked_settings(compression, loss_scaler, optimizer, algorithm, per_rank)
+    settings = checked_settings(compression, loss_scaler, optimizer, algorithm, **comparison)
     if getattr(settings.method, "weight_decay", 0.0):
         raise ValueError(f"{settings.method!r} of sharded parameters: leave weight decay to the optimizer")
     return settings, _modules_of(model)
@@ -184,11 +187,14 @@ class HsdpHandle:
         self._shards = {m: ShardedReplicas(each, names, communicator, settings) for m, (names, each) in modules.items()}
         device = next(iter(self._shards.values())).exchanges.params[0].device
         params = {name: p for names, group in modules.values() for name, p in zip(names, group.params, strict=True)}
-        self._loop = TrainingLoop(model, SteppedOptimizers(params, settings.optimizer, settings.per_rank))
+        optimizers = SteppedOptimizers(params, settings.optimizer, tuple(settings.comparison.per_rank))
+        self._loop = TrainingLoop(model, optimizers)
         all_shards = list(self._shards.values())
         self._progress = HookProgress([communicator, shard_communicator], settings, device)
+        transactional = self._method.transactional
+        replicas = ReplicaCheck(params, communicator, device, settings.comparison.check_replicas)
         self._steps = ReplicaSteps(
-            all_shards, self._loop, communicator, shard_communicator, self._progress, self._method.transactional
+            all_shards, self._loop, replicas, communicator, shard_communicator, self._progress, transactional
         )
         for module, shards in self._shards.items():
             module.set_all_reduce_hook(_Average(self, shards))  # type: ignore[operator]

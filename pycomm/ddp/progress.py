@@ -31,7 +31,7 @@ class HookSettings:
     loss_scaler: Any
     algorithm: str
     optimizer: torch.optim.Optimizer | None
-    per_rank: tuple[str, ...]
+    comparison: Tuning
 
     def lines(self) -> list[str]:
         """Return one line per setting, to be compared between the ranks."""
@@ -39,12 +39,14 @@ class HookSettings:
             f"compression={self.method!r}",
             f"loss_scaler={type(self.loss_scaler).__name__}",
             f"algorithm={self.algorithm}",
-            f"per_rank={self.per_rank}",
+            f"comparison={self.comparison!r}",
         ]
 
 
-def checked_settings(compression: Any, loss_scaler: Any, optimizer: Any, algorithm: Any, per_rank: Any) -> HookSettings:
-    """Return the arguments of a registration as checked settings.
+def checked_settings(
+    compression: Any, loss_scaler: Any, optimizer: Any, algorithm: Any, **comparison: Any
+) -> HookSettings:
+    """Return the arguments of a registration as checked settings; ``comparison``: those of ``Tuning``.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or the method does not suit the optimizer.
@@ -57,9 +59,7 @@ def checked_settings(compression: Any, loss_scaler: Any, optimizer: Any, algorit
             raise TypeError(f"optimizer is a {type(optimizer).__name__}, wanted a torch.optim.Optimizer or None")
         optimizer = unwrapped(optimizer)
         method.check(optimizer)
-    return HookSettings(
-        method, checked_scaler(loss_scaler), algorithm, optimizer, tuple(Tuning(per_rank=per_rank).per_rank)
-    )
+    return HookSettings(method, checked_scaler(loss_scaler), algorithm, optimizer, Tuning(**comparison))
 
 
 class HookProgress:

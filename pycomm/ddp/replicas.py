@@ -13,7 +13,7 @@ import torch
 from pycomm.collectives.communicator import Communicator
 from pycomm.compression.base import Flag, Scaling, State
 from pycomm.ddp.exchanges import BucketExchanges
-from pycomm.ddp.flags import RECORD, LoopRecord, TrainingLoop, raise_differences
+from pycomm.ddp.flags import RECORD, LoopRecord, ReplicaCheck, TrainingLoop, raise_differences
 from pycomm.ddp.progress import HookProgress, HookSettings, all_finite, at_pass_end
 from pycomm.errors import HALF_SENT
 from pycomm.torch_internals import ShardedGroup, accumulation_hooks, dtensor_around, local_of
@@ -108,6 +108,7 @@ class ReplicaSteps:
     Args:
         modules: shards of all modules, in the same order on all ranks.
         loop: what this rank has done since the last pass.
+        replicas: comparison of the parameters.
         communicator: this rank's replicas.
         shard_communicator: the ranks that the parameters are sharded over, whose verdicts count too.
         progress: of this registration.
@@ -118,12 +119,13 @@ class ReplicaSteps:
         self,
         modules: Sequence[ShardedReplicas],
         loop: TrainingLoop,
+        replicas: ReplicaCheck,
         communicator: Communicator,
         shard_communicator: Communicator,
         progress: HookProgress,
         transactional: bool,
     ) -> None:
-        self._modules, self._loop, self._is_first = list(modules), loop, True
+        self._modules, self._loop, self._replicas, self._is_first = list(modules), loop, replicas, True
         self._communicator, self._shard_communicator, self._progress = communicator, shard_communicator, progress
         self._transactional = transactional
         self._scaling = Scaling(communicator.size)
@@ -152,17 +154,21 @@ class ReplicaSteps:
     def _next_turn(self, place: int) -> int:
         """Return the place of the module to average next; -1 if all replicas have ended the pass."""
         record = self._loop.fix() if self._is_first else LoopRecord()
-        words = np.array([place, self._progress.num_steps, record.digest], np.int64)
+        num_passes = self._progress.num_steps
+        compares = self._is_first and self._replicas.is_due(num_passes)
+        words = np.array([place, num_passes, record.digest, self._replicas.number() if compares else 0], np.int64)
         gathered = np.empty(self._communicator.size * len(words), np.int64)
         self._communicator.all_gather(gathered, words)
         rows = gathered.reshape(-1, len(words))
         if self._is_first:
             self._is_first = False
             if (rows[:, 1:] != rows[0, 1:]).any():
-                mine = json.dumps({"passes": self._progress.num_steps, **record.words()}).encode()
+                mine = json.dumps({"passes": num_passes, **record.words()}).encode()
                 received = self._communicator.channel.all_gather_bytes(mine)
                 records = {rank: parse(text, RECORD, f"flags of rank {rank}") for rank, text in enumerate(received)}
                 raise_differences(records, " of the replicas")
+                if compares:
+                    self._replicas.report(num_passes, [False] * len(rows))
         return int(rows[:, 0].max())
 
     def _exchange(self, shards: ShardedReplicas, grads: Sequence[torch.Tensor | None]) -> None:

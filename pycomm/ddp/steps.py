@@ -89,7 +89,7 @@ class Steps:
         elif not self._progress.is_open or index != len(self._taken):
             raise RuntimeError(f"bucket {index} came after {len(self._taken)} others of its step, wanted all in order")
         self._taken.append(taken)
-        flags = self._flags.fix(self._weighting.joined) if is_last else None
+        flags = self._flags.fix(self._weighting.joined, self._progress.num_steps) if is_last else None
         self._submit(lambda: self._on_bucket(index, taken, zeros_are_unused, flags), [taken.buffer])
         end = self._submit(self._on_end, []) if is_last else None
         if current_node() is not None:

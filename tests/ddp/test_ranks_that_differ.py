@@ -77,7 +77,7 @@ def test_a_given_optimizer_is_compared_before_its_first_step() -> None:
 def test_what_is_declared_per_rank_may_differ() -> None:
     model = DistributedDataParallel(make_model())
     optimizer = sgd(model, 0.1 * (1 + dist.get_rank()))
-    handle = register(model, optimizer=optimizer, per_rank=["lr"], timeout=30)
+    handle = register(model, optimizer=optimizer, per_rank=["lr"], check_replicas=0, timeout=30)
     step = training(model, optimizer)
     for number in range(3):
         step(number)
@@ -161,6 +161,74 @@ def test_replicas_of_shards_that_differ_are_named() -> None:
                 optimizer.step()
             with pytest.raises((ValueError, RuntimeError), match=says):
                 step(1)
+
+
+def write(model: Any) -> None:
+    model.module[2].bias.data[3] += 1.0
+
+
+def load(model: Any) -> None:
+    model.module.load_state_dict({name: 2 * p for name, p in model.module.state_dict().items()})
+
+
+def scale_average(model: Any) -> None:
+    for p in model.parameters():
+        p.grad *= 0.5
+
+
+def bypass(model: Any) -> None:
+    model.zero_grad()
+    loss_of(model.module, 1, 7).backward()  # which torch's hooks do not see
+
+
+@pytest.mark.parametrize("change", [write, load, scale_average, bypass], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("compression", [None, pycomm.TopK(0.5)], ids=["dense", "sparse"])
+@on_ranks(2)
+def test_parameters_that_drift_apart_are_found_soon(change: Callable[[Any], None], compression: Any) -> None:
+    with wrapped(make_model(), compression) as (model, _):
+        optimizer = sgd(model, 0.1)
+        for number in range(4):
+            loss_of(model, dist.get_rank(), number).backward()
+            if number == 3 and dist.get_rank() == 1:
+                change(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match="the replicas differ after 4 reductions: parameter '[02].*'"):
+            loss_of(model, dist.get_rank(), 4).backward()
+
+
+@on_ranks(2)
+def test_many_steps_without_an_average_are_an_error() -> None:
+    for interval, alone in ((1000, False), (0, False), (1000, True)):
+        model: Any = DistributedDataParallel(make_model())
+        handle = register(model, check_replicas=interval, timeout=30)
+        optimizer = sgd(model, 0.1)
+        training(model, optimizer)(0)
+        if alone:
+            with model.no_sync():
+                loss_of(model, dist.get_rank(), 1).backward()
+        step = training(model.module, optimizer)
+        for number in range(7):
+            step(number)
+        if alone or interval == 0:
+            step(7)
+        else:
+            with pytest.raises(RuntimeError, match="of '0.weight' has made 9 steps since .*check_replicas"):
+                step(7)
+        handle.remove()
+
+
+@on_ranks(2, timeout=60)
+def test_shards_that_drift_apart_are_found_soon() -> None:
+    with replicated(1) as (net, _):
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        shards_loss_of(net, dist.get_rank(), 0, [0, 1]).backward()
+        for p in net.parameters():
+            if p.grad is not None:
+                p.grad *= 1 + dist.get_rank()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="the replicas differ after 1 reductions: parameter 'layers.0.weight'"):
+            shards_loss_of(net, dist.get_rank(), 1, [0, 1]).backward()
 
 
 # What is right, and stays so.

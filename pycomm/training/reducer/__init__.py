@@ -3,13 +3,16 @@
 from pycomm.training.reducer.attach import attach, join
 from pycomm.training.reducer.rank_flags import SignalStop, StopRequest, stop_on_signal
 from pycomm.training.reducer.reducer import AttachedTraining, Reducer
+from pycomm.training.reducer.replica_differences import Hashes, ReplicaDifferences
 from pycomm.training.reducer.settings import Sharding, Survive, Tuning
 from pycomm.training.reducer.window import HostCopy
 
 __all__ = [
     "AttachedTraining",
+    "Hashes",
     "HostCopy",
     "Reducer",
+    "ReplicaDifferences",
     "Sharding",
     "SignalStop",
     "StopRequest",

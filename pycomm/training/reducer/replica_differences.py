@@ -78,7 +78,7 @@ _FEW_OF = 8
 _DRIFT = (
     "updates them differently: a learning rate, data that decides whether a step is taken, code that writes to "
     "parameters, gradients that were never averaged. pycomm.broadcast_parameters(model) makes them equal again; "
-    "tuning=pycomm.Tuning(check_replicas=0) turns this check off"
+    "check_replicas=0, in tuning=pycomm.Tuning(...) or of pycomm.ddp.register, turns this check off"
 )
 
 Named = Sequence[tuple[str, torch.Tensor]]
