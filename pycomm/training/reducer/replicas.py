@@ -209,7 +209,7 @@ class RankComparison:
         # On a GPU the host reads the bits two reductions later.
         self._seen = [HostCopy(FINGERPRINT_BITS, device) for _ in range(2)] if table.on_gpu else []
         self._num_seen = 0
-        self._logged = False
+        self._logged, self._uneven = False, -2
         self._differences = ReplicaDifferences(communicator, table.locals, world)
 
     def is_due(self, num_reductions: int) -> bool:
@@ -364,7 +364,7 @@ class RankComparison:
         steps = [words["steps"] for words in records if not words["absent"]] or [words["steps"] for words in records]
         if any(differing[_STEP]) and (len(set(steps)) > 1 or not any(absent)) and not all(absent):
             raise RuntimeError(_out_of_step(by_rank))
-        self._report_flags(differing, by_rank)
+        self._report_flags(differing, by_rank, of)
         if differing[_STATE]:
             self._report_state()
         is_due = self.is_due(of)
@@ -377,17 +377,17 @@ class RankComparison:
         if self.absent:
             self._progress.num_steps = max(steps)
 
-    def _report_flags(self, differing: Sequence[bool], records: dict[int, Any]) -> None:
-        """Raise the error of what ranks did differently, or note what they ask for. Collective."""
+    def _report_flags(self, differing: Sequence[bool], records: dict[int, Any], of: int) -> None:
+        """Raise the error of what ranks did differently in reduction ``of``, or note requests. Collective."""
         there = {rank: words for rank, words in records.items() if not words["absent"]}
         if differing[NEW]:  # before the groups, which then differ too
             raise_different_new(there)
         if any(differing[ALIKE]):
-            self._report_alike(records, there)
+            self._report_alike(records, there, of)
         self.flags.apply(records)
 
-    def _report_alike(self, records: Mapping[int, Any], there: Mapping[int, Any]) -> None:
-        """Raise the error of what ranks do not do alike. Collective."""
+    def _report_alike(self, records: Mapping[int, Any], there: Mapping[int, Any], of: int) -> None:
+        """Raise the error of what ranks do not do alike in reduction ``of``. Collective."""
         numbers, module = self.flags.hyperparameters, self._table.module
         parts = {} if module is None or not self._compares_modes else dict(uncompiled(module).named_modules())
         modes = {name: part.training for name, part in parts.items()}
@@ -404,8 +404,12 @@ class RankComparison:
         raise_out_of_loop(there)
         raise_different_freezing(there)
         raise_different_modes({rank: of["modes"] for rank, of in every.items() if rank in trained})
-        if self._communicator.rank == 0 and (found := different_windows(there)):  # all ranks would warn of the same
-            warnings.warn(found, RuntimeWarning, stacklevel=2)
+        if found := different_windows(there):
+            before, self._uneven = self._uneven, of
+            if before == of - 1:  # else perhaps the end of an epoch
+                raise RuntimeError(found)
+            if self._communicator.rank == 0:  # all ranks would warn of the same
+                warnings.warn(found, RuntimeWarning, stacklevel=2)
 
     def _log_buffers(self, absent: Sequence[bool]) -> None:
         names, _ = self._differences.find(self._buffer_hashes, absent)
