@@ -26,7 +26,7 @@ from pycomm.optim.hyperparameters import Hyperparameters, require_equal_groups
 from pycomm.optim.loop_index import LoopIndex
 from pycomm.optim.module_hooks import ForwardWatch
 from pycomm.torch_internals import current_graph_task, local_of
-from pycomm.training.reducer import Hashes, HostCopy, ReplicaDifferences, StopRequest
+from pycomm.training.reducer import Hashes, HostCopy, ReplicaDifferences, StopRequest, is_comparison_due
 from pycomm.untrusted import ANYTHING, COUNT, ListOf, MapOf, OneOf, parse
 
 _STOP = FINGERPRINT_BITS - 1
@@ -277,9 +277,7 @@ class ReplicaCheck:
 
     def is_due(self, num_passes: int) -> bool:
         """Return whether parameters are compared in the pass after ``num_passes`` others."""
-        if self._interval == 0 or num_passes == 0:
-            return False
-        return num_passes % self._interval == 0 or (num_passes < self._interval and num_passes.bit_count() == 1)
+        return is_comparison_due(num_passes, self._interval)
 
     def bits(self) -> torch.Tensor:
         """Return a hash of the parameters: 63 bools. Does not wait for a GPU."""

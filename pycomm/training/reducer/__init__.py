@@ -3,7 +3,7 @@
 from pycomm.training.reducer.attach import attach, join
 from pycomm.training.reducer.rank_flags import SignalStop, StopRequest, stop_on_signal
 from pycomm.training.reducer.reducer import AttachedTraining, Reducer
-from pycomm.training.reducer.replica_differences import Hashes, ReplicaDifferences
+from pycomm.training.reducer.replica_differences import Hashes, ReplicaDifferences, is_comparison_due
 from pycomm.training.reducer.settings import Sharding, Survive, Tuning
 from pycomm.training.reducer.window import HostCopy
 
@@ -19,6 +19,7 @@ __all__ = [
     "Survive",
     "Tuning",
     "attach",
+    "is_comparison_due",
     "join",
     "stop_on_signal",
 ]

@@ -53,7 +53,14 @@ from pycomm.training.reducer.rank_flags import (
     raise_out_of_loop,
     raise_removed,
 )
-from pycomm.training.reducer.replica_differences import DamageError, Hashes, Named, ReplicaDifferences, RollingHash
+from pycomm.training.reducer.replica_differences import (
+    DamageError,
+    Hashes,
+    Named,
+    ReplicaDifferences,
+    RollingHash,
+    is_comparison_due,
+)
 from pycomm.training.reducer.settings import AttachSettings
 from pycomm.training.reducer.window import HostCopy, TrainingProgress
 from pycomm.untrusted import ANYTHING, ListOf, MapOf, parse
@@ -214,13 +221,7 @@ class RankComparison:
 
     def is_due(self, num_reductions: int) -> bool:
         """Return whether parameters are compared in the reduction that follows ``num_reductions`` others."""
-        if self._interval == 0 or num_reductions == 0:
-            return False
-        if num_reductions % self._interval == 0 or num_reductions == 1:
-            return True
-        # Also in the 3rd, 5th, 9th, ... reduction: most differences show soon after the first step.
-        is_power_of_two = num_reductions & (num_reductions - 1) == 0
-        return is_power_of_two and num_reductions < self._interval and self.looks_soon
+        return is_comparison_due(num_reductions, self._interval, looks_soon=self.looks_soon)
 
     def fingerprint_of(self, number: int) -> Callable[[], torch.Tensor] | None:
         """Return the function that makes the bits sent with the ``number``-th launched bucket, if it carries any."""
