@@ -1,4 +1,4 @@
-"""Writes figures into docs/benchmarks.md, README.md and docs/recommended_stack.md from the reports in bench/results.
+"""Writes figures into docs/benchmarks.md, growth.md, recommended_stack.md and README.md from those in bench/results.
 
     python docs/benchmarks.py                # rewrites all
     python docs/benchmarks.py --check        # changes nothing; exits with 1 and says what is stale
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmark_page import gpu, on_one_host, recommended_stack, training
+from benchmark_page import gpu, growth, on_one_host, recommended_stack, training
 from benchmark_page.headline import headline, sentence
 from benchmark_page.reports import Reports, by_bench, load_reports
 from rewriting import rewrite
@@ -23,6 +23,7 @@ REPORTS = ROOT / "bench" / "results"
 PAGE = Path(__file__).with_name("benchmarks.md")
 README = ROOT / "README.md"
 STACK = Path(__file__).with_name("recommended_stack.md")
+GROWTH = Path(__file__).with_name("growth.md")
 
 SECTIONS: dict[str, Callable[[Reports], str]] = {
     "collectives": on_one_host.collectives,
@@ -31,6 +32,7 @@ SECTIONS: dict[str, Callable[[Reports], str]] = {
     "sharding": training.sharding,
     "kernels": on_one_host.kernels,
     "asynchronous.experiment": training.asynchronous,
+    "growth": growth.growth,
     "recommended_stack": recommended_stack.recommended_stack,
     "gpu": gpu.measured,
     "gpu_check": gpu.checked,
@@ -69,10 +71,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _pages() -> dict[Path, str]:
     reports = load_reports(REPORTS, SECTIONS)
-    stack = by_bench(reports).get("recommended_stack", {})
+    benches = by_bench(reports)
+    stack = benches.get("recommended_stack", {})
     filled = recommended_stack.filled(STACK.read_text(encoding="utf-8"), stack)
     texts = [path.read_text(encoding="utf-8") for path in (README, PAGE)]
-    return {**render(reports, *texts), STACK: filled}
+    return {**render(reports, *texts), STACK: filled, GROWTH: growth.page(benches["growth"])}
 
 
 def render(reports: Reports, readme: str, page: str = "") -> dict[Path, str]:

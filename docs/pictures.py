@@ -3,7 +3,7 @@
     python docs/pictures.py                # writes the files of PICTURES into docs
 
 `parallel_stages.svg` is drawn from a table as `pycomm.schedule.pipeline` makes it and `simulate` times it;
-`benchmarks.svg` from the reports in bench/results.
+`benchmarks.svg` and `growth.svg` from the reports in bench/results.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+from benchmark_page.growth import labels_of, lines_of
 from benchmark_page.headline import compared
-from benchmark_page.reports import load_reports
+from benchmark_page.reports import by_bench, load_reports
 from benchmark_page.tables import span, times
 from benchmarks import REPORTS, SECTIONS
 from matplotlib.figure import Figure
@@ -194,12 +195,33 @@ def architecture() -> Figure:
     return figure
 
 
+def growth() -> Figure:
+    """Costs against what makes them grow, a panel each, with the fitted exponents and those of the laws."""
+    report = next(iter(by_bench(load_reports(REPORTS, SECTIONS))["growth"].values()))
+    figure = Figure(figsize=(10, 8))
+    for axes, (axis, found) in zip(figure.subplots(2, 2).flat, report["measured"].items(), strict=True):
+        for (label, points, values), marker in zip(lines_of(found), "os^vD*PX<>", strict=False):
+            axes.plot(points, values, marker=marker, markersize=4, linewidth=1, label=label)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xticks(found["points"], labels_of(axis, found))
+        axes.minorticks_off()
+        axes.set_xlabel(axis, fontsize=9)
+        axes.set_ylabel("times the first value", fontsize=8)
+        axes.set_title("cost: exponent (law's)", fontsize=8, loc="left")
+        axes.legend(fontsize=7)
+        axes.tick_params(labelsize=7)
+    figure.tight_layout()
+    return figure
+
+
 PICTURES: dict[str, Callable[[], Figure]] = {
     "parallel_layer": layer,
     "parallel_stages": stages,
     "parallel_both": both,
     "benchmarks": benchmarks,
     "architecture": architecture,
+    "growth": growth,
 }
 """What draws each file."""
 

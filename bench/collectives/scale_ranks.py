@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from bench.collectives.peers import AllReducePeer
+from bench.harness.memory import usage
 from bench.harness.ranks import join_group
 from pycomm import Communicator
 
 PYCOMM = "pycomm"
 GLOO = "Gloo"
 _TIMEOUT = 120.0
-_FIELDS = {"Pss": "pss", "Private_Clean": "private", "Private_Dirty": "private"}
 
 
 class ScaleRank(AllReducePeer):
@@ -61,11 +59,7 @@ class ScaleRank(AllReducePeer):
     def _usage(self) -> dict[str, int]:
         gc.collect()
         self._barrier()  # shared pages count for as many as have looked at them
-        found = {"descriptors": len(os.listdir("/proc/self/fd")), "pss": 0, "private": 0}
-        for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-            name, _, rest = line.partition(":")
-            if name in _FIELDS:
-                found[_FIELDS[name]] += int(rest.split()[0]) << 10
+        found = usage()
         self._barrier()
         return found
 

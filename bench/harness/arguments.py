@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-_UNITS = {"K": 1 << 10, "M": 1 << 20}
+_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def make_parser(module: str, description: str | None) -> argparse.ArgumentParser:
@@ -36,8 +36,8 @@ def counts(text: str) -> list[int]:
 
 
 def sizes(text: str) -> list[int]:
-    """Parse numbers of bytes, separated by commas, with K or M; returns whole float32s, ascending."""
-    return sorted(positive(word.rstrip("KM")) * _UNITS.get(word[-1:], 1) // 4 * 4 for word in text.split(","))
+    """Parse numbers of bytes, separated by commas, with K, M or G; returns whole float32s, ascending."""
+    return sorted(positive(word.rstrip("KMG")) * _UNITS.get(word[-1:], 1) // 4 * 4 for word in text.split(","))
 
 
 def size_text(num_bytes: int) -> str:

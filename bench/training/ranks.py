@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import gc
-import os
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
+from bench.harness.memory import give_back, mapped_bytes, memory_file_bytes
 from bench.harness.ranks import join_group
 from bench.training.monitoring import cost_of_monitoring
 from pycomm.ddp import HookHandle, register
@@ -48,7 +44,6 @@ _ATTACH: dict[str, dict[str, Any]] = {
 }
 _HOOK_COMPRESSION: dict[str, Any] = {HOOK: None, HOOK_TOPK: pycomm.TopK(0.01)}
 _TINY = (8, 8, 2)
-_MEMORY_FILE = "/memfd:"
 
 
 def make_model(widths: Sequence[int]) -> nn.Sequential:
@@ -315,31 +310,5 @@ def _own_bytes() -> int:
 
     What only the allocator holds is given back first. The files are reserved also where nobody has touched them yet.
     """
-    gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
-    if trim is not None:
-        trim(0)
-    return _mapped_bytes() + sum(_memory_file_bytes().values())
-
-
-def _mapped_bytes() -> int:
-    """Return the proportional set size without memfds."""
-    kilobytes, counts = 0, True
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        words = line.split()
-        if not words[0].endswith(":"):  # the first line of a mapping: addresses, rights, ..., its file
-            counts = not any(word.startswith(_MEMORY_FILE) for word in words)
-        elif words[0] == "Pss:" and counts:
-            kilobytes += int(words[1])
-    return 1024 * kilobytes
-
-
-def _memory_file_bytes() -> dict[int, int]:
-    """Return the bytes that each memfd open here has allocated, by its inode."""
-    found = {}
-    for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # the descriptor of this very listing is gone by now
-            if os.readlink(link).startswith(_MEMORY_FILE):
-                status = os.fstat(int(link.name))
-                found[status.st_ino] = 512 * status.st_blocks
-    return found
+    give_back()
+    return mapped_bytes() + sum(memory_file_bytes().values())

@@ -87,6 +87,8 @@ def forget_averaged(averaged: Averaged) -> None:
 
 def refuse_second_average(names: Mapping[str, torch.Tensor], call: str) -> None:
     """Raise ValueError if a parameter or its gradient is averaged already; ``call`` names the refused function."""
+    if len(_averaged) + len(_reducers) == 0:
+        return
     if any(_problem(name, param, call) for name, param in names.items()):
         gc.collect()  # the optimizer of the other one may be garbage
     for name, param in names.items():

@@ -29,6 +29,13 @@ ROOT = Path(__file__).parents[2]
         ["kernels.host", "--rounds", "1", "--counts", "3"],
         ["collectives", "--peers", "gloo", "--ranks", "2", "--sizes", "1K,64K", "--rounds", "1"],
         pytest.param(["collectives.scale", "--ranks", "2,3", "--rounds", "1"], marks=pytest.mark.slow),
+        pytest.param(
+            [
+                *("growth", "--ranks", "2,3", "--parameters", "3,9", "--bytes", "1K,4K", "--buckets", "1,2"),
+                *("--simulated", "4,8,16", "--rounds", "1", "--steps", "1"),
+            ],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(["training", "--rounds", "1", "--steps", "1", "--widths", "784,512,10"], marks=pytest.mark.slow),
         pytest.param(
             ["tensor_parallel", "--rounds", "1", "--steps", "1", "--width", "16", "--layers", "1", "--context", "8"],

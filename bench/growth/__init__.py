@@ -1,0 +1,1 @@
+"""What ``attach`` and a step cost as ranks, parameters, bytes and buckets grow."""
