@@ -226,8 +226,9 @@ def plain(value: Any) -> Any:
 
 
 def reduction(op: Any) -> Any:
-    """Return ``op``, with torch's "avg" replaced by "mean"."""
-    op = plain(op)
+    """Return ``op``, with torch's "avg" replaced by "mean"; see :func:`plain`."""
+    if type(op) is not str:
+        op = plain(op)
     return "mean" if isinstance(op, str) and op == "avg" else op
 
 

@@ -230,7 +230,9 @@ class Communicator(_Messages):
                 in the order of the calls. On a GPU, ``wait()`` makes torch's current stream and the array's
                 wait, not the host.
         """
-        op, algorithm, side = reduction(op), plain(algorithm), self.channel.side(x)
+        if type(algorithm) is not str:
+            algorithm = plain(algorithm)
+        op, side = reduction(op), self.channel.side(x)
         is_native = isinstance(algorithm, str) and algorithm in side.native
         program = None if is_native else self._program(algorithm, x)
         if program is not None:

@@ -15,13 +15,15 @@ SCRIPT = """
 import sys
 import torch, torch.distributed as dist
 import pycomm
-from tests.reducer.attaching import over_torch
+from pycomm.collectives import communicator
 
 dist.init_process_group("gloo")
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
-with over_torch(sys.argv[1] == "torch"):
-    reducer = pycomm.attach(optimizer, model, timeout=60)
+if sys.argv[1] == "torch":
+    choose = communicator.choose_transport
+    communicator.choose_transport = lambda place, _, *rest: choose(place, "torch", *rest)
+reducer = pycomm.attach(optimizer, model, timeout=60)
 model(torch.ones(4)).sum().backward()
 optimizer.step()
 dist.barrier()
@@ -43,14 +45,14 @@ MISTAKES = {
 @pytest.mark.parametrize(
     ("transport", "mistake"), [("torch", "1 / 0"), *(("shared_memory", mistake) for mistake in MISTAKES)]
 )
-def test_the_others_get_its_text(transport: str, mistake: str) -> None:
+def test_the_others_get_its_text(transport: str, mistake: str, tmp_path: Path) -> None:
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     environment = {**os.environ, **place, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", SCRIPT.replace("MISTAKE", mistake), transport]
     ranks = [
         subprocess.Popen(
             command,
-            cwd=Path(__file__).parents[2],
+            cwd=tmp_path,
             env={**environment, "RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
