@@ -91,6 +91,6 @@ def test_calls_of_compiled_modules_are_noted_until_the_handles_go(in_place: bool
 
 def test_parts_that_are_called() -> None:
     module, first, second, third = nn.Module(), nn.ReLU(), nn.Tanh(), nn.ELU()
-    module.scripted, module.none = torch.jit.script(nn.ReLU()), None
+    module.scripted = torch.jit.script(nn.ReLU())
     module.a, module.b = first, nn.ModuleList([second, nn.ModuleDict({"c": third})])
     assert torch_internals.called_parts(module) == [("a", first), ("b.0", second), ("b.1.c", third)]
