@@ -386,3 +386,30 @@ def leave_the_function() -> None:
 def test_a_rank_whose_training_is_garbage_is_named_soon(new_ranks: Any) -> None:
     ranks: RankPool = new_ranks(2)
     ranks.run(leave_the_function)
+
+
+@pytest.mark.parametrize("way", ["autograd", "backward", "reduce", "paused"])
+@on_ranks(2)
+def test_another_optimizer_over_attached_parameters(way: str) -> None:
+    """It may step on averages, and on what a paused pass has left."""
+    rank, model = dist.get_rank(), make_model()
+    other = sgd(model)
+    with attached(sgd(model), model) as reducer:
+        for step in range(3):
+            other.zero_grad()
+            if way in ("autograd", "reduce"):
+                by_hand(model, rank, step)
+            elif way == "backward":
+                loss_of(model, rank, step).backward()
+            else:
+                with reducer.paused():
+                    loss_of(model, rank, step).backward()
+            if way == "reduce":
+                reducer.reduce()
+            if way == "autograd":
+                with pytest.raises(RuntimeError, match="'0.weight' has not been averaged, and another optimizer"):
+                    other.step()
+                return
+            other.step()
+        if way != "paused":
+            assert_replicas_equal(model)

@@ -13,7 +13,8 @@ import json
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from typing import Any
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -232,6 +233,7 @@ class ParameterChanges:
         self._hook_parameters, self._stop = weakref.WeakMethod(hook_parameters), weakref.WeakMethod(stop)
         self._places = ParameterPlaces(engine.table, self._refuse)
         self._has_weights = False
+        self._steps_of_others = WeakKeyDictionary[torch.optim.Optimizer, int]()  # reductions before the last one
         self._keys = f"pycomm/{self._communicator.place.name}/{next(_numbers)}"
         engine.admit_new = self._admit_late
 
@@ -362,7 +364,10 @@ class ParameterChanges:
 
     def _before_other_step(self, optimizer: torch.optim.Optimizer) -> None:
         table = self._table
-        if optimizer is table.optimizer or self._communicator.size == 1 or self._places.are_unchanged():
+        if optimizer is table.optimizer or self._communicator.size == 1:
+            return
+        self._require_reduced(optimizer)
+        if self._places.are_unchanged():
             return
         lost, new = self._places.exchanged(table)
         params = set(map(id, optimizer_parameters(optimizer))) if lost else set()
@@ -370,16 +375,38 @@ class ParameterChanges:
             if id(param) in params and param.grad is not None and not is_covered(param):
                 self._refuse(name)
 
-    def _refuse(self, name: str) -> None:
-        """Raise RuntimeError: the module trains a parameter ``name`` that is not the attached one."""
-        error = RuntimeError(
-            f"rank {self._communicator.rank}: parameter {name!r} of the module is another object than the one that was "
-            "attached (load_state_dict(assign=True), a layer or a parametrization that was exchanged), and nothing "
-            "averages its gradient. "
-            "detach(), then attach() the optimizer that has the module's parameters now; or put the new parameter into "
-            "the attached optimizer's groups, on all ranks"
-        )
+    def _require_reduced(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise RuntimeError if another ``optimizer`` is about to step attached parameters on local gradients.
+
+        Gradients of a paused pass are meant to be local.
+        """
+        reductions = self._engine.progress.num_reductions
+        before, self._steps_of_others[optimizer] = self._steps_of_others.get(optimizer, 0), reductions
+        if before != reductions or self._engine.flags.loop.has_paused:
+            return
+        slots = {id(slot.param): slot for slot in self._table.slots()}
+        for slot in (slots[id(param)] for param in optimizer_parameters(optimizer) if id(param) in slots):
+            grad = slot.param.grad
+            if grad is not None and not slot.holds_average() and bool(local_of(grad).any()):
+                self._raise_stopped(
+                    f"the gradient of {slot.name!r} has not been averaged, and another optimizer than the attached one "
+                    f"is about to use it: there was no backward() or reduce() of all ranks since its last step. "
+                    f"{_INSTEAD}"
+                )
+
+    def _raise_stopped(self, problem: str) -> NoReturn:
+        """Raise RuntimeError on this rank, and on the others at once."""
+        error = RuntimeError(f"rank {self._communicator.rank}: {problem}")
         stop = self._stop()
         if stop is not None:
             stop(error)
         raise error
+
+    def _refuse(self, name: str) -> None:
+        """Raise RuntimeError: the module trains a parameter ``name`` that is not the attached one."""
+        self._raise_stopped(
+            f"parameter {name!r} of the module is another object than the one that was attached "
+            "(load_state_dict(assign=True), a layer or a parametrization that was exchanged), and nothing averages its "
+            "gradient. detach(), then attach() the optimizer that has the module's parameters now; or put the new "
+            "parameter into the attached optimizer's groups, on all ranks"
+        )
