@@ -134,12 +134,15 @@ class _NotedCall:
 
 
 def called_parts(module: torch.nn.Module, prefix: str = "") -> list[tuple[str, torch.nn.Module]]:
-    """Return the children of ``module`` with their names, and those of its lists and dicts, which nobody calls."""
+    """Return the children of ``module`` with their names, and those of its lists and dicts, which nobody calls.
+
+    Scripts, which take no hooks, are left out.
+    """
     found = []
     for name, child in children_of(module).items():
         if isinstance(child, (torch.nn.ModuleList, torch.nn.ModuleDict)):
             found += called_parts(child, f"{prefix}{name}.")
-        elif child is not None:
+        elif child is not None and not isinstance(child, torch.jit.ScriptModule):
             found.append((f"{prefix}{name}", child))
     return found
 
