@@ -104,7 +104,7 @@ class SteppedOptimizers:
             self.counts[name] = self.counts.get(name, 0) + 1
             if all(ref() is not optimizer for ref in self._stepped):
                 self._stepped.append(weakref.ref(optimizer))
-            if self.requires_passes and self.counts[name] > _MOST_STEPS:
+            if self.requires_passes and self.counts[name] > _MOST_STEPS and self._has_nonzero_gradient(optimizer):
                 raise RuntimeError(
                     f"the optimizer of {name!r} has made {self.counts[name]} steps since the last backward pass that "
                     "was averaged: gradients are averaged if the DistributedDataParallel itself is called, not its "
@@ -115,8 +115,15 @@ class SteppedOptimizers:
         """Return the name of the optimizer's first parameter that is the model's; "" without one."""
         return next((self._names[id(param)] for param in _params_of(optimizer) if id(param) in self._names), "")
 
+    def _gradients(self, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+        return (p.grad for p in _params_of(optimizer) if p.grad is not None and id(p) in self._names)
+
+    def _has_nonzero_gradient(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether a gradient is not 0, as all are if the model takes no part and zero_grad() keeps them."""
+        return any(bool(local_of(grad).any()) for grad in self._gradients(optimizer))
+
     def _is_real(self, optimizer: torch.optim.Optimizer) -> bool:
-        has_gradient = any(param.grad is not None and id(param) in self._names for param in _params_of(optimizer))
+        has_gradient = any(True for _ in self._gradients(optimizer))
         return has_gradient and any(not _is_zero(group.get("lr")) for group in optimizer.param_groups)
 
     def readers(self) -> dict[str, Hyperparameters]:

@@ -55,7 +55,7 @@ class Hyperparameters:
 
     def refresh(self) -> bool:
         """Read the numbers; return whether any of them has changed since the last call."""
-        values = self._read()
+        values = self._read(self._last)
         if values == self._last:
             return False
         self._last = values
@@ -64,7 +64,7 @@ class Hyperparameters:
 
     def note_step(self) -> bool:
         """Read the numbers of a step, also of the digest; return whether they are others than those read last."""
-        values = self._read()
+        values = self._read(self._in_step)
         if values != self._in_step:
             self._in_step, self._keys_in_step = values, [keys for _, keys, _ in self._getters]
             self._mix()
@@ -106,12 +106,14 @@ class Hyperparameters:
     def _counts(self) -> list[int]:
         return [len(group["params"]) for group in self._groups()] if self._ignores is None else []
 
-    def _read(self) -> list[Any]:
+    def _read(self, before: list[Any]) -> list[Any]:
         groups = self._groups()
         try:
             if [len(group) for group in groups] != [size for size, _, _ in self._getters]:
                 raise KeyError  # a key was added or removed
             values = [get(group) for (_, _, get), group in zip(self._getters, groups, strict=True)]
+            if values != before[: len(values)] and not all(map(_is_plain, values)):
+                raise KeyError  # a number has become a tensor or None
         except KeyError:
             self._getters = [self._getter(group) for group in groups]
             self._names = zlib.crc32(repr([list(numbers) for numbers in self.groups()]).encode())
@@ -121,7 +123,7 @@ class Hyperparameters:
     def _getter(self, group: dict[str, Any]) -> tuple[int, list[str], Callable[[Any], tuple[Any, ...]]]:
         """Return the size of ``group``, the keys of its numbers, and a function that reads these."""
         keys = [key for key, value in group.items() if self._number(key, value) is not None]
-        if any(isinstance(group[key], torch.Tensor) for key in keys):  # may be written to in place
+        if not all(_is_plain(group[key]) for key in keys):  # tensors may be written to in place
             return len(group), keys, lambda group: tuple(self._number(key, group[key]) for key in keys)
         if len(keys) < 2:  # itemgetter returns no tuple
             return len(group), keys, lambda group: tuple(group[key] for key in keys)
@@ -135,8 +137,15 @@ class Hyperparameters:
             numbers = tuple(self._number("", item) for item in value)
             return None if None in numbers or not numbers else numbers
         if isinstance(value, torch.Tensor):
-            return value.item() if value.numel() == 1 and value.is_cpu and not value.is_complex() else None
-        return value if isinstance(value, (bool, int, float)) else None
+            return self._number("", value.item()) if value.numel() == 1 and value.is_cpu else None
+        return value if _is_plain(value) else None
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether ``value`` is a number, or consists of numbers. NaN is none: its hash is that of its address."""
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return isinstance(value, (bool, int, float)) and value == value
 
 
 def first_difference(groups_of_ranks: list[list[Numbers] | None]) -> tuple[int, str, list[Any]] | None:

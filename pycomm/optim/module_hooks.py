@@ -113,6 +113,8 @@ class ForwardWatch:
         """Learn from a step of training how the module is called: ``has_noted`` says whether a forward was noted."""
         self._has_begun = False
         module = self._module()
+        if module is not None and module.training:
+            self._in_evaluation = False  # forwards in evaluation mode are evaluations again
         if has_noted or self._is_wide or module is None:
             return
         if not self._in_evaluation and not module.training:

@@ -60,7 +60,7 @@ class Places:
     """Snapshot of the parameters in a module and all modules inside it."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        holders = [own_parameters(part) for part in parts_of(module)]
+        holders = [held for part in parts_of(module) if isinstance(held := own_parameters(part), dict)]  # not scripts'
         self._sizes = [(holder, len(holder)) for holder in holders]
         self._entries = [(holder, name, param) for holder in holders for name, param in holder.items()]
 

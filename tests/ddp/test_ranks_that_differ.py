@@ -218,6 +218,20 @@ def test_many_steps_without_an_average_are_an_error() -> None:
         handle.remove()
 
 
+@on_ranks(2)
+def test_many_steps_in_which_a_model_takes_no_part_are_right() -> None:
+    """One optimizer for two models that are trained in turns; zero_grad() sets their gradients to 0."""
+    models: list[Any] = [DistributedDataParallel(make_model()) for _ in range(2)]
+    handles = [register(model, timeout=30) for model in models]
+    optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], 0.1)
+    for step in range(20):
+        optimizer.zero_grad(set_to_none=False)
+        loss_of(models[step > 2], dist.get_rank(), step).backward()
+        optimizer.step()
+    for handle in handles:
+        handle.remove()
+
+
 @on_ranks(2, timeout=60)
 def test_shards_that_drift_apart_are_found_soon() -> None:
     with replicated(1) as (net, _):

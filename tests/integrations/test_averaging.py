@@ -201,7 +201,7 @@ def test_options_by_name() -> None:
         called(model, process_group=None)
     with pytest.raises(TypeError, match=r"attach got an argument 'bucket_mb': it goes with models that no Distributed"):
         called(ddp, bucket_mb=1)
-    assert {"algorithm", "compression", "timeout"} == REGISTER_OPTIONS
+    assert {"algorithm", "check_replicas", "compression", "per_rank", "timeout"} == REGISTER_OPTIONS
     assert {"shard", "bucket_mb", "on_failure"} < ATTACH_OPTIONS
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import pycomm
+from pycomm.optim.hyperparameters import Hyperparameters
 from tests.on_ranks import on_ranks
 from tests.reducer.attaching import assert_replicas_equal, attached, own_state
 from tests.reducer.models import average_gradients, close, explode, loss_of, losses_at, make_model, sgd
@@ -248,6 +250,37 @@ def test_optimizers_around_optimizers_are_not() -> None:
 
 class Odd:
     """An object that cannot be sent."""
+
+
+CHANGED: dict[str, Callable[[int], dict[str, Any]]] = {
+    "tensor": lambda step: {"lr": torch.tensor(0.1 / step)},
+    "tuple of tensors": lambda step: {"betas": (torch.tensor(0.9), torch.tensor(1 - 0.1 / step))},
+    "None": lambda step: {"own": None},
+    "NaN": lambda step: {"own": float("nan")},
+}
+
+
+@pytest.mark.parametrize("what", CHANGED)
+@on_ranks(2)
+def test_numbers_that_become_something_else_alike(what: str) -> None:
+    """Ranks compare hashes: those of tensors, None and NaN would be those of their addresses."""
+    rank, model = dist.get_rank(), make_model()
+    optimizer = torch.optim.Adam(model.parameters(), 0.1, foreach=False)
+    group = optimizer.param_groups[0]
+    group["own"] = 1.0
+    readers = [Hyperparameters(optimizer) for _ in range(2)]
+    with attached(optimizer, model):
+        for step in range(1, 4):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            group.update(CHANGED[what](step))
+            optimizer.step()
+            for reader in readers:
+                group.update(CHANGED[what](step))
+                reader.note_step()
+                reader.refresh()
+            assert len({reader.digest for reader in readers}) == 1
+        assert_replicas_equal(model)
 
 
 @on_ranks(2)

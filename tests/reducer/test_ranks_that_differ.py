@@ -367,7 +367,9 @@ def test_a_pass_left_out_of_a_window() -> None:
             run()
 
 
-@pytest.mark.parametrize("how", ["eval", "no_grad", "paused", "used", "submodule", "zero_grad in paused"])
+@pytest.mark.parametrize(
+    "how", ["eval", "eval, trained so before", "no_grad", "paused", "used", "submodule", "zero_grad in paused"]
+)
 @on_ranks(2)
 def test_what_one_rank_may_do_besides(how: str) -> None:
     rank, model = dist.get_rank(), make_model()
@@ -378,7 +380,7 @@ def test_what_one_rank_may_do_besides(how: str) -> None:
             if rank == 0 or step % 2 == 0:
                 return
             x = batch_of(rank, step)[0]
-            if how == "eval":
+            if how.startswith("eval"):
                 model.eval()(x)
                 model.train()
             elif how == "no_grad":
@@ -396,8 +398,11 @@ def test_what_one_rank_may_do_besides(how: str) -> None:
                 with reducer.paused():
                     optimizer.zero_grad()
 
+        model.train(how != "eval, trained so before")
+        train(model, optimizer, range(2), lambda _: None)
+        model.train()
         train(model, optimizer, range(6), besides)
-        assert reducer.stats()["steps"] == 6
+        assert reducer.stats()["steps"] == 8
         assert_replicas_equal(model)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import types
 import warnings
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
+from pycomm.training.reducer.replica_differences import RollingHash
 from tests.on_ranks import Pools, on_ranks
 from tests.ranks import RankPool
 from tests.reducer.attaching import assert_replicas_equal, attached, grouped, warnings_noted
@@ -285,3 +287,16 @@ def test_gradients_that_nobody_averages_are_named(two_ranks: RankPool) -> None:
         assert "all_parameters=True" in said[0]
     for how in ("frozen", "two attaches", "all"):
         assert two_ranks.run(part_of_the_model, how) == [[], []]
+
+
+def test_all_parameters_are_read_in_parts_of_few_tensors() -> None:
+    """Of many small tensors a reduction reads some only, since each takes time."""
+    slots: Any = [types.SimpleNamespace(local=torch.full((8, 8), float(i))) for i in range(160)]
+    slots.append(types.SimpleNamespace(local=torch.arange(100_000.0)))
+    rolling, values = RollingHash(), []
+    for number in range(64):
+        tensors = rolling.part_of(slots, number)
+        assert len(tensors) <= 32
+        values += [tensor.flatten() for tensor in tensors]
+    read = set(torch.cat(values).view(torch.float32).tolist())
+    assert read == set(map(float, range(100_000)))

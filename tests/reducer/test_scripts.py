@@ -117,6 +117,21 @@ def test_a_scripted_model_is_trained() -> None:
         torch.testing.assert_close(mine, other)
 
 
+@on_ranks(2, fresh=True)
+def test_scripted_parts_are_called_without_the_model() -> None:
+    """Parts are hooked then; those that are scripts take no hooks, and have no dicts."""
+    for door in (attach(), average, lambda optimizer, model: pycomm.gossip(optimizer, model, timeout=30)):
+        model: Any = Net()
+        model.first = torch.jit.script(model.first)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = door(optimizer, model)
+        for _ in range(4):
+            train(nn.Sequential(model.first, model.rest), optimizer)
+        handle.average() if hasattr(handle, "average") else None
+        handle.detach()
+        assert_replicas_equal(model)
+
+
 def double(module: nn.Module, given: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
     return (given[0] * 2,)
 

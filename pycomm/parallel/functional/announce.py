@@ -15,6 +15,7 @@ from pycomm.parallel.functional.moves import all_gather_single
 from pycomm.parallel.groups import agree
 from pycomm.torch_internals import backend_of
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
@@ -140,7 +141,7 @@ def require_tensor(x: object, dim: int | None = None, *, has_values: bool = True
         raise TypeError(f"x has the dtype {x.dtype}, wanted one of {', '.join(map(str, _DTYPES))}")
     if x.layout != torch.strided or x.is_nested:
         raise TypeError(f"x {'is nested' if x.is_nested else f'has the layout {x.layout}'}, wanted a dense tensor")
-    if x.is_cpu and x.numel() > 0 and has_no_memory(x):
+    if x.is_cpu and x.numel() > 0 and type(x) in _PLAIN and has_no_memory(x):  # wrappers have theirs elsewhere
         raise ValueError(f"x, of shape {list(x.shape)}, has no memory: it is fake, or was freed")
     if has_values and x.is_meta:
         raise TypeError("x is on the device meta, where it has no values")

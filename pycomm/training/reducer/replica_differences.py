@@ -133,7 +133,7 @@ class Hashes:
 class RollingHash:
     """Hash of another part of the trained parameters in each reduction, so that all are read once in 64 reductions.
 
-    What moves all parameters of a rank is seen at once. Models below 64 KiB are read as a whole.
+    What moves all parameters of a rank is seen at once. Models of 32 small tensors are read as a whole.
     """
 
     def __init__(self) -> None:
@@ -163,12 +163,14 @@ class RollingHash:
 _PARTS = 64
 _LEAST_PART = 1 << 16
 """Number of parts, and least bytes of one."""
+_PER_TENSOR = 1 << 11
+"""Bytes that are read in the time that a tensor takes besides."""
 
 
 def _parts_of(slots: Sequence[Slot]) -> list[list[tuple[Slot, int, int | None]]]:
     """Cut the plain parameters of ``slots`` into parts of equal bytes: slot, first element, and end or ``None``."""
     sizes = [(slot, slot.local.numel(), slot.local.element_size()) for slot in slots if is_plain(slot.local)]
-    length = max(_LEAST_PART, sum(count * width for _, count, width in sizes) // _PARTS + 1)
+    length = max(_LEAST_PART, sum(count * width + _PER_TENSOR for _, count, width in sizes) // _PARTS + 1)
     parts: list[list[tuple[Slot, int, int | None]]] = [[]]
     left = length
     for slot, count, width in sizes:
@@ -179,7 +181,7 @@ def _parts_of(slots: Sequence[Slot]) -> list[list[tuple[Slot, int, int | None]]]
                 left = length
             taken = min(count - begin, -(-left // width)) if slot.local.is_contiguous() else count
             parts[-1].append((slot, begin, None if taken == count else begin + taken))
-            begin, left = begin + taken, left - taken * width
+            begin, left = begin + taken, left - taken * width - _PER_TENSOR
     return parts
 
 
