@@ -383,7 +383,7 @@ class RankComparison:
         there = {rank: words for rank, words in records.items() if not words["absent"]}
         if differing[NEW]:  # before the groups, which then differ too
             raise_different_new(there)
-        if any(differing[ALIKE]):
+        if there and any(differing[ALIKE]):
             self._report_alike(records, there, of)
         self.flags.apply(records)
 
