@@ -112,6 +112,8 @@ class Hyperparameters:
             if [len(group) for group in groups] != [size for size, _, _ in self._getters]:
                 raise KeyError  # a key was added or removed
             values = [get(group) for (_, _, get), group in zip(self._getters, groups, strict=True)]
+            if any(torch.Tensor in map(type, of_group) for of_group in values):
+                raise KeyError  # a number became a tensor
         except KeyError:
             self._getters = [self._getter(group) for group in groups]
             self._names = zlib.crc32(repr([list(numbers) for numbers in self.groups()]).encode())
