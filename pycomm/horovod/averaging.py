@@ -6,24 +6,33 @@ reductions than mean and sum, users' compressions); or, with Adasum, what steps 
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Callable, Collection, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 import pycomm.compression as methods
+from pycomm import kernels
 from pycomm.collectives.broadcasting import broadcast_optimizer_state, broadcast_parameters
-from pycomm.horovod.collectives import synchronize
+from pycomm.collectives.tensor_memory import hashable
+from pycomm.horovod.collectives import AllReduce, Submission, synchronize
 from pycomm.horovod.execution import split_list
-from pycomm.horovod.names import Adasum, Average, Compression, ReduceOp, Sum, compressed
-from pycomm.horovod.operations import grouped_allreduce_, grouped_allreduce_async_, sparse_allreduce_async
+from pycomm.horovod.names import Average, Compression, InvalidRequestError, ReduceOp, Sum, compressed
+from pycomm.horovod.operations import begin_sparse_allreduce
 from pycomm.horovod.process_sets import ProcessSet, members_of, world
+from pycomm.horovod.requests import ALLREDUCE
+from pycomm.optim.hyperparameters import Hyperparameters, Numbers
+from pycomm.optim.module_hooks import ZeroGradHook
 from pycomm.optim.wrappers import refuse_wrapped
-from pycomm.training.reducer import Reducer, Tuning, attach
+from pycomm.training.reducer import Reducer, Tuning, attach, is_comparison_due
 
 Named = list[tuple[str, torch.Tensor]]
+_INTERVAL = 1000
+"""Number of steps between two comparisons of the parameters, after the early ones."""
 _TOO_OFTEN = (
     "the gradient of {name!r} was computed more than backward_passes_per_step={passes} times before step(): pass a "
     "larger backward_passes_per_step, or call zero_grad() and step() in between"
@@ -119,6 +128,83 @@ def is_needed(arguments: Arguments) -> bool:
     return arguments.op not in (Average, Sum) or arguments.sparse_as_dense or not known
 
 
+class StepTerms:
+    """Terms of a step's operations: what all ranks must do alike. They are compared with the operations themselves.
+
+    Args:
+        optimizer: the optimizer, which is equal on all ranks.
+        params: the parameters that are averaged.
+        names: names by id.
+        has_numbers: whether to compare the numbers of its groups.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, params: list[torch.Tensor], names: dict[int, str], has_numbers: bool
+    ) -> None:
+        self._optimizer, self._params, self._names = optimizer, params, names
+        self._reader = Hyperparameters(optimizer) if has_numbers else None
+        self._at_first = self._reader.groups() if self._reader is not None else []
+        self._hook = ZeroGradHook(optimizer, self._zeroed)
+        world().checks.add(self)
+        self.restart()
+
+    def restart(self) -> None:
+        """Count from zero: all ranks have joined."""
+        self._num_steps = self._num_zero_grads = 0
+        self._of_all = ""
+        self._first: torch.Tensor | None = None
+
+    def _zeroed(self) -> None:
+        self._num_zero_grads += 1
+
+    def _own(self) -> list[torch.Tensor]:
+        """Return the parameters in the optimizer's groups."""
+        return [param for group in self._optimizer.param_groups for param in group["params"]]
+
+    def of(self, params: Iterable[torch.Tensor]) -> str:
+        """Return the terms of the operation for ``params``."""
+        if not self._of_all:
+            own = self._own()
+            self._of_all = f"trainable={sum(param.requires_grad for param in own)}/{len(own)}"
+            self._first = next((param for param in self._params if param.requires_grad), None)
+        words = [self._of_all]
+        params = list(params)
+        if any(param is self._first for param in params):
+            words += self._of_step()
+        if is_comparison_due(self._num_steps, _INTERVAL):
+            hashes = kernels.hashes([hashable(param.detach()) for param in params]).tolist()
+            words += [f"{self._names[id(p)]}={h & (1 << 32) - 1:x}" for p, h in zip(params, hashes, strict=True)]
+        return " ".join(word.replace(" ", "") for word in words)
+
+    def _of_step(self) -> list[str]:
+        """Return those terms that the first operation of a step has."""
+        groups: list[Numbers] = self._reader.groups() if self._reader is not None else []
+        nothing: Numbers = {}
+        numbers = [
+            f"group{i}.{key}={value}"
+            for i, (group, first) in enumerate(itertools.zip_longest(groups, self._at_first, fillvalue=nothing))
+            for key, value in group.items()
+            if key == "lr" or value != first.get(key)
+        ]
+        return [*numbers, f"zero_grads={max(1, self._num_zero_grads)}"]
+
+    def end_step(self) -> None:
+        """Count a step. Raise ValueError if the optimizer has parameters that are not averaged."""
+        self._num_steps, self._num_zero_grads, self._of_all = self._num_steps + 1, 0, ""
+        known = {id(param) for param in self._params}
+        new = [param for param in self._own() if id(param) not in known]
+        if new:
+            raise ValueError(
+                f"the optimizer has {len(new)} parameters that are not averaged, the first of shape "
+                f"{list(new[0].shape)}: they were added or replaced since. Call hvd.DistributedOptimizer(optimizer, "
+                "...) again"
+            )
+
+    def close(self) -> None:
+        """Watch the optimizer no more."""
+        self._hook.remove()
+
+
 class NamedAveraging:
     """Averaging of the gradients of ``optimizer`` by named operations, started while ``backward()`` runs."""
 
@@ -132,6 +218,7 @@ class NamedAveraging:
         self._counts: dict[int, int] = {}
         self._begun: dict[int, Callable[[], None]] = {}
         _make_equal(optimizer, arguments)
+        self._terms = StepTerms(optimizer, self._params, self._names, has_numbers=True)
         self._hooks: dict[int, Any] = {}
         self._add_hooks()
 
@@ -178,9 +265,7 @@ class NamedAveraging:
         was_sparse = {id(p) for p in group if p in self._sparse or (p.grad is not None and p.grad.is_sparse)}
         sent, undo = compressed(map(_dense_gradient, group), self._compression)
         name = f"gradient.{self._names[id(first)]}"
-        handle = grouped_allreduce_async_(
-            sent, name=name, op=self._arguments.op, process_set=self._arguments.process_set
-        )
+        handle = _begin_all_reduce(sent, name, self._arguments, self._terms.of(group))
 
         def end() -> None:
             for param, grad in zip(group, undo(synchronize(handle)), strict=True):
@@ -196,7 +281,7 @@ class NamedAveraging:
             )
         name = f"gradient.{self._names[id(param)]}"
         op, process_set = self._arguments.op, self._arguments.process_set
-        handle = sparse_allreduce_async(param.grad, name, op, process_set)
+        handle = begin_sparse_allreduce(param.grad, name, op, process_set, self._terms.of([param]))
 
         def end() -> None:
             param.grad = handle()
@@ -213,9 +298,20 @@ class NamedAveraging:
                     self._begin(self._trained_with(param))
             for end in list(self._begun.values()):
                 end()
+        except InvalidRequestError as error:
+            self._refuse_others(error)
+            raise
         finally:
             self._begun.clear()
             self._counts.clear()
+        self._terms.end_step()
+
+    def _refuse_others(self, problem: InvalidRequestError) -> None:
+        """Refuse operations of parameters that are frozen here: a rank that trains them waits for these."""
+        for name in [self._names[id(param)] for param in self._params if id(param) not in self._begun]:
+            refusal = Submission(ALLREDUCE, f"gradient.{name}", self._arguments.process_set)
+            with contextlib.suppress(InvalidRequestError), refusal:
+                raise ValueError(str(problem))
 
     def set_passes(self, passes: int) -> None:
         """Reduce after ``passes`` passes from now on."""
@@ -228,6 +324,7 @@ class NamedAveraging:
             hook.remove()
         self._hooks.clear()
         self._begun.clear()
+        self._terms.close()
 
 
 class DeltaAveraging:
@@ -238,7 +335,10 @@ class DeltaAveraging:
         refuse_wrapped(dict(arguments.named), None)
         self._params = [param for _, param in arguments.named_of(optimizer)]
         self._before: list[torch.Tensor] = []
+        self._arguments = arguments
         _make_equal(optimizer, arguments)
+        names = {id(param): name for name, param in arguments.named}
+        self._terms = StepTerms(optimizer, self._params, names, has_numbers=False)  # each rank steps by itself
         self._hooks: list[Any] = [
             optimizer.register_step_pre_hook(self._note),
             optimizer.register_step_post_hook(self._combine),
@@ -253,23 +353,33 @@ class DeltaAveraging:
     @torch.no_grad()
     def _note(self, *_: Any) -> None:
         self._before = [param.detach().clone() for param in self._params]
+        self._detail = self._terms.of(self._params)
 
     @torch.no_grad()
     def _combine(self, *_: Any) -> None:
         changes = [param - before for param, before in zip(self._params, self._before, strict=True)]
         sent, undo = compressed(changes, self._compression)
-        combined = undo(grouped_allreduce_(sent, name="adasum.changes", op=Adasum))
+        combined = undo(synchronize(_begin_all_reduce(sent, "adasum.changes", self._arguments, self._detail)))
         for param, before, change in zip(self._params, self._before, combined, strict=True):
             param.copy_(before + change)
         self._before = []
+        self._terms.end_step()
 
     def detach(self) -> None:
         """Combine no more."""
         for hook in self._hooks:
             hook.remove()
+        self._terms.close()
 
 
 Averaging = AttachedAveraging | NamedAveraging | DeltaAveraging
+
+
+def _begin_all_reduce(tensors: Sequence[torch.Tensor], name: str, arguments: Arguments, detail: str) -> int:
+    """Begin to reduce ``tensors`` in place; return the handle. ``detail``: what must be the same on all ranks."""
+    call = AllReduce(name, arguments.process_set, arguments.op)
+    call.in_place, call.alone, call.detail = True, False, detail
+    return call.submit(tensors).handle(call.finish)
 
 
 def _make_equal(optimizer: torch.optim.Optimizer, arguments: Arguments) -> None:

@@ -261,9 +261,13 @@ def _differentiates(tensors: Any) -> bool:
 
 
 class AllReduce(Collective):
-    """All-reduce of all tensors together, with a factor ``before`` and one ``after``."""
+    """All-reduce of all tensors together, with a factor ``before`` and one ``after``.
+
+    ``detail``: what else must be the same on all ranks.
+    """
 
     kind = ALLREDUCE
+    detail = ""
 
     def __init__(
         self,
@@ -292,7 +296,7 @@ class AllReduce(Collective):
 
     def _terms(self, op: ReduceOp) -> RequestTerms:
         before = check_factor("prescale_factor", self._before)
-        return terms_of(self.kind, NAMES[op], before, check_factor("postscale_factor", self._after))
+        return terms_of(self.kind, NAMES[op], before, check_factor("postscale_factor", self._after), self.detail)
 
 
 class ReduceScatter(AllReduce):

@@ -179,9 +179,17 @@ def _difference(key: Key, signatures: dict[int, str]) -> str:
             return f"{full_name(key)}: rank {rank} {signatures[rank].split(' ', 1)[1]}"
     for rank in ranks:
         if signatures[rank] != first:
-            mine, theirs = signatures[rank][:_LONGEST], first[:_LONGEST]
+            mine, theirs = _shortened(signatures[rank], first)
             return f"{full_name(key)}: the ranks disagree: {mine!r} on rank {rank}, {theirs!r} on rank {ranks[0]}"
     return ""
+
+
+def _shortened(one: str, other: str) -> tuple[str, str]:
+    """Return both signatures, without the words that they have in common if they are long."""
+    if max(len(one), len(other)) > _LONGEST:
+        mine, theirs = one.split(" "), other.split(" ")
+        one, other = (" ".join(x for x in a if x not in b) for a, b in ((mine, set(theirs)), (theirs, set(mine))))
+    return one[:_LONGEST], other[:_LONGEST]
 
 
 def _unjoinable(key: Key, signature: str, absent: tuple[int, ...]) -> str:

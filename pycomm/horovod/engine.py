@@ -270,7 +270,9 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _same(a: Request, b: Request) -> bool:
-    return a.terms is b.terms or a.terms == b.terms
+    """Return whether both are reduced alike. Their details do not count: a rank that has joined does not know them."""
+    one, other = a.terms, b.terms
+    return one is other or (one.op, one.prescale, one.postscale) == (other.op, other.prescale, other.postscale)
 
 
 def _terms_of(response: Response) -> RequestTerms:

@@ -366,6 +366,8 @@ def join(device: int = -1) -> int:
     last = _latest(sum(counts), last)
     # The ranks may have asked for different numbers of operations; none is left now, so that they can count anew.
     submission.members.counters.clear()
+    for checks in world().checks:
+        checks.restart()
     return last
 
 
@@ -450,6 +452,13 @@ def sparse_allreduce_async(
     Raises:
         TypeError, ValueError: ``tensor`` is not sparse, or ``op`` is another one.
     """
+    return begin_sparse_allreduce(tensor, name, op, process_set)
+
+
+def begin_sparse_allreduce(
+    tensor: torch.Tensor, name: str | None, op: Any, process_set: ProcessSet, detail: str = ""
+) -> SparseHandle:
+    """Begin a :func:`sparse_allreduce_async`; ``detail``: what else must be the same on all ranks."""
     label: Any = "sparse.noname" if name is None else name
     labels = [f"{label}.{part}" if isinstance(label, str) else label for part in ("indices", "values")]
     try:
@@ -459,7 +468,7 @@ def sparse_allreduce_async(
             with contextlib.suppress(type(error), InvalidRequestError), Submission(ALLGATHER, label, process_set):
                 raise
         raise
-    form = f"of a sparse tensor {list(tensor.shape)}"
+    form = f"of a sparse tensor {list(tensor.shape)}{detail and ' '}{detail}"
     parts = (mine.indices().t().contiguous(), mine.values())
     indices, values = (
         _begin(AllGather(label, process_set, form), [part]) for label, part in zip(labels, parts, strict=True)

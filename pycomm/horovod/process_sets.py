@@ -68,6 +68,7 @@ class World:
         owns_group: whether ``init()`` made torch's process group.
         numbers, set_ids: the next handles and process set ids.
         attached: Reducers of wrapped optimizers.
+        checks: ``StepTerms`` of the other wrapped optimizers.
         on_shutdown: methods that ``shutdown()`` calls first, if their objects still exist.
         pid: the process that called ``init()``, to detect forks.
     """
@@ -85,6 +86,7 @@ class World:
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     set_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     attached: weakref.WeakSet[Reducer] = field(default_factory=weakref.WeakSet)
+    checks: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     on_shutdown: list[weakref.WeakMethod[Callable[[], None]]] = field(default_factory=list)
     pid: int = field(default_factory=os.getpid)
 

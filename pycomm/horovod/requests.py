@@ -140,9 +140,9 @@ def _described(form: Form, free: bool) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def terms_of(kind: str, op: str, before: float, after: float) -> RequestTerms:
+def terms_of(kind: str, op: str, before: float, after: float, detail: str = "") -> RequestTerms:
     """Return the terms of a reduction."""
-    return RequestTerms(kind, op, 0, before, after)
+    return RequestTerms(kind, op, 0, before, after, detail)
 
 
 def zeros_for(signature: str) -> list[torch.Tensor]:

@@ -403,3 +403,78 @@ def test_training_a_copy_is_an_error(how: int) -> None:
             loss_of(each, batch_of(hvd.rank(), 0)).backward()
             its.step()
         assert_equal_models(own, model)
+
+
+def _drifting(hvd: Any, which: str, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Do on rank 1 what makes the ranks differ."""
+    layer: Any = list(model.children())[2]
+    if hvd.rank() == 1 and which == "rate":
+        optimizer.param_groups[0]["lr"] *= 1.5
+    elif hvd.rank() == 1 and which == "frozen":
+        layer.requires_grad_(False)
+    elif hvd.rank() == 1 and which == "written":
+        layer.weight.data.add_(0.01)
+    elif hvd.rank() == 1 and which == "left out":
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("how", "which", "message"),
+    [
+        (1, "rate", r"group0.lr=0.15\S* .*on rank 1, .*group0.lr=0.1 .*on rank 0"),
+        (1, "left out", r"zero_grads=2 .*on rank 1, .*zero_grads=1 .*on rank 0"),
+        (1, "frozen", r"trainable=2/4 .*on rank 1, .*trainable=4/4 .*on rank 0"),
+        (1, "written", r"gradient.2.weight: .* 2.weight=\w+ .*on rank 1"),
+        (2, "left out", r"zero_grads=2 .*on rank 1, .*zero_grads=1 .*on rank 0"),
+        (2, "written", r"2.weight=\w+ .*on rank 1"),
+    ],
+)
+@on_ranks(2)
+def test_ranks_that_differ_are_named_where_gradients_go_one_by_one(how: int, which: str, message: str) -> None:
+    with horovod() as hvd:
+        ways: tuple[dict[str, Any], ...] = ({}, {"sparse_as_dense": True}, {"op": hvd.Adasum})
+        model = make_model()
+        optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), **ways[how])
+
+        def train() -> None:
+            for step in range(9):
+                optimizer.zero_grad()
+                if step == 3:
+                    _drifting(hvd, which, optimizer, model)
+                loss_of(model, batch_of(hvd.rank(), step)).backward()
+                optimizer.step()
+
+        with pytest.raises(ValueError, match=message):
+            train()
+
+
+@pytest.mark.parametrize("how", [1, 2])
+@on_ranks(2)
+def test_parameters_that_nothing_averages_are_an_error(how: int) -> None:
+    with horovod() as hvd:
+        ways: tuple[dict[str, Any], ...] = ({}, {"sparse_as_dense": True}, {"op": hvd.Adasum})
+        model = make_model()
+        optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), **ways[how])
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 5).double())]})
+        loss_of(model, batch_of(hvd.rank(), 0)).backward()
+        with pytest.raises(ValueError, match=r"has 1 parameters that are not averaged, the first of shape \[2, 5\]"):
+            optimizer.step()
+
+
+@on_ranks(2)
+def test_numbers_that_all_ranks_change_alike_are_no_difference() -> None:
+    with horovod() as hvd:
+        model = make_model()
+        optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters()), model.named_parameters(), op=hvd.Max)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=12)
+        for step in range(8 + 3 * hvd.rank()):  # rank 0 joins first, after one more zero_grad()
+            optimizer.zero_grad()
+            if step < 8:
+                loss_of(model, batch_of(hvd.rank(), step)).backward()
+                optimizer.step()
+                schedule.step()
+        hvd.join()
+        next(model.children()).requires_grad_(False)
+        optimizer.zero_grad()
+        loss_of(model, batch_of(hvd.rank(), 9)).backward()
+        optimizer.step()

@@ -91,6 +91,19 @@ def test_a_rate_that_is_a_tensor_is_compared() -> None:
 
 
 @on_ranks(2)
+def test_a_rate_that_becomes_a_tensor_is_compared() -> None:
+    model, rank = make_model(), dist.get_rank()
+    optimizer = sgd(model)
+    rate = torch.tensor(0.05)
+    with attached(optimizer, model, check_replicas=0) as reducer:
+        train(model, optimizer, range(4), lambda step: change(optimizer, "lr", rate) if step == 2 else None)
+        assert reducer.stats()["steps"] == 4
+        rate.add_(rank)
+        with pytest.raises(ValueError, match=r"'lr' of parameter group 0 is 0.05\d* on rank 0, 1.0\d* on rank 1"):
+            train(model, optimizer, range(4, 6), lambda _: None)
+
+
+@on_ranks(2)
 def test_what_is_declared_per_rank_may_differ() -> None:
     model = make_model()
     optimizer = sgd(model)

@@ -202,9 +202,9 @@ def test_what_cannot_be_sharded_is_refused_by_name() -> None:
         steps(adam, model, 0, 1)
 
 
-@pytest.mark.parametrize("shard", ["optimizer", "parameters"])
+@pytest.mark.parametrize("shard", ["optimizer", "parameters", pycomm.Sharding("optimizer", grads="local")])
 @on_ranks(2, fresh=True)
-def test_mistakes_in_a_step_are_errors_of_all_ranks_and_write_nothing(shard: str) -> None:
+def test_mistakes_in_a_step_are_errors_of_all_ranks_and_write_nothing(shard: Any) -> None:
     model = Weights()
     optimizer = torch.optim.Adam(model.parameters())
     with attached(optimizer, model, shard=shard):
@@ -222,6 +222,12 @@ def test_mistakes_in_a_step_are_errors_of_all_ranks_and_write_nothing(shard: str
         if rank() == 1:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         with pytest.raises(ValueError, match=r"clip_grad_norm|written to"):
+            optimizer.step()
+        assert_same(values_of(optimizer), before)
+        backward(model.parameters(), gradients_of(0, 1))
+        if rank() == 1:
+            model.weights[0].grad = grad * 0.5
+        with pytest.raises(ValueError, match="written to"):
             optimizer.step()
         assert_same(values_of(optimizer), before)
         steps(optimizer, model, 2, 3)
