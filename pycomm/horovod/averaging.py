@@ -189,10 +189,10 @@ class StepTerms:
         return [*numbers, f"zero_grads={max(1, self._num_zero_grads)}"]
 
     def end_step(self) -> None:
-        """Count a step. Raise ValueError if the optimizer has parameters that are not averaged."""
+        """Count a step. Raise ValueError if the optimizer has trainable parameters that are not averaged."""
         self._num_steps, self._num_zero_grads, self._of_all = self._num_steps + 1, 0, ""
         known = {id(param) for param in self._params}
-        new = [param for param in self._own() if id(param) not in known]
+        new = [param for param in self._own() if param.requires_grad and id(param) not in known]
         if new:
             raise ValueError(
                 f"the optimizer has {len(new)} parameters that are not averaged, the first of shape "
