@@ -242,7 +242,7 @@ def raise_differences(records: Mapping[int, Mapping[str, Any]], whose: str = "")
             raise RuntimeError(
                 f"{odd}{whose} left out a batch: {what}: {_by_rank(counts)}. Gradients of different batches would be "
                 "averaged: leave it out on all ranks. A forward that is no training step belongs in "
-                "torch.no_grad(), or after model.eval()"
+                "torch.no_grad()"
             )
     for name in {name: None for record in records.values() for name in record["steps"]}:
         counts = {rank: record["steps"].get(name, 0) for rank, record in records.items()}

@@ -261,9 +261,9 @@ def raise_out_of_loop(records: Mapping[int, Words]) -> None:
     if len(set(unused.values())) > 1:
         most = [rank for rank, count in unused.items() if count > min(unused.values())]
         raise RuntimeError(
-            f"{name_ranks(most)} left out a batch: forwards in training mode since the last reduction that no "
+            f"{name_ranks(most)} left out a batch: forwards for training since the last reduction that no "
             f"backward() followed: {_by_rank(unused)}. {_PAIRED}. A forward that is no training step belongs in "
-            "torch.no_grad(), after model.eval(), or in `with reducer.paused():`"
+            "torch.no_grad() or in `with reducer.paused():`"
         )
     calls = {rank: 1 + count for rank, (_, count, _) in loops.items()}
     most = [rank for rank, count in calls.items() if count > min(calls.values())]
