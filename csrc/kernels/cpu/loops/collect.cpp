@@ -3,6 +3,11 @@
 
 namespace pycomm::PYCOMM_ISA {
 
+#if defined(PYCOMM_ISA_AVX512) || defined(PYCOMM_ISA_AVX2)
+// Bytes: a pass that does next to nothing per element takes 20 to 30 % longer with a kilobyte (measured on Zen 4).
+constexpr int64_t kDistance = 384;
+#endif
+
 #if defined(PYCOMM_ISA_AVX512)
 
 // Four vectors are compared before anything branches: at a density of 0.1 % most groups have no hit at all. A hit is
@@ -29,7 +34,7 @@ int64_t collect(const float* x, int64_t count, uint32_t threshold, uint32_t firs
     for (; i + 64 <= count && found + kCollectSlack <= capacity; i += 64) {
         __m512i bits[4];
         __mmask16 hits[4];
-        prefetch_ahead(x + i, 64);
+        prefetch_ahead<kDistance>(x + i, 64);
         for (int u = 0; u < 4; ++u) {
             bits[u] = _mm512_loadu_si512(x + i + 16 * u);
             hits[u] = _mm512_cmpgt_epu32_mask(_mm512_and_si512(bits[u], clear_sign), limit);
@@ -92,7 +97,7 @@ int64_t collect(const float* x, int64_t count, uint32_t threshold, uint32_t firs
     };
     for (; i + 32 <= count && found + kCollectSlack <= capacity; i += 32) {
         __m256i bits[4], hits[4];
-        prefetch_ahead(x + i, 32);
+        prefetch_ahead<kDistance>(x + i, 32);
         for (int u = 0; u < 4; ++u) {
             bits[u] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + i + 8 * u));
             hits[u] = _mm256_cmpgt_epi32(_mm256_and_si256(bits[u], clear_sign), limit);

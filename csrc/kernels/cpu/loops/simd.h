@@ -73,12 +73,12 @@ inline int64_t elements_before_line(const T* pointer) {
     return static_cast<int64_t>(-reinterpret_cast<uintptr_t>(pointer) % 64 / sizeof(T));
 }
 
-// Prefetches what a stream of reads needs a kilobyte from now: the hardware's own prefetcher stops at every page
+// Prefetches what a stream of reads needs kDistance bytes from now: the hardware's own prefetcher stops at every page
 // border, which costs a streaming copy 15 % (measured on Zen 4). Addresses past the end of the array are harmless.
-template <class T>
+template <int64_t kDistance = 1024, class T>
 inline void prefetch_ahead(const T* next, int64_t count) {
     for (int64_t byte = 0; byte < count * static_cast<int64_t>(sizeof(T)); byte += 64) {
-        __builtin_prefetch(reinterpret_cast<const char*>(next) + 1024 + byte, 0, 0);
+        __builtin_prefetch(reinterpret_cast<const char*>(next) + kDistance + byte, 0, 0);
     }
 }
 
