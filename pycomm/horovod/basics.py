@@ -16,7 +16,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from pycomm.agreement import exchanged
 from pycomm.collectives.communicator import Communicator
 from pycomm.errors import CommError, attempt
-from pycomm.horovod.environment import Launched, by_mpi, launched, meeting_seconds, timeout
+from pycomm.horovod.environment import USUAL_WAITS, Launched, by_mpi, launched, meeting_seconds, waits
 from pycomm.horovod.process_sets import (
     Members,
     ProcessSet,
@@ -165,13 +165,17 @@ def _open_world(owns_group: bool) -> World:
     assert group is not None
     size, rank = dist.get_world_size(), dist.get_rank()
     timeline = Timeline()
-    here = World(rank, size, [], [], [], timeout(), timeline, owns_group)
+    found = attempt(waits)
+    limits = USUAL_WAITS if isinstance(found, Exception) else found
+    here = World(rank, size, [], [], [], *limits, timeline, owns_group)
     here.sets[0] = everybody = Members(list(range(size)), group)
     everybody.engine = engine_over(group, "global", here)
     try:
-        begun = attempt(lambda: begin_by_environment(timeline) if rank == 0 else None)
+        begun: Any = found if isinstance(found, Exception) else None
+        if begun is None and rank == 0:
+            begun = attempt(lambda: begin_by_environment(timeline))
         gather = everybody.engine.communicator.channel.all_gather_bytes
-        _find_hosts(here, exchanged(gather, begun, "write the timeline", lambda _: _host()))
+        _find_hosts(here, exchanged(gather, begun, "use its environment", lambda _: _host()))
     except BaseException as error:
         timeline.stop()
         everybody.close(str(error))

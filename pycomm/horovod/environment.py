@@ -85,6 +85,15 @@ def cycle_seconds() -> float:
     return max(0.0, _number("HOROVOD_CYCLE_TIME", 1.0)) * 1e-3
 
 
+USUAL_WAITS = timedelta(hours=1), 60.0, 1e-3
+"""Result of :func:`waits` where nothing is set."""
+
+
+def waits() -> tuple[timedelta, float, float]:
+    """Return :func:`timeout`, :func:`stall_check_seconds` and :func:`cycle_seconds`. Raises ValueError."""
+    return timeout(), stall_check_seconds(), cycle_seconds()
+
+
 # Who this process is.
 
 

@@ -17,7 +17,7 @@ from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.transport import late_ranks
 from pycomm.errors import attempt
 from pycomm.horovod.engine import NegotiatingEngine
-from pycomm.horovod.environment import cycle_seconds, meeting_seconds, stall_check_seconds
+from pycomm.horovod.environment import meeting_seconds
 from pycomm.horovod.names import InvalidRequestError
 from pycomm.horovod.requests import BARRIER, Key, Request, RequestTerms
 from pycomm.horovod.timeline import Timeline
@@ -64,6 +64,7 @@ class World:
         cross: ranks with this one's local rank, one on each host that has one.
         sets: process sets by id; 0 has all ranks.
         timeout: limit of every single wait.
+        stall_check, cycle: seconds; see ``stall_check_seconds`` and ``cycle_seconds`` of the environment.
         handles: by handle: the request, its engine, and the function that returns its result.
         owns_group: whether ``init()`` made torch's process group.
         numbers, set_ids: the next handles and process set ids.
@@ -79,6 +80,8 @@ class World:
     hosts: Sequence[int]
     cross: Sequence[int]
     timeout: timedelta
+    stall_check: float
+    cycle: float
     timeline: Timeline
     owns_group: bool
     sets: dict[int, Members] = field(default_factory=dict)
@@ -326,4 +329,4 @@ def engine_over(group: dist.ProcessGroup, name: str, here: World) -> Negotiating
     """Return an engine over a communicator of its own among the ranks of ``group``. Collective among them."""
     communicator = Communicator(group, here.timeout)
     late_ranks.forget(communicator.channel.recorder)  # waiting in rounds is normal: _StallWatch logs stalls instead
-    return NegotiatingEngine(communicator, name, here.timeline, stall_check_seconds(), cycle_seconds())
+    return NegotiatingEngine(communicator, name, here.timeline, here.stall_check, here.cycle)

@@ -220,6 +220,21 @@ def test_timeline(tmp_path: Path) -> None:
                 assert all(event["ts"] >= 0 for event in events if event["ph"] != "M")
 
 
+@pytest.mark.parametrize(
+    "name", ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_CYCLE_TIME"]
+)
+@on_ranks(2)
+def test_a_number_that_is_none_on_one_rank_is_an_error_on_all(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if dist.get_rank() == 1:
+        monkeypatch.setenv(name, "soon")
+    with pytest.raises(ValueError, match=f"{name} is 'soon' in the environment, wanted a number"):
+        hvd.init()
+    assert not hvd.is_initialized()
+    monkeypatch.delenv(name, raising=False)
+    with horovod():
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2.0
+
+
 @on_ranks(2)
 def test_a_timeline_that_cannot_be_written_is_an_error_on_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -234,7 +249,7 @@ def test_a_timeline_that_cannot_be_written_is_an_error_on_all_ranks(
     ):
         monkeypatch.setenv("HOROVOD_TIMELINE", str(path))
         text = f"HOROVOD_TIMELINE is '{path}', wanted a file that can be written: {problem}"
-        prefix = "" if dist.get_rank() == 0 else "rank 0 could not write the timeline: "
+        prefix = "" if dist.get_rank() == 0 else "rank 0 could not use its environment: "
         with pytest.raises(ValueError, match="^" + re.escape(prefix) + (re.escape(text) if not prefix else "HOROVOD")):
             hvd.init()
         assert not hvd.is_initialized()
