@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 
 def fake_tensors() -> AbstractContextManager[Any]:
@@ -40,16 +39,16 @@ def without_torch_function() -> AbstractContextManager[Any]:
 
 def attention_flops() -> dict[Any, Callable[..., int]]:
     """Return FLOPs of the attention that CPUs run, for ``FlopCounterMode``, which knows only that of GPUs."""
+    from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count  # imports triton, if there is one
+
+    def forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+        return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
+
+    def backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+        return int(sdpa_backward_flop_count(grad, query, key, value))  # type: ignore[no-untyped-call]
+
     aten = torch.ops.aten
     return {
-        aten._scaled_dot_product_flash_attention_for_cpu: _forward,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward,
+        aten._scaled_dot_product_flash_attention_for_cpu: forward,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
     }
-
-
-def _forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
-
-
-def _backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(grad, query, key, value))  # type: ignore[no-untyped-call]
