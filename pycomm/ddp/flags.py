@@ -24,7 +24,8 @@ from pycomm.compression.base import Exchange
 from pycomm.descriptions import name_ranks
 from pycomm.optim.hyperparameters import Hyperparameters, require_equal_groups
 from pycomm.optim.loop_index import LoopIndex
-from pycomm.optim.module_hooks import ForwardWatch
+from pycomm.optim.module_hooks import ForwardWatch, weak_step_hook
+from pycomm.optim.parameters import optimizer_parameters
 from pycomm.torch_internals import current_graph_task, local_of
 from pycomm.training.reducer import Hashes, HostCopy, ReplicaDifferences, StopRequest, is_comparison_due
 from pycomm.untrusted import ANYTHING, COUNT, ListOf, MapOf, OneOf, parse
@@ -75,10 +76,10 @@ class SteppedOptimizers:
         self.counts: dict[str, int] = {}
         self.requires_passes = False
         for register, method in (
-            (register_optimizer_step_pre_hook, weakref.WeakMethod(self._begin)),
-            (register_optimizer_step_post_hook, weakref.WeakMethod(self._end)),
+            (register_optimizer_step_pre_hook, self._begin),
+            (register_optimizer_step_post_hook, self._end),
         ):
-            weakref.finalize(self, register(_weak_hook(method)).remove)
+            weakref.finalize(self, register(weak_step_hook(method)).remove)
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
         self._close(optimizer)  # the step before may have ended with an exception
@@ -113,10 +114,12 @@ class SteppedOptimizers:
 
     def _name_of(self, optimizer: torch.optim.Optimizer) -> str:
         """Return the name of the optimizer's first parameter that is the model's; "" without one."""
-        return next((self._names[id(param)] for param in _params_of(optimizer) if id(param) in self._names), "")
+        return next(
+            (self._names[id(param)] for param in optimizer_parameters(optimizer) if id(param) in self._names), ""
+        )
 
     def _gradients(self, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-        return (p.grad for p in _params_of(optimizer) if p.grad is not None and id(p) in self._names)
+        return (p.grad for p in optimizer_parameters(optimizer) if p.grad is not None and id(p) in self._names)
 
     def _has_nonzero_gradient(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether a gradient is not 0, as all are if the model takes no part and zero_grad() keeps them."""
@@ -142,19 +145,6 @@ class SteppedOptimizers:
         """Count from zero."""
         self._stepped.clear()
         self.counts = {}
-
-
-def _weak_hook(method: weakref.WeakMethod[Any]) -> Any:
-    def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        call = None if torch.compiler.is_compiling() else method()
-        if call is not None:
-            call(optimizer)
-
-    return hook
-
-
-def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    return (param for group in optimizer.param_groups for param in group["params"])
 
 
 def _is_zero(rate: Any) -> bool:

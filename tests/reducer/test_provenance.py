@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
+from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
 
 import pycomm
 from tests.on_ranks import on_ranks
@@ -413,3 +415,15 @@ def test_another_optimizer_over_attached_parameters(way: str) -> None:
             other.step()
         if way != "paused":
             assert_replicas_equal(model)
+
+
+@on_ranks(2)
+def test_no_hook_of_all_optimizers_outlives_a_reducer() -> None:
+    """Dropped, not detached. That of copies is one for the process, and stays."""
+    model = make_model()
+    optimizer = sgd(model)
+    pycomm.attach(optimizer, model, tuning=pycomm.Tuning(timeout=30))
+    attached_hooks = len(hooks)
+    del optimizer, model
+    gc.collect()
+    assert len(hooks) == attached_hooks - 1

@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pycomm.descriptions import name_ranks
 from pycomm.optim.attached import is_covered
+from pycomm.optim.module_hooks import weak_step_hook
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.torch_internals import children_of, local_of, own_parameters
 from pycomm.training.reducer.buckets import Slot
@@ -353,14 +354,9 @@ class ParameterChanges:
 
         Without a call of the module, nothing else shows them.
         """
-        step = weakref.WeakMethod(self._before_other_step)
-
-        def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            before = step()
-            if before is not None:
-                before(optimizer)
-
-        return register_optimizer_step_pre_hook(hook)
+        handle = register_optimizer_step_pre_hook(weak_step_hook(self._before_other_step))
+        weakref.finalize(self, handle.remove)
+        return handle
 
     def _before_other_step(self, optimizer: torch.optim.Optimizer) -> None:
         table = self._table

@@ -151,13 +151,12 @@ class RollingHash:
         part = self._parts[number % len(self._parts)]
         return [_cut(slot.local, begin, end) for slot, begin, end in part]
 
-    def bits(self, tensors: Sequence[torch.Tensor], num_bits: int) -> torch.Tensor:
-        """Return up to 32 bools that almost certainly differ if a tensor does."""
+    def number(self, tensors: Sequence[torch.Tensor]) -> int:
+        """Return a number of 32 bits that almost certainly differs if a tensor does."""
         if len(self._out) != len(tensors):
             self._out = np.empty(len(tensors), np.int64)
         kernels.hashes(tensors, out=self._out, scratch=self._scratch)
-        octets = np.frombuffer(zlib.crc32(self._out.tobytes()).to_bytes(4, "little"), np.uint8)
-        return torch.from_numpy(np.unpackbits(octets)[:num_bits].view(np.bool_))
+        return zlib.crc32(self._out.tobytes())
 
 
 _PARTS = 64

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from pycomm import kernels
-from pycomm.collectives.bucket import FINGERPRINT_BITS
+from pycomm.collectives.bucket import FINGERPRINT_BITS, FingerprintBits
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import on_gpu
 from pycomm.collectives.tensor_memory import comparable, hashable
@@ -210,7 +210,7 @@ class RankComparison:
         self._by_step = by_step.to(device)
         self._parameter_hashes = Hashes(device, _PARAMETERS.stop - _PARAMETERS.start)
         self._buffer_hashes = Hashes(device, _BUFFER_BITS)
-        self._rolling = RollingHash()
+        self._rolling, self._bits = RollingHash(), FingerprintBits(device)
         self.state_hashes = StateHashes()
         self._state_changed: Flag = False
         # On a GPU the host reads the bits two reductions later.
@@ -272,12 +272,8 @@ class RankComparison:
         if not tensors:
             return lambda: by_step
 
-        def make() -> torch.Tensor:
-            bits = by_step.clone()
-            bits[_PARAMETERS] = self._rolling.bits(tensors, _PARAMETERS.stop - _PARAMETERS.start)
-            return bits
-
-        return make
+        mask = (1 << _PARAMETERS.stop - _PARAMETERS.start) - 1
+        return lambda: by_step | self._bits.of((self._rolling.number(tensors) & mask) << _PARAMETERS.start)
 
     def taking(self) -> TakenHashes | None:
         """Return hashes of compression's state, to be taken before the next bucket, if they are compared then.
