@@ -81,7 +81,7 @@ class _Worker:
         slot: its gradients: in memory that it shares, in this server's memory, or in its message.
         since: time at which it began to read the shared parameters; 0 if it is not reading.
         rate: its steps per second, if it reports them.
-        last_message: time of its last message.
+        last_active: time of its last message, or of the last answer to it. It is not late while it waits for an answer.
         sending: answers that it has not read yet. Until it has, no more of its messages are received.
         receiving: its message, if a part has come.
         waits_for: event to poll its connection for.
@@ -96,7 +96,7 @@ class _Worker:
     is_local: bool = False
     since: float = 0.0
     rate: float = 0.0
-    last_message: float = field(default_factory=time.monotonic)
+    last_active: float = field(default_factory=time.monotonic)
     sending: deque[Step] = field(default_factory=deque)
     receiving: Step | None = None
     waits_for: int = select.POLLIN
@@ -246,7 +246,7 @@ class Serving:
                 if ask == "push":
                     yield from worker.receive_push(self._core)
                 self._queue.append((worker, message))
-        worker.last_message = time.monotonic()
+        worker.last_active = time.monotonic()
 
     def _refuse_other_process(self, hello: Message) -> None:
         """Raise ValueError if the worker of this number is another process of this host, and alive."""
@@ -275,6 +275,7 @@ class Serving:
     def _answer(self, worker: _Worker, array: memoryview | None = None, **content: Any) -> None:
         if worker.connection not in self._workers:
             return
+        worker.last_active = time.monotonic()
         worker.sending.append(_message(worker, content))
         if array is not None:
             worker.sending.append(worker.connection.sending(array))
@@ -303,7 +304,7 @@ class Serving:
             self._disconnect(worker, TimeoutError(what))
         queue, everyone = self._queue, self._workers.values()
         for worker in [w for w in everyone if _has_timed_out(w, now, self._timeout, queue, everyone)]:
-            self._disconnect(worker, TimeoutError(f"it has sent nothing for {now - worker.last_message:.3g} s"))
+            self._disconnect(worker, TimeoutError(f"it has sent nothing for {now - worker.last_active:.3g} s"))
         for number in [number for number, until in self._away.items() if now > until]:
             del self._away[number]
         if self._expected and now - self._begun > self._timeout:
@@ -435,12 +436,12 @@ def _has_timed_out(
     silent.
     """
     if worker.number < 0:
-        return now - worker.last_message > _HANDSHAKE
-    if now - worker.last_message <= timeout or worker.sending or any(w is worker for w, _ in queue):
+        return now - worker.last_active > _HANDSHAKE
+    if now - worker.last_active <= timeout or worker.sending or any(w is worker for w, _ in queue):
         return False
     if worker.process:
         return bool(processes.fate_of(worker.process))
-    return bool(queue) or all(now - w.last_message > timeout for w in everyone)
+    return bool(queue) or all(now - w.last_active > timeout for w in everyone)
 
 
 def _message(worker: _Worker, content: Message) -> Step:
