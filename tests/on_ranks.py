@@ -43,4 +43,9 @@ def on_ranks(*sizes: int, timeout: float = 60.0, fresh: bool = False) -> Callabl
 
 def _run_body(module: str, name: str, arguments: dict[str, Any]) -> None:
     """Call the function under the decorator. It is found by name, since ``name`` itself means the decorated one."""
-    getattr(importlib.import_module(module), name).__wrapped__(**arguments)
+    try:
+        getattr(importlib.import_module(module), name).__wrapped__(**arguments)
+    finally:
+        for value in arguments.values():
+            if isinstance(value, pytest.MonkeyPatch):
+                value.undo()  # the next test runs in this process, too
