@@ -174,6 +174,11 @@ class FusedStep(KernelStep):
         return getattr(self.optimizer, name)
 
 
+def has_rule(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the kernels step for the class of ``optimizer``, if its options permit."""
+    return type(optimizer) in RULES
+
+
 def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
     """Return the rule by which the kernels step for ``optimizer``.
 

@@ -25,7 +25,7 @@ from pycomm.compression import Compression
 from pycomm.deprecated import Moved, Old, renamed
 from pycomm.errors import CommError, attempt
 from pycomm.optim.attached import refuse_second_average, register
-from pycomm.optim.fused import rule_of
+from pycomm.optim.fused import has_rule, rule_of
 from pycomm.optim.master_weights import MasterWeights
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.optim.step_override import HALF
@@ -58,17 +58,22 @@ from pycomm.training.reducer.statistics import Waits, open_ready_page
 from pycomm.training.reducer.surviving import Survival, SurvivingPolicy
 
 
-def require_shardable(table: ParameterTable, shard: str) -> None:
-    """Raise ValueError if kernels do not step the optimizer of ``table``, or its parameters cannot be shared."""
-    name, optimizer = f'shard="{shard}"', table.optimizer
-    try:
-        rule_of(optimizer)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{name} requires an optimizer that pycomm's kernels step: {error}") from None
-    stepper = table.stepper
+def require_shardable(table: ParameterTable, shard: Sharding) -> None:
+    """Raise ValueError if the step of the optimizer of ``table`` cannot be divided, or its parameters be shared."""
+    name, optimizer, stepper = f'shard="{shard.kind}"', table.optimizer, table.stepper
     if isinstance(stepper, MasterWeights) and not stepper.has_kernels:
         raise ValueError(
             f"{name} requires masters that pycomm's kernels step; {type(optimizer).__name__} steps its own"
+        )
+    if has_rule(optimizer):
+        try:
+            rule_of(optimizer)
+        except ValueError as error:
+            raise ValueError(f"{name} requires options that pycomm's kernels take: {error}") from None
+    elif isinstance(optimizer, torch.optim.LBFGS) or shard.grads == "local":
+        raise ValueError(
+            f"shard={shard} requires an optimizer that pycomm's kernels step (torch's SGD, Adam, AdamW, RMSprop, "
+            f"Adagrad; LARS, LAMB), and this is a {type(optimizer).__name__}"
         )
     for label, param in table.named():
         if param.device.type != "cpu":
@@ -279,7 +284,7 @@ def _checked(optimizer: Any, model: Any, unknown: Mapping[str, Any], ranks: Sequ
     if settings.survive is not None:
         _require_survivable(table)
     if settings.shard is not None:
-        require_shardable(table, settings.shard.kind)
+        require_shardable(table, settings.shard)
     _check_ignored(table, settings)
     made = _Attached(settings, table, AttachedTensors(table))
     table.ranks = tuple(ranks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -256,6 +256,7 @@ def make_buckets(
     *,
     num_earlier: int = 0,
     first_bytes: int | None = None,
+    place: Callable[[Slot], int] = lambda _: 0,
 ) -> list[BucketInFlight]:
     """Sort ``slots`` into buckets in reverse order, which is roughly the order in which gradients arrive.
 
@@ -272,12 +273,13 @@ def make_buckets(
         algorithm: name of the algorithm of dense sums.
         num_earlier: number of existing buckets.
         first_bytes: size of the very first bucket, from which the next ones grow; ``bucket_bytes`` if ``None``.
+        place: sort key of a parameter in its bucket, before any other.
     """
     flights: list[BucketInFlight] = []
     first = bucket_bytes if first_bytes is None or num_earlier > 0 else first_bytes
     for group, compressed in _groups(reversed(slots), compression, bucket_bytes, first):
         communicator = lanes[(num_earlier + len(flights)) % len(lanes)]
-        members = sorted(group, key=_place)
+        members = sorted(group, key=lambda slot: (place(slot), *_place(slot)))
         owners = [s.owner for s in members] if any(s.sharded is not None for s in members) else None
         bucket = Bucket([s.name for s in members], [s.local for s in members], communicator, algorithm, owners)
         method = compression if compressed else compression.otherwise or NoCompression()

@@ -237,6 +237,8 @@ class ParameterChanges:
         self._steps_of_others = WeakKeyDictionary[torch.optim.Optimizer, int]()  # reductions before the last one
         self._keys = f"pycomm/{self._communicator.place.name}/{next(_numbers)}"
         engine.admit_new = self._admit_late
+        if engine.table.partition is not None:
+            engine.table.partition.make_buckets_again = weakref.WeakMethod(self._rebuild)
 
     def hook(self, slots: list[Slot]) -> None:
         """Put ``slots`` into buckets, and hook their parameters."""
@@ -296,9 +298,13 @@ class ParameterChanges:
         replaced = self._table.replaced()
         if replaced and self._table.partition is None:
             self._table.drop(replaced)
-            self._table.rebuild(self._engine.lanes, self._engine.settings, adopt=True)
-            self._engine.hash_state()
-            self._hook(self._table.slots())
+            self._rebuild()
+
+    def _rebuild(self) -> None:
+        """Make all buckets again."""
+        self._table.rebuild(self._engine.lanes, self._engine.settings, adopt=True)
+        self._engine.hash_state()
+        self._hook(self._table.slots())
 
     # Errors of ranks that do not make the same changes.
 

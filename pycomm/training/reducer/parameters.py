@@ -255,6 +255,7 @@ class ParameterTable:
             *(slots, settings.compression, lanes, most, settings.tuning.algorithm),
             num_earlier=len(self.flights),
             first_bytes=first,
+            place=(lambda _: 0) if self.partition is None else self.partition.place_in_bucket,
         )
         if self.partition is not None and made:
             self.partition.adopt(made)

@@ -122,7 +122,8 @@ class Reducer:
             ``wait_seconds``, ``pack_seconds``, ``wire_seconds``, ``unpack_seconds``, ``hidden_share``, ``waits``,
             ``nonfinite_steps``, ``last_nonfinite``, ``vetoed_steps``, ``last_veto``. With error feedback also
             ``residual_norm`` and ``compression_error``; with TopK and DGC ``selections``, ``selections_missed``,
-            ``miss_rate``; with ``survive`` ``recoveries``, ``joins``, ``late``. The reference explains each counter.
+            ``miss_rate``; with ``survive`` ``recoveries``, ``joins``, ``late``; where ranks step whole parameters
+            ``step_shares``. The reference explains each counter.
         """
         if self._detached:
             return dict(self._last_stats)

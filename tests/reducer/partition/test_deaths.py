@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import pycomm
+from pycomm.optim.fused import KernelStep
 from pycomm.training.reducer.partition.partition import StepPartition
 from tests.on_ranks import Pools
 from tests.reducer.partition.stepping import Weights, assert_unusable_until_loaded, backward, gradients_of, rank
@@ -35,9 +36,9 @@ def arm(point: str, reducer: pycomm.Reducer, optimizer: torch.optim.Optimizer) -
     if point == "before the step":
         parts["_prepare"] = die
     elif point == "in it, before writing":
-        stepper: dict[str, Any] = vars(partition._stepper)
-        stepper["update"] = lambda *_: die()
+        vars(partition._stepper)["update"] = lambda *_: die()
     elif point == "after half of its writing":
+        assert isinstance(partition._stepper, KernelStep)
         original = partition._stepper.update
 
         def update(*arguments: Any) -> None:

@@ -8,7 +8,7 @@ of that part once, and writes the new weights to all ranks, (8 P + 28) n bytes, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from pycomm.compression.dense import reduce_part
 from pycomm.errors import attempt
 from pycomm.optim.partition import Span
 from pycomm.training.reducer.buckets import BucketInFlight
-from pycomm.training.reducer.partition.partition import Memory, Segment, StepPartition, shares_of
+from pycomm.training.reducer.partition.partition import Memory, Segment, StepPartition
 from pycomm.training.reducer.settings import AttachSettings
 
 
@@ -145,13 +145,13 @@ class HostPartition(StepPartition):
         self._flight_of: dict[torch.Tensor, BucketInFlight] = {}
         # Number of steps of which each rank has completed its own part.
         self._num_taken = np.frombuffer(self._memory.of_one(8 * communicator.size), np.int64)
-        super().__init__(communicator, optimizer, module, settings)
+        super().__init__(communicator, optimizer, module, settings, range(communicator.size))
 
-    def adopt(self, flights: Iterable[BucketInFlight]) -> None:
-        rank, size = self._communicator.rank, self._communicator.size
+    def _adopt(self, flights: Sequence[BucketInFlight]) -> None:
+        rank = self._communicator.rank
         for flight in flights:
             params = [slot.param for slot in flight.slots]
-            shares = shares_of(flight.bucket.num_elements, range(size))
+            shares = self._shares_of(flight)
             segment = HostSegment(flight.bucket, params, shares, rank, self._memory, self._shares_parameters)
             if not self.full_grad:
                 flight.bucket.reduce_part_only(shares, rank, later=self._defers)
@@ -211,6 +211,10 @@ class HostPartition(StepPartition):
     # Steps.
 
     def _hand_out(self) -> None:
+        if self.whole is not None:  # kernels write to all ranks' memory by themselves
+            for param in self._places:
+                for mirror in self.mirrors_of(param):
+                    mirror.copy_(self.span_of(param).of(param))
         self._num_taken[self._communicator.rank] = self._num_steps
         self._communicator.barrier()
 

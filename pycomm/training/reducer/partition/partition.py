@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,12 +16,13 @@ from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import view_like
 from pycomm.errors import CommError
-from pycomm.optim.fused import FusedStep, KernelStep
+from pycomm.optim.fused import FusedStep, KernelStep, has_rule
 from pycomm.optim.module_hooks import BeforeForward
 from pycomm.optim.partition import Span
 from pycomm.optim.step_override import stepper_of
 from pycomm.torch_internals import version_of
-from pycomm.training.reducer.buckets import BucketInFlight
+from pycomm.training.reducer.buckets import BucketInFlight, Slot
+from pycomm.training.reducer.partition.whole_step import WholeStep
 from pycomm.training.reducer.settings import AttachSettings
 
 _TEXT = (
@@ -60,9 +61,14 @@ class StepPartition:
 
     Args:
         communicator: the ranks.
-        optimizer: the attached optimizer, which kernels must be able to step.
+        optimizer: the attached optimizer. If kernels step it, ranks have equal parts of every bucket, else whole
+            parameters (see :class:`WholeStep`).
         module: the attached module, if there is one.
         settings: arguments of ``attach``, with ``shard``.
+        order: ranks in the order in which their parts of a bucket lie.
+
+    Attributes:
+        make_buckets_again: returns a function that makes all buckets again, if the Reducer lives.
     """
 
     def __init__(
@@ -71,20 +77,37 @@ class StepPartition:
         optimizer: torch.optim.Optimizer,
         module: torch.nn.Module | None,
         settings: AttachSettings,
+        order: Sequence[int],
     ) -> None:
         assert settings.shard is not None
-        self.full_grad = settings.shard.grads == "full"
+        self._has_full_grad, self._order = settings.shard.grads == "full", order
         self.reduction = "mean" if settings.average else "sum"
         self._communicator, self._module = communicator, module
         self._most_writes = 0 if settings.loss_scaler is None else 1  # to a gradient after backward(), by unscale_()
         stepper = stepper_of(optimizer)
         self._was_fused_here = not isinstance(stepper, KernelStep)
-        self._stepper = stepper if isinstance(stepper, KernelStep) else FusedStep(optimizer)
+        self.whole = None if has_rule(optimizer) else WholeStep(optimizer, communicator)
+        self._stepper = self.whole or (stepper if isinstance(stepper, KernelStep) else FusedStep(optimizer))
         self._flights: list[BucketInFlight] = []
         self._places: dict[torch.Tensor, tuple[Segment, int]] = {}
         self._addresses: list[tuple[torch.Tensor, int]] = []
         self._num_steps = 0
+        self.make_buckets_again: Callable[[], Callable[[], None] | None] = lambda: None
         self._stepper.share(self)
+
+    @property
+    def full_grad(self) -> bool:
+        """Whether every rank gets all averaged gradients."""
+        return self._has_full_grad or (self.whole is not None and not self.whole.is_dealt)
+
+    def place_in_bucket(self, slot: Slot) -> int:
+        """Return the sort key of ``slot`` in its bucket, in which each rank's own parameters are adjacent."""
+        return 0 if self.whole is None else self._order.index(self.whole.owner_of(slot.param))
+
+    def _shares_of(self, flight: BucketInFlight) -> list[slice]:
+        if self.whole is not None:
+            return self.whole.shares_of(flight.slots, self._order)
+        return shares_of(flight.bucket.num_elements, self._order)
 
     def await_parameters(self) -> None:
         """Wait until all parameters have arrived; raise CommError if they do not."""
@@ -114,8 +137,16 @@ class StepPartition:
 
     # Parameters.
 
-    def adopt(self, flights: Iterable[BucketInFlight]) -> None:
-        """Move the parameters of ``flights`` to memory of the partition. Collective."""
+    def adopt(self, flights: Sequence[BucketInFlight]) -> None:
+        """Move the parameters of ``flights`` to memory of the partition, unless it is on trial. Collective."""
+        if self.whole is not None and self.whole.on_trial:
+            self._flights += flights
+            return
+        self._adopt(flights)
+        if self.whole is not None:
+            self.whole.settle(flights)
+
+    def _adopt(self, flights: Sequence[BucketInFlight]) -> None:
         raise NotImplementedError
 
     def _settle_in(self, flight: BucketInFlight, segment: Segment) -> None:
@@ -192,10 +223,20 @@ class StepPartition:
             raise
         if not is_taken:
             yield False
-            return
+        elif self.whole is None or self.whole.is_dealt:
+            with self.writing(optimizer):
+                yield True
+        else:
+            yield True  # all ranks step all parameters
+            if not self.whole.on_trial:
+                self._divide()
+
+    @contextlib.contextmanager
+    def writing(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Return a context in which each rank writes to its own parameters; then all get the new values. Collective."""
         self._num_steps += 1
         try:
-            yield True
+            yield
             self._hand_out()
         except BaseException as error:
             if not isinstance(error, CommError):
@@ -203,6 +244,13 @@ class StepPartition:
             if not self._is_complete():
                 self._lost(optimizer, error)
             raise
+
+    def _divide(self) -> None:
+        """Make all buckets again, sorted by owners, and divide later steps. Collective."""
+        self._flights.clear()
+        make = self.make_buckets_again()
+        if make is not None:
+            make()
 
     def _hand_out(self) -> None:
         """Make this rank's new parameters available to all ranks. Collective."""
@@ -223,7 +271,7 @@ class StepPartition:
                     f"the memory of a parameter of shape {list(param.shape)} has been replaced (param.data = ..., or a "
                     "conversion), and the other ranks write to the old one: use param.copy_(), or detach() first"
                 )
-        if self.full_grad:
+        if self._has_full_grad:
             return
         for flight in self._flights:
             for slot, view in zip(flight.slots, flight.bucket.views, strict=True):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 import mmap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from pycomm.optim.module_hooks import BeforeForward
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.torch_internals import has_compiled, has_scripted, prepare_scripts, without_torch_function
 from pycomm.training.reducer.buckets import BucketInFlight
-from pycomm.training.reducer.partition.partition import Memory, Segment, StepPartition, shares_of, tensor_in
+from pycomm.training.reducer.partition.partition import Memory, Segment, StepPartition, tensor_in
 from pycomm.training.reducer.settings import AttachSettings
 from pycomm.worker import Work
 
@@ -236,14 +236,14 @@ class SpreadPartition(StepPartition):
         self._at_home: set[torch.Tensor] = set()  # parameters whose masters are kept by parts
         self._arrivals = ParameterArrivals(module)
         self._is_lost = False
-        super().__init__(communicator, optimizer, module, settings)
+        super().__init__(communicator, optimizer, module, settings, order_of(communicator.channel.transport.hosts))
         self._hook = self._optimizer.register_state_dict_post_hook(self._complete)
 
-    def adopt(self, flights: Iterable[BucketInFlight]) -> None:
+    def _adopt(self, flights: Sequence[BucketInFlight]) -> None:
         rank = self._communicator.rank
         for flight in flights:
             bucket, params = flight.bucket, [slot.param for slot in flight.slots]
-            shares = shares_of(bucket.num_elements, order_of(self._communicator.channel.transport.hosts))
+            shares = self._shares_of(flight)
             own = self._communicator.empty(bucket.num_elements * bucket.dtype.itemsize, torch.uint8).numpy()
             segment = self._segments[flight] = SpreadSegment(bucket, params, shares, rank, own)
             if not self.full_grad:

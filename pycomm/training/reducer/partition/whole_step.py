@@ -1,0 +1,309 @@
+"""WholeStep: a sharded step of any optimizer, in which each rank steps whole parameters by the optimizer's own code.
+
+Optimizers that orthogonalise or precondition matrices (Muon, SOAP, Shampoo) cannot step a part of one. So each rank
+owns whole parameters: it gets the average of their gradients, keeps their state, and steps them alone; then all ranks
+get the new values (Rajbhandari et al., ZeRO, 2020, section 5.1, by parameters in place of equal parts).
+
+The first steps are a trial. All ranks step all parameters, as without sharding, and each also steps its own ones on a
+copy of the optimizer. If they differ, the optimizer makes parameters depend on one another, and the step raises. After
+the trial, rank 0 times the copy on a parameter of each shape, and parameters are dealt to ranks by these times.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from pycomm.agreement import exchanged
+from pycomm.collectives.broadcasting import broadcast_tensors, decode, encode
+from pycomm.collectives.communicator import Communicator
+from pycomm.errors import CommError, attempt
+from pycomm.optim.parameters import optimizer_parameters
+from pycomm.optim.pending_factor import PendingFactor
+from pycomm.optim.step_override import Factor, StepOverride, own_step
+from pycomm.training.reducer.buckets import BucketInFlight, Slot
+from pycomm.training.reducer.partition.trial import StepTrial, costs_of
+
+_LOG = logging.getLogger("pycomm")
+_UNEVEN = 1.5
+"""Ratio of the costliest rank's steps to the mean from which the log says so."""
+
+
+class SteppingRanks(Protocol):
+    """Ranks that step together; see :class:`pycomm.training.reducer.partition.StepPartition`."""
+
+    def step(
+        self, optimizer: torch.optim.Optimizer, *, is_skipped: bool, needs_gradients: bool
+    ) -> AbstractContextManager[bool]: ...
+    def writing(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]: ...
+
+
+class WholeStep(StepOverride):
+    """Step of ``optimizer`` by its own class, on each rank for the parameters that it owns.
+
+    Args:
+        optimizer: the optimizer.
+        communicator: the ranks.
+
+    Attributes:
+        on_trial: whether all ranks step all parameters.
+        is_dealt: whether the buckets are sorted by the parameters' owners.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, communicator: Communicator) -> None:
+        super().__init__(optimizer)
+        self._communicator = communicator
+        self._partition: SteppingRanks | None = None
+        self._pending = PendingFactor(optimizer, {})
+        self._costs = [_prior_cost(param) for param in optimizer_parameters(optimizer)]
+        self._loads = [0.0] * communicator.size
+        self._owners: dict[torch.Tensor, int] = {}
+        self._places: dict[torch.Tensor, torch.Tensor] = {}
+        self._deal()
+        self._trial = StepTrial(optimizer, self.own()) if communicator.size > 1 else None
+        self.on_trial, self.is_dealt = self._trial is not None, False
+        self._hook = optimizer.register_state_dict_post_hook(self._complete)
+        self._methods = {name: getattr(optimizer, name, None) for name in ("train", "eval")}  # of schedule-free ones
+
+    # Owners.
+
+    def _deal(self) -> None:
+        """Deal all parameters to the ranks, the costliest first, each to the rank with the least to do."""
+        params = list(optimizer_parameters(self.optimizer))
+        self._loads = [0.0] * self._communicator.size
+        self._owners.clear()
+        for cost, index in sorted((-cost, index) for index, cost in enumerate(self._costs)):
+            self._give(params[index], -cost)
+
+    def _give(self, param: torch.Tensor, cost: float) -> None:
+        rank = min(range(len(self._loads)), key=self._loads.__getitem__)
+        self._owners[param] = rank
+        self._loads[rank] += cost
+
+    def owner_of(self, param: torch.Tensor) -> int:
+        """Return the rank that steps ``param``; one that is new gets an owner now, the same on all ranks."""
+        if param not in self._owners:
+            self._costs.append(_prior_cost(param))
+            self._give(param, self._costs[-1])
+        return self._owners[param]
+
+    def own(self) -> list[torch.Tensor]:
+        """Return this rank's own parameters."""
+        return [param for param, owner in self._owners.items() if owner == self._communicator.rank]
+
+    def shares_of(self, slots: Iterable[Slot], order: Sequence[int]) -> list[slice]:
+        """Return the elements of each rank in a bucket of ``slots``, which are sorted by owners in ``order``."""
+        numels = [0] * len(order)
+        for slot in slots:
+            numels[self.owner_of(slot.param)] += slot.local.numel()
+        shares, end = [slice(0, 0)] * len(order), 0
+        for rank in order:
+            shares[rank] = slice(end, end + numels[rank])
+            end += numels[rank]
+        return shares
+
+    def settle(self, flights: Iterable[BucketInFlight]) -> None:
+        """Note where the parameters of ``flights`` lie from now on, in memory that others read or get values from."""
+        self.is_dealt = True
+        self._places.update((slot.param, slot.param.detach()) for flight in flights for slot in flight.slots)
+
+    def stats(self) -> dict[int, dict[str, float]]:
+        """Return what each rank steps: number of parameters, and share of the cost."""
+        owners, total = list(self._owners.values()), sum(self._loads) or 1.0
+        return {
+            rank: {"parameters": owners.count(rank), "share": load / total} for rank, load in enumerate(self._loads)
+        }
+
+    # Steps.
+
+    def run(self, closure: Callable[[], Any] | None) -> Any:
+        if closure is not None:
+            raise ValueError(
+                "step(closure) with attach(shard=...): the ranks step each other's parameters, and would have to wait "
+                "for each other's closures; call backward() before step()"
+            )
+        assert self._partition is not None
+        factor = self._pending.take()
+        with self._partition.step(self.optimizer, is_skipped=False, needs_gradients=False) as is_taken:
+            if not is_taken:
+                return None
+            self._apply(factor)
+            if self.on_trial:
+                self._try()
+            else:
+                self._step_own()
+        return None
+
+    def _apply(self, factor: Factor) -> None:
+        """Multiply the gradients by ``factor``: of others' parameters, too, as long as they are stepped here."""
+        params = self._owners if self.on_trial else self.own()
+        grads = [param.grad for param in params if param.grad is not None]
+        if grads and not (isinstance(factor, float) and factor == 1.0):
+            torch._foreach_mul_(grads, factor)
+
+    def _step_own(self) -> None:
+        rank, state = self._communicator.rank, self.optimizer.state
+        others = [(param, param.grad) for param in self._owners if self._owners[param] != rank]
+        for param, _ in others:
+            state.pop(param, None)  # from the trial, or a checkpoint
+            param.grad = None
+        try:
+            own_step(self.optimizer, None)
+        finally:
+            for param, grad in others:
+                param.grad = grad
+        self._bring_back()
+
+    def _bring_back(self) -> None:
+        """Copy parameters that the optimizer has replaced (``param.data = ...``) to their places."""
+        for param in self.own():
+            place = self._places.get(param)
+            if place is not None and param.data_ptr() != place.data_ptr():
+                place.copy_(param.detach())
+                param.data = place
+
+    def _try(self) -> None:
+        """Take a step of the trial; deal the parameters after the last one. Collective.
+
+        Raises:
+            ValueError: on every rank: the optimizer does not step parameters one by one.
+        """
+        trial = self._trial
+        assert trial is not None
+        failed = attempt(trial.before_step)
+        own_step(self.optimizer, None)
+        outcome = failed if isinstance(failed, Exception) else attempt(trial.after_step)
+        gather = self._communicator.channel.all_gather_bytes
+        words = f"step its own parameters alone, as shard= requires of {type(self.optimizer).__name__}"
+        changed = exchanged(gather, outcome, words)
+        if trial.count(any(changed)):
+            return
+        costs = attempt(lambda: costs_of(trial, self._costs) if self._communicator.rank == 0 else [])
+        self._costs = exchanged(gather, costs, "measure the cost of steps")[0]
+        self._deal()
+        self._trial, self.on_trial = None, False
+        most, mean = max(self._loads), sum(self._loads) / len(self._loads)
+        if self._communicator.rank == 0 and most > _UNEVEN * mean:
+            _LOG.warning(
+                "the optimizer's step is shared out unevenly: rank %d has %.0f %% of it, as parameters are stepped as "
+                "a whole; see stats()['step_shares']",
+                self._loads.index(most),
+                100.0 * most / sum(self._loads),
+            )
+
+    # As the steps by kernels.
+
+    def share(self, partition: SteppingRanks) -> None:
+        """Take later steps in the context of ``partition``."""
+        self._partition = partition
+        for name, method in self._methods.items():
+            if callable(method):
+                vars(self.optimizer)[name] = _Shared(method, self)
+
+    def move_home(self, params: Iterable[torch.Tensor]) -> None:
+        """State stays in this rank's own memory."""
+
+    def take_whole(self, completed: object) -> None:
+        """State has been gathered by :meth:`step_alone`."""
+
+    def step_alone(self) -> None:
+        """Gather the state, and step all parameters on this rank from now on. Collective."""
+        self._partition = None
+        self._hook.remove()
+        for name in self._methods:
+            if isinstance(vars(self.optimizer).get(name), _Shared):
+                del vars(self.optimizer)[name]
+        if not self.is_dealt:
+            return
+        self.is_dealt = False
+        try:
+            params = list(optimizer_parameters(self.optimizer))
+            self.optimizer.state.update({params[index]: entry for index, entry in self._others_states().items()})
+        except (CommError, ValueError) as error:
+            _LOG.warning(
+                "the optimizer's state was kept by its owners, and that of other ranks is lost (%s): it begins anew; "
+                "load a checkpoint",
+                error,
+            )
+
+    def leave_factor(self, factor: Factor) -> bool:
+        self._pending.leave(factor)
+        return True
+
+    def factor_left(self) -> Factor:
+        return self._pending.value
+
+    def drop_factor(self) -> None:
+        self._pending.drop()
+
+    def forget(self) -> None:
+        self.drop_factor()
+
+    def call(self, method: Callable[[], Any]) -> Any:
+        """Call ``method`` of the optimizer, which changes its parameters; all ranks get the new values. Collective."""
+        if self._partition is None or not self.is_dealt:
+            return method()
+        self._communicator.barrier()  # until all have read the old ones
+        with self._partition.writing(self.optimizer):
+            result = method()
+            self._bring_back()
+        return result
+
+    # State.
+
+    def _others_states(self) -> dict[int, dict[str, Any]]:
+        """Return the state of other ranks' parameters, in new memory, by index. Collective.
+
+        Raises:
+            ValueError: on every rank: an owner has state that cannot be sent.
+        """
+        params, rank = list(optimizer_parameters(self.optimizer)), self._communicator.rank
+        state, gather = self.optimizer.state, self._communicator.channel.all_gather_bytes
+        sent: list[torch.Tensor] = []
+
+        def encoded() -> list[Any]:
+            own = [i for i, p in enumerate(params) if self._owners.get(p, -1) == rank and state.get(p)]
+            nodes = [[index, encode(dict(state[params[index]]), sent)] for index in own]
+            if '["own"' in json.dumps(nodes, separators=(",", ":")):
+                raise ValueError("the optimizer's state has an object that cannot be sent")
+            return nodes
+
+        everyones = exchanged(gather, attempt(encoded), "gather the optimizer's state")
+        found: dict[int, dict[str, Any]] = {}
+        for source, nodes in enumerate(everyones):
+            tensors = sent if source == rank else []
+            if source != rank:
+                found.update((index, decode(node, {}, params[index], tensors)) for index, node in nodes)
+            broadcast_tensors(self._communicator, tensors, source)
+        return found
+
+    def _complete(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        """Add the state of other ranks' parameters. Collective."""
+        if self.is_dealt:
+            state_dict["state"].update(self._others_states())
+
+
+class _Shared:
+    """Method of an optimizer that changes its parameters, not only in steps. Collective."""
+
+    def __init__(self, method: Callable[[], Any], stepper: WholeStep) -> None:
+        self._method, self._stepper = method, stepper
+
+    def __call__(self) -> Any:
+        return self._stepper.call(self._method)
+
+
+def _prior_cost(param: torch.Tensor) -> float:
+    """Return the cost of stepping ``param`` before any is measured: operations of a product by its smaller Gram matrix.
+
+    That of elementwise steps for other than matrices.
+    """
+    if param.dim() < 2:
+        return float(param.numel())
+    return float(param.numel()) * min(param.shape[0], math.prod(param.shape[1:]))

@@ -1,0 +1,351 @@
+"""Steps of any optimizer that ranks take together, each for whole parameters of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import pycomm
+from pycomm.training.reducer.partition.trial import NUM_STEPS
+from tests.hosts import on_hosts
+from tests.on_ranks import Pools, on_ranks
+from tests.reducer.attaching import assert_replicas_equal, attached, grouped
+from tests.reducer.partition import test_same_steps as bodies
+from tests.reducer.partition.stepping import (
+    SHAPES,
+    Weights,
+    assert_same,
+    assert_unusable_until_loaded,
+    backward,
+    gradients_of,
+    rank,
+    values_of,
+)
+
+HOSTS = {2: "ab", 3: "aab"}
+SHARDS: dict[str, Any] = {
+    "optimizer": "optimizer",
+    "all gradients": pycomm.Sharding("optimizer", grads="full"),
+    "parameters": "parameters",
+}
+
+
+class Orthogonal(torch.optim.Optimizer):
+    """Optimizer that cannot step a part of a matrix: it makes the momentum orthogonal."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr, "momentum": 0.9, "num_steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["num_steps"] += 1
+            for p in (p for p in group["params"] if p.grad is not None and p.numel() > 0):
+                state = self.state[p]
+                momentum = state.setdefault("momentum", torch.zeros_like(p))
+                state["history"] = [*state.get("history", []), group["num_steps"]][-2:]
+                momentum.mul_(group["momentum"]).add_(p.grad)
+                if p.dim() == 2:
+                    u, _, v = torch.linalg.svd(momentum, full_matrices=False)
+                    p.sub_(u @ v, alpha=group["lr"])
+                else:
+                    p.sub_(momentum, alpha=group["lr"])
+
+
+class Replacing(Orthogonal):
+    """Replaces ``param.data`` in place of writing to it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.data = p.detach() - 0.1 * p.grad
+
+
+class Averaging(Orthogonal):
+    """Shows another iterate in evaluation, as schedule-free optimizers do."""
+
+    def eval(self) -> None:
+        for p, entry in self.state.items():
+            p.data.add_(entry["momentum"])
+
+    def train(self) -> None:
+        for p, entry in self.state.items():
+            p.data.sub_(entry["momentum"])
+
+
+class ClippingAll(Orthogonal):
+    """Depends on all gradients together."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in params]).norm() if params else 1.0
+        for p in params:
+            p.sub_(p.grad / norm)
+
+
+class Estimating(Orthogonal):
+    """Sums up gradients in an attribute, which steps use later on."""
+
+    seen = 0.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for p in params:
+            p.sub_(p.grad, alpha=0.1 + 0.01 * (self.seen > 100.0))
+        self.seen += float(sum(p.grad.abs().sum() for p in params))
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Orthogonal": Orthogonal,
+    "NAdam": lambda params: torch.optim.NAdam(params, lr=0.01),
+    "Adadelta": lambda params: torch.optim.Adadelta(params, lr=0.5),
+    "Rprop": lambda params: torch.optim.Rprop(params, lr=0.01),
+    "Replacing": Replacing,
+    "Averaging": Averaging,
+}
+
+
+def trained(make: Callable[[Any], torch.optim.Optimizer], *parts: bodies.Body, **options: Any) -> list[Any]:
+    """Return what the ``parts`` leave, run with a new model that is attached with ``options``."""
+    model = Weights()
+    optimizer = make(model.parameters())
+    with attached(optimizer, model, bucket_mb=0.005, **options) as reducer:
+        for part in parts:
+            part(reducer, optimizer, model)
+        found = flat_values_of(optimizer)
+        assert_replicas_equal(model)
+    assert_same(flat_values_of(optimizer), found)  # whole again after detach()
+    return found
+
+
+def flat_values_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return :func:`values_of`, where a list is a tensor."""
+    params = [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
+    state = optimizer.state_dict()["state"]
+    return [params, {i: {k: torch.as_tensor(v).clone() for k, v in entry.items()} for i, entry in state.items()}]
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+@on_ranks(2, 3)
+def test_every_optimizer_has_the_bits_of_a_step_alone(shard: str) -> None:
+    for make in OPTIMIZERS.values():
+        wanted = trained(make, bodies.few_steps, bodies.few_steps)
+        assert_same(trained(make, bodies.few_steps, bodies.few_steps, shard=SHARDS[shard]), wanted)
+
+
+@on_ranks(2, 3)
+def test_hosts() -> None:
+    with on_hosts(HOSTS[dist.get_world_size()]):
+        for name in ("Orthogonal", "NAdam", "Replacing", "Averaging"):
+            wanted = trained(OPTIMIZERS[name], bodies.few_steps, bodies.few_steps)
+            assert_same(trained(OPTIMIZERS[name], bodies.few_steps, bodies.few_steps, shard="optimizer"), wanted)
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+@on_ranks(2)
+def test_all_that_training_does(shard: str) -> None:
+    for last in (bodies.clipped_steps, bodies.new_parameters):
+        parts = (bodies.few_steps, bodies.schedules, bodies.missing_gradients, last)
+        assert_same(trained(Orthogonal, *parts, shard=SHARDS[shard]), trained(Orthogonal, *parts))
+    windows = (bodies.windows, bodies.windows)
+    assert_same(
+        trained(Orthogonal, *windows, accumulate=2, shard=SHARDS[shard]), trained(Orthogonal, *windows, accumulate=2)
+    )
+
+
+@on_ranks(2)
+def test_gradients_that_travel_in_half_precision() -> None:
+    wanted = trained(Orthogonal, bodies.few_steps, bodies.few_steps, compression="bf16")
+    found = trained(Orthogonal, bodies.few_steps, bodies.few_steps, compression="bf16", shard="optimizer")
+    assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("make", [lambda: torch.amp.GradScaler("cpu", 2.0**4), lambda: pycomm.LossScaler(2.0**4)])
+@on_ranks(2)
+def test_scalers_skip_on_all_ranks(make: Any) -> None:
+    def steps(shard: str | None) -> list[Any]:
+        scaler, model = make(), Weights()
+        optimizer = Orthogonal(model.parameters())
+        with attached(optimizer, model, shard=shard, loss_scaler=scaler):
+            for step in range(8):
+                optimizer.zero_grad()
+                grads = gradients_of(rank(), step)
+                if step in (1, 6) and rank() == 1:
+                    grads[4][0] = torch.inf
+                backward(model.parameters(), grads, scaler.get_scale())
+                scaler.step(optimizer)
+                scaler.update()
+            assert_replicas_equal(model)
+            return flat_values_of(optimizer)
+
+    assert_same(steps("optimizer"), steps(None))
+
+
+@on_ranks(3)
+def test_state_is_kept_by_owners_and_the_step_is_shared_out() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(9)), nn.Linear(64, 3))
+    optimizer = Orthogonal(model.parameters())
+    with attached(optimizer, model, shard="optimizer") as reducer:
+        for step in range(NUM_STEPS + 1):
+            shares = reducer.stats()["step_shares"]
+            assert len(optimizer.state) == (11 if step else 0)
+            train_on(model, optimizer, step)
+        own = [p for p in model.parameters() if reducer._table.partition.whole.owner_of(p) == rank()]  # type: ignore[union-attr]
+        assert {id(p) for p in optimizer.state} == set(map(id, own))
+        shares = reducer.stats()["step_shares"]
+        assert sum(share["parameters"] for share in shares.values()) == 11
+        assert shares[rank()]["parameters"] == len(own)
+        assert all(0.1 < share["share"] < 0.7 for share in shares.values()), shares
+        assert len(optimizer.state_dict()["state"]) == 11
+
+
+def train_on(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    optimizer.zero_grad()
+    model(torch.full((2, 64), 0.1 * step + rank())).square().sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (ClippingAll, r"it steps a parameter of shape .* otherwise: its step depends on all gradients"),
+        (Estimating, r"it has seen=\S+ after a step, and with all"),
+    ],
+)
+@on_ranks(2)
+def test_an_optimizer_that_couples_parameters_is_an_error_of_all_ranks(make: Any, match: str) -> None:
+    model, alone = Weights(), Weights()
+    optimizer, other = make(model.parameters()), make(alone.parameters())
+    with attached(optimizer, model, shard="optimizer"), attached(other, alone):
+        for one, its_model in ((optimizer, model), (other, alone)):
+            backward(its_model.parameters(), gradients_of(rank(), 0))
+            if one is optimizer:
+                prefix = r"(rank \d could not step its own parameters alone, as shard= requires of \w+: )?"
+                with pytest.raises(ValueError, match=prefix + "with the gradients of some parameters only, " + match):
+                    one.step()
+            else:
+                one.step()
+    assert_same([values_of(optimizer)[0], {}], [values_of(other)[0], {}])  # the step has been taken, by all
+    backward(model.parameters(), gradients_of(rank(), 1))
+    optimizer.step()
+
+
+@on_ranks(2)
+def test_gradients_that_are_written_are_refused_from_the_first_step_on() -> None:
+    model = Weights()
+    optimizer = Orthogonal(model.parameters())
+    with attached(optimizer, model, shard="optimizer"):
+        for step in range(NUM_STEPS + 2):
+            optimizer.zero_grad()
+            backward(model.parameters(), gradients_of(rank(), step))
+            if step in (0, NUM_STEPS + 1):
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+                with pytest.raises(ValueError, match="clip by reducer"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+
+
+@on_ranks(2)
+def test_uneven_shares_are_told() -> None:
+    model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 2, bias=False))
+    optimizer = Orthogonal(model.parameters())
+    said: list[str] = []
+    with attached(optimizer, model, shard="optimizer") as reducer, log_of(said):
+        for step in range(NUM_STEPS):
+            optimizer.zero_grad()
+            model(torch.full((2, 256), 0.1 * step + rank())).square().sum().backward()
+            optimizer.step()
+        assert reducer.stats()["step_shares"][0]["parameters"] == 1
+    assert [line[:50] for line in said] == ["the optimizer's step is shared out unevenly: rank "[:50]] * (rank() == 0)
+
+
+@contextmanager
+def log_of(said: list[str]) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        from pycomm.training.reducer.partition import whole_step
+
+        patch.setattr(whole_step._LOG, "warning", lambda text, *args: said.append(text % args))
+        yield
+
+
+@pytest.mark.parametrize(("before", "after"), [(True, False), (True, True), (False, True)])
+@on_ranks(2, 3)
+def test_checkpoints(before: bool, after: bool, tmp_path: Path) -> None:
+    """Written by ranks that step together, or not, and read by such as do, or not."""
+    wanted = trained(Orthogonal, lambda r, o, m: steps(o, m, 0, 9))
+    model, size = Weights(), dist.get_world_size()
+    optimizer: torch.optim.Optimizer = Orthogonal(model.parameters())
+    folder = tmp_path / str(size)
+    with attached(optimizer, model, shard="optimizer" if before else None) as reducer:
+        steps(optimizer, model, 0, 5)
+        pycomm.save(folder, reducer).wait()
+    other = Weights()
+    optimizer = Orthogonal(other.parameters())
+    with attached(optimizer, other, shard="optimizer" if after else None) as reducer:
+        steps(optimizer, other, 7, 8)
+        pycomm.load(folder, reducer)
+        steps(optimizer, other, 5, 9)
+        assert_same(flat_values_of(optimizer), wanted)
+
+
+def steps(optimizer: torch.optim.Optimizer, model: nn.Module, begin: int, end: int) -> None:
+    for number in range(begin, end):
+        optimizer.zero_grad()
+        backward(model.parameters(), gradients_of(0, number))  # the same of all ranks: their average is exact
+        optimizer.step()
+
+
+@on_ranks(1)
+def test_one_rank() -> None:
+    assert_same(trained(Orthogonal, bodies.few_steps, shard="optimizer"), trained(Orthogonal, bodies.few_steps))
+
+
+@on_ranks(3)
+def test_fewer_parameters_than_ranks() -> None:
+    model, alone = nn.Linear(5, 4, bias=False), nn.Linear(5, 4, bias=False)
+    alone.load_state_dict(model.state_dict())
+    optimizer, other = Orthogonal(model.parameters()), Orthogonal(alone.parameters())
+    dist.barrier()
+    with attached(optimizer, model, shard="optimizer"), attached(other, alone):
+        for its_model, one in ((model, optimizer), (alone, other)):
+            for step in range(6):
+                one.zero_grad()
+                its_model(torch.full((2, 5), 0.1 * step + rank())).square().sum().backward()
+                one.step()
+        assert_replicas_equal(model)
+        assert torch.equal(model.weight, alone.weight)
+
+
+def lose_a_rank() -> None:
+    model = Weights()
+    optimizer = Orthogonal(model.parameters())
+    options = grouped(timeout=20, shard="optimizer", check_replicas=0)
+    reducer = pycomm.attach(optimizer, model, **options)
+    steps(optimizer, model, 0, NUM_STEPS + 1)
+    backward(model.parameters(), gradients_of(0, 9))
+    if rank() == 1:
+        reducer._table.partition.whole._bring_back = lambda: os._exit(1)  # type: ignore[union-attr, method-assign]
+    with pytest.raises(pycomm.CommError, match="rank 1"):
+        optimizer.step()
+    assert_unusable_until_loaded(reducer, optimizer, model, model)
+
+
+def test_a_rank_that_dies_in_its_step(new_ranks: Pools) -> None:
+    outcomes = new_ranks(3).outcomes(lose_a_rank, timeout=60.0)
+    left = [outcomes[0], outcomes[2]]
+    assert [outcome.error for outcome in left] == [None] * 2, [outcome.trace for outcome in left]
+
+
+def test_shapes_have_matrices() -> None:
+    assert sum(len(shape) == 2 for shape in SHAPES) >= 2
