@@ -153,7 +153,7 @@ class MasterWeights(KernelStep):
         """Store gradients times ``factor`` in ``.grad`` of :meth:`parameters`; those of masters in float32."""
         self._masters.refresh(self.partition)
         if self.partition is not None:
-            self.partition.require_reduced()
+            self.partition.terms.require_reduced()
         for param in optimizer_parameters(self.optimizer):
             if param.grad is None:
                 continue

@@ -23,22 +23,32 @@ class Span(NamedTuple):
         return tensor.detach().as_strided((self.end - self.begin,), (1,), tensor.storage_offset() + self.begin)
 
 
+class GradientTerms(Protocol):
+    """Gradients of all ranks, of which the step may compute the sums."""
+
+    @property
+    def version(self) -> int:
+        """Number that changes with what :meth:`of` returns; 0 if gradients have been reduced before the step."""
+
+    def of(self, param: torch.Tensor) -> list[torch.Tensor]:
+        """Return all ranks' gradients of this rank's own elements of ``param``, flat, in rank order."""
+
+    def require_reduced(self) -> None:
+        """Reduce the gradients now, if that was left to the step. Collective."""
+
+
 class Partition(Protocol):
     """Partition of an optimizer's parameters over ranks. Each rank steps its own elements of each parameter."""
 
-    def span_of(self, param: torch.Tensor) -> Span:
-        """Return this rank's own elements of ``param``; they may be none."""
-
     @property
-    def terms_version(self) -> int:
-        """Number that changes with what :meth:`terms_of` returns; 0 while gradients have been reduced."""
+    def terms(self) -> GradientTerms: ...
 
     @property
     def reduction(self) -> str:
         """Reduction that makes a gradient of its terms: "sum" or "mean"."""
 
-    def terms_of(self, param: torch.Tensor) -> list[torch.Tensor]:
-        """Return all ranks' gradients of this rank's own elements of ``param``, flat, in rank order."""
+    def span_of(self, param: torch.Tensor) -> Span:
+        """Return this rank's own elements of ``param``; they may be none."""
 
     def mirrors_of(self, param: torch.Tensor) -> list[torch.Tensor]:
         """Return the other ranks' memory of this rank's own elements of ``param``, flat, a tensor for each rank.
@@ -54,9 +64,6 @@ class Partition(Protocol):
 
     def add_up(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum of the ranks' float64 ``values``; the same bits on all ranks. Collective."""
-
-    def require_reduced(self) -> None:
-        """Reduce the gradients now, if that was left to the step. Collective."""
 
     def step(
         self, optimizer: torch.optim.Optimizer, *, is_skipped: bool, needs_gradients: bool

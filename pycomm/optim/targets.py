@@ -128,9 +128,9 @@ def copies_of(targets: Sequence[StepTarget]) -> list[torch.Tensor] | None:
 def terms_of(targets: Sequence[StepTarget]) -> list[list[torch.Tensor]]:
     """Return each rank's gradients, if the step reduces them."""
     partition = targets[0].partition
-    if partition is None or partition.terms_version == 0:
+    if partition is None or partition.terms.version == 0:
         return []
-    return [list(of) for of in zip(*(partition.terms_of(t.param) for t in targets), strict=True)]
+    return [list(of) for of in zip(*(partition.terms.of(t.param) for t in targets), strict=True)]
 
 
 def mirrors_of(targets: Sequence[StepTarget]) -> list[list[torch.Tensor]]:

@@ -112,7 +112,7 @@ def _norm(table: ParameterTable) -> torch.Tensor:
     """Return the norm of all gradients together; of unscaled copies, if the optimizer has them."""
     unscaled, partial = table.stepper.unscaled(), table.partial
     if partial is not None:
-        partial.reduce_early()
+        partial.terms.reduce_early()
     if unscaled is not None and partial is not None:
         squares = kernels.squared_norms([partial.own_part(param, grad) for param, grad in unscaled.items()])
         return partial.add_up(squares.sum().view(1))[0].sqrt()

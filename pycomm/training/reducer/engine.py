@@ -530,9 +530,7 @@ class Engine:
         """Return the counters of ``Reducer.stats``."""
         transport = "nccl" if self.table.on_gpu else self.communicator.transport
         counters = self.statistics.report(self.table, self.progress.num_reductions, self.world)
-        whole = None if self.table.partition is None else self.table.partition.whole
-        dealt = {} if whole is None else {"step_shares": whole.stats()}
-        return {**counters, "transport": transport, **self.outcome.stats(), **self.policy.stats(), **dealt}
+        return {**counters, "transport": transport, **self.outcome.stats(), **self.policy.stats()}
 
 
 def _exchange(

@@ -51,7 +51,7 @@ def spread_failure_of_parts(flights: Sequence[BucketInFlight], partition: StepPa
     """
     if all(bool(flight.exchange.finite()) for flight in flights):
         return None
-    partition.require_reduced()
+    partition.terms.require_reduced()
     parts = [(slot.name, part) for f in flights for slot, part in zip(f.slots, f.bucket.own_parts(), strict=True)]
     found = next((i for i, (_, part) in enumerate(parts) if not bool(torch.isfinite(part).all())), len(parts))
     first = partition.first_of(found)

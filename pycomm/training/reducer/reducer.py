@@ -115,15 +115,14 @@ class Reducer:
         self._engine.callbacks.append(callback)
 
     def stats(self) -> dict[str, Any]:
-        """Return the counters since ``attach``. On any thread; sends nothing, waits for no rank.
+        """Return the counters since ``attach``, as a dict. On any thread; sends nothing, waits for no rank.
 
         Returns:
-            A dict. Always: ``steps``, ``bytes_sent``, ``compression_ratio``, ``num_buckets``, ``transport``,
-            ``wait_seconds``, ``pack_seconds``, ``wire_seconds``, ``unpack_seconds``, ``hidden_share``, ``waits``,
-            ``nonfinite_steps``, ``last_nonfinite``, ``vetoed_steps``, ``last_veto``. With error feedback also
-            ``residual_norm`` and ``compression_error``; with TopK and DGC ``selections``, ``selections_missed``,
-            ``miss_rate``; with ``survive`` ``recoveries``, ``joins``, ``late``; where ranks step whole parameters
-            ``step_shares``. The reference explains each counter.
+            Always: ``steps``, ``bytes_sent``, ``compression_ratio``, ``num_buckets``, ``transport``, ``wait_seconds``,
+            ``pack_seconds``, ``wire_seconds``, ``unpack_seconds``, ``hidden_share``, ``waits``, ``nonfinite_steps``,
+            ``last_nonfinite``, ``vetoed_steps``, ``last_veto``. With error feedback also ``residual_norm``,
+            ``compression_error``; with TopK and DGC ``selections``, ``selections_missed``, ``miss_rate``; with
+            ``survive`` ``recoveries``, ``joins``, ``late``; with ``shard`` by whole parameters ``step_shares``.
         """
         if self._detached:
             return dict(self._last_stats)

@@ -8,7 +8,7 @@ of that part once, and writes the new weights to all ranks, (8 P + 28) n bytes, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -126,6 +126,67 @@ class HostSegment(Segment):
         return self._memory.of_one(num_bytes)
 
 
+class HostTerms:
+    """Gradients that the step adds up, in memory that all ranks reach.
+
+    Args:
+        memory: allocator.
+        flights, places: buckets and places of the parameters, as they are at present.
+        reduction: "sum" or "mean".
+
+    Attributes:
+        version: number of times that the gradients have moved; 0 while they have been reduced.
+        defers: whether sums are left to the step.
+    """
+
+    def __init__(
+        self,
+        memory: CommonMemory,
+        flights: Sequence[BucketInFlight],
+        places: Mapping[torch.Tensor, tuple[Segment, int]],
+        reduction: str,
+    ) -> None:
+        self._memory, self._flights, self._places, self._reduction = memory, flights, places, reduction
+        self._terms: dict[Bucket, tuple[int, list[Memory]]] = {}
+        self._num_moves = 0
+        self.defers = True
+
+    @property
+    def version(self) -> int:
+        return self._num_moves if self._are_deferred() else 0
+
+    def of(self, param: torch.Tensor) -> list[torch.Tensor]:
+        segment, index = self._places[param]
+        return [segment.part_in(memory, index) for memory in self._terms[segment.bucket][1]]
+
+    def _are_deferred(self) -> bool:
+        return any(flight.bucket.is_deferred for flight in self._flights)
+
+    @property
+    def has_moved(self) -> bool:
+        known = {bucket: address for bucket, (address, _) in self._terms.items()}
+        return self._are_deferred() and any(
+            known.get(flight.bucket) != flight.bucket.flat.data_ptr() for flight in self._flights
+        )
+
+    def open(self) -> None:
+        for flight in self._flights:
+            flat = flight.bucket.flat
+            self._terms[flight.bucket] = flat.data_ptr(), self._memory.of_all(flat)
+        self._num_moves += 1
+
+    def require_reduced(self) -> None:
+        for flight in self._flights:
+            if flight.bucket.is_deferred:
+                reduce_part(flight.communicator, flight.bucket, flight.bucket.memory, self._reduction)
+
+    def reduce_early(self) -> None:
+        self.require_reduced()
+        self.defers = False
+        for flight in self._flights:
+            flight.bucket.defers = False
+
+
 class HostPartition(StepPartition):
     """Partition over ranks that all reach one memory."""
 
@@ -138,14 +199,12 @@ class HostPartition(StepPartition):
     ) -> None:
         assert settings.shard is not None
         self._shares_parameters = settings.shard.kind == "parameters"
-        self._defers = settings.shard.grads == "local"
         self._memory = CommonMemory(communicator)
-        self._terms: dict[BucketInFlight, tuple[int, list[Memory]]] = {}
-        self._terms_version = 0
-        self._flight_of: dict[torch.Tensor, BucketInFlight] = {}
         # Number of steps of which each rank has completed its own part.
         self._num_taken = np.frombuffer(self._memory.of_one(8 * communicator.size), np.int64)
         super().__init__(communicator, optimizer, module, settings, range(communicator.size))
+        if settings.shard.grads == "local":
+            self.terms = HostTerms(self._memory, self._flights, self._places, self.reduction)
 
     def _adopt(self, flights: Sequence[BucketInFlight]) -> None:
         rank = self._communicator.rank
@@ -153,10 +212,10 @@ class HostPartition(StepPartition):
             params = [slot.param for slot in flight.slots]
             shares = self._shares_of(flight)
             segment = HostSegment(flight.bucket, params, shares, rank, self._memory, self._shares_parameters)
-            if not self.full_grad:
-                flight.bucket.reduce_part_only(shares, rank, later=self._defers)
+            if not self.has_full_grad:
+                later = isinstance(self.terms, HostTerms) and self.terms.defers
+                flight.bucket.reduce_part_only(shares, rank, later=later)
             self._settle_in(flight, segment)
-            self._flight_of.update(dict.fromkeys(params, flight))
             self._stepper.move_home(params)
         self._communicator.barrier()  # all ranks have written shared memory
 
@@ -166,47 +225,8 @@ class HostPartition(StepPartition):
         else:
             super()._fill(place, param, span)
 
-    def move_out(self) -> None:
-        super().move_out()
-        self._flight_of.clear()
-        self._terms.clear()
-
     def release(self) -> None:
         self._memory.release()
-
-    # Gradients that are reduced in the step.
-
-    @property
-    def terms_version(self) -> int:
-        return self._terms_version if self._is_deferred() else 0
-
-    def terms_of(self, param: torch.Tensor) -> list[torch.Tensor]:
-        segment, index = self._places[param]
-        return [segment.part_in(memory, index) for memory in self._terms[self._flight_of[param]][1]]
-
-    def _is_deferred(self) -> bool:
-        return any(flight.bucket.is_deferred for flight in self._flights)
-
-    def require_reduced(self) -> None:
-        for flight in self._flights:
-            if flight.bucket.is_deferred:
-                reduce_part(flight.communicator, flight.bucket, flight.bucket.memory, self.reduction)
-
-    def reduce_early(self) -> None:
-        self.require_reduced()
-        self._defers = False
-        for flight in self._flights:
-            flight.bucket.defers = False
-
-    def _open_terms(self) -> None:
-        for flight in self._flights:
-            flat = flight.bucket.flat
-            self._terms[flight] = flat.data_ptr(), self._memory.of_all(flat)
-        self._terms_version += 1
-
-    def _has_moved(self) -> bool:
-        known = {flight: address for flight, (address, _) in self._terms.items()}
-        return self._is_deferred() and any(known.get(f) != f.bucket.flat.data_ptr() for f in self._flights)
 
     # Steps.
 

@@ -7,7 +7,7 @@ import itertools
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -18,7 +18,7 @@ from pycomm.collectives.layout import view_like
 from pycomm.errors import CommError
 from pycomm.optim.fused import FusedStep, KernelStep, has_rule
 from pycomm.optim.module_hooks import BeforeForward
-from pycomm.optim.partition import Span
+from pycomm.optim.partition import GradientTerms, Span
 from pycomm.optim.step_override import stepper_of
 from pycomm.torch_internals import version_of
 from pycomm.training.reducer.buckets import BucketInFlight, Slot
@@ -54,6 +54,35 @@ class Aftermath:
         self._handles.clear()
 
 
+class ReducibleTerms(GradientTerms, Protocol):
+    """Gradients of all ranks, and whether their sums are left to the step."""
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether gradients that the step reduces are in other memory than in the last one."""
+
+    def open(self) -> None:
+        """Find the gradients of all ranks again, some of which have moved. Collective."""
+
+    def reduce_early(self) -> None:
+        """Reduce gradients now, and from now on during backward, as they are needed before the step. Collective."""
+
+
+class ReducedTerms:
+    """Gradients that have been reduced before the step."""
+
+    version, has_moved = 0, False
+
+    def of(self, param: torch.Tensor) -> list[torch.Tensor]:
+        raise AssertionError("gradients have been reduced")
+
+    def open(self) -> None: ...
+
+    def require_reduced(self) -> None: ...
+
+    def reduce_early(self) -> None: ...
+
+
 class StepPartition:
     """Partition of the parameters of an attached optimizer; see :class:`pycomm.optim.partition.Partition`.
 
@@ -68,6 +97,9 @@ class StepPartition:
         order: ranks in the order in which their parts of a bucket lie.
 
     Attributes:
+        has_full_grad: whether every rank gets all averages also when the step is divided.
+        whole: step of whole parameters; ``None`` if kernels step.
+        terms: gradients of all ranks.
         make_buckets_again: returns a function that makes all buckets again, if the Reducer lives.
     """
 
@@ -80,7 +112,7 @@ class StepPartition:
         order: Sequence[int],
     ) -> None:
         assert settings.shard is not None
-        self._has_full_grad, self._order = settings.shard.grads == "full", order
+        self.has_full_grad, self._order = settings.shard.grads == "full", order
         self.reduction = "mean" if settings.average else "sum"
         self._communicator, self._module = communicator, module
         self._most_writes = 0 if settings.loss_scaler is None else 1  # to a gradient after backward(), by unscale_()
@@ -92,13 +124,14 @@ class StepPartition:
         self._places: dict[torch.Tensor, tuple[Segment, int]] = {}
         self._addresses: list[tuple[torch.Tensor, int]] = []
         self._num_steps = 0
+        self.terms: ReducibleTerms = ReducedTerms()
         self.make_buckets_again: Callable[[], Callable[[], None] | None] = lambda: None
         self._stepper.share(self)
 
     @property
     def full_grad(self) -> bool:
         """Whether every rank gets all averaged gradients."""
-        return self._has_full_grad or (self.whole is not None and not self.whole.is_dealt)
+        return self.has_full_grad or (self.whole is not None and not self.whole.is_dealt)
 
     def place_in_bucket(self, slot: Slot) -> int:
         """Return the sort key of ``slot`` in its bucket, in which each rank's own parameters are adjacent."""
@@ -114,26 +147,6 @@ class StepPartition:
 
     def release(self) -> None:
         """Release the memory, once the communicator is closed."""
-
-    @property
-    def terms_version(self) -> int:
-        return 0
-
-    def terms_of(self, param: torch.Tensor) -> list[torch.Tensor]:
-        raise AssertionError("gradients have been reduced")
-
-    def require_reduced(self) -> None:
-        """Reduce the gradients now, if that was left to the step. Collective."""
-
-    def reduce_early(self) -> None:
-        """Reduce gradients now, and from now on during backward, as they are needed before the step. Collective."""
-
-    def _has_moved(self) -> bool:
-        """Return whether gradients that the step reduces are in other memory than in the last one."""
-        return False
-
-    def _open_terms(self) -> None:
-        """Find the gradients of all ranks again, some of which have moved. Collective."""
 
     # Parameters.
 
@@ -187,6 +200,7 @@ class StepPartition:
         self._stepper.step_alone()
         if self._was_fused_here:
             self._stepper.detach()
+        self.terms = ReducedTerms()
         self._places.clear()
         self._addresses.clear()
         self._flights.clear()
@@ -217,7 +231,7 @@ class StepPartition:
         try:
             is_taken = self._agree(optimizer, is_skipped)
             if is_taken and needs_gradients:
-                self.require_reduced()
+                self.terms.require_reduced()
         except CommError as error:
             self._lost(optimizer, error)  # others may have completed the vote
             raise
@@ -229,7 +243,10 @@ class StepPartition:
         else:
             yield True  # all ranks step all parameters
             if not self.whole.on_trial:
-                self._divide()
+                self._flights.clear()
+                make = self.make_buckets_again()  # sorted by owners
+                if make is not None:
+                    make()
 
     @contextlib.contextmanager
     def writing(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
@@ -244,13 +261,6 @@ class StepPartition:
             if not self._is_complete():
                 self._lost(optimizer, error)
             raise
-
-    def _divide(self) -> None:
-        """Make all buckets again, sorted by owners, and divide later steps. Collective."""
-        self._flights.clear()
-        make = self.make_buckets_again()
-        if make is not None:
-            make()
 
     def _hand_out(self) -> None:
         """Make this rank's new parameters available to all ranks. Collective."""
@@ -271,7 +281,7 @@ class StepPartition:
                     f"the memory of a parameter of shape {list(param.shape)} has been replaced (param.data = ..., or a "
                     "conversion), and the other ranks write to the old one: use param.copy_(), or detach() first"
                 )
-        if self._has_full_grad:
+        if self.has_full_grad:
             return
         for flight in self._flights:
             for slot, view in zip(flight.slots, flight.bucket.views, strict=True):
@@ -289,7 +299,7 @@ class StepPartition:
         """Return whether no rank skips the step. Raise ValueError if the ranks' hyperparameters differ. Collective."""
         settings = settings_of(optimizer)
         digest = zlib.crc32(settings)
-        votes = torch.tensor([digest, -digest, is_skipped, self._has_moved()], dtype=torch.int64)
+        votes = torch.tensor([digest, -digest, is_skipped, self.terms.has_moved], dtype=torch.int64)
         self._communicator.all_reduce(votes, "max")
         most, least, skips, moved = votes.tolist()
         if most != -least:
@@ -297,7 +307,7 @@ class StepPartition:
             check_same_lines(self._communicator.channel.all_gather_bytes, lines, "parameter group")
             raise AssertionError("lines of equal text have equal digests")
         if moved and not skips:
-            self._open_terms()
+            self.terms.open()
         return not skips
 
 
@@ -345,7 +355,7 @@ class Segment(ABC):
     def __init__(
         self, bucket: Bucket, params: Sequence[torch.Tensor], shares: Sequence[slice], rank: int, own: Memory
     ) -> None:
-        self.shares, self._rank, self.own = shares, rank, own
+        self.bucket, self.shares, self._rank, self.own = bucket, shares, rank, own
         self.dtype, self.num_elements = bucket.dtype, bucket.num_elements
         self._begins = list(itertools.accumulate(bucket.numels, initial=0))
         self._states: dict[tuple[str, torch.dtype], Memory] = {}

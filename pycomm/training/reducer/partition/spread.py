@@ -246,7 +246,7 @@ class SpreadPartition(StepPartition):
             shares = self._shares_of(flight)
             own = self._communicator.empty(bucket.num_elements * bucket.dtype.itemsize, torch.uint8).numpy()
             segment = self._segments[flight] = SpreadSegment(bucket, params, shares, rank, own)
-            if not self.full_grad:
+            if not self.has_full_grad:
                 bucket.reduce_part_only(shares, rank)
             self._settle_in(flight, segment)
             self._arrivals.expect(params)

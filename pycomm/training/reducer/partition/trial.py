@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
+import random
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from pycomm.optim.parameters import optimizer_parameters
@@ -57,7 +60,7 @@ class StepTrial:
         for param, copied in self._own_pairs():
             copied.grad = None if param.grad is None else param.grad.detach().clone()
             self._before.append(param.detach().clone())
-        with torch.random.fork_rng(devices=[]):  # the optimizer's own step gets the same random numbers
+        with _random_numbers_kept():  # the optimizer's own step gets the same ones
             own_step(self.copy, None)
 
     def after_step(self) -> bool:
@@ -128,6 +131,16 @@ def _shown(value: Any) -> str:
     return repr(value.tolist() if isinstance(value, torch.Tensor) else value)[:40]
 
 
+@contextlib.contextmanager
+def _random_numbers_kept() -> Iterator[None]:
+    """Return a context that does not change which random numbers the script gets."""
+    plain, arrays = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        yield
+    random.setstate(plain)
+    np.random.set_state(arrays)
+
+
 def copy_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return a copy of ``optimizer`` with copies of its parameters and state, without hooks.
 
@@ -169,7 +182,7 @@ def costs_of(trial: StepTrial, estimates: Sequence[float]) -> list[float]:
     params = [(number, p) for number, group in enumerate(made.param_groups) for p in group["params"]]
     for _, param in params:
         param.grad = None
-    with torch.random.fork_rng(devices=[]):
+    with _random_numbers_kept():
         nothing = _seconds_of_step(made)
         seconds: dict[Any, float] = {}
         for (number, param), original in zip(params, optimizer_parameters(trial.optimizer), strict=True):
