@@ -23,7 +23,9 @@ _PAGE = """# Tested optimizers
 
 {equal} of {number} optimizers give **equal** parameters, to the last bit, with and without pycomm. The others did not
 run; none gave different parameters. Each took {steps} steps twice, in float32: on two ranks with different samples,
-averaged by `pycomm.attach`, and alone, with the mean of both ranks' gradients. To repeat it:
+averaged by `pycomm.attach`, and alone, with the mean of both ranks' gradients. With `shard="optimizer"` in addition
+(see [Any optimizer](sharding.md#any-optimizer)), {sharded} of them give equal parameters to rounding, and most to the
+last bit; the others are refused, with the reason. To repeat it:
 
 ```sh
 python -m tests.integrations.optimizers
@@ -53,14 +55,15 @@ def render(report: dict[str, Any]) -> str:
         ValueError: the report has an optimizer that came to something else, for which the page has no words.
     """
     tried = report["optimizers"]
-    differing = [f"{package}.{name}: {outcome}" for package, name, outcome in tried if "differs" in outcome]
+    differing = [f"{package}.{name}: {said}" for package, name, *both in tried for said in both if _differs(said)]
     if differing:
         raise ValueError(f"the page says that none differs, but {', '.join(differing)}")
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    packages = dict.fromkeys(package for package, _, _ in tried)
+    packages = dict.fromkeys(package for package, *_ in tried)
     return _PAGE.format(
         steps=report["steps"],
-        equal=sum(outcome == "equal" for _, _, outcome in tried),
+        equal=sum(outcome == "equal" for _, _, outcome, _ in tried),
+        sharded=sum(sharded.startswith("equal") for *_, sharded in tried),
         number=len(tried),
         versions=versions,
         tables="\n".join(_section(package, tried) for package in packages),
@@ -68,11 +71,18 @@ def render(report: dict[str, Any]) -> str:
 
 
 def _section(package: str, tried: list[list[str]]) -> str:
-    mine = [(name, outcome) for owner, name, outcome in tried if owner == package]
+    mine = [(name, outcome) for owner, name, outcome, _ in tried if owner == package]
     equal = ", ".join(f"`{name}`" for name, outcome in mine if outcome == "equal")
     others = [f"| `{name}` | {outcome.replace('|', '/')} |" for name, outcome in mine if outcome != "equal"]
     table = ["", "| not among them | |", "| --- | --- |", *others] if others else []
-    return "\n".join([f"## {package}", "", f"Equal: {equal}.", *table, ""])
+    refused = [(name, sharded) for owner, name, _, sharded in tried if owner == package and "refused" in sharded]
+    rows = [f"| `{name}` | {why.removeprefix('refused: ').replace('|', '/')} |" for name, why in refused]
+    sharded = ["", '| refused with `shard="optimizer"` | |', "| --- | --- |", *rows] if rows else []
+    return "\n".join([f"## {package}", "", f"Equal: {equal}.", *table, *sharded, ""])
+
+
+def _differs(outcome: str) -> bool:
+    return "differs by" in outcome or outcome.startswith("fails")
 
 
 if __name__ == "__main__":

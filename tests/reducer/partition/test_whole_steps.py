@@ -72,12 +72,12 @@ class Averaging(Orthogonal):
     """Shows another iterate in evaluation, as schedule-free optimizers do."""
 
     def eval(self) -> None:
-        for p, entry in self.state.items():
-            p.data.add_(entry["momentum"])
+        for p in (p for group in self.param_groups for p in group["params"] if p.numel() > 0):
+            p.data.add_(self.state[p]["momentum"])
 
     def train(self) -> None:
-        for p, entry in self.state.items():
-            p.data.sub_(entry["momentum"])
+        for p in (p for group in self.param_groups for p in group["params"] if p.numel() > 0):
+            p.data.sub_(self.state[p]["momentum"])
 
 
 class ClippingAll(Orthogonal):
@@ -89,6 +89,17 @@ class ClippingAll(Orthogonal):
         norm = torch.stack([p.grad.norm() for p in params]).norm() if params else 1.0
         for p in params:
             p.sub_(p.grad / norm)
+
+
+class DecayingByAll(Orthogonal):
+    """Depends on all gradients together, a little."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        decay = 1e-4 * float(sum(p.grad.sum() for p in params))
+        for p in params:
+            p.sub_(p.grad + decay * p, alpha=0.1)
 
 
 class Estimating(Orthogonal):
@@ -228,7 +239,8 @@ def train_on(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> N
     ("make", "match"),
     [
         (ClippingAll, r"it steps a parameter of shape .* otherwise: its step depends on all gradients"),
-        (Estimating, r"it has seen=\S+ after a step, and with all"),
+        (DecayingByAll, "it steps a parameter of shape .* otherwise: its step depends on all gradients"),
+        (Estimating, r"it has seen=\S+ after a step, and with these"),
     ],
 )
 @on_ranks(2)
@@ -240,7 +252,9 @@ def test_an_optimizer_that_couples_parameters_is_an_error_of_all_ranks(make: Any
             backward(its_model.parameters(), gradients_of(rank(), 0))
             if one is optimizer:
                 prefix = r"(rank \d could not step its own parameters alone, as shard= requires of \w+: )?"
-                with pytest.raises(ValueError, match=prefix + "with the gradients of some parameters only, " + match):
+                with pytest.raises(
+                    ValueError, match=prefix + "with other gradients of some parameters, or none, " + match
+                ):
                     one.step()
             else:
                 one.step()

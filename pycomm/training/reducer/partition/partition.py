@@ -320,9 +320,15 @@ def settings_of(optimizer: torch.optim.Optimizer) -> bytes:
     lines = []
     for group in optimizer.param_groups:
         plain = {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
-        values = {key: value for key, value in plain.items() if isinstance(value, _PLAIN) and key not in _NAMES}
+        values = {key: _simple(v) for key, v in plain.items() if isinstance(v, _PLAIN) and key not in _NAMES}
         lines.append(f"{len(group['params'])} parameters, {values!r}")
     return "\n".join(lines).encode()
+
+
+def _simple(value: Any) -> Any:
+    """Return ``value`` without a class of its own, such as that of an enumeration, which other ranks may not have."""
+    kind = next((kind for kind in (bool, int, float, str) if isinstance(value, kind)), None)
+    return value if kind is None else kind(value)
 
 
 _ALIGNMENT = 64

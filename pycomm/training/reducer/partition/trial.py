@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import math
 import random
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from pycomm.collectives.broadcasting import encode
+from pycomm.errors import attempt
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.optim.step_override import own_step
 
 NUM_STEPS = 3
 """Number of steps of a trial: a coupling may have no effect in the first one."""
-_MOST_OFF = 0.05
-"""Largest accepted difference of two updates in units of their norm: batched products in bfloat16 round differently."""
-_ULPS = 16
-_ALONE = "with the gradients of some parameters only,"
+_COUPLING = 1e-6
+"""Most by which an update may change, relative to its norm, if gradients of other parameters change."""
+_BATCHING = 0.05
+"""Most by which it may change if the others have no gradients: batched products in bfloat16 round differently."""
+_ULPS = 4
+_ALONE = "with other gradients of some parameters, or none,"
 _COUPLED = ": its step depends on all gradients together"
 _SECONDS = 2.0
 """Most seconds for measuring costs; what was not measured by then keeps its estimate, scaled."""
@@ -42,54 +47,69 @@ class StepTrial:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, own: Sequence[torch.Tensor]) -> None:
-        self.optimizer, self._own = optimizer, set(own)
+        self.optimizer, self._own = optimizer, list(own)
         self.copy: torch.optim.Optimizer | None = None
         self._num_left = NUM_STEPS
         self._before: list[torch.Tensor] = []
 
-    def _own_pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return this rank's own parameters, each with its copy."""
-        assert self.copy is not None
-        pairs = zip(optimizer_parameters(self.optimizer), optimizer_parameters(self.copy), strict=True)
-        return [(param, copied) for param, copied in pairs if param in self._own]
-
     def before_step(self) -> None:
-        """Step a new copy, before the optimizer steps. Raises what its step raises."""
-        self.copy = copy_of(self.optimizer)
-        self._before = []
-        for param, copied in self._own_pairs():
-            copied.grad = None if param.grad is None else param.grad.detach().clone()
-            self._before.append(param.detach().clone())
+        """Step copies, before the optimizer steps: with all gradients, with others than those of ``own``, with these.
+
+        Raises:
+            ValueError: they differ.
+            Exception: the step of a copy has raised it.
+        """
+        whole = self._own_of(self._stepped_copy(torch.clone))
+        changed = self._own_of(self._stepped_copy(lambda grad: -2 * grad.flip(list(range(grad.dim())))))
+        self.copy = self._stepped_copy(lambda _: None)
+        self._before = [param.detach().clone() for param in self._own]
+        triples = zip(self._own, whole, changed, self._own_of(self.copy), strict=True)
+        for param, (wanted, entry), (other, other_entry), (alone, alone_entry) in triples:
+            change, what = (wanted.double() - param.double()).norm(), f"a parameter of shape {list(param.shape)}"
+            if not (_is_near(wanted, other, _COUPLING * change) and _is_near(wanted, alone, _BATCHING * change)):
+                raise ValueError(f"{_ALONE} it steps {what} otherwise{_COUPLED}")
+            self._compare(entry, other_entry, f"the state of {what}", _COUPLING)
+            self._compare(entry, alone_entry, f"the state of {what}", _BATCHING)
+
+    def _stepped_copy(self, of_others: Callable[[torch.Tensor], torch.Tensor | None]) -> torch.optim.Optimizer:
+        """Return a copy that has taken a step; gradients of others than ``own`` are what the function returns."""
+        made, own = copy_of(self.optimizer), set(self._own)
+        pairs = zip(optimizer_parameters(self.optimizer), optimizer_parameters(made), strict=True)
+        for param, copied in pairs:
+            if param.grad is not None:
+                copied.grad = param.grad.detach().clone() if param in own else of_others(param.grad.detach())
         with _random_numbers_kept():  # the optimizer's own step gets the same ones
-            own_step(self.copy, None)
+            own_step(made, None)
+        return made
+
+    def _own_of(self, made: torch.optim.Optimizer) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+        """Return the values of ``own`` in a copy, and the numbers of their state."""
+        pairs = zip(optimizer_parameters(self.optimizer), optimizer_parameters(made), strict=True)
+        copies = dict(pairs)
+        return [(copies[p].detach(), _numbers(made.state.get(copies[p], {}))) for p in self._own]
 
     def after_step(self) -> bool:
         """Compare the copy with the optimizer, which has stepped; return whether a parameter has changed.
 
         Raises:
-            ValueError: they differ.
+            ValueError: they differ in more than parameters, or state cannot be sent.
         """
         assert self.copy is not None
-        has_changed = False
-        for (param, copied), before in zip(self._own_pairs(), self._before, strict=True):
-            has_changed |= not torch.equal(param, before)
-            what = f"parameter of shape {list(param.shape)}"
-            if not _is_near(param.detach(), copied.detach(), (param.double() - before.double()).norm()):
-                raise ValueError(f"{_ALONE} it steps a {what} otherwise{_COUPLED}")
-            entry, copied_entry = self.optimizer.state.get(param, {}), self.copy.state.get(copied, {})
-            self._compare(_numbers(entry), _numbers(copied_entry), f"the state of a {what}")
         groups = zip(self.optimizer.param_groups, self.copy.param_groups, strict=True)
         for number, (group, copied_group) in enumerate(groups):
-            self._compare(_numbers(group), _numbers(copied_group), f"group {number} of it")
-        self._compare(_numbers(vars(self.optimizer)), _numbers(vars(self.copy)), "it")
-        self._before = []
-        return has_changed
+            self._compare(_numbers(group), _numbers(copied_group), f"group {number} of it", _COUPLING)
+        self._compare(_numbers(vars(self.optimizer)), _numbers(vars(self.copy)), "it", _COUPLING)
+        for param in self._own:
+            encoded_state(self.optimizer, param, [])
+        return any(not torch.equal(param, before) for param, before in zip(self._own, self._before, strict=True))
 
-    def _compare(self, numbers: Mapping[str, Any], copied: Mapping[str, Any], what: str) -> None:
+    def _compare(self, numbers: Mapping[str, Any], copied: Mapping[str, Any], what: str, most: float) -> None:
         for key in numbers.keys() & copied.keys():
-            if not _is_close(numbers[key], copied[key]):
+            if not _is_close(numbers[key], copied[key], most):
                 there, here = _shown(numbers[key]), _shown(copied[key])
-                raise ValueError(f"{_ALONE} {what} has {key}={here} after a step, and with all {there}{_COUPLED}")
+                raise ValueError(
+                    f"{_ALONE} {what} has {key}={here} after a step, and with all of them {there}{_COUPLED}"
+                )
 
     def count(self, has_changed: bool) -> bool:
         """Count a step in which a rank's parameters have changed; return whether more are to come."""
@@ -97,15 +117,15 @@ class StepTrial:
         return self._num_left > 0
 
 
-def _is_near(value: torch.Tensor, copied: torch.Tensor, change: torch.Tensor) -> bool:
-    """Return whether two results of a step that moves by the norm ``change`` differ by rounding only."""
+def _is_near(value: torch.Tensor, other: torch.Tensor, most: torch.Tensor) -> bool:
+    """Return whether two tensors differ by no more than the norm ``most``, and rounding."""
     finite = torch.isfinite(value)
-    if not torch.equal(finite, torch.isfinite(copied)):
+    if not torch.equal(finite, torch.isfinite(other)):
         return False
     if not bool(finite.all()):
-        return bool(torch.equal(value[finite], copied[finite]))
-    off = (value.double() - copied.double()).norm()
-    return bool(off <= _MOST_OFF * change + _ULPS * torch.finfo(value.dtype).eps * value.double().norm())
+        return bool(torch.equal(value[finite], other[finite]))
+    rounding = _ULPS * torch.finfo(value.dtype).eps * value.double().norm()
+    return bool((value.double() - other.double()).norm() <= most + rounding)
 
 
 def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,13 +137,13 @@ def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _is_close(value: Any, other: Any) -> bool:
+def _is_close(value: Any, other: Any, most: float) -> bool:
     if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor) and value.shape == other.shape:
         if value.is_floating_point():
-            return _is_near(value, other, value.double().norm())
+            return _is_near(value, other, most * value.double().norm())
         return torch.equal(value, other)
     if isinstance(value, float) and isinstance(other, float):
-        return math.isclose(value, other, rel_tol=1e-5) or (math.isnan(value) and math.isnan(other))
+        return math.isclose(value, other, rel_tol=most) or (math.isnan(value) and math.isnan(other))
     return not isinstance(value, torch.Tensor) and not isinstance(other, torch.Tensor) and bool(value == other)
 
 
@@ -139,6 +159,18 @@ def _random_numbers_kept() -> Iterator[None]:
         yield
     random.setstate(plain)
     np.random.set_state(arrays)
+
+
+def encoded_state(optimizer: torch.optim.Optimizer, param: torch.Tensor, tensors: list[torch.Tensor]) -> Any:
+    """Return the state of ``param``, encoded for other ranks; its tensors are appended to ``tensors``.
+
+    Raises:
+        ValueError: it has an object that cannot be sent.
+    """
+    for key, value in optimizer.state.get(param, {}).items():
+        if '["own",' in json.dumps(encode(value, []), separators=(",", ":")):
+            raise ValueError(f"its state {key!r} of a parameter has a {type(value).__name__}, which cannot be sent")
+    return encode(dict(optimizer.state.get(param, {})), tensors)
 
 
 def copy_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -183,7 +215,8 @@ def costs_of(trial: StepTrial, estimates: Sequence[float]) -> list[float]:
     for _, param in params:
         param.grad = None
     with _random_numbers_kept():
-        nothing = _seconds_of_step(made)
+        nothing = attempt(lambda: _seconds_of_step(made))  # some raise if no parameter has a gradient
+        overhead = nothing if isinstance(nothing, float) else 0.0
         seconds: dict[Any, float] = {}
         for (number, param), original in zip(params, optimizer_parameters(trial.optimizer), strict=True):
             key = number, param.shape, param.dtype
@@ -191,7 +224,7 @@ def costs_of(trial: StepTrial, estimates: Sequence[float]) -> list[float]:
                 continue
             param.grad = original.grad.detach().clone()
             _seconds_of_step(made)  # makes the state
-            seconds[key] = max(min(_seconds_of_step(made) for _ in range(_REPEATS)) - nothing, 1e-7)
+            seconds[key] = max(min(_seconds_of_step(made) for _ in range(_REPEATS)) - overhead, 1e-7)
             param.grad = None
     keys = [(number, param.shape, param.dtype) for number, param in params]
     known = [(seconds[key], estimate) for key, estimate in zip(keys, estimates, strict=True) if key in seconds]

@@ -11,7 +11,6 @@ the trial, rank 0 times the copy on a parameter of each shape, and parameters ar
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -21,14 +20,14 @@ from typing import Any, Protocol
 import torch
 
 from pycomm.agreement import exchanged
-from pycomm.collectives.broadcasting import broadcast_tensors, decode, encode
+from pycomm.collectives.broadcasting import broadcast_tensors, decode
 from pycomm.collectives.communicator import Communicator
 from pycomm.errors import CommError, attempt
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.optim.pending_factor import PendingFactor
 from pycomm.optim.step_override import Factor, StepOverride, own_step
 from pycomm.training.reducer.buckets import BucketInFlight, Slot
-from pycomm.training.reducer.partition.trial import StepTrial, costs_of
+from pycomm.training.reducer.partition.trial import StepTrial, costs_of, encoded_state
 
 _LOG = logging.getLogger("pycomm")
 _UNEVEN = 1.5
@@ -249,9 +248,17 @@ class WholeStep(StepOverride):
         """Call ``method`` of the optimizer, which changes its parameters; all ranks get the new values. Collective."""
         if self._partition is None or not self.is_dealt:
             return method()
+        groups, own = self.optimizer.param_groups, set(self.own())
+        whole = [group["params"] for group in groups]
         self._communicator.barrier()  # until all have read the old ones
         with self._partition.writing(self.optimizer):
-            result = method()
+            try:
+                for group, params in zip(groups, whole, strict=True):
+                    group["params"] = [param for param in params if param in own]
+                result = method()
+            finally:
+                for group, params in zip(groups, whole, strict=True):
+                    group["params"] = params
             self._bring_back()
         return result
 
@@ -269,10 +276,7 @@ class WholeStep(StepOverride):
 
         def encoded() -> list[Any]:
             own = [i for i, p in enumerate(params) if self._owners.get(p, -1) == rank and state.get(p)]
-            nodes = [[index, encode(dict(state[params[index]]), sent)] for index in own]
-            if '["own"' in json.dumps(nodes, separators=(",", ":")):
-                raise ValueError("the optimizer's state has an object that cannot be sent")
-            return nodes
+            return [[index, encoded_state(self.optimizer, params[index], sent)] for index in own]
 
         everyones = exchanged(gather, attempt(encoded), "gather the optimizer's state")
         found: dict[int, dict[str, Any]] = {}
