@@ -104,12 +104,10 @@ class StepTrial:
         return any(not torch.equal(param, before) for param, before in zip(self._own, self._before, strict=True))
 
     def _compare(self, numbers: Mapping[str, Any], copied: Mapping[str, Any], what: str, most: float) -> None:
-        for key in numbers.keys() & copied.keys():
+        for key in (key for key in numbers if key in copied):
             if not _is_close(numbers[key], copied[key], most):
                 there, here = _shown(numbers[key]), _shown(copied[key])
-                raise ValueError(
-                    f"{_ALONE} {what} has {key}={here} after a step, and with all of them {there}{_COUPLED}"
-                )
+                raise ValueError(f"{_ALONE} {what} has {key}={here} after a step, and with these {there}{_COUPLED}")
 
     def count(self, has_changed: bool) -> bool:
         """Count a step in which a rank's parameters have changed; return whether more are to come."""
@@ -148,7 +146,7 @@ def _is_close(value: Any, other: Any, most: float) -> bool:
 
 
 def _shown(value: Any) -> str:
-    return repr(value.tolist() if isinstance(value, torch.Tensor) else value)[:40]
+    return repr(value.tolist() if isinstance(value, torch.Tensor) else value)[:24]
 
 
 @contextlib.contextmanager
