@@ -19,6 +19,7 @@ from pycomm.collectives.transport.nccl import NcclTransport
 from pycomm.kernels import Scratch
 from pycomm.schedule.program import Program
 from pycomm.schedule.table import Table
+from pycomm.torch_internals import raw_stream
 
 _NUM_ARRAYS = {"reduce_scatter": 2, "all_gather": 2}
 """Number of leading arguments that are arrays, if not one."""
@@ -48,15 +49,9 @@ def streams_of(arrays: Sequence[Any]) -> list[int]:
 
 def _stream_of(array: Any) -> int:
     if isinstance(array, torch.Tensor):
-        return current_stream(array.get_device())
+        return raw_stream(array.get_device())
     stream = array.__cuda_array_interface__.get("stream")
     return 0 if stream in (None, 1) else int(stream)  # 1 names the legacy default stream
-
-
-def current_stream(device: int) -> int:
-    """Return torch's current stream as an integer (``cudaStream_t``)."""
-    handle: int = torch.cuda.current_stream(device).cuda_stream
-    return handle
 
 
 class GpuWork:
@@ -127,6 +122,8 @@ class GpuQueue:
         self._transports: dict[str, NcclTransport] = {}
         self.scratch = Scratch()  # for kernels on the communication stream
         self._own_stream: Any = None
+        self._own_for_torch: Any = None
+        self._has_torch = torch.cuda.is_available()  # else arrays are from other libraries
         self._kept: deque[tuple[Any, list[Any]]] = deque()  # objects used by operations that were not waited for
         self._grouped: list[Sequence[Any]] | None = None  # arrays of an open group's operations
 
@@ -160,16 +157,17 @@ class GpuQueue:
 
         Memory allocated inside is reused on that stream only, so it may be freed at any time.
         """
-        if not torch.cuda.is_available():  # arrays are from other libraries
+        if not self._has_torch:
             yield
             return
-        stream = torch.cuda.ExternalStream(self._stream.handle, self.device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
+        if self._own_for_torch is None:
+            self._own_for_torch = torch.cuda.ExternalStream(self._stream.handle, self.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._own_for_torch):
             yield
 
     def torch_streams(self) -> list[int]:
         """Return a list with torch's current stream; empty if torch has no CUDA."""
-        return [current_stream(self.device)] if torch.cuda.is_available() else []
+        return [raw_stream(self.device)] if self._has_torch else []
 
     def all_reduce(self, x: Any, op: str, async_op: bool, algorithm: str | Table) -> GpuWork | None:
         """Reduce ``x`` over all ranks by NCCL's choice of algorithm, or by its "ring"."""
@@ -242,7 +240,7 @@ class GpuQueue:
 
     def call(self, job: Callable[[], Any], reads: Sequence[torch.Tensor | None], producers: Collection[int]) -> GpuWork:
         """Call ``job`` with the communication stream as torch's current one, ordered after ``producers``."""
-        for stream in {*producers, current_stream(self.device)}:
+        for stream in {*producers, raw_stream(self.device)}:
             self._stream.follow(stream)
         self._drop_finished()
         with self.as_current():

@@ -195,12 +195,10 @@ class BucketInFlight:
     communicator: Communicator
     """Communicator that sends it."""
     work: Work | GpuWork | None = None
-    producers: set[int] = field(default_factory=set)
-    """On a GPU, the streams (as integers) on which this pass's gradients were computed."""
     unused: Sequence[Slot] = ()
     """Slots without a gradient on any rank in the last reduction."""
     counts: GradientCounts = field(init=False)
-    """How often each gradient has been accumulated in this pass."""
+    """How often each gradient has been accumulated in this pass, and on which streams of a GPU."""
 
     def __post_init__(self) -> None:
         self.counts = GradientCounts(len(self.slots))

@@ -306,7 +306,7 @@ class Engine:
         assert flight is not None
         self.settle_late()
         if self.table.on_gpu:
-            flight.producers.add(self.communicator.channel.current_stream(self.table.device))
+            flight.counts.note_stream(self.window.current_stream())
         if not self.window.sending:
             if not self.window.is_open:
                 require_no_average(slot, self.settings)
@@ -326,7 +326,7 @@ class Engine:
 
     def may_count(self) -> bool:
         """Return whether hooks may count gradients without calling :meth:`take` until the next bucket is complete."""
-        if self.table.on_gpu or not self.window.sending or self._late is not None or not self.policy.lets_count:
+        if not self.window.sending or self._late is not None or not self.policy.lets_count:
             return False
         return not self._next_is_ready()
 
@@ -408,8 +408,8 @@ class Engine:
         if weights.in_use and self.table.on_gpu:
             weights.relative()  # waits here on the host, so that the job need not
         job = self._exchange_of(flight, grads, self.num_launched)
-        flight.work = self.submit(flight.communicator, job, grads, flight.producers | self.window.streams)
-        flight.producers = set()
+        producers = self.window.streams.union(flight.counts.take_streams())
+        flight.work = self.submit(flight.communicator, job, grads, producers)
         for slot in flight.slots:
             if slot is self.firing:
                 self._late = slot  # later hooks (DistributedDataParallel's) still need its gradient

@@ -84,7 +84,7 @@ class Passes:
         self._engine, self._table, self._window, self._progress = engine, engine.table, engine.window, engine.progress
         self._watch = BackwardWatch(self._begin, self._all_gradients_arrived, self._end, self._failed)
         self._local = LocalPasses()
-        self._gate = PassGate(current_graph_task)
+        self._gate = PassGate(current_graph_task, self._window.current_stream if self._table.on_gpu else None)
         self.changes = ParameterChanges(engine, self.hook_parameters, self.stop)
         self._hookless: list[Slot] = []
         self._owner: Any = None
