@@ -17,8 +17,16 @@ from pycomm.optim.parameter_checks import check_parameters
 from pycomm.optim.parameters import checked_optimizer, optimizer_parameters, parameter_ids
 from pycomm.optim.shards import Shards, labels_of
 from pycomm.optim.step_override import Stepper, stepper_of
-from pycomm.torch_internals import local_of, version_of
-from pycomm.training.reducer.buckets import BucketInFlight, Slot, add_counts, check_sharding, make_buckets, state_of
+from pycomm.torch_internals import local_of
+from pycomm.training.reducer.buckets import (
+    BucketInFlight,
+    Slot,
+    add_counts,
+    are_sorted,
+    check_sharding,
+    make_buckets,
+    state_of,
+)
 from pycomm.training.reducer.lanes import bucket_sizes
 from pycomm.training.reducer.partition import StepPartition
 from pycomm.training.reducer.settings import AttachSettings
@@ -141,6 +149,7 @@ class ParameterTable:
         shards: the trainable parameters that are DTensors, with the ranks that their parts are on.
         on_gpu: whether that is a GPU.
         partition: partition of a sharded step; ``None`` without one.
+        places: places of trainable parameters, counted from the last arrival of a gradient to the first; 0 if unknown.
         rank_local: names of the module's other parameters that differ between ranks and stay so.
     """
 
@@ -164,6 +173,7 @@ class ParameterTable:
         self.partition: StepPartition | None = None
         self.earlier: dict[str, float] = {}
         self.takes_written = False
+        self.places: Mapping[Slot, int] = {}
         self._known_ids, self._kept_ids = list[int](), list[int]()  # when none was new, when none was replaced
         devices = [p.device for p in names.values() if p.device.type != "meta"]
         self.device = devices[0] if devices else torch.device("cpu")
@@ -250,7 +260,7 @@ class ParameterTable:
 
     def make_buckets(self, slots: list[Slot], lanes: Sequence[Communicator], settings: AttachSettings) -> None:
         """Sort ``slots`` into new buckets, which use ``lanes`` in turn."""
-        most, first = bucket_sizes(lanes, settings, sum(slot.local.nbytes for slot in slots), self.on_gpu)
+        most, first = self._bucket_sizes(slots, lanes, settings)
         made = make_buckets(
             *(slots, settings.compression, lanes, most, settings.tuning.algorithm),
             num_earlier=len(self.flights),
@@ -260,21 +270,36 @@ class ParameterTable:
             self.partition.adopt(made)
         self.flights += made
 
+    def _bucket_sizes(
+        self, slots: Sequence[Slot], lanes: Sequence[Communicator], settings: AttachSettings
+    ) -> tuple[int, int]:
+        return bucket_sizes(lanes, settings, sum(slot.local.nbytes for slot in slots), self.on_gpu)
+
+    def _slots_by_place(self) -> list[Slot]:
+        """Return the slots of all trainable parameters; those whose gradients arrive first come last."""
+        return sorted(self._slots.values(), key=lambda slot: self.places.get(slot, 0))
+
+    def would_sort(self, lanes: Sequence[Communicator], settings: AttachSettings) -> bool:
+        """Return whether :meth:`rebuild` would make other buckets than there are."""
+        slots = self._slots_by_place()
+        return not are_sorted(self.flights, slots, settings.compression, *self._bucket_sizes(slots, lanes, settings))
+
     def rebuild(self, lanes: Sequence[Communicator], settings: AttachSettings, *, adopt: bool) -> None:
         """Sort all parameters into new buckets with the old ones' state, and with their gradients if ``adopt``."""
         add_counts(self.earlier, [flight.exchange for flight in self.flights])
-        state = state_of(self.flights)
+        state, slots = state_of(self.flights), self._slots_by_place()
+        expected = {slot: slot.expected for slot in slots}
+        num_writes = {slot: slot.grad_version() - slot.version for slot in slots if adopt and slot.holds_average()}
         self.flights = []
-        self.make_buckets(self.slots(), lanes, settings)
+        self.make_buckets(slots, lanes, settings)
         for flight in self.flights:
             flight.exchange.load_state(state)
-            if not adopt:
-                continue
-            for slot, view in zip(flight.slots, flight.bucket.views, strict=True):
-                if slot.owner.grad is not None:
-                    view.copy_(slot.owner.grad)
-                    slot.owner.grad, slot.version = view, version_of(view)
-            flight.bucket.note_handed_out()
+            flight.expect([expected[slot] for slot in flight.slots])
+            for slot in flight.slots:
+                if slot in num_writes:
+                    slot.move_to_bucket(num_writes[slot])
+            if adopt:
+                flight.bucket.note_handed_out()
 
     def has_new(self) -> bool:
         """Return whether parameters were added by ``add_param_group``, or unfrozen."""
