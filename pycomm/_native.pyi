@@ -22,6 +22,17 @@ def pack(
     scratch: Scratch | None,
     num_threads: int,
 ) -> None: ...
+def pack_flagged(
+    tensors: Sequence[Any],
+    has_data: Sequence[bool],
+    out: Any,
+    flags: Any,
+    bits: Any | None,
+    scale: Any,
+    limit: Any,
+    scratch: Scratch | None,
+    num_threads: int,
+) -> None: ...
 def unpack(flat: Any, tensors: Sequence[Any], scale: Any, scratch: Scratch | None, num_threads: int) -> None: ...
 def reduce(out: Any, inputs: Sequence[Any], op: str, scratch: Scratch | None, num_threads: int) -> None: ...
 def topk(

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import pycomm
+import pycomm._native as _native
 from pycomm import kernels
 from tests.kernels.gpus import EMULATED
 
@@ -40,6 +41,16 @@ def test_the_legacy_default_stream() -> None:
     assert waits() == [(5, 0), (0, 5)]
     with pytest.raises(ValueError, match="out names stream 0, which the CUDA array interface forbids"):
         kernels.reduce(on_stream(0), [on_stream(0)])
+
+
+def test_moments_are_asked_and_dropped_on_their_own_device() -> None:
+    """On another one, CUDA would make a context there, with hundreds of MiB."""
+    before = library().emulator_num_calls_elsewhere()
+    moment = _native.CommStream(1).now()
+    assert moment.has_passed()
+    moment.hold_back(7)
+    del moment
+    assert library().emulator_num_calls_elsewhere() == before
 
 
 def test_addresses_are_sent_once() -> None:
