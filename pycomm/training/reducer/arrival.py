@@ -6,8 +6,9 @@ import numpy as np
 
 from pycomm.collectives.transport.gpu import GpuWork
 from pycomm.training.cost.auto import Auto
-from pycomm.training.reducer.buckets import Slot
+from pycomm.training.reducer.buckets import Slot, are_sorted
 from pycomm.training.reducer.engine import Engine
+from pycomm.training.reducer.lanes import bucket_sizes
 from pycomm.training.reducer.window import HostCopy
 from pycomm.worker import Work
 
@@ -61,13 +62,14 @@ class ArrivalOrder:
             return False
         work.wait()
         engine, table = self._engine, self._table
-        table.places = dict(zip(self._slots, self._agreed.tolist(), strict=True))
+        places = dict(zip(self._slots, self._agreed.tolist(), strict=True))
         self._slots, self._arrived = [], {}
-        if HostCopy.impossible() or not table.would_sort(engine.lanes, engine.settings):
-            table.places = {}
+        order = sorted(table.slots(), key=lambda slot: places.get(slot, 0))  # the first one to arrive is last
+        sizes = bucket_sizes(engine.lanes, engine.settings, sum(slot.local.nbytes for slot in order), table.on_gpu)
+        if HostCopy.impossible() or are_sorted(table.flights, order, engine.settings.compression, *sizes):
             return False
         if not table.on_gpu:
             engine.outcome.source.keep(table.flights)
-        table.rebuild(engine.lanes, engine.settings, adopt=True)
+        table.rebuild(engine.lanes, engine.settings, adopt=True, order=order)
         engine.hash_state()
         return True

@@ -22,7 +22,6 @@ from pycomm.training.reducer.buckets import (
     BucketInFlight,
     Slot,
     add_counts,
-    are_sorted,
     check_sharding,
     make_buckets,
     state_of,
@@ -149,7 +148,6 @@ class ParameterTable:
         shards: the trainable parameters that are DTensors, with the ranks that their parts are on.
         on_gpu: whether that is a GPU.
         partition: partition of a sharded step; ``None`` without one.
-        places: places of trainable parameters, counted from the last arrival of a gradient to the first; 0 if unknown.
         rank_local: names of the module's other parameters that differ between ranks and stay so.
     """
 
@@ -173,7 +171,6 @@ class ParameterTable:
         self.partition: StepPartition | None = None
         self.earlier: dict[str, float] = {}
         self.takes_written = False
-        self.places: Mapping[Slot, int] = {}
         self._known_ids, self._kept_ids = list[int](), list[int]()  # when none was new, when none was replaced
         devices = [p.device for p in names.values() if p.device.type != "meta"]
         self.device = devices[0] if devices else torch.device("cpu")
@@ -260,7 +257,7 @@ class ParameterTable:
 
     def make_buckets(self, slots: list[Slot], lanes: Sequence[Communicator], settings: AttachSettings) -> None:
         """Sort ``slots`` into new buckets, which use ``lanes`` in turn."""
-        most, first = self._bucket_sizes(slots, lanes, settings)
+        most, first = bucket_sizes(lanes, settings, sum(slot.local.nbytes for slot in slots), self.on_gpu)
         made = make_buckets(
             *(slots, settings.compression, lanes, most, settings.tuning.algorithm),
             num_earlier=len(self.flights),
@@ -270,27 +267,26 @@ class ParameterTable:
             self.partition.adopt(made)
         self.flights += made
 
-    def _bucket_sizes(
-        self, slots: Sequence[Slot], lanes: Sequence[Communicator], settings: AttachSettings
-    ) -> tuple[int, int]:
-        return bucket_sizes(lanes, settings, sum(slot.local.nbytes for slot in slots), self.on_gpu)
+    def rebuild(
+        self,
+        lanes: Sequence[Communicator],
+        settings: AttachSettings,
+        *,
+        adopt: bool,
+        order: Sequence[Slot] | None = None,
+    ) -> None:
+        """Sort all parameters into new buckets with the old ones' state, and with their gradients if ``adopt``.
 
-    def _slots_by_place(self) -> list[Slot]:
-        """Return the slots of all trainable parameters; those whose gradients arrive first come last."""
-        return sorted(self._slots.values(), key=lambda slot: self.places.get(slot, 0))
-
-    def would_sort(self, lanes: Sequence[Communicator], settings: AttachSettings) -> bool:
-        """Return whether :meth:`rebuild` would make other buckets than there are."""
-        slots = self._slots_by_place()
-        return not are_sorted(self.flights, slots, settings.compression, *self._bucket_sizes(slots, lanes, settings))
-
-    def rebuild(self, lanes: Sequence[Communicator], settings: AttachSettings, *, adopt: bool) -> None:
-        """Sort all parameters into new buckets with the old ones' state, and with their gradients if ``adopt``."""
+        ``order`` replaces the order of :meth:`slots`.
+        """
         add_counts(self.earlier, [flight.exchange for flight in self.flights])
-        state, slots = state_of(self.flights), self._slots_by_place()
+        state, slots = state_of(self.flights), self.slots() if order is None else list(order)
+        self._slots = {id(slot.param): slot for slot in slots}
         expected = {slot: slot.expected for slot in slots}
         num_writes = {slot: slot.grad_version() - slot.version for slot in slots if adopt and slot.holds_average()}
         self.flights = []
+        for slot in slots:
+            slot.flight = None  # frees its memory, unless that is a .grad
         self.make_buckets(slots, lanes, settings)
         for flight in self.flights:
             flight.exchange.load_state(state)
