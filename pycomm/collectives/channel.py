@@ -201,14 +201,16 @@ class Channel:
         job: Callable[[], Any],
         reads: Sequence[torch.Tensor | None],
         producers: Collection[int],
+        ahead: bool = False,
     ) -> GpuWork:
         """Call ``job`` now, with the communication stream of ``device`` as torch's current stream.
 
         The work that it launches starts after all work submitted so far to the streams ``producers`` (``cudaStream_t``
         as integers) and to torch's current stream. ``wait()`` of the result makes the producers, and the stream current
-        at that call, wait for it. The caller may drop the tensors ``reads`` at once.
+        at that call, wait for it. The caller may drop the tensors ``reads`` at once. ``ahead``: see
+        :meth:`GpuQueue.call`.
         """
-        return self.gpu(device.index).call(job, reads, producers)
+        return self.gpu(device.index).call(job, reads, producers, ahead=ahead)
 
     @staticmethod
     def current_stream_of(device: torch.device) -> Callable[[], int]:

@@ -40,6 +40,7 @@ class DenseExchange(Defaults):
     """Exchange without state: one in-place all-reduce of the bucket."""
 
     transactional = False
+    packs_apart = True
 
     def __init__(self, bucket: Bucket, communicator: Communicator) -> None:
         self.bytes_sent = 0

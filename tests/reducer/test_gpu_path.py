@@ -29,6 +29,10 @@ SECONDS = ("wait_seconds", "pack_seconds", "wire_seconds", "unpack_seconds", "hi
 NOT_COMPARED = {*SECONDS, "waits", "transport"}
 
 
+AHEAD: list[bool] = []
+"""Of each job of the last pretended GPU, whether it may begin beside earlier collectives."""
+
+
 class LateWork:
     """Work of a stream that is as slow as it may be."""
 
@@ -67,11 +71,18 @@ def no_host_reads() -> Iterator[None]:
 def pretended_gpu() -> Iterator[list[set[int]]]:
     """Yields the streams that each job followed."""
     followed: list[set[int]] = []
+    AHEAD.clear()
 
     def submit(
-        self: Communicator, device: torch.device, job: Callable[[], Any], reads: Sequence[Any], producers: set[int]
+        self: Communicator,
+        device: torch.device,
+        job: Callable[[], Any],
+        reads: Sequence[Any],
+        producers: set[int],
+        ahead: bool = False,
     ) -> LateWork:
         followed.append(set(producers))
+        AHEAD.append(ahead)
         return LateWork(job)
 
     patch = pytest.MonkeyPatch()
@@ -272,6 +283,24 @@ def test_a_bucket_follows_every_stream_that_made_a_gradient_in_this_pass() -> No
                 ]
                 optimizer.step()
                 optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("method", "is_ahead"), [("none", True), ("bf16", True), ("topk", True), ("fp16", False), ("int8", False)]
+)
+@on_ranks(2)
+def test_buckets_are_packed_while_earlier_ones_are_sent(method: str, is_ahead: bool) -> None:
+    """Not where a method keeps no memory between what it does before and after its first collective."""
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    optimizer = sgd(model)
+    with pretended_gpu(), attached(optimizer, model, compression=METHODS[method], check_replicas=0, bucket_mb=1 / 64):
+        for _ in range(3):
+            AHEAD.clear()
+            model(torch.ones(2, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert AHEAD
+        assert set(AHEAD) == {is_ahead}
 
 
 @on_ranks(2)

@@ -34,6 +34,7 @@ class HalfExchange(DenseExchange):
     def __init__(self, bucket: Bucket, communicator: Communicator, half_dtype: torch.dtype, scaled: bool) -> None:
         super().__init__(bucket, communicator)
         self._scaled = scaled
+        self.packs_apart = not scaled
         self._message = communicator.empty(bucket.num_elements + bucket.num_flags, half_dtype, bucket.device)
         self._scratch, self._largest_scratch, self._unpack_scratch = (kernels.Scratch() for _ in range(3))
         self._result_fits = True
