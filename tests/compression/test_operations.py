@@ -149,6 +149,17 @@ def test_a_dense_bucket_is_one_kernel_and_one_collective(method: Any, after: lis
         assert [float(view.mean()) for view in bucket.views] == [1.0, 0.0 if missing else 1.0, 1.0]
 
 
+@on_ranks(1, 2)
+def test_one_rank_has_no_mean_to_take() -> None:
+    with Communicator(timeout=20) as communicator, pytest.MonkeyPatch.context() as context:
+        ops: list[str] = []
+        context.setattr(communicator, "all_reduce", lambda _, op, *__: ops.append(op))
+        context.setattr("pycomm.collectives.bucket.on_gpu", lambda _: True)
+        bucket = Bucket(["a"], [torch.zeros(9)], communicator)
+        pycomm.NoCompression().make(bucket, communicator).exchange([torch.ones(9)], Scaling(communicator.size))
+        assert ops == ["sum" if communicator.size == 1 else "mean"]
+
+
 def test_the_step_above_can_tell() -> None:
     with Operations() as operations:
         (torch.ones(3) * math.pi).view(3, 1)
