@@ -156,6 +156,14 @@ def test_autograd_tells_what_it_does() -> None:
     assert not torch_internals.accumulation_hooks(param)
 
 
+def test_the_current_stream() -> None:
+    if torch.cuda.is_available():
+        assert torch_internals.raw_stream(0) == torch.cuda.current_stream(0).cuda_stream
+    else:
+        with pytest.raises((AssertionError, RuntimeError)):
+            torch_internals.raw_stream(0)
+
+
 def test_modules() -> None:
     module = nn.Sequential(nn.BatchNorm1d(3))
     half = nn.Module.__new__(nn.Module)

@@ -97,8 +97,8 @@ void Arguments::require_apart() const {
 namespace {
 
 Stream torch_stream(int device) {
-    py::object stream = py::module_::import("torch").attr("cuda").attr("current_stream")(device);
-    return reinterpret_cast<Stream>(stream.attr("cuda_stream").cast<uintptr_t>());
+    py::object stream = py::module_::import("pycomm.torch_internals").attr("raw_stream")(device);
+    return reinterpret_cast<Stream>(stream.cast<uintptr_t>());
 }
 
 // Orders all later work on `waiting` after all earlier work on `first`.

@@ -1,5 +1,7 @@
 // Counts gradients as they are accumulated. With many small parameters, a hook written in Python would spend most of
 // its time on this.
+#include <pybind11/stl.h>
+
 #include <algorithm>
 #include <memory>
 #include <utility>
@@ -18,23 +20,27 @@ namespace {
 class PassGate {
    public:
     // current_task: returns the number of the backward pass that runs on this thread, -1 outside one.
-    explicit PassGate(py::object current_task) : current_task_(std::move(current_task)) {}
+    // current_stream: returns the current stream of the gradients' GPU; None for gradients in CPU memory.
+    PassGate(py::object current_task, py::object current_stream)
+        : current_task_(std::move(current_task)), current_stream_(std::move(current_stream)) {}
 
-    void open() { task_ = current(); }
+    void open() { task_ = number_from(current_task_); }
     void close() { task_ = kClosed; }
-    bool is_open() const { return task_ >= 0 && task_ == current(); }
+    bool is_open() const { return task_ >= 0 && task_ == number_from(current_task_); }
+    bool has_streams() const { return !current_stream_.is_none(); }
+    int64_t stream() const { return number_from(current_stream_); }
 
    private:
     static constexpr int64_t kClosed = -2;
 
-    int64_t current() const {
-        auto task = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(current_task_.ptr()));
-        const int64_t number = task ? PyLong_AsLongLong(task.ptr()) : -1;
+    static int64_t number_from(const py::object& function) {
+        auto result = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(function.ptr()));
+        const int64_t number = result ? PyLong_AsLongLong(result.ptr()) : -1;
         if (PyErr_Occurred() != nullptr) throw py::error_already_set();
         return number;
     }
 
-    py::object current_task_;
+    py::object current_task_, current_stream_;
     int64_t task_ = kClosed;
 };
 
@@ -63,6 +69,10 @@ class GradientCounts {
         note(index);
         return true;
     }
+    void note_stream(int64_t stream) {
+        if (std::find(streams_.begin(), streams_.end(), stream) == streams_.end()) streams_.push_back(stream);
+    }
+    std::vector<int64_t> take_streams() { return std::exchange(streams_, {}); }
     bool is_complete() const { return missing_ == 0; }
     int64_t fired(size_t index) const { return at(index).fired; }
     int64_t expected(size_t index) const { return at(index).expected; }
@@ -80,6 +90,7 @@ class GradientCounts {
     const Count& at(size_t index) const { return const_cast<GradientCounts*>(this)->at(index); }
 
     std::vector<Count> counts_;
+    std::vector<int64_t> streams_;  // on which gradients were computed that have not been sent
     int64_t missing_ = kUnknown;
 };
 
@@ -90,7 +101,14 @@ class GradientCounter {
         : gate_(std::move(gate)), counts_(std::move(counts)), index_(index), is_plain_(is_plain) {}
 
     // Counts the gradient if it can. Returns whether it did: nothing else has to be done for it then.
-    bool count() { return is_plain_ && gate_->is_open() && counts_->note_if_plain(index_); }
+    bool count() {
+        if (!is_plain_ || !gate_->is_open()) return false;
+        if (!gate_->has_streams()) return counts_->note_if_plain(index_);
+        const int64_t stream = gate_->stream();
+        if (!counts_->note_if_plain(index_)) return false;
+        counts_->note_stream(stream);
+        return true;
+    }
 
    private:
     std::shared_ptr<PassGate> gate_;
@@ -103,7 +121,7 @@ class GradientCounter {
 
 void bind_gradient_counts(py::module_& module) {
     py::class_<PassGate, std::shared_ptr<PassGate>>(module, "PassGate")
-        .def(py::init<py::object>(), py::arg("current_task"))
+        .def(py::init<py::object, py::object>(), py::arg("current_task"), py::arg("current_stream") = py::none())
         .def("open", &PassGate::open)
         .def("close", &PassGate::close);
     py::class_<GradientCounts, std::shared_ptr<GradientCounts>>(module, "GradientCounts")
@@ -111,6 +129,8 @@ void bind_gradient_counts(py::module_& module) {
         .def("begin_pass", &GradientCounts::begin_pass)
         .def("end_pass", &GradientCounts::end_pass)
         .def("note", &GradientCounts::note, py::arg("index"))
+        .def("note_stream", &GradientCounts::note_stream, py::arg("stream"))
+        .def("take_streams", &GradientCounts::take_streams)
         .def("is_complete", &GradientCounts::is_complete)
         .def("fired", &GradientCounts::fired, py::arg("index"))
         .def("expected", &GradientCounts::expected, py::arg("index"));

@@ -1,5 +1,7 @@
 #include "kernels/pack.h"
 
+#include <pybind11/stl.h>
+
 #include "bindings/bindings.h"
 #include "bindings/kernel_arguments.h"
 
@@ -35,8 +37,52 @@ void pack_arrays(py::handle tensors, py::handle out, py::handle scale, py::handl
         },
         [&] {
             const double by = factor.on_cpu();
-            *answer = (skip != nullptr && *skip) || pack(buffers, target.buffer, by, most, num_threads);
+            *answer = (skip != nullptr && *skip) || pack(buffers, target.buffer, {}, by, most, num_threads);
         });
+}
+
+void pack_flagged(py::handle tensors, const std::vector<bool>& has_data, py::handle out, py::handle flags,
+                  py::object bits, py::handle scale, py::handle limit, py::handle scratch, int num_threads) {
+    Scratch* const memory = scratch_of(scratch);
+    std::vector<Array> sources = as_arrays(tensors, "tensors", Access::kRead);
+    Array target = as_array(out, "out", Access::kWrite);
+    PackFlags places;
+    Array places_of_flags = as_array(flags, "flags", Access::kWrite);
+    Array values = bits.is_none() ? Array{} : as_movable(bits, "bits", Access::kRead);
+    Factor factor(scale);
+    const double most = as_number(limit, "limit");
+    std::vector<Buffer> buffers = buffers_of(sources);
+    require_total(buffers, "tensors", target.buffer, "out");
+    require_count(static_cast<int64_t>(has_data.size()), static_cast<int64_t>(buffers.size()), "has_data", "tensors");
+    places.num_bits = static_cast<int>((places_of_flags.buffer.count - places.count(buffers.size())) / 2);
+    const int64_t num_flags = places_of_flags.buffer.count;
+    require_same(places_of_flags.buffer, "flags", Buffer{nullptr, num_flags, target.buffer.dtype}, "out");
+    require_count(num_flags, places.count(buffers.size()), "flags", "tensors");
+    if (!bits.is_none()) require_count(values.buffer.num_bytes(), places.num_bits, "bits", "flags");
+    Arguments arguments;
+    arguments.writes(target, "out");
+    arguments.writes(places_of_flags, "flags");
+    arguments.reads(sources, "tensors");
+    if (!bits.is_none()) arguments.reads(values, "bits");
+    factor.add_to(arguments);
+    excuse_in_place(arguments, sources, target);
+    arguments.require_apart();
+    places.out = places_of_flags.buffer.bytes();
+    places.bits = static_cast<const bool*>(values.buffer.data);
+    for (size_t j = 0; j < buffers.size(); ++j) {
+        if (!has_data[j]) {
+            buffers[j].data = nullptr;
+        } else if (buffers[j].data == nullptr) {
+            buffers[j].data = target.buffer.data;  // an empty one, which has data all the same
+        }
+    }
+    dispatch(
+        arguments,
+        [&](auto& call) {
+            cuda::Workspace& workspace = call.workspace(memory, cuda::pack_workspace_bytes(buffers.size()));
+            cuda::pack(buffers, target.buffer, places, factor.on_gpu(), most, workspace, call.stream());
+        },
+        [&] { pack(buffers, target.buffer, places, factor.on_cpu(), most, num_threads); });
 }
 
 }  // namespace
@@ -44,6 +90,9 @@ void pack_arrays(py::handle tensors, py::handle out, py::handle scale, py::handl
 void bind_pack(py::module_& module) {
     module.def("pack", &pack_arrays, py::arg("tensors"), py::arg("out"), py::arg("scale"), py::arg("limit"),
                py::arg("finite"), py::arg("unless"), py::arg("scratch"), py::arg("num_threads"));
+    module.def("pack_flagged", &pack_flagged, py::arg("tensors"), py::arg("has_data"), py::arg("out"),
+               py::arg("flags"), py::arg("bits"), py::arg("scale"), py::arg("limit"), py::arg("scratch"),
+               py::arg("num_threads"));
 }
 
 }  // namespace pycomm

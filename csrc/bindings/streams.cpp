@@ -27,7 +27,13 @@ class Moment {
         event_ = device::make_event();
         device::record(event_, stream);
     }
-    ~Moment() { device::destroy_event(event_); }
+    ~Moment() {
+        try {
+            device::Guard guard(device_);
+            device::destroy_event(event_);
+        } catch (const DeviceError&) {  // the GPU is lost, and its events with it
+        }
+    }
     Moment(const Moment&) = delete;
     Moment& operator=(const Moment&) = delete;
 
@@ -36,6 +42,7 @@ class Moment {
         device::wait_for(stream_of(stream), event_);
     }
     bool has_passed() const {
+        device::Guard guard(device_);  // else the query would make a context on the current device
         device::RelaxedCapture relaxed;
         return device::has_happened(event_);
     }

@@ -242,6 +242,9 @@ class Bucket:
         checked: then the elements ``own`` are returned as a list of pieces.
         """
         limit = self.limit(self.dtype)
+        if self.on_gpu:
+            self.pack_flagged(grads, self.memory, scale, fingerprint, self._scratch)
+            return []
         scaled = isinstance(scale, torch.Tensor) or scale != 1.0
         fits: list[torch.Tensor] = []
         stayed: list[torch.Tensor] = []
@@ -268,6 +271,27 @@ class Bucket:
             fits.append(kernels.absmax(stayed, scratch=self._stayed_scratch) < limit)
         self.set_flags(grads, fits, fingerprint)
         return pieces.finish()
+
+    def pack_flagged(
+        self,
+        grads: Sequence[torch.Tensor | None],
+        message: torch.Tensor,
+        scale: float | torch.Tensor,
+        fingerprint: torch.Tensor | None,
+        scratch: kernels.Scratch,
+    ) -> None:
+        """Write ``grads`` times ``scale`` and the flags to ``message``, laid out like ``memory``, by one kernel.
+
+        A kernel before it sends addresses. Missing gradients count as zeros.
+        """
+        laid_out = zip(grads, self.parts(self.memory), self.views, strict=True)
+        kernels.pack_flagged(
+            [part if grad is None else laid_out_like(grad, view) for grad, part, view in laid_out],
+            [grad is not None for grad in grads],
+            *(message[: self.num_elements], message[self.num_elements :], fingerprint, scale),
+            limit=self.limit(message.dtype),
+            scratch=scratch,
+        )
 
     def limit(self, dtype: torch.dtype) -> float:
         """Return the magnitude below which the sum over all ranks is finite in ``dtype``."""

@@ -23,11 +23,12 @@ from pycomm.collectives.recorder import Recorder, from_here
 from pycomm.collectives.recorder.watch import watch
 from pycomm.collectives.transport import late_ranks
 from pycomm.collectives.transport.base import Transport, bytes_of
-from pycomm.collectives.transport.gpu import GpuQueue, GpuWork, current_stream, gpu_of
+from pycomm.collectives.transport.gpu import GpuQueue, GpuWork, gpu_of
 from pycomm.collectives.transport.nccl import NcclTransport
 from pycomm.errors import CommError
 from pycomm.schedule.program import Program
 from pycomm.schedule.table import Table
+from pycomm.torch_internals import raw_stream
 from pycomm.worker import Work, Worker
 
 _PATIENCE = 5.0
@@ -200,19 +201,21 @@ class Channel:
         job: Callable[[], Any],
         reads: Sequence[torch.Tensor | None],
         producers: Collection[int],
+        ahead: bool = False,
     ) -> GpuWork:
         """Call ``job`` now, with the communication stream of ``device`` as torch's current stream.
 
         The work that it launches starts after all work submitted so far to the streams ``producers`` (``cudaStream_t``
         as integers) and to torch's current stream. ``wait()`` of the result makes the producers, and the stream current
-        at that call, wait for it. The caller may drop the tensors ``reads`` at once.
+        at that call, wait for it. The caller may drop the tensors ``reads`` at once. ``ahead``: see
+        :meth:`GpuQueue.call`.
         """
-        return self.gpu(device.index).call(job, reads, producers)
+        return self.gpu(device.index).call(job, reads, producers, ahead=ahead)
 
     @staticmethod
-    def current_stream(device: torch.device) -> int:
-        """Return torch's current stream as an integer, for :meth:`submit_on_gpu`."""
-        return current_stream(device.index)
+    def current_stream_of(device: torch.device) -> Callable[[], int]:
+        """Return a function that returns torch's current stream as an integer, for :meth:`submit_on_gpu`."""
+        return functools.partial(raw_stream, device.index)
 
     def check_gpus(self) -> None:
         """Raise CommError if an operation on a GPU has failed meanwhile."""

@@ -97,6 +97,13 @@ class Exchange(Protocol):
         """Whether ``finish`` depends, in this step, on whether the step is finite. Equal on all ranks."""
 
     @property
+    def packs_apart(self) -> bool:
+        """Whether, on a GPU, what ``exchange`` does before its first collective may run on another stream.
+
+        Then it keeps the memory that it allocates there, and uses afterwards, until its next call.
+        """
+
+    @property
     def bytes_sent(self) -> int:
         """Payload bytes that this rank has handed to the transport."""
 
@@ -174,6 +181,8 @@ class Compression(Protocol):
 
 class Defaults:
     """Base of exchanges and codecs: no state, no counters, the same operations among any number of ranks."""
+
+    packs_apart = False
 
     def operations_among(self, size: int) -> list[Operation] | None:
         return None

@@ -73,6 +73,10 @@ class Codec(Protocol):
     """Form in which a part of a bucket's accumulated gradients is sent. On a GPU only ``stats`` waits."""
 
     @property
+    def packs_apart(self) -> bool:
+        """See :attr:`pycomm.compression.base.Exchange.packs_apart`."""
+
+    @property
     def bytes_sent(self) -> int: ...
 
     def begin(self, step: int | torch.Tensor) -> None:

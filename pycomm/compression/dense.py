@@ -40,6 +40,7 @@ class DenseExchange(Defaults):
     """Exchange without state: one in-place all-reduce of the bucket."""
 
     transactional = False
+    packs_apart = True
 
     def __init__(self, bucket: Bucket, communicator: Communicator) -> None:
         self.bytes_sent = 0
@@ -49,7 +50,9 @@ class DenseExchange(Defaults):
         self._nonfinite_source: str | None = None
 
     def exchange(self, grads: Sequence[torch.Tensor | None], scaling: Scaling) -> None:
-        bucket, op = self._bucket, "mean" if scaling.average else "sum"
+        bucket = self._bucket
+        # NCCL does nothing for the sum of one rank, but reads and writes all of it for the mean.
+        op = "mean" if scaling.average and self._communicator.size > 1 else "sum"
         self._all_used_here = all(grad is not None for grad in grads)
         own = self._own_share()
         pieces = bucket.gather(grads, scaling.local, scaling.fingerprint, own)

@@ -89,6 +89,10 @@ class CodecExchange:
         return self._bucket.memory if self._own_sums is None else self._own_sums
 
     @property
+    def packs_apart(self) -> bool:
+        return self.codec.packs_apart
+
+    @property
     def bytes_sent(self) -> int:
         return self.codec.bytes_sent
 

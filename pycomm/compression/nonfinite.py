@@ -53,6 +53,10 @@ class NonfiniteSource:
         if finite is False and not self._is_flagged:
             self.told = None
 
+    def keep(self, sent: Iterable[Sent]) -> None:
+        """Keep the source that the exchanges know, as they are about to be replaced."""
+        self.told = self.of(sent)
+
     def of(self, sent: Iterable[Sent]) -> str | None:
         """Return the source, from messages or exchanged; ``None`` if it is not known. Waits for a GPU."""
         return nonfinite_source(each.exchange for each in sent if each.exchange.transactional) or self.told

@@ -127,7 +127,7 @@ class Steps:
     def _submit(self, job: Callable[[], None], reads: Sequence[torch.Tensor | None]) -> Work | GpuWork:
         channel = self._communicator.channel
         if self._on_gpu:
-            return channel.submit_on_gpu(self._device, job, reads, {channel.current_stream(self._device)})
+            return channel.submit_on_gpu(self._device, job, reads, {channel.current_stream_of(self._device)()})
         return channel.submit(job)
 
     def wait(self, work: Work | GpuWork) -> None:

@@ -15,7 +15,7 @@ from pycomm.kernels.entries import EntryLayout, Gathered, Taken, add_entries, pa
 from pycomm.kernels.hashes import hashes
 from pycomm.kernels.indices import pack_indices, packed_words, unpack_indices
 from pycomm.kernels.norms import squared_norms
-from pycomm.kernels.pack import pack, unpack
+from pycomm.kernels.pack import pack, pack_flagged, unpack
 from pycomm.kernels.quantize import Quantization, dequantize, quantize
 from pycomm.kernels.reduce import reduce
 from pycomm.kernels.resources import Scratch, cuda_devices, num_threads, set_num_threads
@@ -56,6 +56,7 @@ __all__ = [
     "num_threads",
     "pack",
     "pack_entries",
+    "pack_flagged",
     "pack_indices",
     "pack_signs",
     "packed_words",

@@ -45,6 +45,32 @@ def pack(
     return finite
 
 
+def pack_flagged(
+    tensors: Sequence[Any],
+    has_data: Sequence[bool],
+    out: Any,
+    flags: Any,
+    bits: Any = None,
+    scale: Any = 1.0,
+    *,
+    limit: float = math.inf,
+    scratch: Scratch | None = None,
+) -> None:
+    """Pack as :func:`pack` does, and write ``flags`` with the same kernel.
+
+    Args:
+        tensors, out, scale, limit, scratch: see :func:`pack`.
+        has_data: for each tensor, whether it is read; zeros stand for the others.
+        flags: array of ``out``'s dtype for ones and zeros: each of ``has_data``; whether not all is finite and below
+            ``limit``; ``bits``, and ``bits`` inverted.
+        bits: bool array; ``None``: zeros are written in both places.
+
+    Raises:
+        TypeError, ValueError: as :func:`pack`, or sizes do not match.
+    """
+    _native.pack_flagged(tensors, has_data, out, flags, bits, scale, limit, scratch, num_threads())
+
+
 def unpack(flat: Any, tensors: Sequence[Any], scale: Any = 1.0, *, scratch: Scratch | None = None) -> None:
     """Fill ``tensors`` from ``flat``, times ``scale``, cast: the inverse of :func:`pack`.
 

@@ -15,6 +15,7 @@ from pycomm.torch_internals.autograd import (
     current_graph_task,
     current_node,
     queue_final_callback,
+    raw_stream,
 )
 from pycomm.torch_internals.dtensors import Sharded, dtensor_around, is_dtensor, local_of
 from pycomm.torch_internals.groups import (
@@ -139,6 +140,7 @@ __all__ = [
     "prepare_scripts",
     "profiled_range",
     "queue_final_callback",
+    "raw_stream",
     "replace_step",
     "root_store",
     "sharded_groups",

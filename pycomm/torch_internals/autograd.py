@@ -1,4 +1,4 @@
-"""Autograd's passes and hooks."""
+"""Autograd's passes and hooks, and the stream that a hook runs on."""
 
 from __future__ import annotations
 
@@ -41,6 +41,12 @@ def calls_hooks_of_running_nodes() -> bool:
         result: Any = Node.apply(torch.zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
     torch.autograd.backward(result)
     return bool(called)
+
+
+raw_stream: Callable[[int], int] = getattr(
+    torch._C, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream
+)
+"""Returns the current stream of the GPU of that ordinal as an integer (``cudaStream_t``), without Python code."""
 
 
 def queue_final_callback(callback: Callable[[], None]) -> None:

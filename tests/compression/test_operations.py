@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import pycomm
 from pycomm import Communicator, kernels
-from pycomm.collectives.bucket import Bucket
+from pycomm.collectives.bucket import FINGERPRINT_BITS, Bucket
 from pycomm.compression.base import Scaling
 from tests.on_ranks import on_ranks
 
@@ -112,6 +112,52 @@ def test_a_gradient_is_missing(num_params: int) -> None:
         found = operations_of(METHODS["DGC"], num_params, monkeypatch, missing=True)
     assert found[: len(KERNELS)] == KERNELS
     assert sorted(found[len(KERNELS) :]) == ["_foreach_zero_", "index_fill_"]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("missing", [False, True])
+@pytest.mark.parametrize(("method", "after"), [(pycomm.NoCompression(), []), (pycomm.BF16(), ["unpack", "copy_"])])
+def test_a_dense_bucket_is_one_kernel_and_one_collective(method: Any, after: list[str], missing: bool) -> None:
+    """Tests of the emulator count the two launches of that kernel; what half precision does afterwards is the same."""
+    noted: list[str] = []
+    with pytest.MonkeyPatch.context() as context, Communicator(timeout=20) as communicator:
+
+        def noting(name: str, function: Any) -> Any:
+            def call(*args: Any, **options: Any) -> Any:
+                noted.append(name)
+                return function(*args, **options)
+
+            return call
+
+        for name in ("pack", "pack_flagged", "absmax", "unpack"):
+            context.setattr(kernels, name, noting(name, getattr(kernels, name)))
+        context.setattr(communicator, "all_reduce", noting("all_reduce", communicator.all_reduce))
+        context.setattr("pycomm.collectives.bucket.on_gpu", lambda _: True)
+        bucket = Bucket(["a", "b", "c"], [torch.zeros(9, 7 + j) for j in range(3)], communicator)
+        exchange = method.make(bucket, communicator)
+        grads: list[torch.Tensor | None] = [torch.ones_like(view) for view in bucket.views]
+        grads[0] = bucket.views[0].fill_(1.0)  # accumulated in the bucket
+        if missing:
+            grads[1] = None
+        bits = torch.arange(FINGERPRINT_BITS) % 3 == 0
+        with torch.no_grad(), Operations() as operations:
+            exchange.exchange(grads, Scaling(communicator.size, fingerprint=bits))
+        assert noted + operations.names == ["pack_flagged", "all_reduce", *after]
+        assert exchange.used() == [True, not missing, True]
+        assert bool(exchange.finite())
+        assert not exchange.differing().any()
+        assert [float(view.mean()) for view in bucket.views] == [1.0, 0.0 if missing else 1.0, 1.0]
+
+
+@on_ranks(1, 2)
+def test_one_rank_has_no_mean_to_take() -> None:
+    with Communicator(timeout=20) as communicator, pytest.MonkeyPatch.context() as context:
+        ops: list[str] = []
+        context.setattr(communicator, "all_reduce", lambda _, op, *__: ops.append(op))
+        context.setattr("pycomm.collectives.bucket.on_gpu", lambda _: True)
+        bucket = Bucket(["a"], [torch.zeros(9)], communicator)
+        pycomm.NoCompression().make(bucket, communicator).exchange([torch.ones(9)], Scaling(communicator.size))
+        assert ops == ["sum" if communicator.size == 1 else "mean"]
 
 
 def test_the_step_above_can_tell() -> None:

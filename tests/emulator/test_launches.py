@@ -75,6 +75,23 @@ class Step:
         )
 
 
+@pytest.mark.parametrize("num_params", [1, 54, 158])
+def test_launches_of_a_dense_bucket(gpu: Gpu, num_params: int) -> None:
+    """Two: what brings addresses and a zero, and pack; also where addresses are new, and some gradients are missing."""
+    sizes = [100 + 7 * j for j in range(num_params)]
+    out, flags = gpu.put(torch.zeros(sum(sizes))), gpu.put(torch.zeros(num_params + 1 + 128))
+    scratch, counts = kernels.Scratch(), []
+    kept = gpu.puts([torch.ones(n) for n in sizes])
+    for step in range(4):
+        grads = kept if step < 2 else gpu.puts([torch.ones(n) for n in sizes])
+        before = num_launches()
+        has_data = [step != 3 or j % 2 == 0 for j in range(num_params)]
+        kernels.pack_flagged(grads, has_data, out, flags, gpu.put(torch.ones(64, dtype=torch.bool)), scratch=scratch)
+        counts.append(num_launches() - before)
+        assert gpu.get(flags)[: num_params + 1].tolist() == [*map(float, has_data), 0.0]
+    assert counts == [2, 2, 2, 2]
+
+
 @pytest.mark.pairwise
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("clip", [None, 1.0])

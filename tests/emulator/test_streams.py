@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
 import pycomm
+import pycomm._native as _native
 from pycomm import kernels
 from tests.kernels.gpus import EMULATED
 
@@ -40,6 +42,16 @@ def test_the_legacy_default_stream() -> None:
     assert waits() == [(5, 0), (0, 5)]
     with pytest.raises(ValueError, match="out names stream 0, which the CUDA array interface forbids"):
         kernels.reduce(on_stream(0), [on_stream(0)])
+
+
+def test_moments_are_asked_and_dropped_on_their_own_device() -> None:
+    """On another one, CUDA would make a context there, with hundreds of MiB."""
+    before = library().emulator_num_calls_elsewhere()
+    moment = _native.CommStream(1).now()
+    assert moment.has_passed()
+    moment.hold_back(7)
+    del moment
+    assert library().emulator_num_calls_elsewhere() == before
 
 
 def test_addresses_are_sent_once() -> None:
@@ -123,6 +135,54 @@ def test_collectives_run_between_what_the_array_was_given_and_will_be(alone: pyc
     assert work.is_completed()
     work.wait()
     assert waits() == [(ours, 9)]
+
+
+def test_kernels_before_a_collective_do_not_wait_for_the_one_before(
+    alone: pycomm.Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They run on a stream of their own, what follows on the communication stream; torch's streams are stand-ins."""
+    main, now = 9, [9]
+
+    @contextmanager
+    def stream(handle: int) -> Iterator[None]:
+        before, now[0] = now[0], handle
+        yield
+        now[0] = before
+
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, _: handle)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda handle: now.__setitem__(0, handle))
+    monkeypatch.setattr("pycomm.collectives.transport.gpu.raw_stream", lambda _: now[0])
+    queue = alone.channel.gpu(0)
+    queue._has_torch = True
+    used: list[int] = []
+
+    def job() -> None:
+        used.append(now[0])
+        alone.all_reduce(on_stream(now[0]))
+        used.append(now[0])
+        alone.all_reduce(on_stream(now[0]))
+        used.append(now[0])
+
+    orders = []
+    for _ in range(2):
+        waits()
+        work = queue.call(job, [], {11}, ahead=True)
+        orders.append([(first, waiting) for first, waiting in waits() if first != waiting])
+    own, ours = used[0], used[1]
+    assert used == [own, ours, ours] * 2
+    assert len({own, ours, main, 0}) == 4
+    assert now == [main]
+    for order in orders:
+        assert set(order[:2]) == {(main, own), (11, own)}
+        assert order[2:] == [(own, ours), (own, ours)], "before the first collective, and at the end"
+    work.wait()
+    assert set(waits()) == {(ours, main), (ours, 11)}
+    queue.call(lambda: used.append(now[0]), [], set(), ahead=True)  # no collective: nothing is left behind
+    assert used[-1] == own
+    assert waits()[-1] == (own, ours)
+    queue.call(lambda: used.append(now[0]), [], set())
+    assert used[-1] == ours
 
 
 def test_every_operation(alone: pycomm.Communicator) -> None:

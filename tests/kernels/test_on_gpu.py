@@ -74,6 +74,29 @@ def test_pack_says_whether_all_is_below_a_limit(gpu: Gpu, source: torch.dtype, t
             assert bool(gpu.get(answer).item()) == fits
 
 
+@pytest.mark.pairwise
+@pytest.mark.parametrize("target", FLOATS)
+@pytest.mark.parametrize("num_bits", [0, 64])
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_pack_with_flags(gpu: Gpu, target: torch.dtype, num_bits: int, spoilt: bool) -> None:
+    arrays = [
+        interesting(size, FLOATS[i % 4], i).nan_to_num_(1.0, 1.0, 1.0).clamp_(-3, 3) for i, size in enumerate(SIZES)
+    ]
+    has_data = [i % 3 != 1 for i in range(len(SIZES))]
+    bits = torch.arange(num_bits) % 3 == 0 if num_bits else None
+    if spoilt:
+        arrays[-1 if has_data[-1] else -2][-1] = 100.0
+    total, num_flags, scratch = sum(SIZES), len(SIZES) + 1 + 2 * num_bits, kernels.Scratch()
+    wanted, wanted_flags = torch.empty(total, dtype=target), torch.empty(num_flags, dtype=target)
+    kernels.pack_flagged(arrays, has_data, wanted, wanted_flags, bits, 2.0, limit=100.0)
+    on_gpu, bits_there = gpu.puts(arrays), None if bits is None else gpu.put(bits)
+    for _ in range(2):
+        out, flags = gpu.garbage(total, target), gpu.garbage(num_flags, target)
+        kernels.pack_flagged(on_gpu, has_data, out, flags, bits_there, 2.0, limit=100.0, scratch=scratch)
+        assert_same_bits(gpu.get(out), wanted)
+        assert_same_bits(gpu.get(flags), wanted_flags)
+
+
 def test_pack_hundreds_of_arrays(gpu: Gpu) -> None:
     generator = torch.Generator().manual_seed(3)
     sizes = torch.randint(0, 70, (500,), generator=generator).tolist()

@@ -58,6 +58,34 @@ def test_any_alignment(counts: list[int], offsets: tuple[int, int], types: tuple
     assert bool(finite) == bool(torch.isfinite(wanted).all())
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("largest", "too_large"), [(7.5, 0), (8.0, 1), (float("nan"), 1)])
+def test_flags(dtype: torch.dtype, largest: float, too_large: int) -> None:
+    """An empty array has data; what a missing one holds is not read."""
+    arrays = [torch.full((3,), 2.0), torch.full((2,), float("nan")), torch.ones(0), torch.tensor([largest, 1.0])]
+    out, flags = torch.full((7,), 5.0, dtype=dtype), torch.full((11,), 5.0, dtype=dtype)
+    kernels.pack_flagged(arrays, [True, False, True, True], out, flags, torch.tensor([True, False, False]), limit=8.0)
+    assert_same_bits(out, torch.tensor([2.0, 2.0, 2.0, 0.0, 0.0, largest, 1.0], dtype=dtype))
+    assert flags.tolist() == [1, 0, 1, 1, too_large, 1, 0, 0, 0, 1, 1]
+    kernels.pack_flagged(arrays, [True] * 4, out, flags, limit=8.0)
+    assert flags.tolist() == [1, 1, 1, 1, 1] + [0] * 6
+    kernels.pack_flagged([out[:3], out[3:]], [True, False], out, flags[:3])  # in place
+    assert out.tolist() == [2.0, 2.0, 2.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_flags_that_do_not_fit() -> None:
+    out, flags = torch.zeros(3), torch.zeros(8)
+    for has_data, places, bits, says in [
+        ([True], flags, None, "has_data"),
+        ([True, True], flags, None, "flags has 8 elements, wanted 7"),
+        ([True, True], flags[:2], None, "flags has 2 elements, wanted"),
+        ([True, True], flags[:7], torch.ones(3, dtype=torch.bool), "bits has 3 elements, wanted 2"),
+        ([True, True], flags[:7].double(), None, "flags"),
+    ]:
+        with pytest.raises((TypeError, ValueError), match=says):
+            kernels.pack_flagged([torch.ones(1), torch.ones(2)], has_data, out, places, bits)
+
+
 @pytest.mark.pairwise
 @pytest.mark.usefixtures("simd")
 @pytest.mark.parametrize("target", [torch.float32, torch.float16, torch.bfloat16])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,10 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
+from pycomm.training.reducer.window import HostCopy
 from tests.hosts import on_hosts
 from tests.on_ranks import on_ranks
-from tests.reducer.attaching import assert_replicas_equal, attached
+from tests.reducer.attaching import assert_replicas_equal, attached, own_state
 from tests.reducer.models import sgd
+from tests.reducer.test_gpu_path import pretended_gpu
 
 MIB = 2**20
 
@@ -81,6 +84,28 @@ def test_between_hosts_buckets_grow_from_a_small_one() -> None:
     assert len(sizes) == 3
 
 
+@on_ranks(2)
+def test_on_a_gpu_too_unless_little_is_sent() -> None:
+    with pretended_gpu():
+        assert [size <= MIB for size in sizes_of(layers(24, 340))] == [True, False, False]
+        assert max(sizes_of(layers(24, 340), compression=pycomm.TopK(0.01))) > 4 * MIB
+
+
+@on_ranks(2)
+def test_a_captured_step_keeps_its_buckets() -> None:
+    """Its graph has their addresses."""
+    model = FromTheHead(6, 64)
+    with pretended_gpu(), attached(sgd(model), model, bucket_mb=1 / 64) as reducer:
+        before = reducer._engine.table.flights
+        for step in range(4):
+            with pytest.MonkeyPatch.context() as context:
+                context.setattr(HostCopy, "impossible", staticmethod(lambda step=step: step == 1))
+                model(torch.ones(2, 64)).sum().backward()
+            reducer.optimizer.step()
+            reducer.optimizer.zero_grad()
+        assert reducer._engine.table.flights is before
+
+
 @pytest.mark.parametrize("average", [True, False])
 @on_ranks(2, 3)
 def test_the_bits_are_those_of_one_bucket(average: bool) -> None:
@@ -99,3 +124,102 @@ def test_the_bits_are_those_of_one_bucket(average: bool) -> None:
         results.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
+
+
+class FromTheHead(nn.Module):
+    """A model whose layers are registered in the reverse order of their use, and a parameter without a use."""
+
+    def __init__(self, number: int, width: int) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.ones(width))
+        self.layers = layers(number, width)
+        self.width, self.starts_at_the_head = width, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in sorted(range(len(self.layers)), reverse=not self.starts_at_the_head):
+            x = self.layers[number](x)
+        return x
+
+
+def steps_of(model: FromTheHead, number: int, **options: Any) -> tuple[list[tuple[int, int]], list[list[str]]]:
+    """Train; return for each step how many buckets were launched as the last gradient arrived, and their number."""
+    optimizer, found, launched = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), [], [0]
+    last = model.layers[-1]
+    with attached(optimizer, model, **options) as reducer:
+        engine = reducer._engine
+        for param in last.parameters():
+            param.register_post_accumulate_grad_hook(lambda _: launched.append(engine.num_launched))
+        for step in range(number):
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            model(torch.ones(2, model.width) * (1 + dist.get_rank())).square().mean().backward()
+            optimizer.step()
+            found.append((launched[-1], len(engine.table.flights)))
+        plan = [flight.bucket.names for flight in engine.table.flights]
+        assert_replicas_equal(model)
+    return found, plan
+
+
+@on_ranks(2)
+def test_from_the_second_step_on_buckets_are_in_the_order_of_arrival() -> None:
+    counts, plan = steps_of(FromTheHead(24, 340), 3)
+    assert counts == [(0, 5), (3, 5), (3, 5)]
+    assert "layers.0.weight" in plan[0]
+    assert plan[-1] == ["unused"], "a gradient that does not come holds nothing up"
+    counts, same = steps_of(FromTheHead(24, 340), 2, clip_local_norm=1.0)
+    assert counts == [(0, 5), (0, 5)]
+    assert same != plan, "nothing can be sent early"
+
+
+@on_ranks(2)
+def test_rank_0_has_the_say_and_a_rank_without_a_second_pass_follows() -> None:
+    model, plan = FromTheHead(6, 64), []
+    model.starts_at_the_head = dist.get_rank() == 1
+    with attached(sgd(model), model, bucket_mb=1 / 64) as reducer:
+        for step in range(2):
+            model.zero_grad()
+            if step == 1 and dist.get_rank() == 1:
+                reducer.skip_batch()
+            else:
+                model(torch.ones(2, 64)).sum().backward()
+            reducer.skip_step()
+        plan = [flight.bucket.names for flight in reducer._table.flights]
+    plans: list[Any] = [None, None]
+    dist.all_gather_object(plans, plan)
+    assert plans[0] == plans[1]
+    assert plan[0] == ["layers.0.bias"]
+
+
+@on_ranks(2)
+def test_a_second_backward_on_averages_is_an_error_although_buckets_were_sorted() -> None:
+    model = FromTheHead(6, 64)
+    with attached(sgd(model), model, compression=pycomm.TopK(0.1), bucket_mb=1 / 64) as reducer:
+        model(torch.ones(2, 64)).sum().backward()
+        reducer.skip_step()
+        with pytest.raises(RuntimeError, match="ran again on the averaged gradient"):
+            model(torch.ones(2, 64)).sum().backward()
+
+
+@pytest.mark.parametrize("method", [pycomm.NoCompression(), pycomm.TopK(0.1), pycomm.DGC(0.1), pycomm.PowerSGD(1)])
+@on_ranks(2)
+def test_sorted_buckets_have_the_averages_and_the_state_of_those_before(method: Any) -> None:
+    model = FromTheHead(6, 64)
+    options = {"bucket_mb": 1 / 64, "compression": method}
+    with attached(sgd(model), model, **options) as reducer:
+        for step in range(2):
+            model(torch.ones(2, 64) * dist.get_rank()).square().mean().backward()
+            reducer.optimizer.step()
+            if step == 0:
+                before = reducer._engine.table.flights
+                state, grads = copy.deepcopy(own_state(reducer)), copy.deepcopy(reducer._engine.table.gradients())
+                assert reducer._passes._order.apply()
+                assert before != reducer._engine.table.flights
+                torch.testing.assert_close(own_state(reducer), state, rtol=0, atol=0)
+                torch.testing.assert_close(reducer._engine.table.gradients(), grads, rtol=0, atol=0)
+                assert all(slot.untouched() for slot in reducer._engine.table.slots())
+                reducer._passes.hook_parameters(reducer._engine.table.slots())
+            reducer.optimizer.zero_grad(set_to_none=False)
+        saved = reducer.state_dict()
+    model = FromTheHead(6, 64)
+    with attached(sgd(model), model, **options) as reducer:
+        reducer.load_state_dict(saved)
+        torch.testing.assert_close(own_state(reducer), own_state(saved))

@@ -7,8 +7,9 @@ during backward is found out. Results must be those of the ordinary path.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -21,11 +22,15 @@ from pycomm.collectives.communicator import Communicator
 from pycomm.training.reducer.window import HostCopy
 from tests.on_ranks import on_ranks
 from tests.reducer.attaching import attached, own_state
-from tests.reducer.models import loss_of, make_model
+from tests.reducer.models import loss_of, make_model, sgd
 
 STREAM = 7
 SECONDS = ("wait_seconds", "pack_seconds", "wire_seconds", "unpack_seconds", "hidden_share")
 NOT_COMPARED = {*SECONDS, "waits", "transport"}
+
+
+AHEAD: list[bool] = []
+"""Of each job of the last pretended GPU, whether it may begin beside earlier collectives."""
 
 
 class LateWork:
@@ -38,7 +43,12 @@ class LateWork:
         return False
 
     def wait(self) -> Any:
-        return self.job()
+        profiler = sys.getprofile()
+        sys.setprofile(None)  # a stream would do this
+        try:
+            return self.job()
+        finally:
+            sys.setprofile(profiler)
 
 
 HOST_READS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "numpy", "cpu", "nonzero")
@@ -61,11 +71,18 @@ def no_host_reads() -> Iterator[None]:
 def pretended_gpu() -> Iterator[list[set[int]]]:
     """Yields the streams that each job followed."""
     followed: list[set[int]] = []
+    AHEAD.clear()
 
     def submit(
-        self: Communicator, device: torch.device, job: Callable[[], Any], reads: Sequence[Any], producers: set[int]
+        self: Communicator,
+        device: torch.device,
+        job: Callable[[], Any],
+        reads: Sequence[Any],
+        producers: set[int],
+        ahead: bool = False,
     ) -> LateWork:
         followed.append(set(producers))
+        AHEAD.append(ahead)
         return LateWork(job)
 
     patch = pytest.MonkeyPatch()
@@ -73,7 +90,7 @@ def pretended_gpu() -> Iterator[list[set[int]]]:
         context.setattr("pycomm.collectives.bucket.on_gpu", lambda _: True)
         context.setattr("pycomm.training.reducer.parameters.on_gpu", lambda _: True)
         context.setattr(Channel, "submit_on_gpu", submit)
-        context.setattr(Channel, "current_stream", staticmethod(lambda _: STREAM))
+        context.setattr(Channel, "current_stream_of", staticmethod(lambda _: lambda: STREAM))
         yield followed
 
 
@@ -211,6 +228,79 @@ def test_a_step_that_is_captured(method: str) -> None:
                 loss_of(model, rank, step).backward()
             if step != 5:  # a graph of backward alone
                 optimizer.step()
+
+
+def python_calls_of_backward(pretend: bool) -> int:
+    """Return the calls that the interpreter sees in a backward() of 128 small gradients in four buckets."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(64)))
+    optimizer, calls = sgd(model), 0
+
+    def note(_: object, event: str, __: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    with pretended_gpu() if pretend else nullcontext(), attached(optimizer, model, bucket_mb=1 / 256):
+        for step in range(6):
+            loss = model(torch.ones(2, 8)).sum()
+            calls = 0
+            sys.setprofile(note if step == 5 else None)
+            loss.backward()
+            sys.setprofile(None)
+            optimizer.step()
+            optimizer.zero_grad()
+    return calls
+
+
+@on_ranks(2)
+def test_gradients_are_counted_as_in_cpu_memory() -> None:
+    """By the extension: a hook in Python is called for each, but hands over only the last one of a bucket."""
+    assert python_calls_of_backward(True) <= 1.2 * python_calls_of_backward(False)
+
+
+@on_ranks(2)
+def test_a_bucket_follows_every_stream_that_made_a_gradient_in_this_pass() -> None:
+    """Even one that earlier passes did not use, and none that only they did: that one may not be captured."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(8)))
+    optimizer, now = sgd(model), STREAM
+    streams: dict[int, int] = {}
+
+    def use(stream: int) -> None:
+        nonlocal now
+        now = stream
+
+    for layer, param in enumerate(model.parameters()):  # the stream changes before the gradient is counted
+        param.register_post_accumulate_grad_hook(lambda _, layer=layer: use(streams.get(layer, STREAM)))
+    with pretended_gpu() as followed, pytest.MonkeyPatch.context() as context:
+        context.setattr(Channel, "current_stream_of", staticmethod(lambda _: lambda: now))
+        with attached(optimizer, model, bucket_mb=1 / 1024):  # two buckets, of layers 7 to 4 and 3 to 0
+            for streams in ({}, {}, {5: 8}, {1: 9, 2: 10}, {}):
+                followed.clear()
+                model(torch.ones(2, 8)).sum().backward()
+                assert [each - {STREAM} for each in followed] == [
+                    {s for layer, s in streams.items() if layer in part} for part in (range(4, 8), range(4))
+                ]
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("method", "is_ahead"), [("none", True), ("bf16", True), ("topk", True), ("fp16", False), ("int8", False)]
+)
+@on_ranks(2)
+def test_buckets_are_packed_while_earlier_ones_are_sent(method: str, is_ahead: bool) -> None:
+    """Not where a method keeps no memory between what it does before and after its first collective."""
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    optimizer = sgd(model)
+    with pretended_gpu(), attached(optimizer, model, compression=METHODS[method], check_replicas=0, bucket_mb=1 / 64):
+        for _ in range(3):
+            AHEAD.clear()
+            model(torch.ones(2, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert AHEAD
+        assert set(AHEAD) == {is_ahead}
 
 
 @on_ranks(2)

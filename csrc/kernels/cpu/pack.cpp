@@ -1,6 +1,7 @@
 #include "kernels/pack.h"
 
 #include <atomic>
+#include <cstring>
 
 #include "base/parallel.h"
 #include "kernels/cpu/loops/loops.h"
@@ -25,15 +26,35 @@ bool for_pieces(const std::vector<Buffer>& arrays, int64_t total, int64_t num_by
     return good;
 }
 
+void write_flags(const std::vector<Buffer>& srcs, DType dtype, PackFlags flags, bool all_finite) {
+    std::vector<float> values;
+    for (const Buffer& src : srcs) values.push_back(src.data != nullptr ? 1.0f : 0.0f);
+    values.push_back(all_finite ? 0.0f : 1.0f);
+    for (bool inverted : {false, true}) {
+        for (int i = 0; i < flags.num_bits; ++i) {
+            values.push_back(flags.bits != nullptr && flags.bits[i] != inverted ? 1.0f : 0.0f);
+        }
+    }
+    loops().convert(reinterpret_cast<const char*>(values.data()), DType::kF32, flags.out, dtype,
+                    static_cast<int64_t>(values.size()), 1.0, kNoLimit, Store::kCached);
+}
+
 }  // namespace
 
-bool pack(const std::vector<Buffer>& srcs, const Buffer& out, double scale, double limit, int num_threads) {
+bool pack(const std::vector<Buffer>& srcs, const Buffer& out, PackFlags flags, double scale, double limit,
+          int num_threads) {
     Store mode = out.num_bytes() >= kStreamingBytes ? Store::kStreaming : Store::kCached;
-    return for_pieces(
+    const bool all = for_pieces(
         srcs, out.count, out.num_bytes(), num_threads, [&](const Buffer& src, int64_t from, int64_t to, int64_t count) {
-            return loops().convert(element_of(src, from), src.dtype, const_cast<char*>(element_of(out, to)), out.dtype,
-                                   count, scale, limit, mode);
+            char* dst = const_cast<char*>(element_of(out, to));
+            if (src.data == nullptr) {
+                std::memset(dst, 0, static_cast<size_t>(count * size_of(out.dtype)));
+                return true;
+            }
+            return loops().convert(element_of(src, from), src.dtype, dst, out.dtype, count, scale, limit, mode);
         });
+    if (flags.out != nullptr) write_flags(srcs, out.dtype, flags, all);
+    return all;
 }
 
 void unpack(const Buffer& flat, const std::vector<Buffer>& outs, double scale, int num_threads) {

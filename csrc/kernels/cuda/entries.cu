@@ -97,12 +97,14 @@ struct UnpackJob {
     PYCOMM_MEMBER uint8_t code(int rank, int64_t place) const { return static_cast<uint8_t>(message(rank)[place]); }
 };
 
+// The larger of two magnitudes, or NaN if one is.
+PYCOMM_DEVICE double larger(double a, double b) { return a != a || a > b ? a : b; }
+
 // The largest magnitude of this block's values, NaN if one is, for all of its threads.
 template <class T>
 PYCOMM_DEVICE double largest_of_block(const UnpackJob& job, const char* message, Part part) {
     PYCOMM_SHARED(double, of_warps, device::kMaxThreads / device::kWarpSize);
     const float scale = job.layout.half ? *reinterpret_cast<const float*>(message + job.layout.scale_at) : 1.0f;
-    auto larger = [](double a, double b) { return a != a || a > b ? a : b; };
     double largest = 0.0;
     for (int64_t m = part.begin + device::thread_index(); m < part.end; m += device::num_threads()) {
         auto value =
@@ -126,11 +128,23 @@ PYCOMM_DEVICE void judge(const UnpackJob& job) {
     const VerdictLayout& at = job.verdict_layout;
     if (device::thread_index() == 0) *bad = 0;
     device::block_barrier();
-    for (int rank = device::thread_index(); rank < job.num_ranks; rank += device::num_threads()) {
-        int64_t source = 0;
-        for (int64_t j = layout.num_params; j-- > 0;) source = job.code(rank, j) == kNotFinite ? j + 1 : source;
-        reinterpret_cast<int64_t*>(job.verdict + at.sources_at)[rank] = source;
-        if (source != 0) device::atomic_max(bad, 1);
+    // A warp for each rank: the first parameter that is not finite, and the largest value of all its blocks.
+    const int lane = device::thread_index() % device::kWarpSize, warps = device::num_threads() / device::kWarpSize;
+    for (int rank = device::thread_index() / device::kWarpSize; rank < job.num_ranks; rank += warps) {
+        const auto none = static_cast<int>(layout.num_params);
+        int source = none;
+        for (int j = lane; j < source; j += device::kWarpSize) source = job.code(rank, j) == kNotFinite ? j : source;
+        double largest = 0.0, *of_blocks = job.largest + rank * job.blocks_per_rank;
+        for (int b = lane; b < job.blocks_per_rank; b += device::kWarpSize) largest = larger(of_blocks[b], largest);
+        for (int distance = 1; distance < device::kWarpSize; distance *= 2) {
+            const int other = device::shuffle(source, lane ^ distance);
+            source = other < source ? other : source;
+            largest = larger(device::shuffle(largest, lane ^ distance), largest);
+        }
+        if (lane != 0) continue;
+        reinterpret_cast<int64_t*>(job.verdict + at.sources_at)[rank] = source == none ? 0 : source + 1;
+        if (source != none) device::atomic_max(bad, 1);
+        of_blocks[0] = largest;
     }
     for (int64_t j = device::thread_index(); j < layout.num_params; j += device::num_threads()) {
         bool used = false;
@@ -147,14 +161,7 @@ PYCOMM_DEVICE void judge(const UnpackJob& job) {
     device::block_barrier();
     if (device::thread_index() != 0) return;
     double sum = 0.0;
-    for (int rank = 0; rank < job.num_ranks; ++rank) {
-        double largest = 0.0;
-        for (int b = 0; b < job.blocks_per_rank; ++b) {
-            double of_block = job.largest[rank * job.blocks_per_rank + b];
-            largest = largest != largest || largest > of_block ? largest : of_block;
-        }
-        sum += largest;
-    }
+    for (int rank = 0; rank < job.num_ranks; ++rank) sum += job.largest[rank * job.blocks_per_rank];
     sum *= factor_of<double>(job.factor);
     const bool within = sum <= job.most && -sum <= job.most;
     job.verdict[at.finite_at] = *bad == 0 && within ? 1 : 0;

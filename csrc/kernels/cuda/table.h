@@ -27,8 +27,8 @@ int64_t table_bytes(size_t num_arrays);
 // uses belongs to that graph.)
 // `zeros`: set to 0 by the same kernel.
 struct Zeros {
-    char* begin = nullptr;  // on a border of 16 bytes
-    int64_t num_bytes = 0;  // a multiple of 16
+    char* begin = nullptr;  // on a border of 16 bytes, unless there are fewer
+    int64_t num_bytes = 0;
 };
 Table upload(const std::vector<Buffer>& arrays, Workspace& workspace, Stream stream, Zeros zeros = {});
 
@@ -37,6 +37,7 @@ PYCOMM_DEVICE void clear(const Zeros& zeros, int64_t first, int64_t stride) {
     for (int64_t i = first; i < zeros.num_bytes / 16; i += stride) {
         reinterpret_cast<Packet<uint32_t, 4>*>(zeros.begin)[i] = {};
     }
+    for (int64_t i = zeros.num_bytes / 16 * 16 + first; i < zeros.num_bytes; i += stride) zeros.begin[i] = 0;
 }
 
 inline constexpr int64_t kTile = 4096;      // elements per block

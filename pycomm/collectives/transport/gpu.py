@@ -19,6 +19,7 @@ from pycomm.collectives.transport.nccl import NcclTransport
 from pycomm.kernels import Scratch
 from pycomm.schedule.program import Program
 from pycomm.schedule.table import Table
+from pycomm.torch_internals import raw_stream
 
 _NUM_ARRAYS = {"reduce_scatter": 2, "all_gather": 2}
 """Number of leading arguments that are arrays, if not one."""
@@ -48,15 +49,9 @@ def streams_of(arrays: Sequence[Any]) -> list[int]:
 
 def _stream_of(array: Any) -> int:
     if isinstance(array, torch.Tensor):
-        return current_stream(array.get_device())
+        return raw_stream(array.get_device())
     stream = array.__cuda_array_interface__.get("stream")
     return 0 if stream in (None, 1) else int(stream)  # 1 names the legacy default stream
-
-
-def current_stream(device: int) -> int:
-    """Return torch's current stream as an integer (``cudaStream_t``)."""
-    handle: int = torch.cuda.current_stream(device).cuda_stream
-    return handle
 
 
 class GpuWork:
@@ -127,6 +122,10 @@ class GpuQueue:
         self._transports: dict[str, NcclTransport] = {}
         self.scratch = Scratch()  # for kernels on the communication stream
         self._own_stream: Any = None
+        self._ahead_stream: Any = None  # kernels of the next operation run here while the last one is sent
+        self._is_ahead = False
+        self._for_torch: dict[int, Any] = {}  # streams of pycomm as torch's, by handle
+        self._has_torch = torch.cuda.is_available()  # else arrays are from other libraries
         self._kept: deque[tuple[Any, list[Any]]] = deque()  # objects used by operations that were not waited for
         self._grouped: list[Sequence[Any]] | None = None  # arrays of an open group's operations
 
@@ -154,22 +153,47 @@ class GpuQueue:
             self._own_stream = _native.CommStream(self.device)
         return self._own_stream
 
+    def _torch_stream(self, stream: Any) -> Any:
+        """Return a stream of pycomm as one of torch's."""
+        if stream.handle not in self._for_torch:
+            made = torch.cuda.ExternalStream(stream.handle, self.device)  # type: ignore[no-untyped-call]
+            self._for_torch[stream.handle] = made
+        return self._for_torch[stream.handle]
+
     @contextlib.contextmanager
     def as_current(self) -> Iterator[None]:
         """Make the communication stream torch's current one.
 
         Memory allocated inside is reused on that stream only, so it may be freed at any time.
         """
-        if not torch.cuda.is_available():  # arrays are from other libraries
+        if not self._has_torch:
             yield
             return
-        stream = torch.cuda.ExternalStream(self._stream.handle, self.device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(self._torch_stream(self._stream)):
             yield
+
+    @contextlib.contextmanager
+    def _ahead_as_current(self, producers: Collection[int]) -> Iterator[None]:
+        """Make a second stream torch's current one, until the first operation inside, then the communication stream.
+
+        What comes before that operation does not wait for what the communication stream has still to do.
+        """
+        own = self._stream  # the property may have to make NCCL's communicator
+        if self._ahead_stream is None:
+            self._ahead_stream = _native.CommStream(self.device)
+        for stream in producers:
+            self._ahead_stream.follow(stream)
+        self._is_ahead = True
+        try:
+            with torch.cuda.stream(self._torch_stream(self._ahead_stream)):
+                yield
+        finally:
+            self._is_ahead = False
+            own.follow(self._ahead_stream.handle)
 
     def torch_streams(self) -> list[int]:
         """Return a list with torch's current stream; empty if torch has no CUDA."""
-        return [current_stream(self.device)] if torch.cuda.is_available() else []
+        return [raw_stream(self.device)] if self._has_torch else []
 
     def all_reduce(self, x: Any, op: str, async_op: bool, algorithm: str | Table) -> GpuWork | None:
         """Reduce ``x`` over all ranks by NCCL's choice of algorithm, or by its "ring"."""
@@ -230,6 +254,10 @@ class GpuQueue:
         for stream in producers:
             self._stream.follow(stream)
         operation(self._stream.handle)
+        if self._is_ahead:
+            self._is_ahead = False
+            torch.cuda.set_stream(self._torch_stream(self._stream))
+            producers = [self._stream.handle]
         if self._grouped is not None:
             self._grouped.append(arrays)  # also keeps them alive until NCCL gets the operation
             return None
@@ -240,13 +268,29 @@ class GpuQueue:
             return None
         return self._work(moment, producers, None, [*arrays, *kept])
 
-    def call(self, job: Callable[[], Any], reads: Sequence[torch.Tensor | None], producers: Collection[int]) -> GpuWork:
-        """Call ``job`` with the communication stream as torch's current one, ordered after ``producers``."""
-        for stream in {*producers, current_stream(self.device)}:
-            self._stream.follow(stream)
+    def call(
+        self,
+        job: Callable[[], Any],
+        reads: Sequence[torch.Tensor | None],
+        producers: Collection[int],
+        *,
+        ahead: bool = False,
+    ) -> GpuWork:
+        """Call ``job`` with the communication stream as torch's current one, ordered after ``producers``.
+
+        With ``ahead``, what ``job`` does before its first collective runs on a second stream, beside what earlier jobs
+        still send. Memory that it allocates there must live until the work was waited for.
+        """
+        followed = {*producers, raw_stream(self.device)}
         self._drop_finished()
-        with self.as_current():
-            result = job()
+        if ahead and self._has_torch:
+            with self._ahead_as_current(followed):
+                result = job()
+        else:
+            for stream in followed:
+                self._stream.follow(stream)
+            with self.as_current():
+                result = job()
         return self._work(self._stream.now(), producers, result, [tensor for tensor in reads if tensor is not None])
 
     def _work(self, moment: Any, producers: Collection[int], result: Any, kept: list[Any]) -> GpuWork:

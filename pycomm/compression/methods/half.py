@@ -34,27 +34,26 @@ class HalfExchange(DenseExchange):
     def __init__(self, bucket: Bucket, communicator: Communicator, half_dtype: torch.dtype, scaled: bool) -> None:
         super().__init__(bucket, communicator)
         self._scaled = scaled
+        self.packs_apart = not scaled
         self._message = communicator.empty(bucket.num_elements + bucket.num_flags, half_dtype, bucket.device)
-        self._scratch, self._unpack_scratch = kernels.Scratch(), kernels.Scratch()
+        self._scratch, self._largest_scratch, self._unpack_scratch = (kernels.Scratch() for _ in range(3))
         self._result_fits = True
 
     def exchange(self, grads: Sequence[torch.Tensor | None], scaling: Scaling) -> None:
         bucket, size = self._bucket, self._communicator.size
         self._all_used_here = all(grad is not None for grad in grads)
         self._result_fits = scaling.average or bucket.dtype != torch.float16
-        parts = self._parts(grads)
-        scale = self._agree(parts, scaling.local) if self._scaled else 1.0
-        whole = self._message[: bucket.num_elements]
-        limit = bucket.limit(self._message.dtype)
-        fits = kernels.pack(parts, whole, scale * scaling.local, limit=limit, scratch=self._scratch)
-        bucket.set_flags(grads, [fits], scaling.fingerprint)
+        scale = self._agree(grads, scaling.local) if self._scaled else 1.0
+        whole, flags = self._message[: bucket.num_elements], self._message[bucket.num_elements :]
+        bucket.pack_flagged(grads, self._message, scale * scaling.local, scaling.fingerprint, self._scratch)
+        if not bucket.on_gpu:
+            bucket.flags.copy_(flags)
         found = self._find_source(grads)
-        self._message[bucket.num_elements :] = bucket.flags
         reduce_message(self._communicator, bucket, self._message, "sum")
         self.bytes_sent += self._message.nbytes
         own, factor = bucket.own, scaling.result / (size * scale)
         kernels.unpack(whole[own], [bucket.flat[own]], factor, scratch=self._unpack_scratch)
-        bucket.flags.copy_(self._message[bucket.num_elements :])
+        bucket.flags.copy_(flags)
         if not found and self._is_too_large():
             self._nonfinite_source = None  # it was that of an earlier step
 
@@ -65,18 +64,12 @@ class HalfExchange(DenseExchange):
             finite = finite & torch.isfinite(kernels.absmax([self._bucket.flat]))
         return as_flag(finite, self._bucket)
 
-    def _agree(self, parts: Sequence[torch.Tensor], local: float | torch.Tensor) -> torch.Tensor:
-        largest = kernels.absmax(parts, scratch=self._scratch) * local
+    def _agree(self, grads: Sequence[torch.Tensor | None], local: float | torch.Tensor) -> torch.Tensor:
+        parts = [laid_out_like(g, view) for g, view in zip(grads, self._bucket.views, strict=True) if g is not None]
+        largest = kernels.absmax(parts or [self._bucket.flat[:0]], scratch=self._largest_scratch) * local
         self._communicator.all_reduce(largest, "max")
         self.bytes_sent += largest.nbytes
         return agreed_scale(largest, self._communicator.size)
-
-    def _parts(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """Return ``grads`` in the bucket's memory order; zeros, written to the bucket, for missing ones."""
-        return [
-            laid_out_like(view.zero_() if grad is None else grad, view)
-            for grad, view in zip(grads, self._bucket.views, strict=True)
-        ]
 
 
 @dataclass(frozen=True)

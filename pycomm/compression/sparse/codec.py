@@ -62,6 +62,10 @@ class SparseCodec:
         self._bytes_before = 0  # by sums of other densities
 
     @property
+    def packs_apart(self) -> bool:
+        return isinstance(self._sum, GatheredSum)
+
+    @property
     def bytes_sent(self) -> int:
         return self._bytes_before + (0 if self._sum is None else self._sum.bytes_sent)
 

@@ -112,6 +112,8 @@ class AutoExchange:
         """Whether this step's exchange carries state, which a step that is not finite must not touch."""
         return self._now is self._stateful
 
+    packs_apart = False
+
     @property
     def bytes_sent(self) -> int:
         stateless = sum(exchange.bytes_sent for exchange in self._stateless.values())

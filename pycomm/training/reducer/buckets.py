@@ -153,7 +153,16 @@ class Slot:
 
     def holds_average(self) -> bool:
         """Return whether ``.grad`` is the view into the bucket, even if it was written to."""
-        return self.flight is not None and self.owner.grad is self.flight.bucket.views[self.index]
+        grad = self.owner.grad
+        return self.flight is not None and grad is not None and grad is self.flight.bucket.views[self.index]
+
+    def move_to_bucket(self, num_writes: int) -> None:
+        """Copy the average from an earlier bucket; ``num_writes`` is the number of writes since it was handed out."""
+        grad = self.owner.grad
+        assert grad is not None
+        assert self.flight is not None
+        self.owner.grad = self.flight.bucket.views[self.index].copy_(grad)
+        self.version = self.grad_version() - num_writes
 
     def untouched(self) -> bool:
         """Return whether ``.grad`` is still the last average, unchanged."""
@@ -195,15 +204,21 @@ class BucketInFlight:
     communicator: Communicator
     """Communicator that sends it."""
     work: Work | GpuWork | None = None
-    producers: set[int] = field(default_factory=set)
-    """On a GPU, the streams (as integers) on which this pass's gradients were computed."""
     unused: Sequence[Slot] = ()
     """Slots without a gradient on any rank in the last reduction."""
     counts: GradientCounts = field(init=False)
-    """How often each gradient has been accumulated in this pass."""
+    """How often each gradient has been accumulated in this pass, and on which streams of a GPU."""
 
     def __post_init__(self) -> None:
         self.counts = GradientCounts(len(self.slots))
+
+    def expect(self, numbers: Sequence[int]) -> None:
+        """Expect each gradient as often per pass as these ``numbers`` say; 0: not known."""
+        for index, number in enumerate(numbers):
+            for _ in range(number):
+                self.counts.note(index)
+        self.counts.end_pass()
+        self.counts.begin_pass()
 
     def begin_pass(self) -> None:
         """Expect the gradients of another pass."""
@@ -288,6 +303,18 @@ def make_buckets(
             slot.flight, slot.index = flight, index
         flights.append(flight)
     return flights
+
+
+def are_sorted(
+    flights: Sequence[BucketInFlight],
+    slots: Sequence[Slot],
+    compression: Compression,
+    bucket_bytes: int,
+    first_bytes: int,
+) -> bool:
+    """Return whether :func:`make_buckets` would sort ``slots`` into buckets such as ``flights``."""
+    groups = [set(group) for group, _ in _groups(reversed(slots), compression, bucket_bytes, first_bytes)]
+    return groups == [set(flight.slots) for flight in flights]
 
 
 def _place(slot: Slot) -> tuple[bool, int]:

@@ -306,7 +306,7 @@ class Engine:
         assert flight is not None
         self.settle_late()
         if self.table.on_gpu:
-            flight.producers.add(self.communicator.channel.current_stream(self.table.device))
+            flight.counts.note_stream(self.window.current_stream())
         if not self.window.sending:
             if not self.window.is_open:
                 require_no_average(slot, self.settings)
@@ -326,7 +326,7 @@ class Engine:
 
     def may_count(self) -> bool:
         """Return whether hooks may count gradients without calling :meth:`take` until the next bucket is complete."""
-        if self.table.on_gpu or not self.window.sending or self._late is not None or not self.policy.lets_count:
+        if not self.window.sending or self._late is not None or not self.policy.lets_count:
             return False
         return not self._next_is_ready()
 
@@ -408,8 +408,8 @@ class Engine:
         if weights.in_use and self.table.on_gpu:
             weights.relative()  # waits here on the host, so that the job need not
         job = self._exchange_of(flight, grads, self.num_launched)
-        flight.work = self.submit(flight.communicator, job, grads, flight.producers | self.window.streams)
-        flight.producers = set()
+        producers = self.window.streams.union(flight.counts.take_streams())
+        flight.work = self.submit(flight.communicator, job, grads, producers, ahead=flight.exchange.packs_apart)
         for slot in flight.slots:
             if slot is self.firing:
                 self._late = slot  # later hooks (DistributedDataParallel's) still need its gradient
@@ -433,15 +433,14 @@ class Engine:
         job: Callable[[], None],
         reads: Sequence[torch.Tensor | None] = (),
         producers: Collection[int] = frozenset(),
+        ahead: bool = False,
     ) -> Work | GpuWork:
-        """Run ``job`` on the communication thread of ``communicator``, or on its stream.
-
-        On a GPU, ``reads`` are the tensors that it reads, and ``producers`` the streams that it waits for.
-        """
+        """Run ``job`` on the communication thread of ``communicator``, or see :meth:`Channel.submit_on_gpu`."""
         channel = communicator.channel
         if not self.table.on_gpu:
             return self.policy.submit(job, channel.submit)
-        return self.policy.submit(job, lambda each: channel.submit_on_gpu(self.table.device, each, reads, producers))
+        device = self.table.device
+        return self.policy.submit(job, lambda each: channel.submit_on_gpu(device, each, reads, producers, ahead))
 
     # Receiving.
 
@@ -494,7 +493,7 @@ class Engine:
         """Hash compression's new state if the next reduction checks that nothing else has changed it."""
         taken = self.comparison.taking()
         if taken is not None:
-            self.submit(self.communicator, taken.take)
+            self.submit(self.communicator, taken.take, ahead=True)  # before the packing that compares them
 
     def _await_results(self, then: Callable[[], None]) -> None:
         with self.statistics.phases.waiting():

@@ -17,7 +17,7 @@ from pycomm.training.reducer.settings import AttachSettings
 _NUM_LANES = 2
 _USUAL_BYTES = 25 << 20
 _FIRST_BYTES = 1 << 20
-"""Size of the first bucket between hosts, small so that the link has work as soon as possible."""
+"""Size of the first bucket between hosts and on GPUs, small so that the link has work as soon as possible."""
 _NUM_BUCKETS = 4
 """Number of buckets of a small model on one host: all but the last can be hidden behind backward."""
 _LEAST_BYTES = 1 << 20
@@ -57,14 +57,14 @@ def bucket_sizes(
 ) -> tuple[int, int]:
     """Return the size of a bucket, and that of the first one, for ``num_bytes`` of gradients; equal on all ranks.
 
-    On one host small models get four buckets, unless ``bucket_mb`` is given. Between hosts the first bucket is small,
-    as the link would otherwise wait for it. Neither holds for methods with much work per bucket and little to send, nor
-    on a GPU, where launches are expensive.
+    Between hosts and on GPUs the first bucket is small, as the link would otherwise wait for it. In CPU memory of one
+    host, where ranks compute what they send on the same cores, small models get four equal buckets, unless
+    ``bucket_mb`` is given. Neither holds for methods with much work per bucket and little to send.
     """
     most = _USUAL_BYTES if settings.tuning.bucket_bytes is None else settings.tuning.bucket_bytes
-    if on_gpu or settings.compression.transactional:
+    if settings.compression.transactional:
         return most, most
-    if is_remote(lanes[0]):
+    if on_gpu or is_remote(lanes[0]):
         return most, min(most, int(_FIRST_BYTES / settings.compression.sent_fraction))
     if settings.tuning.bucket_bytes is None:
         most = min(most, max(-(-num_bytes // _NUM_BUCKETS), _LEAST_BYTES))

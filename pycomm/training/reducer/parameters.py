@@ -17,8 +17,15 @@ from pycomm.optim.parameter_checks import check_parameters
 from pycomm.optim.parameters import checked_optimizer, optimizer_parameters, parameter_ids
 from pycomm.optim.shards import Shards, labels_of
 from pycomm.optim.step_override import Stepper, stepper_of
-from pycomm.torch_internals import local_of, version_of
-from pycomm.training.reducer.buckets import BucketInFlight, Slot, add_counts, check_sharding, make_buckets, state_of
+from pycomm.torch_internals import local_of
+from pycomm.training.reducer.buckets import (
+    BucketInFlight,
+    Slot,
+    add_counts,
+    check_sharding,
+    make_buckets,
+    state_of,
+)
 from pycomm.training.reducer.lanes import bucket_sizes
 from pycomm.training.reducer.partition import StepPartition
 from pycomm.training.reducer.settings import AttachSettings
@@ -261,21 +268,35 @@ class ParameterTable:
             self.partition.adopt(made)
         self.flights += made
 
-    def rebuild(self, lanes: Sequence[Communicator], settings: AttachSettings, *, adopt: bool) -> None:
-        """Sort all parameters into new buckets with the old ones' state, and with their gradients if ``adopt``."""
+    def rebuild(
+        self,
+        lanes: Sequence[Communicator],
+        settings: AttachSettings,
+        *,
+        adopt: bool,
+        order: Sequence[Slot] | None = None,
+    ) -> None:
+        """Sort all parameters into new buckets with the old ones' state, and with their gradients if ``adopt``.
+
+        ``order`` replaces the order of :meth:`slots`.
+        """
         add_counts(self.earlier, [flight.exchange for flight in self.flights])
-        state = state_of(self.flights)
+        state, slots = state_of(self.flights), self.slots() if order is None else list(order)
+        self._slots = {id(slot.param): slot for slot in slots}
+        expected = {slot: slot.expected for slot in slots}
+        num_writes = {slot: slot.grad_version() - slot.version for slot in slots if adopt and slot.holds_average()}
         self.flights = []
-        self.make_buckets(self.slots(), lanes, settings)
+        for slot in slots:
+            slot.flight = None  # frees its memory, unless that is a .grad
+        self.make_buckets(slots, lanes, settings)
         for flight in self.flights:
             flight.exchange.load_state(state)
-            if not adopt:
-                continue
-            for slot, view in zip(flight.slots, flight.bucket.views, strict=True):
-                if slot.owner.grad is not None:
-                    view.copy_(slot.owner.grad)
-                    slot.owner.grad, slot.version = view, version_of(view)
-            flight.bucket.note_handed_out()
+            flight.expect([expected[slot] for slot in flight.slots])
+            for slot in flight.slots:
+                if slot in num_writes:
+                    slot.move_to_bucket(num_writes[slot])
+            if adopt:
+                flight.bucket.note_handed_out()
 
     def has_new(self) -> bool:
         """Return whether parameters were added by ``add_param_group``, or unfrozen."""

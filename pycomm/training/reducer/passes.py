@@ -16,6 +16,7 @@ from pycomm.optim.copies import MarkedParts, training_alone
 from pycomm.optim.module_hooks import BeforeForward, ForwardWatch, ZeroGradHook, forget_original
 from pycomm.optim.wrappers import refuse_active_wrapper
 from pycomm.torch_internals import current_graph_task
+from pycomm.training.reducer.arrival import ArrivalOrder
 from pycomm.training.reducer.autograd_hooks import BackwardWatch, GradientHook, Uncovered, step_hook
 from pycomm.training.reducer.buckets import Slot, forget_passes
 from pycomm.training.reducer.engine import Engine
@@ -84,8 +85,9 @@ class Passes:
         self._engine, self._table, self._window, self._progress = engine, engine.table, engine.window, engine.progress
         self._watch = BackwardWatch(self._begin, self._all_gradients_arrived, self._end, self._failed)
         self._local = LocalPasses()
-        self._gate = PassGate(current_graph_task)
+        self._gate = PassGate(current_graph_task, self._window.current_stream if self._table.on_gpu else None)
         self.changes = ParameterChanges(engine, self.hook_parameters, self.stop)
+        self._order = ArrivalOrder(engine)
         self._hookless: list[Slot] = []
         self._owner: Any = None
         self._handles: list[Any] = []
@@ -239,6 +241,7 @@ class Passes:
         try:
             self._watch.touch()
             if slot.flight is not None:
+                self._order.note(slot)
                 self._engine.take(slot)
         except (RuntimeError, ValueError) as error:
             self.stop(error)
@@ -254,8 +257,14 @@ class Passes:
         self.forget_abandoned()
         self.admit_newcomer()
         self._window.begin_pass()
+        self.begin_pass()
+
+    def begin_pass(self, *, with_next: bool | None = True) -> None:
+        """Begin a pass, or a reduction without one; ``with_next`` as in ``Engine.begin_pass``."""
         self.require_right_pass()
-        self._engine.begin_pass()
+        if not self._window.is_open and self._order.apply():
+            self.hook_parameters(self._table.slots())
+        self._engine.begin_pass(with_next=with_next)
 
     def _all_gradients_arrived(self) -> None:
         if not self._window.sending:
@@ -304,6 +313,7 @@ class Passes:
             raise self.changes.explained(error) from error
         self._window.complete = True
         self.changes.drop_replaced()
+        self._order.agree()
 
     def admit_newcomer(self) -> None:
         """Admit a waiting newcomer between two steps."""

@@ -275,6 +275,7 @@ class AccumulationWindow:
         scaling: scales of the window that is being sent, except for this rank's relative weight, which
             is known only to a job on the communication thread.
         streams: on a GPU, the streams (as integers) on which the scales were computed.
+        current_stream: on a GPU, returns torch's current stream there.
     """
 
     def __init__(
@@ -292,6 +293,7 @@ class AccumulationWindow:
         self.num_idle = 0
         self.scaling = Scaling(communicator.size)
         self.streams: set[int] = set()
+        self.current_stream = communicator.channel.current_stream_of(device)
 
     @property
     def is_open(self) -> bool:
@@ -324,7 +326,7 @@ class AccumulationWindow:
             self.weights.start_sum(self.num_passes, with_next)
         loss_scale = self._loss_scale.current(self._device, self._on_gpu)
         if self._on_gpu and isinstance(loss_scale, torch.Tensor):
-            self.streams = {self._communicator.channel.current_stream(self._device)}
+            self.streams = {self.current_stream()}
         # A copy: the count may be incremented before the GPU has read it for this step.
         number = step.clone() if self._on_gpu else int(step)
         average, size = self._settings.average, self._communicator.size
@@ -359,7 +361,7 @@ class AccumulationWindow:
             limit = self._part_norm / math.sqrt(self._communicator.size)
             norms.clip_parts(slots, shards, limit, replace(self.scaling, relative=relative).to_state)
             if self._on_gpu:
-                self.streams.add(self._communicator.channel.current_stream(self._device))
+                self.streams.add(self.current_stream())
 
     def sends_early(self, shards: Shards) -> bool:
         """Return whether gradients may be sent before all have arrived, as none is clipped by a norm of several."""
@@ -375,4 +377,4 @@ class AccumulationWindow:
         factor = norms.narrowed(torch.where(torch.isfinite(norm), norms.clip_factor(norm, max_norm), 1.0), slots)
         self.scaling = replace(self.scaling, clip=factor.float() if self._on_gpu else float(factor))
         if self._on_gpu:
-            self.streams.add(self._communicator.channel.current_stream(self._device))
+            self.streams.add(self.current_stream())

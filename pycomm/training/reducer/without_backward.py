@@ -201,8 +201,7 @@ class WithoutBackward:
         try:
             self._passes.forget_abandoned()
             self._window.sending = True
-            self._passes.require_right_pass()
-            self._engine.begin_pass(with_next=with_next)
+            self._passes.begin_pass(with_next=with_next)
             self._engine.launch_rest()
         except (RuntimeError, ValueError) as error:
             self._passes.stop(error)

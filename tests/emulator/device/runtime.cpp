@@ -23,6 +23,7 @@ struct Range {
 std::mutex guard;
 std::map<const char*, Range> memory;  // by where it begins
 thread_local int current = 0;
+int64_t calls_elsewhere = 0;  // on an event of another device than the current one
 bool stalled = false;        // whether events recorded from now on ever happen
 int64_t fills = 0;           // of memory, so far
 int64_t good_launches = -1;  // how many go well before the one that fails; negative: all do
@@ -31,6 +32,7 @@ struct FakeEvent {
     bool happens;
     Stream stream;
     int64_t capture;
+    int device;
 };
 std::vector<std::pair<Stream, Stream>> waits;  // the second was told to wait for the first
 
@@ -76,9 +78,14 @@ Stream make_stream(int) {
     return new char;
 }
 
-Event make_event() { return new FakeEvent{true, nullptr, 0}; }
-void destroy_event(Event event) { delete static_cast<FakeEvent*>(event); }
-void record(Event event, Stream stream) { *static_cast<FakeEvent*>(event) = {!stalled, stream, capture::of(stream)}; }
+Event make_event() { return new FakeEvent{true, nullptr, 0, current}; }
+void destroy_event(Event event) {
+    if (static_cast<FakeEvent*>(event)->device != current) ++calls_elsewhere;
+    delete static_cast<FakeEvent*>(event);
+}
+void record(Event event, Stream stream) {
+    *static_cast<FakeEvent*>(event) = {!stalled, stream, capture::of(stream), current};
+}
 void wait_for(Stream stream, Event event) {
     auto moment = static_cast<FakeEvent*>(event);
     capture::join(stream, moment->capture, moment->stream);
@@ -88,6 +95,7 @@ void wait_for(Stream stream, Event event) {
 bool has_happened(Event event) {
     capture::require_safe("querying an event");
     auto moment = static_cast<FakeEvent*>(event);
+    if (moment->device != current) ++calls_elsewhere;
     if (moment->capture != 0) capture::forbid("querying an event", "cudaErrorCapturedEvent", moment->capture);
     return moment->happens || !stalled;
 }
@@ -134,6 +142,7 @@ extern "C" {
     pycomm::device::waits.clear();
 }
 [[gnu::visibility("default")]] int64_t emulator_num_launches() { return emulator::num_launches(); }
+[[gnu::visibility("default")]] int64_t emulator_num_calls_elsewhere() { return pycomm::device::calls_elsewhere; }
 [[gnu::visibility("default")]] int64_t emulator_num_fills() { return pycomm::device::fills; }
 // Of the launches from now on, number `i` fails, as for lack of resources.
 [[gnu::visibility("default")]] void emulator_fail_launch(int64_t i) { pycomm::device::good_launches = i; }
