@@ -6,7 +6,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 
@@ -17,6 +17,8 @@ from pycomm.errors import CommError, reworded
 from pycomm.torch_internals import keeps_python_works
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+_NO_TIME = timedelta(0)
 
 METHODS: dict[str, Callable[..., Any]] = {}
 """Methods of a process group by torch's names for them; see :func:`operation`."""
@@ -80,8 +82,7 @@ class Calls:
     def seconds(self, opts: Any, timeout: timedelta | None = None) -> float:
         """Return the limit of every single wait of an operation."""
         limit = timeout if timeout is not None else getattr(opts, "timeout", None)
-        seconds = limit.total_seconds() if isinstance(limit, timedelta) else 0.0
-        return seconds if seconds > 0 else self.engine.timeout
+        return limit.total_seconds() if isinstance(limit, timedelta) and limit > _NO_TIME else self.engine.timeout
 
     def require_one_per_rank(self, operation: str, name: str, tensors: Sequence[Any]) -> None:
         """Raise ValueError unless there are as many ``tensors`` as ranks."""
@@ -145,6 +146,11 @@ def _timed(run: Callable[..., None], args: tuple[Any, ...], seconds: float) -> N
     try:
         run(*args, seconds)
     except CommError as error:
-        if error.elapsed < seconds:
-            raise
-        raise reworded(error, f"{error} (the timeout is {seconds:g} s)", CommError) from error
+        raise_timed(error, seconds)
+
+
+def raise_timed(error: CommError, seconds: float) -> NoReturn:
+    """Raise ``error``, which says what the timeout was if a wait took that long."""
+    if error.elapsed < seconds:
+        raise error
+    raise reworded(error, f"{error} (the timeout is {seconds:g} s)", CommError) from error
