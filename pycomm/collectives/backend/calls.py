@@ -66,12 +66,18 @@ class Calls:
             self.gpu = GpuSide(self.engine, device)
         return self.gpu
 
-    def start(self, operation: Planned | BackendWork) -> BackendWork:
-        """Run what is planned, on this thread if the options say so; return its work."""
+    def start(self, operation: Planned | BackendWork) -> BackendWork | None:
+        """Run what is planned; return its work. If the options say that the caller waits, there is none.
+
+        It has then been done on this thread, as by torch's own groups.
+        """
         if isinstance(operation, Planned):
             name, run, args, result, opts, timeout = operation
             job = functools.partial(_timed, run, args, self.seconds(opts, timeout))
-            work = self.engine.run(name, job, result, bool(getattr(opts, "asyncOp", True)))
+            if not getattr(opts, "asyncOp", True):
+                self.engine.channel.enqueue(job)
+                return None
+            work = self.engine.run(name, job, result, True)
             self._recent.append(work)
         else:
             work = operation
