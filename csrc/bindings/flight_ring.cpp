@@ -302,8 +302,7 @@ PyObject* record(const Watched& self, PyObject* const* args, Py_ssize_t count, c
 PyObject* call_watched(PyObject* capsule, PyObject* const* args, Py_ssize_t count) {
     const auto& self = *static_cast<Watched*>(PyCapsule_GetPointer(capsule, nullptr));
     Glance seen;
-    const bool is_seen =
-        self.array >= 0 && self.array < count && glance(args[self.array], seen, self.group == nullptr);
+    const bool is_seen = self.array >= 0 && self.array < count && glance(args[self.array], seen, self.group == nullptr);
     const auto op = is_seen && count == 3 ? small_reduction(self, seen, args[1], args[2]) : std::nullopt;
     return record(self, args, count, is_seen ? &seen : nullptr, op);
 }
@@ -356,9 +355,8 @@ py::object watch(std::shared_ptr<FlightRing> ring, py::object name, py::object c
                  Py_ssize_t first_noted, Py_ssize_t end_noted, bool collective, py::object describe,
                  py::object failed) {
     SharedMemoryGroup* group = group_of_all_reduce(call);
-    return function_of(watched_method,
-                       Watched{std::move(ring), std::move(name), std::move(call), std::move(describe),
-                               std::move(failed), group, array, first_noted, end_noted, collective});
+    return function_of(watched_method, Watched{std::move(ring), std::move(name), std::move(call), std::move(describe),
+                                               std::move(failed), group, array, first_noted, end_noted, collective});
 }
 
 // Returns the previous values, to be restored.

@@ -9,8 +9,8 @@
 namespace pycomm {
 namespace {
 
-// While a rank's peers together have no more than this, it reduces the whole array by itself: reading P - 1 arrays costs
-// less than one more step.
+// While a rank's peers together have no more than this, it reduces the whole array by itself: reading P - 1 arrays
+// costs less than one more step.
 constexpr int64_t kRedundantBytes = 32 << 10;
 
 Range part_of(int64_t count, int p, int size) { return piece_of(count, p, size, kPartAlign); }
