@@ -18,12 +18,24 @@ inline void check_python_signals() {
     if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
 }
 
-inline void require_reducible(const Buffer& x, ReduceOp op, const char* name = "x") {
-    const bool floating = is_floating(x.dtype);
-    if (!(op == ReduceOp::kMean && !floating) && !(is_bitwise(op) && floating)) return;
-    throw ArgumentTypeError(format("op '%s' requires %s dtype, %s has %s", name_of(op),
-                                   floating ? "an integer" : "a floating", name, name_of(x.dtype)));
+inline bool is_reducible(const Buffer& x, ReduceOp op) {
+    return is_floating(x.dtype) ? !is_bitwise(op) : op != ReduceOp::kMean;
 }
+
+inline void require_reducible(const Buffer& x, ReduceOp op, const char* name = "x") {
+    if (is_reducible(x, op)) return;
+    throw ArgumentTypeError(format("op '%s' requires %s dtype, %s has %s", name_of(op),
+                                   is_floating(x.dtype) ? "an integer" : "a floating", name, name_of(x.dtype)));
+}
+
+class SharedMemoryGroup;
+
+// The group whose method all_reduce `call` is; null if it is any other function.
+SharedMemoryGroup* group_of_all_reduce(pybind11::handle call);
+// Calls that method on a small array in CPU memory. It is called without pybind11's dispatcher, which takes as long as
+// all of a small operation, and holds the interpreter's lock until it waits.
+void all_reduce_small(SharedMemoryGroup& group, const Buffer& x, ReduceOp op, double timeout);
+inline constexpr int64_t kSmallBytes = 64 << 10;
 
 // Requires that `whole` holds a part per rank.
 inline void require_ratio(const Buffer& whole, const char* whole_name, const Buffer& part, const char* part_name,

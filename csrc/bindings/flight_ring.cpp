@@ -15,7 +15,9 @@
 #include "base/error.h"
 #include "base/time.h"
 #include "bindings/bindings.h"
+#include "bindings/collectives.h"
 #include "bindings/glance.h"
+#include "bindings/reduce_op.h"
 
 namespace pycomm {
 
@@ -175,6 +177,7 @@ class FlightRing {
 struct Watched {
     std::shared_ptr<FlightRing> ring;
     py::object name, call, describe, failed;
+    SharedMemoryGroup* group;  // whose all_reduce `call` is; else null
     Py_ssize_t array, first_noted, end_noted;
     bool collective;
 };
@@ -195,17 +198,16 @@ py::object noted(const Watched& self, PyObject* const* args, Py_ssize_t count) {
     return found;
 }
 
-void describe_array(const Watched& self, PyObject* array, RecordedOperation& out) {
+void describe_array(const Watched& self, PyObject* array, const Glance* seen, RecordedOperation& out) {
     static PyObject** const names = [] {
         auto* made = new PyObject*[16]();
         return made;
     }();
-    Glance seen;
-    if (glance(array, seen, true)) {
-        const auto k = static_cast<size_t>(seen.buffer.dtype) % 16;
-        if (names[k] == nullptr) names[k] = PyUnicode_FromString(name_of(seen.buffer.dtype));
+    if (seen != nullptr) {
+        const auto k = static_cast<size_t>(seen->buffer.dtype) % 16;
+        if (names[k] == nullptr) names[k] = PyUnicode_FromString(name_of(seen->buffer.dtype));
         out.dtype = or_none(names[k]);
-        out.elements = seen.buffer.count;
+        out.elements = seen->buffer.count;
         return;
     }
     auto told = py::reinterpret_steal<py::object>(PyObject_CallOneArg(self.describe.ptr(), array));
@@ -223,7 +225,7 @@ struct Begun {
     double when;
 };
 
-Begun note(const Watched& self, PyObject* const* args, Py_ssize_t count) {
+Begun note(const Watched& self, PyObject* const* args, Py_ssize_t count, const Glance* seen) {
     RecordedOperation& made = self.ring->begin(self.collective);
     made.name = self.name;
     made.dtype = py::none();
@@ -233,7 +235,7 @@ Begun note(const Watched& self, PyObject* const* args, Py_ssize_t count) {
     made.submitted = or_none(mark.line);
     made.line = line_of_caller();
     const Begun begun{made.ticket, made.began = monotonic_seconds()};
-    if (self.array >= 0 && self.array < count) describe_array(self, args[self.array], made);
+    if (self.array >= 0 && self.array < count) describe_array(self, args[self.array], seen, made);
     return begun;
 }
 
@@ -261,11 +263,33 @@ void tell_listener(PyObject* begins) {
     PyErr_Restore(type, value, trace);
 }
 
-PyObject* call_watched(PyObject* capsule, PyObject* const* args, Py_ssize_t count) {
-    const auto& self = *static_cast<Watched*>(PyCapsule_GetPointer(capsule, nullptr));
-    const Begun begun = note(self, args, count);
-    if (mark.listener != nullptr) tell_listener(Py_True);
-    PyObject* result = PyObject_Vectorcall(self.call.ptr(), args, static_cast<size_t>(count), nullptr);
+// What a call of an all-reduce passes, if no argument needs a closer look; else none.
+std::optional<ReduceOp> small_reduction(const Watched& self, const Glance& x, PyObject* op, PyObject* timeout) {
+    const bool is_small = self.group != nullptr && x.buffer.device == Buffer::kHost && x.is_contiguous() &&
+                          x.buffer.num_bytes() <= kSmallBytes && PyFloat_CheckExact(timeout) != 0;
+    const std::optional<ReduceOp> known = is_small ? known_reduce_op(op) : std::nullopt;
+    return known && is_reducible(x.buffer, *known) ? known : std::nullopt;
+}
+
+PyObject* reduce_small(const Watched& self, const Buffer& x, ReduceOp op, PyObject* timeout) {
+    try {
+        all_reduce_small(*self.group, x, op, PyFloat_AS_DOUBLE(timeout));
+    } catch (...) {
+        py::detail::try_translate_exceptions();
+        return nullptr;
+    }
+    return py::none().release().ptr();
+}
+
+// Records a call. seen: the array, if it was looked at; op: if that is all a small reduction needs.
+PyObject* record(const Watched& self, PyObject* const* args, Py_ssize_t count, const Glance* seen,
+                 std::optional<ReduceOp> op) {
+    const Begun begun = note(self, args, count, seen);
+    const bool has_listener = mark.listener != nullptr;  // which may run any code
+    if (has_listener) tell_listener(Py_True);
+    PyObject* result = op && !has_listener
+                           ? reduce_small(self, seen->buffer, *op, args[2])
+                           : PyObject_Vectorcall(self.call.ptr(), args, static_cast<size_t>(count), nullptr);
     if (result == nullptr) {
         note_error(self, begun);
     } else {
@@ -275,17 +299,64 @@ PyObject* call_watched(PyObject* capsule, PyObject* const* args, Py_ssize_t coun
     return result;
 }
 
+PyObject* call_watched(PyObject* capsule, PyObject* const* args, Py_ssize_t count) {
+    const auto& self = *static_cast<Watched*>(PyCapsule_GetPointer(capsule, nullptr));
+    Glance seen;
+    const bool is_seen = self.array >= 0 && self.array < count && glance(args[self.array], seen, self.group == nullptr);
+    const auto op = is_seen && count == 3 ? small_reduction(self, seen, args[1], args[2]) : std::nullopt;
+    return record(self, args, count, is_seen ? &seen : nullptr, op);
+}
+
+// The shortest way from Python to a small all-reduce.
+struct AtOnce {
+    py::object function;     // which call_watched() runs
+    const Watched* watched;  // of it; null: another one
+    py::object unfinished;   // operations that have to end first
+    py::object timeout;
+};
+
+// Arguments: x, op and, if it is another one, timeout. Returns whether it was done.
+PyObject* call_at_once(PyObject* capsule, PyObject* const* args, Py_ssize_t count) {
+    const auto& self = *static_cast<AtOnce*>(PyCapsule_GetPointer(capsule, nullptr));
+    Glance seen;
+    const bool may_run = self.watched != nullptr && (count == 2 || count == 3) && py::len(self.unfinished) == 0;
+    if (!may_run || !glance(args[0], seen)) Py_RETURN_FALSE;
+    PyObject* const all[] = {args[0], args[1], count == 3 ? args[2] : self.timeout.ptr()};
+    const auto op = small_reduction(*self.watched, seen, all[1], all[2]);
+    if (!op) Py_RETURN_FALSE;
+    PyObject* result = record(*self.watched, all, 3, &seen, op);
+    if (result == nullptr) return nullptr;
+    Py_DECREF(result);
+    Py_RETURN_TRUE;
+}
+
 PyMethodDef watched_method = {"operation", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call_watched)),
                               METH_FASTCALL, nullptr};
+PyMethodDef at_once_method = {"at_once", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call_at_once)),
+                              METH_FASTCALL, nullptr};
+
+template <class State>
+py::object function_of(PyMethodDef& method, State state) {
+    py::capsule capsule(new State(std::move(state)), [](void* one) { delete static_cast<State*>(one); });
+    return py::reinterpret_steal<py::object>(PyCFunction_New(&method, capsule.ptr()));
+}
+
+py::object at_once(py::object function, py::object unfinished, double timeout) {
+    const bool is_watched =
+        PyCFunction_Check(function.ptr()) != 0 && PyCFunction_GET_FUNCTION(function.ptr()) == watched_method.ml_meth;
+    PyObject* capsule = is_watched ? PyCFunction_GET_SELF(function.ptr()) : nullptr;
+    const auto* watched = is_watched ? static_cast<Watched*>(PyCapsule_GetPointer(capsule, nullptr)) : nullptr;
+    if (watched != nullptr && watched->group == nullptr) watched = nullptr;
+    return function_of(at_once_method,
+                       AtOnce{std::move(function), watched, std::move(unfinished), py::float_(timeout)});
+}
 
 py::object watch(std::shared_ptr<FlightRing> ring, py::object name, py::object call, Py_ssize_t array,
                  Py_ssize_t first_noted, Py_ssize_t end_noted, bool collective, py::object describe,
                  py::object failed) {
-    auto made =
-        std::make_unique<Watched>(Watched{std::move(ring), std::move(name), std::move(call), std::move(describe),
-                                          std::move(failed), array, first_noted, end_noted, collective});
-    py::capsule capsule(made.release(), [](void* watched) { delete static_cast<Watched*>(watched); });
-    return py::reinterpret_steal<py::object>(PyCFunction_New(&watched_method, capsule.ptr()));
+    SharedMemoryGroup* group = group_of_all_reduce(call);
+    return function_of(watched_method, Watched{std::move(ring), std::move(name), std::move(call), std::move(describe),
+                                               std::move(failed), group, array, first_noted, end_noted, collective});
 }
 
 // Returns the previous values, to be restored.
@@ -317,6 +388,7 @@ void bind_flight_ring(py::module_& module) {
     module.def("watch_operation", &watch, py::arg("ring"), py::arg("name"), py::arg("call"), py::arg("array"),
                py::arg("first_noted"), py::arg("end_noted"), py::arg("collective"), py::arg("describe"),
                py::arg("failed"));
+    module.def("all_reduce_at_once", &at_once, py::arg("function"), py::arg("unfinished"), py::arg("timeout"));
     module.def("exchange_mark", &exchange_mark, py::arg("label"), py::arg("line"));
     module.def("exchange_listener", &exchange_listener, py::arg("listener"));
     module.def("line_of_caller", [] { return as_tuple(line_of_caller(), mark.line); });

@@ -104,6 +104,25 @@ void all_reduce(SharedMemoryGroup& group, py::handle x, py::handle op_name, doub
     group.all_reduce(array.buffer, op, timeout);
 }
 
+// Holds the interpreter's lock until this thread waits: letting go of it takes longer than most small operations wait.
+class HeldUntilWait {
+   public:
+    HeldUntilWait() : outer_(current) { current = this; }
+    ~HeldUntilWait() { current = outer_; }
+    HeldUntilWait(const HeldUntilWait&) = delete;
+    HeldUntilWait& operator=(const HeldUntilWait&) = delete;
+
+    static void let_go() {
+        if (current != nullptr && !current->released_) current->released_.emplace();
+    }
+
+   private:
+    static thread_local HeldUntilWait* current;
+    HeldUntilWait* outer_;  // of the operation whose wait runs the signal handler that calls this one
+    std::optional<py::gil_scoped_release> released_;
+};
+thread_local HeldUntilWait* HeldUntilWait::current = nullptr;
+
 std::pair<int64_t, int64_t> own_share(SharedMemoryGroup& group, py::handle x) {
     const Array seen = as_array(x, "x", Access::kWrite);
     require_host(seen, "x");
@@ -251,7 +270,19 @@ void broadcast(SharedMemoryGroup& group, py::handle x, py::handle src, double ti
 
 }  // namespace
 
+SharedMemoryGroup* group_of_all_reduce(py::handle call) {
+    const py::object group = py::getattr(call, "__self__", py::none());
+    const bool is_it = py::isinstance<SharedMemoryGroup>(group) && call.equal(group.attr("all_reduce"));
+    return is_it ? group.cast<SharedMemoryGroup*>() : nullptr;
+}
+
+void all_reduce_small(SharedMemoryGroup& group, const Buffer& x, ReduceOp op, double timeout) {
+    const HeldUntilWait held;
+    group.all_reduce(x, op, timeout);
+}
+
 void bind_shared_memory(py::module_& module) {
+    before_long_wait = &HeldUntilWait::let_go;
     module.def("shared_file_bytes", &shared_file_bytes, py::arg("size"));
     py::class_<Block>(module, "Block", py::buffer_protocol())
         .def("map_over", &Block::map_over, py::arg("address"))

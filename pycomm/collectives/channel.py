@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
+import pycomm._native as _native
 from pycomm import threads
 from pycomm.collectives.recorder import Recorder, from_here
 from pycomm.collectives.recorder.watch import watch
@@ -56,6 +57,8 @@ class Channel:
         """Further channels over the same ranks, closed with this one."""
         self.native: tuple[str, ...] = ("auto", "native")
         """Names that always mean the transport's own algorithm."""
+        self.at_once = _native.all_reduce_at_once(transport.all_reduce, self.worker.unfinished, timeout)
+        """``at_once(x, op)`` reduces a small tensor in CPU memory in one call of C++, or returns ``False``."""
         self._gpus: dict[int, GpuQueue] = {}
         self._pid = os.getpid()
         self._once = threading.Lock()  # acquired by the first call of close(), on whichever thread

@@ -25,6 +25,7 @@ from pycomm.schedule.program import Program
 from pycomm.schedule.table import Table
 from pycomm.worker import Work
 
+_AUTO = "auto"
 _NOT_INITIALISED = (
     "torch.distributed is not initialised: call torch.distributed.init_process_group() first (under torchrun, or with "
     "rank and world_size)"
@@ -161,6 +162,7 @@ class Communicator(_Messages):
         try:
             share = self.channel.all_gather_bytes
             self.channel.native = self._selector.agree(self._network, self.transport, share)
+            self._at_once = self.channel.at_once if _AUTO in self.channel.native else _never
         except BaseException:
             self.close()
             raise
@@ -205,7 +207,7 @@ class Communicator(_Messages):
         return self.channel.transport.empty(dims, dtype)
 
     def all_reduce(
-        self, x: Any, op: str = "sum", algorithm: str | Table = "auto", async_op: bool = False
+        self, x: Any, op: str = "sum", algorithm: str | Table = _AUTO, async_op: bool = False
     ) -> Work | GpuWork | None:
         """Reduce ``x`` over all ranks, in place; all ranks end with the same bits.
 
@@ -230,6 +232,8 @@ class Communicator(_Messages):
                 in the order of the calls. On a GPU, ``wait()`` makes torch's current stream and the array's
                 wait, not the host.
         """
+        if algorithm is _AUTO and not async_op and self._at_once(x, op):
+            return None
         if type(algorithm) is not str:
             algorithm = plain(algorithm)
         op, side = reduction(op), self.channel.side(x)
@@ -310,6 +314,10 @@ class Communicator(_Messages):
             return self._selector.find(algorithm, x)
         except Exception as error:  # a foreign object may raise anything
             self.channel.refuse_and_raise(error)
+
+
+def _never(x: Any, op: Any) -> bool:
+    return False
 
 
 def communicator_at(place: Place, timeout: float, transport: str = "auto", network: Any = None) -> Communicator:

@@ -366,3 +366,21 @@ def test_a_copy_that_is_none_either() -> None:
 def test_counts_of_numpy() -> None:
     values, _ = kernels.topk(torch.arange(9.0), np.int64(3))  # type: ignore[arg-type]
     assert values.tolist() == [6.0, 7.0, 8.0]
+
+
+@on_ranks(2)
+def test_small_operations_of_two_threads() -> None:
+    """The second waits for the first, which needs the interpreter's lock to look for signals while it waits."""
+    with Communicator(timeout=20) as communicator:
+        arrays = [torch.ones(5), torch.ones(5)]
+        if communicator.rank == 0:
+            threads = [threading.Thread(target=communicator.all_reduce, args=(x,)) for x in arrays]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        else:
+            time.sleep(0.3)
+            for x in arrays:
+                communicator.all_reduce(x)
+        assert all(torch.equal(x, torch.full((5,), 2.0)) for x in arrays)

@@ -9,8 +9,9 @@
 namespace pycomm {
 namespace {
 
-// Up to this size every rank reduces the whole array by itself: reading P times as much costs less than one more step.
-constexpr int64_t kRedundantBytes = 16 << 10;
+// While a rank's peers together have no more than this, it reduces the whole array by itself: reading P - 1 arrays
+// costs less than one more step.
+constexpr int64_t kRedundantBytes = 32 << 10;
 
 Range part_of(int64_t count, int p, int size) { return piece_of(count, p, size, kPartAlign); }
 
@@ -20,15 +21,24 @@ struct Segments {
     Range operator[](int64_t i) const { return {i * max_elements, std::min(count, (i + 1) * max_elements)}; }
 };
 
+bool is_redundant(const Call& call, const Buffer& x) { return x.num_bytes() * (call.size() - 1) <= kRedundantBytes; }
+
+// Puts what the other ranks read of x into this rank's mailbox: not the part that it reduces itself.
+void fill_mailbox(const Call& call, const Buffer& x) {
+    const Range mine = is_redundant(call, x) ? Range{0, 0} : part_of(x.count, call.rank(), call.size());
+    const int64_t begin = mine.begin * size_of(x.dtype), end = mine.end * size_of(x.dtype);
+    copy(call.mailbox(call.rank()), x.bytes(), begin);
+    copy(call.mailbox(call.rank()) + end, x.bytes() + end, x.num_bytes() - end);
+}
+
 void all_reduce_mailbox(Call& call, const Buffer& x, ReduceOp op) {
-    if (x.num_bytes() <= kRedundantBytes) {
-        return reduce_from(call, {x.data}, x.dtype, op, x.count, [&](int p) { return call.mailbox(p); });
-    }
+    const auto input = [&](int p) { return p == call.rank() ? x.bytes() : call.mailbox(p); };
+    if (is_redundant(call, x)) return reduce_from(call, {x.data}, x.dtype, op, x.count, input);
     int64_t width = size_of(x.dtype);
     Range mine = part_of(x.count, call.rank(), call.size());
     int64_t offset = mine.begin * width;
     reduce_from(call, {x.bytes() + offset, call.staged_result(call.rank(), 0) + offset}, x.dtype, op, mine.size(),
-                [&](int p) { return call.mailbox(p) + offset; });
+                [&](int p) { return input(p) + offset; });
     call.step();
     for (int p = 0; p < call.size(); ++p) {
         Range part = part_of(x.count, p, call.size());
@@ -195,7 +205,7 @@ float SharedMemoryGroup::all_reduce_apart(const Buffer& x, const OwnPart& own, R
         mine.is_apart = size_ > 1 && !in_mailbox && mine.offset >= 0 && is_my_share;
         if (mine.is_apart == 0) call.note_largest(put_in_place(x, own));
     }
-    if (in_mailbox) copy(call.mailbox(rank_), x.bytes(), x.num_bytes());
+    if (in_mailbox) fill_mailbox(call, x);
     call.announce(mine);
     if (size_ == 1 || x.count == 0) return call.largest();
     if (in_mailbox) {

@@ -158,12 +158,13 @@ void SharedMemoryGroup::lock_for_operation(std::unique_lock<std::mutex>& lock, c
                           format("%s: called by a signal handler while this thread is in another operation", name));
     }
     lock = std::unique_lock(mutex_, std::try_to_lock);
+    if (!lock.owns_lock()) before_long_wait();
     while (!lock.owns_lock()) {  // lock() would keep signal handlers from running
         usleep(kLockPollMicroseconds);
         check_signals_();
         lock.try_lock();
     }
-    busy_ = std::this_thread::get_id();
+    busy_.store(std::this_thread::get_id(), std::memory_order_relaxed);  // compared by this thread only
 }
 
 void SharedMemoryGroup::refuse(const std::string& reason, double timeout) {

@@ -155,6 +155,7 @@ class SharedMemoryGroup final : private ForkAware {
     std::vector<double> slacks_;        // all ranks', as they announced them for the last large operation
     double slack_ = 0.0;                // this rank's usual wait for others before a large operation, in seconds
     uint32_t clock_ = 0;                // steps this rank has taken
+    uint32_t all_reached_ = 0;          // a step that all ranks are known to have taken
     uint32_t num_calls_ = 0;            // announcements made
     std::vector<Operation> announced_;  // all ranks', of the call in progress
     std::vector<int> names_;            // in errors; none: the ranks themselves

@@ -90,6 +90,7 @@ void wait_until(const WaitPoint& point, const std::function<bool()>& done, const
         if (done()) return patience.learn(0.0);
         pause_briefly();
     }
+    before_long_wait();
     const double start = monotonic_seconds();
     auto waited = [&] { return monotonic_seconds() - start; };
     auto is_on_this_core = [&] {

@@ -6,7 +6,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 
@@ -17,6 +17,8 @@ from pycomm.errors import CommError, reworded
 from pycomm.torch_internals import keeps_python_works
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+_NO_TIME = timedelta(0)
 
 METHODS: dict[str, Callable[..., Any]] = {}
 """Methods of a process group by torch's names for them; see :func:`operation`."""
@@ -64,12 +66,18 @@ class Calls:
             self.gpu = GpuSide(self.engine, device)
         return self.gpu
 
-    def start(self, operation: Planned | BackendWork) -> BackendWork:
-        """Run what is planned, on this thread if the options say so; return its work."""
+    def start(self, operation: Planned | BackendWork) -> BackendWork | None:
+        """Run what is planned; return its work. If the options say that the caller waits, there is none.
+
+        It has then been done on this thread, as by torch's own groups.
+        """
         if isinstance(operation, Planned):
             name, run, args, result, opts, timeout = operation
             job = functools.partial(_timed, run, args, self.seconds(opts, timeout))
-            work = self.engine.run(name, job, result, bool(getattr(opts, "asyncOp", True)))
+            if not getattr(opts, "asyncOp", True):
+                self.engine.channel.enqueue(job)
+                return None
+            work = self.engine.run(name, job, result, True)
             self._recent.append(work)
         else:
             work = operation
@@ -80,8 +88,7 @@ class Calls:
     def seconds(self, opts: Any, timeout: timedelta | None = None) -> float:
         """Return the limit of every single wait of an operation."""
         limit = timeout if timeout is not None else getattr(opts, "timeout", None)
-        seconds = limit.total_seconds() if isinstance(limit, timedelta) else 0.0
-        return seconds if seconds > 0 else self.engine.timeout
+        return limit.total_seconds() if isinstance(limit, timedelta) and limit > _NO_TIME else self.engine.timeout
 
     def require_one_per_rank(self, operation: str, name: str, tensors: Sequence[Any]) -> None:
         """Raise ValueError unless there are as many ``tensors`` as ranks."""
@@ -145,6 +152,11 @@ def _timed(run: Callable[..., None], args: tuple[Any, ...], seconds: float) -> N
     try:
         run(*args, seconds)
     except CommError as error:
-        if error.elapsed < seconds:
-            raise
-        raise reworded(error, f"{error} (the timeout is {seconds:g} s)", CommError) from error
+        raise_timed(error, seconds)
+
+
+def raise_timed(error: CommError, seconds: float) -> NoReturn:
+    """Raise ``error``, which says what the timeout was if a wait took that long."""
+    if error.elapsed < seconds:
+        raise error
+    raise reworded(error, f"{error} (the timeout is {seconds:g} s)", CommError) from error

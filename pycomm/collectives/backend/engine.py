@@ -51,7 +51,7 @@ class GroupEngine:
         self.channel = Channel(self.transport, timeout)
         self.rank, self.size = place.rank, place.size
         self._moved = MovedStorages(self.transport.host_memory)
-        self._bytes = {"direct": 0, "staged": 0, "small": 0}
+        self.num_bytes = {"direct": 0, "staged": 0, "small": 0}
         self._flat: torch.Tensor | None = None
         self._backward_errors = BackwardErrors()
         self.close = weakref.finalize(self, self.channel.close)
@@ -75,7 +75,7 @@ class GroupEngine:
 
     def stats(self) -> dict[str, Any]:
         """Return the result of :func:`pycomm.collectives.backend.stats`."""
-        counted = {f"bytes_{way}": count for way, count in self._bytes.items()}
+        counted = {f"bytes_{way}": count for way, count in self.num_bytes.items()}
         return {"transport": self.transport.name, "storages_moved": self._moved.num_moved, **counted}
 
     # Reductions.
@@ -232,11 +232,11 @@ class GroupEngine:
         for tensor in tensors:
             num_bytes = tensor.nbytes
             if num_bytes <= _MAILBOX_BYTES:
-                self._bytes["small"] += num_bytes
+                self.num_bytes["small"] += num_bytes
             elif self._reaches(tensor):
-                self._bytes["direct"] += num_bytes
+                self.num_bytes["direct"] += num_bytes
             else:
-                self._bytes["staged"] += num_bytes
+                self.num_bytes["staged"] += num_bytes
 
     def _reaches(self, tensor: torch.Tensor) -> bool:
         memory = self.transport.host_memory

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from pycomm.collectives.backend.calls import Calls, Planned, operation
+from pycomm.collectives.backend.calls import METHODS, Calls, Planned, operation, raise_timed
 from pycomm.collectives.backend.engine import GroupEngine
-from pycomm.collectives.backend.tensors import name_of
+from pycomm.collectives.backend.tensors import known_name, name_of
 from pycomm.collectives.backend.work import BackendWork
 from pycomm.collectives.transport.torch_messages import TAG_END
+from pycomm.errors import CommError
 from pycomm.torch_internals import current_graph_task
 
 Tensors = Sequence[torch.Tensor]
@@ -37,6 +38,27 @@ def allreduce(calls: Calls, tensors: Any, opts: Any = None, timeout: timedelta |
     return Planned(
         "all_reduce", calls.engine.all_reduce, (tensor, _reduction(opts), in_backward), [tensor], opts, timeout
     )
+
+
+def _allreduce_at_once(group: Any, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
+    """Reduce a small tensor in one call of C++ if the caller waits, who then gets no work, as from torch's own groups.
+
+    It is on the path of every small all-reduce, so that it calls few functions. All else is for :func:`allreduce`.
+    """
+    calls: Calls = group.calls
+    if timeout is None and type(tensors) is list and len(tensors) == 1 and not getattr(opts, "asyncOp", True):
+        x, engine, seconds = tensors[0], calls.engine, calls.seconds(opts)
+        op = known_name(opts.reduceOp)
+        try:
+            if calls.coalescing is None and engine.channel.at_once(x, op, seconds):
+                engine.num_bytes["small"] += x.nbytes
+                return None
+        except CommError as error:
+            raise_timed(error, seconds)
+    return _allreduce(group, tensors, opts, timeout)
+
+
+_allreduce, METHODS["allreduce"] = METHODS["allreduce"], _allreduce_at_once
 
 
 @operation("allreduce_coalesced")

@@ -104,15 +104,23 @@ _OF_BOOL = {"sum": "max", "max": "max", "bor": "max", "product": "min", "min": "
 _OF_COMPLEX = ("sum", "mean")
 
 
+def known_name(op: Any) -> str | None:
+    """Return pycomm's name of a ``torch.distributed.ReduceOp``; ``None`` if it has none."""
+    for known, name in _NAMES:
+        if op == known:
+            return name
+    return None
+
+
 def name_of(op: Any) -> str:
     """Return pycomm's name of a ``torch.distributed.ReduceOp``.
 
     Raises:
         ValueError: pycomm has no such reduction (PREMUL_SUM is NCCL's).
     """
-    for known, name in _NAMES:
-        if op == known:
-            return name
+    name = known_name(op)
+    if name is not None:
+        return name
     shown = "PREMUL_SUM" if op == dist.ReduceOp.PREMUL_SUM else op  # its repr is an address
     raise ValueError(f"op is {shown}, wanted SUM, AVG, MIN, MAX, PRODUCT, BAND, BOR or BXOR")
 
