@@ -35,7 +35,7 @@ _C_TYPES: dict[str, Any] = {
 }
 _GUARD_BYTES = 64
 _GUARD = 0xA5
-_BORDERS = (16 << 10, 64 << 10, 256 << 10, 1 << 20)
+_BORDERS = (512, 16 << 10, 64 << 10, 256 << 10, 1 << 20)
 _SMALL_COUNTS = (0, 1, 1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 255, 257, 1000, 1023, 4099)
 
 HOLDERS = (
@@ -140,7 +140,7 @@ def draw_count(rng: random.Random, itemsize: int) -> int:
     """A number of elements: mostly small, sometimes next to where the ways of moving change."""
     if rng.random() < 0.8:
         return rng.choice(_SMALL_COUNTS)
-    border = rng.choices(_BORDERS, (4, 4, 2, 2))[0]
+    border = rng.choices(_BORDERS, (2, 4, 4, 2, 2))[0]
     return border // itemsize + rng.choice((-1, 0, 1))
 
 

@@ -20,7 +20,7 @@ TRANSPORTS = ["shared_memory", "torch"]
 
 def sizes_for(num_ranks: int) -> list[int]:
     """Around every border: none, fewer than ranks, cache lines, mailbox, segment."""
-    return sorted({0, 1, num_ranks - 1, num_ranks, num_ranks + 1, 127, 4096, 4099, 16384, 16385, 70_001, 300_007})
+    return sorted({0, 1, num_ranks - 1, num_ranks, num_ranks + 1, 127, 129, 4096, 4099, 16384, 16385, 70_001, 300_007})
 
 
 def contribution(rank: int, n: int, dtype: torch.dtype) -> torch.Tensor:

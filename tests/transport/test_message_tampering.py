@@ -15,7 +15,7 @@ from tests.on_ranks import Pools, on_ranks
 from tests.transport.test_tampering import own_memory_file
 
 # As csrc/transport/shared_memory/call.h and message_layout.h have it, for two ranks.
-FIRST = 4096 + 2 * (64 << 10) + 4 * (2 << 20) + 4096 + 64  # where the first envelope for rank 0 is
+FIRST = 4096 + 2 * (64 << 10) + 2 * (2 << 20) + 4096 + 64  # where the first envelope for rank 0 is
 FIELDS = {"next": 0, "ready": 8, "number": 24, "num_bytes": 32, "payload": 40}
 TIMEOUT = 30.0
 

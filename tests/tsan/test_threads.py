@@ -90,7 +90,7 @@ BUGS = {
     "all_to_all_v returns before the others have read": Bug(
         PARTS, "if (any_in_arena_) call_.step();  // the others have read", "", (2, 3)
     ),
-    "one staging segment instead of two": Bug(CALL, "return staging(p, segment % 2); }", "return staging(p, 0); }"),
+    "one staging segment instead of two": Bug(CALL, "segment % 2 * kMostSegmentBytes", "0 * kMostSegmentBytes"),
     "one mailbox instead of two": Bug(CALL, "kControlBytes + slot_ * kMailboxBytes", "kControlBytes"),
     "one announcement instead of two": Bug(
         "csrc/transport/shared_memory/call.cpp", "slot_ = group.num_calls_ & 1;", "slot_ = 0;"

@@ -68,7 +68,7 @@ void Call::post_announcement(Operation mine) {
 void Call::announce(Operation mine) {
     const bool is_large = mine.count * size_of(mine.dtype) >= kUnequalBytes;
     mine.staging = static_cast<int16_t>(group_.staging_.next());
-    if (is_large && !group_.for_others_.crowded()) {
+    if (!group_.for_others_.crowded()) {
         mine.slack = static_cast<float>(std::min<double>(group_.slack_, kMostSlack));
     }
     const double start = is_large ? monotonic_seconds() : 0.0;

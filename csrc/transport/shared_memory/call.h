@@ -40,7 +40,7 @@ struct Operation {
     int64_t shadow = -1;    // for kProgram: offset of the array's shadow, see execute/run.h
     int16_t staging = 0;    // how to stage; all ranks follow rank 0: see staging.h
     int16_t is_apart = 0;   // 1: this rank's input for its own share lies outside x
-    float slack = -1.0f;    // this rank's usual wait for others, in seconds; -1: see shares.h
+    float slack = -1.0f;    // this rank's usual wait for others, in seconds; -1: ranks outnumber cores, see shares.h
 
     // Bytes per element of the arrays at `offset` and `shadow`. A program computes means of half types in float.
     int64_t array_width() const {
@@ -84,8 +84,8 @@ struct alignas(64) Channel {
 
 inline constexpr int64_t kControlBytes = 4096;
 inline constexpr int64_t kMailboxBytes = 64 << 10;
-// Two segments of each staging area are in use at a time, by every rank. Memory that is never written to costs nothing.
-inline constexpr int64_t kChannelsAt = kControlBytes + 2 * kMailboxBytes + 4 * kMostSegmentBytes;
+// A staging area has two segments, used in turn. Memory that is never written to costs nothing.
+inline constexpr int64_t kChannelsAt = kControlBytes + 2 * kMailboxBytes + 2 * kMostSegmentBytes;
 static_assert(sizeof(Control) <= kControlBytes);
 
 // A peer can change anything in its file at any moment. So announcements are copied once, checked, and then read from
@@ -143,6 +143,8 @@ class Call {
     // Fails because p announced something impossible.
     [[noreturn]] void distrust(int p);
     bool is_in_arena(int p) const { return announced(p).offset >= 0; }
+    // Whether ranks outnumber cores, as rank 0 sees it.
+    bool is_crowded() const { return announced(0).slack < 0.0f; }
     bool all_in_arenas() const;
     bool any_in_arena() const;
     bool any_is_apart() const;
@@ -164,14 +166,12 @@ class Call {
     void name_algorithm(const std::string& name);  // for the next announcement
     // This call's mailbox; calls alternate between two.
     char* mailbox(int p) const { return group_.base(p) + kControlBytes + slot_ * kMailboxBytes; }
-    char* staged_input(int p, int64_t segment) const { return staging(p, segment % 2); }
-    char* staged_result(int p, int64_t segment) const { return staging(p, 2 + segment % 2); }
+    char* staged_input(int p, int64_t segment) const {
+        return group_.base(p) + kControlBytes + 2 * kMailboxBytes + segment % 2 * kMostSegmentBytes;
+    }
 
    private:
     void leave();
-    char* staging(int p, int64_t index) const {
-        return group_.base(p) + kControlBytes + 2 * kMailboxBytes + index * kMostSegmentBytes;
-    }
     Clock clock_of(int p) const { return {control(p).clock, control(p).sleepers, control(p).core, rank() > p}; }
     Bell bell_of(int p) const { return {control(p).rings, control(p).listening}; }
     void await_all();

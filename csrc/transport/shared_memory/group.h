@@ -8,11 +8,13 @@
 //
 // How an all-reduce of n bytes over P ranks is done ("part r" is the r-th of P equal parts, reduced by rank r in rank
 // order, so that all ranks hold the same bits and every run gives the same ones):
-//   mailbox    n small: the array travels with the announcement; every rank reduces all of it. 1 step.
+//   mailbox    n small: the array travels with the announcement. If it is tiny, every rank reduces all of it (1 step),
+//              else part r, into every mailbox (2 steps).
 //   direct     all arrays in arenas: rank r reads part r of every array and writes the result into every array.
 //              2 steps; each input is read once, each output written once.
 //   staged     otherwise: arrays pass through cache-sized segments of staging memory, in a pipeline: while segment i
-//              is reduced, i + 1 is being staged and i - 1 fetched. (segments + 3) steps.
+//              is reduced, i + 1 is being staged and i - 1 fetched. Results are written over what was staged.
+//              (segments + 2) steps.
 // reduce works the same way, but only one rank gets the result; in mailbox mode that rank does all the work. The others
 // (reduce_scatter, all_gather, all_to_all, broadcast) publish their input, in place or by segments, and each rank pulls
 // what it needs. Collectives with one array per rank are in parts.h.

@@ -28,11 +28,12 @@ void reduce_from(const Call& call, std::vector<void*> outs, DType dtype, ReduceO
 }
 
 // Calls stage(i) and then, a step later, use(i) for every segment: one step per segment, and one before the first use.
+// use(i) comes before stage(i + 1), which may overwrite what use(i) has read of this rank's own memory.
 template <class Stage, class Use>
 void pipeline(Call& call, int64_t num_segments, Stage&& stage, Use&& use) {
     for (int64_t i = 0; i <= num_segments; ++i) {
-        if (i < num_segments) stage(i);
         if (i > 0) use(i - 1);
+        if (i < num_segments) stage(i);
         if (i < num_segments) call.step();
     }
 }
