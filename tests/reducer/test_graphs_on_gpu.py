@@ -88,9 +88,9 @@ def compare(compression: Any) -> None:
 
 
 @pytest.mark.usefixtures("one_rank_group")
-@pytest.mark.parametrize("compression", [pycomm.TopK(1.0), pycomm.TopK(0.1)])
+@pytest.mark.parametrize("compression", [pycomm.TopK(1.0), pycomm.TopK(0.1), pycomm.DGC(0.1), pycomm.OneBit()])
 def test_one_rank(compression: Any) -> None:
-    """With TopK, which is at work with one rank too."""
+    """With methods that are at work, and carry state, with one rank too."""
     compare(compression)
 
 
