@@ -140,7 +140,7 @@ def test_ranks_on_one_gpu(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     for outcome in transports(3, devices=2):
         assert isinstance(outcome, ValueError)
         assert "ranks 0 and 2 are on the same GPU (device 0 of " in str(outcome)
-        assert "NCCL is 2.30.3, and rank 0 has no such variable" in str(outcome)
+        assert "NCCL is 2.30.3, and rank 0 has no NCCL_MULTI_RANK_GPU_ENABLE" in str(outcome)
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     for member in transports(2, devices=1):
         member.close()
@@ -148,7 +148,30 @@ def test_ranks_on_one_gpu(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_native, "nccl_library", lambda _: ("2.29.7", path))
     for outcome in transports(2, devices=1):
         assert isinstance(outcome, ValueError)
-        assert str(outcome).endswith("in the environment of every rank: NCCL is 2.29.7")
+        assert str(outcome).endswith("which links them by sockets: NCCL is 2.29.7")
+
+
+def test_ranks_on_one_gpu_that_nccl_takes_for_hosts(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any NCCL takes them, if no two of them are on the same host and GPU."""
+    plan_of, hosts = nccl._plan_of, ["a", "b", None]
+
+    def named(*args: Any) -> dict[str, Any]:
+        return plan_of(*args) | {"host": hosts[int(threading.current_thread().name[-1])]}
+
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+    monkeypatch.setattr(nccl, "_plan_of", named)
+    for member in transports(3, devices=1):
+        member.close()
+    hosts[2] = "b"
+    for outcome in transports(3, devices=1):
+        assert isinstance(outcome, ValueError)
+        assert str(outcome).startswith("ranks 1 and 2 are on the same GPU")
+        assert "another NCCL_HOSTID for each rank" in str(outcome)
+
+
+def test_the_name_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_HOSTID", "ours")
+    assert nccl._plan_of([], 0, "native", [])["host"] == "ours"
 
 
 def test_no_unique_id(fake: Fake) -> None:

@@ -27,6 +27,8 @@ from pycomm.untrusted import ANYTHING, MapOf, parse
 ALGORITHMS = ("native", "ring")
 _SHARED_GPU_VERSION = (2, 30)
 _SHARED_GPU_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
+_HOST_VARIABLE = "NCCL_HOSTID"
+"""Names the host for NCCL, which takes ranks with different names for ranks of different hosts, linked by sockets."""
 
 
 def candidate_paths() -> list[str]:
@@ -165,6 +167,7 @@ def _plan_of(paths: Sequence[str], device: int, algorithm: str, streams: Sequenc
     except Exception as error:  # of any kind: sent to the other ranks
         plan["problem"] = str(error)
     plan["may_share_gpu"] = os.environ.get(_SHARED_GPU_VARIABLE) == "1"
+    plan["host"] = os.environ.get(_HOST_VARIABLE)
     return plan
 
 
@@ -202,9 +205,9 @@ def _require_agreement(plans: list[dict[str, Any]]) -> None:
                 f"the ranks have different versions of NCCL: rank {p} {plan['version']} ({plan['path']}), "
                 f"rank 0 {plans[0]['version']} ({plans[0]['path']})"
             )
-    first_on: dict[str, int] = {}
+    first_on: dict[tuple[str, str | None], int] = {}
     for p, plan in enumerate(plans):
-        other = first_on.setdefault(plan["gpu"], p)
+        other = first_on.setdefault((plan["gpu"], plan["host"]), p)
         if other != p:
             _require_shared_gpu(other, p, plans)
 
@@ -217,8 +220,9 @@ def _require_shared_gpu(first: int, second: int, plans: list[dict[str, Any]]) ->
         return
     raise ValueError(
         f"ranks {first} and {second} are on the same GPU ({plans[first]['gpu']}), wanted one GPU per rank, or NCCL "
-        f"2.30 or newer and {_SHARED_GPU_VARIABLE}=1 in the environment of every rank: NCCL is {version}"
-        + (f", and rank {without[0]} has no such variable" if without else "")
+        f"2.30 or newer and {_SHARED_GPU_VARIABLE}=1 in the environment of every rank, or another {_HOST_VARIABLE} for "
+        f"each rank, which links them by sockets: NCCL is {version}"
+        + (f", and rank {without[0]} has no {_SHARED_GPU_VARIABLE}" if without else "")
     )
 
 
