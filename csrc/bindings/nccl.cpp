@@ -9,6 +9,7 @@
 #include "bindings/bindings.h"
 #include "bindings/collectives.h"
 #include "bindings/reduce_op.h"
+#include "device/runtime.h"
 #include "transport/nccl/group.h"
 
 namespace pycomm {
@@ -158,6 +159,7 @@ void group_end(NcclGroup& group, double timeout) {
 void bind_nccl(py::module_& module) {
     using py::arg;
     using WithoutGil = py::call_guard<py::gil_scoped_release>;
+    module.def("cuda_driver_version", &device::driver_version);
     module.def("nccl_library", &nccl_calls::nccl_library, arg("paths"));
     module.def("nccl_version", &nccl_calls::nccl_version, arg("paths"));
     module.def("nccl_unique_id", &nccl_calls::nccl_unique_id, arg("paths"));

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -244,20 +245,33 @@ def test_one_rank_in_a_capture(fake: Fake) -> None:
         member.close()
 
 
-ORDER = """
-import ctypes, pycomm
-getenv = ctypes.CDLL(None).getenv
-getenv.restype = ctypes.c_char_p
-print(getenv(b"NCCL_LAUNCH_ORDER_IMPLICIT").decode())
-"""
+@pytest.mark.parametrize(
+    ("driver", "given", "wanted"), [(12030, None, "1"), (13000, "0", "0"), (12020, None, None), (12020, "1", "1")]
+)
+def test_communicators_on_one_gpu_keep_the_order_of_the_calls(
+    fake: Fake,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    driver: int,
+    given: str | None,
+    wanted: str | None,
+) -> None:
+    """From the first communicator on, if the driver can, unless the user has it otherwise; NCCL sees it."""
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", given or "")  # and restored
+    if given is None:
+        monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT")
+    monkeypatch.setattr(_native, "cuda_driver_version", lambda: driver)
+    (alone,) = transports(1)
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_char_p
+    assert getenv(b"NCCL_LAUNCH_ORDER_IMPLICIT") == (None if wanted is None else wanted.encode())
+    assert ("the NVIDIA driver supports CUDA 12.2, and NCCL requires 12.3" in caplog.text) == (wanted is None)
+    alone.close()
 
 
-@pytest.mark.parametrize(("given", "wanted"), [(None, "1"), ("0", "0")])
-def test_communicators_on_one_gpu_keep_the_order_of_the_calls(given: str | None, wanted: str) -> None:
-    """Unless the user has it otherwise."""
-    environment = {k: v for k, v in os.environ.items() if k != "NCCL_LAUNCH_ORDER_IMPLICIT"}
-    if given is not None:
-        environment["NCCL_LAUNCH_ORDER_IMPLICIT"] = given
+def test_importing_sets_nothing() -> None:
+    script = "import os, pycomm; print([name for name in os.environ if name.startswith('NCCL_')])"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("NCCL_")}
     # Where the source tree does not hide the installed package.
-    output = subprocess.check_output([sys.executable, "-c", ORDER], env=environment, text=True, timeout=100, cwd="/")
-    assert output.strip() == wanted
+    output = subprocess.check_output([sys.executable, "-c", script], env=environment, text=True, timeout=100, cwd="/")
+    assert output.strip() == "[]"

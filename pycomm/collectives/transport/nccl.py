@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import importlib.util
 import json
+import logging
 import os
 import socket
 import weakref
@@ -24,11 +25,15 @@ from pycomm.collectives.recorder import Recorder
 from pycomm.errors import CommError
 from pycomm.untrusted import ANYTHING, MapOf, parse
 
+_LOG = logging.getLogger("pycomm")
+
 ALGORITHMS = ("native", "ring")
 _SHARED_GPU_VERSION = (2, 30)
 _SHARED_GPU_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 _HOST_VARIABLE = "NCCL_HOSTID"
 """Names the host for NCCL, which takes ranks with different names for ranks of different hosts, linked by sockets."""
+_ORDER_VARIABLE = "NCCL_LAUNCH_ORDER_IMPLICIT"
+_ORDER_DRIVER = 12030
 
 
 def candidate_paths() -> list[str]:
@@ -45,6 +50,26 @@ def candidate_paths() -> list[str]:
 def nccl_version() -> tuple[str, str] | None:
     """Return ``(version, path)`` of the NCCL that would be used; ``None`` without one, or if this build has no CUDA."""
     return _native.nccl_version(candidate_paths()) if hasattr(_native, "nccl_version") else None
+
+
+def keep_order() -> None:
+    """Let NCCL start the operations of all communicators of this process in the order of the calls.
+
+    Otherwise communicators on one GPU, PyTorch's included, can deadlock. With older drivers NCCL would run all
+    communicators' operations one after the other, so there it is not asked to.
+    """
+    version = _native.cuda_driver_version()
+    if _ORDER_VARIABLE in os.environ:
+        return
+    if version >= _ORDER_DRIVER:
+        os.environ[_ORDER_VARIABLE] = "1"
+        return
+    _LOG.warning(
+        "the NVIDIA driver supports CUDA %d.%d, and NCCL requires 12.3 to keep the order of several communicators on a "
+        "GPU: %s stays unset; let one communicator's operations end before you use another",
+        *(version // 1000, version % 1000 // 10),
+        _ORDER_VARIABLE,
+    )
 
 
 class NcclTransport:
@@ -161,6 +186,7 @@ def _plan_of(paths: Sequence[str], device: int, algorithm: str, streams: Sequenc
         return plan
     try:
         plan["version"], plan["path"] = _native.nccl_library(list(paths))
+        keep_order()
         plan["gpu"] = _identity_of(device)
         what = f"the first operation of algorithm {algorithm!r} on GPU {device}"
         _native.require_no_capture(device, streams, what, "its communicator is not made yet")
