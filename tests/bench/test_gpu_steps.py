@@ -45,7 +45,7 @@ def test_no_gpu_test_is_left_out(tmp_path: Path) -> None:
     marked = {nodeid.partition("::")[0] for nodeid, marks, _ in items if marks & set(plan.MARKERS)}
     assert marked == set(gpu_tests())
     assert len(marked) >= 12
-    takes_gpu = {"gpu", "sharing"}
+    takes_gpu = {"gpu", "large_team", "sharing"}
     assert not [nodeid for nodeid, marks, fixtures in items if fixtures & takes_gpu and not marks & set(plan.MARKERS)]
 
 
