@@ -32,6 +32,7 @@ _SHARED_GPU_VERSION = (2, 30)
 _SHARED_GPU_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 _HOST_VARIABLE = "NCCL_HOSTID"
 """Names the host for NCCL, which takes ranks with different names for ranks of different hosts, linked by sockets."""
+_REGISTER_VARIABLE = "PYCOMM_NCCL_REGISTER"
 _ORDER_VARIABLE = "NCCL_LAUNCH_ORDER_IMPLICIT"
 _ORDER_DRIVER = 12030
 
@@ -50,6 +51,18 @@ def candidate_paths() -> list[str]:
 def nccl_version() -> tuple[str, str] | None:
     """Return ``(version, path)`` of the NCCL that would be used; ``None`` without one, or if this build has no CUDA."""
     return _native.nccl_version(candidate_paths()) if hasattr(_native, "nccl_version") else None
+
+
+def why_not_registered() -> str:
+    """Return why memory of buckets on GPUs is not registered with NCCL; "" if it is, provided all ranks can."""
+    if os.environ.get(_REGISTER_VARIABLE) == "0":
+        return f"{_REGISTER_VARIABLE}=0"
+    if not hasattr(_native, "NcclGroup"):
+        return "this build has no CUDA"
+    try:
+        return _native.nccl_why_not_registered(candidate_paths())
+    except RuntimeError:
+        return "no NCCL was found"
 
 
 def keep_order() -> None:
@@ -100,6 +113,8 @@ class NcclTransport:
     name = "nccl"
     recorder: Recorder
     """Set by the owner, as for any transport."""
+    registers: bool
+    """Whether all ranks can register memory."""
 
     def __init__(
         self,
@@ -117,6 +132,8 @@ class NcclTransport:
         paths = candidate_paths()
         plans = _exchange(share, _plan_of(paths, device, algorithm, streams))
         _require_agreement(plans)
+        self.registers = all(plan["registers"] for plan in plans)
+        self._registered: dict[int, int] = {}  # bytes, by address
         unique_id = _make_unique_id(paths, rank, share)
         outcome: dict[str, str | None] = {"problem": None}
         failure: Exception | None = None
@@ -144,6 +161,24 @@ class NcclTransport:
         self.recv = group.recv
         self.check = group.check
         _open.add(self)
+
+    @property
+    def registered_bytes(self) -> int:
+        """Bytes of memory that are registered."""
+        return sum(self._registered.values())
+
+    def register(self, address: int, num_bytes: int) -> bool:
+        """Register memory of :mod:`pycomm.collectives.transport.registered`; return whether it was not yet."""
+        if address in self._registered:
+            return False
+        self._group.register_memory(address, num_bytes)
+        self._registered[address] = num_bytes
+        return True
+
+    def deregister(self, address: int) -> None:
+        """Deregister memory that is about to be freed."""
+        if self._registered.pop(address, None) is not None:
+            self._group.deregister_memory(address)
 
     @contextlib.contextmanager
     def grouped(self, timeout: float) -> Iterator[None]:
@@ -193,6 +228,7 @@ def _plan_of(paths: Sequence[str], device: int, algorithm: str, streams: Sequenc
     except Exception as error:  # of any kind: sent to the other ranks
         plan["problem"] = str(error)
     plan["may_share_gpu"] = os.environ.get(_SHARED_GPU_VARIABLE) == "1"
+    plan["registers"] = not why_not_registered()
     plan["host"] = os.environ.get(_HOST_VARIABLE)
     return plan
 
