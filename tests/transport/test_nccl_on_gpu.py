@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import pycomm
-from pycomm.collectives.transport.nccl import nccl_version
+from pycomm.collectives.transport.nccl import nccl_version, why_not_registered
 from tests.kernels.gpus import requires_cuda
 from tests.on_ranks import Pools
 from tests.ranks import RankPool
@@ -83,6 +83,18 @@ def test_order_on_streams(alone: pycomm.Communicator) -> None:
         y = x * 2
     side.synchronize()
     assert bool((y == 100).all())
+
+
+@requires_nccl
+def test_registered_memory(alone: pycomm.Communicator) -> None:
+    """Also while its memory is given back and taken again."""
+    for round in range(3):
+        x = alone.empty(1 << 20, torch.float32, "cuda").fill_(round)
+        alone.all_reduce(x, "mean")
+        assert bool((x == round).all())
+        assert alone.channel.registered_bytes == (0 if why_not_registered() else x.nbytes)
+        del x
+    alone.check()
 
 
 @requires_nccl

@@ -64,10 +64,11 @@ class NcclGroup {
     void send(const Buffer& x, int dst, Stream stream, double timeout);
     void recv(const Buffer& x, int src, Stream stream, double timeout);
 
-    // Lets NCCL read and write `memory`, from nccl::allocate(), where it lies. Not collective; but NCCL requires that in
-    // an operation all ranks pass registered memory, at equal offsets, or none does. A failure breaks the group.
+    // Lets NCCL read and write `memory`, from nccl::allocate(), where it lies. Not collective; but NCCL requires that
+    // in an operation all ranks pass registered memory, at equal offsets, or none does. A failure breaks the group.
     void register_memory(void* memory, int64_t num_bytes);
-    // Before the memory is freed. Does nothing for memory that is not registered, and once the group is closed or broken.
+    // Before the memory is freed. Does nothing for memory that is not registered, and once the group is closed or
+    // broken.
     void deregister_memory(void* memory);
 
     // Calls between these two are collected and issued at the end as one operation, for sends and receives that need
@@ -128,7 +129,7 @@ class NcclGroup {
     std::mutex order_;
     std::vector<nccl::Operation> queued_;
     bool group_is_open_ = false;
-    std::set<uint64_t> keys_;  // of operations that NCCL has done
+    std::set<uint64_t> keys_;            // of operations that NCCL has done
     std::map<void*, void*> registered_;  // handles, by memory
 
     Watch* const watch_;

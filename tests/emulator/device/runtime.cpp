@@ -113,7 +113,7 @@ bool sync_wanted() {
 // What the tests call, through ctypes.
 extern "C" {
 [[gnu::visibility("default")]] void emulator_configure(uint64_t seed, int threads_per_block, int resident_blocks,
-                                                                  int multiprocessors) {
+                                                       int multiprocessors) {
     emulator::settings() = {seed, threads_per_block, resident_blocks, multiprocessors};
 }
 [[gnu::visibility("default")]] void emulator_own(const char* begin, int64_t num_bytes, int device) {
