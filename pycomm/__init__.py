@@ -9,7 +9,6 @@ the kernels under both.
 """
 
 import importlib.util
-import os
 import sys
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -21,10 +20,6 @@ except ModuleNotFoundError as error:
         f"pycomm's compiled extension is not beside {__file__}. The source tree does not contain it: run "
         "`pip install .`, and start python where the directory `pycomm` does not hide the installed package."
     ) from error
-
-if _native_build_info()["cuda"] is not None:
-    # Otherwise communicators on one GPU, PyTorch's included, can deadlock. NCCL reads it at its first operation.
-    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
 from pycomm import logs as _logs  # noqa: F401  # prefixes log lines with the rank
 from pycomm.collectives import backend

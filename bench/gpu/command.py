@@ -3,10 +3,11 @@
     python -m bench.gpu check [--output FILE] [--folder DIR] [--skip-build] [--commit ID] [--rehearse]
     python -m bench.gpu measure [the same, and --rounds N]
 
-`check` builds the checkout for this GPU, runs all tests that want one, and those of top-k and
-sparsify under compute-sanitizer's memcheck and racecheck. `measure` builds, then measures bandwidth,
-kernels, NCCL and attach: every line is verified before it is timed, takes turns with torch's and with
-a copy, and has its target beside it. `python -m bench.gpu.report` prints what either has written.
+`check` builds the checkout for this GPU, runs all tests that want one, and those of top-k,
+sparsify, entries, norms and accumulate under compute-sanitizer's memcheck, racecheck, synccheck and
+initcheck. `measure` builds, then measures bandwidth, kernels, NCCL and attach: every line is verified
+before it is timed, takes turns with torch's and with a copy, and has its target beside it.
+`python -m bench.gpu.report` prints what either has written.
 
 The report is one JSON file, by default bench/results/gpu_<device>.json (or gpu_check_<device>.json).
 It is written anew after every line, so that a run that is cut off leaves what it had. Each step has a

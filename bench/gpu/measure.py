@@ -39,7 +39,9 @@ _CASE_SECONDS = 12.0
 _LEAST_ROUNDS = 3
 _LEAST_ATTACH_ROUNDS = 3
 _SHARED_GPU_NCCL = (2, 30)
-_SHARED_GPU_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
+_SHARED_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "8"}
+_BY_SOCKETS = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_MAX_CTAS": "8"}
+"""Variables of ranks that share a GPU: with older versions, each rank also names a host of its own."""
 
 
 def main() -> None:
@@ -232,16 +234,19 @@ class Measurement:
         self._attach_in(1, {})
 
     def _two_ranks(self) -> None:
-        """Measure two ranks, on a GPU that lets them share it."""
+        """Measure two ranks on one GPU: NCCL before 2.30 takes them for two hosts, linked by sockets."""
         what = "attach, two ranks on one GPU"
         if self._device.type != "cuda":
             self._skip(what, "no GPU")
             return
-        reason = _why_not_shared()
-        if reason is not None:
-            self._skip(what, reason)
+        from pycomm.collectives.transport.nccl import nccl_version  # imports pycomm, as above
+
+        found = nccl_version()
+        if found is None:
+            self._skip(what, "no NCCL")
             return
-        self._attach_in(2, {_SHARED_GPU_VARIABLE: "1", "NCCL_MAX_CTAS": "8"})
+        shared = tuple(int(part) for part in found[0].split(".")[:2]) >= _SHARED_GPU_NCCL
+        self._attach_in(2, _SHARED_GPU if shared else _BY_SOCKETS)
 
     def _attach_in(self, size: int, environment: dict[str, str]) -> None:
         from bench.gpu.ranks import WAYS
@@ -250,6 +255,7 @@ class Measurement:
 
         sizes = self._sizes
         setup = {"device": str(self._device), "blocks": sizes.blocks, "batch": sizes.batch, "image": sizes.image}
+        setup["own_host"] = environment is _BY_SOCKETS
         rounds, worker = 2 * self._arguments.rounds, "bench.gpu.ranks:AttachRank"  # a few per cent take more of them
         turns: list[dict[str, dict[str, Any]]] = []
         with rendezvous() as port, WorkerGroup("attach", worker, size, {"port": port, **setup}, environment) as ranks:
@@ -314,18 +320,6 @@ def _nccl_row(num_bytes: int, found: dict[str, Any]) -> dict[str, Any]:
 
 def _slowest(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     return max(by_rank, key=lambda found: found["seconds"])
-
-
-def _why_not_shared() -> str | None:
-    """Return why two ranks cannot share a GPU here; ``None`` if they can."""
-    from pycomm.collectives.transport.nccl import nccl_version
-
-    found = nccl_version()
-    if found is None:
-        return "no NCCL"
-    if tuple(int(part) for part in found[0].split(".")[:2]) < _SHARED_GPU_NCCL:
-        return f"NCCL is {found[0]} ({found[1]}), wanted 2.30 or newer"
-    return None
 
 
 if __name__ == "__main__":

@@ -17,13 +17,16 @@ from bench.gpu.outcomes import VARIABLE, read_outcomes
 Found = Mapping[str, Any]
 
 ALL_SECONDS = 570.0
-SANITIZERS = ("memcheck", "racecheck")
-SANITIZED = ("tests/kernels/test_topk_on_gpu.py", "tests/kernels/test_sparsify.py")
+SANITIZERS = {"memcheck": 90.0, "racecheck": 60.0, "synccheck": 45.0, "initcheck": 60.0}
+"""Tools of compute-sanitizer, with the limit of each in seconds."""
+SANITIZED = (
+    "tests/kernels/test_topk_on_gpu.py",
+    *(f"tests/kernels/test_{name}.py" for name in ("sparsify", "entries", "norms", "accumulate")),
+)
 MARKERS = ("requires_gpu", "requires_cuda")
 _BUILD_SECONDS = 240.0
 _ENVIRONMENT_SECONDS = 60.0
 _TESTS_SECONDS = 180.0
-_SANITIZER_SECONDS = 120.0
 _SANITIZER_FOUND = 99  # exit status of a sanitizer that found something; pytest has 0 to 5
 
 _MARKED = re.compile(rf"""(?<!["'\w])({"|".join(MARKERS)})(?!["'\w])""")  # used, not only talked about
@@ -70,6 +73,7 @@ def build(site: Path, objects: Path, architecture: str) -> Step:
     settings = [
         "cmake.define.PYCOMM_CUDA=ON",
         f"cmake.define.CMAKE_CUDA_ARCHITECTURES={architecture}",
+        "cmake.define.CMAKE_CUDA_FLAGS=-lineinfo",  # sanitizers and profilers name lines; the code is the same
         f"build-dir={objects}",
     ]
     options = [word for setting in settings for word in ("-C", setting)]
@@ -97,14 +101,14 @@ def tests(out: Path) -> Step:
 
 
 def sanitizer(tool: str, executable: str, out: Path) -> Step:
-    """Describe the run of the selecting kernels' tests under one of compute-sanitizer's tools."""
+    """Describe a run under one of compute-sanitizer's tools: tests of kernels whose threads exchange results."""
     log = out.with_suffix(".log")
     wrapper = [executable, "--tool", tool, "--target-processes", "all", "--error-exitcode", str(_SANITIZER_FOUND)]
     chosen = ["-k", "not cupy", "--timeout=0"]  # the same kernels; and the tool, not the test, takes the time
     command = [*wrapper, "--log-file", str(log), *_pytest(list(SANITIZED)), *chosen]
     # Without torch's allocator, an access beyond an array is one beyond an allocation.
     variables = {VARIABLE: str(out), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    return Step(tool, command, _SANITIZER_SECONDS, variables, partial(_sanitized, tool, out, log), told=(1,))
+    return Step(tool, command, SANITIZERS[tool], variables, partial(_sanitized, tool, out, log), told=(1,))
 
 
 def measuring(out: Path, rounds: int, seconds: float, with_pycomm: bool) -> Step:

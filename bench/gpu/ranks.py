@@ -5,6 +5,7 @@ Processes of their own, also where there is one rank: one that dies takes no oth
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -70,10 +71,16 @@ def resnet(blocks: Sequence[int] = (3, 4, 6, 3)) -> nn.Sequential:
 
 
 class AttachRank:
-    """Rank that attaches to its optimizer in one way after the other, and detaches again."""
+    """Rank that attaches to its optimizer in one way after the other, and detaches again.
 
-    def __init__(self, port: int, device: str, blocks: list[int], batch: int, image: int) -> None:
+    Args:
+        own_host: whether NCCL is told that the rank is on a host of its own.
+    """
+
+    def __init__(self, port: int, device: str, blocks: list[int], batch: int, image: int, own_host: bool) -> None:
         self.rank, _ = join_group(port)
+        if own_host:
+            os.environ["NCCL_HOSTID"] = str(self.rank)
         self._device = torch.device(device)
         torch.backends.cudnn.benchmark = True
         self._model = resnet(blocks).to(self._device)

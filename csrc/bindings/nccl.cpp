@@ -9,6 +9,7 @@
 #include "bindings/bindings.h"
 #include "bindings/collectives.h"
 #include "bindings/reduce_op.h"
+#include "device/runtime.h"
 #include "transport/nccl/group.h"
 
 namespace pycomm {
@@ -62,6 +63,25 @@ py::object nccl_version(const Paths& paths) {
     } catch (const DeviceError&) {
         return py::none();
     }
+}
+
+std::string nccl_why_not_registered(const Paths& paths) {
+    py::gil_scoped_release release;
+    return nccl::library(paths).why_not_registered();
+}
+
+uintptr_t nccl_allocate(int64_t num_bytes, int device, const Paths& paths) {
+    py::gil_scoped_release release;
+    device::Guard guard(device);
+    device::RelaxedCapture relaxed;
+    return reinterpret_cast<uintptr_t>(nccl::allocate(nccl::library(paths), num_bytes));
+}
+
+// After all work with the memory.
+void nccl_free(uintptr_t address, int device, const Paths& paths) {
+    py::gil_scoped_release release;
+    device::Guard guard(device);
+    nccl::library(paths).mem_free(reinterpret_cast<void*>(address));
 }
 
 py::bytes nccl_unique_id(const Paths& paths) {
@@ -146,6 +166,16 @@ void recv(NcclGroup& group, py::handle x, py::handle src, uintptr_t stream, doub
     move<&NcclGroup::recv>(group, x, src, "src", stream, timeout);
 }
 
+void register_memory(NcclGroup& group, uintptr_t address, int64_t num_bytes) {
+    py::gil_scoped_release release;
+    group.register_memory(reinterpret_cast<void*>(address), num_bytes);
+}
+
+void deregister_memory(NcclGroup& group, uintptr_t address) {
+    py::gil_scoped_release release;
+    group.deregister_memory(reinterpret_cast<void*>(address));
+}
+
 void group_end(NcclGroup& group, double timeout) {
     require_timeout(timeout);
     py::gil_scoped_release release;
@@ -158,8 +188,12 @@ void group_end(NcclGroup& group, double timeout) {
 void bind_nccl(py::module_& module) {
     using py::arg;
     using WithoutGil = py::call_guard<py::gil_scoped_release>;
+    module.def("cuda_driver_version", &device::driver_version);
     module.def("nccl_library", &nccl_calls::nccl_library, arg("paths"));
     module.def("nccl_version", &nccl_calls::nccl_version, arg("paths"));
+    module.def("nccl_why_not_registered", &nccl_calls::nccl_why_not_registered, arg("paths"));
+    module.def("nccl_allocate", &nccl_calls::nccl_allocate, arg("num_bytes"), arg("device"), arg("paths"));
+    module.def("nccl_free", &nccl_calls::nccl_free, arg("address"), arg("device"), arg("paths"));
     module.def("nccl_unique_id", &nccl_calls::nccl_unique_id, arg("paths"));
     py::class_<NcclGroup>(module, "NcclGroup")
         .def(py::init(&nccl_calls::make_group), arg("rank"), arg("size"), arg("device"), arg("unique_id"), arg("ring"),
@@ -171,6 +205,8 @@ void bind_nccl(py::module_& module) {
         .def("broadcast", &nccl_calls::broadcast, arg("x"), arg("src"), arg("stream"), arg("timeout"))
         .def("send", &nccl_calls::send, arg("x"), arg("dst"), arg("stream"), arg("timeout"))
         .def("recv", &nccl_calls::recv, arg("x"), arg("src"), arg("stream"), arg("timeout"))
+        .def("register_memory", &nccl_calls::register_memory, arg("address"), arg("num_bytes"))
+        .def("deregister_memory", &nccl_calls::deregister_memory, arg("address"))
         .def("group_start", &NcclGroup::group_start, WithoutGil())
         .def("group_end", &nccl_calls::group_end, arg("timeout"))
         .def("group_abandon", &NcclGroup::group_abandon, WithoutGil())

@@ -45,10 +45,15 @@ int count() {
     return 0;
 }
 
+int driver_version() {
+    int version = 0;
+    cudaDriverGetVersion(&version);
+    return version;
+}
+
 std::string why_none() {
-    int driver = 0, devices = 0;
+    int driver = driver_version(), devices = 0;
     std::string wanted = "CUDA " + dotted(CUDART_VERSION / 1000 * 1000) + " or newer";
-    cudaDriverGetVersion(&driver);
     cudaError_t status = cudaGetDeviceCount(&devices);
     cudaGetLastError();
     if (driver == 0) return "there is no NVIDIA driver (libcuda.so.1): install one that supports " + wanted;

@@ -15,6 +15,8 @@ namespace pycomm::device {
 int count();
 // Why count() is 0: names the driver's version and the one that this build requires.
 std::string why_none();
+// The newest CUDA that the driver supports, 12030 for 12.3; 0 without a driver.
+int driver_version();
 
 // The device that `pointer` lies on; -1 for memory that is not a device's.
 int device_of(const void* pointer);

@@ -220,6 +220,11 @@ class Channel:
         """Return a function that returns torch's current stream as an integer, for :meth:`submit_on_gpu`."""
         return functools.partial(raw_stream, device.index)
 
+    @property
+    def registered_bytes(self) -> int:
+        """Bytes of memory on GPUs that NCCL's communicators have registered."""
+        return sum(queue.registered_bytes for queue in self._gpus.values())
+
     def check_gpus(self) -> None:
         """Raise CommError if an operation on a GPU has failed meanwhile."""
         for queue in self._gpus.values():

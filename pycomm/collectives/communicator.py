@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pycomm.checks import plain, reduction, seconds_of, shape_of
 from pycomm.collectives.channel import Channel
-from pycomm.collectives.transport import TRANSPORTS
+from pycomm.collectives.transport import TRANSPORTS, registered
 from pycomm.collectives.transport.algorithms import AlgorithmSelector
 from pycomm.collectives.transport.choice import choose_transport
 from pycomm.collectives.transport.gpu import GpuWork
@@ -188,6 +188,8 @@ class Communicator(_Messages):
     ) -> torch.Tensor:
         """Return an uninitialised tensor in memory that the transport can access directly.
 
+        On a GPU NCCL requires that all ranks pass such tensors to an operation, at equal offsets, or none does.
+
         Not collective: ranks may allocate different tensors at any time. Operations on such tensors (on all ranks) move
         each byte only once. The memory lives as long as the tensor. ``device``: the CPU if ``None``.
 
@@ -201,7 +203,7 @@ class Communicator(_Messages):
         dims = shape_of(shape)
         kind = "cpu" if device is None else torch.device(device).type
         if kind == "cuda":
-            return torch.empty(dims, dtype=dtype, device=device)
+            return registered.empty(dims, dtype, torch.device(device))  # type: ignore[arg-type]
         if kind != "cpu":
             raise ValueError(f"device is {device!r}, wanted the CPU or a GPU")
         return self.channel.transport.empty(dims, dtype)

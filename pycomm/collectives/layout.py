@@ -10,6 +10,15 @@ def on_gpu(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda
 
 
+def is_capturing() -> bool:
+    """Return whether torch's current stream is being captured into a CUDA graph.
+
+    The host cannot wait for it then, and each launch of the graph repeats the work on the same addresses.
+    """
+    initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return initialized and torch.cuda.is_current_stream_capturing()
+
+
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return CPU ``tensor`` on ``device``, without waiting for a GPU."""
     if device.type == "cpu":

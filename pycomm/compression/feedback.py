@@ -11,7 +11,8 @@ every rank's step is known to be finite. Then the two buffers are swapped: the r
 the residual, and the old residual's memory receives the averaged gradient. A new velocity is written
 beside the old one. Beyond the gradients this takes 4 bytes per element, with momentum 12, and no copy.
 On a GPU the host does not know whether the step is finite. So the buffers are always swapped, and after
-a non-finite step a kernel copies the old state back.
+a non-finite step a kernel copies the old state back. A CUDA graph keeps addresses: while one is captured, and
+from then on, the new state is copied to where the old one was.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import torch
 from pycomm import kernels
 from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
-from pycomm.collectives.layout import laid_out_like
+from pycomm.collectives.layout import is_capturing, laid_out_like
 from pycomm.compression.base import Flag, Method, Operation, Scaling, State, as_flag
 from pycomm.compression.codec import Accumulated, Codec, Outcome, wide_dtype
 from pycomm.compression.report import Report, Told
@@ -77,6 +78,7 @@ class CodecExchange:
         self._report: Report | None = None
         self._accumulated: Accumulated | None = None
         self._kept: torch.Tensor | None = None  # the old residual, where buffers cannot be swapped
+        self._has_graph = False  # whether a CUDA graph knows the addresses of state
         self._nonfinite_sources = torch.zeros(communicator.size, dtype=torch.int64, device=bucket.device)
         self._all_used_here, self._measures = True, False
         self._measured: tuple[torch.Tensor, torch.Tensor] | None = None  # squared norms, before and after sending
@@ -170,6 +172,7 @@ class CodecExchange:
         """Make the new state current and write the averages; if ``finite`` is a false tensor, the codec undoes it."""
         assert self._report is not None
         assert self._accumulated is not None
+        self._has_graph = self._has_graph or (self._bucket.on_gpu and is_capturing())
         states = []
         if self._velocity is not None and self._new_velocity is not None:
             self._velocity, self._new_velocity = self._new_velocity, self._velocity
@@ -191,15 +194,18 @@ class CodecExchange:
             scratch=self._finish_scratch,
         )
         self.codec.settle(outcome)
+        if self._has_graph:
+            self._move_back()
 
     def _swap_residual(self) -> None:
         """Make the rest of the sums the next residual; the old residual's memory will receive the averages.
 
-        If somebody holds a reference to the gradients, they must stay where they are, which takes a copy.
+        If somebody holds a reference to the gradients, or a graph knows their addresses, both must stay where they are,
+        which takes a copy.
         """
         old, sums = self._residual, self._sums
         assert old is not None
-        if self._own_sums is None and self._bucket.is_kept():
+        if self._own_sums is None and (self._has_graph or self._bucket.is_kept()):
             self._kept = old.clone() if self._kept is None else self._kept.copy_(old)
             old.copy_(sums)
             sums.copy_(self._kept)
@@ -209,6 +215,13 @@ class CodecExchange:
         else:
             self._own_sums = old
         self._residual = sums
+
+    def _move_back(self) -> None:
+        """Copy the state that was swapped to where the next launch of a graph reads it."""
+        if self._velocity is not None and self._new_velocity is not None:
+            self._velocity, self._new_velocity = self._new_velocity.copy_(self._velocity), self._velocity
+        if self._residual is not None and self._own_sums is not None:
+            self._residual, self._own_sums = self._own_sums.copy_(self._residual), self._residual
 
     def operations_among(self, size: int) -> list[Operation] | None:
         return self.codec.operations_among(size)

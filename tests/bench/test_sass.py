@@ -86,7 +86,8 @@ def test_names() -> None:
     anonymous = "39_GLOBAL__N__e5e11550_7_pack_cu_67e50e5e"
     for symbol, name in [
         (f"_ZN6pycomm4cuda{anonymous}11pack_kernelINS_4BF16EEEvNS0_5TableEPcNS0_5ScaleEdPbPKb", "pack_kernel<BF16>"),
-        (f"_ZN6pycomm4cuda{anonymous}13reduce_kernelILNS_8ReduceOpE3EaEEvNS0_5TableEPcl", "reduce_kernel<3,int8>"),
+        (f"_ZN6pycomm4cuda{anonymous}13reduce_kernelILNS_8ReduceOpE3EaEEvNS0_5TableEPcl", "reduce_kernel<Max,int8>"),
+        (f"_ZN6pycomm4cuda{anonymous}11step_kernelILNS_4RuleE4EdEEvNS0_4PassE", "step_kernel<LambMoments,double>"),
         (f"_ZN6pycomm4cuda{anonymous}3addINS_3F16ES3_EEvPKi", "add<F16,F16>"),
         ("_ZN6pycomm4cuda13add_up_kernelILi1EmEEvNS0_5TableE", "add_up_kernel<1,uint64>"),
         ("_Z5probeILb1ELin2EEvPKf", "probe<1,-2>"),
@@ -187,6 +188,18 @@ def test_probes(tmp_path: Path) -> None:
     }
     assert found["spill"].resources.stack == 256
     assert found["spill"].resources.shared == 256
+
+
+@requires_nvcc
+def test_kernels_that_compile_fast() -> None:
+    """Those of the rules among them, which the limits name."""
+    nvcc = find_nvcc()
+    assert nvcc is not None
+    names = ("hashes", "step", "table")
+    found = compile_kernels(nvcc, [kernels.SOURCES / f"{name}.cu" for name in names])
+    assert not [complaint for kernel in found for complaint in command.complaints_about(kernel)]
+    used = {limit_of(kernel) for kernel in found}
+    assert not [limit.pattern for limit in LIMITS if limit.pattern.startswith(names) and limit not in used]
 
 
 @pytest.fixture(scope="module")

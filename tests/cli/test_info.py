@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import pycomm
+from pycomm.collectives.transport.nccl import why_not_registered
 from pycomm.tools.cli import info
 from pycomm.tools.cli.main import main
 
@@ -23,6 +24,7 @@ def test_info_says_what_runs_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert "hierarchical" in facts["transports"]
     assert "gpus" in facts
     assert facts["nccl"].split()[0] == (pycomm.build_info()["nccl"] or "none")
+    assert facts["registered"].startswith("no memory with NCCL: ") == bool(why_not_registered())
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ _TYPES = {
 def library() -> ctypes.CDLL:
     """The extension itself, for the functions that only the emulator has."""
     lib = ctypes.CDLL(_native.__file__)
-    lib.emulator_configure.argtypes = [ctypes.c_uint64, ctypes.c_int, ctypes.c_int]
+    lib.emulator_configure.argtypes = [ctypes.c_uint64, ctypes.c_int, ctypes.c_int, ctypes.c_int]
     lib.emulator_own.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
     lib.emulator_disown.argtypes = [ctypes.c_void_p]
     lib.emulator_fail_launch.argtypes = [ctypes.c_int64]

@@ -20,6 +20,7 @@ struct Settings {
     uint64_t seed = 1;
     int threads_per_block = 64;
     int resident_blocks = 3;  // how many blocks are under way at once
+    int multiprocessors = 2;
 };
 Settings& settings();
 

@@ -97,10 +97,10 @@ class CupyGpu(TorchGpu):
 
 
 class EmulatedGpu(Gpu):
-    def __init__(self, seed: int, threads_per_block: int, resident_blocks: int) -> None:
+    def __init__(self, seed: int, threads_per_block: int, resident_blocks: int, multiprocessors: int = 2) -> None:
         from tests.emulator.arrays import library
 
-        library().emulator_configure(seed, threads_per_block, resident_blocks)
+        library().emulator_configure(seed, threads_per_block, resident_blocks, multiprocessors)
 
     def put(self, tensor: torch.Tensor, device: int = 0) -> Any:
         from tests.emulator.arrays import DeviceArray
@@ -135,3 +135,9 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
         yield CupyGpu()
     else:
         yield TorchGpu()
+
+
+@pytest.fixture
+def large_team() -> tuple[Gpu, int]:
+    """A GPU, and a number of elements to select from that takes a team of more blocks than a block has threads."""
+    return (EmulatedGpu(15, 32, 40, 20), 330_000) if EMULATED else (TorchGpu(), 3_000_000)

@@ -10,11 +10,11 @@ import torch
 
 from pycomm import kernels
 from tests.kernels.bucket import KINDS, SIZES, Bucket, bucket, flat
-from tests.kernels.gpus import Gpu, gpu, requires_gpu
+from tests.kernels.gpus import Gpu, gpu, large_team, requires_gpu
 from tests.kernels.reference import FLOATS, assert_same_bits, simd
 from tests.kernels.test_topk import exact_order
 
-__all__ = ["gpu", "simd"]
+__all__ = ["gpu", "large_team", "simd"]
 
 COUNTS = [1, 60, 0, 1, 100, 0, 511, 0, 65, 1, 1]
 """Of SIZES: some, none, all, one half."""
@@ -202,6 +202,15 @@ def test_gpu_big(gpu: Gpu) -> None:
     assert check_on_gpu(gpu, given, counts, cold.thresholds / 100).missed[0]
     for useless in (math.inf, math.nan, -1.0):
         assert check_on_gpu(gpu, given, counts, torch.full((3,), useless)).missed == [False] * 3
+
+
+@requires_gpu
+def test_gpu_a_large_team(large_team: tuple[Gpu, int]) -> None:
+    """Beside one of few blocks, which shares the last of its own with it."""
+    gpu, n = large_team
+    given, counts = bucket([n - 20_001, 20_001], torch.float32, "residual"), [n // 1000, 20]
+    cold = check_on_gpu(gpu, given, counts, torch.zeros(2))
+    assert check_on_gpu(gpu, given, counts, cold.thresholds).missed == [False] * 2
 
 
 @requires_gpu

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from pycomm import kernels
-from tests.kernels.gpus import Gpu, gpu, requires_gpu
+from tests.kernels.gpus import Gpu, gpu, large_team, requires_gpu
 from tests.kernels.reference import FLOATS, assert_same_bits, interesting
 
-__all__ = ["gpu"]
+__all__ = ["gpu", "large_team"]
 pytestmark = requires_gpu
 
 BIG = 70_000  # beyond this size candidates are collected by a threshold
@@ -95,6 +95,13 @@ def test_orders_that_mislead_a_sample(gpu: Gpu) -> None:
     for adversarial in (ascending, ascending.flip(0), concentrated, beside):
         for k in (10, 700):
             assert_topk(gpu, adversarial, k, threshold=0.0)
+
+
+def test_a_large_team(large_team: tuple[Gpu, int]) -> None:
+    gpu, n = large_team
+    left = assert_topk(gpu, gradient(n), n // 1000, threshold=0.0)
+    assert assert_topk(gpu, gradient(n), n // 1000, threshold=left) == left
+    assert_topk(gpu, torch.ones(n), n // 2)  # ties in all blocks: by radix
 
 
 def test_scratch_is_reused(gpu: Gpu) -> None:

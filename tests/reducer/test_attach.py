@@ -386,4 +386,5 @@ def test_one_rank() -> None:
             loss_of(model, 0, step).backward()
         reducer.flush()
         assert reducer.stats()["bytes_sent"] == 0
+        assert reducer.stats()["registered_bytes"] == 0  # nothing is on a GPU
         optimizer.step()

@@ -16,7 +16,7 @@ from tests.kernels.gpus import requires_cuda, waits_refused
 from tests.ranks import RankPool
 from tests.reducer.attaching import attached, own_state
 from tests.reducer.models import average_gradients, close, make_model
-from tests.transport.test_nccl_on_gpu import requires_nccl, requires_shared_gpu, sharing
+from tests.transport.test_nccl_on_gpu import requires_nccl, sharing
 
 __all__ = ["sharing"]
 pytestmark = [requires_cuda, requires_nccl]
@@ -86,7 +86,6 @@ def train(compression: Any, tolerance: float) -> None:
             optimizer.step()
 
 
-@requires_shared_gpu
 @pytest.mark.parametrize(
     ("compression", "tolerance"), [(None, 1e-6), (pycomm.FP16(), 1e-3), (pycomm.BF16(), 1e-2), (pycomm.TopK(1.0), 1e-6)]
 )

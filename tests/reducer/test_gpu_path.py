@@ -222,7 +222,8 @@ def test_a_step_that_is_captured(method: str) -> None:
             optimizer.zero_grad()
             with pytest.MonkeyPatch.context() as context:
                 if step in (4, 5, 6):
-                    context.setattr(HostCopy, "impossible", staticmethod(lambda: True))
+                    context.setattr(torch.cuda, "is_initialized", lambda: True)
+                    context.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
                     context.setattr(HostCopy, "put", refuse_copies)
                     context.setattr(HostCopy, "get", refuse_copies)
                 loss_of(model, rank, step).backward()

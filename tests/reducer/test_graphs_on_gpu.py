@@ -17,7 +17,7 @@ from tests.kernels.gpus import requires_cuda
 from tests.ranks import RankPool
 from tests.reducer.attaching import assert_replicas_equal, attached
 from tests.reducer.models import make_model
-from tests.transport.test_nccl_on_gpu import requires_nccl, requires_shared_gpu, sharing
+from tests.transport.test_nccl_on_gpu import requires_nccl, sharing
 
 __all__ = ["sharing"]
 pytestmark = [requires_cuda, requires_nccl]
@@ -88,13 +88,12 @@ def compare(compression: Any) -> None:
 
 
 @pytest.mark.usefixtures("one_rank_group")
-@pytest.mark.parametrize("compression", [pycomm.TopK(1.0), pycomm.TopK(0.1)])
+@pytest.mark.parametrize("compression", [pycomm.TopK(1.0), pycomm.TopK(0.1), pycomm.DGC(0.1), pycomm.OneBit()])
 def test_one_rank(compression: Any) -> None:
-    """With TopK, which is at work with one rank too."""
+    """With methods that are at work, and carry state, with one rank too."""
     compare(compression)
 
 
-@requires_shared_gpu
 @pytest.mark.parametrize("compression", [None, pycomm.FP16(), pycomm.TopK(0.1)])
 def test_two_ranks(sharing: RankPool, compression: Any) -> None:
     sharing.run(compare, compression)

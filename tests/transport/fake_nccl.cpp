@@ -92,7 +92,7 @@ Switches switches;
 std::map<std::array<char, 128>, World> worlds;
 std::vector<std::unique_ptr<FakeComm>> comms;  // never freed, so that their misuse shows
 std::string calls_made, algorithms_seen, modes_seen;
-int aborts = 0, destroys = 0, misuses = 0, ids = 0, last_thread = 0;
+int aborts = 0, destroys = 0, misuses = 0, ids = 0, last_thread = 0, registered_bytes = 0;
 thread_local int group_depth = 0, group_error = kSuccess;
 thread_local std::vector<std::pair<FakeComm*, Call>> grouped;
 thread_local std::vector<FakeComm*> grouped_aborts;
@@ -309,6 +309,37 @@ EXPORT int ncclSend(const void* in, size_t count, int dtype, int peer, void* com
 EXPORT int ncclRecv(void* out, size_t count, int dtype, int peer, void* comm, void*) {
     return collective("ncclRecv", comm, {Kind::kRecv, nullptr, out, count, dtype, peer});
 }
+#ifndef FAKE_WITHOUT_REGISTRATION
+EXPORT int ncclMemAlloc(void** memory, size_t bytes) {
+    std::lock_guard lock(guard);
+    if (int failure = enter("ncclMemAlloc", nullptr); failure != kSuccess) return failure;
+    *memory = std::malloc(bytes);
+    return kSuccess;
+}
+EXPORT int ncclMemFree(void* memory) {
+    std::lock_guard lock(guard);
+    std::free(memory);
+    return enter("ncclMemFree", nullptr);
+}
+EXPORT int ncclCommRegister(void* handle, void* memory, size_t bytes, void** registration) {
+    std::lock_guard lock(guard);
+    auto comm = static_cast<FakeComm*>(handle);
+    if (int failure = enter("ncclCommRegister", comm); failure != kSuccess) return failure;
+    if (comm->ended || !comm->ready || comm->inside > 0) ++misuses;
+    *registration = new size_t(bytes);
+    registered_bytes += static_cast<int>(bytes);
+    return kSuccess;
+}
+EXPORT int ncclCommDeregister(void* handle, void* registration) {
+    std::lock_guard lock(guard);
+    auto comm = static_cast<FakeComm*>(handle);
+    if (comm->ended) ++misuses;
+    auto bytes = static_cast<size_t*>(registration);
+    registered_bytes -= static_cast<int>(*bytes);
+    delete bytes;
+    return enter("ncclCommDeregister", comm);
+}
+#endif
 EXPORT int ncclGroupStart() {
     std::lock_guard lock(guard);
     int failure = enter("ncclGroupStart", nullptr);
@@ -335,7 +366,7 @@ EXPORT void fake_reset() {
     calls_made.clear();
     algorithms_seen.clear();
     modes_seen.clear();
-    aborts = destroys = misuses = 0;
+    aborts = destroys = misuses = registered_bytes = 0;
 }
 EXPORT void fake_version(int version) {
     std::lock_guard lock(guard);
@@ -381,6 +412,10 @@ EXPORT int fake_aborts() {
 EXPORT int fake_destroys() {
     std::lock_guard lock(guard);
     return destroys;
+}
+EXPORT int fake_registered_bytes() {
+    std::lock_guard lock(guard);
+    return registered_bytes;
 }
 EXPORT int fake_misuses() {
     std::lock_guard lock(guard);

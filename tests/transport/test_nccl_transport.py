@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -140,7 +141,7 @@ def test_ranks_on_one_gpu(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     for outcome in transports(3, devices=2):
         assert isinstance(outcome, ValueError)
         assert "ranks 0 and 2 are on the same GPU (device 0 of " in str(outcome)
-        assert "NCCL is 2.30.3, and rank 0 has no such variable" in str(outcome)
+        assert "NCCL is 2.30.3, and rank 0 has no NCCL_MULTI_RANK_GPU_ENABLE" in str(outcome)
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     for member in transports(2, devices=1):
         member.close()
@@ -148,7 +149,30 @@ def test_ranks_on_one_gpu(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_native, "nccl_library", lambda _: ("2.29.7", path))
     for outcome in transports(2, devices=1):
         assert isinstance(outcome, ValueError)
-        assert str(outcome).endswith("in the environment of every rank: NCCL is 2.29.7")
+        assert str(outcome).endswith("which links them by sockets: NCCL is 2.29.7")
+
+
+def test_ranks_on_one_gpu_that_nccl_takes_for_hosts(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any NCCL takes them, if no two of them are on the same host and GPU."""
+    plan_of, hosts = nccl._plan_of, ["a", "b", None]
+
+    def named(*args: Any) -> dict[str, Any]:
+        return plan_of(*args) | {"host": hosts[int(threading.current_thread().name[-1])]}
+
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+    monkeypatch.setattr(nccl, "_plan_of", named)
+    for member in transports(3, devices=1):
+        member.close()
+    hosts[2] = "b"
+    for outcome in transports(3, devices=1):
+        assert isinstance(outcome, ValueError)
+        assert str(outcome).startswith("ranks 1 and 2 are on the same GPU")
+        assert "another NCCL_HOSTID for each rank" in str(outcome)
+
+
+def test_the_name_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_HOSTID", "ours")
+    assert nccl._plan_of([], 0, "native", [])["host"] == "ours"
 
 
 def test_no_unique_id(fake: Fake) -> None:
@@ -221,20 +245,33 @@ def test_one_rank_in_a_capture(fake: Fake) -> None:
         member.close()
 
 
-ORDER = """
-import ctypes, pycomm
-getenv = ctypes.CDLL(None).getenv
-getenv.restype = ctypes.c_char_p
-print(getenv(b"NCCL_LAUNCH_ORDER_IMPLICIT").decode())
-"""
+@pytest.mark.parametrize(
+    ("driver", "given", "wanted"), [(12030, None, "1"), (13000, "0", "0"), (12020, None, None), (12020, "1", "1")]
+)
+def test_communicators_on_one_gpu_keep_the_order_of_the_calls(
+    fake: Fake,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    driver: int,
+    given: str | None,
+    wanted: str | None,
+) -> None:
+    """From the first communicator on, if the driver can, unless the user has it otherwise; NCCL sees it."""
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", given or "")  # and restored
+    if given is None:
+        monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT")
+    monkeypatch.setattr(_native, "cuda_driver_version", lambda: driver)
+    (alone,) = transports(1)
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_char_p
+    assert getenv(b"NCCL_LAUNCH_ORDER_IMPLICIT") == (None if wanted is None else wanted.encode())
+    assert ("the NVIDIA driver supports CUDA 12.2, and NCCL requires 12.3" in caplog.text) == (wanted is None)
+    alone.close()
 
 
-@pytest.mark.parametrize(("given", "wanted"), [(None, "1"), ("0", "0")])
-def test_communicators_on_one_gpu_keep_the_order_of_the_calls(given: str | None, wanted: str) -> None:
-    """Unless the user has it otherwise."""
-    environment = {k: v for k, v in os.environ.items() if k != "NCCL_LAUNCH_ORDER_IMPLICIT"}
-    if given is not None:
-        environment["NCCL_LAUNCH_ORDER_IMPLICIT"] = given
+def test_importing_sets_nothing() -> None:
+    script = "import os, pycomm; print([name for name in os.environ if name.startswith('NCCL_')])"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("NCCL_")}
     # Where the source tree does not hide the installed package.
-    output = subprocess.check_output([sys.executable, "-c", ORDER], env=environment, text=True, timeout=100, cwd="/")
-    assert output.strip() == wanted
+    output = subprocess.check_output([sys.executable, "-c", script], env=environment, text=True, timeout=100, cwd="/")
+    assert output.strip() == "[]"

@@ -68,9 +68,9 @@ LIMITS = (
     Limit("sparsify/*", registers=128, blocks=2, loads=4),
     Limit("step/add_up_kernel<*>", registers=32, blocks=8),
     Limit("step/count_kernel", registers=40, blocks=6),
-    Limit("step/step_kernel<4,*>", registers=64, blocks=4, loads=3),
-    Limit("step/step_kernel<0,float>", registers=64, blocks=4, loads=6),
-    Limit("step/step_kernel<3,double>", registers=96, blocks=2, loads=5),
+    Limit("step/step_kernel<LambApply,*>", registers=64, blocks=4, loads=3),
+    Limit("step/step_kernel<Momentum,float>", registers=64, blocks=4, loads=6),
+    Limit("step/step_kernel<LambMoments,double>", registers=96, blocks=2, loads=5),
     Limit("step/step_kernel<*>", registers=80, blocks=3, loads=5),
     Limit("table/*", registers=32, blocks=8),
     Limit("topk/*", registers=128, blocks=2, loads=4),
@@ -78,7 +78,8 @@ LIMITS = (
 
 AT_FULL_SPEED = (
     *("absmax/*", "accumulate/*", "hashes/h*", "norms/n*", "pack/*", "quantize/q*", "reduce/*", "signs/p*"),
-    *("step/step_kernel<[0124],*>", "step/step_kernel<3,float>"),
+    *(f"step/step_kernel<{rule},*>" for rule in ("Momentum", "Adam", "Rmsprop", "Adagrad", "LambApply")),
+    "step/step_kernel<LambMoments,float>",
 )
 """Kernels that are to move memory as fast as a copy does; the test asks of them for twice what command.py derives."""
 

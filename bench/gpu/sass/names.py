@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from functools import cache
+
+from bench import ROOT
 
 _TYPES = {
     "a": "int8",
@@ -22,10 +25,19 @@ _TYPES = {
 }
 _LENGTH = re.compile(r"\d+")
 _SUBSTITUTION = re.compile(r"S([0-9A-Z]*)_")
+_ENUMERATION = re.compile(r"enum class (\w+)[^{;]*{ k([\w, ]+) }")
+
+
+@cache
+def enumerators() -> dict[str, list[str]]:
+    """Return the enumerators, without their k, of each enumeration of the kernels: a symbol has only their numbers."""
+    headers = (ROOT / "csrc" / "kernels").rglob("*.h")
+    found = (match for header in headers for match in _ENUMERATION.finditer(header.read_text()))
+    return {match[1]: match[2].split(", k") for match in found}
 
 
 def kernel_name(symbol: str) -> str:
-    """Return the last name of ``symbol`` with its template arguments: ``pack_kernel<F16>``; enumerators are numbers."""
+    """Return the last name of ``symbol`` with its template arguments: ``step_kernel<Adam,float>``."""
     return _Reader(symbol).name() if symbol.startswith("_Z") else symbol
 
 
@@ -74,9 +86,10 @@ class _Reader:
 
     def _argument(self) -> str:
         if self._skip("L"):  # a value, behind its type
-            self._argument()
+            names = enumerators().get(self._argument())
             begin, self._at = self._at, self._text.index("E", self._at) + 1
-            return self._text[begin : self._at - 1].replace("n", "-")
+            value = self._text[begin : self._at - 1].replace("n", "-")
+            return names[int(value)] if names else value
         if (letter := self._text[self._at]) in _TYPES:
             self._at += 1
             return _TYPES[letter]

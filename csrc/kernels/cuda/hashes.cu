@@ -15,7 +15,7 @@ PYCOMM_DEVICE uint64_t hash_of(const char* x, int64_t from, int64_t count, Share
     return sum;
 }
 
-PYCOMM_KERNEL hashes_kernel(Table table, Sums<1, uint64_t>* slots) {
+PYCOMM_KERNEL_OF(5) hashes_kernel(Table table, Sums<1, uint64_t>* slots) {
     for_segments(table, [&](const Entry& entry, int64_t from, int64_t, int64_t count, Share share) {
         Sums<1, uint64_t> mine = {};
         switch (entry.dtype) {

@@ -73,6 +73,44 @@ void NcclGroup::recv(const Buffer& x, int src, Stream stream, double timeout) {
     submit({nccl::Kind::kRecv, nullptr, x.data, x.count, x.dtype, src, stream}, timeout);
 }
 
+void NcclGroup::register_memory(void* memory, int64_t num_bytes) {
+    require_own_process(rank(), "register_memory", pid_);
+    std::lock_guard order(order_);
+    double started = monotonic_seconds();
+    std::shared_ptr<nccl::Session> session = enter("register_memory");
+    device::RelaxedCapture relaxed;
+    nccl::Result result =
+        library_.comm_register(session->comm(), memory, static_cast<size_t>(num_bytes), &registered_[memory]);
+    result = session->settle(result);
+    session->leave();
+    if (result == nccl::kSuccess) return;
+    registered_.erase(memory);
+    std::string what = "NCCL " + library_.version() + " failed: ncclCommRegister: ";
+    fail("register_memory", started, what + library_.describe(result, nullptr));
+}
+
+void NcclGroup::deregister_memory(void* memory) {
+    if (getpid() != pid_) return;
+    std::lock_guard order(order_);
+    auto at = registered_.find(memory);
+    if (at == registered_.end()) return;
+    try {
+        std::shared_ptr<nccl::Session> session = enter("deregister_memory");
+        session->settle(library_.comm_deregister(session->comm(), at->second));
+        session->leave();
+    } catch (const CommFailure&) {  // the registration ended with the communicator
+    }
+    registered_.erase(at);
+}
+
+// The session, with this thread inside NCCL.
+std::shared_ptr<nccl::Session> NcclGroup::enter(const std::string& name) {
+    std::lock_guard lock(watch_->mutex);
+    require_usable(name);
+    session_->enter();
+    return session_;
+}
+
 void NcclGroup::group_start() {
     require_own_process(rank(), "group_start", pid_);
     std::lock_guard order(order_);

@@ -22,6 +22,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -63,6 +64,13 @@ class NcclGroup {
     void send(const Buffer& x, int dst, Stream stream, double timeout);
     void recv(const Buffer& x, int src, Stream stream, double timeout);
 
+    // Lets NCCL read and write `memory`, from nccl::allocate(), where it lies. Not collective; but NCCL requires that
+    // in an operation all ranks pass registered memory, at equal offsets, or none does. A failure breaks the group.
+    void register_memory(void* memory, int64_t num_bytes);
+    // Before the memory is freed. Does nothing for memory that is not registered, and once the group is closed or
+    // broken.
+    void deregister_memory(void* memory);
+
     // Calls between these two are collected and issued at the end as one operation, for sends and receives that need
     // each other. All on one stream, from one thread; their own timeouts are ignored.
     void group_start();
@@ -87,6 +95,7 @@ class NcclGroup {
     void launch(const std::string& name, double timeout);
     template <class Work>  // returns work(); a DeviceError breaks the group
     auto or_fail(const Call& call, Work work) -> decltype(work());
+    std::shared_ptr<nccl::Session> enter(const std::string& name);
     std::shared_ptr<nccl::Session> begin(const Call& call);
     nccl::Outcome issue_apart(const std::shared_ptr<nccl::Session>& session, const Call& call);
     void require_success(const nccl::Outcome& outcome, const Call& call);
@@ -120,7 +129,8 @@ class NcclGroup {
     std::mutex order_;
     std::vector<nccl::Operation> queued_;
     bool group_is_open_ = false;
-    std::set<uint64_t> keys_;  // of operations that NCCL has done
+    std::set<uint64_t> keys_;            // of operations that NCCL has done
+    std::map<void*, void*> registered_;  // handles, by memory
 
     Watch* const watch_;
     std::shared_ptr<nccl::Session> session_;  // null once it is being ended

@@ -18,6 +18,7 @@ constexpr const char* kAdvice =
     "install NCCL 2.14 or newer (pip install nvidia-nccl-cu13, or -cu12 for a CUDA 12 driver), or set "
     "PYCOMM_NCCL_LIBRARY to the path of a libnccl.so.2";
 constexpr int kOldestVersion = 21400;
+constexpr int kRegisteringVersion = 21900;
 
 std::string dotted(int code) {
     // Up to 2.8 a version was X * 1000 + Y * 100 + Z.
@@ -58,6 +59,11 @@ std::string resolve_all(void* handle, Library& into) {
     resolve(handle, "ncclRecv", into.recv, missing);
     resolve(handle, "ncclGroupStart", into.group_start, missing);
     resolve(handle, "ncclGroupEnd", into.group_end, missing);
+    std::string newer;
+    resolve(handle, "ncclMemAlloc", into.mem_alloc, newer);
+    resolve(handle, "ncclMemFree", into.mem_free, newer);
+    resolve(handle, "ncclCommRegister", into.comm_register, newer);
+    resolve(handle, "ncclCommDeregister", into.comm_deregister, newer);
     return missing;
 }
 
@@ -185,6 +191,11 @@ int code_of(ReduceOp op) {
 
 std::string Library::version() const { return dotted(version_code); }
 
+std::string Library::why_not_registered() const {
+    if (version_code >= kRegisteringVersion && comm_deregister != nullptr) return "";
+    return "NCCL is " + version() + ", wanted 2.19 or newer";
+}
+
 std::string Library::describe(Result result, Comm comm) const {
     const char* meaning = get_error_string(result);
     const char* last = get_last_error(comm);
@@ -205,6 +216,14 @@ const Library& library(const std::vector<std::string>& paths) {
     auto at = loaded->find(key);
     if (at != loaded->end()) return at->second;
     return loaded->emplace(key, key.empty() ? find(paths) : open_named(key)).first->second;
+}
+
+void* allocate(const Library& library, int64_t num_bytes) {
+    void* memory = nullptr;
+    Result result = library.mem_alloc(&memory, static_cast<size_t>(num_bytes));
+    if (result == kSuccess) return memory;
+    throw DeviceError(format("NCCL %s: ncclMemAlloc of %lld bytes failed: %s", library.version().c_str(),
+                             static_cast<long long>(num_bytes), library.describe(result, nullptr).c_str()));
 }
 
 UniqueId make_unique_id(const Library& library) {

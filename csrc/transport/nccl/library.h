@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -67,7 +68,14 @@ struct Library {
     Result (*recv)(void*, size_t count, int dtype, int peer, Comm, Stream);
     Result (*group_start)();
     Result (*group_end)();
+    // These came with 2.19; null in older versions.
+    Result (*mem_alloc)(void**, size_t);
+    Result (*mem_free)(void*);
+    Result (*comm_register)(Comm, void*, size_t, void** handle);
+    Result (*comm_deregister)(Comm, void* handle);
 
+    // Why memory cannot be registered with communicators; "" if it can.
+    std::string why_not_registered() const;
     // "ncclRemoteError (remote process exited or there was a network error): <NCCL's last error text>"
     std::string describe(Result result, Comm comm) const;
 };
@@ -77,6 +85,9 @@ struct Library {
 // loaded; else the system's. It stays loaded for the life of the process. Throws DeviceError saying what was tried and
 // what to do.
 const Library& library(const std::vector<std::string>& paths);
+
+// Memory that communicators can register, on the current device. Throws DeviceError.
+void* allocate(const Library& library, int64_t num_bytes);
 
 // For all ranks of one communicator, made by one of them.
 UniqueId make_unique_id(const Library& library);

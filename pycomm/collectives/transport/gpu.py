@@ -16,6 +16,7 @@ import torch
 import pycomm._native as _native
 from pycomm.collectives.transport.gpu_program import GpuProgram
 from pycomm.collectives.transport.nccl import NcclTransport
+from pycomm.collectives.transport.registered import register
 from pycomm.kernels import Scratch
 from pycomm.schedule.program import Program
 from pycomm.schedule.table import Table
@@ -207,7 +208,10 @@ class GpuQueue:
 
     def _run(self, algorithm: str, operation: str, async_op: bool, *args: Any) -> GpuWork | None:
         arrays = args[: _NUM_ARRAYS.get(operation, 1)]
-        call = getattr(self.transport(algorithm, streams_of(arrays)), operation)
+        transport = self.transport(algorithm, streams_of(arrays))
+        for array in arrays:
+            register(array, transport)
+        call = getattr(transport, operation)
         return self._enqueue(arrays, lambda stream: call(*args, stream, self._timeout), async_op)
 
     def run_program(self, program: Program, x: Any, op: str, async_op: bool) -> GpuWork | None:
@@ -313,6 +317,11 @@ class GpuQueue:
                 moment.hold_back(stream)
         finally:
             self._grouped = None
+
+    @property
+    def registered_bytes(self) -> int:
+        """Bytes of memory that NCCL's communicators have registered."""
+        return sum(transport.registered_bytes for transport in self._transports.values())
 
     def check(self) -> None:
         """Raise the errors that NCCL's watchdogs have found."""

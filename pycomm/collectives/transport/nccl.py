@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import importlib.util
 import json
+import logging
 import os
 import socket
 import weakref
@@ -24,9 +25,16 @@ from pycomm.collectives.recorder import Recorder
 from pycomm.errors import CommError
 from pycomm.untrusted import ANYTHING, MapOf, parse
 
+_LOG = logging.getLogger("pycomm")
+
 ALGORITHMS = ("native", "ring")
 _SHARED_GPU_VERSION = (2, 30)
 _SHARED_GPU_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
+_HOST_VARIABLE = "NCCL_HOSTID"
+"""Names the host for NCCL, which takes ranks with different names for ranks of different hosts, linked by sockets."""
+_REGISTER_VARIABLE = "PYCOMM_NCCL_REGISTER"
+_ORDER_VARIABLE = "NCCL_LAUNCH_ORDER_IMPLICIT"
+_ORDER_DRIVER = 12030
 
 
 def candidate_paths() -> list[str]:
@@ -43,6 +51,38 @@ def candidate_paths() -> list[str]:
 def nccl_version() -> tuple[str, str] | None:
     """Return ``(version, path)`` of the NCCL that would be used; ``None`` without one, or if this build has no CUDA."""
     return _native.nccl_version(candidate_paths()) if hasattr(_native, "nccl_version") else None
+
+
+def why_not_registered() -> str:
+    """Return why memory of buckets on GPUs is not registered with NCCL; "" if it is, provided all ranks can."""
+    if os.environ.get(_REGISTER_VARIABLE) == "0":
+        return f"{_REGISTER_VARIABLE}=0"
+    if not hasattr(_native, "NcclGroup"):
+        return "this build has no CUDA"
+    try:
+        return _native.nccl_why_not_registered(candidate_paths())
+    except RuntimeError:
+        return "no NCCL was found"
+
+
+def keep_order() -> None:
+    """Let NCCL start the operations of all communicators of this process in the order of the calls.
+
+    Otherwise communicators on one GPU, PyTorch's included, can deadlock. With older drivers NCCL would run all
+    communicators' operations one after the other, so there it is not asked to.
+    """
+    version = _native.cuda_driver_version()
+    if _ORDER_VARIABLE in os.environ:
+        return
+    if version >= _ORDER_DRIVER:
+        os.environ[_ORDER_VARIABLE] = "1"
+        return
+    _LOG.warning(
+        "the NVIDIA driver supports CUDA %d.%d, and NCCL requires 12.3 to keep the order of several communicators on a "
+        "GPU: %s stays unset; let one communicator's operations end before you use another",
+        *(version // 1000, version % 1000 // 10),
+        _ORDER_VARIABLE,
+    )
 
 
 class NcclTransport:
@@ -73,6 +113,8 @@ class NcclTransport:
     name = "nccl"
     recorder: Recorder
     """Set by the owner, as for any transport."""
+    registers: bool
+    """Whether all ranks can register memory."""
 
     def __init__(
         self,
@@ -90,6 +132,8 @@ class NcclTransport:
         paths = candidate_paths()
         plans = _exchange(share, _plan_of(paths, device, algorithm, streams))
         _require_agreement(plans)
+        self.registers = all(plan["registers"] for plan in plans)
+        self._registered: dict[int, int] = {}  # bytes, by address
         unique_id = _make_unique_id(paths, rank, share)
         outcome: dict[str, str | None] = {"problem": None}
         failure: Exception | None = None
@@ -117,6 +161,24 @@ class NcclTransport:
         self.recv = group.recv
         self.check = group.check
         _open.add(self)
+
+    @property
+    def registered_bytes(self) -> int:
+        """Bytes of memory that are registered."""
+        return sum(self._registered.values())
+
+    def register(self, address: int, num_bytes: int) -> bool:
+        """Register memory of :mod:`pycomm.collectives.transport.registered`; return whether it was not yet."""
+        if address in self._registered:
+            return False
+        self._group.register_memory(address, num_bytes)
+        self._registered[address] = num_bytes
+        return True
+
+    def deregister(self, address: int) -> None:
+        """Deregister memory that is about to be freed."""
+        if self._registered.pop(address, None) is not None:
+            self._group.deregister_memory(address)
 
     @contextlib.contextmanager
     def grouped(self, timeout: float) -> Iterator[None]:
@@ -159,12 +221,15 @@ def _plan_of(paths: Sequence[str], device: int, algorithm: str, streams: Sequenc
         return plan
     try:
         plan["version"], plan["path"] = _native.nccl_library(list(paths))
+        keep_order()
         plan["gpu"] = _identity_of(device)
         what = f"the first operation of algorithm {algorithm!r} on GPU {device}"
         _native.require_no_capture(device, streams, what, "its communicator is not made yet")
     except Exception as error:  # of any kind: sent to the other ranks
         plan["problem"] = str(error)
     plan["may_share_gpu"] = os.environ.get(_SHARED_GPU_VARIABLE) == "1"
+    plan["registers"] = not why_not_registered()
+    plan["host"] = os.environ.get(_HOST_VARIABLE)
     return plan
 
 
@@ -202,9 +267,9 @@ def _require_agreement(plans: list[dict[str, Any]]) -> None:
                 f"the ranks have different versions of NCCL: rank {p} {plan['version']} ({plan['path']}), "
                 f"rank 0 {plans[0]['version']} ({plans[0]['path']})"
             )
-    first_on: dict[str, int] = {}
+    first_on: dict[tuple[str, str | None], int] = {}
     for p, plan in enumerate(plans):
-        other = first_on.setdefault(plan["gpu"], p)
+        other = first_on.setdefault((plan["gpu"], plan["host"]), p)
         if other != p:
             _require_shared_gpu(other, p, plans)
 
@@ -217,8 +282,9 @@ def _require_shared_gpu(first: int, second: int, plans: list[dict[str, Any]]) ->
         return
     raise ValueError(
         f"ranks {first} and {second} are on the same GPU ({plans[first]['gpu']}), wanted one GPU per rank, or NCCL "
-        f"2.30 or newer and {_SHARED_GPU_VARIABLE}=1 in the environment of every rank: NCCL is {version}"
-        + (f", and rank {without[0]} has no such variable" if without else "")
+        f"2.30 or newer and {_SHARED_GPU_VARIABLE}=1 in the environment of every rank, or another {_HOST_VARIABLE} for "
+        f"each rank, which links them by sockets: NCCL is {version}"
+        + (f", and rank {without[0]} has no {_SHARED_GPU_VARIABLE}" if without else "")
     )
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import pycomm
-from pycomm.collectives.transport.nccl import nccl_version
+from pycomm.collectives.transport.nccl import nccl_version, why_not_registered
 from pycomm.kernels import cuda_devices
 
 
@@ -35,12 +35,18 @@ def collect() -> dict[str, str]:
         "cuda": _cuda(build),
         "gpus": _gpus(),
         "nccl": " at ".join(nccl_version() or ["none found"]),
+        "registered": _registered(),
         "python": f"{platform.python_version()} ({platform.platform()})",
         "torch": torch.__version__,
         "numpy": np.__version__,
         "cores": f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}",
         "transports": "; ".join(transports()) or "none",
     }
+
+
+def _registered() -> str:
+    why_not = why_not_registered()
+    return f"no memory with NCCL: {why_not}" if why_not else "buckets on GPUs, with NCCL (off: PYCOMM_NCCL_REGISTER=0)"
 
 
 def _cuda(build: dict[str, Any]) -> str:

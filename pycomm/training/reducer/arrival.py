@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from pycomm.collectives.layout import is_capturing
 from pycomm.collectives.transport.gpu import GpuWork
 from pycomm.training.cost.auto import Auto
 from pycomm.training.reducer.buckets import Slot, are_sorted
 from pycomm.training.reducer.engine import Engine
 from pycomm.training.reducer.lanes import bucket_sizes
-from pycomm.training.reducer.window import HostCopy
 from pycomm.worker import Work
 
 
@@ -66,7 +66,7 @@ class ArrivalOrder:
         self._slots, self._arrived = [], {}
         order = sorted(table.slots(), key=lambda slot: places.get(slot, 0))  # the first one to arrive is last
         sizes = bucket_sizes(engine.lanes, engine.settings, sum(slot.local.nbytes for slot in order), table.on_gpu)
-        if HostCopy.impossible() or are_sorted(table.flights, order, engine.settings.compression, *sizes):
+        if is_capturing() or are_sorted(table.flights, order, engine.settings.compression, *sizes):
             return False
         if not table.on_gpu:
             engine.outcome.source.keep(table.flights)

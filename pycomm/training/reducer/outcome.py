@@ -184,7 +184,7 @@ class ReductionOutcome:
     # Queries.
 
     def stats(self) -> dict[str, Any]:
-        """Return the counters of ``Reducer.stats`` about skipped steps."""
+        """Return the counters of ``Reducer.stats`` about skipped steps, and about where averages are received."""
         nonfinite_steps = int(self.nonfinite_steps.item())
         return {
             "nonfinite_steps": nonfinite_steps,
@@ -192,6 +192,7 @@ class ReductionOutcome:
             or ("a sum over the ranks" if nonfinite_steps else None),
             "vetoed_steps": self.vetoed_steps,
             "last_veto": self.last_veto,
+            "registered_bytes": self._communicator.channel.registered_bytes,
         }
 
     def name_of_not_finite(self) -> str | None:

@@ -32,7 +32,7 @@ import torch
 from pycomm import kernels
 from pycomm.collectives.bucket import FINGERPRINT_BITS, FingerprintBits
 from pycomm.collectives.communicator import Communicator
-from pycomm.collectives.layout import on_gpu
+from pycomm.collectives.layout import is_capturing, on_gpu
 from pycomm.collectives.tensor_memory import comparable, hashable
 from pycomm.compression.base import Flag
 from pycomm.descriptions import name_ranks
@@ -120,7 +120,7 @@ class StateHashes:
     def comparing(self) -> TakenHashes | None:
         """Return the hashes of the last commit, if they were taken; they are compared only once."""
         # The launches of a CUDA graph change state without the host, so that hashes would be out of date.
-        self._has_graph = self._has_graph or HostCopy.impossible()
+        self._has_graph = self._has_graph or is_capturing()
         taken, self._taken = self._taken, None
         return None if self._has_graph else taken
 
@@ -294,7 +294,7 @@ class RankComparison:
             return
         first, last = self._table.flights[0].exchange, self._table.flights[-1].exchange
         differing = first.differing() if last is first else first.differing() | last.differing()
-        if self._seen and HostCopy.impossible():
+        if self._seen and is_capturing():
             return
         reductions = self._progress.num_reductions
         differing = self.flags.with_own_requests(differing)
@@ -309,7 +309,7 @@ class RankComparison:
 
     def compare_previous(self) -> None:
         """Report differences that the reduction before the last found on a GPU. Called as each reduction begins."""
-        if self._num_seen > 1 and not HostCopy.impossible():
+        if self._num_seen > 1 and not is_capturing():
             differing = self._seen[self._num_seen % 2].get()
             if any(differing):
                 self._report(differing, self._progress.num_reductions - 2)

@@ -12,6 +12,7 @@ import torch
 
 from pycomm.checks import bounded
 from pycomm.collectives.communicator import Communicator
+from pycomm.collectives.layout import is_capturing
 from pycomm.compression import DGC
 from pycomm.compression.base import Flag, Scaling
 from pycomm.optim.loss_scaler import loss_scale_of
@@ -30,15 +31,6 @@ class HostCopy:
         self._host = torch.zeros(num_flags, dtype=torch.bool, pin_memory=pinned)
         self._array = self._host.numpy()  # read instead of the tensor, as torch would wait for the whole device
         self._event: torch.cuda.Event | None = None
-
-    @staticmethod
-    def impossible() -> bool:
-        """Return whether torch's current stream is being captured into a CUDA graph.
-
-        The host cannot wait for flags then; each launch of the graph computes its own.
-        """
-        initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        return initialized and torch.cuda.is_current_stream_capturing()
 
     def put(self, flags: torch.Tensor) -> None:
         """Start to copy ``flags``, on the current stream."""
@@ -85,7 +77,7 @@ class TrainingProgress:
         self.num_reductions += 1
         self._used = False
         self._step_depth = 0  # a step that raised has left it
-        if isinstance(committed, torch.Tensor) and HostCopy.impossible():
+        if isinstance(committed, torch.Tensor) and is_capturing():
             self._committed = False  # the host does not see what launches of the graph commit
         elif isinstance(committed, torch.Tensor):
             assert self._on_device is not None

@@ -40,6 +40,7 @@ std::vector<std::pair<Stream, Stream>> waits;  // the second was told to wait fo
 
 int count() { return 2; }
 std::string why_none() { return ""; }
+int driver_version() { return 13000; }
 
 int device_of(const void* pointer) {
     std::lock_guard lock(guard);
@@ -50,7 +51,7 @@ int device_of(const void* pointer) {
     return at <= range.end ? range.device : -1;
 }
 
-int num_multiprocessors(int) { return 2; }
+int num_multiprocessors(int) { return emulator::settings().multiprocessors; }
 
 int exchange_current(int device) { return std::exchange(current, device); }
 void set_current(int device) noexcept { current = device; }
@@ -119,8 +120,9 @@ bool sync_wanted() {
 
 // What the tests call, through ctypes.
 extern "C" {
-[[gnu::visibility("default")]] void emulator_configure(uint64_t seed, int threads_per_block, int resident_blocks) {
-    emulator::settings() = {seed, threads_per_block, resident_blocks};
+[[gnu::visibility("default")]] void emulator_configure(uint64_t seed, int threads_per_block, int resident_blocks,
+                                                       int multiprocessors) {
+    emulator::settings() = {seed, threads_per_block, resident_blocks, multiprocessors};
 }
 [[gnu::visibility("default")]] void emulator_own(const char* begin, int64_t num_bytes, int device) {
     std::lock_guard lock(pycomm::device::guard);

@@ -1,0 +1,62 @@
+"""Steps in a CUDA graph, without a GPU: each launch repeats one step's operations on the same memory.
+
+The ranks pretend that CPU memory is a GPU's, as in test_gpu_path.py, which has the methods.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.on_ranks import on_ranks
+from tests.reducer.attaching import attached, own_state
+from tests.reducer.models import batch_of, make_model
+from tests.reducer.recorded import RecordedStep, RecordedTraining, unseen_references
+from tests.reducer.test_gpu_path import METHODS, pretended_gpu
+
+WARM_UP, LAUNCHES, LATER = 4, 5, 3
+
+
+def train(compression: Any, dtype: torch.dtype, step: RecordedStep | None) -> dict[str, torch.Tensor]:
+    """Train, with the steps after the warm-up in a graph if there is a ``step`` to record; return what is left."""
+    model = make_model(dtype=dtype)
+    training = RecordedTraining(model, torch.optim.SGD(model.parameters(), lr=0.1), *batch_of(0, 0, dtype))
+    left: dict[str, torch.Tensor] = {}
+    with (
+        pretended_gpu(),
+        unseen_references(),
+        attached(training.optimizer, model, compression=compression, bucket_mb=0.002) as reducer,
+    ):
+        for index in range(WARM_UP + LAUNCHES + LATER):
+            training.load(batch_of(dist.get_rank(), index, dtype))
+            if step is None or index < WARM_UP or index >= WARM_UP + LAUNCHES:
+                training.step()
+            elif index == WARM_UP:
+                with step.recording():
+                    training.step()
+            else:
+                step.launch()
+            left |= {f"{name} after step {index}": p.detach().clone() for name, p in model.named_parameters()}
+        training.load(batch_of(dist.get_rank(), 0, dtype))
+        (training.step if step is None else step.launch)()  # ordinary steps have moved nothing that a graph reads
+        state = own_state(reducer)
+        left |= {f"{key} of {name}": value for name, entry in state.items() for key, value in entry.items()}
+        left |= {name: p.detach().clone() for name, p in model.named_parameters()}
+    return left
+
+
+def require_same(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(got[name], value, rtol=0, atol=0, msg=f"{name} differs")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("method", METHODS)
+@on_ranks(2)
+def test_a_graph_does_what_its_step_did(method: str, dtype: torch.dtype) -> None:
+    """To the bit, with what earlier launches left; ordinary steps and launches may take turns."""
+    require_same(train(METHODS[method], dtype, RecordedStep()), train(METHODS[method], dtype, None))
