@@ -101,14 +101,15 @@ def test_of_several_ranks_the_first_is_told() -> None:
 def test_only_steps_that_are_not_finite_send_anything_for_it(options: dict[str, Any]) -> None:
     with training(**options) as run:
         costs = []
-        for spoiled in ([], [], ["2.weight"], []):
+        for spoiled in ([], [], [], ["2.weight"], []):
             before = operations(run.reducer)
             run.backward(*spoiled)
             costs.append(operations(run.reducer) - before)
         buckets = len(run.reducer._engine.table.flights)
         assert buckets > 1
         commit = int("on_failure" in options)
-        assert costs[1:] == [buckets + commit, buckets + commit + 2, buckets + commit]  # lengths and names
+        # The order of the buckets is agreed on after the first step.
+        assert costs[2:] == [buckets + commit, buckets + commit + 2, buckets + commit]  # lengths and names
 
 
 @on_ranks(2)

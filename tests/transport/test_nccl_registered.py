@@ -25,7 +25,7 @@ COUNT = 1 << 18  # of float32: as little as comes from NCCL
 BYTES = 4 * COUNT
 
 
-def storage_on(block: registered.Block) -> torch.UntypedStorage:
+def storage_on(block: registered.RegisteredBlock) -> torch.UntypedStorage:
     """What torch.as_tensor() makes of it with a GPU."""
     memory = (ctypes.c_uint8 * block.num_bytes).from_address(block.address)
     vars(memory)["block"] = block  # which torch keeps

@@ -21,7 +21,7 @@ _LEAST_BYTES = 1 << 20
 """Bytes from which memory comes from NCCL, which gives 2 MiB at least."""
 
 
-class Block:
+class RegisteredBlock:
     """Memory from NCCL's allocator. It is freed some time after torch has dropped its last tensor there.
 
     Attributes:
@@ -40,9 +40,9 @@ class Block:
         return {**data, "strides": None, "version": 3}
 
 
-_blocks: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
+_blocks: weakref.WeakValueDictionary[int, RegisteredBlock] = weakref.WeakValueDictionary()
 _dead: list[tuple[int, int, list[weakref.ref[NcclTransport]]]] = []
-_in_graphs: set[Block] = set()
+_in_graphs: set[RegisteredBlock] = set()
 
 
 def empty(dims: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -53,16 +53,16 @@ def empty(dims: Sequence[int], dtype: torch.dtype, device: torch.device) -> torc
     reclaim()
     index = torch.cuda.current_device() if device.index is None else device.index
     try:
-        block = Block(num_bytes, index)
+        block = RegisteredBlock(num_bytes, index)
     except RuntimeError:
         torch.cuda.empty_cache()  # it may be torch that has the memory, for later tensors
-        block = Block(num_bytes, index)
+        block = RegisteredBlock(num_bytes, index)
     _blocks[block.address] = block
     storage, like = _storage_on(block), torch.empty(dims, device="meta")
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, dims, like.stride())
 
 
-def _storage_on(block: Block) -> torch.UntypedStorage:
+def _storage_on(block: RegisteredBlock) -> torch.UntypedStorage:
     return torch.as_tensor(block, device=f"cuda:{block.device}").untyped_storage()
 
 
