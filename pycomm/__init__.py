@@ -50,7 +50,7 @@ if TYPE_CHECKING:  # imported at first use: see _HOMES
         TernGrad,
         TopK,
     )
-    from pycomm.optim import LAMB, LARS, FusedStep, LossScaler, MasterWeights, fuse
+    from pycomm.optim import LAMB, LARS, FusedStep, LossScaler, MasterWeights, Muon, fuse, muon_groups
     from pycomm.optim.master_weights import master_weights
     from pycomm.tools.launching import RankError, launch, progress
     from pycomm.tools.monitoring.monitor import Monitor, monitor
@@ -100,6 +100,7 @@ __all__ = [
     "LossScaler",
     "MasterWeights",
     "Monitor",
+    "Muon",
     "Nesterov",
     "NoCompression",
     "OneBit",
@@ -138,6 +139,7 @@ __all__ = [
     "local_sgd",
     "master_weights",
     "monitor",
+    "muon_groups",
     "optim",
     "parallel",
     "parameter_server",
@@ -213,7 +215,10 @@ _HOMES = {
     "training.cost.auto": ("Auto",),
     "tools.launching": ("RankError", "launch", "progress"),
     "tools.monitoring": ("Monitor", "monitor"),
-    "optim": ("FusedStep", "LAMB", "LARS", "LossScaler", "MasterWeights", "fuse", "master_weights"),
+    "optim": (
+        *("FusedStep", "LAMB", "LARS", "LossScaler", "MasterWeights", "Muon"),
+        *("fuse", "master_weights", "muon_groups"),
+    ),
     "training.reducer": (
         *("Reducer", "Sharding", "SignalStop", "StopRequest", "Survive", "Tuning", "attach", "join"),
         "stop_on_signal",
