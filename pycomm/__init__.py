@@ -65,6 +65,7 @@ if TYPE_CHECKING:  # imported at first use: see _HOMES
     from pycomm.training.asynchronous.parameter_server import ParameterServer, parameter_server
     from pycomm.training.checkpoint import load, save
     from pycomm.training.cost.auto import Auto
+    from pycomm.training.dion import Dion
     from pycomm.training.reducer import (
         Reducer,
         Sharding,
@@ -92,6 +93,7 @@ __all__ = [
     "Communicator",
     "DelayCompensation",
     "DelayedNesterov",
+    "Dion",
     "FusedStep",
     "Gossip",
     "GpuWork",
@@ -219,6 +221,7 @@ _HOMES = {
         *("FusedStep", "LAMB", "LARS", "LossScaler", "MasterWeights", "Muon"),
         *("fuse", "master_weights", "muon_groups"),
     ),
+    "training.dion": ("Dion",),
     "training.reducer": (
         *("Reducer", "Sharding", "SignalStop", "StopRequest", "Survive", "Tuning", "attach", "join"),
         "stop_on_signal",

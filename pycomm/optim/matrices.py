@@ -66,8 +66,6 @@ class MatrixOptimizer(torch.optim.Optimizer):
         for i, beta in enumerate(group["betas"]):
             if not 0.0 <= beta < 1.0:
                 raise ValueError(f"betas[{i}] is {beta}, wanted 0 <= beta < 1")
-        if not 0.0 <= group["momentum"] < 1.0:
-            raise ValueError(f"momentum is {group['momentum']}, wanted 0 <= momentum < 1")
         if group["adjust_lr_fn"] is not None and group["adjust_lr_fn"] not in ADJUSTMENTS:
             raise ValueError(f"adjust is {group['adjust_lr_fn']!r}, wanted one of {', '.join(map(str, ADJUSTMENTS))}")
         if group["use_muon"]:
@@ -77,7 +75,6 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step; return the loss that ``closure`` computes, if it is given."""
         loss = evaluate(closure)
-        self.before_steps()
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if any(p.grad.layout != torch.strided for p in params):
@@ -87,9 +84,6 @@ class MatrixOptimizer(torch.optim.Optimizer):
             elif params:
                 self._step_by_adamw(group, params)
         return loss
-
-    def before_steps(self) -> None:
-        """Do what comes before the steps of all groups."""
 
     def _step_by_adamw(self, group: Group, params: Params) -> None:
         states = [self.state[p] for p in params]

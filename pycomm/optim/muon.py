@@ -83,6 +83,8 @@ class Muon(MatrixOptimizer):
         )
 
     def check_matrix_group(self, group: Group) -> None:
+        if not 0.0 <= group["momentum"] < 1.0:
+            raise ValueError(f"momentum is {group['momentum']}, wanted 0 <= momentum < 1")
         checks.integer("ns_steps", group["ns_steps"], 1, 99)
         checks.integer("split", group["split"], 1)
         if len(group["ns_coefficients"]) != 3:
