@@ -9,8 +9,8 @@ from pycomm.torch_internals import multiplies_bfloat16
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of Keller Jordan's quintic, whose slope at zero is steep: 5 steps bring values to about 0.7 to 1.2."""
 
-_LARGEST_BATCH = 1 << 24
-"""Elements of matrices that are multiplied at once; larger matrices fill a device one at a time."""
+_LARGEST_BATCH = {"cpu": 1 << 20, "cuda": 1 << 24}
+"""Elements of matrices that are multiplied at once, by device: more would not stay in the caches of a CPU."""
 
 
 def orthogonalized(
@@ -32,7 +32,8 @@ def orthogonalized(
         by_shape.setdefault((*sorted(matrix.shape), matrix.device, matrix.dtype), []).append(i)
     results = list(matrices)
     for alike in by_shape.values():
-        size = max(1, _LARGEST_BATCH // max(1, matrices[alike[0]].numel()))
+        first = matrices[alike[0]]
+        size = max(1, _LARGEST_BATCH.get(first.device.type, 1 << 24) // max(1, first.numel()))
         for some in (alike[at : at + size] for at in range(0, len(alike), size)):
             stack = torch.stack([_wide(matrices[i]).to(dtype or product_dtype(matrices[i])) for i in some])
             for i, result in zip(some, _iterated(stack, steps, coefficients, eps), strict=True):
