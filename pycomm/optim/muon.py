@@ -8,7 +8,7 @@ import torch
 
 from pycomm import checks
 from pycomm.optim.matrices import MatrixOptimizer, Params, adjusted
-from pycomm.optim.orthogonal import COEFFICIENTS, orthogonalized
+from pycomm.optim.orthogonal import COEFFICIENTS, in_stacks, orthogonalized
 from pycomm.optim.targets import Group
 
 
@@ -99,14 +99,17 @@ class Muon(MatrixOptimizer):
         for p, grad in zip(params, grads, strict=True):
             if "momentum_buffer" not in self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(grad, memory_format=torch.preserve_format)
-        buffers = [self.state[p]["momentum_buffer"] for p in params]
-        torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
+        torch._foreach_lerp_([self.state[p]["momentum_buffer"] for p in params], grads, 1 - group["momentum"])
+        torch._foreach_mul_(params, 1 - float(group["lr"]) * group["weight_decay"])
+        for some in in_stacks(params):  # one stack after another, so that temporary memory is small
+            self._step_stack(group, [params[i] for i in some], [grads[i] for i in some])
+
+    def _step_stack(self, group: Group, params: Params, grads: Params) -> None:
+        buffers, split = [self.state[p]["momentum_buffer"] for p in params], group["split"]
         updates = torch._foreach_lerp(grads, buffers, group["momentum"]) if group["nesterov"] else buffers
-        split = group["split"]
         blocks = [block for update in updates for block in update.flatten(1).tensor_split(split)]
         options = [group[key] for key in ("ns_steps", "ns_coefficients", "eps", "ns_dtype")]
         blocks = orthogonalized(blocks, *options)
-        torch._foreach_mul_(params, 1 - float(group["lr"]) * group["weight_decay"])
         for i, p in enumerate(params):
             rows, columns = blocks[split * i].shape
             direction = torch.cat(blocks[split * i : split * (i + 1)]) if split > 1 else blocks[i]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
+
 import torch
 
 from pycomm.torch_internals import multiplies_bfloat16
@@ -27,18 +30,24 @@ def orthogonalized(
     Args:
         dtype: dtype of the products; ``None``: see :func:`product_dtype`.
     """
-    by_shape: dict[tuple[object, ...], list[int]] = {}
-    for i, matrix in enumerate(matrices):
-        by_shape.setdefault((*sorted(matrix.shape), matrix.device, matrix.dtype), []).append(i)
     results = list(matrices)
-    for alike in by_shape.values():
-        first = matrices[alike[0]]
-        size = max(1, _LARGEST_BATCH.get(first.device.type, 1 << 24) // max(1, first.numel()))
-        for some in (alike[at : at + size] for at in range(0, len(alike), size)):
-            stack = torch.stack([_wide(matrices[i]).to(dtype or product_dtype(matrices[i])) for i in some])
-            for i, result in zip(some, _iterated(stack, steps, coefficients, eps), strict=True):
-                results[i] = result.mT if matrices[i].shape[0] > matrices[i].shape[1] else result
+    for some in in_stacks(matrices):
+        stack = torch.stack([_wide(matrices[i]).to(dtype or product_dtype(matrices[i])) for i in some])
+        for i, result in zip(some, _iterated(stack, steps, coefficients, eps), strict=True):
+            results[i] = result.mT if matrices[i].shape[0] > matrices[i].shape[1] else result
     return results
+
+
+def in_stacks(params: Sequence[torch.Tensor]) -> Iterator[list[int]]:
+    """Yield the places of ``params`` that are stacked: of one shape or its transpose, as matrices, and not too many."""
+    by_shape: dict[tuple[object, ...], list[int]] = {}
+    for i, p in enumerate(params):
+        shape = sorted((p.shape[0], math.prod(p.shape[1:])))
+        by_shape.setdefault((*shape, p.device, p.dtype), []).append(i)
+    for alike in by_shape.values():
+        first = params[alike[0]]
+        size = max(1, _LARGEST_BATCH.get(first.device.type, 1 << 24) // max(1, first.numel()))
+        yield from (alike[at : at + size] for at in range(0, len(alike), size))
 
 
 def product_dtype(matrix: torch.Tensor) -> torch.dtype:
