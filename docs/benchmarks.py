@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmark_page import gpu, growth, on_one_host, recommended_stack, training
+from benchmark_page import gpu, growth, matrices, on_one_host, recommended_stack, training
 from benchmark_page.headline import headline, sentence
 from benchmark_page.reports import Reports, by_bench, load_reports
 from rewriting import rewrite
@@ -30,6 +30,8 @@ SECTIONS: dict[str, Callable[[Reports], str]] = {
     "training": training.training,
     "slow_network": training.slow_network,
     "sharding": training.sharding,
+    "matrices": matrices.matrices,
+    "matrices.losses": matrices.losses,
     "kernels": on_one_host.kernels,
     "asynchronous.experiment": training.asynchronous,
     "growth": growth.growth,

@@ -45,7 +45,7 @@ if TYPE_CHECKING:  # imported at first use: see _HOMES
         TernGrad,
         TopK,
     )
-    from pycomm.optim import LAMB, LARS, FusedStep, LossScaler, MasterWeights, fuse
+    from pycomm.optim import LAMB, LARS, FusedStep, LossScaler, MasterWeights, Muon, fuse, muon_groups
     from pycomm.optim.master_weights import master_weights
     from pycomm.tools.launching import RankError, launch, progress
     from pycomm.tools.monitoring.monitor import Monitor, monitor
@@ -60,6 +60,7 @@ if TYPE_CHECKING:  # imported at first use: see _HOMES
     from pycomm.training.asynchronous.parameter_server import ParameterServer, parameter_server
     from pycomm.training.checkpoint import load, save
     from pycomm.training.cost.auto import Auto
+    from pycomm.training.dion import Dion
     from pycomm.training.reducer import (
         Reducer,
         Sharding,
@@ -87,6 +88,7 @@ __all__ = [
     "Communicator",
     "DelayCompensation",
     "DelayedNesterov",
+    "Dion",
     "FusedStep",
     "Gossip",
     "GpuWork",
@@ -95,6 +97,7 @@ __all__ = [
     "LossScaler",
     "MasterWeights",
     "Monitor",
+    "Muon",
     "Nesterov",
     "NoCompression",
     "OneBit",
@@ -133,6 +136,7 @@ __all__ = [
     "local_sgd",
     "master_weights",
     "monitor",
+    "muon_groups",
     "optim",
     "parallel",
     "parameter_server",
@@ -208,7 +212,11 @@ _HOMES = {
     "training.cost.auto": ("Auto",),
     "tools.launching": ("RankError", "launch", "progress"),
     "tools.monitoring": ("Monitor", "monitor"),
-    "optim": ("FusedStep", "LAMB", "LARS", "LossScaler", "MasterWeights", "fuse", "master_weights"),
+    "optim": (
+        *("FusedStep", "LAMB", "LARS", "LossScaler", "MasterWeights", "Muon"),
+        *("fuse", "master_weights", "muon_groups"),
+    ),
+    "training.dion": ("Dion",),
     "training.reducer": (
         *("Reducer", "Sharding", "SignalStop", "StopRequest", "Survive", "Tuning", "attach", "join"),
         "stop_on_signal",

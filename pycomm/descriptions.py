@@ -40,5 +40,6 @@ def settings_text(value: Any) -> str:
     """Return ``repr(value)``; of a dataclass, without fields at their defaults."""
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return shown(value)
-    fields = [field.name for field in dataclasses.fields(value) if getattr(value, field.name) != field.default]
+    shown_fields = (field for field in dataclasses.fields(value) if field.repr)
+    fields = [field.name for field in shown_fields if getattr(value, field.name) != field.default]
     return f"{type(value).__name__}({', '.join(f'{name}={getattr(value, name)!r}' for name in fields)})"

@@ -53,6 +53,8 @@ PRIVATE = {
     "_opt_called",
     "_wrapped_by_lr_sched",
     "_step_supports_amp_scaling",
+    "_is_avx512_bf16_supported",
+    "_is_amx_tile_supported",
     "_new_process_group_helper",
     "_get_process_group_store",
     "_world",
@@ -119,6 +121,15 @@ def test_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch_internals.storage_uses(x) == uses + 1
     del view
     assert torch_internals.storage_uses(x) == uses
+
+
+def test_processors_tell_whether_they_multiply_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, flags = torch.device("cpu"), Path("/proc/cpuinfo").read_text()
+    wanted = "avx512_bf16" in flags or "amx_tile" in flags
+    assert torch_internals.multiplies_bfloat16(device) == wanted
+    monkeypatch.delattr(torch.cpu, "_is_avx512_bf16_supported")  # as in early releases
+    assert torch_internals.multiplies_bfloat16(device) == ("amx_tile" in flags)
+    assert not torch_internals.multiplies_bfloat16(torch.device("meta"))
 
 
 def test_parameters_that_others_own() -> None:

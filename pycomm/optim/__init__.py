@@ -1,4 +1,4 @@
-"""Optimizer steps: fused rules, LARS and LAMB, master weights, loss scaling, learning-rate schedules, batch shards."""
+"""Optimizer steps: fused rules, LARS, LAMB, Muon, master weights, loss scaling, learning rates, batch shards."""
 
 from pycomm.optim.fused import FusedStep, fuse
 from pycomm.optim.lamb import LAMB
@@ -14,6 +14,8 @@ from pycomm.optim.lr_schedules import (
     sqrt_scaled_lr,
 )
 from pycomm.optim.master_weights import MasterWeights, master_weights
+from pycomm.optim.matrices import muon_groups
+from pycomm.optim.muon import Muon
 from pycomm.optim.shard_batch import Shard, shard_batch
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "FusedStep",
     "LossScaler",
     "MasterWeights",
+    "Muon",
     "PolynomialDecay",
     "Shard",
     "StepDecay",
@@ -31,6 +34,7 @@ __all__ = [
     "fuse",
     "linear_scaled_lr",
     "master_weights",
+    "muon_groups",
     "shard_batch",
     "sqrt_scaled_lr",
 ]

@@ -54,6 +54,14 @@ ROOT = Path(__file__).parents[2]
             marks=pytest.mark.slow,
         ),
         pytest.param(["sharding", "--millions", "1", "--rounds", "1", "--count", "1"], marks=pytest.mark.slow),
+        pytest.param(
+            ["matrices", "--ranks", "1,2", "--width", "16", "--layers", "1", "--batch", "1", "--rounds", "1"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["matrices.losses", "--steps", "2", "--seeds", "1", "--methods", "AdamW;Muon;Dion, rank 4"],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(["chaos", "--faults", "2", "--ranks", "3", "--methods", "dense"], marks=pytest.mark.slow),
         pytest.param(["horovod", "--sizes", "4K", "--rounds", "1", "--count", "20"], marks=pytest.mark.slow),
         pytest.param(["chaos", "--every", "4", "--faults", "3"], marks=pytest.mark.slow),

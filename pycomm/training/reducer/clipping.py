@@ -17,11 +17,13 @@ from torch.utils.hooks import RemovableHandle
 
 from pycomm import kernels
 from pycomm.collectives.layout import flat_alias
+from pycomm.compression.dense import method_text
 from pycomm.optim.loss_scaler import loss_scale_of
 from pycomm.optim.shards import Shards, locals_of
 from pycomm.training.reducer.buckets import Slot
 from pycomm.training.reducer.parameters import ParameterTable
 from pycomm.training.reducer.partition import StepPartition
+from pycomm.training.reducer.settings import AttachSettings
 
 
 def squared_norm_of_parts(slots: Sequence[Slot], partition: StepPartition) -> torch.Tensor:
@@ -96,15 +98,20 @@ def first_not_finite(grads: Mapping[str, torch.Tensor]) -> str | None:
     return next((name for name, is_finite in zip(grads, finite, strict=True) if not is_finite), None)
 
 
-def unscaled_norm(table: ParameterTable, loss_scaler: Any) -> torch.Tensor:
+def unscaled_norm(table: ParameterTable, settings: AttachSettings) -> torch.Tensor:
     """Return the norm of all gradients together without the loss scale, as a 0-d float64 tensor on their device.
 
     It includes clipping since ``backward()``, as the next step will.
 
     Raises:
-        RuntimeError: the scaler leaves gradients of half-precision parameters scaled.
+        RuntimeError: the scaler leaves gradients of half-precision parameters scaled, or compression no averages.
     """
-    scale = loss_scale_of(loss_scaler).left_in(table.optimizer)
+    if not getattr(settings.compression, "averages", True):
+        raise RuntimeError(
+            f"clip_grad_norm finds directions of {method_text(settings.compression)} in .grad, wanted averages: leave "
+            "it out, or clip each rank's own gradient by attach(clip_local_norm=...)"
+        )
+    scale = loss_scale_of(settings.loss_scaler).left_in(table.optimizer)
     return _norm(table) * table.stepper.factor_left() / scale
 
 

@@ -317,13 +317,13 @@ class Reducer:
 
         Raises:
             TypeError, ValueError: ``max_norm`` is not a positive number.
-            RuntimeError: an accumulation window is open; or the norm is not finite, with ``error_if_nonfinite``.
+            RuntimeError: a window is open; :class:`pycomm.Dion` steps; or the norm is not finite, if asked for.
         """
         self._require_attached()
         max_norm = checks.positive("max_norm", max_norm)
         if self._window.is_open:
             raise RuntimeError("clip_grad_norm inside an accumulation window: call flush() first")
-        norm = clipping.unscaled_norm(self._table, self._settings.loss_scaler)
+        norm = clipping.unscaled_norm(self._table, self._settings)
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             where = self.name_of_not_finite() or "other ranks"
             raise RuntimeError(f"the norm of the gradients is {norm.item()}: see {where}")

@@ -1,0 +1,1 @@
+"""Optimizers of matrices: loss against bytes, and the time of a step."""
