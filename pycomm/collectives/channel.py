@@ -18,12 +18,11 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-import pycomm._native as _native
 from pycomm import threads
 from pycomm.collectives.recorder import Recorder, from_here
 from pycomm.collectives.recorder.watch import watch
 from pycomm.collectives.transport import late_ranks
-from pycomm.collectives.transport.base import Transport, bytes_of
+from pycomm.collectives.transport.base import Transport, all_reduce_at_once, bytes_of
 from pycomm.collectives.transport.gpu import GpuQueue, GpuWork, gpu_of
 from pycomm.collectives.transport.nccl import NcclTransport
 from pycomm.errors import CommError
@@ -57,7 +56,7 @@ class Channel:
         """Further channels over the same ranks, closed with this one."""
         self.native: tuple[str, ...] = ("auto", "native")
         """Names that always mean the transport's own algorithm."""
-        self.at_once = _native.all_reduce_at_once(transport.all_reduce, self.worker.unfinished, timeout)
+        self.at_once = all_reduce_at_once(transport.all_reduce, self.worker.unfinished, timeout)
         """``at_once(x, op)`` reduces a small tensor in CPU memory in one call of C++, or returns ``False``."""
         self._gpus: dict[int, GpuQueue] = {}
         self._pid = os.getpid()

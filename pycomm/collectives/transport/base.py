@@ -24,6 +24,9 @@ _BUFFER_BYTES = 1 << 30
 OwnShare = Callable[[Any], tuple[int, int]]
 AllReduceApart = Callable[[Any, str, int, Sequence[Any], float], float]
 
+all_reduce_at_once = _native.all_reduce_at_once
+"""Makes the function that reduces a small tensor in one call of C++; see :class:`pycomm.collectives.channel.Channel`."""
+
 
 class Receipt(Protocol):
     """Posted receive. It keeps the array until it is completed or cancelled."""
