@@ -18,7 +18,8 @@ from pycomm.tools.cli.demo.model import ByteGPT, loss_of
 WHOLE = "pycomm.Muon, attach"
 TORCH = "torch.optim.Muon, DDP"
 GATHERED = "torch.optim.Muon, DDP, matrices dealt, all_gather after the step"
-WAYS = (WHOLE, TORCH, GATHERED)
+SHARED = 'pycomm.Muon, attach, shard="optimizer"'
+WAYS = (WHOLE, SHARED, TORCH, GATHERED)
 _CONTEXT, _HEADS = 64, 4
 _MUON: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.01}
 _ADAMW: dict[str, Any] = {"lr": 3e-4, "weight_decay": 0.01, "betas": (0.9, 0.95)}
@@ -35,14 +36,16 @@ class MatricesRank:
         self._steps: dict[str, Callable[[], None]] = {}
         self._forwards: dict[str, nn.Module] = {}
         self._optimizers: dict[str, list[torch.optim.Optimizer]] = {}
+        self._reducers: list[pycomm.Reducer] = []
         for way in WAYS:
             torch.manual_seed(0)
             model = self._models[way] = ByteGPT(width, layers, _CONTEXT, _HEADS)
-            {WHOLE: self._ours, TORCH: self._torch, GATHERED: self._gathered}[way](way, model)
+            {WHOLE: self._ours, SHARED: self._ours, TORCH: self._torch, GATHERED: self._gathered}[way](way, model)
 
     def _ours(self, way: str, model: nn.Module) -> None:
         optimizer = pycomm.Muon(pycomm.muon_groups(model, adamw=_ADAMW), **_MUON)
-        self._reducer = pycomm.attach(optimizer, model, tuning=pycomm.Tuning(check_replicas=0))
+        shard = "optimizer" if way == SHARED else None
+        self._reducers.append(pycomm.attach(optimizer, model, shard=shard, tuning=pycomm.Tuning(check_replicas=0)))
         self._note(way, model, [optimizer], optimizer.step)
 
     def _torch(self, way: str, model: nn.Module) -> None:
@@ -86,13 +89,15 @@ class MatricesRank:
         loss_of(forward(self._text[:, :-1]), self._text[:, 1:]).backward()  # type: ignore[no-untyped-call]
 
     def verify(self) -> None:
-        """Check that two steps lead all ways to the same parameters, up to bfloat16's rounding, on all ranks.
+        """Check that four steps lead all ways to the same parameters, up to bfloat16's rounding, on all ranks.
+
+        Three of them are the trial of ``shard``.
 
         Raises:
             AssertionError: they do not.
         """
         for way in WAYS:
-            for _ in range(2):
+            for _ in range(4):
                 self._backward(way)
                 self._steps[way]()
         wanted = torch.cat([p.detach().flatten() for p in self._models[TORCH].parameters()])
@@ -132,7 +137,8 @@ class MatricesRank:
         }
 
     def close(self) -> None:
-        self._reducer.detach()
+        for reducer in self._reducers:
+            reducer.detach()
         dist.destroy_process_group()
 
 

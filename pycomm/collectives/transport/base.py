@@ -25,7 +25,7 @@ OwnShare = Callable[[Any], tuple[int, int]]
 AllReduceApart = Callable[[Any, str, int, Sequence[Any], float], float]
 
 all_reduce_at_once = _native.all_reduce_at_once
-"""Makes the function that reduces a small tensor in one call of C++; see :class:`pycomm.collectives.channel.Channel`."""
+"""Makes the function that reduces a small tensor in one call of C++, see the channel's ``at_once``."""
 
 
 class Receipt(Protocol):
