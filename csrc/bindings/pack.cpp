@@ -90,9 +90,8 @@ void pack_flagged(py::handle tensors, const std::vector<bool>& has_data, py::han
 void bind_pack(py::module_& module) {
     module.def("pack", &pack_arrays, py::arg("tensors"), py::arg("out"), py::arg("scale"), py::arg("limit"),
                py::arg("finite"), py::arg("unless"), py::arg("scratch"), py::arg("num_threads"));
-    module.def("pack_flagged", &pack_flagged, py::arg("tensors"), py::arg("has_data"), py::arg("out"),
-               py::arg("flags"), py::arg("bits"), py::arg("scale"), py::arg("limit"), py::arg("scratch"),
-               py::arg("num_threads"));
+    module.def("pack_flagged", &pack_flagged, py::arg("tensors"), py::arg("has_data"), py::arg("out"), py::arg("flags"),
+               py::arg("bits"), py::arg("scale"), py::arg("limit"), py::arg("scratch"), py::arg("num_threads"));
 }
 
 }  // namespace pycomm

@@ -9,8 +9,9 @@
 // and of any alignment. out overlaps no source, except one of out's dtype that lies exactly at its place in out. A
 // source whose data is null counts as zeros.
 //
-// Flags, where they are wanted, are elements of out's dtype, 1 or 0, in this order: one per source, whether it has data;
-// one, whether not all is finite; num_bits bits, and the same bits inverted. Where `bits` is null, all of these are 0.
+// Flags, where they are wanted, are elements of out's dtype, 1 or 0, in this order: one per source, whether it has
+// data; one, whether not all is finite; num_bits bits, and the same bits inverted. Where `bits` is null, all of these
+// are 0.
 #pragma once
 
 #include <vector>

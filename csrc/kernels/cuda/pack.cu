@@ -14,7 +14,9 @@ constexpr double kNoLimit = __builtin_inf();
 template <class Flat>
 PYCOMM_DEVICE void write_flags(const Table& table, const PackFlags& flags) {
     const int first = device::thread_index(), stride = device::num_threads();
-    const auto put = [&](int64_t place, bool value) { store_element(flags.out, place, narrow<Flat>(value ? 1.0f : 0.0f)); };
+    const auto put = [&](int64_t place, bool value) {
+        store_element(flags.out, place, narrow<Flat>(value ? 1.0f : 0.0f));
+    };
     for (int j = first; j < table.count; j += stride) put(j, table.entries[j].data != nullptr);
     for (int i = first; i < flags.num_bits; i += stride) {
         const bool there = flags.bits != nullptr, bit = there && flags.bits[i];

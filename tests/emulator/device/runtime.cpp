@@ -24,9 +24,9 @@ std::mutex guard;
 std::map<const char*, Range> memory;  // by where it begins
 thread_local int current = 0;
 int64_t calls_elsewhere = 0;  // on an event of another device than the current one
-bool stalled = false;        // whether events recorded from now on ever happen
-int64_t fills = 0;           // of memory, so far
-int64_t good_launches = -1;  // how many go well before the one that fails; negative: all do
+bool stalled = false;         // whether events recorded from now on ever happen
+int64_t fills = 0;            // of memory, so far
+int64_t good_launches = -1;   // how many go well before the one that fails; negative: all do
 
 struct FakeEvent {
     bool happens;
