@@ -60,6 +60,17 @@ def pack(on: Arrays) -> Call:
     return lambda scratch: [out, kernels.pack(tensors, out, 0.5, scratch=scratch)]
 
 
+def pack_flagged(on: Arrays) -> Call:
+    tensors, out, flags = on.several(), on.zeros(), on.zeros(len(SIZES) + 1 + 6)
+    bits, has_data = on.put(torch.tensor([True, False, True])), [number % 3 != 1 for number in range(len(SIZES))]
+
+    def call(scratch: kernels.Scratch | None) -> Sequence[Any]:
+        kernels.pack_flagged(tensors, has_data, out, flags, bits, 0.5, limit=1.0, scratch=scratch)
+        return [out, flags]
+
+    return call
+
+
 def unpack(on: Arrays) -> Call:
     flat, outs = on.random(), on.several()
 
@@ -272,6 +283,7 @@ def pack_indices(on: Arrays) -> Call:
 WITHOUT_SCRATCH = (quantize, pack_signs, pack_indices, pack_entries, add_entries)
 CASES = (
     pack,
+    pack_flagged,
     unpack,
     reduce,
     absmax,

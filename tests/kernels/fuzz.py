@@ -28,7 +28,14 @@ from tests.kernels.fuzz_spoil import spoil
 from tests.kernels.reference import instruction_sets
 
 _BUILDERS = [
-    *(fuzz_calls.pack, fuzz_calls.unpack, fuzz_calls.reduce, fuzz_calls.topk, fuzz_calls.scatter_add),
+    *(
+        fuzz_calls.pack,
+        fuzz_calls.pack_flagged,
+        fuzz_calls.unpack,
+        fuzz_calls.reduce,
+        fuzz_calls.topk,
+        fuzz_calls.scatter_add,
+    ),
     *(fuzz_calls.absmax, fuzz_calls.hashes, fuzz_calls.squared_norms),
     *(fuzz_codes.pack_indices, fuzz_codes.unpack_indices, fuzz_codes.quantize, fuzz_codes.dequantize),
     *(fuzz_codes.pack_signs, fuzz_codes.unpack_signs),

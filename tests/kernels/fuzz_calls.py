@@ -180,6 +180,38 @@ def pack(rng: Rng) -> Call:
     return Call("pack", arguments, wanted, shared=shared)
 
 
+def pack_flagged(rng: Rng) -> Call:
+    sizes = some_sizes(rng)
+    dtypes = some_floats(rng, len(sizes))
+    target = dtypes[0] if rng.chance(0.4) else rng.choice(FLOATS)
+    tensors = several(rng, "tensors", sizes, dtypes, only=FLOATS)
+    out = output(rng, "out", sum(sizes), target, only=FLOATS)
+    has_data, num_bits = [rng.chance(0.7) for _ in sizes], rng.choice([0, 1, 3, 64])
+    flags = output(rng, "flags", len(sizes) + 1 + 2 * num_bits, target, only=FLOATS)
+    values = torch.tensor([rng.chance(0.5) for _ in range(num_bits)], dtype=torch.bool)
+    bits = array("bits", values) if num_bits and rng.chance(0.7) else None
+    limit = rng.choice([math.inf, 8.0, 1e30, 0.0])
+    arguments: dict[str, Any] = {"tensors": tensors, "has_data": has_data, "out": out, "flags": flags, "bits": bits}
+    arguments |= {"scale": some_scale(rng), "limit": limit}
+
+    def wanted(read: Read) -> Wanted:
+        scale, parts, fits = number_of(arguments["scale"], read), [], True
+        for tensor, size, has in zip(tensors, sizes, has_data, strict=True):
+            parts.append(cast(read(tensor), out.dtype, scale) if has else torch.zeros(size, dtype=out.dtype))
+            wide = torch.float64 if torch.float64 in (tensor.dtype, out.dtype) else torch.float32
+            fits &= not has or bool((cast(read(tensor), wide, scale).abs() < torch.tensor(limit, dtype=wide)).all())
+        packed = torch.cat(parts)
+        sent = [False] * 2 * num_bits if bits is None else [*read(bits).tolist(), *(~read(bits)).tolist()]
+        is_too_large = not (fits and bool(packed.isfinite().all()))
+        return Wanted(
+            [Output(out, packed), Output(flags, torch.tensor([*has_data, is_too_large, *sent]).to(flags.dtype))]
+        )
+
+    starts = [sum(sizes[:j]) * out.itemsize for j in range(len(sizes))]
+    shared = [(out, tensor, at) for tensor, at in zip(tensors, starts, strict=True) if tensor.dtype == target]
+    return Call("pack_flagged", arguments, wanted, shared=shared)
+
+
 def unpack(rng: Rng) -> Call:
     sizes = some_sizes(rng)
     dtypes = some_floats(rng, len(sizes))

@@ -105,7 +105,7 @@ def _wrong_dtype(rng: Rng, call: Call) -> bool:
     def matters(slot: Slot) -> bool:
         """One array alone of its kind may say what the others' type is."""
         alone = slot.name.endswith("[0]") and slot.name.replace("[0]", "[1]") not in names
-        return slot.name != "unless" and not alone
+        return slot.name not in ("unless", "bits") and not alone
 
     slot = _some_slot(rng, call, matters)
     if slot is None or not _first(call, "dtype"):
@@ -176,7 +176,7 @@ def _liar(rng: Rng, call: Call) -> bool:
     call.put(slot, LIARS[kind][which](slot.values.clone()))
     # Nobody reads what an empty array has not; DLPack's word about devices need not be asked for.
     certain = slot.count > 0 and not (kind == "dlpack" and which >= 8)
-    certain &= not (slot.name in ("unless", *_SCALES) and kind == "dtype")
+    certain &= not (slot.name in ("unless", "bits", *_SCALES) and kind == "dtype")
     kinds = (TypeError,) if kind == "dtype" and certain else (TypeError, ValueError)
     return _refuse(call, names_of(slot.name), f"{slot.name} is a lie: {kind} {which}", certain=certain, kinds=kinds)
 

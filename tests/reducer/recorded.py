@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from pycomm import kernels
 from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.channel import Channel
+from pycomm.collectives.communicator import Communicator
 
 Kernel = Callable[..., Any]
 Again = Callable[[], object]
@@ -52,8 +53,11 @@ class RecordedStep(TorchDispatchMode):
         with pytest.MonkeyPatch.context() as context:
             for name, function in inspect.getmembers(kernels, inspect.isfunction):
                 context.setattr(kernels, name, self._recorded(function, self._by_device))
-            for name in ("all_reduce", "run", "all_reduce_apart"):
-                context.setattr(Channel, name, self._recorded(getattr(Channel, name), on_host))
+            for kind, name in (
+                (Communicator, "all_reduce"),
+                *((Channel, name) for name in ("all_reduce", "run", "all_reduce_apart")),
+            ):
+                context.setattr(kind, name, self._recorded(getattr(kind, name), on_host))
             context.setattr(torch.cuda, "is_initialized", lambda: True)
             context.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
             with self:
