@@ -4,8 +4,8 @@
 
 One thread per rank. All ways live in the same processes and have turns: pycomm.Muon under ``attach``, and torch's Muon
 under DistributedDataParallel over Gloo, both whole on each rank; pycomm.Muon with ``shard="optimizer"``; and torch's
-with the matrices dealt to the ranks, which send them to one another by an all-gather after the step. A figure is that of
-the slowest rank. Where there are fewer cores than ranks, processor seconds of a rank's step say more than its time.
+with the matrices dealt to the ranks, which send them to one another by an all-gather after the step. A figure is that
+of the slowest rank. Where there are fewer cores than ranks, processor seconds of a rank's step say more than its time.
 "state" is that of the optimizers, on the rank that has most.
 
 After four steps from equal parameters all ways must have the same ones, up to the rounding of bfloat16, on all ranks,
