@@ -88,7 +88,7 @@ class ClippingAll(Orthogonal):
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         norm = torch.stack([p.grad.norm() for p in params]).norm() if params else 1.0
         for p in params:
-            p.sub_(p.grad / norm)
+            p.sub_(p.grad / norm, alpha=self.param_groups[0]["lr"])
 
 
 class DecayingByAll(Orthogonal):
@@ -115,6 +115,64 @@ class Estimating(Orthogonal):
         self.seen += float(sum(p.grad.abs().sum() for p in params))
 
 
+class DecayingAll(Orthogonal):
+    """Changes parameters that have no gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.mul_(0.99)
+        super().step()
+
+
+class CountingApart(Orthogonal):
+    """Sums up gradients in state that belongs to no parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        of_any: Any = self.state
+        state = of_any["all"]
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state["seen"] = state.get("seen", 0.0) + float(p.grad.abs().sum())
+        super().step()
+
+
+class KeepingElsewhere(Orthogonal):
+    """Keeps momentum in an attribute, where no checkpoint finds it."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.kept: dict[torch.Tensor, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.sub_(self.kept.setdefault(p, torch.zeros_like(p)).mul_(0.9).add_(p.grad), alpha=0.1)
+
+
+class CallingItself(Orthogonal):
+    """Has a method, or a function that cannot be copied, in an attribute."""
+
+    def __init__(self, params: Any, copies: bool = False) -> None:
+        super().__init__(params)
+        self.update = self.apply if copies else lambda p: self.apply(p)
+
+    def apply(self, p: torch.Tensor) -> None:
+        p.sub_(self.state[p].setdefault("momentum", torch.zeros_like(p)).mul_(0.9).add_(p.grad), alpha=0.1)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            self.update(p)
+
+
+class KeepingTensors(Orthogonal):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            self.state[p] = p.grad.clone()
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Orthogonal": Orthogonal,
     "NAdam": lambda params: torch.optim.NAdam(params, lr=0.01),
@@ -122,6 +180,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Rprop": lambda params: torch.optim.Rprop(params, lr=0.01),
     "Replacing": Replacing,
     "Averaging": Averaging,
+    "CallingItself": lambda params: CallingItself(params, copies=True),
 }
 
 
@@ -261,6 +320,37 @@ def test_an_optimizer_that_couples_parameters_is_an_error_of_all_ranks(make: Any
     assert_same([values_of(optimizer)[0], {}], [values_of(other)[0], {}])  # the step has been taken, by all
     backward(model.parameters(), gradients_of(rank(), 1))
     optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (DecayingAll, "it changes a parameter of shape .* without a gradient, which another rank steps"),
+        (CountingApart, r"it has state.all.seen=\S+ after a step"),
+        (KeepingElsewhere, r"it has kept.\d=.* or it keeps a parameter's state elsewhere than in optimizer.state"),
+        (CallingItself, "a copy of it, stepped to try it, writes to its state"),
+        (KeepingTensors, "its state of a parameter is a Tensor, wanted a dict"),
+    ],
+)
+@on_ranks(2)
+def test_an_optimizer_that_cannot_be_shared_out_is_found_in_the_trial(make: Any, match: str) -> None:
+    model = Weights()
+    optimizer = make(model.parameters())
+    with attached(optimizer, model, shard="optimizer"), pytest.raises(ValueError, match=match):
+        steps(optimizer, model, 0, NUM_STEPS)
+    assert all(isinstance(key, str) or any(key is p for p in model.parameters()) for key in optimizer.state)
+
+
+@on_ranks(2)
+def test_steps_too_small_to_show_a_coupling_end_no_trial() -> None:
+    model = Weights()
+    optimizer = ClippingAll(model.parameters())
+    with attached(optimizer, model, shard="optimizer"):
+        optimizer.param_groups[0]["lr"] = 1e-9
+        steps(optimizer, model, 0, NUM_STEPS + 2)
+        optimizer.param_groups[0]["lr"] = 0.05
+        with pytest.raises(ValueError, match="its step depends on all gradients"):
+            steps(optimizer, model, NUM_STEPS + 2, NUM_STEPS + 3)
 
 
 @on_ranks(2)

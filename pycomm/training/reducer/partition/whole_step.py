@@ -181,7 +181,7 @@ class WholeStep(StepOverride):
         gather = self._communicator.channel.all_gather_bytes
         words = f"step its own parameters alone, as shard= requires of {type(self.optimizer).__name__}"
         changed = exchanged(gather, outcome, words)
-        if trial.count(any(changed)):
+        if trial.count(changed):
             return
         costs = attempt(lambda: costs_of(trial, self._costs) if self._communicator.rank == 0 else [])
         self._costs = exchanged(gather, costs, "measure the cost of steps")[0]
