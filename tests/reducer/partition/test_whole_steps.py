@@ -102,6 +102,17 @@ class DecayingByAll(Orthogonal):
             p.sub_(p.grad + decay * p, alpha=0.1)
 
 
+class Bounded(Orthogonal):
+    """Depends on all gradients together only if they are large."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        bound = max(1.0, float(sum(p.grad.norm() for p in params)) / 1e4)
+        for p in params:
+            p.sub_(p.grad, alpha=0.1 / bound)
+
+
 class Estimating(Orthogonal):
     """Sums up gradients in an attribute, which steps use later on."""
 
@@ -237,6 +248,25 @@ def test_all_that_training_does(shard: str) -> None:
 
 
 @on_ranks(2)
+def test_parameters_that_join_frozen_in_the_trial() -> None:
+    def joining(reducer: pycomm.Reducer, optimizer: torch.optim.Optimizer, model: Weights) -> None:
+        steps(optimizer, model, 0, 1)
+        late = nn.Parameter(torch.full((4, 3), 0.5), requires_grad=False)
+        model.register_parameter("late", late)
+        optimizer.add_param_group({"params": [late]})
+        for step in range(1, NUM_STEPS + 3):
+            late.requires_grad_(step > NUM_STEPS)
+            optimizer.zero_grad()
+            model()  # where new parameters are noticed
+            thawed = [late] if late.requires_grad else []
+            grads = [*gradients_of(rank(), step), torch.full((4, 3), 1.0 + rank())]
+            backward([*model.weights, *thawed], grads[: len(SHAPES) + len(thawed)])
+            optimizer.step()
+
+    assert_same(trained(Orthogonal, joining, shard="optimizer"), trained(Orthogonal, joining))
+
+
+@on_ranks(2)
 def test_gradients_that_travel_in_half_precision() -> None:
     wanted = trained(Orthogonal, bodies.few_steps, bodies.few_steps, compression="bf16")
     found = trained(Orthogonal, bodies.few_steps, bodies.few_steps, compression="bf16", shard="optimizer")
@@ -299,6 +329,7 @@ def train_on(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> N
     [
         (ClippingAll, r"it steps a parameter of shape .* otherwise: its step depends on all gradients"),
         (DecayingByAll, "it steps a parameter of shape .* otherwise: its step depends on all gradients"),
+        (Bounded, "it steps a parameter of shape .* otherwise: its step depends on all gradients"),
         (Estimating, r"it has seen=\S+ after a step, and with these"),
     ],
 )

@@ -30,6 +30,8 @@ _COUPLING = 1e-6
 """Most by which an update may change, relative to its norm, if gradients of other parameters change."""
 _BATCHING = 0.05
 """Most by which it may change if the others have no gradients: batched products in bfloat16 round differently."""
+_OTHERWISE = -1024
+"""Ratio of other gradients to the given ones: large enough to exceed the bounds of sums of all gradients."""
 _ULPS = 4
 _ALONE = "with other gradients of some parameters, or none,"
 _COUPLED = ": its step depends on all gradients together"
@@ -65,7 +67,7 @@ class StepTrial:
             Exception: the step of a copy has raised it.
         """
         whole = self._own_of(self._stepped_copy(torch.clone))
-        changed = self._own_of(self._stepped_copy(lambda grad: -2 * grad.flip(list(range(grad.dim())))))
+        changed = self._own_of(self._stepped_copy(lambda grad: _OTHERWISE * grad.flip(list(range(grad.dim())))))
         self.copy = self._stepped_copy(lambda _: None)
         self._before = [param.detach().clone() for param in self._own]
         triples = zip(self._own, whole, changed, self._own_of(self.copy), strict=True)
