@@ -248,6 +248,22 @@ def test_all_that_training_does(shard: str) -> None:
 
 
 @on_ranks(2)
+def test_a_step_that_fails_on_one_rank_in_the_trial_is_an_error_of_all() -> None:
+    model = Weights()
+    optimizer = Orthogonal(model.parameters())
+    with attached(optimizer, model, shard="optimizer"):
+        backward(model.parameters(), gradients_of(rank(), 0))
+        if rank() == 1:
+            optimizer.state[model.weights[0]]["momentum"] = "none"
+        found, text = (AttributeError, "mul_") if rank() == 1 else (ValueError, "rank 1 could not step its own .*mul_")
+        with pytest.raises(found, match=text):
+            optimizer.step()
+        optimizer.state.clear()
+        pycomm.broadcast_parameters(model)  # the others have taken it
+        steps(optimizer, model, 1, 2)
+
+
+@on_ranks(2)
 def test_parameters_that_join_frozen_in_the_trial() -> None:
     def joining(reducer: pycomm.Reducer, optimizer: torch.optim.Optimizer, model: Weights) -> None:
         steps(optimizer, model, 0, 1)

@@ -172,13 +172,15 @@ class WholeStep(StepOverride):
         """Take a step of the trial; deal the parameters after the last one. Collective.
 
         Raises:
-            ValueError: on every rank: the optimizer does not step parameters one by one.
+            ValueError: on every rank: the optimizer does not step parameters one by one, or a rank's step has failed.
+            Exception: this rank's step has raised it.
         """
         trial = self._trial
         assert trial is not None
-        failed = attempt(trial.before_step)
-        own_step(self.optimizer, None)
-        outcome = failed if isinstance(failed, Exception) else attempt(trial.after_step)
+        tried = attempt(trial.before_step)
+        stepped = attempt(lambda: own_step(self.optimizer, None))
+        failed = [each for each in (stepped, tried) if isinstance(each, Exception)]
+        outcome = failed[0] if failed else attempt(trial.after_step)
         gather = self._communicator.channel.all_gather_bytes
         words = f"step its own parameters alone, as shard= requires of {type(self.optimizer).__name__}"
         changed = exchanged(gather, outcome, words)
