@@ -71,6 +71,24 @@ def test_the_parameter_and_the_rank_are_named(rank_pools: Pools) -> None:
         assert "a learning rate" in says
 
 
+@on_ranks(2)
+def test_a_parameter_in_another_memory_order_is_named() -> None:
+    model = nn.Conv2d(3, 4, 2, bias=False)
+    model.weight.data = model.weight.data.to(memory_format=torch.channels_last)
+    optimizer = sgd(model)
+
+    def train() -> None:
+        for _ in range(2):
+            model(torch.ones(1, 3, 4, 4)).sum().backward()
+            optimizer.step()
+
+    with attached(optimizer, model, check_replicas=1):
+        with torch.no_grad():
+            model.weight.add_(0.5 * dist.get_rank())
+        with pytest.raises(RuntimeError, match="'weight' differs .* the largest difference is 0.5"):
+            train()
+
+
 def test_what_is_set_up_differently_shows_after_one_step(two_ranks: RankPool) -> None:
     for steps, says in two_ranks.run(drift, "0.bias", 1, {}, None):  # as it is by default
         assert steps == 1

@@ -253,7 +253,8 @@ class ReplicaDifferences:
         for _, parameter in self._parameters():
             if parameter.numel() == 0:
                 continue
-            highest, lowest = parameter.detach().double().clone(), parameter.detach().double().clone()
+            highest = parameter.detach().double().clone(memory_format=torch.contiguous_format)
+            lowest = highest.clone()
             self._communicator.all_reduce(highest, "max")
             self._communicator.all_reduce(lowest, "min")
             here = torch.stack([(highest - lowest).max(), torch.maximum(highest.abs(), lowest.abs()).max()]).cpu()

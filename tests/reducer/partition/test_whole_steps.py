@@ -88,7 +88,7 @@ class ClippingAll(Orthogonal):
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         norm = torch.stack([p.grad.norm() for p in params]).norm() if params else 1.0
         for p in params:
-            p.sub_(p.grad / norm)
+            p.sub_(p.grad / norm, alpha=self.param_groups[0]["lr"])
 
 
 class DecayingByAll(Orthogonal):
@@ -100,6 +100,17 @@ class DecayingByAll(Orthogonal):
         decay = 1e-4 * float(sum(p.grad.sum() for p in params))
         for p in params:
             p.sub_(p.grad + decay * p, alpha=0.1)
+
+
+class Bounded(Orthogonal):
+    """Depends on all gradients together only if they are large."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        bound = max(1.0, float(sum(p.grad.norm() for p in params)) / 1e4)
+        for p in params:
+            p.sub_(p.grad, alpha=0.1 / bound)
 
 
 class Estimating(Orthogonal):
@@ -115,6 +126,64 @@ class Estimating(Orthogonal):
         self.seen += float(sum(p.grad.abs().sum() for p in params))
 
 
+class DecayingAll(Orthogonal):
+    """Changes parameters that have no gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.mul_(0.99)
+        super().step()
+
+
+class CountingApart(Orthogonal):
+    """Sums up gradients in state that belongs to no parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        of_any: Any = self.state
+        state = of_any["all"]
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state["seen"] = state.get("seen", 0.0) + float(p.grad.abs().sum())
+        super().step()
+
+
+class KeepingElsewhere(Orthogonal):
+    """Keeps momentum in an attribute, where no checkpoint finds it."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.kept: dict[torch.Tensor, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.sub_(self.kept.setdefault(p, torch.zeros_like(p)).mul_(0.9).add_(p.grad), alpha=0.1)
+
+
+class CallingItself(Orthogonal):
+    """Has a method, or a function that cannot be copied, in an attribute."""
+
+    def __init__(self, params: Any, copies: bool = False) -> None:
+        super().__init__(params)
+        self.update = self.apply if copies else lambda p: self.apply(p)
+
+    def apply(self, p: torch.Tensor) -> None:
+        p.sub_(self.state[p].setdefault("momentum", torch.zeros_like(p)).mul_(0.9).add_(p.grad), alpha=0.1)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            self.update(p)
+
+
+class KeepingTensors(Orthogonal):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            self.state[p] = p.grad.clone()
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Orthogonal": Orthogonal,
     "NAdam": lambda params: torch.optim.NAdam(params, lr=0.01),
@@ -122,6 +191,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Rprop": lambda params: torch.optim.Rprop(params, lr=0.01),
     "Replacing": Replacing,
     "Averaging": Averaging,
+    "CallingItself": lambda params: CallingItself(params, copies=True),
 }
 
 
@@ -175,6 +245,41 @@ def test_all_that_training_does(shard: str) -> None:
     assert_same(
         trained(Orthogonal, *windows, accumulate=2, shard=SHARDS[shard]), trained(Orthogonal, *windows, accumulate=2)
     )
+
+
+@on_ranks(2)
+def test_a_step_that_fails_on_one_rank_in_the_trial_is_an_error_of_all() -> None:
+    model = Weights()
+    optimizer = Orthogonal(model.parameters())
+    with attached(optimizer, model, shard="optimizer"):
+        backward(model.parameters(), gradients_of(rank(), 0))
+        if rank() == 1:
+            optimizer.state[model.weights[0]]["momentum"] = "none"
+        found, text = (AttributeError, "mul_") if rank() == 1 else (ValueError, "rank 1 could not step its own .*mul_")
+        with pytest.raises(found, match=text):
+            optimizer.step()
+        optimizer.state.clear()
+        pycomm.broadcast_parameters(model)  # the others have taken it
+        steps(optimizer, model, 1, 2)
+
+
+@on_ranks(2)
+def test_parameters_that_join_frozen_in_the_trial() -> None:
+    def joining(reducer: pycomm.Reducer, optimizer: torch.optim.Optimizer, model: Weights) -> None:
+        steps(optimizer, model, 0, 1)
+        late = nn.Parameter(torch.full((4, 3), 0.5), requires_grad=False)
+        model.register_parameter("late", late)
+        optimizer.add_param_group({"params": [late]})
+        for step in range(1, NUM_STEPS + 3):
+            late.requires_grad_(step > NUM_STEPS)
+            optimizer.zero_grad()
+            model()  # where new parameters are noticed
+            thawed = [late] if late.requires_grad else []
+            grads = [*gradients_of(rank(), step), torch.full((4, 3), 1.0 + rank())]
+            backward([*model.weights, *thawed], grads[: len(SHAPES) + len(thawed)])
+            optimizer.step()
+
+    assert_same(trained(Orthogonal, joining, shard="optimizer"), trained(Orthogonal, joining))
 
 
 @on_ranks(2)
@@ -240,6 +345,7 @@ def train_on(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> N
     [
         (ClippingAll, r"it steps a parameter of shape .* otherwise: its step depends on all gradients"),
         (DecayingByAll, "it steps a parameter of shape .* otherwise: its step depends on all gradients"),
+        (Bounded, "it steps a parameter of shape .* otherwise: its step depends on all gradients"),
         (Estimating, r"it has seen=\S+ after a step, and with these"),
     ],
 )
@@ -261,6 +367,37 @@ def test_an_optimizer_that_couples_parameters_is_an_error_of_all_ranks(make: Any
     assert_same([values_of(optimizer)[0], {}], [values_of(other)[0], {}])  # the step has been taken, by all
     backward(model.parameters(), gradients_of(rank(), 1))
     optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (DecayingAll, "it changes a parameter of shape .* without a gradient, which another rank steps"),
+        (CountingApart, r"it has state.all.seen=\S+ after a step"),
+        (KeepingElsewhere, r"it has kept.\d=.* or it keeps a parameter's state elsewhere than in optimizer.state"),
+        (CallingItself, "a copy of it, stepped to try it, writes to its state"),
+        (KeepingTensors, "its state of a parameter is a Tensor, wanted a dict"),
+    ],
+)
+@on_ranks(2)
+def test_an_optimizer_that_cannot_be_shared_out_is_found_in_the_trial(make: Any, match: str) -> None:
+    model = Weights()
+    optimizer = make(model.parameters())
+    with attached(optimizer, model, shard="optimizer"), pytest.raises(ValueError, match=match):
+        steps(optimizer, model, 0, NUM_STEPS)
+    assert all(isinstance(key, str) or any(key is p for p in model.parameters()) for key in optimizer.state)
+
+
+@on_ranks(2)
+def test_steps_too_small_to_show_a_coupling_end_no_trial() -> None:
+    model = Weights()
+    optimizer = ClippingAll(model.parameters())
+    with attached(optimizer, model, shard="optimizer"):
+        optimizer.param_groups[0]["lr"] = 1e-9
+        steps(optimizer, model, 0, NUM_STEPS + 2)
+        optimizer.param_groups[0]["lr"] = 0.05
+        with pytest.raises(ValueError, match="its step depends on all gradients"):
+            steps(optimizer, model, NUM_STEPS + 2, NUM_STEPS + 3)
 
 
 @on_ranks(2)

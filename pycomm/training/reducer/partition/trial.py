@@ -8,8 +8,8 @@ import json
 import math
 import random
 import time
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,13 +22,20 @@ from pycomm.optim.step_override import own_step
 
 NUM_STEPS = 3
 """Number of steps of a trial: a coupling may have no effect in the first one."""
+_MOST_STEPS = 100
+"""Number of steps after which it ends even if no update was large enough to show a coupling."""
+_VISIBLE = 16
+"""Ratio of an update's norm to that of rounding from which a step counts fully: a warm-up may begin with none."""
 _COUPLING = 1e-6
 """Most by which an update may change, relative to its norm, if gradients of other parameters change."""
 _BATCHING = 0.05
 """Most by which it may change if the others have no gradients: batched products in bfloat16 round differently."""
+_OTHERWISE = -1024
+"""Ratio of other gradients to the given ones: large enough to exceed the bounds of sums of all gradients."""
 _ULPS = 4
 _ALONE = "with other gradients of some parameters, or none,"
 _COUPLED = ": its step depends on all gradients together"
+_KEPT_ELSEWHERE = ", or it keeps a parameter's state elsewhere than in optimizer.state"
 _SECONDS = 2.0
 """Most seconds for measuring costs; what was not measured by then keeps its estimate, scaled."""
 _REPEATS = 2
@@ -49,7 +56,7 @@ class StepTrial:
     def __init__(self, optimizer: torch.optim.Optimizer, own: Sequence[torch.Tensor]) -> None:
         self.optimizer, self._own = optimizer, list(own)
         self.copy: torch.optim.Optimizer | None = None
-        self._num_left = NUM_STEPS
+        self._num_left, self._num_steps = NUM_STEPS, 0
         self._before: list[torch.Tensor] = []
 
     def before_step(self) -> None:
@@ -60,7 +67,7 @@ class StepTrial:
             Exception: the step of a copy has raised it.
         """
         whole = self._own_of(self._stepped_copy(torch.clone))
-        changed = self._own_of(self._stepped_copy(lambda grad: -2 * grad.flip(list(range(grad.dim())))))
+        changed = self._own_of(self._stepped_copy(lambda grad: _OTHERWISE * grad.flip(list(range(grad.dim())))))
         self.copy = self._stepped_copy(lambda _: None)
         self._before = [param.detach().clone() for param in self._own]
         triples = zip(self._own, whole, changed, self._own_of(self.copy), strict=True)
@@ -70,6 +77,14 @@ class StepTrial:
                 raise ValueError(f"{_ALONE} it steps {what} otherwise{_COUPLED}")
             self._compare(entry, other_entry, f"the state of {what}", _COUPLING)
             self._compare(entry, alone_entry, f"the state of {what}", _BATCHING)
+        pairs = zip(optimizer_parameters(self.optimizer), optimizer_parameters(self.copy), strict=True)
+        own = set(self._own)
+        for param, copied in pairs:
+            is_others = param.grad is not None and param not in own
+            if is_others and not torch.allclose(param, copied, rtol=0.0, atol=0.0, equal_nan=True):
+                raise ValueError(
+                    f"it changes a parameter of shape {list(param.shape)} without a gradient, which another rank steps"
+                )
 
     def _stepped_copy(self, of_others: Callable[[torch.Tensor], torch.Tensor | None]) -> torch.optim.Optimizer:
         """Return a copy that has taken a step; gradients of others than ``own`` are what the function returns."""
@@ -78,41 +93,69 @@ class StepTrial:
         for param, copied in pairs:
             if param.grad is not None:
                 copied.grad = param.grad.detach().clone() if param in own else of_others(param.grad.detach())
+        state = self.optimizer.state
+        known = list(state)
         with _random_numbers_kept():  # the optimizer's own step gets the same ones
             own_step(made, None)
+        if len(state) > len(known):
+            self.optimizer.state = defaultdict(dict, {key: state[key] for key in known})
+            raise ValueError(
+                "a copy of it, stepped to try it, writes to its state: a function in an attribute keeps it"
+            )
         return made
 
     def _own_of(self, made: torch.optim.Optimizer) -> list[tuple[torch.Tensor, dict[str, Any]]]:
         """Return the values of ``own`` in a copy, and the numbers of their state."""
         pairs = zip(optimizer_parameters(self.optimizer), optimizer_parameters(made), strict=True)
         copies = dict(pairs)
-        return [(copies[p].detach(), _numbers(made.state.get(copies[p], {}))) for p in self._own]
+        return [(copies[p].detach(), _numbers(made.state.get(copies[p], {}), {})) for p in self._own]
 
-    def after_step(self) -> bool:
-        """Compare the copy with the optimizer, which has stepped; return whether a parameter has changed.
+    def after_step(self) -> list[bool]:
+        """Compare the copy with the optimizer; return whether it has changed a parameter, and visibly.
 
         Raises:
             ValueError: they differ in more than parameters, or state cannot be sent.
         """
         assert self.copy is not None
+        more, indices, copied_indices = _KEPT_ELSEWHERE, _indices_of(self.optimizer), _indices_of(self.copy)
         groups = zip(self.optimizer.param_groups, self.copy.param_groups, strict=True)
         for number, (group, copied_group) in enumerate(groups):
-            self._compare(_numbers(group), _numbers(copied_group), f"group {number} of it", _COUPLING)
-        self._compare(_numbers(vars(self.optimizer)), _numbers(vars(self.copy)), "it", _COUPLING)
+            numbers, copied = _numbers(group, indices), _numbers(copied_group, copied_indices)
+            self._compare(numbers, copied, f"group {number} of it", _COUPLING, more)
+        numbers, copied = (
+            _numbers(_own_values(self.optimizer), indices),
+            _numbers(_own_values(self.copy), copied_indices),
+        )
+        self._compare(numbers, copied, "it", _COUPLING, more)
         for param in self._own:
             encoded_state(self.optimizer, param, [])
-        return any(not torch.equal(param, before) for param, before in zip(self._own, self._before, strict=True))
+        changes = [(param, (param - before).norm()) for param, before in zip(self._own, self._before, strict=True)]
+        return [
+            any(not torch.equal(param, before) for param, before in zip(self._own, self._before, strict=True)),
+            any(bool(change > _VISIBLE * _rounding_of(param)) for param, change in changes),
+        ]
 
-    def _compare(self, numbers: Mapping[str, Any], copied: Mapping[str, Any], what: str, most: float) -> None:
+    def _compare(
+        self, numbers: Mapping[str, Any], copied: Mapping[str, Any], what: str, most: float, more: str = ""
+    ) -> None:
         for key in (key for key in numbers if key in copied):
             if not _is_close(numbers[key], copied[key], most):
                 there, here = _shown(numbers[key]), _shown(copied[key])
-                raise ValueError(f"{_ALONE} {what} has {key}={here} after a step, and with these {there}{_COUPLED}")
+                raise ValueError(
+                    f"{_ALONE} {what} has {key}={here} after a step, and with these {there}{_COUPLED}{more}"
+                )
 
-    def count(self, has_changed: bool) -> bool:
-        """Count a step in which a rank's parameters have changed; return whether more are to come."""
-        self._num_left -= has_changed
-        return self._num_left > 0
+    def count(self, everyones: Sequence[Sequence[bool]]) -> bool:
+        """Count a step, of which each rank passes what :meth:`after_step` returned; return whether more are to come."""
+        has_changed, is_visible = map(any, zip(*everyones, strict=True))
+        self._num_steps += has_changed
+        self._num_left -= is_visible
+        return self._num_left > 0 and self._num_steps < _MOST_STEPS
+
+
+def _rounding_of(value: torch.Tensor) -> torch.Tensor:
+    norm: torch.Tensor = value.double().norm()
+    return norm * (_ULPS * torch.finfo(value.dtype).eps)
 
 
 def _is_near(value: torch.Tensor, other: torch.Tensor, most: torch.Tensor) -> bool:
@@ -122,17 +165,44 @@ def _is_near(value: torch.Tensor, other: torch.Tensor, most: torch.Tensor) -> bo
         return False
     if not bool(finite.all()):
         return bool(torch.equal(value[finite], other[finite]))
-    rounding = _ULPS * torch.finfo(value.dtype).eps * value.double().norm()
-    return bool((value.double() - other.double()).norm() <= most + rounding)
+    return bool((value.double() - other.double()).norm() <= most + _rounding_of(value))
 
 
-def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return numbers, texts and tensors among the values of ``group``."""
-    return {
-        key: value
-        for key, value in group.items()
-        if isinstance(value, _PLAIN) and isinstance(key, str) and not key.startswith("_pycomm")
-    }
+def _indices_of(optimizer: torch.optim.Optimizer) -> dict[Any, int]:
+    return {param: index for index, param in enumerate(optimizer_parameters(optimizer))}
+
+
+def _own_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the attributes of ``optimizer``, and of its state what belongs to no parameter."""
+    values = {key: value for key, value in vars(optimizer).items() if key != "param_groups"}
+    return {**values, "state": {k: v for k, v in optimizer.state.items() if not isinstance(k, torch.Tensor)}}
+
+
+def _numbers(root: Any, indices: Mapping[Any, int]) -> dict[str, Any]:
+    """Return numbers, texts and tensors in ``root`` and all that it contains, except parameters, by their paths.
+
+    In a path, a parameter is its index among ``indices``.
+    """
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+    left: list[tuple[str, Any]] = [("", root)]
+    while left:
+        path, value = left.pop()
+        if isinstance(value, _PLAIN):
+            found[path] = value
+        elif id(value) not in seen and not callable(value):
+            seen.add(id(value))
+            for key, item in _items_of(value):
+                name = str(indices.get(key, "") if isinstance(key, torch.Tensor) else key)
+                if not isinstance(item, torch.nn.Parameter) and not name.startswith("_pycomm"):
+                    left.append((f"{path}.{name}" if path else name, item))
+    return found
+
+
+def _items_of(value: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(value, Mapping):
+        return value.items()
+    return enumerate(value) if isinstance(value, (list, tuple, deque)) else getattr(value, "__dict__", {}).items()
 
 
 def _is_close(value: Any, other: Any, most: float) -> bool:
@@ -165,10 +235,13 @@ def encoded_state(optimizer: torch.optim.Optimizer, param: torch.Tensor, tensors
     Raises:
         ValueError: it has an object that cannot be sent.
     """
-    for key, value in optimizer.state.get(param, {}).items():
+    entry = optimizer.state.get(param, {})
+    if not isinstance(entry, dict):
+        raise ValueError(f"its state of a parameter is a {type(entry).__name__}, wanted a dict")
+    for key, value in entry.items():
         if '["own",' in json.dumps(encode(value, []), separators=(",", ":")):
             raise ValueError(f"its state {key!r} of a parameter has a {type(value).__name__}, which cannot be sent")
-    return encode(dict(optimizer.state.get(param, {})), tensors)
+    return encode(dict(entry), tensors)
 
 
 def copy_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -182,6 +255,7 @@ def copy_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         copied = torch.nn.Parameter(param.detach().clone(memory_format=torch.preserve_format), param.requires_grad)
         memo[id(param)] = copied
     made = object.__new__(type(optimizer))
+    memo[id(optimizer)] = made
     for name, value in vars(optimizer).items():
         if name in ("step", "train", "eval") or name.startswith("_pycomm"):
             continue

@@ -60,11 +60,10 @@ class WholeStep(StepOverride):
         self._communicator = communicator
         self._partition: SteppingRanks | None = None
         self._pending = PendingFactor(optimizer, {})
-        self._costs = [_prior_cost(param) for param in optimizer_parameters(optimizer)]
         self._loads = [0.0] * communicator.size
         self._owners: dict[torch.Tensor, int] = {}
         self._places: dict[torch.Tensor, torch.Tensor] = {}
-        self._deal()
+        self._deal(self._prior_costs())
         self._trial = StepTrial(optimizer, self.own()) if communicator.size > 1 else None
         self.on_trial, self.is_dealt = self._trial is not None, False
         self._hook = optimizer.register_state_dict_post_hook(self._complete)
@@ -72,12 +71,15 @@ class WholeStep(StepOverride):
 
     # Owners.
 
-    def _deal(self) -> None:
+    def _prior_costs(self) -> list[float]:
+        return [_prior_cost(param) for param in optimizer_parameters(self.optimizer)]
+
+    def _deal(self, costs: Sequence[float]) -> None:
         """Deal all parameters to the ranks, the costliest first, each to the rank with the least to do."""
         params = list(optimizer_parameters(self.optimizer))
         self._loads = [0.0] * self._communicator.size
         self._owners.clear()
-        for cost, index in sorted((-cost, index) for index, cost in enumerate(self._costs)):
+        for cost, index in sorted((-cost, index) for index, cost in enumerate(costs)):
             self._give(params[index], -cost)
 
     def _give(self, param: torch.Tensor, cost: float) -> None:
@@ -88,8 +90,7 @@ class WholeStep(StepOverride):
     def owner_of(self, param: torch.Tensor) -> int:
         """Return the rank that steps ``param``; one that is new gets an owner now, the same on all ranks."""
         if param not in self._owners:
-            self._costs.append(_prior_cost(param))
-            self._give(param, self._costs[-1])
+            self._give(param, _prior_cost(param))
         return self._owners[param]
 
     def own(self) -> list[torch.Tensor]:
@@ -171,21 +172,22 @@ class WholeStep(StepOverride):
         """Take a step of the trial; deal the parameters after the last one. Collective.
 
         Raises:
-            ValueError: on every rank: the optimizer does not step parameters one by one.
+            ValueError: on every rank: the optimizer does not step parameters one by one, or a rank's step has failed.
+            Exception: this rank's step has raised it.
         """
         trial = self._trial
         assert trial is not None
-        failed = attempt(trial.before_step)
-        own_step(self.optimizer, None)
-        outcome = failed if isinstance(failed, Exception) else attempt(trial.after_step)
+        tried = attempt(trial.before_step)
+        stepped = attempt(lambda: own_step(self.optimizer, None))
+        failed = [each for each in (stepped, tried) if isinstance(each, Exception)]
+        outcome = failed[0] if failed else attempt(trial.after_step)
         gather = self._communicator.channel.all_gather_bytes
         words = f"step its own parameters alone, as shard= requires of {type(self.optimizer).__name__}"
         changed = exchanged(gather, outcome, words)
-        if trial.count(any(changed)):
+        if trial.count(changed):
             return
-        costs = attempt(lambda: costs_of(trial, self._costs) if self._communicator.rank == 0 else [])
-        self._costs = exchanged(gather, costs, "measure the cost of steps")[0]
-        self._deal()
+        costs = attempt(lambda: costs_of(trial, self._prior_costs()) if self._communicator.rank == 0 else [])
+        self._deal(exchanged(gather, costs, "measure the cost of steps")[0])
         self._trial, self.on_trial = None, False
         most, mean = max(self._loads), sum(self._loads) / len(self._loads)
         if self._communicator.rank == 0 and most > _UNEVEN * mean:
