@@ -63,16 +63,13 @@ class WholeStep(StepOverride):
         self._loads = [0.0] * communicator.size
         self._owners: dict[torch.Tensor, int] = {}
         self._places: dict[torch.Tensor, torch.Tensor] = {}
-        self._deal(self._prior_costs())
+        self._deal(_prior_costs(optimizer))
         self._trial = StepTrial(optimizer, self.own()) if communicator.size > 1 else None
         self.on_trial, self.is_dealt = self._trial is not None, False
         self._hook = optimizer.register_state_dict_post_hook(self._complete)
         self._methods = {name: getattr(optimizer, name, None) for name in ("train", "eval")}  # of schedule-free ones
 
     # Owners.
-
-    def _prior_costs(self) -> list[float]:
-        return [_prior_cost(param) for param in optimizer_parameters(self.optimizer)]
 
     def _deal(self, costs: Sequence[float]) -> None:
         """Deal all parameters to the ranks, the costliest first, each to the rank with the least to do."""
@@ -90,7 +87,7 @@ class WholeStep(StepOverride):
     def owner_of(self, param: torch.Tensor) -> int:
         """Return the rank that steps ``param``; one that is new gets an owner now, the same on all ranks."""
         if param not in self._owners:
-            self._give(param, _prior_cost(param))
+            self._give(param, _prior_cost(param) * sum(self._loads) / (sum(_prior_costs(self.optimizer)) or 1.0))
         return self._owners[param]
 
     def own(self) -> list[torch.Tensor]:
@@ -186,7 +183,7 @@ class WholeStep(StepOverride):
         changed = exchanged(gather, outcome, words)
         if trial.count(changed):
             return
-        costs = attempt(lambda: costs_of(trial, self._prior_costs()) if self._communicator.rank == 0 else [])
+        costs = attempt(lambda: costs_of(trial, _prior_costs(self.optimizer)) if self._communicator.rank == 0 else [])
         self._deal(exchanged(gather, costs, "measure the cost of steps")[0])
         self._trial, self.on_trial = None, False
         most, mean = max(self._loads), sum(self._loads) / len(self._loads)
@@ -303,6 +300,10 @@ class _Shared:
 
     def __call__(self) -> Any:
         return self._stepper.call(self._method)
+
+
+def _prior_costs(optimizer: torch.optim.Optimizer) -> list[float]:
+    return [_prior_cost(param) for param in optimizer_parameters(optimizer)]
 
 
 def _prior_cost(param: torch.Tensor) -> float:
