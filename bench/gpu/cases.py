@@ -56,13 +56,13 @@ class Plan:
 
 
 def make_plans(small: Sequence[int], large: int, shapes: Sequence[Shape]) -> list[Plan]:
-    """Return all plans in the order of the table: gradients of ``shapes``, and arrays of several sizes, ascending.
+    """Return all plans in the order of the table: gradients of ``shapes``, then arrays of several sizes.
 
-    The large one has the targets that are held against a copy. The slowest comes last, so that it takes no time from
-    the others.
+    The large one is first, with the targets that are held against a copy; ``small`` are ascending. The slowest comes
+    last, so that it takes no time from the others.
     """
     plans = [*_resnet50(shapes), *_steps(shapes)]
-    for n in (*small, large):
+    for n in (large, *reversed(small)):
         tenfold = TEN_TIMES if n == small[-1] else None
         plans += [*_dense(n, COPY if n == large else None), *_sparse(n, n == large, tenfold), *_compression(n)]
     indices = [Plan(case, [(sparse.NUM_INDICES,)]) for case in (sparse.indices_to_bits(), sparse.bits_to_indices())]

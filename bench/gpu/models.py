@@ -68,7 +68,8 @@ class Training:
         self.model: nn.Module
         # Without a rate, which takes as long, the gradients are the same in every step.
         if workload.gpt:
-            self.model = GPT(workload.blocks, length).to(device)
+            with device:  # a third of a billion random numbers
+                self.model = GPT(workload.blocks, length)
             tokens = torch.randint(workload.blocks[-1], (batch, length + 1), generator=generator).to(device)
             self._inputs, self._targets = tokens[:, :-1], tokens[:, 1:].flatten()
             self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, fused=True)

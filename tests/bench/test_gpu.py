@@ -269,7 +269,8 @@ def test_everything_is_measured(measured: dict[str, Any]) -> None:
     assert measured["environment"]["device"] == "cpu"
 
 
-def test_report(measured: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def with_everything(measured: dict[str, Any]) -> dict[str, Any]:
+    """Add to a report what only a GPU has, and what goes wrong."""
     content = copy.deepcopy(measured)
     content["cases"][0] |= {"target": ">= 85 % of copy", "reached": False}
     content["cases"][1] |= {"target": ">= 4x torch", "reached": True}
@@ -289,8 +290,12 @@ def test_report(measured: dict[str, Any], tmp_path: Path, monkeypatch: pytest.Mo
     ]
     content["steps"] = [{"name": "tests", "seconds": 12.0, "status": 1}]
     content["errors"] = [{"where": "kernels", "error": "Traceback\n  boom\n"}]
+    return content
+
+
+def test_report(measured: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "gpu_x.json"
-    path.write_text(json.dumps(content))
+    path.write_text(json.dumps(with_everything(measured)))
     # Neither torch nor pycomm: the report is read where neither is installed.
     for module in ("torch", "pycomm"):
         (tmp_path / f"{module}.py").write_text("raise ImportError('not wanted')")
