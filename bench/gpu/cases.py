@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from bench.gpu.targets import COLD_READS, COPY, FOUR_TIMES, TEN_TIMES, WARM_READS, Target
-from bench.kernels import compression, dense, sparse, steps
+from bench.kernels import compression, dense, optimizers, sparse, steps
 from bench.kernels.case import Arrays, Calls, Case
 from bench.kernels.resnet50 import Shape
 
@@ -55,15 +55,18 @@ class Plan:
         return [self.case.make(arrays[i % several]) for i in range(count)]
 
 
-def make_plans(small: int, large: int, shapes: Sequence[Shape]) -> list[Plan]:
-    """Return all plans in the order of the table: gradients of ``shapes``, and arrays of two sizes.
+def make_plans(small: Sequence[int], large: int, shapes: Sequence[Shape]) -> list[Plan]:
+    """Return all plans in the order of the table: gradients of ``shapes``, then arrays of several sizes.
 
-    The slowest comes last, so that it takes no time from the others.
+    The large one is first, with the targets that are held against a copy; ``small`` are ascending. The slowest comes
+    last, so that it takes no time from the others.
     """
-    plans = [*_resnet50(shapes)]
-    for n in (small, large):
-        plans += [*_dense(n, COPY if n == large else None), *_sparse(n, n == large)]
-    return [*plans, *_compression(large), *_steps(shapes), _dgc(large, pieces=False, warm=False)]
+    plans = [*_resnet50(shapes), *_steps(shapes)]
+    for n in (large, *reversed(small)):
+        tenfold = TEN_TIMES if n == small[-1] else None
+        plans += [*_dense(n, COPY if n == large else None), *_sparse(n, n == large, tenfold), *_compression(n)]
+    indices = [Plan(case, [(sparse.NUM_INDICES,)]) for case in (sparse.indices_to_bits(), sparse.bits_to_indices())]
+    return [*plans, *indices, *(_dgc(n, pieces=False, warm=False) for n in (*small, large))]
 
 
 def _pieces(n: int) -> list[Shape]:
@@ -88,10 +91,10 @@ def _dense(n: int, target: Target | None) -> list[Plan]:
     ]
 
 
-def _sparse(n: int, large: bool) -> list[Plan]:
+def _sparse(n: int, large: bool, tenfold: Target | None) -> list[Plan]:
     plans, shapes = [], _pieces(n)
     for ratio in _RATIOS:
-        cold, warm = (COLD_READS, WARM_READS) if large else (TEN_TIMES if ratio == _RATIOS[0] else None, None)
+        cold, warm = (COLD_READS, WARM_READS) if large else (tenfold if ratio == _RATIOS[0] else None, None)
         plans.append(Plan(sparse.topk(n, ratio), shapes, cold))
         plans.append(Plan(sparse.topk(n, ratio, warm=True), shapes, warm))
     return [*plans, *(Plan(sparse.scatter_add(n, ratio, _SECTOR), shapes) for ratio in _RATIOS)]
@@ -105,8 +108,7 @@ def _compression(n: int) -> list[Plan]:
         compression.int8_decode(n, ranks=4),
         compression.sign_pack_with_remainder(n),
     ]
-    indices = [Plan(case, [(sparse.NUM_INDICES,)]) for case in (sparse.indices_to_bits(), sparse.bits_to_indices())]
-    return [*steps_of_dgc, *(Plan(case, whole) for case in cases), *indices]
+    return [*steps_of_dgc, *(Plan(case, whole) for case in cases)]
 
 
 def _dgc(n: int, pieces: bool, warm: bool) -> Plan:
@@ -119,4 +121,5 @@ def _dgc(n: int, pieces: bool, warm: bool) -> Plan:
 def _steps(shapes: Sequence[Shape]) -> list[Plan]:
     n, what = sum(math.prod(shape) for shape in shapes), f"{len(shapes)} parameters of ResNet-50"
     cases = [(steps.squared_norms, ""), (steps.momentum, ""), (steps.lars, _LARS_NOTE), (steps.adam, "")]
-    return [Plan(make(n), shapes, what=what, note=note) for make, note in cases]
+    kernels = [Plan(make(n), shapes, what=what, note=note) for make, note in cases]
+    return [*kernels, *(Plan(case, shapes, what=what) for case in optimizers.make_cases(n))]

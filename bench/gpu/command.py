@@ -1,12 +1,14 @@
-"""First contact with a GPU, and everything about one: two commands, each under ten minutes.
+"""First contact with a GPU, and everything about one: two commands, alone or both in one, under ten minutes.
 
     python -m bench.gpu check [--output FILE] [--folder DIR] [--skip-build] [--commit ID] [--rehearse]
     python -m bench.gpu measure [the same, and --rounds N]
+    python -m bench.gpu check measure [the same]
 
 `check` builds the checkout for this GPU, runs all tests that want one, and those of top-k,
 sparsify, entries, norms and accumulate under compute-sanitizer's memcheck, racecheck, synccheck and
 initcheck. `measure` builds, then measures bandwidth, kernels, NCCL and attach: every line is verified
-before it is timed, takes turns with torch's and with a copy, and has its target beside it.
+before it is timed, takes turns with torch's and with a copy, and has its target beside it. Both in
+one call build once and write one report; `check` then leaves half of the time to `measure`.
 `python -m bench.gpu.report` prints what either has written.
 
 The report is one JSON file, by default bench/results/gpu_<device>.json (or gpu_check_<device>.json).
@@ -47,7 +49,7 @@ _TO_TEST = {"pytest": "pytest", "pytest_timeout": "pytest-timeout", "hypothesis"
 
 def main() -> int:
     arguments = _parse()
-    wanted = ({} if arguments.skip_build else _TO_BUILD) | (_TO_TEST if arguments.what == "check" else {})
+    wanted = ({} if arguments.skip_build else _TO_BUILD) | (_TO_TEST if "check" in arguments.what else {})
     missing = [name for module, name in wanted.items() if importlib.util.find_spec(module) is None]
     if missing:
         print(f"bench.gpu: not installed: {', '.join(missing)}", file=sys.stderr)
@@ -79,8 +81,8 @@ def main() -> int:
 
 def _default_path(arguments: argparse.Namespace) -> Path:
     if arguments.rehearse:
-        return ROOT / "build" / f"gpu_rehearsal_{arguments.what}.json"
-    prefix = "gpu_check" if arguments.what == "check" else "gpu"
+        return ROOT / "build" / f"gpu_rehearsal_{'_'.join(arguments.what)}.json"
+    prefix = "gpu" if "measure" in arguments.what else "gpu_check"
     return RESULTS / f"{prefix}_{slug(_device_name())}.json"
 
 
@@ -92,7 +94,7 @@ def _device_name() -> str:
 
 def _parse() -> argparse.Namespace:
     parser = plain_parser("bench.gpu", __doc__)
-    parser.add_argument("what", choices=["check", "measure"])
+    parser.add_argument("what", nargs="+", choices=["check", "measure"])
     parser.add_argument("--output", type=Path, metavar="FILE", help="where the report is written")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="build in DIR, and keep it")
     parser.add_argument("--rounds", type=positive, default=15, help="turns that everything measured gets (default 15)")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from bench.harness.mpi import installed_version
 from bench.harness.results import environment
 
+_STATE = {"sm_mhz": "clocks.sm", "memory_mhz": "clocks.mem", "celsius": "temperature.gpu", "watts": "power.draw"}
 _CUPY = ("cupy", "cupy-cuda12x", "cupy-cuda13x")
 
 
@@ -26,6 +26,22 @@ def gpu_environment(device: torch.device) -> dict[str, Any]:
     found["cupy"] = next((version for version in versions if version is not None), None)
     found["cuda_runtime"] = torch.version.cuda
     return {**_device(device), **found}
+
+
+def gpu_state(device: torch.device) -> dict[str, float] | None:
+    """Return clocks, temperature and power as they are now, without which two figures cannot be compared.
+
+    ``None`` where nvidia-smi does not tell all of them.
+    """
+    if device.type != "cuda":
+        return None
+    gpu = getattr(torch.cuda.get_device_properties(device), "uuid", None)  # older torch does not tell
+    query = f"--query-gpu={','.join(_STATE.values())}"
+    said = _nvidia_smi(query, "--format=csv,noheader,nounits", *([] if gpu is None else [f"--id=GPU-{gpu}"]))
+    try:
+        return dict(zip(_STATE, map(float, (said or "").split(",")), strict=True))
+    except ValueError:
+        return None
 
 
 def l2_bytes(device: torch.device) -> int:
@@ -52,14 +68,19 @@ def _device(device: torch.device) -> dict[str, Any]:
 
 
 def _driver() -> str | None:
-    tool = shutil.which("nvidia-smi")
-    if tool is not None:
-        command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-            return done.stdout.strip().partition("\n")[0]
+    said = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
+    if said is not None:
+        return said
     with contextlib.suppress(OSError):
         return Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+    return None
+
+
+def _nvidia_smi(*options: str) -> str | None:
+    """Return the first line that nvidia-smi answers, ``None`` where there is none or it fails."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(["nvidia-smi", *options], capture_output=True, text=True, timeout=20, check=True)
+        return done.stdout.strip().partition("\n")[0]
     return None
 
 

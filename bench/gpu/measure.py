@@ -14,7 +14,7 @@ import importlib
 import json
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bench.gpu.environment import gpu_environment, l2_bytes
+from bench.gpu.environment import gpu_environment, gpu_state, l2_bytes
+from bench.gpu.models import TINY_WORKLOADS, WORKLOADS, Workload
 from bench.gpu.targets import OVERHEAD, judged
 from bench.gpu.timing import WARM_UP_TURNS, Turn, num_copies
 from bench.harness.arguments import plain_parser, positive
@@ -32,10 +33,10 @@ from bench.kernels.resnet50 import parameter_shapes
 if TYPE_CHECKING:
     from bench.gpu.cases import Plan
 
-_PHASES = {"bandwidth": 20.0, "kernels": 150.0, "nccl": 40.0, "attach": 90.0, "two_ranks": 60.0}
-"""Seconds that each may take at most."""
+_PHASES = {"bandwidth": 15.0, "kernels": 160.0, "nccl": 30.0, "attach": 240.0, "two_ranks": 45.0}
+"""Seconds that each may take at most; where there are fewer for all, each has less."""
 
-_CASE_SECONDS = 12.0
+_CASE_SECONDS = 6.0
 _LEAST_ROUNDS = 3
 _LEAST_ATTACH_ROUNDS = 3
 _SHARED_GPU_NCCL = (2, 30)
@@ -53,7 +54,7 @@ def _parse() -> argparse.Namespace:
     parser = plain_parser("bench.gpu.measure", __doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
     parser.add_argument("--rounds", type=positive, default=15)
-    parser.add_argument("--seconds", type=float, default=400.0, help="for everything (default 400)")
+    parser.add_argument("--seconds", type=float, default=500.0, help="for everything (default 500)")
     parser.add_argument("--phases", default=",".join(_PHASES), help="default: %(default)s")
     parser.add_argument("--device", default="cuda:0")
     return parser.parse_args()
@@ -64,23 +65,20 @@ class Sizes:
     """Sizes of what is measured.
 
     Attributes:
-        small, large: elements of the kernels' arrays; ``large`` is also what is copied.
+        small, large: elements of the kernels' arrays (1, 25 and 100 MiB); ``large`` is also what is copied.
         gradients: how many of ResNet-50's.
-        model, blocks, batch, image: of a training step: name, depth, samples, and their width and height.
+        workloads: training steps.
         steps: in a turn.
     """
 
-    small: int = 25_600_000
+    small: tuple[int, ...] = (1 << 18, 25 << 18, 100 << 18)
     large: int = 100_000_000
     gradients: int = 161
-    model: str = "ResNet-50"
-    blocks: tuple[int, ...] = (3, 4, 6, 3)
-    batch: int = 32
-    image: int = 224
+    workloads: tuple[Workload, ...] = WORKLOADS
     steps: int = 5
 
 
-_TINY = Sizes(2_000, 30_000, gradients=9, model="ResNet-14", blocks=(1, 1, 1, 1), batch=2, image=32, steps=1)
+_TINY = Sizes((2_000,), 30_000, gradients=9, workloads=TINY_WORKLOADS, steps=1)
 
 
 class CopyFloor:
@@ -129,7 +127,9 @@ class Measurement:
         """Run every phase; what one raises is noted, and the next begins."""
         self._guarded("environment", self._environment)
         wanted = self._arguments.phases.split(",")
-        for name, seconds in _PHASES.items():
+        share = min(1.0, self._arguments.seconds / sum(_PHASES.values()))
+        for name, most in _PHASES.items():
+            seconds = share * most
             if name in wanted:
                 print(f"-- {name}, {seconds:.0f} s at most", flush=True)
                 self._phase_end = min(self._end, time.monotonic() + seconds)
@@ -186,7 +186,7 @@ class Measurement:
         for plan in make_plans(self._sizes.small, self._sizes.large, shapes):
             name = f"{plan.name}, {plan.elements} elements"
             if self._out_of_time():
-                self._skip(name, f"the {_PHASES['kernels']:.0f} s for kernels were used up")
+                self._skip(name, "the time for kernels was used up")
                 continue
             self._guarded(name, partial(self._case, plan, floor))
             self._free()
@@ -201,7 +201,7 @@ class Measurement:
         samples = interleave(turns, self._rounds_in(_CASE_SECONDS, turns))
         row = case_row(plan, samples, floor.bytes / samples["copy"].median)
         host = {"host_seconds": ours.host_seconds, "peer_host_seconds": peer.host_seconds}
-        self.report["cases"].append({**row, "copies": len(copies), **host})
+        self.report["cases"].append({**row, "copies": len(copies), **host, "gpu": gpu_state(self._device)})
 
     def _rounds_in(self, seconds: float, turns: Mapping[str, Turn]) -> int:
         """Warm up, and return how many rounds fit into ``seconds``: as many as asked for, or some at least."""
@@ -226,12 +226,26 @@ class Measurement:
         from pycomm.tools.launching import rendezvous
 
         with rendezvous() as port, WorkerGroup("NCCL", "bench.gpu.ranks:NcclRank", 1, {"port": port}) as ranks:
-            for num_bytes in (4096, 100_000_000):
+            for num_bytes in (4096, *(4 * n for n in self._sizes.small)):
                 found = ranks.call("measure", num_bytes, self._arguments.rounds)[0]
-                self.report["nccl"].append(_nccl_row(num_bytes, found))
+                self.report["nccl"].append({**_nccl_row(num_bytes, found), "gpu": gpu_state(self._device)})
 
     def _attach(self) -> None:
-        self._attach_in(1, {})
+        """Measure all workloads; each has its share of the time that is left."""
+        from bench.gpu.ranks import DDP_BF16, WAYS, WAYS_BESIDE_DDP  # imports pycomm, as above
+
+        workloads = self._sizes.workloads
+        for number, workload in enumerate(workloads):
+            if self._out_of_time():
+                self._skip(f"training step: {workload.title}", "the time for attach was used up")
+                continue
+            left = self._phase_end - time.monotonic()
+            end = time.monotonic() + left / (len(workloads) - number)
+            # In a capture, DDP requires other settings of NCCL, and streams of its own from the beginning.
+            ways: tuple[str, ...] = WAYS if workload.captured else WAYS_BESIDE_DDP
+            if self._device.type == "cpu":
+                ways = tuple(way for way in ways if way != DDP_BF16)  # torch refuses its hook there
+            self._guarded(workload.title, partial(self._attach_in, 1, {}, workload, ways, end))
 
     def _two_ranks(self) -> None:
         """Measure two ranks on one GPU: NCCL before 2.30 takes them for two hosts, linked by sockets."""
@@ -239,38 +253,42 @@ class Measurement:
         if self._device.type != "cuda":
             self._skip(what, "no GPU")
             return
-        from pycomm.collectives.transport.nccl import nccl_version  # imports pycomm, as above
+        from bench.gpu.ranks import WAYS  # imports pycomm, as above
+        from pycomm.collectives.transport.nccl import nccl_version
 
         found = nccl_version()
         if found is None:
             self._skip(what, "no NCCL")
             return
         shared = tuple(int(part) for part in found[0].split(".")[:2]) >= _SHARED_GPU_NCCL
-        self._attach_in(2, _SHARED_GPU if shared else _BY_SOCKETS)
+        variables = _SHARED_GPU if shared else _BY_SOCKETS
+        self._attach_in(2, variables, self._sizes.workloads[0], WAYS, self._phase_end)
 
-    def _attach_in(self, size: int, environment: dict[str, str]) -> None:
-        from bench.gpu.ranks import WAYS
+    def _attach_in(
+        self, size: int, environment: dict[str, str], workload: Workload, ways: Sequence[str], end: float
+    ) -> None:
+        from bench.gpu.ranks import DENSE
         from bench.harness.ranks import WorkerGroup  # imports pycomm, as above
         from pycomm.tools.launching import rendezvous
 
-        sizes = self._sizes
-        setup = {"device": str(self._device), "blocks": sizes.blocks, "batch": sizes.batch, "image": sizes.image}
-        setup["own_host"] = environment is _BY_SOCKETS
+        self._free()
+        setup = {"device": str(self._device), "workload": workload, "own_host": environment is _BY_SOCKETS}
         rounds, worker = 2 * self._arguments.rounds, "bench.gpu.ranks:AttachRank"  # a few per cent take more of them
         turns: list[dict[str, dict[str, Any]]] = []
         with rendezvous() as port, WorkerGroup("attach", worker, size, {"port": port, **setup}, environment) as ranks:
-            ranks.call("verify")
+            ranks.call("verify", ways)
             for number in range(rounds):
-                if number >= _LEAST_ATTACH_ROUNDS and self._out_of_time():
-                    self._skip(f"attach, {size} rank(s): {rounds - number} of {rounds} rounds", "time was used up")
+                if number >= _LEAST_ATTACH_ROUNDS and time.monotonic() > end:
+                    left_out = f"{workload.title}, {size} rank(s): {rounds - number} of {rounds} rounds"
+                    self._skip(left_out, "time was used up")
                     break
-                order = WAYS if number % 2 == 0 else WAYS[::-1]
-                turns.append({way: _slowest(ranks.call("turn", way, sizes.steps)) for way in order})
-        model = f"{sizes.model}, batch {sizes.batch} of {sizes.image} x {sizes.image}, fp32, SGD with momentum"
-        for way in WAYS:
-            row = attach_row(way, WAYS[0], turns)
-            target = OVERHEAD if way == WAYS[1] and size == 1 else None
-            self.report["attach"].append(judged({**row, "ranks": size, "model": model}, target))
+                order = ways if number % 2 == 0 else ways[::-1]
+                turns.append({way: _slowest(ranks.call("turn", way, self._sizes.steps)) for way in order})
+            common = {"ranks": size, "model": workload.title, "gpu": gpu_state(self._device)}
+            profiles = {way: ranks.call("profile", way)[0] for way in ways}
+        for way in ways:
+            row = {**attach_row(way, ways[0], turns), **profiles[way], **common}
+            self.report["attach"].append(judged(row, OVERHEAD if way == DENSE and size == 1 else None))
 
 
 def case_row(plan: Plan, samples: dict[str, Samples], copy_bytes_per_second: float) -> dict[str, Any]:
@@ -297,15 +315,18 @@ def attach_row(way: str, without: str, turns: list[dict[str, dict[str, Any]]]) -
     """Return a line of the report on steps with ``way``.
 
     ``ratio`` is that of two turns of one round; ``overhead`` its median, less 1; ``active`` whether pycomm did
-    anything, ``None`` where it was not attached.
+    anything. ``peak_bytes`` is the least that a turn was content with: what is left of other ways is not counted.
     """
     ratio = Samples.of(turn[way]["seconds"] / turn[without]["seconds"] for turn in turns)
     return {
         "name": way,
-        "active": None if way == without else any(turn[way]["active"] for turn in turns),
+        "active": any(turn[way]["active"] for turn in turns),
         "seconds": Samples.of(turn[way]["seconds"] for turn in turns).as_json(),
         "ratio": ratio.as_json(),
         "overhead": ratio.median - 1,
+        "host_seconds": Samples.of(turn[way]["host_seconds"] for turn in turns).median,
+        "peak_bytes": min((turn[way]["peak_bytes"] for turn in turns), key=lambda found: found or 0),
+        "miss_rate": turns[-1][way]["miss_rate"],
     }
 
 

@@ -1,161 +1,215 @@
-"""The ranks of ``bench.gpu``: what an operation costs, and a training step of ResNet-50, with and without pycomm.
+"""The ranks of ``bench.gpu``: what an operation costs, and a training step, with and without pycomm, and by DDP.
 
 Processes of their own, also where there is one rank: one that dies takes no other figure with it.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
+from bench.gpu.models import Training, Workload
 from bench.gpu.timing import Turn
 from bench.harness.ranks import join_group
 from bench.harness.timing import interleave
 
 NONE = "without attach"
+DDP = "DDP, gradient_as_bucket_view"
+DDP_BF16 = "DDP, bf16_compress_hook"
 DENSE = "attach"
 FP16 = "attach, FP16()"
 TOPK = "attach, TopK(0.001)"
 WAYS = (NONE, DENSE, FP16, TOPK)
+WAYS_BESIDE_DDP = (NONE, DDP, DDP_BF16, DENSE, FP16, TOPK)
 
 _COMPRESSION: dict[str, Callable[[], Any]] = {
     DENSE: pycomm.NoCompression,
     FP16: pycomm.FP16,
     TOPK: lambda: pycomm.TopK(0.001),
 }
-_CLASSES = 1000
-_TOLERANCE = 1e-2  # float16 rounds to 2**-11, and cuDNN does not add in the same order twice
-
-
-def _convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Sequential:
-    convolution = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False)
-    return nn.Sequential(convolution, nn.BatchNorm2d(outputs))
-
-
-class _Bottleneck(nn.Module):
-    def __init__(self, inputs: int, width: int, stride: int, shortcut: bool) -> None:
-        super().__init__()
-        self.narrow = _convolution(inputs, width, 1)
-        self.middle = _convolution(width, width, 3, stride)
-        self.widen = _convolution(width, 4 * width, 1)
-        self.shortcut = _convolution(inputs, 4 * width, 1, stride) if shortcut else nn.Identity()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = torch.relu(self.narrow(x))
-        out = torch.relu(self.middle(out))
-        return torch.relu(self.widen(out) + self.shortcut(x))
-
-
-def resnet(blocks: Sequence[int] = (3, 4, 6, 3)) -> nn.Sequential:
-    """Return ResNet-50 as torchvision has it, or one with fewer blocks; always with the same parameters.
-
-    ``bench.kernels.resnet50`` lists the shapes of ResNet-50's.
-    """
-    torch.manual_seed(0)
-    layers: list[nn.Module] = [_convolution(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
-    channels = 64
-    for stage, count in enumerate(blocks):
-        width = 64 << stage
-        for block in range(count):
-            stride = 2 if stage > 0 and block == 0 else 1
-            layers.append(_Bottleneck(channels, width, stride, shortcut=block == 0))
-            channels = 4 * width
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, _CLASSES))
+_WARM_UP_STEPS = 4  # which a capture requires; DDP and attach have sorted their buckets after two
+_EXPOSURES = 3
+_LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
 
 
 class AttachRank:
-    """Rank that attaches to its optimizer in one way after the other, and detaches again.
+    """Rank that averages in one way after the other: by pycomm, which it attaches and detaches, by DDP, or not.
 
     Args:
         own_host: whether NCCL is told that the rank is on a host of its own.
     """
 
-    def __init__(self, port: int, device: str, blocks: list[int], batch: int, image: int, own_host: bool) -> None:
-        self.rank, _ = join_group(port)
+    def __init__(self, port: int, workload: Workload, device: str, own_host: bool) -> None:
+        self.rank, self._size = join_group(port)
         if own_host:
             os.environ["NCCL_HOSTID"] = str(self.rank)
         self._device = torch.device(device)
+        self._on_gpu = self._device.type == "cuda"
         torch.backends.cudnn.benchmark = True
-        self._model = resnet(blocks).to(self._device)
-        # So small that the parameters stay near where they are, however many turns there are.
-        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-5, momentum=0.9)
-        generator = torch.Generator().manual_seed(1 + self.rank)
-        self._inputs = torch.randn(batch, 3, image, image, generator=generator).to(self._device)
-        self._targets = torch.randint(_CLASSES, (batch,), generator=generator).to(self._device)
+        self._captured = workload.captured
+        self._training = Training(workload, self._device, self.rank)
+        self._module = self._training.model
+        self._run: Callable[[], None] = self._step
+        self._nccl: dist.ProcessGroup | None = None
         self._reducer: pycomm.Reducer | None = None
 
-    def verify(self) -> None:
-        """Check the averages of the ranks' gradients; twice, as pycomm sends during backward only from the second on.
+    def verify(self, ways: Sequence[str]) -> None:
+        """Check the averages of the ranks' gradients, in the steps that are timed.
 
         Raises:
             AssertionError: a way computes something else, or top-k something that is not finite.
         """
-        self._synchronise(NONE)
-        wanted = self._gradients().double()
-        dist.all_reduce(wanted)
-        wanted /= dist.get_world_size()
-        for way in WAYS[1:]:
-            self._synchronise(way)
-            for _ in range(2):
-                got = self._gradients().double()
+        wanted = self._gradients(NONE)
+        if self._size > 1:
+            on_host = wanted.cpu()
+            dist.all_reduce(on_host)
+            wanted.copy_(on_host).div_(self._size)
+        for way in ways[1:]:
+            got = self._gradients(way)
             if way == TOPK:
                 correct = bool(got.isfinite().all() and got.any())
             else:
-                correct = bool((got - wanted).norm() <= _TOLERANCE * wanted.norm())
+                correct = bool((got - wanted).norm() <= self._training.tolerance * wanted.norm())
             if not correct:
                 raise AssertionError(f"{way}: the averaged gradient is wrong")
 
     def turn(self, way: str, steps: int) -> dict[str, Any]:
-        """Return the mean seconds of ``steps`` steps that follow each other; whether pycomm does anything in them."""
-        self._synchronise(way)
-        for _ in range(2):
-            self._step()
-        self._wait()
+        """Return the mean seconds of ``steps`` steps that follow each other, and what else they show.
+
+        ``host_seconds``: until the first of them is enqueued; ``active``: whether pycomm does anything in them;
+        ``peak_bytes``: memory allocated at most by torch, and by NCCL for pycomm's buckets.
+        """
+        self._prepare(way)
+        if self._on_gpu:
+            torch.cuda.reset_peak_memory_stats(self._device)
         dist.barrier()
         start = time.perf_counter()
-        for _ in range(steps):
-            self._step()
+        self._run()
+        host_seconds = time.perf_counter() - start
+        for _ in range(steps - 1):
+            self._run()
         self._wait()
         seconds = (time.perf_counter() - start) / steps
-        return {"seconds": seconds, "active": self._reducer is not None and self._reducer.stats()["steps"] > 0}
+        stats = {} if self._reducer is None else self._reducer.stats()
+        peak_bytes = None
+        if self._on_gpu and not self._captured:  # the memory of a graph is not counted
+            peak_bytes = torch.cuda.max_memory_allocated(self._device) + stats.get("registered_bytes", 0)
+        found = {"seconds": seconds, "host_seconds": host_seconds, "active": stats.get("steps", 0) > 0}
+        return {**found, "peak_bytes": peak_bytes, "miss_rate": stats.get("miss_rate")}
+
+    def profile(self, way: str) -> dict[str, Any]:
+        """Return what is not timed in turns, as looking takes time itself.
+
+        ``kernels`` and ``launches``: what the GPU runs in a step, and calls that start it; ``exposed_seconds``: from
+        the last gradient of ``backward`` until the stream may go on, the median of several steps.
+        """
+        self._prepare(way)
+        # A graph does not run hooks.
+        exposed = None if self._captured else median(self._exposed_seconds() for _ in range(_EXPOSURES))
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        kinds += [torch.profiler.ProfilerActivity.CUDA] * self._on_gpu
+        with torch.profiler.profile(activities=kinds) as profiler:
+            self._run()
+            self._wait()
+        events = profiler.events() or []
+        on_device = [event for event in events if event.device_type.name == "CUDA"]
+        kernels = sum(not getattr(event, "is_user_annotation", False) for event in on_device)
+        launches = sum(event.name.startswith(_LAUNCHES) for event in events)
+        return {"exposed_seconds": exposed, "kernels": kernels, "launches": launches}
 
     def close(self) -> None:
         self._synchronise(NONE)
         dist.destroy_process_group()
 
+    def _exposed_seconds(self) -> float:
+        marks: list[Any] = []
+
+        def mark(*_: object) -> None:
+            if self._on_gpu:
+                marks.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+                marks[-1].record()
+            else:
+                marks.append(time.perf_counter())
+
+        parameters = list(self._training.model.parameters())
+        with torch.autograd.graph.register_multi_grad_hook(parameters, mark):
+            self._training.backward(self._module)
+        mark()
+        self._training.optimizer.step()
+        self._wait()
+        seconds: float = marks[0].elapsed_time(marks[1]) / 1e3 if self._on_gpu else marks[1] - marks[0]
+        return seconds
+
     def _synchronise(self, way: str) -> None:
+        self._run = self._step  # a graph goes before the communicator that it uses
+        self._module = self._training.model
+        gc.collect()
         if self._reducer is not None:
             self._reducer.detach()
         self._reducer = None
         if way in _COMPRESSION:
-            self._reducer = pycomm.attach(self._optimizer, self._model, compression=_COMPRESSION[way]())
+            model, optimizer = self._training.model, self._training.optimizer
+            self._reducer = pycomm.attach(optimizer, model, compression=_COMPRESSION[way]())
             if self._reducer._idle:
                 # One rank has nothing to average; what its hooks and buckets cost is what is measured here.
                 self._reducer._install()
+        elif way != NONE:
+            self._wrap(way)
 
-    def _backward(self) -> None:
-        self._optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(self._model(self._inputs), self._targets)
-        loss.backward()  # type: ignore[no-untyped-call]
+    def _wrap(self, way: str) -> None:
+        if self._on_gpu and self._nccl is None:
+            self._nccl = dist.new_group(backend="nccl")
+        model = self._training.model
+        module = DistributedDataParallel(model, process_group=self._nccl, gradient_as_bucket_view=True)
+        if way == DDP_BF16:
+            module.register_comm_hook(self._nccl, bf16_compress_hook)
+        self._module = module
+
+    def _prepare(self, way: str) -> None:
+        """Bring a way to where its steps are all alike, and capture one, if that is what is launched."""
+        self._synchronise(way)
+        if not self._captured:
+            for _ in range(_WARM_UP_STEPS):
+                self._step()
+        else:
+            side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            side.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(side):
+                for _ in range(_WARM_UP_STEPS):
+                    self._step()
+            torch.cuda.current_stream(self._device).wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self._step()
+            self._run = graph.replay
+            self._run()  # the first launch loads the graph
+        self._wait()
 
     def _step(self) -> None:
-        self._backward()
-        self._optimizer.step()
+        self._training.backward(self._module)
+        self._training.optimizer.step()
 
-    def _gradients(self) -> torch.Tensor:
-        self._backward()
-        grads = [p.grad for p in self._model.parameters() if p.grad is not None]
-        return torch.cat([grad.reshape(-1) for grad in grads]).cpu()
+    def _gradients(self, way: str) -> torch.Tensor:
+        """Return the gradients of a step; cuDNN takes kernels that add in the same order each time."""
+        torch.backends.cudnn.deterministic = True
+        self._prepare(way)
+        self._run()
+        torch.backends.cudnn.deterministic = False
+        grads = [p.grad for p in self._training.model.parameters() if p.grad is not None]
+        return torch.cat([grad.reshape(-1) for grad in grads]).double()
 
     def _wait(self) -> None:
-        if self._device.type == "cuda":
+        if self._on_gpu:
             torch.cuda.synchronize(self._device)
 
 

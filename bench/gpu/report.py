@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,14 @@ from bench import ROOT
 from bench.harness.arguments import plain_parser
 from bench.harness.unbuilt import Samples, duration, print_table, times
 
+_PER_STEP: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "host": ("host_seconds", duration),
+    "exposed": ("exposed_seconds", duration),
+    "kernels": ("kernels", str),
+    "launches": ("launches", str),
+    "peak": ("peak_bytes", lambda found: f"{found / 2**30:.2f} GiB"),
+    "misses": ("miss_rate", lambda found: f"{100 * found:.1f} %"),
+}
 RESULTS = ROOT / "bench" / "results"
 
 
@@ -113,6 +121,7 @@ def _print_cases(cases: Sequence[Mapping[str, Any]]) -> None:
     print("\nkernels, by device events")
     header = ["", "elements", "pycomm", "p10 - p90", "torch", "faster", "of copy", "time / floor", "target", "reached"]
     print_table(header, [_case_cells(row) for row in cases])
+    _print_states(cases)
     for row in cases:
         if row["note"]:
             print(f"{row['name']}: {row['note']}")
@@ -137,6 +146,7 @@ def _print_nccl(rows: Sequence[Mapping[str, Any]]) -> None:
     print("\nNCCL")
     header = ["", "bytes", "pycomm", "p10 - p90", "host", "torch.distributed", "host"]
     print_table(header, [_nccl_cells(row) for row in rows])
+    _print_states(rows)
 
 
 def _nccl_cells(row: Mapping[str, Any]) -> list[str]:
@@ -149,9 +159,12 @@ def _nccl_cells(row: Mapping[str, Any]) -> list[str]:
 def _print_attach(rows: Sequence[Mapping[str, Any]]) -> None:
     if not rows:
         return
-    print(f"\ntraining step: {rows[0]['model']}")
-    header = ["", "ranks", "step", "p10 - p90", "overhead", "p10 - p90", "target", "reached"]
-    print_table(header, [_attach_cells(row) for row in rows])
+    header = ["", "ranks", "step", "p10 - p90", "overhead", "p10 - p90", *_PER_STEP, "target", "reached"]
+    for model in dict.fromkeys(row["model"] for row in rows):
+        print(f"\ntraining step: {model}")
+        print_table(header, [_attach_cells(row) for row in rows if row["model"] == model])
+    _print_states(rows)
+    print("exposed: from the last gradient until the stream may go on; host: until the first step is enqueued")
     if any(row["ranks"] == 1 for row in rows):
         print("one rank: alone it would install hooks for top-k only; here it does for all, and nothing travels")
 
@@ -159,7 +172,19 @@ def _print_attach(rows: Sequence[Mapping[str, Any]]) -> None:
 def _attach_cells(row: Mapping[str, Any]) -> list[str]:
     low, high = (100 * (row["ratio"][key] - 1) for key in ("p10", "p90"))
     overhead = [f"{100 * row['overhead']:+.2f} %", f"{low:+.2f} - {high:+.2f} %"]
-    return [row["name"], str(row["ranks"]), *_samples(row["seconds"]).cells(), *overhead, *_verdict(row)]
+    shown = [("-" if row[key] is None else show(row[key])) for key, show in _PER_STEP.values()]
+    return [row["name"], str(row["ranks"]), *_samples(row["seconds"]).cells(), *overhead, *shown, *_verdict(row)]
+
+
+def _print_states(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print from where to where clocks, temperature and power were when the rows had been measured."""
+    states = [row["gpu"] for row in rows if row["gpu"]]
+    if states:
+        print(
+            ", ".join(
+                f"{key} {min(s[key] for s in states):.0f} - {max(s[key] for s in states):.0f}" for key in states[0]
+            )
+        )
 
 
 def _print_targets(rows: Sequence[Mapping[str, Any]]) -> None:

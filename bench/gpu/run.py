@@ -8,7 +8,7 @@ import re
 import shlex
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,39 +26,41 @@ class Run:
     """Report in the making, and the steps that fill it, each a process of its own.
 
     Args:
-        what: "check" or "measure".
+        what: "check", "measure" or both.
         output: the report's file.
         scratch: folder for what the steps write.
         folder: where to build; in ``scratch`` if ``None``.
     """
 
-    def __init__(self, what: str, output: Path, scratch: Path, folder: Path | None = None) -> None:
+    def __init__(self, what: Collection[str], output: Path, scratch: Path, folder: Path | None = None) -> None:
         self._begin = time.monotonic()
+        self._reserve = plan.ALL_SECONDS / 2 if len({*what}) == 2 else 0.0  # of a check, for what follows it
         self._what, self._output, self._scratch = what, output.absolute(), scratch
         folder = (folder or scratch).absolute()
         self._site, self._objects = folder / "site", folder / "build"
         self._variables: dict[str, str] = {}
-        bench = "gpu" if what == "measure" else "gpu_check"
+        bench = "gpu" if "measure" in what else "gpu_check"
         self.report: dict[str, Any] = {"bench": bench, "environment": {}, "tests": {}, "bandwidth": {}}
         for key in _LISTS:
             self.report[key] = []
         self._write()  # before anything else: a file that cannot be written is known at once
 
     def everything(self, build: bool, commit: str | None, rounds: int) -> None:
-        """Take all steps of a check or of a measurement; without a build, only those that pycomm has no part in."""
+        """Take all steps of a check, a measurement, or both; without a build, only those that pycomm has no part in."""
         self.report["environment"] = commit_of(ROOT, commit)
         built = self._built(build, "native")
-        if self._what == "measure":
-            self._take(plan.measuring(self._scratch / "measured.json", rounds, self._left(), built))
-        elif built:
+        if "check" in self._what and built:
             self._take(plan.environment(self._scratch / "environment.json", "cuda:0"))
             self._take(plan.tests(self._scratch / "tests.jsonl"))
             if not self.report["tests"].get("passed"):
                 self.fail("tests", "none has passed")
             for step in self._sanitizers():
                 self._take(step)
-        else:
+        elif "check" in self._what:
             self._skip("tests and sanitizers", "the build failed")
+        self._reserve = 0.0
+        if "measure" in self._what:
+            self._take(plan.measuring(self._scratch / "measured.json", rounds, self._left(), built))
 
     def rehearse(self, build: bool, commit: str | None, rounds: int) -> None:
         """Take the steps that need no GPU, and print the others."""
@@ -66,11 +68,12 @@ class Run:
         scratch = self._scratch
         if self._built(build, "90"):
             self._take(plan.environment(scratch / "environment.json", "cpu"))
-            if self._what == "check":
+            if "check" in self._what:
                 self._take(plan.collection(scratch / "collected.jsonl"))
-        steps = [plan.measuring(scratch / "measured.json", rounds, self._left(), with_pycomm=True)]
-        if self._what == "check":
-            steps = [plan.tests(scratch / "tests.jsonl"), *self._sanitizers()]
+        steps = [plan.tests(scratch / "tests.jsonl"), *self._sanitizers()] if "check" in self._what else []
+        self._reserve = 0.0
+        if "measure" in self._what:
+            steps.append(plan.measuring(scratch / "measured.json", rounds, self._left(), with_pycomm=True))
         for step in steps:
             self._skip(step.name, "a rehearsal")
             print(f"\n== {step.name}, {step.seconds:.0f} s at most, would be\n{shlex.join(step.command)}", flush=True)
@@ -112,7 +115,9 @@ class Run:
         """
         limit = min(step.seconds, self._left())
         if limit < 1.0:
-            self.fail(step.name, f"not begun: the {plan.ALL_SECONDS:.0f} s for everything were used up")
+            seconds = plan.ALL_SECONDS - self._reserve
+            what = "the check" if self._reserve else "everything"
+            self.fail(step.name, f"not begun: the {seconds:.0f} s for {what} were used up")
             return False
         print(f"\n== {step.name}, {limit:.0f} s at most", flush=True)
         before, begin = self.report, time.monotonic()
@@ -142,7 +147,7 @@ class Run:
         self.report["skipped"].append({"what": what, "why": why})
 
     def _left(self) -> float:
-        return plan.ALL_SECONDS - (time.monotonic() - self._begin)
+        return plan.ALL_SECONDS - self._reserve - (time.monotonic() - self._begin)
 
 
 def merged(report: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:

@@ -48,7 +48,10 @@ def _make(kind: Any, weights: Tensors, grads: Tensors, states: dict[str, Tensors
     optimizer = kind(params, **options)
     for i, param in enumerate(params):
         param.grad = grads[i]
-        optimizer.state[param] = {"step": torch.tensor(NUM_STEPS), **{key: of[i] for key, of in states.items()}}
+        # torch's fused steps require the count where the parameter is; all others keep it on the host.
+        on_host = kind not in (torch.optim.Adam, torch.optim.AdamW) or not options.get("fused")
+        count = torch.tensor(NUM_STEPS, device="cpu" if on_host else param.device)
+        optimizer.state[param] = {"step": count, **{key: of[i] for key, of in states.items()}}
     return optimizer
 
 

@@ -17,8 +17,25 @@ def measured(reports: Reports) -> str:
     for report in reports.values():
         found = report["environment"]
         text = f"{found.get('device')}, commit {found.get('commit')}. `python -m bench.gpu.report` shows all of it.\n"
-        parts += [text, table(_cases(report))]
-    return "\n".join(parts)
+        parts += [text, table(_cases(report)), *([table(_steps(report))] if report["attach"] else [])]
+    tested = {name: report for name, report in reports.items() if report["tests"]}
+    return "\n".join([*parts, *([checked(tested)] if tested else [])])
+
+
+def _steps(report: Report) -> list[Row]:
+    rows: list[Row] = [
+        ["training step", "way", "ranks", "step", "overhead", "host", "exposed", "kernels", "peak memory"]
+    ]
+    for row in report["attach"]:
+        exposed = "-" if row["exposed_seconds"] is None else duration(row["exposed_seconds"])
+        peak = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.2f} GiB"
+        times_taken = [
+            duration(row["seconds"]["median"]),
+            f"{100 * row['overhead']:+.1f} %",
+            duration(row["host_seconds"]),
+        ]
+        rows.append([row["model"], row["name"], str(row["ranks"]), *times_taken, exposed, str(row["kernels"]), peak])
+    return rows
 
 
 def _cases(report: Report) -> list[Row]:

@@ -15,18 +15,20 @@ from typing import Any
 import pytest
 import torch
 
-from bench.gpu import report, targets
+from bench.gpu import environment, report, targets
 from bench.gpu.cases import Plan, make_plans
 from bench.gpu.measure import Measurement
-from bench.gpu.ranks import resnet
+from bench.gpu.models import GPT, TINY_WORKLOADS, WORKLOADS, resnet
+from bench.gpu.ranks import DDP_BF16, WAYS_BESIDE_DDP
 from bench.gpu.run import Run, merged
 from bench.gpu.timing import Turn, num_copies
 from bench.kernels.resnet50 import parameter_shapes
 from pycomm import kernels
+from tests.bench.stand_ins import executable
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
-PLANS = make_plans(2_000, 30_000, parameter_shapes()[:9])
+PLANS = make_plans((2_000,), 30_000, parameter_shapes()[:9])
 
 
 def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -114,7 +116,7 @@ def test_two_ranks_on_one_gpu(
     arguments = argparse.Namespace(device="cuda:0", seconds=100.0, rounds=7, out=tmp_path / "out.json")
     measurement = Measurement(arguments)
     attached: list[tuple[int, dict[str, str]]] = []
-    monkeypatch.setattr(measurement, "_attach_in", lambda *given: attached.append(given))
+    monkeypatch.setattr(measurement, "_attach_in", lambda *given: attached.append(given[:2]))
     measurement._two_ranks()
     assert [row["why"] for row in measurement.report["skipped"]] == ([] if found else ["no NCCL"])
     assert [(size, set(variables)) for size, variables in attached] == [(2, {variable, "NCCL_MAX_CTAS"})] * bool(found)
@@ -147,6 +149,27 @@ def test_copies_outgrow_the_cache(num_bytes: int) -> None:
         assert copies >= 2
         assert (copies - 1) * num_bytes >= 2 * l2_bytes
         assert copies == 2 or (copies - 2) * num_bytes < 2 * l2_bytes  # and no more than needed
+
+
+@pytest.mark.parametrize(
+    ("said", "state"),
+    [
+        ("1980, 2619, 45, 310.25", {"sm_mhz": 1980.0, "memory_mhz": 2619.0, "celsius": 45.0, "watts": 310.25}),
+        ("1980, 2619, 45, [N/A]", None),
+        ("1980", None),
+        (None, None),
+    ],
+)
+def test_the_state_of_the_gpu(
+    said: str | None, state: dict[str, float] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As nvidia-smi tells it of this very GPU, if there is one."""
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: argparse.Namespace(uuid="12-34"))
+    if said is not None:
+        executable(tmp_path / "nvidia-smi", f'#!/bin/sh\n[ "$3" = --id=GPU-12-34 ] && echo "{said}"\n')
+    assert environment.gpu_state(torch.device("cuda", 0)) == state
+    assert environment.gpu_state(CPU) is None
 
 
 def test_a_turn_takes_all_copies_alike() -> None:
@@ -201,13 +224,19 @@ def test_the_model_is_resnet50() -> None:
     assert [tuple(p.shape) for p in resnet().parameters()] == parameter_shapes()
 
 
+def test_the_gpt_has_354_million_parameters() -> None:
+    (blocks, length), *_ = ((workload.blocks, workload.length) for workload in WORKLOADS if workload.gpt)
+    with torch.device("meta"):
+        assert sum(p.numel() for p in GPT(blocks, length).parameters()) == 354_871_296
+
+
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the measuring process writes, here on the CPU, and the parent makes of it."""
     out = tmp_path_factory.mktemp("measured") / "measured.json"
     done = run("bench.gpu.measure", "--device", "cpu", "--rounds", "1", "--out", str(out))
     assert done.returncode == 0, done.stderr
-    whole = Run("measure", out.with_name("report.json"), out.parent).report
+    whole = Run(["measure"], out.with_name("report.json"), out.parent).report
     assert "attach: " in done.stdout
     return {**merged(whole, json.loads(out.read_text())), "tests": TESTS, "seconds": 1.0}
 
@@ -228,18 +257,28 @@ TESTS = {
 def test_everything_is_measured(measured: dict[str, Any]) -> None:
     assert measured["errors"] == []
     assert [(row["name"], row["elements"]) for row in measured["cases"]] == [(p.name, p.elements) for p in PLANS]
-    assert [row["active"] for row in measured["attach"]] == [None, True, True, True]  # hooks with one rank too
-    assert [row["reached"] is None for row in measured["attach"]] == [True, False, True, True]
+    ways = [way for way in WAYS_BESIDE_DDP if way != DDP_BF16]  # torch has its hook for GPUs only
+    steps = measured["attach"]
+    assert [(row["model"], row["name"]) for row in steps] == [(w.title, way) for w in TINY_WORKLOADS for way in ways]
+    assert [row["active"] for row in steps] == 2 * [False, False, True, True, True]  # hooks with one rank too
+    assert [row["reached"] is None for row in steps] == 2 * [True, True, False, True, True]
+    assert all(row["host_seconds"] > 0 and row["exposed_seconds"] > 0 for row in steps)
+    assert [row["miss_rate"] is None for row in steps] == 2 * [True, True, True, True, False]
     assert {skipped["what"] for skipped in measured["skipped"]} == {"NCCL", "attach, two ranks on one GPU"}
     assert measured["bandwidth"]["copy_bytes_per_second"] > 0
     assert measured["environment"]["device"] == "cpu"
 
 
-def test_report(measured: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def with_everything(measured: dict[str, Any]) -> dict[str, Any]:
+    """Add to a report what only a GPU has, and what goes wrong."""
     content = copy.deepcopy(measured)
     content["cases"][0] |= {"target": ">= 85 % of copy", "reached": False}
     content["cases"][1] |= {"target": ">= 4x torch", "reached": True}
     side = {"seconds": content["cases"][0]["seconds"], "host_seconds": 1e-5, "bytes": 4096, "name": "all_reduce"}
+    side["gpu"] = None
+    for number, row in enumerate(content["attach"]):
+        row["gpu"] = {"sm_mhz": 1980.0 - number, "celsius": 40.0}
+    content["attach"][0] |= {"kernels": 1234, "peak_bytes": 3 << 30}
     content["nccl"] = [
         {**side, "peer": None},
         {**side, "peer": "nccl", "peer_seconds": side["seconds"], "peer_host_seconds": 1e-5},
@@ -251,8 +290,12 @@ def test_report(measured: dict[str, Any], tmp_path: Path, monkeypatch: pytest.Mo
     ]
     content["steps"] = [{"name": "tests", "seconds": 12.0, "status": 1}]
     content["errors"] = [{"where": "kernels", "error": "Traceback\n  boom\n"}]
+    return content
+
+
+def test_report(measured: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "gpu_x.json"
-    path.write_text(json.dumps(content))
+    path.write_text(json.dumps(with_everything(measured)))
     # Neither torch nor pycomm: the report is read where neither is installed.
     for module in ("torch", "pycomm"):
         (tmp_path / f"{module}.py").write_text("raise ImportError('not wanted')")
@@ -273,6 +316,9 @@ def test_report(measured: dict[str, Any], tmp_path: Path, monkeypatch: pytest.Mo
         "  no summary\n    ===== where",
         "step tests: 12 s, status 1",
         "LARS, copies in fp16 of 9 parameters of ResNet-50: torch multiplies gradients",
+        f"training step: {TINY_WORKLOADS[1].title}\n",
+        "  1234         0  3.00 GiB       -",
+        "\nsm_mhz 1971 - 1980, celsius 40 - 40\n",
         "one rank: alone it would install hooks for top-k only",
     ):
         assert text in done.stdout, text

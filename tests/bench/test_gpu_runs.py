@@ -86,8 +86,8 @@ class TestRuns:
 
         self.monkeypatch.setattr(plan, "sanitizer", make)
 
-    def run(self, what: str = "check") -> tuple[int, dict[str, Any]]:
-        this_run = Run(what, self.output, self.scratch)
+    def run(self, *what: str) -> tuple[int, dict[str, Any]]:
+        this_run = Run(what or ("check",), self.output, self.scratch)
         this_run.everything(True, "told", 1)
         status = this_run.finish()
         return status, json.loads(self.output.read_text())
@@ -148,6 +148,26 @@ class TestRuns:
         status, report = self.run("measure")
         assert (status, with_pycomm, report["bench"]) == (1, [False], "gpu")
         assert report["bandwidth"] == {"ways": []}
+
+    def test_both_in_one_run(self) -> None:
+        """Built once; the check leaves half of the time, and the report is the measurement's."""
+        seconds = []
+
+        def measuring(*given: Any) -> Step:
+            seconds.append(given[2])
+            return Step("measuring", python("pass"), 60, read=lambda: {"settings": {"rounds": 1}})
+
+        self.monkeypatch.setattr(plan, "measuring", measuring)
+        self.monkeypatch.setattr(plan, "ALL_SECONDS", 200.0)
+        self.stand_in("tests", python(HOUR), {"tests": self.counted(passed=1)}, seconds=2)
+        status, report = self.run("check", "measure")
+        assert (status, report["bench"], report["tests"]["passed"], report["settings"]) == (1, "gpu", 1, {"rounds": 1})
+        names = [step["name"] for step in report["steps"]]
+        assert names == ["build", "environment", "tests", *plan.SANITIZERS, "measuring"]
+        assert 100.0 < seconds[0] < 200.0
+        self.monkeypatch.setattr(plan, "ALL_SECONDS", 1.5)  # of which the check has less than a step requires
+        _, report = self.run("check", "measure")
+        assert report["errors"][0]["error"] == "not begun: the 1 s for the check were used up"
 
     def test_tests_that_were_all_skipped(self) -> None:
         self.stand_in("tests", python("pass"), {"tests": self.counted(skipped=3)})
@@ -265,8 +285,8 @@ def test_without_a_gpu(
     main: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for what in ("check", "measure"):
-        assert main(what, "--output", str(tmp_path / "report.json")) == 2
+    for what in (["check"], ["measure"], ["check", "measure"]):
+        assert main(*what, "--output", str(tmp_path / "report.json")) == 2
         told = capsys.readouterr().err
         assert told.startswith("bench.gpu: torch finds no GPU here; ")
         assert told.count("\n") == 1

@@ -291,25 +291,34 @@ class TestTraining:
 
 def test_a_report_of_a_gpu(benchmarks: ModuleType) -> None:
     case = {"name": "pack", "elements": 25_600_000, "seconds": {"median": 1e-4}, "peer_seconds": {"median": 3e-4}}
+    step = {"model": "ResNet-50", "name": "attach", "ranks": 1, "seconds": {"median": 0.02}, "overhead": 0.013}
+    step |= {"host_seconds": 0.004, "exposed_seconds": 5e-5, "kernels": 700, "peak_bytes": 3 << 30}
     report = {
         "environment": {"device": "some GPU", "commit": "abc", "cpu": "some CPU", "cores": 8},
         "cases": [{**case, "times_faster": 3.0, "time_over_floor": 1.1}],
+        "attach": [step, {**step, "name": "captured", "exposed_seconds": None, "peak_bytes": None}],
+        "tests": {},
     }
     text = benchmarks.SECTIONS["gpu"]({"gpu_x.json": report, "gpu_y.json": report})
     assert "```sh\npython -m bench.gpu measure\n```" in text
     assert text.count("| pack | 25.6 M | 100 µs | 300 µs | 3.00") == 2
     assert "some GPU, commit abc" in text
+    assert "| ResNet-50 | attach | 1 | 20 ms | +1.3 % | 4 ms | 50 µs | 700 | 3.00 GiB |" in text
+    assert "| ResNet-50 | captured | 1 | 20 ms | +1.3 % | 4 ms | - | 700 | - |" in text
+    assert "## Tests on a GPU" not in text
 
 
 def test_a_check_on_a_gpu(benchmarks: ModuleType) -> None:
     tests = {"passed": 500, "failed": 1, "errors": 0, "skipped": 7}
     row = {"tool": "racecheck", "tests": {}, "summary": "RACECHECK SUMMARY: 0 hazards"}
     found = {"device": "some GPU", "commit": "abc"}
-    report = {"environment": found, "tests": tests, "sanitizers": [row]}
+    report = {"environment": found, "tests": tests, "sanitizers": [row], "cases": [], "attach": []}
     text = benchmarks.SECTIONS["gpu_check"]({"gpu_check_x.json": report})
     assert "| tests | 500 | 1 | 0 | 7 |  |" in text
     assert "| racecheck | - | - | - | - | RACECHECK SUMMARY: 0 hazards |" in text
     assert "some GPU, commit abc: `bench/results/gpu_check_x.json`" in text
+    measured_too = {**report, "environment": {**found, "cpu": "some CPU", "cores": 8}}
+    assert "## Tests on a GPU" in benchmarks.SECTIONS["gpu"]({"gpu_x.json": measured_too})
 
 
 class TestTables:
