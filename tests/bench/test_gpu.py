@@ -19,7 +19,7 @@ from bench.gpu import environment, report, targets
 from bench.gpu.cases import Plan, make_plans
 from bench.gpu.measure import Measurement
 from bench.gpu.models import GPT, TINY_WORKLOADS, WORKLOADS, resnet
-from bench.gpu.ranks import DDP_BF16, WAYS_BESIDE_DDP
+from bench.gpu.ranks import DDP_BF16, WAYS, WAYS_BESIDE_DDP
 from bench.gpu.run import Run, merged
 from bench.gpu.timing import Turn, num_copies
 from bench.kernels.resnet50 import parameter_shapes
@@ -120,6 +120,26 @@ def test_two_ranks_on_one_gpu(
     measurement._two_ranks()
     assert [row["why"] for row in measurement.report["skipped"]] == ([] if found else ["no NCCL"])
     assert [(size, set(variables)) for size, variables in attached] == [(2, {variable, "NCCL_MAX_CTAS"})] * bool(found)
+
+
+def test_workloads_share_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has as much as the others of what is left, DDP only where nothing is captured; what is missing is told."""
+    now = [0.0]
+    monkeypatch.setattr("bench.gpu.measure.time.monotonic", lambda: now[0])
+    arguments = argparse.Namespace(device="cuda:0", seconds=60.0, rounds=7, out=tmp_path / "out.json")
+    measurement, taken = Measurement(arguments), []
+
+    def attach(size: int, _: Any, workload: Any, ways: Any, end: float) -> None:
+        assert (size, workload.captured) == (1, ways == WAYS)
+        taken.append(end - now[0])
+        now[0] = 30.0 if len(taken) == 1 else 50.0 if len(taken) == 2 else 61.0
+
+    monkeypatch.setattr(measurement, "_attach_in", attach)
+    measurement._attach()
+    assert taken == [60.0 / 6, 30.0 / 5, 10.0 / 4]
+    assert [row["what"] for row in measurement.report["skipped"]] == [
+        f"training step: {w.title}" for w in WORKLOADS[3:]
+    ]
 
 
 def test_every_target_is_somewhere() -> None:
@@ -260,10 +280,10 @@ def test_everything_is_measured(measured: dict[str, Any]) -> None:
     ways = [way for way in WAYS_BESIDE_DDP if way != DDP_BF16]  # torch has its hook for GPUs only
     steps = measured["attach"]
     assert [(row["model"], row["name"]) for row in steps] == [(w.title, way) for w in TINY_WORKLOADS for way in ways]
-    assert [row["active"] for row in steps] == 2 * [False, False, True, True, True]  # hooks with one rank too
-    assert [row["reached"] is None for row in steps] == 2 * [True, True, False, True, True]
+    assert [row["active"] for row in steps] == [False, False, True, True, True]  # hooks with one rank too
+    assert [row["reached"] is None for row in steps] == [True, True, False, True, True]
     assert all(row["host_seconds"] > 0 and row["exposed_seconds"] > 0 for row in steps)
-    assert [row["miss_rate"] is None for row in steps] == 2 * [True, True, True, True, False]
+    assert [row["miss_rate"] is None for row in steps] == [True, True, True, True, False]
     assert {skipped["what"] for skipped in measured["skipped"]} == {"NCCL", "attach, two ranks on one GPU"}
     assert measured["bandwidth"]["copy_bytes_per_second"] > 0
     assert measured["environment"]["device"] == "cpu"
@@ -316,9 +336,9 @@ def test_report(measured: dict[str, Any], tmp_path: Path) -> None:
         "  no summary\n    ===== where",
         "step tests: 12 s, status 1",
         "LARS, copies in fp16 of 9 parameters of ResNet-50: torch multiplies gradients",
-        f"training step: {TINY_WORKLOADS[1].title}\n",
+        f"training step: {TINY_WORKLOADS[0].title}\n",
         "  1234         0  3.00 GiB       -",
-        "\nsm_mhz 1971 - 1980, celsius 40 - 40\n",
+        "\nsm_mhz 1976 - 1980, celsius 40 - 40\n",
         "one rank: alone it would install hooks for top-k only",
     ):
         assert text in done.stdout, text

@@ -15,8 +15,8 @@ from bench.gpu import ranks
 from bench.gpu.models import TINY_WORKLOADS, Workload
 from bench.gpu.ranks import DDP, DENSE, NONE, TOPK, AttachRank
 
-GPT = Workload("GPT", TINY_WORKLOADS[1].blocks, 2, 8, gpt=True)
-CAPTURED = Workload("GPT", TINY_WORKLOADS[1].blocks, 2, 8, gpt=True, captured=True)
+GPT = Workload("GPT", TINY_WORKLOADS[0].blocks, 2, 8, gpt=True)
+CAPTURED = Workload("ResNet-5", (1,), 2, 32, half=True, captured=True)
 
 
 class Event:
