@@ -14,8 +14,8 @@ def matrices(reports: Reports) -> str:
     parts = [
         heading("Muon on several ranks", reports, ("ranks", "width", "layers", "batch", "rounds"), "bench.matrices"),
         f"Steps of a byte-level GPT of {settings['layers']} layers of width {settings['width']}, one thread per rank: "
-        "the lowest processor time of the turns, with that of its messages, on the rank that needs most. The machine "
-        "had other work, so times say little; the report has them. [Muon and Dion](muon.md) describes the optimizer.\n",
+        "the lowest processor time of the turns, with that of its messages, on the rank that needs most. The report "
+        "has times, too; with more ranks than cores they say little. [Muon and Dion](muon.md) describes the optimizer.\n",
     ]
     found = by_processor(reports)
     for ranks in settings["ranks"]:
