@@ -15,7 +15,7 @@ def matrices(reports: Reports) -> str:
         heading("Muon on several ranks", reports, ("ranks", "width", "layers", "batch", "rounds"), "bench.matrices"),
         f"Steps of a byte-level GPT of {settings['layers']} layers of width {settings['width']}, one thread per rank: "
         "the lowest processor time of the turns, with that of its messages, on the rank that needs most. The report "
-        "has times, too; with more ranks than cores they say little. [Muon and Dion](muon.md) describes the optimizer.\n",
+        "has times, too; with more ranks than cores they say little. The optimizer: [Muon and Dion](muon.md).\n",
     ]
     found = by_processor(reports)
     for ranks in settings["ranks"]:
