@@ -12,6 +12,8 @@ from pycomm.training.reducer.engine import Engine
 from pycomm.training.reducer.lanes import bucket_sizes
 from pycomm.worker import Work
 
+_PATIENCE = 2.0  # seconds
+
 
 class ArrivalOrder:
     """Order in which the gradients of the first reduction arrived on rank 0, by which all ranks sort their buckets.
@@ -51,6 +53,11 @@ class ArrivalOrder:
         places = {slot: len(arrived) - number for number, slot in enumerate(arrived)}
         self._agreed = np.array([places.get(slot, 0) for slot in self._slots], np.int64)
         self._work = self._engine.communicator.broadcast(self._agreed, 0, async_op=True)
+
+    def let_end(self) -> None:
+        """Wait a little for the order that is on its way: if it fails, others see that instead of why a rank stops."""
+        if isinstance(self._work, Work):
+            self._work.ends_within(_PATIENCE)
 
     def apply(self) -> bool:
         """Sort the buckets before the second reduction; return whether that has changed them.

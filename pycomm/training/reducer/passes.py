@@ -341,6 +341,7 @@ class Passes:
         if self.stopped or self._communicator.size == 1 or torch.compiler.is_compiling():
             return
         self.stopped = str(error)
+        self._order.let_end()
         self._engine.policy.leave(f"gave up: {self.stopped}")
         self._communicator.channel.abandon(self.stopped, in_step=not self._engine.is_waited_for())
 
