@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,9 +16,9 @@ from pycomm.optim.lamb import LAMB
 from pycomm.optim.lars import LARS
 from pycomm.optim.parameters import optimizer_parameters, unwrapped
 from pycomm.optim.partition import Partition
-from pycomm.optim.pending_factor import PendingFactor
+from pycomm.optim.pending_factor import FactorStep, refuse_closure
 from pycomm.optim.plans import Rule, forget_plans, step_by_rule
-from pycomm.optim.step_override import Factor, StepOverride, evaluate, require_own_step
+from pycomm.optim.step_override import evaluate, require_own_step
 from pycomm.torch_internals import local_of, take_scale
 
 RULES: dict[type[torch.optim.Optimizer], Rule] = {
@@ -65,7 +65,7 @@ def require_fusable(optimizer: torch.optim.Optimizer) -> None:
     require_own_step(optimizer)
 
 
-class KernelStep(StepOverride):
+class KernelStep(FactorStep):
     """Step by pycomm's kernels, which multiply the gradients by the pending factors.
 
     Attributes:
@@ -74,16 +74,9 @@ class KernelStep(StepOverride):
 
     partition: Partition | None = None
 
-    def __init__(self, optimizer: torch.optim.Optimizer, masters: Mapping[torch.Tensor, torch.Tensor] = {}) -> None:
-        super().__init__(optimizer)
-        self._pending = PendingFactor(optimizer, masters)
-
     def run(self, closure: Callable[[], Any] | None) -> Any:
-        if self.partition is not None and closure is not None:
-            raise ValueError(
-                "step(closure) with attach(shard=...): the ranks step each other's parameters, and would have to wait "
-                "for each other's closures; call backward() before step()"
-            )
+        if self.partition is not None:
+            refuse_closure(closure)
         loss = evaluate(closure)
         rule = rule_of(self.optimizer)
         scaling = self.take_scaling(waits=any(map(rule.waits, self.optimizer.param_groups)))
@@ -131,19 +124,6 @@ class KernelStep(StepOverride):
             for key, value in entry.items():
                 if isinstance(value, torch.Tensor):
                     entry[key] = value.clone(memory_format=torch.preserve_format)
-
-    def leave_factor(self, factor: Factor) -> bool:
-        self._pending.leave(factor)
-        return True
-
-    def factor_left(self) -> Factor:
-        return self._pending.value
-
-    def drop_factor(self) -> None:
-        self._pending.drop()
-
-    def forget(self) -> None:
-        self.drop_factor()
 
     def take_scaling(self, waits: bool) -> PackScaling | None:
         """Return the pending factor with GradScaler's scale for this step; ``None`` if it found infinities.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from pycomm.optim.attached import reducer_of
 from pycomm.optim.parameters import optimizer_parameters
-from pycomm.optim.step_override import Factor
+from pycomm.optim.step_override import Factor, StepOverride
 from pycomm.torch_internals import versions_of
 
 _GRAD_OF = operator.attrgetter("grad")
@@ -76,3 +76,33 @@ class PendingFactor:
                 param = next((param for param, master in self._masters.items() if master is p), p)
                 reducer.attached.refuse_gradient(param, problem)
             raise RuntimeError(f"the gradient of a parameter of shape {list(p.shape)} {problem}")
+
+
+class FactorStep(StepOverride):
+    """Step that multiplies the gradients by the factors that were left to it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, masters: Mapping[torch.Tensor, torch.Tensor] = {}) -> None:
+        super().__init__(optimizer)
+        self._pending = PendingFactor(optimizer, masters)
+
+    def leave_factor(self, factor: Factor) -> bool:
+        self._pending.leave(factor)
+        return True
+
+    def factor_left(self) -> Factor:
+        return self._pending.value
+
+    def drop_factor(self) -> None:
+        self._pending.drop()
+
+    def forget(self) -> None:
+        self.drop_factor()
+
+
+def refuse_closure(closure: Callable[[], object] | None) -> None:
+    """Raise ValueError if a step that ranks take together has got a closure."""
+    if closure is not None:
+        raise ValueError(
+            "step(closure) with attach(shard=...): the ranks step each other's parameters, and would have to wait for "
+            "each other's closures; call backward() before step()"
+        )

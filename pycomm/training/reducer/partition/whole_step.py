@@ -24,8 +24,8 @@ from pycomm.collectives.broadcasting import broadcast_tensors, decode
 from pycomm.collectives.communicator import Communicator
 from pycomm.errors import CommError, attempt
 from pycomm.optim.parameters import optimizer_parameters
-from pycomm.optim.pending_factor import PendingFactor
-from pycomm.optim.step_override import Factor, StepOverride, own_step
+from pycomm.optim.pending_factor import FactorStep, refuse_closure
+from pycomm.optim.step_override import Factor, own_step
 from pycomm.training.reducer.buckets import BucketInFlight, Slot
 from pycomm.training.reducer.partition.trial import StepTrial, costs_of, encoded_state
 
@@ -43,7 +43,7 @@ class SteppingRanks(Protocol):
     def writing(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]: ...
 
 
-class WholeStep(StepOverride):
+class WholeStep(FactorStep):
     """Step of ``optimizer`` by its own class, on each rank for the parameters that it owns.
 
     Args:
@@ -59,7 +59,6 @@ class WholeStep(StepOverride):
         super().__init__(optimizer)
         self._communicator = communicator
         self._partition: SteppingRanks | None = None
-        self._pending = PendingFactor(optimizer, {})
         self._loads = [0.0] * communicator.size
         self._owners: dict[torch.Tensor, int] = {}
         self._places: dict[torch.Tensor, torch.Tensor] = {}
@@ -120,11 +119,7 @@ class WholeStep(StepOverride):
     # Steps.
 
     def run(self, closure: Callable[[], Any] | None) -> Any:
-        if closure is not None:
-            raise ValueError(
-                "step(closure) with attach(shard=...): the ranks step each other's parameters, and would have to wait "
-                "for each other's closures; call backward() before step()"
-            )
+        refuse_closure(closure)
         assert self._partition is not None
         factor = self._pending.take()
         with self._partition.step(self.optimizer, is_skipped=False, needs_gradients=False) as is_taken:
@@ -229,19 +224,6 @@ class WholeStep(StepOverride):
                 "load a checkpoint",
                 error,
             )
-
-    def leave_factor(self, factor: Factor) -> bool:
-        self._pending.leave(factor)
-        return True
-
-    def factor_left(self) -> Factor:
-        return self._pending.value
-
-    def drop_factor(self) -> None:
-        self._pending.drop()
-
-    def forget(self) -> None:
-        self.drop_factor()
 
     def call(self, method: Callable[[], Any]) -> Any:
         """Call ``method`` of the optimizer, which changes its parameters; all ranks get the new values. Collective."""
