@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from pycomm import threads
+from pycomm.collectives.freed_memory import keep_freed_memory
 from pycomm.collectives.recorder import Recorder, from_here
 from pycomm.collectives.recorder.watch import watch
 from pycomm.collectives.transport import late_ranks
@@ -62,6 +63,7 @@ class Channel:
         self._pid = os.getpid()
         self._once = threading.Lock()  # acquired by the first call of close(), on whichever thread
         late_ranks.add(transport.recorder)
+        keep_freed_memory()
 
     @property
     def recorder(self) -> Recorder:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import pycomm
+from pycomm.collectives.freed_memory import VARIABLE, why_not_kept
 from pycomm.collectives.transport.nccl import nccl_version, why_not_registered
 from pycomm.kernels import cuda_devices
 
@@ -36,6 +37,7 @@ def collect() -> dict[str, str]:
         "gpus": _gpus(),
         "nccl": " at ".join(nccl_version() or ["none found"]),
         "registered": _registered(),
+        "freed memory": _freed_memory(),
         "python": f"{platform.python_version()} ({platform.platform()})",
         "torch": torch.__version__,
         "numpy": np.__version__,
@@ -47,6 +49,11 @@ def collect() -> dict[str, str]:
 def _registered() -> str:
     why_not = why_not_registered()
     return f"no memory with NCCL: {why_not}" if why_not else "buckets on GPUs, with NCCL (off: PYCOMM_NCCL_REGISTER=0)"
+
+
+def _freed_memory() -> str:
+    why_not = why_not_kept()
+    return f"returned to the system: {why_not}" if why_not else f"kept by ranks of a group (off: {VARIABLE}=0)"
 
 
 def _cuda(build: dict[str, Any]) -> str:
