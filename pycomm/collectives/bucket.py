@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from pycomm import kernels
-from pycomm.collectives.layout import laid_out_like, on_gpu, view_like
+from pycomm.collectives.layout import is_capturing, laid_out_like, on_gpu, view_like
 from pycomm.torch_internals import storage_uses, uses_outside_python
 
 FINGERPRINT_BITS = 64
@@ -131,6 +131,7 @@ class Bucket:
         self._handed_out_uses = 0  # references to the storage when the views were handed out
         self.shares: Sequence[slice] | None = None
         self.defers, self.is_deferred = False, False
+        self._has_graph = False  # whether a CUDA graph knows the address of the memory
         self._rank = 0
         self.use(self._new_memory())
 
@@ -199,13 +200,14 @@ class Bucket:
         """Preserve the last gradients that users kept, before new ones are written.
 
         A kept view that is no longer ``.grad`` gets memory of its own. If a tensor derived from a view is kept, it
-        keeps the whole memory, and the bucket gets new memory. A view that still is ``.grad`` is written in place, as
-        autograd would.
+        keeps the whole memory, and the bucket gets new memory; unless a CUDA graph knows the address: each launch
+        writes there, and so the derived tensor changes. A view that still is ``.grad`` is written in place, as autograd
+        would.
         """
         dropped = [i for i, owner in enumerate(self._owners) if owner.grad is not self.views[i]]
         if not dropped:
             return
-        if self._is_aliased() or any(is_shared(self.views[i]) for i in dropped):
+        if not self._has_graph and (self._is_aliased() or any(is_shared(self.views[i]) for i in dropped)):
             self.renew()
             return
         for i in dropped:
@@ -284,6 +286,7 @@ class Bucket:
 
         A kernel before it sends addresses. Missing gradients count as zeros.
         """
+        self._has_graph = self._has_graph or is_capturing()
         laid_out = zip(grads, self.parts(self.memory), self.views, strict=True)
         kernels.pack_flagged(
             [part if grad is None else laid_out_like(grad, view) for grad, part, view in laid_out],

@@ -60,3 +60,23 @@ def require_same(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) 
 def test_a_graph_does_what_its_step_did(method: str, dtype: torch.dtype) -> None:
     """To the bit, with what earlier launches left; ordinary steps and launches may take turns."""
     require_same(train(METHODS[method], dtype, RecordedStep()), train(METHODS[method], dtype, None))
+
+
+@on_ranks(2)
+def test_ordinary_steps_do_not_move_gradients_that_a_graph_writes() -> None:
+    model = make_model()
+    training = RecordedTraining(model, torch.optim.SGD(model.parameters(), lr=0.1), *batch_of(0, 0))
+    parameter = next(model.parameters())
+    with pretended_gpu(), attached(training.optimizer, model, bucket_mb=0.002):
+        for _ in range(WARM_UP):
+            training.step()
+        with unseen_references(), RecordedStep().recording():
+            training.step()
+        assert parameter.grad is not None
+        address, kept, derived = parameter.grad.data_ptr(), parameter.grad, parameter.grad.flatten()
+        before = kept.clone()
+        training.load(batch_of(dist.get_rank(), 1))
+        training.step()
+        assert parameter.grad.data_ptr() == address
+        torch.testing.assert_close(kept, before, rtol=0, atol=0)
+        torch.testing.assert_close(derived, parameter.grad.flatten(), rtol=0, atol=0)  # follows, as under launches
