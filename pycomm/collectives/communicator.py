@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -180,6 +180,11 @@ class Communicator(_Messages):
         """Name of the transport for arrays in CPU memory: "shared_memory", "hierarchical" or "torch"."""
         return self.channel.transport.name
 
+    @property
+    def hosts(self) -> Sequence[Sequence[int]]:
+        """Internal: ranks by host; without shared memory each is a host."""
+        return self.channel.transport.hosts
+
     def empty(
         self,
         shape: int | tuple[int, ...],
@@ -266,8 +271,7 @@ class Communicator(_Messages):
     def all_to_all(self, out: Any, x: Any, async_op: bool = False) -> Work | GpuWork | None:
         """Send part p of ``x`` to rank p, where it becomes part ``rank`` of ``out``.
 
-        Both arrays consist of as many equal parts as there are ranks. Any dtype; in CPU memory only, else
-        ValueError. Between GPUs, use :meth:`send` and :meth:`recv` in a :meth:`group`.
+        Both arrays consist of as many equal parts as there are ranks. Any dtype; on a GPU those of :meth:`all_reduce`.
         """
         side = self.channel.side(x)
         return (self.channel.side(out) if side is self.channel else side).run("all_to_all", async_op, out, x)

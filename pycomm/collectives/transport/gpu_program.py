@@ -1,6 +1,6 @@
-"""Execution of a program between GPUs: NCCL's sends and receives, a group per round, and our kernels to reduce.
+"""Execution of a program, or of an all-to-all, between GPUs: NCCL's sends and receives, and our kernels to reduce.
 
-Nothing blocks the host. Everything is enqueued on one stream, so a round's kernels run after its messages and before
+Each round is a group. Nothing blocks the host. Everything is enqueued on one stream, so a round's kernels run after its messages and before
 the next round's.
 """
 
@@ -102,6 +102,26 @@ class GpuProgram:
 
     def _scale(self, src: Part, out: Part, scale: float) -> None:
         kernels.unpack(src, [out], scale, scratch=self._scratch)
+
+
+def all_to_all(transport: NcclTransport, out: Any, x: Any, stream: int, timeout: float) -> None:
+    """Enqueue on ``stream``: part p of ``x`` goes to rank p, where it becomes part ``rank`` of ``out``.
+
+    Raises:
+        TypeError, ValueError: the arrays are not contiguous, or do not consist of as many equal parts as there are ranks.
+    """
+    size, count = transport.size, _require_contiguous(x)
+    dtypes = dtype_of(x), dtype_of(out)
+    if dtypes[0] not in DTYPES or dtypes[0] != dtypes[1]:
+        raise TypeError(f"x has dtype {dtypes[0]} and out {dtypes[1]}, wanted both one of {', '.join(DTYPES)}")
+    if count % size or _require_contiguous(out) != count:
+        lengths = f"x has {count} elements and out {_require_contiguous(out)}"
+        raise ValueError(f"{lengths}, wanted both the same multiple of {size}, the number of ranks")
+    with transport.grouped(timeout):
+        for p in range(size if count else 0):
+            first, length = p * (count // size), count // size
+            transport.send(Part(x, first, length, stream), p, stream, timeout)
+            transport.recv(Part(out, first, length, stream), p, stream, timeout)
 
 
 def _require_contiguous(x: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 
 import torch
@@ -9,62 +10,36 @@ import torch
 from pycomm import checks, kernels
 from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
-from pycomm.compression.codec import Accumulated, BaseCodec, seed_of, sum_of_maxima
 from pycomm.compression.feedback import CodecMethod
-from pycomm.compression.messages import GatheredMessages
-from pycomm.compression.report import Report, Told
+from pycomm.compression.two_hop import Arrays, TwoHopCodec, add_up_decoded
 
 
-class QuantizedCodec(BaseCodec):
-    """Codec of blocks as small integers with a scale each, gathered and added up by every rank.
+class QuantizedForm:
+    """Form of ``count`` elements as small numbers, with a scale for each block."""
 
-    Args:
-        config: how blocks are quantized.
-        seed: round stochastically, by random numbers that follow from it, the rank and the step; ``None``:
-            to the nearest.
-    """
-
-    def __init__(
-        self, bucket: Bucket, communicator: Communicator, config: kernels.Quantization, seed: int | None = None
-    ) -> None:
-        super().__init__()
-        count = bucket.num_elements
+    def __init__(self, config: kernels.Quantization, count: int) -> None:
         self._config = config
-        self._messages = GatheredMessages(
-            bucket, communicator, [(torch.float32, config.num_blocks(count)), (torch.uint8, config.code_bytes(count))]
-        )
-        self._seed = None
-        if seed is not None:
-            mixed = seed_of(seed, communicator.rank, bucket)
-            self._seed = torch.tensor([mixed, 0], dtype=torch.int64, device=bucket.device)
+        self.arrays = [(torch.float32, config.num_blocks(count)), (torch.uint8, config.code_bytes(count))]
+        self.top = float(config.levels)
         self._scratch = kernels.Scratch()
 
-    def begin(self, step: int | torch.Tensor) -> None:
-        if self._seed is not None:
-            self._seed[1:].fill_(step)
+    def encode(self, x: torch.Tensor, arrays: Arrays, seed: torch.Tensor | None) -> None:
+        kernels.quantize(x, self._config, (arrays[0], arrays[1]), seed=seed, remainder=x)
 
-    def send(self, accumulated: Accumulated, told: Told) -> Report:
-        flat = accumulated.flat
-        scales, small = self._messages.mine
-        if flat.dtype == torch.float32:
-            kernels.quantize(flat, self._config, (scales, small), seed=self._seed, remainder=flat)
-        else:
-            sent = flat.float()
-            kernels.quantize(sent, self._config, (scales, small), seed=self._seed)
-            kernels.dequantize([scales], [small], self._config, sent)
-            flat.sub_(sent)
-        self.bytes_sent += self._messages.num_bytes
-        return self._messages.gather(told)
+    def decode(self, messages: Sequence[Arrays], out: torch.Tensor, factor: float | torch.Tensor = 1.0) -> None:
+        scales, codes = zip(*messages, strict=True)
+        kernels.dequantize(scales, codes, self._config, out, factor, scratch=self._scratch)
 
-    def largest(self) -> torch.Tensor:
-        return sum_of_maxima([scales for scales, _ in self._messages.everyones]) * self._config.levels
+    def add_up(
+        self, messages: Sequence[Arrays], arrays: Arrays, remainder: torch.Tensor, seed: torch.Tensor | None
+    ) -> None:
+        add_up_decoded(self, messages, arrays, remainder, seed)
 
-    def write(self, out: torch.Tensor, factor: float | torch.Tensor) -> None:
-        scales, small = zip(*self._messages.everyones, strict=True)
-        into = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
-        kernels.dequantize(list(scales), list(small), self._config, into, factor, scratch=self._scratch)
-        if into is not out:
-            out.copy_(into)
+
+def _quantized(
+    bucket: Bucket, communicator: Communicator, config: kernels.Quantization, seed: int | None = None
+) -> TwoHopCodec:
+    return TwoHopCodec(bucket, communicator, lambda begin, end: QuantizedForm(config, end - begin), seed)
 
 
 @dataclass(frozen=True)
@@ -87,9 +62,9 @@ class Int8(CodecMethod):
     def __post_init__(self) -> None:
         checks.flag("error_feedback", self.error_feedback)
 
-    def codec(self, bucket: Bucket, communicator: Communicator) -> QuantizedCodec:
+    def codec(self, bucket: Bucket, communicator: Communicator) -> TwoHopCodec:
         config = kernels.Quantization(block=256, levels=127, bits=8, norm="max")
-        return QuantizedCodec(bucket, communicator, config)
+        return _quantized(bucket, communicator, config)
 
 
 @dataclass(frozen=True)
@@ -124,10 +99,10 @@ class QSGD(CodecMethod):
     def error_feedback(self) -> bool:
         return False
 
-    def codec(self, bucket: Bucket, communicator: Communicator) -> QuantizedCodec:
+    def codec(self, bucket: Bucket, communicator: Communicator) -> TwoHopCodec:
         bits = 2 if self.levels == 1 else 4 if self.levels <= 7 else 8
         config = kernels.Quantization(block=512, levels=self.levels, bits=bits, norm="euclidean")
-        return QuantizedCodec(bucket, communicator, config, self.seed)
+        return _quantized(bucket, communicator, config, self.seed)
 
 
 @dataclass(frozen=True)
@@ -155,6 +130,6 @@ class TernGrad(CodecMethod):
     def error_feedback(self) -> bool:
         return False
 
-    def codec(self, bucket: Bucket, communicator: Communicator) -> QuantizedCodec:
+    def codec(self, bucket: Bucket, communicator: Communicator) -> TwoHopCodec:
         config = kernels.Quantization(block=1024, levels=1, bits=2, norm="max")
-        return QuantizedCodec(bucket, communicator, config, self.seed)
+        return _quantized(bucket, communicator, config, self.seed)

@@ -78,7 +78,9 @@ class SimulatedLink:
             self._algorithms[operation], seconds = ranking.at(size)[0]
             return seconds
         whole = np.array([size * self._num_ranks if operation.kind == "all_gather" else size])
-        schedules = (circulant_all_gather(self._num_ranks), direct_all_gather(self._num_ranks))
+        schedules = [direct_all_gather(self._num_ranks)]  # an all-to-all sends the same messages
+        if operation.kind == "all_gather":
+            schedules.append(circulant_all_gather(self._num_ranks))
         return float(min(simulate(each, whole, network)[0] for each in schedules))
 
 
@@ -91,7 +93,7 @@ def price(num_ranks: int, nbytes: float, network: Network) -> dict[str, Priced]:
     for name, cost in costs.items():
         seconds = sum(link.seconds(operation) for operation in cost.operations)
         even = bandwidth * _break_even(cost, costs["dense"], link) if name != "dense" else math.nan
-        priced[name] = Priced(cost.local, seconds, cost.num_bytes(), even)
+        priced[name] = Priced(cost.local, seconds, cost.num_bytes(num_ranks), even)
     return priced
 
 
