@@ -1,28 +1,27 @@
 """Sums over the ranks of messages with few bits per element: gathered, or in two hops.
 
-Among one or two hosts every rank gathers the messages of all and adds them up. Values are rounded once. From three hosts
-on the elements are cut into parts, each with an owner, and the sum has two hops:
+Among one or two hosts every rank gathers the messages of all and adds them up. Values are rounded once. From three
+hosts on the elements are cut into parts, each with an owner, and the sum has two hops:
 
 1. Each rank encodes its elements part by part, and sends each part to its owner (an all-to-all).
 2. The owner adds up what it received in float32 and encodes the sum, and all ranks gather the sums.
 
-A rank sends 2 (P - 1) / P of the size of one message for any number P of ranks. Values are rounded twice: by the sender,
-and by the owner of their sum. (ZeRO++, Wang et al. 2023, section 3.3; 1-bit Adam, Tang et al. 2021, section 4.3. The
-schedule is "direct".)
+A rank sends 2 (P - 1) / P of the size of one message for any number P of ranks. Values are rounded twice: by the
+sender, and by the owner of their sum. (ZeRO++, Wang et al. 2023, section 3.3; 1-bit Adam, Tang et al. 2021, section
+4.3. The schedule is "direct".)
 
 With error feedback the sender's rounding error stays in its residual. The owner adds the error of the sum to its own
 residual, at its own part. So there is no second state: what was sent and the residuals of all ranks still add up to all
 gradients, a step that is not finite commits neither error, and another number of ranks loads both as one residual.
 
-Between several hosts of L > 1 ranks each, the ranks of a host first add up in float32 through shared memory. The k-th of
-each host gets the k-th of L parts, with all residuals of its host there, and goes on with the k-th ranks of the other
-hosts. So a link between hosts carries each part once. If hosts have different numbers of ranks, and on GPUs, each rank
-counts as a host.
+Between several hosts of L > 1 ranks each, the ranks of a host first add up in float32 through shared memory. The k-th
+of each host gets the k-th of L parts, with all residuals of its host there, and goes on with the k-th ranks of the
+other hosts. So a link between hosts carries each part once. If hosts have different numbers of ranks, and on GPUs,
+each rank counts as a host.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -185,7 +184,7 @@ class TwoHopCodec(BaseCodec):
 
     def _add_up_own(self, x: torch.Tensor) -> None:
         """Do the first hop, and write this rank's sums to its message; leave all rounding errors in ``x``."""
-        division, rank = self._division, self._communicator.rank
+        division = self._division
         numbers, lane = division.of_lane(division.lane), division.lanes[division.lane]
         for i, seed, message in zip(numbers, self._seeds, self._sent, strict=False):
             division.forms[i].encode(x[division.parts[i]], division.arrays_in(i, message), seed)

@@ -1,7 +1,7 @@
 """Execution of a program, or of an all-to-all, between GPUs: NCCL's sends and receives, and our kernels to reduce.
 
-Each round is a group. Nothing blocks the host. Everything is enqueued on one stream, so a round's kernels run after its messages and before
-the next round's.
+Each round is a group. Nothing blocks the host. Everything is enqueued on one stream, so a round's kernels run after its
+messages and before the next round's.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def all_to_all(transport: NcclTransport, out: Any, x: Any, stream: int, timeout:
     """Enqueue on ``stream``: part p of ``x`` goes to rank p, where it becomes part ``rank`` of ``out``.
 
     Raises:
-        TypeError, ValueError: the arrays are not contiguous, or do not consist of as many equal parts as there are ranks.
+        TypeError, ValueError: the arrays are not contiguous, or are not as many equal parts as there are ranks.
     """
     size, count = transport.size, _require_contiguous(x)
     dtypes = dtype_of(x), dtype_of(out)

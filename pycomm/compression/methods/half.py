@@ -117,8 +117,8 @@ class FP16(Method):
 
     Args:
         sum: "float32": sums are computed in float32 and rounded once, by two hops. "native": by one all-reduce in
-            float16, which on a GPU, over Gloo and between hosts may round after each addition. "auto": "float32" between
-            hosts in CPU memory, unless an ``algorithm`` is given, else "native".
+            float16, which on a GPU, over Gloo and between hosts may round after each addition. "auto": "float32"
+            between hosts in CPU memory, unless an ``algorithm`` is given, else "native".
 
     Raises:
         TypeError, ValueError: ``sum`` is none of these.

@@ -25,7 +25,8 @@ class SignForm:
         lengths = [min(end, after) - max(begin, before) for before, after in itertools.pairwise(ends)]
         self._lengths = [length for length in lengths if length > 0]
         self._words = [kernels.sign_words(length) for length in self._lengths]
-        self.arrays = [(torch.float32, len(self._words)), (torch.int32, sum(self._words))]
+        words = torch.int32, sum(self._words)
+        self.arrays: Sequence[tuple[torch.dtype, int]] = [(torch.float32, len(self._words)), words]
         self._scratches = [kernels.Scratch() for _ in self._words]
 
     def encode(self, x: torch.Tensor, arrays: Arrays, seed: torch.Tensor | None) -> None:
@@ -56,8 +57,9 @@ class OneBit(CodecMethod):
 
     Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", 2019,
     algorithm 2: with p the sum of gradient and residual, ``mean(|p|) * sign(p)`` is sent. A bit per
-    element and a float32 per parameter; every rank gathers every other's. It does not converge
-    without error feedback, so there is no switch.
+    element and a float32 per parameter. Messages are summed as :mod:`pycomm.compression.two_hop` says: with two
+    hops each rank's part of a parameter has a magnitude of its own, and so has the sum, as in 1-bit Adam (Tang et al.
+    2021, section 4.3). It does not converge without error feedback, so there is no switch.
     """
 
     def codec(self, bucket: Bucket, communicator: Communicator) -> TwoHopCodec:

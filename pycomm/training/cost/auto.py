@@ -12,7 +12,20 @@ import torch
 from pycomm import checks
 from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
-from pycomm.compression import BF16, DGC, FP16, QSGD, Compression, Int8, NoCompression, OneBit, PowerSGD, TernGrad
+from pycomm.compression import (
+    BF16,
+    DGC,
+    FP8,
+    FP16,
+    QSGD,
+    Compression,
+    Int4,
+    Int8,
+    NoCompression,
+    OneBit,
+    PowerSGD,
+    TernGrad,
+)
 from pycomm.compression.base import Exchange, Flag, Operation, Scaling, State
 from pycomm.compression.codec import Codec
 from pycomm.compression.feedback import CodecExchange, CodecMethod, StatefulMethod
@@ -284,6 +297,6 @@ def checked_method(compression: Any) -> Compression:
 
 _NAMED: Mapping[str, Callable[[], Compression]] = {
     "auto": Auto,
-    **{kind.__name__.lower(): kind for kind in (FP16, BF16, Int8, OneBit, QSGD, TernGrad, PowerSGD, DGC)},
+    **{kind.__name__.lower(): kind for kind in (FP16, BF16, FP8, Int8, Int4, OneBit, QSGD, TernGrad, PowerSGD, DGC)},
 }
 """Methods that need no arguments, by the names that ``compression`` takes."""
