@@ -116,7 +116,8 @@ class AutoExchange:
         return self._codecs[method]
 
     def _make_codec(self, method: str) -> Codec:
-        methods: dict[str, CodecMethod] = {"powersgd": self._config.low_rank(), "dgc": self._config.sparse()}
+        config = self._config
+        methods: dict[str, CodecMethod] = {"fp8": FP8(), "powersgd": config.low_rank(), "dgc": config.sparse()}
         make = methods[method].codec if method in methods else WholeCodec
         return make(self._bucket, self._communicator)
 
@@ -211,7 +212,7 @@ def cheapest(costs: dict[str, Costs], link: MeasuredLink, current: str | None) -
 
 @dataclass(frozen=True)
 class Auto(StatefulMethod):
-    """For each bucket the fastest on this link: dense, FP16, PowerSGD(rank) or top-k (DGC without correction).
+    """For each bucket the fastest on this link: dense, FP16, FP8, PowerSGD(rank) or top-k (DGC without correction).
 
     ``attach`` times a few collectives, and runs every method on gradients of the bucket's size. Every 200
     reductions it measures the link again. All ranks use the slowest rank's figures, so they choose alike. A
@@ -260,6 +261,7 @@ class Auto(StatefulMethod):
         methods: dict[str, Compression] = {
             "dense": NoCompression(),
             "fp16": FP16(),
+            "fp8": FP8(),
             "powersgd": self.low_rank(),
             "dgc": self.sparse(),
         }
