@@ -218,12 +218,12 @@ class Communicator(_Messages):
     ) -> Work | GpuWork | None:
         """Reduce ``x`` over all ranks, in place; all ranks end with the same bits.
 
-        float16 and bfloat16 are accumulated in float32 and rounded once, with these exceptions. Over
-        torch.distributed the backend computes "sum"; over several hosts with several ranks each ("hierarchical") it
-        is rounded once on each host and then after every addition between hosts. On a GPU NCCL computes it: it adds
+        float16 and bfloat16 are accumulated in float32 and rounded once, with these exceptions. Over other backends of
+        torch.distributed than Gloo, the backend computes "sum"; over several hosts with several ranks each
+        ("hierarchical") it is rounded once on each host and once between hosts. On a GPU NCCL computes it: it adds
         in the half type (NVLink switches, NCCL's NVLS, accumulate in float32), and for "mean" divides each term
-        before it adds. A schedule rounds sums of half types after every addition, and computes their means from sums
-        in float32.
+        before it adds. A schedule rounds sums of half types after every round, "direct" once, in shared memory after
+        every addition; it computes their means from sums in float32.
 
         Args:
             x: array of float32, float16, bfloat16, float64, int8, uint8, int32 or int64.

@@ -29,12 +29,12 @@ HALVES = {torch.float16: pycomm.FP16, torch.bfloat16: pycomm.BF16}
 
 @contextmanager
 def exchanging(
-    method: Any, shape: tuple[int, ...], hosts: str = ""
+    method: Any, shape: tuple[int, ...], hosts: str = "", algorithm: str = "auto"
 ) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
     """Yield a function that averages a gradient over the ranks."""
     hosts = hosts or "abcdefghijklmnop"[: dist.get_world_size()]
     with on_hosts(hosts), Communicator(timeout=30) as communicator:
-        bucket = Bucket(["p"], [torch.zeros(shape)], communicator)
+        bucket = Bucket(["p"], [torch.zeros(shape)], communicator, algorithm)
         exchange = method.make(bucket, communicator)
 
         def average(grad: torch.Tensor) -> torch.Tensor:
@@ -195,14 +195,14 @@ def test_half_types_are_added_up_in_float32(rank_pools: Pools, hosts: str, dtype
 
 @on_ranks(3)
 def test_half_sums_where_they_are_asked_for() -> None:
-    """On one host, and where parameters are on a GPU: there by an all-to-all."""
+    """Whatever the hosts, and whatever the algorithm of dense sums."""
     everyones = [x.clamp(-100, 100) for x in gradients(1000, 3)]
     wanted = kernel_sum([x.bfloat16() for x in everyones]).float() * (1 / 3)
-    for on_gpu in (False, True):
-        with pytest.MonkeyPatch.context() as context:
-            context.setattr("pycomm.collectives.bucket.on_gpu", lambda _, on_gpu=on_gpu: on_gpu)
-            with exchanging(pycomm.BF16(sum="float32"), (1000,), "aaa") as average:
-                assert torch.equal(average(everyones[dist.get_rank()]), wanted)
+    for hosts in ("aaa", "abc"):
+        with exchanging(pycomm.BF16(sum="float32"), (1000,), hosts, "ring") as average:
+            assert torch.equal(average(everyones[dist.get_rank()]), wanted)
+        with exchanging(pycomm.BF16(), (1000,), hosts, "ring") as average:
+            assert not torch.equal(average(everyones[dist.get_rank()]), wanted)
 
 
 @contextmanager
@@ -287,8 +287,8 @@ def test_ranks_with_other_blocks_are_refused(two_ranks: Any) -> None:
         (lambda: pycomm.Int4(block=0), ValueError, "block is 0, wanted an integer >= 64"),
         (lambda: pycomm.FP8("e3m4"), ValueError, "format is 'e3m4', wanted 'e4m3' or 'e5m2'"),
         (lambda: pycomm.FP8(8), TypeError, "format is 8, wanted 'e4m3' or 'e5m2'"),  # type: ignore[arg-type]
-        (lambda: pycomm.FP16(sum="half"), ValueError, "sum is 'half', wanted 'auto', 'float32' or 'native'"),
-        (lambda: pycomm.BF16(sum=None), TypeError, "sum is None, wanted 'auto', 'float32' or 'native'"),  # type: ignore[arg-type]
+        (lambda: pycomm.FP16(sum="half"), ValueError, "sum is 'half', wanted 'native' or 'float32'"),
+        (lambda: pycomm.BF16(sum=None), TypeError, "sum is None, wanted 'native' or 'float32'"),  # type: ignore[arg-type]
     ],
 )
 def test_settings_out_of_range(make: Callable[[], Any], error: type[Exception], says: str) -> None:

@@ -49,7 +49,7 @@ class ScriptedLinks:
         return self._links.pop(0) if len(self._links) > 1 else self._links[0]
 
 
-def priced(method: Any, *_: Any, **__: Any) -> Costs:
+def priced(method: Any, *_: Any) -> Costs:
     """Stand in for a rehearsal."""
     name = {pycomm.DGC: "dgc", pycomm.FP16: "fp16"}.get(type(method), "dense")
     if isinstance(method, pycomm.PowerSGD | pycomm.FP8):

@@ -83,6 +83,23 @@ def test_a_part_of_an_array(fake: Fake) -> None:
     assert first == second == digest(contribution(0, 100, torch.float32) + contribution(1, 100, torch.float32))
 
 
+def test_all_that_comes_in_a_round_is_added_up_in_float32(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    members = transports(3)
+    everyones = [torch.randn(1001, generator=torch.Generator().manual_seed(rank)).bfloat16() for rank in range(3)]
+
+    def run(rank: int) -> torch.Tensor:
+        x = everyones[rank].clone()
+        program = GpuProgram(program_of(schedule.direct(3), rank), place(x, rank), "sum", kernels.Scratch())
+        program.run(members[rank], 0, NOW["timeout"])
+        return x
+
+    wanted = torch.stack(everyones).float()
+    assert all(torch.equal(x, (wanted[0] + wanted[1] + wanted[2]).bfloat16()) for x in run_ranks(3, run))
+    for member in members:
+        member.close()
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_all_to_all(fake: Fake, size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

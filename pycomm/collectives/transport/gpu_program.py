@@ -13,7 +13,7 @@ import torch
 
 from pycomm import kernels
 from pycomm.collectives.transport.host_tensors import require_op
-from pycomm.collectives.transport.messages import rounds_of
+from pycomm.collectives.transport.messages import rounds_of, sums_of
 from pycomm.collectives.transport.nccl import NcclTransport
 from pycomm.kernels.arrays import DTYPES, Part, dtype_of, empty
 from pycomm.schedule.program import Program
@@ -73,24 +73,23 @@ class GpuProgram:
     def _do_round(
         self, sends: list[list[int]], receives: list[list[int]], transport: NcclTransport, stream: int, timeout: float
     ) -> None:
-        sums, used = [], 0
+        owns, incoming, used = [], [], 0
         with transport.grouped(timeout):
             for row in receives:
                 own = target = self._part(row, stream)
                 if row[3]:
                     target = Part(self._incoming, used, len(own), stream)
                     used += len(own)
-                    sums.append((row[0], own, target))
+                owns.append(own)
+                incoming.append(target)
                 if len(own):
                     transport.recv(target, row[0], stream, timeout)
             for row in sends:
                 part = self._part(row, stream)
                 if len(part):
                     transport.send(part, row[0], stream, timeout)
-        for peer, own, theirs in sums:
+        for own, *operands in sums_of(self._program.rank, receives, owns, incoming):
             if len(own):
-                # In rank order: partners that exchange sums get the same bits, even of zeros and NaNs.
-                operands = [theirs, own] if peer < self._program.rank else [own, theirs]
                 kernels.reduce(own, operands, "sum" if self._op == "mean" else self._op, scratch=self._scratch)
 
     def _part(self, row: list[int], stream: int) -> Part:

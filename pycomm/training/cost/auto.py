@@ -268,8 +268,7 @@ class Auto(StatefulMethod):
         if self.momentum:
             del methods["fp16"]  # gradients travel with velocities then
             methods["dense"] = DGC(1.0, self.momentum).otherwise
-        params, size, on_one_host = bucket.params(), communicator.size, len(communicator.hosts) == 1
-        costs = {name: rehearse(m, params, size, on_one_host=on_one_host) for name, m in methods.items()}
+        costs = {name: rehearse(method, bucket.params(), communicator.size) for name, method in methods.items()}
         slowest = agreed(communicator, [cost.local for cost in costs.values()])
         for cost, local in zip(costs.values(), slowest, strict=True):
             cost.local = local

@@ -15,7 +15,6 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from pycomm import kernels
 from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
 from pycomm.compression.base import Compression, Operation, Scaling
@@ -55,12 +54,11 @@ class Costs:
 
 
 class _Rehearsal:
-    """Communicator of simulated ranks, each on a host of its own or all on one, which send the same as this rank."""
+    """Communicator of simulated ranks, each on a host of its own, all of which send the same as this rank."""
 
-    def __init__(self, size: int, on_one_host: bool) -> None:
+    def __init__(self, size: int) -> None:
         self.rank, self.size = 0, size
-        self.hosts = [tuple(range(size))] if on_one_host else [(p,) for p in range(size)]
-        self.channel = self
+        self.hosts = [(p,) for p in range(size)]
         self.operations: list[Operation] = []
 
     def own_share(self, x: torch.Tensor, algorithm: str) -> None:
@@ -80,30 +78,26 @@ class _Rehearsal:
         self.operations.append(Operation("all_to_all", x.nbytes))
         out.view(self.size, -1).copy_(x.view(self.size, -1)[0])
 
-    def reduce_scatter_v(self, out: torch.Tensor, xs: Sequence[torch.Tensor], op: str) -> None:
-        self.operations.append(Operation("all_to_all", sum(x.nbytes for x in xs)))
-        kernels.reduce(out, list(xs), op)
 
-
-def rehearse(method: Compression, params: Sequence[torch.Tensor], size: int, *, on_one_host: bool = False) -> Costs:
+def rehearse(method: Compression, params: Sequence[torch.Tensor], size: int) -> Costs:
     """Return what a bucket of ``params`` costs each of ``size`` ranks by ``method``: medians of a few steps.
 
     At most four ranks are rehearsed. For methods that only gather messages, each further rank adds half of the
-    difference between four ranks and two. ``on_one_host``: whether all ranks are; else each is on a host of its own.
+    difference between four ranks and two.
     """
     small = min(size, _MOST_RANKS)
-    local, operations = _rehearse(method, params, small, size, on_one_host)
+    local, operations = _rehearse(method, params, small, size)
     if size > small and any(operation.kind == "all_gather" for operation in operations):
-        fewer, _ = _rehearse(method, params, 2, 2, on_one_host)
+        fewer, _ = _rehearse(method, params, 2, 2)
         if all(operation.kind == "all_gather" for operation in operations):  # balanced sums do not grow with the ranks
             local += max(0.0, local - fewer) / (small - 2) * (size - small)
     return Costs(local, operations)
 
 
 def _rehearse(
-    method: Compression, params: Sequence[torch.Tensor], size: int, real_size: int, on_one_host: bool
+    method: Compression, params: Sequence[torch.Tensor], size: int, real_size: int
 ) -> tuple[float, list[Operation]]:
-    rehearsal = _Rehearsal(size, on_one_host)
+    rehearsal = _Rehearsal(size)
     communicator = cast(Communicator, rehearsal)
     bucket = Bucket([str(i) for i in range(len(params))], params, communicator)
     exchange = method.make(bucket, communicator)
