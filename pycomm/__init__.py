@@ -35,8 +35,10 @@ if TYPE_CHECKING:  # imported at first use: see _HOMES
     from pycomm.compression import (
         BF16,
         DGC,
+        FP8,
         FP16,
         QSGD,
+        Int4,
         Int8,
         NoCompression,
         OneBit,
@@ -77,6 +79,7 @@ __version__: str = _native_build_info()["version"]
 __all__ = [
     "BF16",
     "DGC",
+    "FP8",
     "FP16",
     "LAMB",
     "LARS",
@@ -92,6 +95,7 @@ __all__ = [
     "FusedStep",
     "Gossip",
     "GpuWork",
+    "Int4",
     "Int8",
     "LocalAverager",
     "LossScaler",
@@ -206,7 +210,7 @@ _HOMES = {
     "training.checkpoint": ("load", "save"),
     "collectives.communicator": ("Communicator",),
     "compression": (
-        *("BF16", "DGC", "FP16", "Int8", "NoCompression", "OneBit"),
+        *("BF16", "DGC", "FP16", "FP8", "Int4", "Int8", "NoCompression", "OneBit"),
         *("PowerSGD", "QSGD", "RandomK", "TernGrad", "TopK"),
     ),
     "training.cost.auto": ("Auto",),

@@ -88,26 +88,26 @@ def packed_words(limit: Any, count: Any) -> int: ...
 def pack_indices(indices: Any, limit: Any, words: Any) -> None: ...
 def unpack_indices(words: Any, limit: Any, count: Any, indices: Any, scratch: Scratch | None) -> None: ...
 def quantize(
-    x: Any,
-    block: int,
-    levels: int,
-    bits: int,
-    norm: str,
-    seed: Any | None,
-    scales: Any,
-    codes: Any,
-    remainder: Any | None,
-    num_threads: int,
+    x: Any, config: Any, seed: Any | None, scales: Any, codes: Any, remainder: Any | None, num_threads: int
 ) -> None: ...
 def dequantize(
     scales: Sequence[Any],
     codes: Sequence[Any],
-    block: int,
-    levels: int,
-    bits: int,
-    norm: str,
+    config: Any,
     out: Any,
     scale: Any,
+    scratch: Scratch | None,
+    num_threads: int,
+) -> None: ...
+def requantize(
+    scales: Sequence[Any],
+    codes: Sequence[Any],
+    count: Any,
+    config: Any,
+    seed: Any | None,
+    out_scales: Any,
+    out_codes: Any,
+    remainder: Any | None,
     scratch: Scratch | None,
     num_threads: int,
 ) -> None: ...

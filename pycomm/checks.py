@@ -214,6 +214,15 @@ def fraction(name: str, value: object) -> None:
         raise ValueError(f"{name} is {value}, wanted 0 < {name} <= 1")
 
 
+def choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raise TypeError or ValueError, with ``name``, unless ``value`` is one of ``choices``."""
+    wanted = f"wanted {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is {value!r}, {wanted}")
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}, {wanted}")
+
+
 def flag(name: str, value: object) -> None:
     """Raise TypeError, with ``name``, unless ``value`` is a bool."""
     if not isinstance(value, bool):

@@ -104,8 +104,13 @@ def _compression(n: int) -> list[Plan]:
     whole = [(n,)]
     steps_of_dgc = [_dgc(n, pieces, warm) for pieces, warm in ((False, True), (True, False), (True, True))]
     cases = [
-        compression.int8_encode_with_remainder(n),
-        compression.int8_decode(n, ranks=4),
+        compression.encode_with_remainder(n, compression.INT8),
+        compression.decode(n, compression.INT8, ranks=4),
+        compression.encode_with_remainder(n, compression.INT4),
+        compression.decode(n, compression.INT4, ranks=4),
+        compression.encode_with_remainder(n, compression.E4M3),
+        compression.decode(n, compression.E4M3, ranks=4),
+        compression.requantize(n, compression.E4M3),
         compression.sign_pack_with_remainder(n),
     ]
     return [*steps_of_dgc, *(Plan(case, whole) for case in cases)]

@@ -92,6 +92,7 @@ def make_cases(n: int) -> list[Case]:
         dense.unpack(n),
         dense.unpack_half(n),
         dense.reduce(n),
+        dense.reduce(n, half=True),
         dense.accumulate(n),
         dense.absmax(n),
         dense.hashes(n),
@@ -100,9 +101,9 @@ def make_cases(n: int) -> list[Case]:
         sparse.scatter_add(n, 0.01),
         sparse.dgc_step(n, 0.001, warm=True),
         sparse.dgc_step(n, 0.001, warm=False),
-        compression.int8_encode(n),
-        compression.int8_encode_in_place(n),
-        compression.int8_decode(n),
+        *_codes(n, compression.INT8),
+        *_codes(n, compression.INT4),
+        *_codes(n, compression.E4M3),
         compression.sign_pack(n),
         compression.sign_unpack(n),
         sparse.indices_to_bits(),
@@ -112,6 +113,11 @@ def make_cases(n: int) -> list[Case]:
         steps.adam(n, unscale=True),
         *optimizers.make_cases(n),
     ]
+
+
+def _codes(n: int, of: compression.Format) -> list[Case]:
+    take = (compression.encode, compression.encode_in_place, compression.decode, compression.requantize)
+    return [case(n, of) for case in take]
 
 
 def _everything(arrays: Arrays, calls: dict[str, Calls]) -> dict[str, Callable[[], float]]:

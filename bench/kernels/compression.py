@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -9,34 +11,97 @@ import torch
 from bench.kernels.case import Arrays, Calls, Case, require, require_equal
 from pycomm import kernels
 
-_INT8 = kernels.Quantization()
-_ENCODER = "abs + amax + div + round + to(int8)"
+
+@dataclass(frozen=True)
+class Format:
+    """Format of codes, and the same by torch.
+
+    Attributes:
+        encoder: torch's operations that encode. decoder: those that decode.
+        encode: turns elements, in units of their scales, into codes. decode: turns codes into such elements.
+    """
+
+    name: str
+    config: kernels.Quantization
+    encoder: str
+    decoder: str
+    encode: Callable[[torch.Tensor], torch.Tensor]
+    decode: Callable[[torch.Tensor], torch.Tensor]
+
+    def whole_blocks(self, n: int) -> int:
+        """Return the most elements up to ``n`` that fill blocks, as torch's side needs."""
+        return n // self.config.block * self.config.block
+
+    def num_bytes(self, n: int, floats: int, codes: int = 1) -> int:
+        """Return the bytes of so many arrays of float32 and of codes, for the whole blocks of ``n`` elements."""
+        count = self.whole_blocks(n)
+        return 4 * floats * count + codes * self.config.code_bytes(count)
+
+    def scales(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return torch's scales of blocks, which are rows here."""
+        largest = rows.abs().amax(dim=1, keepdim=True)
+        if self.config.element == "int":
+            return largest / self.config.levels
+        mantissa, exponent = torch.frexp(largest)
+        return torch.ldexp(torch.ones_like(largest), exponent - 9 + (mantissa > 0.875).int())
 
 
-def whole_blocks(n: int) -> int:
-    """Return the most elements up to ``n`` that fill blocks, as torch's side needs."""
-    return n // _INT8.block * _INT8.block
+def _as_nibbles(levels: torch.Tensor) -> torch.Tensor:
+    pairs = levels.round_().to(torch.int8).view(-1, 2)
+    return (pairs[:, 0] & 15) | (pairs[:, 1] << 4)
 
 
-def int8_encode(n: int) -> Case:
-    """Describe turning elements into scales and int8 codes."""
-    return Case("int8 encode", _ENCODER, 5 * whole_blocks(n), _encode)
+def _from_nibbles(codes: torch.Tensor) -> torch.Tensor:
+    return torch.stack((codes << 4 >> 4, codes >> 4), dim=-1)
 
 
-def int8_encode_in_place(n: int) -> Case:
-    """Describe int8 encoding that leaves the remainder in the place of the elements; for one user at a time."""
-    return Case("int8 encode, in place the remainder", _ENCODER, 9 * whole_blocks(n), _encode_in_place)
+INT8 = Format(
+    *("int8", kernels.Quantization(), "abs + amax + div + round + to(int8)", "mul(int8, scale)"),
+    lambda levels: levels.round_().to(torch.int8),
+    lambda codes: codes.view(torch.int8),
+)
+INT4 = Format(
+    *("int4", kernels.Quantization(128, 7, 4), "as int8, & + << + or", "<< + >> + stack + mul(int8, scale)"),
+    _as_nibbles,
+    lambda codes: _from_nibbles(codes.view(torch.int8)),
+)
+E4M3 = Format(
+    *("e4m3", kernels.Quantization(128, element="e4m3"), "abs + amax + frexp + ldexp + div + to(float8)"),
+    "to(float32) + mul(scale)",
+    lambda levels: levels.to(torch.float8_e4m3fn),
+    lambda codes: codes.view(torch.float8_e4m3fn).float(),
+)
 
 
-def int8_encode_with_remainder(n: int) -> Case:
-    """Describe int8 encoding that writes the remainder to another array."""
-    return Case("int8 encode, remainder", _ENCODER, 9 * whole_blocks(n), _encode_with_remainder)
+def encode(n: int, of: Format) -> Case:
+    """Describe turning elements into scales and codes."""
+    return Case(f"{of.name} encode", of.encoder, of.num_bytes(n, 1), partial(_encode, of=of))
 
 
-def int8_decode(n: int, ranks: int = 1) -> Case:
+def encode_in_place(n: int, of: Format) -> Case:
+    """Describe encoding that leaves the remainder in the place of the elements; for one user at a time."""
+    name = f"{of.name} encode, in place the remainder"
+    return Case(name, of.encoder, of.num_bytes(n, 2), partial(_encode_in_place, of=of))
+
+
+def encode_with_remainder(n: int, of: Format) -> Case:
+    """Describe encoding that writes the remainder to another array."""
+    name = f"{of.name} encode, remainder"
+    return Case(name, of.encoder, of.num_bytes(n, 2), partial(_encode_with_remainder, of=of))
+
+
+def decode(n: int, of: Format, ranks: int = 1) -> Case:
     """Describe summing what ``ranks`` ranks encoded."""
-    of, peer = ("", "mul(int8, scale)") if ranks == 1 else (f" of {ranks} ranks", f"mul(int8, scale), + {ranks - 1} x")
-    return Case(f"int8 decode{of}", peer, (4 + ranks) * whole_blocks(n), partial(_decode, ranks=ranks))
+    name, peer = f"{of.name} decode", of.decoder
+    if ranks > 1:
+        name, peer = f"{name} of {ranks} ranks", f"{peer}, + {ranks - 1} x"
+    return Case(name, peer, of.num_bytes(n, 1, ranks), partial(_decode, of=of, ranks=ranks))
+
+
+def requantize(n: int, of: Format) -> Case:
+    """Describe summing what four ranks encoded, and encoding the sum."""
+    make, peer = partial(_requantize, of=of), f"{of.decoder}, + 3 x, {of.encoder}"
+    return Case(f"{of.name} requantize of 4 ranks", peer, of.num_bytes(n, 0, 5), make)
 
 
 def sign_pack(n: int) -> Case:
@@ -57,84 +122,121 @@ def sign_unpack(n: int) -> Case:
 class _Blocks:
     """Elements in whole blocks, and memory for their codes."""
 
-    def __init__(self, arrays: Arrays, x: torch.Tensor) -> None:
-        self.x, self.rows = x, x.view(-1, _INT8.block)
+    def __init__(self, arrays: Arrays, x: torch.Tensor, of: Format) -> None:
+        self.of, self.x, self.rows = of, x, x.view(-1, of.config.block)
         self.scales = arrays.empty(len(self.rows))
-        self.codes = arrays.empty(len(x), torch.uint8)
+        self.codes = arrays.empty(of.config.code_bytes(len(x)), torch.uint8)
 
     def encode(self, remainder: torch.Tensor | None = None) -> None:
-        kernels.quantize(self.x, _INT8, (self.scales, self.codes), remainder=remainder)
+        kernels.quantize(self.x, self.of.config, (self.scales, self.codes), remainder=remainder)
 
     def encode_with_torch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        scales = self.rows.abs().amax(dim=1, keepdim=True) / 127
-        return scales, (self.rows / scales).round_().to(torch.int8)
+        scales = self.of.scales(self.rows)
+        return scales, self.of.encode(self.rows / scales)
 
     def verify(self, remainder: torch.Tensor | None = None) -> None:
-        """Encode, decode, and compare with the elements and with torch's codes."""
-        x = self.x.clone()
-        theirs = self.encode_with_torch()[1].view(-1).int()
+        """Encode, decode, and compare with torch's."""
+        x, wanted = self.x.clone(), self.of.decode(self.encode_with_torch()[1]).view_as(self.rows)
         self.scales.zero_()
         self.codes.zero_()
         self.encode(remainder)
+        self.compare(self.of.decode(self.codes).view_as(self.rows), wanted)
         back = torch.empty_like(x)
-        kernels.dequantize([self.scales], [self.codes], _INT8, back)
-        error = (back - x).view_as(self.rows).abs().amax(dim=1)
-        require(not bool((error > 0.5001 * self.scales).any()), "int8: more than half a unit off")
-        off = (self.codes.view(torch.int8).int() - theirs).abs()
-        require(int(off.max()) <= 1 and int(off.sum()) <= len(x) // 1000 + 1, "int8, against torch's codes")
+        kernels.dequantize([self.scales], [self.codes], self.of.config, back)
         if remainder is not None:
-            require_equal(remainder, x - back, "int8, remainder")
+            require_equal(remainder, x - back, f"{self.of.name}, remainder")
+
+    def compare(self, levels: torch.Tensor, wanted: torch.Tensor) -> None:
+        """Raise ``AssertionError`` if more than a few elements are another level, or one is further off than that."""
+        off = levels.float() - wanted.float()
+        least = 0.0 if self.of.config.element != "int" else 1.0
+        good = float(off.abs().max()) <= least and int((off != 0).sum()) <= off.numel() // 1000 + 1
+        require(good, f"{self.of.name}, against torch's codes")
 
 
-def _blocks(arrays: Arrays) -> _Blocks:
-    return _Blocks(arrays, arrays.flat[: whole_blocks(arrays.count)])
+def _blocks(arrays: Arrays, of: Format) -> _Blocks:
+    return _Blocks(arrays, arrays.flat[: of.whole_blocks(arrays.count)], of)
 
 
-def _encode(arrays: Arrays) -> Calls:
-    blocks = _blocks(arrays)
+def _encode(arrays: Arrays, of: Format) -> Calls:
+    blocks = _blocks(arrays, of)
     return Calls(blocks.encode, blocks.encode_with_torch, blocks.verify)
 
 
-def _encode_in_place(arrays: Arrays) -> Calls:
-    x = _blocks(arrays).x
-    own = _Blocks(arrays, x.clone())
+def _encode_in_place(arrays: Arrays, of: Format) -> Calls:
+    x = _blocks(arrays, of).x
+    own = _Blocks(arrays, x.clone(), of)
 
     def verify() -> None:
         own.x.copy_(x)
         own.verify(own.x)
 
-    return Calls(lambda: own.encode(own.x), _blocks(arrays).encode_with_torch, verify, lambda: own.x.copy_(x))
+    return Calls(lambda: own.encode(own.x), _blocks(arrays, of).encode_with_torch, verify, lambda: own.x.copy_(x))
 
 
-def _encode_with_remainder(arrays: Arrays) -> Calls:
-    blocks = _blocks(arrays)
+def _encode_with_remainder(arrays: Arrays, of: Format) -> Calls:
+    blocks = _blocks(arrays, of)
     rest = torch.empty_like(blocks.x)
     return Calls(lambda: blocks.encode(rest), blocks.encode_with_torch, lambda: blocks.verify(rest))
 
 
-def _decode(arrays: Arrays, ranks: int) -> Calls:
-    count, scratch = whole_blocks(arrays.count), kernels.Scratch()
-    taken = [kernels.quantize(flat[:count], _INT8) for flat in [arrays.flat, *arrays.others][:ranks]]
-    scales, codes = [scale for scale, _ in taken], [code for _, code in taken]
-    out = arrays.out[:count]
-    rows = out.view(-1, _INT8.block)
-    theirs = [(code.view(torch.int8).view_as(rows), scale.view(-1, 1)) for scale, code in taken]
+class _Sum:
+    """What several ranks encoded, and memory for its sum."""
 
-    def ours() -> None:
-        kernels.dequantize(scales, codes, _INT8, out, scratch=scratch)
+    def __init__(self, arrays: Arrays, of: Format, ranks: int) -> None:
+        count = of.whole_blocks(arrays.count)
+        taken = [kernels.quantize(flat[:count], of.config) for flat in [arrays.flat, *arrays.others][:ranks]]
+        self.of, self.scales, self.codes = of, [scale for scale, _ in taken], [code for _, code in taken]
+        self.out, self.scratch = arrays.out[:count], kernels.Scratch()
+        self.rows = self.out.view(-1, of.config.block)
 
-    def peer() -> None:
-        torch.mul(*theirs[0], out=rows)
-        for code, scale in theirs[1:]:
-            rows.add_(code * scale)
+    def add_up(self) -> None:
+        kernels.dequantize(self.scales, self.codes, self.of.config, self.out, scratch=self.scratch)
+
+    def add_up_with_torch(self) -> None:
+        parts = zip(self.scales, self.codes, strict=True)
+        each = ((self.of.decode(code).view_as(self.rows), scale.view(-1, 1)) for scale, code in parts)
+        torch.mul(*next(each), out=self.rows)
+        for code, scale in each:
+            self.rows.add_(code * scale)
+
+
+def _decode(arrays: Arrays, of: Format, ranks: int) -> Calls:
+    found = _Sum(arrays, of, ranks)
 
     def verify() -> None:
-        out.zero_()
-        ours()
-        mine = out.clone()
-        out.zero_()
+        found.out.zero_()
+        found.add_up()
+        mine = found.out.clone()
+        found.out.zero_()
+        found.add_up_with_torch()
+        require_equal(mine, found.out, f"{of.name} decode")
+
+    return Calls(found.add_up, found.add_up_with_torch, verify)
+
+
+def _requantize(arrays: Arrays, of: Format) -> Calls:
+    """The result is written where the sum's own codes are, which are verified."""
+    found = _Sum(arrays, of, 4)
+    blocks = _Blocks(arrays, found.out, of)
+
+    def ours() -> None:
+        out = blocks.scales, blocks.codes
+        kernels.requantize(found.scales, found.codes, of.config, out, count=len(found.out), scratch=found.scratch)
+
+    def peer() -> object:
+        found.add_up_with_torch()
+        return blocks.encode_with_torch()
+
+    def verify() -> None:
         peer()
-        require_equal(mine, out, "int8 decode")
+        blocks.verify()
+        wanted = blocks.scales.clone(), blocks.codes.clone()
+        blocks.scales.zero_()
+        blocks.codes.zero_()
+        ours()
+        require_equal(blocks.scales, wanted[0], f"{of.name} requantize, scales")
+        require_equal(blocks.codes, wanted[1], f"{of.name} requantize, codes")
 
     return Calls(ours, peer, verify)
 

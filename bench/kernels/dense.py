@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -47,9 +48,10 @@ def unpack_half(n: int) -> Case:
     return Case("unpack fp16 -> fp32, scale", "_foreach_copy_ + _foreach_mul_", 6 * n, _unpack_half)
 
 
-def reduce(n: int) -> Case:
-    """Describe summing four arrays."""
-    return Case("reduce, 4 arrays", "add(out) + add_ + add_", 20 * n, _reduce)
+def reduce(n: int, half: bool = False) -> Case:
+    """Describe adding up four arrays; in float16, torch's side rounds each sum."""
+    size, of = (2, " in fp16") if half else (4, "")
+    return Case(f"reduce, 4 arrays{of}", "add(out) + add_ + add_", 5 * size * n, partial(_reduce, half=half))
 
 
 def accumulate(n: int) -> Case:
@@ -157,8 +159,10 @@ def _unpack_half(arrays: Arrays) -> Calls:
     return Calls(ours, peer, lambda: require_written(out, flat.float() * SCALE, (ours, peer), "unpack fp16"))
 
 
-def _reduce(arrays: Arrays) -> Calls:
+def _reduce(arrays: Arrays, half: bool) -> Calls:
     inputs, out, scratch = [arrays.flat, *arrays.others], arrays.out, kernels.Scratch()
+    if half:
+        inputs, out = [array.half() for array in inputs], torch.empty_like(arrays.half)
 
     def ours() -> None:
         kernels.reduce(out, inputs, scratch=scratch)
@@ -167,7 +171,9 @@ def _reduce(arrays: Arrays) -> Calls:
         torch.add(inputs[0], inputs[1], out=out).add_(inputs[2]).add_(inputs[3])
 
     def verify() -> None:
-        require_written(out, inputs[0] + inputs[1] + inputs[2] + inputs[3], (ours, peer), "reduce")
+        wide = [array.float() for array in inputs]
+        wanted = (wide[0] + wide[1] + wide[2] + wide[3]).to(out.dtype)
+        require_written(out, wanted, (ours,) if half else (ours, peer), "reduce")
 
     return Calls(ours, peer, verify)
 

@@ -73,7 +73,8 @@ class ShardingRank:
 
         def phase() -> None:
             for flight in flights:
-                reduce_message(flight.communicator, flight.bucket, flight.bucket.memory, "mean")
+                bucket = flight.bucket
+                reduce_message(flight.communicator, bucket, bucket.memory, "mean", bucket.algorithm)
             optimizer.step()
 
         return phase

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -180,6 +180,11 @@ class Communicator(_Messages):
         """Name of the transport for arrays in CPU memory: "shared_memory", "hierarchical" or "torch"."""
         return self.channel.transport.name
 
+    @property
+    def hosts(self) -> Sequence[Sequence[int]]:
+        """Internal: ranks by host; without shared memory each is a host."""
+        return self.channel.transport.hosts
+
     def empty(
         self,
         shape: int | tuple[int, ...],
@@ -213,12 +218,12 @@ class Communicator(_Messages):
     ) -> Work | GpuWork | None:
         """Reduce ``x`` over all ranks, in place; all ranks end with the same bits.
 
-        float16 and bfloat16 are accumulated in float32 and rounded once, with these exceptions. Over
-        torch.distributed the backend computes "sum"; over several hosts with several ranks each ("hierarchical") it
-        is rounded once on each host and then after every addition between hosts. On a GPU NCCL computes it: it adds
+        float16 and bfloat16 are accumulated in float32 and rounded once, with these exceptions. Over other backends of
+        torch.distributed than Gloo, the backend computes "sum"; over several hosts with several ranks each
+        ("hierarchical") it is rounded once on each host and once between hosts. On a GPU NCCL computes it: it adds
         in the half type (NVLink switches, NCCL's NVLS, accumulate in float32), and for "mean" divides each term
-        before it adds. A schedule rounds sums of half types after every addition, and computes their means from sums
-        in float32.
+        before it adds. A schedule rounds sums of half types after every round, "direct" once, in shared memory after
+        every addition; it computes their means from sums in float32.
 
         Args:
             x: array of float32, float16, bfloat16, float64, int8, uint8, int32 or int64.
@@ -266,8 +271,7 @@ class Communicator(_Messages):
     def all_to_all(self, out: Any, x: Any, async_op: bool = False) -> Work | GpuWork | None:
         """Send part p of ``x`` to rank p, where it becomes part ``rank`` of ``out``.
 
-        Both arrays consist of as many equal parts as there are ranks. Any dtype; in CPU memory only, else
-        ValueError. Between GPUs, use :meth:`send` and :meth:`recv` in a :meth:`group`.
+        Both arrays consist of as many equal parts as there are ranks. Any dtype; on a GPU those of :meth:`all_reduce`.
         """
         side = self.channel.side(x)
         return (self.channel.side(out) if side is self.channel else side).run("all_to_all", async_op, out, x)

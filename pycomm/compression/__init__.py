@@ -8,7 +8,7 @@ Four parts turn gradients into bytes:
   sends a part of the sum (``CodecExchange``, feedback.py).
 - ``Codec`` (codec.py): the form in which that part is sent.
 - ``Messages`` (messages.py): the bytes, gathered from all ranks (``GatheredMessages``) or summed over
-  them (``SummedMessage``).
+  them (``SummedMessage``). Quantized ones are summed by ``TwoHopCodec`` (two_hop.py).
 
 A method, such as ``FP16`` or ``DGC``, is a frozen configuration that makes the exchange of a bucket; see
 ``methods/``. ``sparse/`` has the codec for selected entries, and three ways to sum such entries over the
@@ -25,7 +25,7 @@ from pycomm.compression.methods.dgc import DGC
 from pycomm.compression.methods.half import BF16, FP16
 from pycomm.compression.methods.onebit import OneBit
 from pycomm.compression.methods.powersgd import PowerSGD
-from pycomm.compression.methods.quantized import QSGD, Int8, TernGrad
+from pycomm.compression.methods.quantized import FP8, QSGD, Int4, Int8, TernGrad
 from pycomm.compression.methods.randomk import RandomK
 from pycomm.compression.methods.topk import TopK
 from pycomm.compression.report import Report, Told
@@ -33,6 +33,7 @@ from pycomm.compression.report import Report, Told
 __all__ = [
     "BF16",
     "DGC",
+    "FP8",
     "FP16",
     "QSGD",
     "Accumulated",
@@ -41,6 +42,7 @@ __all__ = [
     "Compression",
     "Exchange",
     "GatheredMessages",
+    "Int4",
     "Int8",
     "Method",
     "NoCompression",

@@ -13,13 +13,13 @@ from pycomm.compression.base import Compression, Defaults, Flag, Method, Scaling
 from pycomm.descriptions import settings_text
 
 
-def reduce_message(communicator: Communicator, bucket: Bucket, message: torch.Tensor, op: str) -> None:
+def reduce_message(communicator: Communicator, bucket: Bucket, message: torch.Tensor, op: str, algorithm: str) -> None:
     """Reduce ``message``, which has the layout of ``bucket``'s memory, over the ranks, in place.
 
     With sharding a rank receives its own part of the gradients only, but all flags.
     """
     if bucket.shares is None:
-        communicator.all_reduce(message, op, bucket.algorithm)
+        communicator.all_reduce(message, op, algorithm)
         return
     bucket.is_deferred = bucket.defers
     if not bucket.defers:
@@ -58,7 +58,7 @@ class DenseExchange(Defaults):
         pieces = bucket.gather(grads, scaling.local, scaling.fingerprint, own)
         found = self._find_source(grads)
         if own is None:
-            reduce_message(self._communicator, bucket, bucket.memory, op)
+            reduce_message(self._communicator, bucket, bucket.memory, op, bucket.algorithm)
         else:
             largest = self._communicator.channel.all_reduce_apart(bucket.memory, op, own.start, pieces)
             if not largest < bucket.limit(bucket.dtype):

@@ -16,7 +16,7 @@ from pycomm.kernels.hashes import hashes
 from pycomm.kernels.indices import pack_indices, packed_words, unpack_indices
 from pycomm.kernels.norms import squared_norms
 from pycomm.kernels.pack import pack, pack_flagged, unpack
-from pycomm.kernels.quantize import Quantization, dequantize, quantize
+from pycomm.kernels.quantize import Quantization, dequantize, quantize, requantize
 from pycomm.kernels.reduce import reduce
 from pycomm.kernels.resources import Scratch, cuda_devices, num_threads, set_num_threads
 from pycomm.kernels.scatter_add import scatter_add
@@ -62,6 +62,7 @@ __all__ = [
     "packed_words",
     "quantize",
     "reduce",
+    "requantize",
     "rmsprop_step",
     "scatter_add",
     "set_num_threads",

@@ -1,4 +1,4 @@
-"""Floats as small integers with a scale per block. Contract: csrc/kernels/quantize.h."""
+"""Floats as few bits, with a scale per block. Contract: csrc/kernels/quantize.h."""
 
 from __future__ import annotations
 
@@ -15,18 +15,25 @@ from pycomm.kernels.resources import Scratch, num_threads
 
 @dataclass(frozen=True)
 class Quantization:
-    """Format of codes: blocks of ``block`` elements (a multiple of 64), magnitudes as multiples of the block's scale.
+    """Format of codes: blocks of ``block`` elements (a multiple of 64), each with a scale.
+
+    With ``element="int"``, codes are whole numbers, by which the scale is multiplied. With "e4m3" and "e5m2" they are
+    floats of 8 bits (torch's ``float8_e4m3fn`` and ``float8_e5m2``; OCP 8-bit Floating Point Specification, 2023). The
+    scale is then the smallest power of two that brings the block's largest magnitude to the format's largest number,
+    448 or 57344, or below it, and the other settings keep their defaults.
 
     Attributes:
-        levels: largest multiple, at most 127.
+        levels: largest whole number, at most 127.
         bits: size of a code, 2, 4 or 8; ``levels < 2 ** (bits - 1)``.
         norm: what ``levels`` times the scale is: the "max" magnitude of the block, or its "euclidean" length.
+        element: "int", "e4m3" or "e5m2".
     """
 
     block: int = 256
     levels: int = 127
     bits: int = 8
     norm: str = "max"
+    element: str = "int"
 
     def num_blocks(self, count: int) -> int:
         """Return the number of blocks of ``count`` elements."""
@@ -54,7 +61,7 @@ def quantize(
         x: float32 array.
         config: see :class:`Quantization`.
         out: ``(scales, codes)`` to write to: float32, one per block; uint8, ``config.code_bytes``.
-        seed: int64 array of two numbers: levels are then rounded stochastically, without bias, by
+        seed: int64 array of two numbers: codes are then rounded stochastically, without bias, by
             random numbers that follow from them and the position alone. ``None``: to the nearest.
         remainder: float32 array of ``x``'s size, which may be ``x``: receives the quantization error.
 
@@ -69,9 +76,7 @@ def quantize(
         count, _ = look("x", x)
         out = empty(x, (config.num_blocks(count),), "float32"), empty(x, (config.code_bytes(count),), "uint8")
     scales, codes = pair("out", out, "scales and codes")
-    _native.quantize(
-        x, config.block, config.levels, config.bits, config.norm, seed, scales, codes, remainder, num_threads()
-    )
+    _native.quantize(x, config, seed, scales, codes, remainder, num_threads())
     return scales, codes
 
 
@@ -90,5 +95,37 @@ def dequantize(
         TypeError, ValueError: as :func:`quantize`.
     """
     instance("config", config, Quantization)
-    settings = (config.block, config.levels, config.bits, config.norm)
-    _native.dequantize(scales, codes, *settings, out, scale, scratch, num_threads())
+    _native.dequantize(scales, codes, config, out, scale, scratch, num_threads())
+
+
+def requantize(
+    scales: Sequence[Any],
+    codes: Sequence[Any],
+    config: Quantization,
+    out: tuple[Any, Any],
+    *,
+    seed: Any | None = None,
+    remainder: Any | None = None,
+    count: int | None = None,
+    scratch: Scratch | None = None,
+) -> None:
+    """Write the scales and codes of the sum of several arrays from :func:`quantize` to ``out``.
+
+    The same as :func:`dequantize` and :func:`quantize`, bit for bit, in one pass.
+
+    Args:
+        out: ``(scales, codes)``, as for :func:`quantize`.
+        seed: as for :func:`quantize`.
+        remainder: float32 array, to which the error of the second quantization is added.
+        count: number of elements; needed only without a ``remainder``.
+
+    Raises:
+        TypeError, ValueError: as :func:`quantize`; neither ``remainder`` nor ``count`` is given.
+    """
+    instance("config", config, Quantization)
+    if count is None:
+        if remainder is None:
+            raise ValueError("count is None, wanted the number of elements, as there is no remainder")
+        count, _ = look("remainder", remainder)
+    to_scales, to_codes = pair("out", out, "scales and codes")
+    _native.requantize(scales, codes, count, config, seed, to_scales, to_codes, remainder, scratch, num_threads())

@@ -52,7 +52,7 @@ class ScriptedLinks:
 def priced(method: Any, *_: Any) -> Costs:
     """Stand in for a rehearsal."""
     name = {pycomm.DGC: "dgc", pycomm.FP16: "fp16"}.get(type(method), "dense")
-    if isinstance(method, pycomm.PowerSGD):
+    if isinstance(method, pycomm.PowerSGD | pycomm.FP8):
         return Costs(1.0)
     return Costs(COSTS[name].local, COSTS[name].operations)
 

@@ -27,4 +27,4 @@ def test_a_rehearsal_sends_what_the_method_sends(size: int, name: str) -> None:
     if size == 9 and name.startswith("dgc"):
         assert [operation.kind for operation in costs.operations] == ["all_to_all", "all_gather"]
     elif name in wanted:
-        assert costs.num_bytes() == pytest.approx(wanted[name], rel=0.05)
+        assert costs.num_bytes(size) == pytest.approx(wanted[name], rel=0.05)

@@ -183,7 +183,10 @@ def wrong_on_one_rank(mistake: str) -> str:
             "bucket_size_mb",
             "attach got an unknown argument 'bucket_size_mb': did you mean tuning=pycomm.Tuning(bucket_mb=...)?",
         ),
-        ("compression", "compression is 'no_such_method', wanted one of 'auto', 'fp16', 'bf16', 'int8', 'onebit',"),
+        (
+            "compression",
+            "compression is 'no_such_method', wanted one of 'auto', 'fp16', 'bf16', 'fp8', 'int8', 'int4', 'onebit',",
+        ),
     ],
 )
 def test_a_mistake_on_one_rank_is_an_error_on_all(two_ranks: RankPool, mistake: str, says: str) -> None:

@@ -17,19 +17,45 @@ void quantize(const Buffer& x, const Quantization& config, const int64_t* seed, 
     });
 }
 
-void dequantize(const std::vector<const float*>& scales, const std::vector<const uint8_t*>& codes,
-                const Quantization& config, const Buffer& out, double factor, int num_threads) {
-    int threads = useful_threads(out.num_bytes(), num_threads);
+namespace {
+
+// Calls use(range, scales, codes) for every thread's part of `count` elements, with its part of every contribution.
+template <class Use>
+void for_contributions(const std::vector<const float*>& scales, const std::vector<const uint8_t*>& codes,
+                       const Quantization& config, int64_t count, int num_threads, Use&& use) {
+    int threads = useful_threads(count * static_cast<int64_t>(sizeof(float)), num_threads);
     parallel_for(threads, threads, [&](int thread) {
-        Range mine = piece_of(out.count, thread, threads, config.block);
+        Range mine = piece_of(count, thread, threads, config.block);
         if (mine.size() == 0) return;
         std::vector<const float*> my_scales(scales);
         std::vector<const uint8_t*> my_codes(codes);
         for (auto& p : my_scales) p += mine.begin / config.block;
         for (auto& p : my_codes) p += mine.begin * config.bits / 8;
-        loops().dequantize(my_scales.data(), my_codes.data(), static_cast<int>(my_scales.size()), config,
-                           static_cast<float*>(out.data) + mine.begin, mine.size(), static_cast<float>(factor));
+        use(mine, my_scales.data(), my_codes.data());
     });
+}
+
+}  // namespace
+
+void dequantize(const std::vector<const float*>& scales, const std::vector<const uint8_t*>& codes,
+                const Quantization& config, const Buffer& out, double factor, int num_threads) {
+    for_contributions(scales, codes, config, out.count, num_threads,
+                      [&](Range mine, const float* const* my_scales, const uint8_t* const* my_codes) {
+                          loops().dequantize(my_scales, my_codes, static_cast<int>(scales.size()), config,
+                                             static_cast<float*>(out.data) + mine.begin, mine.size(),
+                                             static_cast<float>(factor));
+                      });
+}
+
+void requantize(const std::vector<const float*>& scales, const std::vector<const uint8_t*>& codes, int64_t count,
+                const Quantization& config, const int64_t* seed, const Requantized& out, int num_threads) {
+    for_contributions(scales, codes, config, count, num_threads,
+                      [&](Range mine, const float* const* my_scales, const uint8_t* const* my_codes) {
+                          loops().requantize(my_scales, my_codes, static_cast<int>(scales.size()), mine.size(),
+                                             mine.begin, config, seed, out.scales + mine.begin / config.block,
+                                             out.codes + mine.begin * config.bits / 8,
+                                             out.remainder == nullptr ? nullptr : out.remainder + mine.begin);
+                      });
 }
 
 }  // namespace pycomm

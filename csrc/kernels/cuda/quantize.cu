@@ -4,6 +4,7 @@
 
 #include "device/launch.h"
 #include "kernels/cuda/arrays.h"
+#include "kernels/fp8.h"
 #include "kernels/random.h"
 
 namespace pycomm::cuda {
@@ -22,6 +23,7 @@ struct Quantizing {
     float* scales;
     char* codes;
     char* remainder;
+    bool adds;     // what is left to the remainder, instead of replacing it
     bool aligned;  // x, to packets
 };
 
@@ -87,21 +89,73 @@ PYCOMM_DEVICE float norm_of_all(PartOfNorm mine) {
     return mine.value();
 }
 
-// The code of one element, as a number.
+// The code of one element, and the number that it stands for, in units of the scale.
+struct Coded {
+    uint32_t code;
+    float value;
+};
+
+// kFloat: codes are FP8.
+template <bool kFloat>
 struct Encoder {
     float scale, inverse, most;
+    uint32_t mask;
+    Fp8 format;
     bool random;
     Seed seed;
 
-    PYCOMM_MEMBER float code_of(float x, int64_t i) const {
-        float level = device::float_of(device::bits_of(x * inverse) & 0x7fffffffu);
+    PYCOMM_MEMBER Encoder(const Quantizing& job, float norm)
+        : mask((1u << job.config.bits) - 1), format(fp8_of(job.config.element)), random(job.seed != nullptr), seed{} {
+        if constexpr (kFloat) {
+            scale = device::float_of(fp8_scale(device::bits_of(norm), format.most));
+            most = format.largest;
+        } else {
+            most = static_cast<float>(job.config.levels);
+            scale = norm * (1.0f / most);
+            if (scale < kSmallestScale) scale = 0.0f;
+        }
+        inverse = scale == 0.0f ? 0.0f : 1.0f / scale;
+        if (random) seed = mixed(job.seed);
+    }
+
+    PYCOMM_MEMBER Coded code_of(float x, int64_t i) const {
+        const uint32_t sign = device::bits_of(x) & 0x80000000u;
+        const float level = device::float_of(device::bits_of(x * inverse) & 0x7fffffffu);
+        Coded out = kFloat ? fp8_of_level(level, i) : whole_of_level(level, i);
+        out.value = device::float_of(device::bits_of(out.value) | sign);
+        if constexpr (kFloat) {
+            out.code |= sign >> 24;
+        } else {
+            out.code = static_cast<uint32_t>(static_cast<int>(out.value)) & mask;
+        }
+        return out;
+    }
+
+    // The code is made of the value, once that has its sign.
+    PYCOMM_MEMBER Coded whole_of_level(float level, int64_t i) const {
         if (random) {
             level = static_cast<float>(static_cast<int>(level + uniform(seed, i)));
         } else {
             level = (level + 0x1.8p23f) - 0x1.8p23f;  // to the nearest whole number, ties to even
         }
-        level = level < most ? level : most;
-        return device::float_of(device::bits_of(level) | (device::bits_of(x) & 0x80000000u));
+        return {0, level < most ? level : most};
+    }
+
+    // A magnitude is a whole number of units of its mantissa's last bit: of those that its own exponent has, or the
+    // smallest normal number's. Rounding may make it the next power of two, which this number and exponent stand for
+    // too.
+    PYCOMM_MEMBER Coded fp8_of_level(float level, int64_t i) const {
+        const uint32_t least = static_cast<uint32_t>(127 + format.least), own = device::bits_of(level) >> 23;
+        const uint32_t exponent = own > least ? own : least, mantissa = static_cast<uint32_t>(format.mantissa);
+        const uint32_t binades = (exponent - least) << mantissa;
+        if (random) {
+            const float per_level = device::float_of((254 + mantissa - exponent) << 23), top = most * per_level;
+            auto units = static_cast<float>(static_cast<int>(level * per_level + uniform(seed, i)));
+            units = units < top ? units : top;  // random numbers may round to 1
+            return {binades + static_cast<uint32_t>(units), units * device::float_of((exponent - mantissa) << 23)};
+        }
+        const float magic = device::float_of((exponent + 23 - mantissa) << 23), sum = level + magic;  // in units
+        return {binades + (device::bits_of(sum) - device::bits_of(magic)), sum - magic};
     }
 };
 
@@ -115,50 +169,65 @@ PYCOMM_DEVICE void store_codes(char* codes, int64_t at, int64_t end, int bits, u
     }
 }
 
-// Elements [begin, end), one block of them; see quantize_kernel.
-template <bool kBlock, bool kWhole>
-PYCOMM_DEVICE void quantize_block(const Quantizing& job, int64_t number, int64_t begin, int64_t end) {
+// Threads of a warp, or of a block of threads.
+template <bool kBlock>
+PYCOMM_DEVICE Share share_of() {
     const int thread = device::thread_index();
-    const Share share =
-        kBlock ? Share{thread, device::num_threads()} : Share{thread % device::kWarpSize, device::kWarpSize};
+    return kBlock ? Share{thread, device::num_threads()} : Share{thread % device::kWarpSize, device::kWarpSize};
+}
+
+// Block `number` of elements, [begin, end). for_each(use) calls use(at, packet) for this thread's share of them, twice
+// for the same ones: what is written may be where they are read.
+template <bool kBlock, bool kFloat, class ForEach>
+PYCOMM_DEVICE void quantize_block(const Quantizing& job, int64_t number, int64_t end, ForEach&& for_each) {
     PartOfNorm mine{job.config.norm, 0.0f, 0};
-    for_floats<kWhole>(job.x, begin, end, share, [&](int64_t, const Floats& x) {
+    for_each([&](int64_t, const Floats& x) {
 #pragma unroll
         for (int e = 0; e < kCount; ++e) mine.take(x.values[e]);
     });
-    float scale = norm_of_all<kBlock>(mine) * (1.0f / static_cast<float>(job.config.levels));
-    if (scale < kSmallestScale) scale = 0.0f;
-    if (share.first == 0) job.scales[number] = scale;
-    Encoder encoder{
-        scale, scale == 0.0f ? 0.0f : 1.0f / scale, static_cast<float>(job.config.levels), job.seed != nullptr, {}};
-    if (encoder.random) encoder.seed = mixed(job.seed);
-    // Every thread reads only its own elements again, so the remainder may be x itself.
-    for_floats<kWhole>(job.x, begin, end, share, [&](int64_t at, Floats x) {
+    const Encoder<kFloat> encoder(job, norm_of_all<kBlock>(mine));
+    if (share_of<kBlock>().first == 0) job.scales[number] = encoder.scale;
+    for_each([&](int64_t at, Floats x) {
         uint32_t packed = 0;
 #pragma unroll
         for (int e = 0; e < kCount; ++e) {
-            float code = encoder.code_of(x.values[e], at + e);
-            packed |= (static_cast<uint32_t>(static_cast<int>(code)) & ((1u << job.config.bits) - 1))
-                      << e * job.config.bits;
-            x.values[e] = x.values[e] - code * scale;
+            Coded coded = encoder.code_of(x.values[e], at + e);
+            packed |= coded.code << e * job.config.bits;
+            x.values[e] = x.values[e] - coded.value * encoder.scale;
         }
         store_codes(job.codes, at, end, job.config.bits, packed);
-        if (job.remainder != nullptr) store_before(end, job.remainder, at, x);
+        if (job.remainder == nullptr) return;
+        if (job.adds) {
+            Floats before = load_floats(job.remainder, at, end);
+#pragma unroll
+            for (int e = 0; e < kCount; ++e) x.values[e] = before.values[e] + x.values[e];
+        }
+        store_before(end, job.remainder, at, x);
     });
 }
 
-// A warp per block of elements, or a block of threads.
+// The block of elements that this warp, or block of threads, works on. False: there is none for it.
 template <bool kBlock>
-PYCOMM_KERNEL quantize_kernel(Quantizing job) {
+PYCOMM_DEVICE bool find_block(const Quantizing& job, int64_t& number, int64_t& begin, int64_t& end) {
     int warp = device::thread_index() / device::kWarpSize, warps = device::num_threads() / device::kWarpSize;
-    int64_t number = kBlock ? device::block_index() : static_cast<int64_t>(device::block_index()) * warps + warp;
-    int64_t begin = number * job.config.block;
-    if (begin >= job.count) return;  // all of them
-    int64_t end = begin + job.config.block < job.count ? begin + job.config.block : job.count;
+    number = kBlock ? device::block_index() : static_cast<int64_t>(device::block_index()) * warps + warp;
+    begin = number * job.config.block;
+    end = begin + job.config.block < job.count ? begin + job.config.block : job.count;
+    return begin < job.count;
+}
+
+// A warp per block of elements, or a block of threads.
+template <bool kBlock, bool kFloat>
+PYCOMM_KERNEL quantize_kernel(Quantizing job) {
+    int64_t number, begin, end;
+    if (!find_block<kBlock>(job, number, begin, end)) return;  // all of them
+    const Share share = share_of<kBlock>();
     if (job.aligned && end % kCount == 0) {
-        quantize_block<kBlock, true>(job, number, begin, end);
+        quantize_block<kBlock, kFloat>(job, number, end,
+                                       [&](auto&& use) { for_floats<true>(job.x, begin, end, share, use); });
     } else {
-        quantize_block<kBlock, false>(job, number, begin, end);
+        quantize_block<kBlock, kFloat>(job, number, end,
+                                       [&](auto&& use) { for_floats<false>(job.x, begin, end, share, use); });
     }
 }
 
@@ -191,12 +260,47 @@ struct Dequantizing {
     }
 };
 
-template <int kBits>
-using Codes = std::conditional_t<kBits == 8, uint32_t, std::conditional_t<kBits == 4, uint16_t, uint8_t>>;
+// Formats of codes: those of a packet as one word, and the number that one of them stands for.
+template <int kSize>
+struct IntCodes {
+    static constexpr int kBits = kSize;
+    using Word = std::conditional_t<kBits == 8, uint32_t, std::conditional_t<kBits == 4, uint16_t, uint8_t>>;
+
+    PYCOMM_MEMBER static float value(uint32_t packed, int e) {
+        // Shifted to the top first, so that shifting down extends its sign.
+        return static_cast<float>(static_cast<int32_t>(packed << (32 - kBits * (e + 1))) >> (32 - kBits));
+    }
+};
+struct Int8 : IntCodes<8> {};
+struct Int4 : IntCodes<4> {};
+struct Int2 : IntCodes<2> {};
+// An E5M2 is the upper half of a float16, an E4M3 2^8 times one with the same mantissa and exponent.
+struct E5M2 : IntCodes<8> {
+    PYCOMM_MEMBER static float value(uint32_t packed, int e) {
+        return widen(F16{static_cast<uint16_t>(packed >> 8 * e << 8)});
+    }
+};
+struct E4M3 : IntCodes<8> {
+    PYCOMM_MEMBER static float value(uint32_t packed, int e) {
+        const uint32_t code = packed >> 8 * e & 0xffu, magnitude = code & 0x7fu;
+        const uint32_t half = magnitude == 0x7fu ? 0x7fffu : (code & 0x80u) << 8 | magnitude << 7;
+        return widen(F16{static_cast<uint16_t>(half)}) * 256.0f;
+    }
+};
+
+// Calls use(format).
+template <class Use>
+void with_format(const Quantization& config, Use&& use) {
+    if (config.element == CodeType::kE4M3) return use(E4M3{});
+    if (config.element == CodeType::kE5M2) return use(E5M2{});
+    if (config.bits == 8) return use(Int8{});
+    if (config.bits == 4) return use(Int4{});
+    use(Int2{});
+}
 
 constexpr int kSums = 2;  // packets of sums that a thread makes at once
 
-template <int kBits>
+template <class Format>
 struct Dequantized {
     int64_t places[kSums];  // of their first elements
     int64_t blocks[kSums];
@@ -213,8 +317,8 @@ struct Dequantized {
             const float* scales_of_all = job.scales(p + q);
 #pragma unroll
             for (int u = 0; u < kSums; ++u) {
-                packed[q][u] = kWhole ? reinterpret_cast<const Codes<kBits>*>(codes)[places[u] / kCount]
-                                      : load_codes(codes, places[u], job.count, kBits);
+                packed[q][u] = kWhole ? reinterpret_cast<const typename Format::Word*>(codes)[places[u] / kCount]
+                                      : load_codes(codes, places[u], job.count, Format::kBits);
                 scales[q][u] = scales_of_all[blocks[u]];
             }
         }
@@ -224,45 +328,123 @@ struct Dequantized {
             for (int u = 0; u < kSums; ++u) {
 #pragma unroll
                 for (int e = 0; e < kCount; ++e) {
-                    // Shifted to the top first, so that shifting down extends its sign.
-                    auto code = static_cast<int32_t>(packed[q][u] << (32 - kBits * (e + 1))) >> (32 - kBits);
-                    sums[u].values[e] = sums[u].values[e] + static_cast<float>(code) * scales[q][u];
+                    sums[u].values[e] = sums[u].values[e] + Format::value(packed[q][u], e) * scales[q][u];
                 }
             }
         }
     }
+
+    template <bool kWhole>
+    PYCOMM_MEMBER void add_all(const Dequantizing& job) {
+#pragma unroll
+        for (int u = 0; u < kSums; ++u) sums[u] = {};
+        int p = 0;
+        if constexpr (kWhole) {
+            for (; p + 4 <= job.num_contributions; p += 4) add<true, 4>(job, p);
+        }
+        for (; p < job.num_contributions; ++p) add<kWhole, 1>(job, p);
+    }
 };
 
-template <int kBits, bool kWhole>
+template <class Format, bool kWhole>
 PYCOMM_DEVICE void dequantize_packets(const Dequantizing& job, int64_t first, int64_t packets) {
     const Factor factor(job.factor);
-    Dequantized<kBits> mine;
+    Dequantized<Format> mine;
 #pragma unroll
     for (int u = 0; u < kSums; ++u) {  // past the end the first is computed again
         int64_t packet = first + u * device::num_threads();
         mine.places[u] = kCount * (packet < packets ? packet : first);
         mine.blocks[u] = job.block_of(mine.places[u]);
-        mine.sums[u] = {};
     }
-    int p = 0;
-    if constexpr (kWhole) {
-        for (; p + 4 <= job.num_contributions; p += 4) mine.template add<true, 4>(job, p);
-    }
-    for (; p < job.num_contributions; ++p) mine.template add<kWhole, 1>(job, p);
+    mine.template add_all<kWhole>(job);
     store_scaled(job.count, job.out, mine.places, mine.sums, factor.as<float>());
 }
 
-template <int kBits>
+template <class Format>
 PYCOMM_KERNEL dequantize_kernel(Dequantizing job) {
     const int64_t packets = (job.count + kCount - 1) / kCount, whole = job.count / kCount;
     const int64_t of_block = int64_t{kSums} * device::num_threads(), begin = device::block_index() * of_block;
     const int64_t first = begin + device::thread_index();
     if (first >= packets) return;
     if (job.aligned && begin + of_block <= whole) {
-        dequantize_packets<kBits, true>(job, first, packets);
+        dequantize_packets<Format, true>(job, first, packets);
     } else {
-        dequantize_packets<kBits, false>(job, first, packets);
+        dequantize_packets<Format, false>(job, first, packets);
     }
+}
+
+// The sums of one block of elements. If each thread has to make them only once, it keeps them.
+template <class Format, bool kWhole>
+struct SumsOfBlock {
+    const Dequantizing& job;
+    int64_t number, begin, packets;
+    Share share;
+    bool kept;
+    Dequantized<Format> mine;
+
+    template <class Use>
+    PYCOMM_MEMBER void for_each(Use&& use) {
+        for (int64_t i = share.first; i < packets; i += kSums * share.stride) {
+#pragma unroll
+            for (int u = 0; u < kSums; ++u) {  // past the end the first is computed again
+                int64_t packet = i + u * share.stride;
+                mine.places[u] = begin + kCount * (packet < packets ? packet : i);
+                mine.blocks[u] = number;
+            }
+            if (!kept) mine.template add_all<kWhole>(job);
+#pragma unroll
+            for (int u = 0; u < kSums; ++u) {
+                if (i + u * share.stride < packets) use(mine.places[u], mine.sums[u]);
+            }
+        }
+        kept = packets <= kSums * share.stride;
+    }
+};
+
+struct Requantizing {
+    Dequantizing from;
+    Quantizing to;
+};
+
+template <class Format, bool kBlock, bool kWhole>
+PYCOMM_DEVICE void requantize_block(const Requantizing& job, int64_t number, int64_t begin, int64_t end) {
+    constexpr bool kFloat = std::is_same_v<Format, E4M3> || std::is_same_v<Format, E5M2>;
+    SumsOfBlock<Format, kWhole> sums{job.from,           number, begin, (end - begin + kCount - 1) / kCount,
+                                     share_of<kBlock>(), false,  {}};
+    quantize_block<kBlock, kFloat>(job.to, number, end, [&](auto&& use) { sums.for_each(use); });
+}
+
+// As quantize_kernel, of sums.
+template <class Format, bool kBlock>
+PYCOMM_KERNEL requantize_kernel(Requantizing job) {
+    int64_t number, begin, end;
+    if (!find_block<kBlock>(job.to, number, begin, end)) return;  // all of them
+    if (job.from.aligned && end % kCount == 0) {
+        requantize_block<Format, kBlock, true>(job, number, begin, end);
+    } else {
+        requantize_block<Format, kBlock, false>(job, number, begin, end);
+    }
+}
+
+// Contributions of `count` elements each.
+Dequantizing dequantizing(const std::vector<const float*>& scales, const std::vector<const uint8_t*>& codes,
+                          const Quantization& config, int64_t count, Workspace& workspace, Stream stream) {
+    std::vector<Buffer> arrays;
+    bool aligned = true;
+    for (const float* p : scales) arrays.push_back({const_cast<float*>(p), num_blocks(config, count), DType::kF32});
+    for (const uint8_t* p : codes) {
+        arrays.push_back({const_cast<uint8_t*>(p), code_bytes(config, count), DType::kU8});
+        aligned = aligned && reinterpret_cast<uintptr_t>(p) % sizeof(Int8::Word) == 0;
+    }
+    return {arrays_of(arrays, workspace, stream), static_cast<int>(scales.size()), config, nullptr, count, {}, aligned};
+}
+
+// Calls use(std::bool_constant): whether a block of elements takes a block of threads; and the number of these.
+template <class Use>
+void with_blocks(const Quantization& config, int64_t count, Use&& use) {
+    int64_t blocks = num_blocks(config, count);
+    if (config.block > kOfWarp) return use(std::true_type{}, blocks);
+    use(std::false_type{}, blocks_for(blocks, device::threads_per_block() / device::kWarpSize));
 }
 
 }  // namespace
@@ -277,11 +459,16 @@ void quantize(const Buffer& x, const Quantization& config, const int64_t* seed, 
                    scales,
                    reinterpret_cast<char*>(codes),
                    reinterpret_cast<char*>(remainder),
+                   false,
                    reinterpret_cast<uintptr_t>(x.data) % sizeof(Floats) == 0};
-    int64_t blocks = num_blocks(config, x.count);
-    if (config.block > kOfWarp) return device::launch("quantize", quantize_kernel<true>, blocks, stream, job);
-    device::launch("quantize", quantize_kernel<false>,
-                   blocks_for(blocks, device::threads_per_block() / device::kWarpSize), stream, job);
+    with_blocks(config, x.count, [&](auto of_threads, int64_t blocks) {
+        constexpr bool kBlock = decltype(of_threads)::value;
+        if (config.element == CodeType::kInt) {
+            device::launch("quantize", quantize_kernel<kBlock, false>, blocks, stream, job);
+        } else {
+            device::launch("quantize", quantize_kernel<kBlock, true>, blocks, stream, job);
+        }
+    });
 }
 
 int64_t dequantize_workspace_bytes(std::size_t num_contributions) { return arrays_bytes(2 * num_contributions); }
@@ -289,25 +476,28 @@ int64_t dequantize_workspace_bytes(std::size_t num_contributions) { return array
 void dequantize(const std::vector<const float*>& scales, const std::vector<const uint8_t*>& codes,
                 const Quantization& config, const Buffer& out, Scale factor, Workspace& workspace, Stream stream) {
     if (out.count == 0) return;
-    std::vector<Buffer> arrays;
-    bool aligned = true;
-    for (const float* p : scales) arrays.push_back({const_cast<float*>(p), num_blocks(config, out.count), DType::kF32});
-    for (const uint8_t* p : codes) {
-        arrays.push_back({const_cast<uint8_t*>(p), code_bytes(config, out.count), DType::kU8});
-        aligned = aligned && reinterpret_cast<uintptr_t>(p) % sizeof(Codes<8>) == 0;
-    }
-    Dequantizing job{arrays_of(arrays, workspace, stream),
-                     static_cast<int>(scales.size()),
-                     config,
-                     out.bytes(),
-                     out.count,
-                     factor,
-                     aligned};
+    Dequantizing job = dequantizing(scales, codes, config, out.count, workspace, stream);
+    job.out = out.bytes();
+    job.factor = factor;
     int64_t blocks = blocks_for(out.count, device::threads_per_block() * kSums * kCount);
-    auto with = [&](auto kernel) { device::launch("dequantize", kernel, blocks, stream, job); };
-    if (config.bits == 8) return with(dequantize_kernel<8>);
-    if (config.bits == 4) return with(dequantize_kernel<4>);
-    with(dequantize_kernel<2>);
+    with_format(config, [&](auto format) {
+        device::launch("dequantize", dequantize_kernel<decltype(format)>, blocks, stream, job);
+    });
+}
+
+void requantize(const std::vector<const float*>& scales, const std::vector<const uint8_t*>& codes, int64_t count,
+                const Quantization& config, const int64_t* seed, const Requantized& out, Workspace& workspace,
+                Stream stream) {
+    if (count == 0) return;
+    Requantizing job{dequantizing(scales, codes, config, count, workspace, stream),
+                     {nullptr, count, config, seed, out.scales, reinterpret_cast<char*>(out.codes),
+                      reinterpret_cast<char*>(out.remainder), true, false}};
+    with_blocks(config, count, [&](auto of_threads, int64_t blocks) {
+        with_format(config, [&](auto format) {
+            constexpr bool kBlock = decltype(of_threads)::value;
+            device::launch("requantize", requantize_kernel<decltype(format), kBlock>, blocks, stream, job);
+        });
+    });
 }
 
 }  // namespace pycomm::cuda

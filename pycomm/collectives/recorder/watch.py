@@ -25,6 +25,7 @@ _COLLECTIVES = {
     "reduce": (0, 1, 3),
     "all_to_all_v": (1, 0, 0),
     "reduce_scatter_v": (1, 2, 3),
+    "reduce_on_host": (0, 0, 0),
     "all_gather_v": (1, 0, 0),
     "broadcast": (0, 1, 2),
     "barrier": (-1, 0, 0),

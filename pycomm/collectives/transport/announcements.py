@@ -23,6 +23,7 @@ _KINDS = (
     "all_to_all_v",
     "reduce_scatter_v",
     "all_gather_v",
+    "reduce_on_host",
 )
 _DTYPES = tuple(getattr(torch, name) for name in DTYPES)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import pycomm._native as _native
-from pycomm.collectives.transport.gpu_program import GpuProgram
+from pycomm.collectives.transport.gpu_program import GpuProgram, all_to_all
 from pycomm.collectives.transport.nccl import NcclTransport
 from pycomm.collectives.transport.registered import register
 from pycomm.kernels import Scratch
@@ -24,10 +24,7 @@ from pycomm.torch_internals import raw_stream
 
 _NUM_ARRAYS = {"reduce_scatter": 2, "all_gather": 2}
 """Number of leading arguments that are arrays, if not one."""
-_NOT_HERE = {
-    "reduce": "reduce requires an array in CPU memory; between GPUs use all_reduce()",
-    "all_to_all": "all_to_all requires arrays in CPU memory; between GPUs use group(), send() and recv()",
-}
+_NOT_HERE = {"reduce": "reduce requires an array in CPU memory; between GPUs use all_reduce()"}
 
 
 def gpu_of(array: Any) -> int | None:
@@ -204,6 +201,8 @@ class GpuQueue:
         """Enqueue NCCL's operation of that name. Raises ValueError if it has none."""
         if operation in _NOT_HERE:
             raise ValueError(_NOT_HERE[operation])
+        if operation == "all_to_all":
+            return self._all_to_all(async_op, *args)
         return self._run("native", operation, async_op, *args)
 
     def _run(self, algorithm: str, operation: str, async_op: bool, *args: Any) -> GpuWork | None:
@@ -213,6 +212,14 @@ class GpuQueue:
             register(array, transport)
         call = getattr(transport, operation)
         return self._enqueue(arrays, lambda stream: call(*args, stream, self._timeout), async_op)
+
+    def _all_to_all(self, async_op: bool, out: Any, x: Any) -> GpuWork | None:
+        if self._grouped is not None:
+            raise ValueError("all_to_all inside a group, wanted sends and receives: it is a group of its own")
+        transport = self.transport("native", streams_of([out, x]))
+        for array in (out, x):
+            register(array, transport)
+        return self._enqueue([out, x], lambda stream: all_to_all(transport, out, x, stream, self._timeout), async_op)
 
     def run_program(self, program: Program, x: Any, op: str, async_op: bool) -> GpuWork | None:
         """All-reduce ``x`` by this rank's program. Raises ValueError inside a group; else as :class:`GpuProgram`."""

@@ -1,7 +1,7 @@
-"""Execution of a program between GPUs: NCCL's sends and receives, a group per round, and our kernels to reduce.
+"""Execution of a program, or of an all-to-all, between GPUs: NCCL's sends and receives, and our kernels to reduce.
 
-Nothing blocks the host. Everything is enqueued on one stream, so a round's kernels run after its messages and before
-the next round's.
+Each round is a group. Nothing blocks the host. Everything is enqueued on one stream, so a round's kernels run after its
+messages and before the next round's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from pycomm import kernels
 from pycomm.collectives.transport.host_tensors import require_op
-from pycomm.collectives.transport.messages import rounds_of
+from pycomm.collectives.transport.messages import rounds_of, sums_of
 from pycomm.collectives.transport.nccl import NcclTransport
 from pycomm.kernels.arrays import DTYPES, Part, dtype_of, empty
 from pycomm.schedule.program import Program
@@ -73,24 +73,23 @@ class GpuProgram:
     def _do_round(
         self, sends: list[list[int]], receives: list[list[int]], transport: NcclTransport, stream: int, timeout: float
     ) -> None:
-        sums, used = [], 0
+        owns, incoming, used = [], [], 0
         with transport.grouped(timeout):
             for row in receives:
                 own = target = self._part(row, stream)
                 if row[3]:
                     target = Part(self._incoming, used, len(own), stream)
                     used += len(own)
-                    sums.append((row[0], own, target))
+                owns.append(own)
+                incoming.append(target)
                 if len(own):
                     transport.recv(target, row[0], stream, timeout)
             for row in sends:
                 part = self._part(row, stream)
                 if len(part):
                     transport.send(part, row[0], stream, timeout)
-        for peer, own, theirs in sums:
+        for own, *operands in sums_of(self._program.rank, receives, owns, incoming):
             if len(own):
-                # In rank order: partners that exchange sums get the same bits, even of zeros and NaNs.
-                operands = [theirs, own] if peer < self._program.rank else [own, theirs]
                 kernels.reduce(own, operands, "sum" if self._op == "mean" else self._op, scratch=self._scratch)
 
     def _part(self, row: list[int], stream: int) -> Part:
@@ -102,6 +101,26 @@ class GpuProgram:
 
     def _scale(self, src: Part, out: Part, scale: float) -> None:
         kernels.unpack(src, [out], scale, scratch=self._scratch)
+
+
+def all_to_all(transport: NcclTransport, out: Any, x: Any, stream: int, timeout: float) -> None:
+    """Enqueue on ``stream``: part p of ``x`` goes to rank p, where it becomes part ``rank`` of ``out``.
+
+    Raises:
+        TypeError, ValueError: the arrays are not contiguous, or are not as many equal parts as there are ranks.
+    """
+    size, count = transport.size, _require_contiguous(x)
+    dtypes = dtype_of(x), dtype_of(out)
+    if dtypes[0] not in DTYPES or dtypes[0] != dtypes[1]:
+        raise TypeError(f"x has dtype {dtypes[0]} and out {dtypes[1]}, wanted both one of {', '.join(DTYPES)}")
+    if count % size or _require_contiguous(out) != count:
+        lengths = f"x has {count} elements and out {_require_contiguous(out)}"
+        raise ValueError(f"{lengths}, wanted both the same multiple of {size}, the number of ranks")
+    with transport.grouped(timeout):
+        for p in range(size if count else 0):
+            first, length = p * (count // size), count // size
+            transport.send(Part(x, first, length, stream), p, stream, timeout)
+            transport.recv(Part(out, first, length, stream), p, stream, timeout)
 
 
 def _require_contiguous(x: Any) -> int:

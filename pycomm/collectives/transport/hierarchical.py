@@ -135,6 +135,13 @@ class HierarchicalCollectives:
 
     # The others.
 
+    def reduce_on_host(self, parts: Sequence[torch.Tensor], timeout: float) -> None:
+        """Make ``parts[k]`` of this host's k-th rank the sum over its ranks."""
+        own = parts[self._hosts.local_rank]
+        self._on_host(
+            "reduce_on_host", lambda patience: self._local.reduce_scatter_v(own, parts, "sum", patience), timeout
+        )
+
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, op: str, timeout: float) -> None:
         """Write part ``rank`` of the reduction of ``x`` into ``out``."""
         if out.nbytes <= _FLAT_BYTES:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -12,7 +13,9 @@ from pycomm import kernels
 from pycomm.collectives.transport.base import Message
 from pycomm.schedule.program import Program
 
-_HALVES = (torch.float16, torch.bfloat16)
+HALVES = (torch.float16, torch.bfloat16)
+
+T = TypeVar("T")
 
 
 class Messenger(Protocol):
@@ -30,7 +33,7 @@ class Messenger(Protocol):
 
 def run_program(program: Program, x: torch.Tensor, op: str, messenger: Messenger, timeout: float) -> None:
     """All-reduce contiguous ``x`` in place. For means the sums, of half types in float32, are divided at the end."""
-    if op == "mean" and x.dtype in _HALVES:
+    if op == "mean" and x.dtype in HALVES:
         wide = x.float()  # the sum may not fit the half type although the mean does
         run_program(program, wide, op, messenger, timeout)
         x.copy_(wide)
@@ -68,15 +71,28 @@ def _do_round(
         return flat[program.border(chunk, len(flat)) : program.border(chunk + count, len(flat))]
 
     outgoing = [(row[0], part(row)) for row in sends]
-    mine = [(row[0], part(row), bool(row[3])) for row in receives]
+    owns = [part(row) for row in receives]
     # No COPY writes what its round reads, so it may arrive where it belongs.
-    incoming = [(peer, torch.empty_like(own) if reduces else own) for peer, own, reduces in mine]
+    incoming = [(row[0], torch.empty_like(own) if row[3] else own) for row, own in zip(receives, owns, strict=True)]
     messenger.exchange(
         [message for message in outgoing if len(message[1])],
         [message for message in incoming if len(message[1])],
         timeout,
     )
-    for (peer, own, reduces), (_, theirs) in zip(mine, incoming, strict=True):
-        if reduces and len(own):
-            # In the order of the ranks: partners that exchange sums get the same bits, also of zeros and NaNs.
-            kernels.reduce(own, [theirs, own] if peer < program.rank else [own, theirs], op)
+    for own, *theirs in sums_of(program.rank, receives, owns, [x for _, x in incoming]):
+        if len(own):
+            kernels.reduce(own, theirs, op)
+
+
+def sums_of(rank: int, receives: list[list[int]], owns: Sequence[T], incoming: Sequence[T]) -> list[list[T]]:
+    """Return, for each chunk that a round reduces, where the result goes, and what it is reduced from.
+
+    All that comes for a chunk is reduced at once, so that sums of half types are rounded once. It is in the order of
+    the ranks: partners that exchange sums get the same bits, also of zeros and NaNs.
+    """
+    terms: dict[tuple[int, int], list[tuple[int, T]]] = {}
+    for row, own, theirs in zip(receives, owns, incoming, strict=True):
+        if row[3]:
+            terms.setdefault((row[1], row[2]), [(rank, own)]).append((row[0], theirs))
+    by_rank = operator.itemgetter(0)
+    return [[each[0][1], *(x for _, x in sorted(each, key=by_rank))] for each in terms.values()]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from pycomm import kernels, schedule
 from pycomm.collectives.transport.base import HostMemory, Message
-from pycomm.collectives.transport.messages import run_program
+from pycomm.collectives.transport.messages import HALVES, run_program
 from pycomm.collectives.transport.torch_group import DIRECT_RANKS, TorchGroup
 from pycomm.schedule.network import Link, Network
 from pycomm.schedule.program import Program, program_of
@@ -46,7 +46,7 @@ class TorchCollectives:
         self._group = group
         self._rank, self._size = group.rank, group.size
         self.hosts: Sequence[Sequence[int]] = [(p,) for p in range(group.size)]
-        # Gloo adds float16 element by element: its own sums take twice as long as the schedules.
+        # Gloo rounds sums of half types after every addition, and adds float16 element by element.
         self._by_messages: BetweenHosts | None = None
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -70,7 +70,7 @@ class TorchCollectives:
             kernels.reduce(tensor, list(gathered.view(self._size, *tensor.shape)), op)
             return
         group = self._group.group
-        if tensor.dtype == torch.float16 and dist.get_backend(group) == dist.Backend.GLOO:
+        if tensor.dtype in HALVES and dist.get_backend(group) == dist.Backend.GLOO:
             self._by_messages = self._by_messages or BetweenHosts(self._group, range(self._size))
             self._by_messages.all_reduce(tensor, op, timeout)  # "mean" has been widened
             return
@@ -160,7 +160,7 @@ class BetweenHosts:
     def all_reduce(self, x: torch.Tensor, op: str, timeout: float) -> None:
         """Reduce flat ``x`` over the hosts, in place; the same bits on all of them."""
         if len(x) > 0:
-            run_program(self._program(x.nbytes), x, op, self, timeout)
+            run_program(self._program(x), x, op, self, timeout)
 
     def broadcast(self, x: torch.Tensor, source: int, timeout: float) -> None:
         """Overwrite flat ``x``, bytes, with that of the host ``source``, along a chain of hosts."""
@@ -173,10 +173,11 @@ class BetweenHosts:
             sends = [(behind, segments[s]) for s in [step - place] if place < size - 1 and 0 <= s < len(segments)]
             self.exchange(sends, receives, timeout, "broadcast")
 
-    def _program(self, num_bytes: int) -> Program:
+    def _program(self, x: torch.Tensor) -> Program:
         if not self._choices:
             self._choices = schedule.rank_algorithms(len(self._ranks), _NETWORK).crossovers()
-        name = [name for size, name in self._choices if size <= num_bytes][-1]
+        # Of half types "direct" rounds sums once, others after every round.
+        name = "direct" if x.dtype in HALVES else [name for size, name in self._choices if size <= x.nbytes][-1]
         if name not in self._programs:
             table = schedule.by_name(name, len(self._ranks))
             schedule.verify(table)

@@ -196,6 +196,16 @@ class TorchTransport:
         self._agree_on_parts("reduce_scatter_v", sources, receives, timeout, target.dtype, op)
         self._over.reduce_scatter_v(target, sources, op, timeout)
 
+    @counted
+    def reduce_on_host(self, parts: Sequence[torch.Tensor], timeout: float) -> None:
+        """Make ``parts[k]`` of each host's k-th rank the sum over its ranks, where hosts have equally many.
+
+        ``parts`` are slices of one tensor, of equal lengths on all ranks.
+        """
+        assert isinstance(self._over, HierarchicalCollectives)
+        self._agree("reduce_on_host", parts[0], "sum", 0, timeout)
+        self._over.reduce_on_host(parts, timeout)
+
     # Movements.
 
     @counted

@@ -14,13 +14,15 @@ from dataclasses import dataclass
 
 import torch
 
-from pycomm import kernels
+from pycomm import checks, kernels
 from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import laid_out_like
 from pycomm.compression.base import Flag, Method, Scaling, as_flag
 from pycomm.compression.codec import agreed_scale
 from pycomm.compression.dense import DenseExchange, reduce_message
+
+_SUMS = ("native", "float32")
 
 
 class HalfExchange(DenseExchange):
@@ -29,10 +31,16 @@ class HalfExchange(DenseExchange):
     Args:
         half_dtype: the dtype that travels.
         scaled: multiply by a power of two that all ranks agree on, to use the range of that dtype.
+        sums: see :class:`FP16`.
     """
 
-    def __init__(self, bucket: Bucket, communicator: Communicator, half_dtype: torch.dtype, scaled: bool) -> None:
+    def __init__(
+        self, bucket: Bucket, communicator: Communicator, half_dtype: torch.dtype, scaled: bool, sums: str
+    ) -> None:
         super().__init__(bucket, communicator)
+        # Where ranks share memory, the transport's own sums are in float32.
+        is_flat = bucket.on_gpu or 1 < len(communicator.hosts) == communicator.size
+        self._algorithm = bucket.algorithm if sums == "native" else "direct" if is_flat else "native"
         self._scaled = scaled
         self.packs_apart = not scaled
         self._message = communicator.empty(bucket.num_elements + bucket.num_flags, half_dtype, bucket.device)
@@ -49,7 +57,7 @@ class HalfExchange(DenseExchange):
         if not bucket.on_gpu:
             bucket.flags.copy_(flags)
         found = self._find_source(grads)
-        reduce_message(self._communicator, bucket, self._message, "sum")
+        reduce_message(self._communicator, bucket, self._message, "sum", self._algorithm)
         self.bytes_sent += self._message.nbytes
         own, factor = bucket.own, scaling.result / (size * scale)
         kernels.unpack(whole[own], [bucket.flat[own]], factor, scratch=self._unpack_scratch)
@@ -74,15 +82,34 @@ class HalfExchange(DenseExchange):
 
 @dataclass(frozen=True)
 class FP16(Method):
-    """Gradients as float16, scaled per bucket by a power of two that all ranks agree on."""
+    """Gradients as float16, scaled per bucket by a power of two that all ranks agree on.
+
+    Args:
+        sum: "native": as :meth:`pycomm.Communicator.all_reduce` adds up. In CPU memory that is in float32, and between
+            hosts by two hops; NCCL adds in float16. "float32": also on GPUs, and whatever ``algorithm`` says, by two
+            hops: each rank adds up its part of all messages in float32, rounds once, and all gather the sums.
+
+    Raises:
+        TypeError, ValueError: ``sum`` is neither.
+    """
+
+    sum: str = "native"
+
+    def __post_init__(self) -> None:
+        checks.choice("sum", self.sum, _SUMS)
 
     def make(self, bucket: Bucket, communicator: Communicator) -> HalfExchange:
-        return HalfExchange(bucket, communicator, torch.float16, scaled=True)
+        return HalfExchange(bucket, communicator, torch.float16, scaled=True, sums=self.sum)
 
 
 @dataclass(frozen=True)
 class BF16(Method):
-    """Gradients as bfloat16: float32's range, 8 bits of precision."""
+    """Gradients as bfloat16: float32's range, 8 bits of precision. ``sum``: see :class:`FP16`."""
+
+    sum: str = "native"
+
+    def __post_init__(self) -> None:
+        checks.choice("sum", self.sum, _SUMS)
 
     def make(self, bucket: Bucket, communicator: Communicator) -> HalfExchange:
-        return HalfExchange(bucket, communicator, torch.bfloat16, scaled=False)
+        return HalfExchange(bucket, communicator, torch.bfloat16, scaled=False, sums=self.sum)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,55 +11,44 @@ import torch
 from pycomm import kernels
 from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
-from pycomm.compression.codec import Accumulated, BaseCodec, sum_of_maxima
 from pycomm.compression.feedback import CodecMethod
-from pycomm.compression.messages import GatheredMessages
-from pycomm.compression.report import Report, Told
+from pycomm.compression.two_hop import Arrays, TwoHopCodec, add_up_decoded
 
 
-class SignCodec(BaseCodec):
-    """Codec of the signs of every parameter and one magnitude, gathered by every rank."""
+class SignForm:
+    """Form of the elements of a bucket from ``begin`` to ``end``: their signs, and a magnitude for each parameter."""
 
-    def __init__(self, bucket: Bucket, communicator: Communicator) -> None:
-        super().__init__()
-        self._bucket = bucket
-        words = [kernels.sign_words(n) for n in bucket.numels]
-        self._words = words
-        self._messages = GatheredMessages(
-            bucket, communicator, [(torch.float32, len(words)), (torch.int32, sum(words))]
-        )
-        self._scratches = [kernels.Scratch() for _ in words]
+    top = 1.0
 
-    def send(self, accumulated: Accumulated, told: Told) -> Report:
-        magnitudes, words = self._messages.mine
-        parts = zip(self._bucket.parts(accumulated.flat), torch.split(words, self._words), strict=True)
-        for i, (part, bits) in enumerate(parts):
-            magnitude = magnitudes[i : i + 1]
+    def __init__(self, bucket: Bucket, begin: int, end: int) -> None:
+        ends = itertools.accumulate(bucket.numels, initial=0)
+        lengths = [min(end, after) - max(begin, before) for before, after in itertools.pairwise(ends)]
+        self._lengths = [length for length in lengths if length > 0]
+        self._words = [kernels.sign_words(length) for length in self._lengths]
+        words = torch.int32, sum(self._words)
+        self.arrays: Sequence[tuple[torch.dtype, int]] = [(torch.float32, len(self._words)), words]
+        self._scratches = [kernels.Scratch() for _ in self._words]
+
+    def encode(self, x: torch.Tensor, arrays: Arrays, seed: torch.Tensor | None) -> None:
+        parts = zip(torch.split(x, self._lengths), *self._split(arrays), strict=True)
+        for part, magnitude, words in parts:
             magnitude.copy_(torch.linalg.vector_norm(part, 1) / part.numel())
-            if part.dtype == torch.float32:
-                kernels.pack_signs(part, magnitude, bits, remainder=part)
-            else:
-                kernels.pack_signs(part.float(), magnitude, bits)
-                part.sub_(torch.where(torch.signbit(part), -magnitude, magnitude))
-        self.bytes_sent += self._messages.num_bytes
-        return self._messages.gather(told)
+            kernels.pack_signs(part, magnitude, words, remainder=part)
 
-    def largest(self) -> torch.Tensor:
-        return sum_of_maxima([magnitudes for magnitudes, _ in self._messages.everyones])
+    def decode(self, messages: Sequence[Arrays], out: torch.Tensor, factor: float | torch.Tensor = 1.0) -> None:
+        everyones = [self._split(arrays) for arrays in messages]
+        for i, part in enumerate(torch.split(out, self._lengths)):
+            words, magnitudes = [words[i] for _, words in everyones], [magnitudes[i] for magnitudes, _ in everyones]
+            kernels.unpack_signs(words, magnitudes, part, factor, scratch=self._scratches[i])
 
-    def write(self, out: torch.Tensor, factor: float | torch.Tensor) -> None:
-        everyones = [(m, torch.split(words, self._words)) for m, words in self._messages.everyones]
-        for i, part in enumerate(self._bucket.parts(out)):
-            into = part if out.dtype == torch.float32 else torch.empty_like(part, dtype=torch.float32)
-            kernels.unpack_signs(
-                [words[i] for _, words in everyones],
-                [magnitudes[i : i + 1] for magnitudes, _ in everyones],
-                into,
-                factor,
-                scratch=self._scratches[i],
-            )
-            if into is not part:
-                part.copy_(into)
+    def add_up(
+        self, messages: Sequence[Arrays], arrays: Arrays, remainder: torch.Tensor, seed: torch.Tensor | None
+    ) -> None:
+        add_up_decoded(self, messages, arrays, remainder, seed)
+
+    def _split(self, arrays: Arrays) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """Return the magnitude and the words of each parameter."""
+        return torch.split(arrays[0], 1), torch.split(arrays[1], self._words)
 
 
 @dataclass(frozen=True)
@@ -66,9 +57,10 @@ class OneBit(CodecMethod):
 
     Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", 2019,
     algorithm 2: with p the sum of gradient and residual, ``mean(|p|) * sign(p)`` is sent. A bit per
-    element and a float32 per parameter; every rank gathers every other's. It does not converge
-    without error feedback, so there is no switch.
+    element and a float32 per parameter. Messages are summed as :mod:`pycomm.compression.two_hop` says: with two
+    hops each rank's part of a parameter has a magnitude of its own, and so has the sum, as in 1-bit Adam (Tang et al.
+    2021, section 4.3). It does not converge without error feedback, so there is no switch.
     """
 
-    def codec(self, bucket: Bucket, communicator: Communicator) -> SignCodec:
-        return SignCodec(bucket, communicator)
+    def codec(self, bucket: Bucket, communicator: Communicator) -> TwoHopCodec:
+        return TwoHopCodec(bucket, communicator, lambda begin, end: SignForm(bucket, begin, end))

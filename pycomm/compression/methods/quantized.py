@@ -1,7 +1,8 @@
-"""Quantized blocks: Int8 (nearest), QSGD and TernGrad (stochastic), and their codec."""
+"""Quantized blocks: Int8, Int4 and FP8 (nearest), QSGD and TernGrad (stochastic), and their form."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 
 import torch
@@ -9,87 +10,131 @@ import torch
 from pycomm import checks, kernels
 from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
-from pycomm.compression.codec import Accumulated, BaseCodec, seed_of, sum_of_maxima
 from pycomm.compression.feedback import CodecMethod
-from pycomm.compression.messages import GatheredMessages
-from pycomm.compression.report import Report, Told
+from pycomm.compression.two_hop import Arrays, TwoHopCodec
+
+_LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
 
 
-class QuantizedCodec(BaseCodec):
-    """Codec of blocks as small integers with a scale each, gathered and added up by every rank.
+class QuantizedForm:
+    """Form of ``count`` elements as small numbers, with a scale for each block."""
 
-    Args:
-        config: how blocks are quantized.
-        seed: round stochastically, by random numbers that follow from it, the rank and the step; ``None``:
-            to the nearest.
-    """
-
-    def __init__(
-        self, bucket: Bucket, communicator: Communicator, config: kernels.Quantization, seed: int | None = None
-    ) -> None:
-        super().__init__()
-        count = bucket.num_elements
+    def __init__(self, config: kernels.Quantization, count: int) -> None:
         self._config = config
-        self._messages = GatheredMessages(
-            bucket, communicator, [(torch.float32, config.num_blocks(count)), (torch.uint8, config.code_bytes(count))]
-        )
-        self._seed = None
-        if seed is not None:
-            mixed = seed_of(seed, communicator.rank, bucket)
-            self._seed = torch.tensor([mixed, 0], dtype=torch.int64, device=bucket.device)
-        self._scratch = kernels.Scratch()
+        codes = torch.uint8, config.code_bytes(count)
+        self.arrays: Sequence[tuple[torch.dtype, int]] = [(torch.float32, config.num_blocks(count)), codes]
+        self.top = _LARGEST.get(config.element, float(config.levels))
+        self._scratch, self._sum_scratch = kernels.Scratch(), kernels.Scratch()
 
-    def begin(self, step: int | torch.Tensor) -> None:
-        if self._seed is not None:
-            self._seed[1:].fill_(step)
+    def encode(self, x: torch.Tensor, arrays: Arrays, seed: torch.Tensor | None) -> None:
+        kernels.quantize(x, self._config, (arrays[0], arrays[1]), seed=seed, remainder=x)
 
-    def send(self, accumulated: Accumulated, told: Told) -> Report:
-        flat = accumulated.flat
-        scales, small = self._messages.mine
-        if flat.dtype == torch.float32:
-            kernels.quantize(flat, self._config, (scales, small), seed=self._seed, remainder=flat)
-        else:
-            sent = flat.float()
-            kernels.quantize(sent, self._config, (scales, small), seed=self._seed)
-            kernels.dequantize([scales], [small], self._config, sent)
-            flat.sub_(sent)
-        self.bytes_sent += self._messages.num_bytes
-        return self._messages.gather(told)
+    def decode(self, messages: Sequence[Arrays], out: torch.Tensor, factor: float | torch.Tensor = 1.0) -> None:
+        scales, codes = zip(*messages, strict=True)
+        kernels.dequantize(scales, codes, self._config, out, factor, scratch=self._scratch)
 
-    def largest(self) -> torch.Tensor:
-        return sum_of_maxima([scales for scales, _ in self._messages.everyones]) * self._config.levels
+    def add_up(
+        self, messages: Sequence[Arrays], arrays: Arrays, remainder: torch.Tensor, seed: torch.Tensor | None
+    ) -> None:
+        scales, codes = zip(*messages, strict=True)
+        config, out = self._config, (arrays[0], arrays[1])
+        kernels.requantize(scales, codes, config, out, seed=seed, remainder=remainder, scratch=self._sum_scratch)
 
-    def write(self, out: torch.Tensor, factor: float | torch.Tensor) -> None:
-        scales, small = zip(*self._messages.everyones, strict=True)
-        into = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
-        kernels.dequantize(list(scales), list(small), self._config, into, factor, scratch=self._scratch)
-        if into is not out:
-            out.copy_(into)
+
+def _check_blocks(block: int, error_feedback: bool) -> None:
+    checks.integer("block", block, 64)
+    if block % 64:
+        raise ValueError(f"block is {block}, wanted a multiple of 64")
+    checks.flag("error_feedback", error_feedback)
+
+
+def _quantized(
+    bucket: Bucket, communicator: Communicator, config: kernels.Quantization, seed: int | None = None
+) -> TwoHopCodec:
+    return TwoHopCodec(bucket, communicator, lambda begin, end: QuantizedForm(config, end - begin), seed)
 
 
 @dataclass(frozen=True)
 class Int8(CodecMethod):
-    """Blocks of 256 elements as multiples of 1/127 of their largest magnitude, rounded to the nearest.
+    """Blocks of elements as multiples of 1/127 of their largest magnitude, rounded to the nearest.
 
-    8.13 bits per element (the blocks' scales included; Dettmers, "8-Bit Approximations for Parallelism
-    in Deep Learning", 2015). Every rank gathers all ranks' messages, so bytes grow with their number: use
-    it with two to four ranks; with more, FP16 sends less.
+    8.13 bits per element, the blocks' scales included (Dettmers, "8-Bit Approximations for Parallelism in Deep
+    Learning", 2015). Messages are summed as :mod:`pycomm.compression.two_hop` says.
 
     Args:
         error_feedback: keep what rounding left over and add it to the next gradient.
+        block: number of elements with a common scale, a multiple of 64.
 
     Raises:
-        TypeError: ``error_feedback`` is not a bool.
+        TypeError, ValueError: a setting has the wrong type or value.
     """
 
     error_feedback: bool = True
+    _: KW_ONLY
+    block: int = 256
 
     def __post_init__(self) -> None:
-        checks.flag("error_feedback", self.error_feedback)
+        _check_blocks(self.block, self.error_feedback)
 
-    def codec(self, bucket: Bucket, communicator: Communicator) -> QuantizedCodec:
-        config = kernels.Quantization(block=256, levels=127, bits=8, norm="max")
-        return QuantizedCodec(bucket, communicator, config)
+    def codec(self, bucket: Bucket, communicator: Communicator) -> TwoHopCodec:
+        return _quantized(bucket, communicator, kernels.Quantization(block=self.block))
+
+
+@dataclass(frozen=True)
+class Int4(CodecMethod):
+    """Blocks of elements as multiples of 1/7 of their largest magnitude, rounded to the nearest; two to a byte.
+
+    4.25 bits per element, the scales included (Wang et al., "ZeRO++: Extremely Efficient Collective Communication for
+    Giant Model Training", 2023, section 3.3, with error feedback). Otherwise as :class:`pycomm.Int8`.
+
+    Args:
+        block: number of elements with a common scale, a multiple of 64.
+        error_feedback: keep what rounding left over and add it to the next gradient.
+
+    Raises:
+        TypeError, ValueError: a setting has the wrong type or value.
+    """
+
+    _: KW_ONLY
+    block: int = 128
+    error_feedback: bool = True
+
+    def __post_init__(self) -> None:
+        _check_blocks(self.block, self.error_feedback)
+
+    def codec(self, bucket: Bucket, communicator: Communicator) -> TwoHopCodec:
+        return _quantized(bucket, communicator, kernels.Quantization(block=self.block, levels=7, bits=4))
+
+
+@dataclass(frozen=True)
+class FP8(CodecMethod):
+    """Blocks of elements as floats of 8 bits, rounded to the nearest, with a power of two as scale.
+
+    8.25 bits per element, the scales included. (Micikevicius et al., "FP8 Formats for Deep Learning", 2022; scales by
+    block as in DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3.) A scale brings the largest magnitude
+    of its block into the format's range, so nothing saturates. Small magnitudes of a block keep more digits than under
+    :class:`pycomm.Int8`, large ones fewer. Otherwise as Int8.
+
+    Args:
+        format: "e4m3", 4 bits of exponent and 3 of mantissa; or "e5m2", which has more range and fewer digits.
+        block: number of elements with a common scale, a multiple of 64.
+        error_feedback: keep what rounding left over and add it to the next gradient.
+
+    Raises:
+        TypeError, ValueError: a setting has the wrong type or value.
+    """
+
+    format: str = "e4m3"
+    _: KW_ONLY
+    block: int = 128
+    error_feedback: bool = True
+
+    def __post_init__(self) -> None:
+        checks.choice("format", self.format, tuple(_LARGEST))
+        _check_blocks(self.block, self.error_feedback)
+
+    def codec(self, bucket: Bucket, communicator: Communicator) -> TwoHopCodec:
+        return _quantized(bucket, communicator, kernels.Quantization(block=self.block, element=self.format))
 
 
 @dataclass(frozen=True)
@@ -124,10 +169,10 @@ class QSGD(CodecMethod):
     def error_feedback(self) -> bool:
         return False
 
-    def codec(self, bucket: Bucket, communicator: Communicator) -> QuantizedCodec:
+    def codec(self, bucket: Bucket, communicator: Communicator) -> TwoHopCodec:
         bits = 2 if self.levels == 1 else 4 if self.levels <= 7 else 8
         config = kernels.Quantization(block=512, levels=self.levels, bits=bits, norm="euclidean")
-        return QuantizedCodec(bucket, communicator, config, self.seed)
+        return _quantized(bucket, communicator, config, self.seed)
 
 
 @dataclass(frozen=True)
@@ -155,6 +200,6 @@ class TernGrad(CodecMethod):
     def error_feedback(self) -> bool:
         return False
 
-    def codec(self, bucket: Bucket, communicator: Communicator) -> QuantizedCodec:
+    def codec(self, bucket: Bucket, communicator: Communicator) -> TwoHopCodec:
         config = kernels.Quantization(block=1024, levels=1, bits=2, norm="max")
-        return QuantizedCodec(bucket, communicator, config, self.seed)
+        return _quantized(bucket, communicator, config, self.seed)

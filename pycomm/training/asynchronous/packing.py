@@ -24,7 +24,7 @@ from pycomm.compression.dense import by_method
 class _GroupOfOne:
     """Substitute for the communicator of a group of one."""
 
-    rank, size = 0, 1
+    rank, size, hosts = 0, 1, ((0,),)
 
     def empty(self, shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)

@@ -12,7 +12,20 @@ import torch
 from pycomm import checks
 from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
-from pycomm.compression import BF16, DGC, FP16, QSGD, Compression, Int8, NoCompression, OneBit, PowerSGD, TernGrad
+from pycomm.compression import (
+    BF16,
+    DGC,
+    FP8,
+    FP16,
+    QSGD,
+    Compression,
+    Int4,
+    Int8,
+    NoCompression,
+    OneBit,
+    PowerSGD,
+    TernGrad,
+)
 from pycomm.compression.base import Exchange, Flag, Operation, Scaling, State
 from pycomm.compression.codec import Codec
 from pycomm.compression.feedback import CodecExchange, CodecMethod, StatefulMethod
@@ -103,7 +116,8 @@ class AutoExchange:
         return self._codecs[method]
 
     def _make_codec(self, method: str) -> Codec:
-        methods: dict[str, CodecMethod] = {"powersgd": self._config.low_rank(), "dgc": self._config.sparse()}
+        config = self._config
+        methods: dict[str, CodecMethod] = {"fp8": FP8(), "powersgd": config.low_rank(), "dgc": config.sparse()}
         make = methods[method].codec if method in methods else WholeCodec
         return make(self._bucket, self._communicator)
 
@@ -198,7 +212,7 @@ def cheapest(costs: dict[str, Costs], link: MeasuredLink, current: str | None) -
 
 @dataclass(frozen=True)
 class Auto(StatefulMethod):
-    """For each bucket the fastest on this link: dense, FP16, PowerSGD(rank) or top-k (DGC without correction).
+    """For each bucket the fastest on this link: dense, FP16, FP8, PowerSGD(rank) or top-k (DGC without correction).
 
     ``attach`` times a few collectives, and runs every method on gradients of the bucket's size. Every 200
     reductions it measures the link again. All ranks use the slowest rank's figures, so they choose alike. A
@@ -247,6 +261,7 @@ class Auto(StatefulMethod):
         methods: dict[str, Compression] = {
             "dense": NoCompression(),
             "fp16": FP16(),
+            "fp8": FP8(),
             "powersgd": self.low_rank(),
             "dgc": self.sparse(),
         }
@@ -283,6 +298,6 @@ def checked_method(compression: Any) -> Compression:
 
 _NAMED: Mapping[str, Callable[[], Compression]] = {
     "auto": Auto,
-    **{kind.__name__.lower(): kind for kind in (FP16, BF16, Int8, OneBit, QSGD, TernGrad, PowerSGD, DGC)},
+    **{kind.__name__.lower(): kind for kind in (FP16, BF16, FP8, Int8, Int4, OneBit, QSGD, TernGrad, PowerSGD, DGC)},
 }
 """Methods that need no arguments, by the names that ``compression`` takes."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from pycomm.compression import DGC, FP16, Compression, Int8, NoCompression, PowerSGD
+from pycomm.compression import DGC, FP8, FP16, Compression, Int4, Int8, NoCompression, PowerSGD
 from pycomm.compression.base import Operation
 from pycomm.schedule import rank_algorithms, simulate
 from pycomm.schedule.algorithms.circulant import circulant_all_gather
@@ -20,7 +20,9 @@ from pycomm.training.cost.pricing import Costs, rehearse
 METHODS: Mapping[str, Compression] = {
     "dense": NoCompression(),
     "fp16": FP16(),
+    "fp8": FP8(),
     "int8": Int8(),
+    "int4": Int4(),
     "powersgd(4)": PowerSGD(4),
     "dgc(1%)": DGC(0.01),
     "dgc(0.1%)": DGC(0.001),
@@ -78,7 +80,9 @@ class SimulatedLink:
             self._algorithms[operation], seconds = ranking.at(size)[0]
             return seconds
         whole = np.array([size * self._num_ranks if operation.kind == "all_gather" else size])
-        schedules = (circulant_all_gather(self._num_ranks), direct_all_gather(self._num_ranks))
+        schedules = [direct_all_gather(self._num_ranks)]  # an all-to-all sends the same messages
+        if operation.kind == "all_gather":
+            schedules.append(circulant_all_gather(self._num_ranks))
         return float(min(simulate(each, whole, network)[0] for each in schedules))
 
 
@@ -91,7 +95,7 @@ def price(num_ranks: int, nbytes: float, network: Network) -> dict[str, Priced]:
     for name, cost in costs.items():
         seconds = sum(link.seconds(operation) for operation in cost.operations)
         even = bandwidth * _break_even(cost, costs["dense"], link) if name != "dense" else math.nan
-        priced[name] = Priced(cost.local, seconds, cost.num_bytes(), even)
+        priced[name] = Priced(cost.local, seconds, cost.num_bytes(num_ranks), even)
     return priced
 
 

@@ -47,16 +47,18 @@ class Costs:
         """Return the time of work and communication, one after the other."""
         return self.local + sum(link.seconds(operation) for operation in self.operations)
 
-    def num_bytes(self) -> int:
-        """Return how many bytes a rank hands to the transport."""
-        return sum(operation.num_bytes for operation in self.operations)
+    def num_bytes(self, size: int) -> float:
+        """Return how many bytes each of ``size`` ranks hands to the transport for others."""
+        shares = {"all_to_all": (size - 1) / size}  # one part is its own
+        return sum(operation.num_bytes * shares.get(operation.kind, 1.0) for operation in self.operations)
 
 
 class _Rehearsal:
-    """Communicator of simulated ranks, all of which send the same as this rank."""
+    """Communicator of simulated ranks, each on a host of its own, all of which send the same as this rank."""
 
     def __init__(self, size: int) -> None:
         self.rank, self.size = 0, size
+        self.hosts = [(p,) for p in range(size)]
         self.operations: list[Operation] = []
 
     def own_share(self, x: torch.Tensor, algorithm: str) -> None:
@@ -72,11 +74,15 @@ class _Rehearsal:
         self.operations.append(Operation("all_gather", x.nbytes))
         out.view(self.size, -1).copy_(x)
 
+    def all_to_all(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        self.operations.append(Operation("all_to_all", x.nbytes))
+        out.view(self.size, -1).copy_(x.view(self.size, -1)[0])
+
 
 def rehearse(method: Compression, params: Sequence[torch.Tensor], size: int) -> Costs:
     """Return what a bucket of ``params`` costs each of ``size`` ranks by ``method``: medians of a few steps.
 
-    At most four ranks are rehearsed. For methods that gather messages, each further rank adds half of the
+    At most four ranks are rehearsed. For methods that only gather messages, each further rank adds half of the
     difference between four ranks and two.
     """
     small = min(size, _MOST_RANKS)

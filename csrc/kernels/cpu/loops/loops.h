@@ -120,6 +120,9 @@ struct Loops {
                      float* scales, uint8_t* codes, float* remainder);
     void (*dequantize)(const float* const* scales, const uint8_t* const* codes, int num_contributions,
                        const Quantization& config, float* out, int64_t count, float factor);
+    void (*requantize)(const float* const* scales, const uint8_t* const* codes, int num_contributions, int64_t count,
+                       int64_t first, const Quantization& config, const int64_t* seed, float* out_scales,
+                       uint8_t* out_codes, float* remainder);
 
     // kernels/signs.h.
     void (*pack_signs)(const float* x, int64_t count, float magnitude, uint32_t* words, float* remainder);

@@ -1,5 +1,6 @@
 #include "kernels/cpu/loops/members.h"
 #include "kernels/cpu/loops/simd.h"
+#include "kernels/fp8.h"
 #include "kernels/random.h"
 
 namespace pycomm::PYCOMM_ISA {
@@ -14,156 +15,295 @@ inline void random_group(const Seed& seed, int64_t first, float* out) {
     for (int j = 0; j < kGroup; ++j) out[j] = uniform(seed, first + j);
 }
 
-// The codes of 64 elements in 64 bytes, and what is left of each.
-template <bool kRandom>
-inline void encode_group(const float* x, float inverse, float scale, int levels, const float* random, int8_t* codes,
-                         float* remainder) {
-    const Vec by = splat(inverse), most = splat(static_cast<float>(levels)), size = splat(scale);
-    const Vec magic = splat(0x1.8p23f);  // adding and taking it away rounds to the nearest whole number, ties to even
-    for (int u = 0; u < kVecs; ++u) {
-        Vec v = load(x + u * kLanes);
-        Vec level = magnitude(mul(v, by));
+// Codes as whole numbers in int32 lanes, and what they stand for, in units of the scale.
+struct Coded {
+    Vec codes, values;
+};
+
+// Formats: code(x, random) takes elements in units of the scale, decode(from) reads the codes of one vector of
+// elements.
+template <int kSize>
+struct Ints {
+    static constexpr int kBits = kSize;
+    float levels;
+
+    template <bool kRandom>
+    Coded code(Vec x, Vec random) const {
+        const Vec magic =
+            splat(0x1.8p23f);  // adding and taking it away rounds to the nearest whole number, ties to even
+        Vec level = magnitude(x);
+        level = kRandom ? truncate(add(level, random)) : sub(add(level, magic), magic);
+        Vec value = with_sign(lesser(level, splat(levels)), x);
+        return {whole(value), value};
+    }
+    static Vec decode(const uint8_t* from) { return load_codes<kBits>(from); }
+};
+
+template <CodeType kElement>
+struct Floats {
+    static constexpr int kBits = 8;
+    static constexpr Fp8 kFormat = fp8_of(kElement);
+    static constexpr int kShift = 23 - kFormat.mantissa;
+
+    // A magnitude is a whole number of units of its mantissa's last bit: of those that its own exponent has, or the
+    // smallest normal number's. Rounding may make it the next power of two, which this number and exponent stand for
+    // too.
+    template <bool kRandom>
+    Coded code(Vec x, Vec random) const {
+        Vec level = magnitude(x);
+        Vec exponent = greater_bits(and_bits(level, splat_bits(0xffu << 23)), splat_bits((127 + kFormat.least) << 23));
+        Vec number, value;
         if (kRandom) {
-            level = truncate(add(level, load(random + u * kLanes)));
+            Vec per_level = sub_bits(splat_bits((254 + kFormat.mantissa) << 23), exponent);
+            Vec units = truncate(add(mul(level, per_level), random));
+            units = lesser(units, mul(splat(kFormat.largest), per_level));  // random numbers may round to 1
+            number = whole(units);
+            value = mul(units, sub_bits(exponent, splat_bits(kFormat.mantissa << 23)));
         } else {
-            level = sub(add(level, magic), magic);
+            Vec magic = add_bits(exponent, splat_bits(kShift << 23));  // its last bit is a unit
+            Vec sum = add(level, magic);
+            number = sub_bits(sum, magic);
+            value = sub(sum, magic);
         }
-        Vec code = with_sign(minimum(level, most), v);
-        store_bytes(codes + u * kLanes, code);
-        if (remainder != nullptr) store(remainder + u * kLanes, sub(v, mul(code, size)));
+        Vec binades = sub_bits(shift_down<kShift>(exponent), splat_bits((127 + kFormat.least) << kFormat.mantissa));
+        Vec sign = and_bits(shift_down<24>(x), splat_bits(0x80));
+        return {sub_bits(add_bits(number, binades), sign), with_sign(value, x)};
     }
-}
+    static Vec decode(const uint8_t* from) { return load_fp8<kElement>(from); }
+};
 
-inline void squeeze(const int8_t* codes, int bits, uint8_t* out) {
-    if (bits == 4) {
-        for (int j = 0; j < kGroup / 2; ++j) {
-            out[j] = static_cast<uint8_t>((codes[2 * j] & 15) | (codes[2 * j + 1] & 15) << 4);
-        }
-    } else {
-        for (int j = 0; j < kGroup / 4; ++j) {
-            out[j] = static_cast<uint8_t>((codes[4 * j] & 3) | (codes[4 * j + 1] & 3) << 2 |
-                                          (codes[4 * j + 2] & 3) << 4 | (codes[4 * j + 3] & 3) << 6);
-        }
-    }
-}
-
-inline void spread(const uint8_t* from, int bits, int8_t* codes) {
-    const int per_byte = 8 / bits, rest = 8 - bits;
-    for (int j = 0; j < kGroup; ++j) {
-        int up = rest - (j % per_byte) * bits;
-        codes[j] = static_cast<int8_t>(static_cast<int8_t>(static_cast<uint8_t>(from[j / per_byte] << up)) >> rest);
-    }
-}
-
-// In an order that does not depend on the width of a vector.
-inline float norm_of(const float* x, int64_t count, Norm norm) {
-    constexpr int kSums = 16, kParts = kSums / kLanes;
-    Vec sums[kParts];
-    for (int u = 0; u < kParts; ++u) sums[u] = splat(0.0f);
-    auto take = [&](int u, Vec v) {
-        sums[u] = norm == Norm::kMax ? maximum(sums[u], magnitude(v)) : add(sums[u], mul(v, v));
-    };
-    int64_t i = 0;
-    for (; i + kSums <= count; i += kSums) {
-        for (int u = 0; u < kParts; ++u) take(u, load(x + i + u * kLanes));
-    }
-    for (int u = 0; u < kParts && i < count; ++u) {
-        int64_t n = count - i < kLanes ? count - i : kLanes;
-        take(u, load_partial(x + i, n));
-        i += n;
-    }
-    float out = 0.0f;
-    for (int j = 0; j < kSums; ++j) {
-        float v = lane(sums[j / kLanes], j % kLanes);
-        if (norm == Norm::kEuclidean) {
-            out += v;
-        } else {
-            out = v != v || v > out ? v : out;
-        }
-    }
-    return norm == Norm::kEuclidean ? __builtin_sqrtf(out) : out;
+// Calls use(format).
+template <class Use>
+inline void with_format(const Quantization& config, Use&& use) {
+    const auto levels = static_cast<float>(config.levels);
+    if (config.element == CodeType::kE4M3) return use(Floats<CodeType::kE4M3>{});
+    if (config.element == CodeType::kE5M2) return use(Floats<CodeType::kE5M2>{});
+    if (config.bits == 8) return use(Ints<8>{levels});
+    if (config.bits == 4) return use(Ints<4>{levels});
+    use(Ints<2>{levels});
 }
 
 inline int64_t bytes_of(int bits, int64_t count) { return (count * bits + 7) / 8; }
 
-template <bool kRandom>
-void quantize_block(const float* x, int64_t count, int64_t first, const Quantization& config, const Seed& seed,
-                    float scale, uint8_t* codes, float* remainder) {
-    const float inverse = scale == 0.0f ? 0.0f : 1.0f / scale;
-    for (int64_t i = 0; i < count; i += kGroup) {
-        float random[kGroup];
-        if (kRandom) random_group(seed, first + i, random);
-        if (count - i >= kGroup && config.bits == 8) {
-            encode_group<kRandom>(x + i, inverse, scale, config.levels, random, reinterpret_cast<int8_t*>(codes + i),
-                                  remainder == nullptr ? nullptr : remainder + i);
-            continue;
-        }
-        int64_t n = count - i < kGroup ? count - i : kGroup;
-        float padded[kGroup] = {}, left[kGroup];
-        int8_t wide[kGroup];
-        uint8_t narrow_codes[kGroup];
-        __builtin_memcpy(padded, x + i, static_cast<size_t>(n) * sizeof(float));
-        encode_group<kRandom>(padded, inverse, scale, config.levels, random, wide, left);
-        if (remainder != nullptr) __builtin_memcpy(remainder + i, left, static_cast<size_t>(n) * sizeof(float));
-        if (config.bits == 8) {
-            __builtin_memcpy(narrow_codes, wide, sizeof wide);
-        } else {
-            squeeze(wide, config.bits, narrow_codes);
-        }
-        __builtin_memcpy(codes + i * config.bits / 8, narrow_codes, static_cast<size_t>(bytes_of(config.bits, n)));
+// A norm, in an order that does not depend on the width of a vector.
+class NormOf {
+   public:
+    explicit NormOf(Norm norm) : norm_(norm) {
+        for (Vec& sum : sums_) sum = splat(0.0f);
     }
+
+    // Elements that follow those before; all calls but the last one take a multiple of kSums.
+    void take(const float* x, int64_t count) {
+        if (norm_ == Norm::kMax) {
+            take_all(x, count, [](Vec sum, Vec v) { return maximum(sum, magnitude(v)); });
+        } else {
+            take_all(x, count, [](Vec sum, Vec v) { return add(sum, mul(v, v)); });
+        }
+    }
+
+    float value() const {
+        float out = 0.0f;
+        for (int j = 0; j < kSums; ++j) {
+            float v = lane(sums_[j / kLanes], j % kLanes);
+            if (norm_ == Norm::kEuclidean) {
+                out += v;
+            } else {
+                out = v != v || v > out ? v : out;
+            }
+        }
+        return norm_ == Norm::kEuclidean ? __builtin_sqrtf(out) : out;
+    }
+
+   private:
+    static constexpr int kSums = 16, kParts = kSums / kLanes;
+
+    template <class Take>
+    void take_all(const float* x, int64_t count, Take&& one) {
+        int64_t i = 0;
+        for (; i + kSums <= count; i += kSums) {
+            for (int u = 0; u < kParts; ++u) sums_[u] = one(sums_[u], load(x + i + u * kLanes));
+        }
+        for (int u = 0; u < kParts && i < count; ++u) {
+            int64_t n = count - i < kLanes ? count - i : kLanes;
+            sums_[u] = one(sums_[u], load_partial(x + i, n));
+            i += n;
+        }
+    }
+
+    Norm norm_;
+    Vec sums_[kParts];
+};
+
+inline float scale_of(float norm, const Quantization& config) {
+    if (config.element != CodeType::kInt) return bits_float(fp8_scale(float_bits(norm), fp8_of(config.element).most));
+    float scale = norm * (1.0f / static_cast<float>(config.levels));
+    return scale < kSmallestScale ? 0.0f : scale;
+}
+
+// Writes codes of elements, and what is left of them or, if that `adds`, the sum of that and what was there.
+template <class Format, bool kRandom>
+class Encoder {
+   public:
+    Encoder(const Format& format, float scale, const Seed& seed, bool adds)
+        : format_(format),
+          size_(splat(scale)),
+          inverse_(splat(scale == 0.0f ? 0.0f : 1.0f / scale)),
+          seed_(seed),
+          adds_(adds) {}
+
+    // Elements from number `first` on.
+    void encode(const float* x, int64_t count, int64_t first, uint8_t* codes, float* remainder) const {
+        int64_t i = 0;
+        for (; i + kGroup <= count; i += kGroup) {
+            group(x + i, first + i, codes + i * Format::kBits / 8, remainder == nullptr ? nullptr : remainder + i);
+        }
+        if (i == count) return;
+        const int64_t n = count - i;
+        const auto bytes = static_cast<size_t>(n) * sizeof(float);
+        float padded[kGroup] = {}, left[kGroup] = {};
+        uint8_t padded_codes[kGroup * Format::kBits / 8];
+        __builtin_memcpy(padded, x + i, bytes);
+        if (remainder != nullptr) __builtin_memcpy(left, remainder + i, bytes);
+        group(padded, first + i, padded_codes, left);
+        if (remainder != nullptr) __builtin_memcpy(remainder + i, left, bytes);
+        __builtin_memcpy(codes + i * Format::kBits / 8, padded_codes, static_cast<size_t>(bytes_of(Format::kBits, n)));
+    }
+
+   private:
+    void group(const float* x, int64_t first, uint8_t* codes, float* remainder) const {
+        float random[kGroup];
+        if (kRandom) random_group(seed_, first, random);
+        Vec coded[kVecs];
+        for (int u = 0; u < kVecs; ++u) {
+            Vec v = load(x + u * kLanes);
+            Vec chance = kRandom ? load(random + u * kLanes) : v;
+            Coded one = format_.template code<kRandom>(mul(v, inverse_), chance);
+            coded[u] = one.codes;
+            if (remainder == nullptr) continue;
+            Vec left = sub(v, mul(one.values, size_));
+            if (adds_) left = add(load(remainder + u * kLanes), left);
+            store(remainder + u * kLanes, left);
+        }
+        store_codes<Format::kBits>(codes, coded);
+    }
+
+    Format format_;
+    Vec size_, inverse_;
+    Seed seed_;
+    bool adds_;
+};
+
+// Contributions: the scales and the codes of the same elements from several ranks.
+struct Sum {
+    const float* const* scales;
+    const uint8_t* const* codes;
+    int num_contributions;
+
+    // Calls use(u, sum of vector u) for the elements [i, i + n) of a block, at most a group.
+    template <class Format, class Use>
+    void group(const Format&, int64_t block, int64_t i, int64_t n, Use&& use) const {
+        Vec sums[kVecs];
+        for (Vec& sum : sums) sum = splat(0.0f);
+        for (int p = 0; p < num_contributions; ++p) {
+            const Vec scale = splat(scales[p][block]);
+            const uint8_t* from = codes[p] + i * Format::kBits / 8;
+            uint8_t padded[kGroup * Format::kBits / 8];
+            if (n < kGroup) {
+                __builtin_memset(padded, 0, sizeof padded);
+                __builtin_memcpy(padded, from, static_cast<size_t>(bytes_of(Format::kBits, n)));
+                from = padded;
+            }
+            for (int u = 0; u < kVecs; ++u) {
+                sums[u] = add(sums[u], mul(Format::decode(from + u * kLanes * Format::kBits / 8), scale));
+            }
+        }
+        for (int u = 0; u < kVecs; ++u) use(u, sums[u]);
+    }
+
+    // Writes factor times the sums of elements [begin, begin + count), all of one block.
+    template <class Format>
+    void write(const Format& format, int64_t block, int64_t begin, int64_t count, Vec factor, float* out) const {
+        for (int64_t i = 0; i < count; i += kGroup) {
+            const int64_t n = count - i < kGroup ? count - i : kGroup;
+            float padded[kGroup];
+            float* to = n == kGroup ? out + i : padded;
+            group(format, block, begin + i, n, [&](int u, Vec sum) { store(to + u * kLanes, mul(sum, factor)); });
+            if (n < kGroup) __builtin_memcpy(out + i, padded, static_cast<size_t>(n) * sizeof(float));
+        }
+    }
+};
+
+// Calls use(number, begin, count) for every block of `count` elements.
+template <class Use>
+inline void for_blocks(int64_t block, int64_t count, Use&& use) {
+    int64_t number = 0;
+    for (int64_t begin = 0; begin < count; begin += block) {
+        use(number++, begin, count - begin < block ? count - begin : block);
+    }
+}
+
+// Calls use(an Encoder for a block of this norm), and writes its scale.
+template <class Format, class Use>
+inline void with_encoder(const Format& format, float norm, const Quantization& config, const int64_t* seed, bool adds,
+                         float* scale, Use&& use) {
+    const float size = scale_of(norm, config);
+    __builtin_memcpy(scale, &size, sizeof size);
+    if (seed == nullptr) return use(Encoder<Format, false>(format, size, {}, adds));
+    use(Encoder<Format, true>(format, size, mixed(seed), adds));
 }
 
 }  // namespace
 
 void quantize(const float* x, int64_t count, int64_t first, const Quantization& config, const int64_t* seed,
               float* scales, uint8_t* codes, float* remainder) {
-    Seed numbers = {};
-    if (seed != nullptr) numbers = mixed(seed);
-    const float share = 1.0f / static_cast<float>(config.levels);
-    for (int64_t begin = 0; begin < count; begin += config.block) {
-        int64_t n = count - begin < config.block ? count - begin : config.block;
-        float scale = norm_of(x + begin, n, config.norm) * share;
-        if (scale < kSmallestScale) scale = 0.0f;
-        __builtin_memcpy(scales + begin / config.block, &scale, sizeof scale);
-        uint8_t* to = codes + begin * config.bits / 8;
-        float* left = remainder == nullptr ? nullptr : remainder + begin;
-        if (seed != nullptr) {
-            quantize_block<true>(x + begin, n, first + begin, config, numbers, scale, to, left);
-        } else {
-            quantize_block<false>(x + begin, n, first + begin, config, numbers, scale, to, left);
-        }
-    }
+    with_format(config, [&](auto format) {
+        for_blocks(config.block, count, [&](int64_t number, int64_t begin, int64_t n) {
+            NormOf norm(config.norm);
+            norm.take(x + begin, n);
+            with_encoder(format, norm.value(), config, seed, false, scales + number, [&](const auto& encoder) {
+                encoder.encode(x + begin, n, first + begin, codes + begin * format.kBits / 8,
+                               remainder == nullptr ? nullptr : remainder + begin);
+            });
+        });
+    });
 }
 
 void dequantize(const float* const* scales, const uint8_t* const* codes, int num_contributions,
                 const Quantization& config, float* out, int64_t count, float factor) {
-    const Vec by = splat(factor);
-    for (int64_t i = 0; i < count; i += kGroup) {
-        int64_t n = count - i < kGroup ? count - i : kGroup;
-        Vec sums[kVecs];
-        for (int u = 0; u < kVecs; ++u) sums[u] = splat(0.0f);
-        for (int p = 0; p < num_contributions; ++p) {
-            const Vec scale = splat(scales[p][i / config.block]);
-            const uint8_t* from = codes[p] + i * config.bits / 8;
-            int8_t wide[kGroup] = {};
-            const int8_t* all = wide;
-            if (config.bits == 8 && n == kGroup) {
-                all = reinterpret_cast<const int8_t*>(from);
-            } else if (config.bits == 8) {
-                __builtin_memcpy(wide, from, static_cast<size_t>(n));
-            } else {
-                uint8_t narrow_codes[kGroup] = {};
-                __builtin_memcpy(narrow_codes, from, static_cast<size_t>(bytes_of(config.bits, n)));
-                spread(narrow_codes, config.bits, wide);
-            }
-            for (int u = 0; u < kVecs; ++u) sums[u] = add(sums[u], mul(load_bytes(all + u * kLanes), scale));
-        }
-        float padded[kGroup];
-        float* to = n == kGroup ? out + i : padded;
-        for (int u = 0; u < kVecs; ++u) store(to + u * kLanes, mul(sums[u], by));
-        if (n < kGroup) __builtin_memcpy(out + i, padded, static_cast<size_t>(n) * sizeof(float));
-    }
+    const Sum sum{scales, codes, num_contributions};
+    with_format(config, [&](auto format) {
+        for_blocks(config.block, count, [&](int64_t number, int64_t begin, int64_t n) {
+            sum.write(format, number, begin, n, splat(factor), out + begin);
+        });
+    });
+}
+
+void requantize(const float* const* scales, const uint8_t* const* codes, int num_contributions, int64_t count,
+                int64_t first, const Quantization& config, const int64_t* seed, float* out_scales, uint8_t* out_codes,
+                float* remainder) {
+    constexpr int64_t kPart = 2048;  // elements whose sums are kept; those of longer blocks are made twice
+    float sums[kPart];
+    const Sum sum{scales, codes, num_contributions};
+    with_format(config, [&](auto format) {
+        for_blocks(config.block, count, [&](int64_t number, int64_t begin, int64_t n) {
+            auto for_parts = [&](auto&& use) {
+                for_blocks(kPart, n, [&](int64_t, int64_t at, int64_t size) { use(begin + at, size); });
+            };
+            auto add_up = [&](int64_t at, int64_t size) { sum.write(format, number, at, size, splat(1.0f), sums); };
+            NormOf norm(config.norm);
+            for_parts([&](int64_t at, int64_t size) {
+                add_up(at, size);
+                norm.take(sums, size);
+            });
+            with_encoder(format, norm.value(), config, seed, true, out_scales + number, [&](const auto& encoder) {
+                for_parts([&](int64_t at, int64_t size) {
+                    if (n > kPart) add_up(at, size);
+                    encoder.encode(sums, size, first + at, out_codes + at * format.kBits / 8,
+                                   remainder == nullptr ? nullptr : remainder + at);
+                });
+            });
+        });
+    });
 }
 
 }  // namespace pycomm::PYCOMM_ISA

@@ -2,8 +2,10 @@
 //   kLanes, load(p), load_partial(p, n), store(p, v), store_partial(p, v, n), stream(p, v) for float, F16 and BF16;
 //   splat, add, sub, mul, quotient, root, minimum/maximum (NaN wins), magnitude, truncate, with_sign, Finite (a running
 //   "all below this limit"), Squares (32 running sums, in double, of the squares of kSquaredGroup vectors at a time);
-//   load_bytes and store_bytes for whole numbers as int8; sign_bits, negated_where and not_at_most (of magnitudes; true
-//   for NaN), lane i in bit i.
+//   sign_bits, negated_where and not_at_most (of magnitudes; true for NaN), lane i in bit i;
+//   lesser (minimum that may lose NaN), and of lanes as uint32: splat_bits, and_bits, add_bits, sub_bits, greater_bits,
+//   shift_down, whole (the number, which is whole, as int32);
+//   store_codes (64 of those in kBits each), load_codes (kLanes of them, as floats) and load_fp8.
 // stream() requires p aligned to the bytes it writes. The loop and its tail use the same element function: the tail is
 // a partial vector.
 #pragma once
@@ -13,6 +15,7 @@
 
 #include "base/dtype.h"
 #include "base/half.h"
+#include "kernels/quantization.h"
 
 #if defined(PYCOMM_ISA_AVX512)
 #include "kernels/cpu/loops/simd_avx512.h"

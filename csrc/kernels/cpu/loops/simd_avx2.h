@@ -75,13 +75,78 @@ inline Vec truncate(Vec a) { return _mm256_round_ps(a, _MM_FROUND_TO_ZERO | _MM_
 inline Vec with_sign(Vec magnitude_only, Vec sign) {
     return _mm256_or_ps(magnitude_only, _mm256_and_ps(sign, splat(-0.0f)));
 }
-inline Vec load_bytes(const int8_t* p) {
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+inline Vec lesser(Vec a, Vec b) { return _mm256_min_ps(a, b); }
+inline __m256i bits_of(Vec a) { return _mm256_castps_si256(a); }
+inline Vec from_bits(__m256i bits) { return _mm256_castsi256_ps(bits); }
+inline Vec splat_bits(uint32_t bits) { return from_bits(_mm256_set1_epi32(static_cast<int>(bits))); }
+inline Vec and_bits(Vec a, Vec b) { return _mm256_and_ps(a, b); }
+inline Vec add_bits(Vec a, Vec b) { return from_bits(_mm256_add_epi32(bits_of(a), bits_of(b))); }
+inline Vec sub_bits(Vec a, Vec b) { return from_bits(_mm256_sub_epi32(bits_of(a), bits_of(b))); }
+inline Vec greater_bits(Vec a, Vec b) { return from_bits(_mm256_max_epu32(bits_of(a), bits_of(b))); }
+template <int kBy>
+inline Vec shift_down(Vec a) {
+    return from_bits(_mm256_srli_epi32(bits_of(a), kBy));
 }
-inline void store_bytes(int8_t* p, Vec v) {
-    __m256i words = _mm256_cvtps_epi32(v);
-    __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(halves, halves));
+inline Vec whole(Vec v) { return from_bits(_mm256_cvtps_epi32(v)); }
+
+// Of 32 numbers as int32 the lowest bytes, in fours: those of elements 0-3, 8-11, 16-19, 24-27, then the others.
+inline __m256i as_bytes(const Vec* v) {
+    __m256i low = _mm256_packs_epi32(bits_of(v[0]), bits_of(v[1]));
+    return _mm256_packs_epi16(low, _mm256_packs_epi32(bits_of(v[2]), bits_of(v[3])));
+}
+template <int kBits>
+inline void store_codes(uint8_t* p, const Vec (&v)[8]) {
+    auto to = reinterpret_cast<__m256i*>(p);
+    __m256i first = as_bytes(v), second = as_bytes(v + 4);
+    if constexpr (kBits == 8) {
+        const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+        _mm256_storeu_si256(to, _mm256_permutevar8x32_epi32(first, order));
+        _mm256_storeu_si256(to + 1, _mm256_permutevar8x32_epi32(second, order));
+        return;
+    }
+    constexpr int kPair = (1 << kBits) % 256;
+    // Numbers become digits, and neighbours are put together: a pair in 16 bits, then, of 2 bits, a pair of pairs
+    // in 32.
+    const __m256i digit = _mm256_set1_epi8((1 << kBits) - 1), pair = _mm256_set1_epi16(1 | kPair << 8);
+    first = _mm256_maddubs_epi16(_mm256_and_si256(first, digit), pair);
+    second = _mm256_maddubs_epi16(_mm256_and_si256(second, digit), pair);
+    if constexpr (kBits == 4) {
+        const __m128i by_two = _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
+        __m256i bytes = _mm256_permute4x64_epi64(_mm256_packus_epi16(first, second), 0xd8);
+        _mm256_storeu_si256(to, _mm256_shuffle_epi8(bytes, _mm256_broadcastsi128_si256(by_two)));
+    } else {
+        const __m256i quad = _mm256_set1_epi32(1 | 1 << 20);
+        __m256i words = _mm256_packs_epi32(_mm256_madd_epi16(first, quad), _mm256_madd_epi16(second, quad));
+        __m256i bytes = _mm256_permute4x64_epi64(_mm256_packus_epi16(words, words), 0xd8);
+        const __m128i by_one = _mm_setr_epi8(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_shuffle_epi8(_mm256_castsi256_si128(bytes), by_one));
+    }
+}
+// Each lane gets all codes, and shifts its own one to the top: shifting down extends the sign.
+template <int kBits>
+inline Vec load_codes(const uint8_t* p) {
+    if constexpr (kBits == 8) {
+        return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+    }
+    int32_t codes = 0;
+    __builtin_memcpy(&codes, p, kBits);
+    const __m256i up =
+        _mm256_sub_epi32(_mm256_set1_epi32(32 - kBits),
+                         _mm256_mullo_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(kBits)));
+    __m256i at_top = _mm256_sllv_epi32(_mm256_set1_epi32(codes), up);
+    return _mm256_cvtepi32_ps(_mm256_srai_epi32(at_top, 32 - kBits));
+}
+// An E5M2 is the upper half of a float16, an E4M3 2^8 times one with the same mantissa and exponent.
+template <CodeType kElement>
+inline Vec load_fp8(const uint8_t* p) {
+    __m128i bytes = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    if constexpr (kElement == CodeType::kE5M2) return _mm256_cvtph_ps(_mm_slli_epi16(bytes, 8));
+    // A sign that was extended to 9 bits is at the top after the shift, and once more behind it.
+    const __m128i magnitude_only = _mm_set1_epi16(0x3f80), sign_and_magnitude = _mm_set1_epi16(-0x4080);
+    __m128i halves = _mm_slli_epi16(bytes, 7);
+    __m128i is_nan = _mm_cmpeq_epi16(_mm_and_si128(halves, magnitude_only), magnitude_only);
+    halves = _mm_or_si128(_mm_and_si128(halves, sign_and_magnitude), is_nan);
+    return mul(_mm256_cvtph_ps(halves), splat(256.0f));
 }
 inline uint32_t sign_bits(Vec v) { return static_cast<uint32_t>(_mm256_movemask_ps(v)); }
 inline uint32_t not_at_most(Vec magnitudes, Vec limit) {

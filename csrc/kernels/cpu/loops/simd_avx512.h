@@ -72,11 +72,65 @@ inline Vec truncate(Vec a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_ZERO |
 inline Vec with_sign(Vec magnitude_only, Vec sign) {
     return _mm512_or_ps(magnitude_only, _mm512_and_ps(sign, splat(-0.0f)));
 }
-inline Vec load_bytes(const int8_t* p) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+inline Vec lesser(Vec a, Vec b) { return _mm512_min_ps(a, b); }
+inline __m512i bits_of(Vec a) { return _mm512_castps_si512(a); }
+inline Vec from_bits(__m512i bits) { return _mm512_castsi512_ps(bits); }
+inline Vec splat_bits(uint32_t bits) { return from_bits(_mm512_set1_epi32(static_cast<int>(bits))); }
+inline Vec and_bits(Vec a, Vec b) { return _mm512_and_ps(a, b); }
+inline Vec add_bits(Vec a, Vec b) { return from_bits(_mm512_add_epi32(bits_of(a), bits_of(b))); }
+inline Vec sub_bits(Vec a, Vec b) { return from_bits(_mm512_sub_epi32(bits_of(a), bits_of(b))); }
+inline Vec greater_bits(Vec a, Vec b) { return from_bits(_mm512_max_epu32(bits_of(a), bits_of(b))); }
+template <int kBy>
+inline Vec shift_down(Vec a) {
+    return from_bits(_mm512_srli_epi32(bits_of(a), kBy));
 }
-inline void store_bytes(int8_t* p, Vec v) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v)));
+inline Vec whole(Vec v) { return from_bits(_mm512_cvtps_epi32(v)); }
+
+template <int kBits>
+inline void store_codes(uint8_t* p, const Vec (&v)[4]) {
+    __m128i bytes[4];
+    for (int u = 0; u < 4; ++u) bytes[u] = _mm512_cvtepi32_epi8(bits_of(v[u]));
+    __m512i all = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_setr_m128i(bytes[0], bytes[1])),
+                                     _mm256_setr_m128i(bytes[2], bytes[3]), 1);
+    if constexpr (kBits == 8) return _mm512_storeu_si512(p, all);
+    constexpr int kPair = (1 << kBits) % 256;
+    // Numbers become digits, and neighbours are put together: a pair in 16 bits, then, of 2 bits, a pair of pairs
+    // in 32.
+    const __m512i digit = _mm512_set1_epi8((1 << kBits) - 1), pair = _mm512_set1_epi16(1 | kPair << 8);
+    all = _mm512_maddubs_epi16(_mm512_and_si512(all, digit), pair);
+    if constexpr (kBits == 4) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi16_epi8(all));
+    } else {
+        all = _mm512_madd_epi16(all, _mm512_set1_epi32(1 | 1 << 20));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(all));
+    }
+}
+// Each lane gets the 32 bits with its code, and shifts it to the top: shifting down extends the sign.
+template <int kBits>
+inline Vec load_codes(const uint8_t* p) {
+    if constexpr (kBits == 8) {
+        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+    }
+    int32_t codes[2] = {};
+    __builtin_memcpy(codes, p, 2 * kBits);
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i up = _mm512_sub_epi32(
+        _mm512_set1_epi32(32 - kBits),
+        _mm512_mullo_epi32(_mm512_and_si512(lanes, _mm512_set1_epi32(32 / kBits - 1)), _mm512_set1_epi32(kBits)));
+    __m512i own = _mm512_mask_set1_epi32(_mm512_set1_epi32(codes[0]), kBits == 4 ? 0xff00 : 0, codes[1]);
+    return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_sllv_epi32(own, up), 32 - kBits));
+}
+// An E5M2 is the upper half of a float16, an E4M3 2^8 times one with the same mantissa and exponent.
+template <CodeType kElement>
+inline Vec load_fp8(const uint8_t* p) {
+    __m256i bytes = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    if constexpr (kElement == CodeType::kE5M2) return _mm512_cvtph_ps(_mm256_slli_epi16(bytes, 8));
+    // A sign that was extended to 9 bits is at the top after the shift, and once more behind it.
+    const __m256i magnitude_only = _mm256_set1_epi16(0x3f80), sign_and_magnitude = _mm256_set1_epi16(-0x4080);
+    __m256i halves = _mm256_slli_epi16(bytes, 7);
+    __m256i is_nan = _mm256_cmpeq_epi16(_mm256_and_si256(halves, magnitude_only), magnitude_only);
+    halves = _mm256_or_si256(_mm256_and_si256(halves, sign_and_magnitude), is_nan);
+    return mul(_mm512_cvtph_ps(halves), splat(256.0f));
 }
 inline uint32_t sign_bits(Vec v) { return _mm512_movepi32_mask(_mm512_castps_si512(v)); }
 inline uint32_t not_at_most(Vec magnitudes, Vec limit) { return _mm512_cmp_ps_mask(magnitudes, limit, _CMP_NLE_UQ); }

@@ -81,11 +81,63 @@ inline Vec truncate(Vec a) {
 inline Vec with_sign(Vec magnitude_only, Vec sign) {
     return map([&](int i) { return __builtin_copysignf(magnitude_only.lanes[i], sign.lanes[i]); });
 }
-inline Vec load_bytes(const int8_t* p) {
-    return map([&](int i) { return static_cast<float>(p[i]); });
+inline Vec lesser(Vec a, Vec b) {
+    return map([&](int i) { return a.lanes[i] < b.lanes[i] ? a.lanes[i] : b.lanes[i]; });
 }
-inline void store_bytes(int8_t* p, Vec v) {  // whole numbers: the caller has rounded them
-    for (int i = 0; i < kLanes; ++i) p[i] = static_cast<int8_t>(v.lanes[i]);
+template <class F>
+inline Vec map_bits(F&& f) {
+    return map([&](int i) { return bits_float(f(i)); });
+}
+inline Vec splat_bits(uint32_t bits) { return splat(bits_float(bits)); }
+inline Vec and_bits(Vec a, Vec b) {
+    return map_bits([&](int i) { return float_bits(a.lanes[i]) & float_bits(b.lanes[i]); });
+}
+inline Vec add_bits(Vec a, Vec b) {
+    return map_bits([&](int i) { return float_bits(a.lanes[i]) + float_bits(b.lanes[i]); });
+}
+inline Vec sub_bits(Vec a, Vec b) {
+    return map_bits([&](int i) { return float_bits(a.lanes[i]) - float_bits(b.lanes[i]); });
+}
+inline Vec greater_bits(Vec a, Vec b) {
+    return map_bits([&](int i) {
+        uint32_t x = float_bits(a.lanes[i]), y = float_bits(b.lanes[i]);
+        return x > y ? x : y;
+    });
+}
+template <int kBy>
+inline Vec shift_down(Vec a) {
+    return map_bits([&](int i) { return float_bits(a.lanes[i]) >> kBy; });
+}
+inline Vec whole(Vec v) {
+    return map_bits([&](int i) { return static_cast<uint32_t>(static_cast<int32_t>(v.lanes[i])); });
+}
+template <int kBits>
+inline void store_codes(uint8_t* p, const Vec (&whole_numbers)[64 / kLanes]) {
+    constexpr int kPerByte = 8 / kBits;
+    for (int byte = 0; byte < 64 / kPerByte; ++byte) {
+        uint32_t joined = 0;
+        for (int j = 0; j < kPerByte; ++j) {
+            int i = byte * kPerByte + j;
+            joined |= (float_bits(whole_numbers[i / kLanes].lanes[i % kLanes]) & ((1u << kBits) - 1u)) << (j * kBits);
+        }
+        p[byte] = static_cast<uint8_t>(joined);
+    }
+}
+template <int kBits>
+inline Vec load_codes(const uint8_t* p) {
+    return map([&](int i) {
+        int up = 8 - kBits - i * kBits % 8;
+        return static_cast<float>(static_cast<int8_t>(static_cast<uint8_t>(p[i * kBits / 8] << up)) >> (8 - kBits));
+    });
+}
+// An E5M2 is the upper half of a float16, an E4M3 2^8 times one with the same mantissa and exponent.
+template <CodeType kElement>
+inline Vec load_fp8(const uint8_t* p) {
+    return map([&](int i) {
+        if (kElement == CodeType::kE5M2) return to_float(F16{static_cast<uint16_t>(p[i] << 8)});
+        int sign = (p[i] & 0x80) << 8, rest = p[i] & 0x7f;
+        return to_float(F16{static_cast<uint16_t>(rest == 0x7f ? 0x7fff : sign | rest << 7)}) * 256.0f;
+    });
 }
 inline uint32_t sign_bits(Vec v) {
     uint32_t bits = 0;

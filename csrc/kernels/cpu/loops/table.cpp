@@ -18,6 +18,7 @@ const Loops kLoops = {PYCOMM_TEXT(PYCOMM_ISA),
                       collect,
                       quantize,
                       dequantize,
+                      requantize,
                       pack_signs,
                       unpack_signs};
 

@@ -155,7 +155,7 @@ def _simulate(method: DemoMethod, model: nn.Module, settings: DemoSettings) -> t
     network = Network(name="slow link", within_host=link, between_hosts=link, per_host=1)
     simulated = SimulatedLink(settings.ranks, network)
     costs = rehearse(compression_of(method), list(model.parameters()), settings.ranks)
-    return sum(simulated.seconds(operation) for operation in costs.operations), float(costs.num_bytes())
+    return sum(simulated.seconds(operation) for operation in costs.operations), float(costs.num_bytes(settings.ranks))
 
 
 def validate(model: nn.Module, corpus: Corpus, context: int) -> float:

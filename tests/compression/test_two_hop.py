@@ -1,0 +1,297 @@
+"""Sums in two hops: whose parts they are, what is left, what is sent, and how exact they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import pycomm
+from pycomm import Communicator, kernels
+from pycomm.collectives.bucket import Bucket
+from pycomm.collectives.transport.torch_group import TorchGroup
+from pycomm.compression.base import Scaling
+from tests.compression.test_methods import METHODS, conserves, leaves_no_trace, load_into, save_and_go_on
+from tests.hosts import on_hosts
+from tests.on_ranks import Pools, on_ranks
+from tests.reducer.attaching import own_state
+from tests.reducer.test_gpu_path import compare
+
+BLOCKS = ["fp8", "fp8 e5m2", "int8", "int4", "onebit"]
+LAYOUTS = ["abc", "aabb", "aab", pytest.param("ababcc", marks=pytest.mark.slow)]
+HALVES = {torch.float16: pycomm.FP16, torch.bfloat16: pycomm.BF16}
+
+
+@contextmanager
+def exchanging(
+    method: Any, shape: tuple[int, ...], hosts: str = "", algorithm: str = "auto"
+) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    """Yield a function that averages a gradient over the ranks."""
+    hosts = hosts or "abcdefghijklmnop"[: dist.get_world_size()]
+    with on_hosts(hosts), Communicator(timeout=30) as communicator:
+        bucket = Bucket(["p"], [torch.zeros(shape)], communicator, algorithm)
+        exchange = method.make(bucket, communicator)
+
+        def average(grad: torch.Tensor) -> torch.Tensor:
+            exchange.exchange([grad.clone()], Scaling(communicator.size))
+            finite = exchange.finite()
+            exchange.finish(finite)
+            return bucket.views[0].clone()
+
+        yield average
+
+
+def gradients(count: int, size: int) -> list[torch.Tensor]:
+    """Return every rank's gradient; magnitudes differ from block to block."""
+    everyones = []
+    for rank in range(size):
+        generator = torch.Generator().manual_seed(rank)
+        scales = 10.0 ** torch.randint(-3, 3, (count // 100 + 1,), generator=generator).repeat_interleave(100)[:count]
+        everyones.append(torch.randn(count, generator=generator) * scales)
+    return everyones
+
+
+def same_everywhere(x: torch.Tensor) -> bool:
+    both = torch.stack([x.double(), -x.double()])
+    dist.all_reduce(both, dist.ReduceOp.MAX)
+    return bool((both[0] == -both[1]).all())
+
+
+def conserves_on(hosts: str, name: str, dtype: torch.dtype) -> None:
+    with on_hosts(hosts):
+        conserves(name, dtype)
+
+
+@pytest.mark.parametrize("hosts", LAYOUTS)
+@pytest.mark.parametrize("name", BLOCKS)
+def test_nothing_is_lost_between_hosts(rank_pools: Pools, hosts: str, name: str) -> None:
+    rank_pools(len(hosts)).run(conserves_on, hosts, name, torch.float32)
+
+
+@pytest.mark.parametrize("hosts", ["abc", "aabb"])
+def test_nothing_is_lost_of_what_float32_cannot_hold(rank_pools: Pools, hosts: str) -> None:
+    rank_pools(len(hosts)).run(conserves_on, hosts, "int8", torch.float64)
+
+
+@pytest.mark.parametrize("name", [*BLOCKS, "qsgd", "terngrad"])
+def test_an_overflow_leaves_no_trace_of_either_rounding(rank_pools: Pools, name: str) -> None:
+    rank_pools(3).run(leaves_no_trace, name, [(0, 0), (2, 2), (1, 5)], None)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_both_roundings_go_on_with_another_number_of_ranks(rank_pools: Pools, name: str, tmp_path: Any) -> None:
+    path = str(tmp_path / "state")
+    rank_pools(3).run(save_and_go_on, name, path)
+    old = [torch.load(f"{path}{rank}", weights_only=True) for rank in range(3)]
+    for size in (2, 4):
+        new = rank_pools(size).run(load_into, name, path, 3)
+        for param in own_state(old[0]):
+            before, after = (
+                torch.stack([own_state(one)[param]["residual"].double() for one in states]).sum(0)
+                for states in (old, new)
+            )
+            assert before.abs().max() > 0
+            torch.testing.assert_close(after, before, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [*BLOCKS, "qsgd", "terngrad"])
+@on_ranks(3)
+def test_a_gpu_is_not_waited_for(name: str) -> None:
+    compare(METHODS[name], torch.float32, {})
+
+
+def requantized(config: kernels.Quantization, everyones: list[torch.Tensor]) -> torch.Tensor:
+    """Quantize every rank's elements, then their sums, part by part."""
+    count, size = len(everyones[0]), len(everyones)
+    result = torch.empty(count)
+    for p in range(size):
+        part = slice(count * p // size, count * (p + 1) // size)
+        if part.start < part.stop:
+            messages = [kernels.quantize(x[part].clone(), config) for x in everyones]
+            kernels.dequantize([s for s, _ in messages], [c for _, c in messages], config, result[part])
+            scales, codes = kernels.quantize(result[part].clone(), config)
+            kernels.dequantize([scales], [codes], config, result[part])
+    return result
+
+
+CONFIGS = {
+    "int8": (pycomm.Int8(), kernels.Quantization()),
+    "int4": (pycomm.Int4(block=64), kernels.Quantization(64, 7, 4)),
+    "fp8": (pycomm.FP8("e5m2"), kernels.Quantization(128, element="e5m2")),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@on_ranks(3, 4)
+def test_each_part_is_rounded_by_its_senders_and_by_its_owner(name: str) -> None:
+    """Lengths that no block divides, and fewer elements than ranks."""
+    method, config = CONFIGS[name]
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for count in (1, 2, 301, 5000):
+        everyones = gradients(count, size)
+        with exchanging(method, (count, 1)) as average:
+            found = average(everyones[rank]).view(-1)
+            assert torch.equal(found, requantized(config, [x * (1 / size) for x in everyones]))
+            assert same_everywhere(found)
+
+
+@pytest.mark.parametrize(
+    ("method", "unit"), [(pycomm.Int8(), 1 / 254), (pycomm.Int4(), 1 / 14), (pycomm.FP8(), 1 / 16)]
+)
+@on_ranks(4)
+def test_two_roundings_at_most(method: Any, unit: float) -> None:
+    """Half a step of the largest magnitude each, against float64."""
+    everyones = [x.clamp(-1, 1) for x in gradients(4000, 4)]
+    wanted = torch.stack(everyones).double().mean(0)
+    with exchanging(method, (40, 100)) as average:
+        error = (average(everyones[dist.get_rank()].view(40, 100)).view(-1).double() - wanted).abs().max()
+    assert 0 < error <= unit * (sum(float(x.abs().max()) for x in everyones) / 4 + float(wanted.abs().max())) * 1.02
+
+
+def values_of_signs(hosts: str) -> list[int]:
+    """Return how many values the averages of signs have in each third."""
+    grad = gradients(6000, len(hosts))[dist.get_rank()].view(60, 100)
+    with exchanging(pycomm.OneBit(), (60, 100), hosts) as average:
+        return [len(third.unique()) for third in average(grad).split(20)]
+
+
+@pytest.mark.parametrize(("hosts", "wanted"), [("ab", 4), ("abc", 2)])
+def test_two_hosts_round_once(rank_pools: Pools, hosts: str, wanted: int) -> None:
+    """Then a sum is not rounded to one bit."""
+    assert rank_pools(len(hosts)).run(values_of_signs, hosts) == [[wanted] * 3] * len(hosts)
+
+
+def half_sums_on(hosts: str, dtype: torch.dtype) -> None:
+    rank, size = dist.get_rank(), len(hosts)
+    for shape in ((1,), (301,), (200, 301)):
+        everyones = [x.clamp(-100, 100).view(shape) for x in gradients(torch.Size(shape).numel(), size)]
+        halves = [x.to(dtype) for x in everyones]
+        rounded = torch.stack(halves).double().sum(0).to(torch.float32).to(dtype).double() / size
+        with exchanging(HALVES[dtype](), shape, hosts) as average:
+            found = average(everyones[rank])
+        assert same_everywhere(found)
+        largest = max(float(x.abs().max()) for x in halves)
+        torch.testing.assert_close(found.double(), rounded, rtol=0, atol=2 * torch.finfo(dtype).eps * largest)
+        if dtype == torch.bfloat16 and len(set(hosts)) == size:
+            assert torch.equal(found, kernel_sum(halves).float() / size)
+
+
+def kernel_sum(halves: list[torch.Tensor]) -> torch.Tensor:
+    out = torch.empty_like(halves[0])
+    kernels.reduce(out, halves, "sum")
+    return out
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("hosts", ["ab", "abcd", "aabb"])
+def test_half_types_are_added_up_in_float32(rank_pools: Pools, hosts: str, dtype: torch.dtype) -> None:
+    rank_pools(len(hosts)).run(half_sums_on, hosts, dtype)
+
+
+@on_ranks(3)
+def test_half_sums_where_they_are_asked_for() -> None:
+    """Whatever the hosts, and whatever the algorithm of dense sums."""
+    everyones = [x.clamp(-100, 100) for x in gradients(1000, 3)]
+    wanted = kernel_sum([x.bfloat16() for x in everyones]).float() * (1 / 3)
+    for hosts in ("aaa", "abc"):
+        with exchanging(pycomm.BF16(sum="float32"), (1000,), hosts, "ring") as average:
+            assert torch.equal(average(everyones[dist.get_rank()]), wanted)
+        with exchanging(pycomm.BF16(), (1000,), hosts, "ring") as average:
+            assert not torch.equal(average(everyones[dist.get_rank()]), wanted)
+
+
+@contextmanager
+def counted_bytes() -> Iterator[list[int]]:
+    """Count the bytes of messages from this rank to others."""
+    sent = [0]
+    exchange, gather = TorchGroup.exchange, TorchGroup.gather
+
+    def count_exchange(self: TorchGroup, sends: Any, *args: Any, **options: Any) -> None:
+        sent[0] += sum(x.nbytes for _, x in sends)
+        exchange(self, sends, *args, **options)
+
+    def count_gather(self: TorchGroup, operation: str, out: Any, x: Any, timeout: float) -> None:
+        before = sent[0]
+        gather(self, operation, out, x, timeout)
+        if sent[0] == before:  # by the backend: every rank forwards all but its own
+            sent[0] += (self.size - 1) * x.nbytes
+
+    with pytest.MonkeyPatch.context() as context:
+        context.setattr(TorchGroup, "exchange", count_exchange)
+        context.setattr(TorchGroup, "gather", count_gather)
+        yield sent
+
+
+BYTES = {
+    "int8": (pycomm.Int8(), 1 + 4 / 256),
+    "int8, large blocks": (pycomm.Int8(block=4096), 1 + 4 / 4096),
+    "int4": (pycomm.Int4(), 0.5 + 4 / 128),
+    "fp8": (pycomm.FP8(), 1 + 4 / 128),
+    "onebit": (pycomm.OneBit(), 1 / 8),
+    "qsgd": (pycomm.QSGD(7), 0.5 + 4 / 512),
+    "terngrad": (pycomm.TernGrad(), 0.25 + 4 / 1024),
+    "fp16": (pycomm.FP16(), 2.0),
+    "bf16": (pycomm.BF16(), 2.0),
+}
+
+
+def bytes_between(name: str, size: int) -> None:
+    method, per_element = BYTES[name]
+    grad = gradients(1_000_000, 1)[0].view(1000, 1000)
+    with counted_bytes() as sent, exchanging(method, (1000, 1000)) as average:
+        average(grad)
+        sent[0] = 0
+        average(grad)
+        assert sent[0] == pytest.approx(2 * (size - 1) / size * per_element * grad.numel(), rel=0.02)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8, pytest.param(16, marks=pytest.mark.slow)])
+def test_bytes_do_not_grow_with_the_ranks(rank_pools: Pools, size: int) -> None:
+    for name in BYTES:
+        rank_pools(size).run(bytes_between, name, size)
+
+
+def bytes_between_hosts(hosts: str) -> None:
+    """A rank sends its lane alone: half of what it would among as many hosts of one rank."""
+    grad = gradients(1_000_000, 1)[0].view(1000, 1000)
+    with counted_bytes() as sent, exchanging(pycomm.Int8(), (1000, 1000), hosts) as average:
+        sent[0] = 0
+        average(grad)
+        assert sent[0] == pytest.approx(2 * 2 / 3 / 2 * (1 + 4 / 256) * grad.numel(), rel=0.02)
+
+
+def test_a_link_carries_each_part_once(rank_pools: Pools) -> None:
+    rank_pools(6).run(bytes_between_hosts, "abcabc")
+
+
+def other_blocks() -> None:
+    p = nn.Parameter(torch.zeros(30, 10))
+    method = pycomm.Int8(block=256 if dist.get_rank() else 128)
+    with pytest.raises(ValueError, match=r"compression=Int8\(error_feedback=True, block=(256|128)\)"):
+        pycomm.attach(torch.optim.SGD([p], lr=0.1), [("p", p)], compression=method)
+
+
+def test_ranks_with_other_blocks_are_refused(two_ranks: Any) -> None:
+    two_ranks.run(other_blocks)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "says"),
+    [
+        (lambda: pycomm.Int8(block=100), ValueError, "block is 100, wanted a multiple of 64"),
+        (lambda: pycomm.Int4(block=0), ValueError, "block is 0, wanted an integer >= 64"),
+        (lambda: pycomm.FP8("e3m4"), ValueError, "format is 'e3m4', wanted 'e4m3' or 'e5m2'"),
+        (lambda: pycomm.FP8(8), TypeError, "format is 8, wanted 'e4m3' or 'e5m2'"),  # type: ignore[arg-type]
+        (lambda: pycomm.FP16(sum="half"), ValueError, "sum is 'half', wanted 'native' or 'float32'"),
+        (lambda: pycomm.BF16(sum=None), TypeError, "sum is None, wanted 'native' or 'float32'"),  # type: ignore[arg-type]
+    ],
+)
+def test_settings_out_of_range(make: Callable[[], Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error) as caught:
+        make()
+    assert str(caught.value) == says
