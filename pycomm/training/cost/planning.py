@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from pycomm.compression import DGC, FP16, Compression, Int8, NoCompression, PowerSGD
+from pycomm.compression import DGC, FP16, ChunkTopK, Compression, Int8, NoCompression, PowerSGD
 from pycomm.compression.base import Operation
 from pycomm.schedule import rank_algorithms, simulate
 from pycomm.schedule.algorithms.circulant import circulant_all_gather
@@ -22,6 +22,7 @@ METHODS: Mapping[str, Compression] = {
     "fp16": FP16(),
     "int8": Int8(),
     "powersgd(4)": PowerSGD(4),
+    "chunktopk(64)": ChunkTopK(64),
     "dgc(1%)": DGC(0.01),
     "dgc(0.1%)": DGC(0.001),
 }

@@ -151,7 +151,7 @@ def attach(
             (DistributedDataParallel, FSDP, DeepSpeed), inside or around the module, is refused, even if it
             is added later.
         compression: ``NoCompression()`` (the default); ``FP16()``, ``BF16()``; ``DGC(ratio)`` for SGD,
-            ``TopK(ratio)`` for any optimizer, ``RandomK(ratio)``; ``PowerSGD(rank)``; ``Int8()``,
+            ``TopK(ratio)`` for any optimizer, ``RandomK(ratio)``, ``ChunkTopK(k)``; ``PowerSGD(rank)``; ``Int8()``,
             ``OneBit()``, ``QSGD(levels)``, ``TernGrad()``. Or the name of one that needs no arguments: "fp16",
             "bf16", "int8", "onebit", "qsgd", "terngrad", "powersgd", "dgc". "auto" means ``Auto()``, which picks for
             each bucket whichever of dense, FP16, PowerSGD and top-k is fastest on this link.
