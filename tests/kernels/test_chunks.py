@@ -115,6 +115,33 @@ def meant(x: np.ndarray, config: Chunks) -> np.ndarray:
     return out
 
 
+def decoded(words: np.ndarray, config: Chunks, count: int) -> np.ndarray | None:
+    """What words stand for; ``None`` if pack_chunks makes no such words."""
+    out, at = np.zeros(count, np.float32), 0
+    for begin in range(0, count, config.chunk):
+        n = min(config.chunk, count - begin)
+        k, width = min(config.k, n), low_bits(n, min(config.k, n)) + config.bits
+        low, num_upper = width - config.bits, k + ((n - 1) >> (width - config.bits)) + 1
+        num_words = (32 + num_upper + k * width + 31) // 32
+        number = sum((int(word) & 0xFFFFFFFF) << 32 * w for w, word in enumerate(words[at : at + num_words]))
+        at += num_words
+        places = [bit for bit in range(num_upper) if number >> (32 + bit) & 1]
+        fields = [number >> (32 + num_upper + m * width) & ((1 << width) - 1) for m in range(k)]
+        found = [
+            (place - m) << low | field & ((1 << low) - 1)
+            for m, (place, field) in enumerate(zip(places, fields, strict=False))
+        ]
+        if len(places) != k or found != sorted(set(found)) or found[-1] >= n:
+            return None
+        smallest, largest = floats_of(number & 0xFFFFFFFF)
+        with np.errstate(all="ignore"):
+            step = (largest - smallest) / np.float32(2 ** (config.bits - 1) - 1)
+            codes = np.array([field >> low for field in fields])
+            sizes = smallest + (codes & (2 ** (config.bits - 1) - 1)).astype(np.float32) * step
+            out[begin + np.array(found)] = np.where(codes >> (config.bits - 1) == 1, -sizes, sizes)
+    return out
+
+
 def some(count: int, seed: int = 1) -> torch.Tensor:
     """With ties, zeros of both signs, a chunk's worth of tiny ones, and a few that are much larger."""
     generator = torch.Generator().manual_seed(seed)
@@ -134,6 +161,7 @@ def test_against_the_definition(config: Chunks) -> None:
         left, untouched = np.full(count, 77, np.float32), x.copy()
         words = kernels.pack_chunks(x, config, remainder=left, decay=0.75)
         assert np.array_equal(words, words_of(x, config))
+        assert np.array_equal(decoded(words, config, count), meant(x, config))
         assert np.array_equal(x, untouched)
         values = meant(x, config)
         assert_same_bits(torch.from_numpy(left), torch.from_numpy((x - values) * np.float32(0.75)))
@@ -217,7 +245,7 @@ def test_the_sum_of_several(config: Chunks) -> None:
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_sizes(bits: int) -> None:
-    """At the published settings 8 bits for a position, where 12 would do without any code, and the bits of the value."""
+    """At the published settings 8 bits for a position, which takes 12 without a code."""
     config = Chunks(64, 4096, bits)
     assert config.num_words(4096) == (32 + 64 * (8 + bits)) // 32
     assert config.num_words(10 * 4096 + 1) == 10 * config.num_words(4096) + 2
@@ -265,7 +293,10 @@ def test_bad_arguments() -> None:
         ("k is 0, wanted 1 <= k <= 64", lambda: kernels.pack_chunks(x, replace(config, k=0))),
         ("k is 65, wanted 1 <= k <= 64", lambda: kernels.pack_chunks(x, replace(config, k=65))),
         ("chunk is 96, wanted a power of two", lambda: kernels.pack_chunks(x, replace(config, chunk=96))),
-        ("chunk is 131072, wanted a power of two up to", lambda: kernels.pack_chunks(x, replace(config, chunk=1 << 17))),
+        (
+            "chunk is 131072, wanted a power of two up to",
+            lambda: kernels.pack_chunks(x, replace(config, chunk=1 << 17)),
+        ),
         ("chunk is 0, wanted a power of two", lambda: kernels.pack_chunks(x, replace(config, chunk=0))),
         ("bits is 3, wanted 2, 4 or 8", lambda: kernels.pack_chunks(x, replace(config, bits=3))),
         ("config is a int, wanted a Chunks", lambda: kernels.pack_chunks(x, 3)),  # type: ignore[arg-type]
@@ -283,7 +314,9 @@ def test_bad_arguments() -> None:
 @requires_gpu
 @pytest.mark.parametrize("config", CONFIGS, ids=repr)
 def test_gpu(gpu: Gpu, config: Chunks) -> None:
-    for count, gap in ((0, 0), (1, 0), (67, 1), (300, 0), (1001, 3), (4096, 0), (9001, 2)):
+    for count, gap in ((0, 0), (1, 0), (67, 1), (300, 0), (4096, 0), (9001, 2)):
+        if count > 70 * config.chunk:
+            continue
         x = some(count + gap)[gap:]
         left = torch.full((count,), 77.0)
         words = kernels.pack_chunks(x, config, remainder=left, decay=0.75)
@@ -307,7 +340,7 @@ def test_gpu_values_of_every_kind(gpu: Gpu) -> None:
 @requires_gpu
 def test_gpu_the_sum_of_several(gpu: Gpu) -> None:
     scratch, scale = kernels.Scratch(), torch.tensor(0.3)
-    for count, gap, num_parts in ((0, 0, 6), (1, 0, 6), (67, 1, 40), (9001, 3, 6), (2048, 0, 1)):
+    for count, gap, num_parts in ((0, 0, 6), (1, 0, 6), (67, 1, 40), (1001, 3, 6), (512, 0, 1)):
         for config in (Chunks(64), Chunks(30, 64, 8)):
             parts = [kernels.pack_chunks(some(count, seed), config) for seed in range(num_parts)]
             wanted = torch.empty(count)
@@ -323,7 +356,7 @@ def test_gpu_words_of_others(gpu: Gpu) -> None:
     good = kernels.pack_chunks(some(count), config)
     for bad in spoiled(config, count):
         out = gpu.put(torch.full((count,), 77.0))
+        kernels.unpack_chunks([gpu.put(good), gpu.put(bad)], config, out)
+        gpu.get(out)
         with pytest.raises(ValueError, match=r"words\[1\] was not made by pack_chunks from 600 elements"):
-            kernels.unpack_chunks([gpu.put(good), gpu.put(bad)], config, out)
-            gpu.get(out)
             kernels.absmax([gpu.put(torch.ones(1))])
