@@ -64,8 +64,14 @@ struct Chunk {
     }
     PYCOMM_MEMBER void hold() {
         Packet<float, kCount> in[kHeld];
+        if (reinterpret_cast<uintptr_t>(x) % sizeof(in[0]) == 0 && count >= place(kHeld - 1) + kCount) {
 #pragma unroll
-        for (int r = 0; r < kHeld; ++r) in[r] = load(r);
+            for (int r = 0; r < kHeld; ++r)
+                in[r] = reinterpret_cast<const Packet<float, kCount>*>(x)[place(r) / kCount];
+        } else {
+#pragma unroll
+            for (int r = 0; r < kHeld; ++r) in[r] = load(r);
+        }
 #pragma unroll
         for (int r = 0; r < kHeld; ++r) {
 #pragma unroll
@@ -143,7 +149,7 @@ PYCOMM_DEVICE void add_bits(uint32_t* words, int at, int width, uint32_t value) 
 // A block of threads per chunk.
 PYCOMM_KERNEL pack_chunks_kernel(Chunking job) {
     const int64_t number = device::block_index();
-    const ChunkLayout& layout = number < job.whole ? job.each : job.last;
+    const ChunkLayout layout = number < job.whole ? job.each : job.last;
     const int64_t begin = number * job.each.count;
     uint32_t* const words = job.words + number * job.each.words;
     for (int w = 1 + device::thread_index(); w < layout.words; w += device::num_threads()) words[w] = 0;
@@ -270,7 +276,7 @@ struct ChunkEntries {
 // A block of threads per chunk.
 PYCOMM_KERNEL unpack_chunks_kernel(Unchunking job) {
     const int64_t number = device::block_index();
-    const ChunkLayout& layout = number < job.whole ? job.each : job.last;
+    const ChunkLayout layout = number < job.whole ? job.each : job.last;
     float* const out = reinterpret_cast<float*>(job.out) + number * job.each.count;
     const Factor factor(job.factor);
     for (int i = device::thread_index(); i < layout.count; i += device::num_threads()) out[i] = 0.0f;
