@@ -107,6 +107,8 @@ def _compression(n: int) -> list[Plan]:
         compression.int8_encode_with_remainder(n),
         compression.int8_decode(n, ranks=4),
         compression.sign_pack_with_remainder(n),
+        compression.chunk_pack(n),
+        compression.chunk_unpack(n, ranks=4),
     ]
     return [*steps_of_dgc, *(Plan(case, whole) for case in cases)]
 
