@@ -111,6 +111,20 @@ def requantize(
     scratch: Scratch | None,
     num_threads: int,
 ) -> None: ...
+def chunk_words(k: int, chunk: int, bits: int, count: int) -> int: ...
+def pack_chunks(
+    x: Any, k: int, chunk: int, bits: int, words: Any, remainder: Any | None, decay: float, num_threads: int
+) -> None: ...
+def unpack_chunks(
+    words: Sequence[Any],
+    k: int,
+    chunk: int,
+    bits: int,
+    out: Any,
+    scale: Any,
+    scratch: Scratch | None,
+    num_threads: int,
+) -> None: ...
 def pack_signs(x: Any, magnitude: Any, words: Any, remainder: Any | None, num_threads: int) -> None: ...
 def unpack_signs(
     words: Sequence[Any], magnitudes: Sequence[Any], out: Any, scale: Any, scratch: Scratch | None, num_threads: int

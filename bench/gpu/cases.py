@@ -112,6 +112,8 @@ def _compression(n: int) -> list[Plan]:
         compression.decode(n, compression.E4M3, ranks=4),
         compression.requantize(n, compression.E4M3),
         compression.sign_pack_with_remainder(n),
+        compression.chunk_pack(n),
+        compression.chunk_unpack(n, ranks=4),
     ]
     return [*steps_of_dgc, *(Plan(case, whole) for case in cases)]
 

@@ -106,6 +106,8 @@ def make_cases(n: int) -> list[Case]:
         *_codes(n, compression.E4M3),
         compression.sign_pack(n),
         compression.sign_unpack(n),
+        compression.chunk_pack(n),
+        compression.chunk_unpack(n),
         sparse.indices_to_bits(),
         sparse.bits_to_indices(),
         steps.squared_norms(n),

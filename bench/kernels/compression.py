@@ -11,6 +11,8 @@ import torch
 from bench.kernels.case import Arrays, Calls, Case, require, require_equal
 from pycomm import kernels
 
+_CHUNKS = kernels.Chunks(64)
+
 
 @dataclass(frozen=True)
 class Format:
@@ -117,6 +119,19 @@ def sign_pack_with_remainder(n: int) -> Case:
 def sign_unpack(n: int) -> Case:
     """Describe turning sign bits into elements."""
     return Case("sign unpack", "sign * magnitude", 4 * n + n // 8, _unpack_signs)
+
+
+def chunk_pack(n: int) -> Case:
+    """Describe turning the largest elements of every chunk into bits, and what those leave over."""
+    num_bytes = 8 * n + 4 * _CHUNKS.num_words(n)
+    return Case("top-k of chunks, 64 of 4096, remainder", "abs + topk + gather + mean + sub", num_bytes, _pack_chunks)
+
+
+def chunk_unpack(n: int, ranks: int = 1) -> Case:
+    """Describe summing what ``ranks`` ranks packed of their chunks."""
+    of = "" if ranks == 1 else f" of {ranks} ranks"
+    num_bytes = 4 * n + 4 * ranks * _CHUNKS.num_words(n)
+    return Case(f"chunks unpack{of}", "zero + scatter_add", num_bytes, partial(_unpack_chunks, ranks=ranks))
 
 
 class _Blocks:
@@ -306,3 +321,61 @@ def _unpack_signs(arrays: Arrays) -> Calls:
 
     signs.pack()
     return Calls(signs.unpack, peer, verify)
+
+
+def _pack_chunks(arrays: Arrays) -> Calls:
+    x, out = arrays.flat, arrays.out
+    rest = torch.empty_like(x)
+    words = arrays.empty(_CHUNKS.num_words(len(x)), torch.int32)
+    rows = torch.nn.functional.pad(x, (0, -len(x) % _CHUNKS.chunk)).view(-1, _CHUNKS.chunk)
+    scratch = kernels.Scratch()
+
+    def ours() -> None:
+        kernels.pack_chunks(x, _CHUNKS, words, remainder=rest)
+
+    def peer() -> torch.Tensor:
+        places = rows.abs().topk(_CHUNKS.k, dim=1, sorted=False).indices
+        values = rows.gather(1, places)
+        sizes = values.abs()
+        sent = torch.where(sizes > sizes.mean(dim=1, keepdim=True), sizes, sizes.mean(dim=1, keepdim=True))
+        return rows.scatter_add(1, places, -sent.copysign(values))
+
+    def verify() -> None:
+        words.zero_()
+        rest.zero_()
+        ours()
+        require(bool(words.any()), "top-k of chunks, words")
+        kernels.unpack_chunks([words], _CHUNKS, out, scratch=scratch)
+        require_equal(rest, x - out, "top-k of chunks, remainder")
+        chosen = torch.zeros_like(rows, dtype=torch.bool)
+        chosen.scatter_(1, rows.abs().topk(_CHUNKS.k, dim=1).indices, True)
+        require_equal(out != 0, chosen.view(-1)[: len(x)], "top-k of chunks, against torch's")
+
+    return Calls(ours, peer, verify)
+
+
+def _unpack_chunks(arrays: Arrays, ranks: int) -> Calls:
+    words = [kernels.pack_chunks(flat, _CHUNKS) for flat in [arrays.flat, *arrays.others][:ranks]]
+    out, each, scratch = arrays.out, torch.empty_like(arrays.flat), kernels.Scratch()
+    sparse = []
+    for one in words:
+        kernels.unpack_chunks([one], _CHUNKS, each)
+        places = each.nonzero().flatten()
+        sparse.append((places, each[places]))
+
+    def ours() -> None:
+        kernels.unpack_chunks(words, _CHUNKS, out, scratch=scratch)
+
+    def peer() -> None:
+        out.zero_()
+        for places, values in sparse:
+            out.index_add_(0, places, values)
+
+    def verify() -> None:
+        out.zero_()
+        ours()
+        mine = out.clone()
+        peer()
+        require_equal(mine, out, "chunks unpack")
+
+    return Calls(ours, peer, verify)

@@ -9,6 +9,7 @@ void bind_errors();
 void bind_kernel_arguments(pybind11::module_& module);
 void bind_absmax(pybind11::module_& module);
 void bind_accumulate(pybind11::module_& module);
+void bind_chunks(pybind11::module_& module);
 void bind_entries(pybind11::module_& module);
 void bind_flight_ring(pybind11::module_& module);
 void bind_gradient_counts(pybind11::module_& module);

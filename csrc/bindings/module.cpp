@@ -6,6 +6,7 @@ PYBIND11_MODULE(_native, module) {
     pycomm::bind_kernel_arguments(module);
     pycomm::bind_absmax(module);
     pycomm::bind_accumulate(module);
+    pycomm::bind_chunks(module);
     pycomm::bind_entries(module);
     pycomm::bind_flight_ring(module);
     pycomm::bind_gradient_counts(module);

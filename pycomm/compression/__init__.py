@@ -21,6 +21,7 @@ from pycomm.compression.codec import Accumulated, BaseCodec
 from pycomm.compression.dense import NoCompression
 from pycomm.compression.feedback import CodecMethod
 from pycomm.compression.messages import GatheredMessages, SummedMessage
+from pycomm.compression.methods.chunktopk import ChunkTopK
 from pycomm.compression.methods.dgc import DGC
 from pycomm.compression.methods.half import BF16, FP16
 from pycomm.compression.methods.onebit import OneBit
@@ -38,6 +39,7 @@ __all__ = [
     "QSGD",
     "Accumulated",
     "BaseCodec",
+    "ChunkTopK",
     "CodecMethod",
     "Compression",
     "Exchange",

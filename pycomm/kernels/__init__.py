@@ -11,6 +11,7 @@ the GPU. With ``PYCOMM_SYNC=1`` in the environment each call does, and raises it
 
 from pycomm.kernels.absmax import absmax
 from pycomm.kernels.accumulate import Decay, Momentum, accumulate
+from pycomm.kernels.chunks import Chunks, pack_chunks, unpack_chunks
 from pycomm.kernels.entries import EntryLayout, Gathered, Taken, add_entries, pack_entries, unpack_entries
 from pycomm.kernels.hashes import hashes
 from pycomm.kernels.indices import pack_indices, packed_words, unpack_indices
@@ -34,6 +35,7 @@ from pycomm.kernels.step import (
 from pycomm.kernels.topk import topk
 
 __all__ = [
+    "Chunks",
     "Decay",
     "EntryLayout",
     "Gathered",
@@ -55,6 +57,7 @@ __all__ = [
     "momentum_step",
     "num_threads",
     "pack",
+    "pack_chunks",
     "pack_entries",
     "pack_flagged",
     "pack_indices",
@@ -71,6 +74,7 @@ __all__ = [
     "squared_norms",
     "topk",
     "unpack",
+    "unpack_chunks",
     "unpack_entries",
     "unpack_indices",
     "unpack_signs",

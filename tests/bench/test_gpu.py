@@ -61,6 +61,8 @@ def test_cases_are_right(plan: Plan) -> None:
         ("quantize", ["int8 encode, remainder"]),
         ("dequantize", ["int8 decode of 4 ranks"]),
         ("pack_signs", ["sign pack, remainder"]),
+        ("pack_chunks", ["top-k of chunks, 64 of 4096, remainder"]),
+        ("unpack_chunks", ["chunks unpack of 4 ranks"]),
         ("unpack_indices", ["bits to indices, 0.1 %"]),
         ("squared_norms", ["squared norms of"]),
         ("momentum_step", ["SGD, momentum, copies in fp16 of", "LARS, copies in fp16 of"]),

@@ -84,7 +84,7 @@ def test_whether_compression_pays(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert plan("compression", "--ranks", "4", "--bytes", "4MB", "--network", str(file)) == 0
     slow = capsys.readouterr().out
     assert "gradients of 4 MB, 4 ranks, network modem" in slow
-    for name in ("dense", "fp16", "int8", "powersgd(4)", "dgc(1%)", "dgc(0.1%)"):
+    for name in ("dense", "fp16", "int8", "powersgd(4)", "chunktopk(64)", "dgc(1%)", "dgc(0.1%)"):
         assert re.search(rf"^  {re.escape(name)} ", slow, re.MULTILINE), f"{name} is not priced"
     assert re.search(r"^(dgc|powersgd)\S+ takes \d+\.\d times less than dense gradients", slow, re.MULTILINE)
     assert re.search(r"^  dgc\(0.1%\).* ([\d.]+ [MG]bit/s|always)$", slow, re.MULTILINE), "no break-even"

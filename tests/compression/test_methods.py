@@ -33,6 +33,9 @@ METHODS: dict[str, Any] = {
     "fp8": pycomm.FP8(),
     "fp8 e5m2": pycomm.FP8("e5m2", block=64),
     "onebit": pycomm.OneBit(),
+    "chunktopk": pycomm.ChunkTopK(20, 256, decay=1.0),
+    "chunktopk 4": pycomm.ChunkTopK(64, 64, 4, decay=1.0),
+    "chunktopk decayed": pycomm.ChunkTopK(9, 512, 8, decay=0.9),
     "powersgd": pycomm.PowerSGD(2),
     "randomk": pycomm.RandomK(0.05),
     "qsgd": pycomm.QSGD(7),
@@ -41,7 +44,8 @@ METHODS: dict[str, Any] = {
     "powersgd without feedback": pycomm.PowerSGD(2, error_feedback=False),
 }
 BLOCKS = ["fp8", "fp8 e5m2", "int8", "int4", "onebit"]
-FEEDING_BACK = ["topk", "topk half", "topk dense sum", "topk whole", "powersgd", "randomk", *BLOCKS]
+WITH_FLOAT32 = [*BLOCKS, "chunktopk", "chunktopk 4"]
+FEEDING_BACK = ["topk", "topk half", "topk dense sum", "topk whole", "powersgd", "randomk", *WITH_FLOAT32]
 UNBIASED = {
     "qsgd 1": pycomm.QSGD(1),
     "qsgd 7": pycomm.QSGD(7),
@@ -104,7 +108,7 @@ def conserves(name: str, dtype: torch.dtype) -> None:
                 left = total(state[n]["residual"]) if n in state and "residual" in state[n] else torch.zeros_like(p)
                 came = sum(each[n].double() for each in everyone) / run.size
                 # .grad has been rounded to the parameter's type, what is kept has not.
-                exact = dtype == torch.float64 and name not in BLOCKS  # whose values are float32
+                exact = dtype == torch.float64 and name not in WITH_FLOAT32  # whose values are float32
                 tolerance = 1e-12 if exact else 2e-2 if dtype == torch.bfloat16 else 1e-6
                 scale = float(1 + before[n].abs().max() + torch.as_tensor(came).abs().max())
                 assert (left + average[n].double() - before[n] - came).abs().max() <= 2 * tolerance * scale, (n, step)
@@ -242,7 +246,7 @@ def save_and_go_on(name: str, path: str) -> None:
         run.feed(gradients_of(run.params, run.size, 99))  # what was there before is forgotten
         run.reducer.load_state_dict(state)
         found = [run.feed(gradients_of(run.params, run.size, step)) for step in range(4, 8)]
-    sensitive_to_buckets = ("int8", "int4", "fp8", "qsgd", "terngrad", "randomk", "powersgd")  # blocks, seeds
+    sensitive_to_buckets = ("int8", "int4", "fp8", "chunktopk", "qsgd", "terngrad", "randomk", "powersgd")  # blocks, seeds
     if name.startswith(sensitive_to_buckets) or (name == "onebit" and dist.get_world_size() > 2):
         assert state["steps"] == 4
     else:
@@ -308,6 +312,7 @@ def bytes_of(method: Any) -> float:
         (pycomm.QSGD(7), 0.509e6),
         (pycomm.QSGD(1), 0.259e6),
         (pycomm.TernGrad(), 0.2541e6),
+        (pycomm.ChunkTopK(64), 84 * 244 + 4 * 17 + 8 + FINGERPRINT_BITS),
         (pycomm.OneBit(), 0.12503e6 + FINGERPRINT_BITS),
         (pycomm.RandomK(0.01), 40_020 + 4 * FINGERPRINT_PLACES),
         (pycomm.PowerSGD(2), 2 * 4 * 2000 + 40 + 2 * 4 * FINGERPRINT_PLACES),

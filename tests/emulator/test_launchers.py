@@ -22,6 +22,7 @@ STREAM = 9
 SIZES = (70, 1, 300)
 TOTAL = sum(SIZES)
 MOMENTS = kernels.Moments(betas=(0.9, 0.99), eps=1e-8, step=3)
+CHUNKS = kernels.Chunks(20, 128, 4)
 CODEC = kernels.Quantization(block=64)
 
 
@@ -158,6 +159,16 @@ def unpack_signs(on: Arrays) -> Call:
     return call
 
 
+def unpack_chunks(on: Arrays) -> Call:
+    out, words = on.zeros(), kernels.pack_chunks(on.random(), CHUNKS)
+
+    def call(scratch: kernels.Scratch | None) -> Sequence[Any]:
+        kernels.unpack_chunks([words] * 40, CHUNKS, out, 0.5, scratch=scratch)  # more than are passed by value
+        return [out]
+
+    return call
+
+
 def unpack_indices(on: Arrays) -> Call:
     count = len(range(0, TOTAL, 3))
     words = on.put(kernels.pack_indices(torch.arange(0, TOTAL, 3, dtype=torch.int32), TOTAL))
@@ -268,6 +279,11 @@ def quantize(on: Arrays) -> Call:
     return lambda scratch: kernels.quantize(x, CODEC, out)
 
 
+def pack_chunks(on: Arrays) -> Call:
+    x, out = on.random(), on.zeros(CHUNKS.num_words(TOTAL), torch.int32)
+    return lambda scratch: [kernels.pack_chunks(x, CHUNKS, out)]
+
+
 def pack_signs(on: Arrays) -> Call:
     x, magnitude = on.random(), on.put(torch.tensor([0.5]))
     out = on.zeros(kernels.sign_words(TOTAL), torch.int32)
@@ -280,7 +296,7 @@ def pack_indices(on: Arrays) -> Call:
     return lambda scratch: [kernels.pack_indices(indices, TOTAL, out)]
 
 
-WITHOUT_SCRATCH = (quantize, pack_signs, pack_indices, pack_entries, add_entries)
+WITHOUT_SCRATCH = (quantize, pack_chunks, pack_signs, pack_indices, pack_entries, add_entries)
 CASES = (
     pack,
     pack_flagged,
@@ -295,6 +311,7 @@ CASES = (
     scatter_add,
     dequantize,
     unpack_signs,
+    unpack_chunks,
     unpack_indices,
     unpack_entries,
     momentum_step,

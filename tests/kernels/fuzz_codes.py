@@ -1,4 +1,4 @@
-"""Valid calls, and some of data that is not, of the kernels that code: positions, small integers and signs."""
+"""Valid calls, and some of data that is not, of the kernels that code: positions, small integers, signs and chunks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from pycomm import kernels
-from tests.kernels import test_indices, test_quantize, test_signs
+from tests.kernels import test_chunks, test_indices, test_quantize, test_signs
 from tests.kernels.fuzz_arrays import Slot, some_size, some_values
 from tests.kernels.fuzz_calls import (
     Call,
@@ -263,6 +263,64 @@ def unpack_signs(rng: Rng) -> Call:
 
     arguments = {"words": words, "magnitudes": magnitudes, "out": out, "scale": scale}
     return Call("unpack_signs", arguments, wanted, paired=("words", "magnitudes"))
+
+
+_CHUNKS = [(3, 16, 2), (5, 64, 4), (1, 1, 2), (64, 64, 8), (9, 4096, 2), (200, 65536, 4)]
+
+
+def _words_of_chunks(rng: Rng, config: kernels.Chunks, size: int) -> torch.Tensor:
+    values = some_values(rng, size, torch.float32, finite=rng.chance(0.8))
+    return torch.from_numpy(test_chunks.words_of(values.numpy(), config))
+
+
+def pack_chunks(rng: Rng) -> Call:
+    config, size, given = kernels.Chunks(*rng.choice(_CHUNKS)), some_size(rng), rng.chance(0.5)
+    values = some_values(rng, size, torch.float32, finite=rng.chance(0.8))
+    x = array("x", values, aligned=True, sized=False, flat=not given)
+    out = output(rng, "words", config.num_words(size), torch.int32, aligned=True) if given else None
+    left = output(rng, "remainder", size, torch.float32, aligned=True) if rng.chance(0.5) else None
+    decay = rng.choice([1.0, 0.95, 0.5, 0.0, 1, -2.0])
+
+    def wanted(read: Read) -> Wanted:
+        held = read(x)
+        words = torch.from_numpy(test_chunks.words_of(held.numpy(), config))
+        outputs = []
+        if left is not None:
+            rest = held - torch.from_numpy(test_chunks.meant(held.numpy(), config))
+            outputs.append(Output(left, rest * torch.tensor(decay, dtype=torch.float32)))
+        if out is not None:
+            return Wanted([*outputs, Output(out, words)])
+        return Wanted(outputs, lambda result: assert_same_bits(as_tensor(result), words))
+
+    arguments = {"x": x, "config": config, "out": out, "remainder": left, "decay": decay}
+    return Call("pack_chunks", arguments, wanted, shared=[] if left is None else [(left, x, 0)])
+
+
+def unpack_chunks(rng: Rng) -> Call:
+    """Of words that pack_chunks makes, or of these with a few bits changed."""
+    config, size, parts = kernels.Chunks(*rng.choice(_CHUNKS)), some_size(rng), rng.choice([1, 1, 2, 3, 6])
+    coded = [_words_of_chunks(rng, config, size) for _ in range(parts)]
+    if size and rng.chance(0.3):
+        coded[-1][rng.randrange(len(coded[-1]))] = rng.choice([0, -1, 1, rng.randrange(-(2**31), 2**31)])
+    words = [array(f"words[{p}]", one, aligned=True) for p, one in enumerate(coded)]
+    out = output(rng, "out", size, torch.float32, aligned=True, sized=False)
+    scale = some_scale(rng)
+
+    def decoded(read: Read) -> list[np.ndarray | None]:
+        return [test_chunks.decoded(read(one).numpy(), config, size) for one in words]
+
+    def wanted(read: Read) -> Wanted:
+        total = torch.zeros(size)
+        for values in decoded(read):
+            assert values is not None
+            total = total + torch.from_numpy(values)
+        return Wanted([Output(out, total * torch.tensor(number_of(scale, read), dtype=torch.float32))])
+
+    def faults(read: Read) -> list[Refusal]:
+        wrong = any(values is None for values in decoded(read))
+        return [Refusal(("words",), (ValueError,), spoils=True)] if wrong else []
+
+    return Call("unpack_chunks", {"words": words, "config": config, "out": out, "scale": scale}, wanted, faults)
 
 
 def packed_words(rng: Rng) -> Call:

@@ -69,6 +69,7 @@ SIGNATURES: dict[str, dict[str, str]] = {
         "unless": "array?",
         "scratch": "scratch",
     },
+    "pack_chunks": {"x": "array", "config": "config", "out": "array?", "remainder": "array?", "decay": "number"},
     "pack_entries": {"message": "array", "taken": "taken", "gathered": "gathered"},
     "pack_flagged": {
         "tensors": "arrays",
@@ -111,6 +112,13 @@ SIGNATURES: dict[str, dict[str, str]] = {
     "squared_norms": _EACH,
     "topk": {"x": "array", "k": "integer", "out": "pair?", "threshold": "array?", "scratch": "scratch"},
     "unpack": {"flat": "array", "tensors": "arrays", "scale": "factor", "scratch": "scratch"},
+    "unpack_chunks": {
+        "words": "arrays",
+        "config": "config",
+        "out": "array",
+        "scale": "factor",
+        "scratch": "scratch",
+    },
     "unpack_entries": {"gathered": "gathered", "factor": "factor", "most": "number", "scratch": "scratch"},
     "unpack_indices": {"words": "array", "limit": "integer", "count": "integer", "out": "array?", "scratch": "scratch"},
     "unpack_signs": {
@@ -141,6 +149,10 @@ FIELDS: dict[str, dict[str, str]] = {
         "verdict": "array",
     },
     "config": {"block": "integer", "levels": "integer", "bits": "integer", "norm": "text"},
+    **{
+        key: {"k": "integer", "chunk": "integer", "bits": "integer"}
+        for key in ("pack_chunks.config", "unpack_chunks.config")
+    },
 }
 
 

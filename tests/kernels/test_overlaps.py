@@ -99,6 +99,14 @@ REFUSED: dict[str, Case] = {
         "(out|words) overlaps x",
         lambda cut: kernels.pack_signs(cut(0, 64), cut(100, 1), ints(cut, 10, 2)),
     ),
+    "pack_chunks: words over x": (
+        "words overlaps x",
+        lambda cut: kernels.pack_chunks(cut(0, 64), CHUNKS, ints(cut, 10, CHUNKS.num_words(64))),
+    ),
+    "unpack_chunks: out over words": (
+        r"out overlaps words\[0\]",
+        lambda cut: kernels.unpack_chunks([ints(cut, 10, CHUNKS.num_words(64))], CHUNKS, cut(0, 64)),
+    ),
     "adam_step: a weight over its gradient": (
         r"weights\[0\] overlaps grads\[0\]",
         lambda cut: kernels.adam_step(
@@ -112,6 +120,7 @@ REFUSED: dict[str, Case] = {
     ),
 }
 
+CHUNKS = kernels.Chunks(4, 64)
 ALLOWED: dict[str, Callable[[Cut], Any]] = {
     "reduce: out is an input": lambda cut: kernels.reduce(cut(0, 64), [cut(100, 64), cut(0, 64)]),
     "reduce: inputs over each other": lambda cut: kernels.reduce(cut(200, 64), [cut(0, 64), cut(32, 64)]),
@@ -119,6 +128,9 @@ ALLOWED: dict[str, Callable[[Cut], Any]] = {
     "accumulate: acc is the residual": lambda cut: kernels.accumulate(cut(0, 64), cut(0, 64), cut(100, 64)),
     "quantize: the remainder is x": lambda cut: kernels.quantize(
         cut(0, 64), Quantization(64), (cut(100, 1), cut(500, 64, torch.uint8)), remainder=cut(0, 64)
+    ),
+    "pack_chunks: the remainder is x": lambda cut: kernels.pack_chunks(
+        cut(0, 64), CHUNKS, ints(cut, 100, CHUNKS.num_words(64)), remainder=cut(0, 64)
     ),
     "sparsify: side by side": lambda cut: selection_in_sparsify(cut, 64, 70, 76),
     "topk: side by side": lambda cut: kernels.topk(cut(0, 64), 8, (cut(64, 8), ints(cut, 72, 8)), threshold=cut(80, 1)),

@@ -166,6 +166,16 @@ def named_method(compression: Any, why_not_auto: str = SELDOM) -> Compression | 
     return None if isinstance(method, NoCompression) else method
 
 
+def check_outer(method: Compression | None, outer: Any) -> None:
+    """Raise ValueError, which names ``outer``, if ``method`` does not suit the outer optimizer, where there is one."""
+    if method is None or not hasattr(outer, "optimizer"):
+        return
+    try:
+        method.check(outer.optimizer([torch.zeros(1)], 1))
+    except ValueError as error:
+        raise ValueError(f"outer={outer!r}: {error}") from error
+
+
 def clone_tensors(value: Any) -> Any:
     """Return a state with copies of the tensors in it."""
     if isinstance(value, dict):

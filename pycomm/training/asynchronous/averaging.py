@@ -22,7 +22,13 @@ from pycomm.compression import Compression, NoCompression
 from pycomm.deprecated import Moved, Old, renamed
 from pycomm.errors import attempt
 from pycomm.optim.parameters import checked_optimizer
-from pycomm.training.asynchronous.averager import Averager, checked_parameters, checked_per_rank, named_method
+from pycomm.training.asynchronous.averager import (
+    Averager,
+    check_outer,
+    checked_parameters,
+    checked_per_rank,
+    named_method,
+)
 from pycomm.training.asynchronous.decoupled import decoupled_sgd
 from pycomm.training.asynchronous.elastic_group import ElasticGroup, Lines
 from pycomm.training.asynchronous.fragment import DelayedNesterov, Elastic, Fragment, Nesterov, Outer
@@ -219,6 +225,7 @@ def _checked(
     if checks.count("delay", delay, 0) >= every:
         raise ValueError(f"delay={delay}, wanted less than every={every}: the next meeting would begin before that")
     method = named_method(compression) or NoCompression()
+    check_outer(method, merges)
     if on_failure not in ("raise", "shrink"):
         raise ValueError(f'on_failure is {on_failure!r}, wanted "raise" or "shrink"')
     survives = on_failure == "shrink"

@@ -30,6 +30,7 @@ from pycomm.errors import CommError
 from pycomm.optim.parameters import checked_optimizer
 from pycomm.training.asynchronous.averager import (
     Averager,
+    check_outer,
     checked_parameters,
     checked_per_rank,
     clone_tensors,
@@ -231,6 +232,7 @@ def decoupled_sgd(
         if next(iter(named.values())).device.type != "cpu":
             raise ValueError("ranks that meet one by one require parameters in CPU memory")
         method = named_method(compression)
+        check_outer(method, merges)
         names = checked_per_rank(per_rank, optimizer)
         lines = [f"pycomm {version()}", f"every={every}", f"outer={merges!r}", f"quorum={quorum}", f"{method!r}"]
         lines.append(f"per_rank={names}")

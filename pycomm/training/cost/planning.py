@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from pycomm.compression import DGC, FP8, FP16, Compression, Int4, Int8, NoCompression, PowerSGD
+from pycomm.compression import DGC, FP8, FP16, ChunkTopK, Compression, Int4, Int8, NoCompression, PowerSGD
 from pycomm.compression.base import Operation
 from pycomm.schedule import rank_algorithms, simulate
 from pycomm.schedule.algorithms.circulant import circulant_all_gather
@@ -24,6 +24,7 @@ METHODS: Mapping[str, Compression] = {
     "int8": Int8(),
     "int4": Int4(),
     "powersgd(4)": PowerSGD(4),
+    "chunktopk(64)": ChunkTopK(64),
     "dgc(1%)": DGC(0.01),
     "dgc(0.1%)": DGC(0.001),
 }

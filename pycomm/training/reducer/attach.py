@@ -151,11 +151,11 @@ def attach(
             (DistributedDataParallel, FSDP, DeepSpeed), inside or around the module, is refused, even if it
             is added later.
         compression: ``NoCompression()`` (the default); ``FP16()``, ``BF16()``; ``DGC(ratio)`` for SGD,
-            ``TopK(ratio)`` for any optimizer, ``RandomK(ratio)``; ``PowerSGD(rank)``; ``FP8()``, ``Int8()``,
-            ``Int4()``, ``OneBit()``, ``QSGD(levels)``, ``TernGrad()``. Or the name of one that needs no arguments:
-            "fp16", "bf16", "fp8", "int8", "int4", "onebit", "qsgd", "terngrad", "powersgd", "dgc". "auto" means
-            ``Auto()``, which picks for each bucket whichever of dense, FP16, FP8, PowerSGD and top-k is fastest on
-            this link.
+            ``TopK(ratio)`` for any optimizer, ``RandomK(ratio)``, ``ChunkTopK(k)``; ``PowerSGD(rank)``; ``FP8()``,
+            ``Int8()``, ``Int4()``, ``OneBit()``, ``QSGD(levels)``, ``TernGrad()``. Or the name of one that needs no
+            arguments: "fp16", "bf16", "fp8", "int8", "int4", "onebit", "qsgd", "terngrad", "powersgd", "dgc". "auto"
+            means ``Auto()``, which picks for each bucket whichever of dense, FP16, FP8, PowerSGD and top-k is fastest
+            on this link.
         process_group: a group, or a one-dimensional ``DeviceMesh``; the default group if ``None``. Parameters may
             be DTensors over other ranks (tensor parallelism: ``mesh["dp"]`` for a model that is split over
             ``mesh["tp"]``): the gradients of each rank's part are averaged, compressed and kept as ordinary
