@@ -246,7 +246,17 @@ def save_and_go_on(name: str, path: str) -> None:
         run.feed(gradients_of(run.params, run.size, 99))  # what was there before is forgotten
         run.reducer.load_state_dict(state)
         found = [run.feed(gradients_of(run.params, run.size, step)) for step in range(4, 8)]
-    sensitive_to_buckets = ("int8", "int4", "fp8", "chunktopk", "qsgd", "terngrad", "randomk", "powersgd")  # blocks, seeds
+    # Blocks and seeds begin with each bucket.
+    sensitive_to_buckets = (
+        "int8",
+        "int4",
+        "fp8",
+        "chunktopk",
+        "qsgd",
+        "terngrad",
+        "randomk",
+        "powersgd",
+    )  # blocks, seeds
     if name.startswith(sensitive_to_buckets) or (name == "onebit" and dist.get_world_size() > 2):
         assert state["steps"] == 4
     else:
