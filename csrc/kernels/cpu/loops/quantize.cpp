@@ -123,6 +123,7 @@ class NormOf {
     void take_all(const float* x, int64_t count, Take&& one) {
         int64_t i = 0;
         for (; i + kSums <= count; i += kSums) {
+            prefetch_ahead<2048>(x + i, kSums);
             for (int u = 0; u < kParts; ++u) sums_[u] = one(sums_[u], load(x + i + u * kLanes));
         }
         for (int u = 0; u < kParts && i < count; ++u) {
