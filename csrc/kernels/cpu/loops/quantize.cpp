@@ -57,9 +57,11 @@ struct Floats {
         Vec level = magnitude(x);
         Vec exponent = greater_bits(and_bits(level, splat_bits(0xffu << 23)), splat_bits((127 + kFormat.least) << 23));
         // Of the number of units this makes the code: less the exponent's part of it, and what was added for rounding.
+        const Vec sign = and_bits(shift_down<24>(x), splat_bits(0x80));
         auto code_of = [&](Vec number, uint32_t added) {
             constexpr uint32_t kLeast = (127 + kFormat.least) << kFormat.mantissa;
-            return sub_bits(number, sub_bits(splat_bits(kLeast + added), shift_down<kShift>(exponent)));
+            number = sub_bits(number, sub_bits(splat_bits(kLeast + added), shift_down<kShift>(exponent)));
+            return sub_bits(number, sign);  // as int8
         };
         if (kRandom) {
             Vec per_level = sub_bits(splat_bits((254 + kFormat.mantissa) << 23), exponent);
