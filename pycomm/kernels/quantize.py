@@ -128,6 +128,4 @@ def requantize(
             raise ValueError("count is None, wanted the number of elements, as there is no remainder")
         count, _ = look("remainder", remainder)
     to_scales, to_codes = pair("out", out, "scales and codes")
-    _native.requantize(
-        scales, codes, count, config, seed, to_scales, to_codes, remainder, scratch, num_threads()
-    )
+    _native.requantize(scales, codes, count, config, seed, to_scales, to_codes, remainder, scratch, num_threads())

@@ -147,6 +147,16 @@ def dequantize(on: Arrays) -> Call:
     return call
 
 
+def requantize(on: Arrays) -> Call:
+    (scales, codes), out = kernels.quantize(on.random(), CODEC), kernels.quantize(on.zeros(), CODEC)
+
+    def call(scratch: kernels.Scratch | None) -> Sequence[Any]:
+        kernels.requantize([scales, scales], [codes, codes], CODEC, out, count=TOTAL, scratch=scratch)
+        return out
+
+    return call
+
+
 def unpack_signs(on: Arrays) -> Call:
     out, magnitude = on.zeros(), on.put(torch.tensor([0.5]))
     words = kernels.pack_signs(on.random(), magnitude)
@@ -294,6 +304,7 @@ CASES = (
     topk,
     scatter_add,
     dequantize,
+    requantize,
     unpack_signs,
     unpack_indices,
     unpack_entries,

@@ -38,7 +38,7 @@ _BUILDERS = [
     ),
     *(fuzz_calls.absmax, fuzz_calls.hashes, fuzz_calls.squared_norms),
     *(fuzz_codes.pack_indices, fuzz_codes.unpack_indices, fuzz_codes.quantize, fuzz_codes.dequantize),
-    *(fuzz_codes.pack_signs, fuzz_codes.unpack_signs),
+    *(fuzz_codes.requantize, fuzz_codes.pack_signs, fuzz_codes.unpack_signs),
     *(fuzz_entries.pack_entries, fuzz_entries.unpack_entries, fuzz_entries.add_entries),
     *(fuzz_steps.accumulate, fuzz_steps.sparsify, fuzz_steps.momentum_step, fuzz_steps.adam_step),
     *(fuzz_steps.rmsprop_step, fuzz_steps.adagrad_step, fuzz_steps.lamb_moments, fuzz_steps.lamb_apply),
