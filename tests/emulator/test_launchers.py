@@ -148,7 +148,8 @@ def dequantize(on: Arrays) -> Call:
 
 
 def requantize(on: Arrays) -> Call:
-    (scales, codes), out = kernels.quantize(on.random(), CODEC), kernels.quantize(on.zeros(), CODEC)
+    scales, codes = kernels.quantize(on.random(), CODEC)
+    out = on.zeros(CODEC.num_blocks(TOTAL)), on.zeros(CODEC.code_bytes(TOTAL), torch.uint8)
 
     def call(scratch: kernels.Scratch | None) -> Sequence[Any]:
         kernels.requantize([scales, scales], [codes, codes], CODEC, out, count=TOTAL, scratch=scratch)

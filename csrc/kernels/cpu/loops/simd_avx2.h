@@ -132,14 +132,15 @@ template <int kBits>
 inline Vec load_codes(const uint8_t* p) {
     if constexpr (kBits == 8) {
         return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+    } else {
+        int32_t codes = 0;
+        __builtin_memcpy(&codes, p, kBits);
+        const __m256i up =
+            _mm256_sub_epi32(_mm256_set1_epi32(32 - kBits),
+                             _mm256_mullo_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(kBits)));
+        __m256i at_top = _mm256_sllv_epi32(_mm256_set1_epi32(codes), up);
+        return _mm256_cvtepi32_ps(_mm256_srai_epi32(at_top, 32 - kBits));
     }
-    int32_t codes = 0;
-    __builtin_memcpy(&codes, p, kBits);
-    const __m256i up =
-        _mm256_sub_epi32(_mm256_set1_epi32(32 - kBits),
-                         _mm256_mullo_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(kBits)));
-    __m256i at_top = _mm256_sllv_epi32(_mm256_set1_epi32(codes), up);
-    return _mm256_cvtepi32_ps(_mm256_srai_epi32(at_top, 32 - kBits));
 }
 // An E5M2 is the upper half of a float16, an E4M3 2^8 times one with the same mantissa and exponent.
 template <CodeType kElement>

@@ -113,15 +113,16 @@ template <int kBits>
 inline Vec load_codes(const uint8_t* p) {
     if constexpr (kBits == 8) {
         return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+    } else {
+        int32_t codes[2] = {};
+        __builtin_memcpy(codes, p, 2 * kBits);
+        const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        const __m512i up = _mm512_sub_epi32(
+            _mm512_set1_epi32(32 - kBits),
+            _mm512_mullo_epi32(_mm512_and_si512(lanes, _mm512_set1_epi32(32 / kBits - 1)), _mm512_set1_epi32(kBits)));
+        __m512i own = _mm512_mask_set1_epi32(_mm512_set1_epi32(codes[0]), kBits == 4 ? 0xff00 : 0, codes[1]);
+        return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_sllv_epi32(own, up), 32 - kBits));
     }
-    int32_t codes[2] = {};
-    __builtin_memcpy(codes, p, 2 * kBits);
-    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m512i up = _mm512_sub_epi32(
-        _mm512_set1_epi32(32 - kBits),
-        _mm512_mullo_epi32(_mm512_and_si512(lanes, _mm512_set1_epi32(32 / kBits - 1)), _mm512_set1_epi32(kBits)));
-    __m512i own = _mm512_mask_set1_epi32(_mm512_set1_epi32(codes[0]), kBits == 4 ? 0xff00 : 0, codes[1]);
-    return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_sllv_epi32(own, up), 32 - kBits));
 }
 // An E5M2 is the upper half of a float16, an E4M3 2^8 times one with the same mantissa and exponent.
 template <CodeType kElement>
