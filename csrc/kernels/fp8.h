@@ -22,9 +22,10 @@ PYCOMM_EVERYWHERE constexpr Fp8 fp8_of(CodeType element) {
 }
 
 // Of the bits of a block's largest magnitude those of its scale: the smallest power of two that brings it to the
-// format's largest number or below. Zero for a scale below 2^-100; inf and NaN stay.
+// format's largest number or below. Zero for a scale below 2^-100. Inf and NaN stay, and what is above 1.75 * 2^127 is
+// inf: rounding could make it 2^128.
 PYCOMM_EVERYWHERE uint32_t fp8_scale(uint32_t norm, int most) {
-    if (norm >= 0x7f800000u) return norm;
+    if (norm > 0x7f600000u) return norm < 0x7f800000u ? 0x7f800000u : norm;
     int exponent = static_cast<int>((norm + 0x1fffffu) >> 23) - most;  // of the next power of two if above 1.75
     return exponent < 127 - 100 ? 0 : static_cast<uint32_t>(exponent) << 23;
 }

@@ -14,8 +14,8 @@
 //   code = x[i] / scale, rounded to a multiple of its mantissa's last bit (for subnormals the smallest one's): to the
 //           nearest, ties to even; or stochastically as above. Never above the largest finite number: nothing is
 //           saturated, as no |x[i]| / scale exceeds it, and no code of finite elements is an infinity or a NaN.
-//   Division by the scale, and code * scale, are exact; but from 1.75 * 2^127 on, an element may be rounded up to
-//   2^128, which dequantize makes inf.
+//   Division by the scale, and code * scale, are exact. An element above 1.75 * 2^127 counts as infinite, as rounding
+//   could make it so.
 //
 // A block is `block` consecutive elements, a multiple of 64; the last may be shorter. A scale below 2^-100 is written
 // as 0, and the codes of its block are 0. x is float32. A block with an element that is not finite gets a scale that is

@@ -148,6 +148,17 @@ def dequantize(on: Arrays) -> Call:
     return call
 
 
+def requantize(on: Arrays) -> Call:
+    scales, codes = kernels.quantize(on.random(), CODEC)
+    out = on.zeros(CODEC.num_blocks(TOTAL)), on.zeros(CODEC.code_bytes(TOTAL), torch.uint8)
+
+    def call(scratch: kernels.Scratch | None) -> Sequence[Any]:
+        kernels.requantize([scales, scales], [codes, codes], CODEC, out, count=TOTAL, scratch=scratch)
+        return out
+
+    return call
+
+
 def unpack_signs(on: Arrays) -> Call:
     out, magnitude = on.zeros(), on.put(torch.tensor([0.5]))
     words = kernels.pack_signs(on.random(), magnitude)
@@ -310,6 +321,7 @@ CASES = (
     topk,
     scatter_add,
     dequantize,
+    requantize,
     unpack_signs,
     unpack_chunks,
     unpack_indices,

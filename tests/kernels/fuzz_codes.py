@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -218,6 +219,39 @@ def dequantize(rng: Rng) -> Call:
 
     arguments = {"scales": scales, "codes": codes, "config": config, "out": out, "scale": scale}
     return Call("dequantize", arguments, wanted, paired=("scales", "codes"))
+
+
+def requantize(rng: Rng) -> Call:
+    config, size, parts = replace(_config(rng), norm="max"), some_size(rng), rng.choice([1, 1, 2, 3, 6])
+    scales, codes = [], []
+    for p in range(parts):
+        of_blocks = some_values(rng, config.num_blocks(size), torch.float32).abs()
+        scales.append(array(f"scales[{p}]", of_blocks, aligned=True))
+        codes.append(array(f"codes[{p}]", some_values(rng, config.code_bytes(size), torch.uint8)))
+    to_scales = output(rng, "out[0]", config.num_blocks(size), torch.float32, aligned=True)
+    out = to_scales, output(rng, "out[1]", config.code_bytes(size), torch.uint8)
+    numbers = torch.tensor([rng.randrange(-(2**63), 2**63) for _ in range(2)])
+    seed = array("seed", numbers, aligned=True) if rng.chance(0.5) else None
+    left = output(rng, "remainder", size, torch.float32, aligned=True) if rng.chance(0.5) else None
+
+    def wanted(read: Read) -> Wanted:
+        fair, total = _small(config, size), torch.zeros(size)
+        for of_blocks, code in zip(scales, codes, strict=True):
+            each = read(of_blocks).repeat_interleave(fair.block)[:size]
+            total = total + _levels(read(code), config.bits, size) * each
+        held, random = total.numpy(), None if seed is None else tuple(read(seed).tolist())
+        with np.errstate(all="ignore"):
+            found = torch.from_numpy(test_quantize.scales_of(held, fair))
+        if not np.isfinite(held).all() or not bool(found.isfinite().all()):
+            return Wanted(unknown=[*out] if left is None else [*out, left])
+        what = _quantized(held, fair, random, found, out, None)
+        if left is not None:
+            added = torch.from_numpy(test_quantize.reference(held, fair, random, found.numpy())[1])
+            what.outputs.append(Output(left, read(left) + added))
+        return what
+
+    arguments = {"scales": scales, "codes": codes, "config": config, "out": out, "seed": seed, "remainder": left}
+    return Call("requantize", {**arguments, "count": size}, wanted, paired=("scales", "codes"))
 
 
 def _magnitude(rng: Rng) -> torch.Tensor:

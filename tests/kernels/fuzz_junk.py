@@ -85,6 +85,16 @@ SIGNATURES: dict[str, dict[str, str]] = {
     "packed_words": {"limit": "integer", "count": "integer"},
     "quantize": {"x": "array", "config": "config", "out": "pair?", "seed": "array?", "remainder": "array?"},
     "reduce": {"out": "array", "inputs": "arrays", "op": "text", "scratch": "scratch"},
+    "requantize": {
+        "scales": "arrays",
+        "codes": "arrays",
+        "config": "config",
+        "out": "pair",
+        "seed": "array?",
+        "remainder": "array?",
+        "count": "integer",
+        "scratch": "scratch",
+    },
     "adagrad_step": {**_STEP, "sums": "arrays", "lr": "number", "eps": "number", "weight_decay": "number"},
     "rmsprop_step": {
         **_STEP,
@@ -148,7 +158,7 @@ FIELDS: dict[str, dict[str, str]] = {
         **dict.fromkeys(("messages", "indices"), "not read?"),
         "verdict": "array",
     },
-    "config": {"block": "integer", "levels": "integer", "bits": "integer", "norm": "text"},
+    "config": {"block": "integer", "levels": "integer", "bits": "integer", "norm": "text", "element": "text"},
     **{
         key: {"k": "integer", "chunk": "integer", "bits": "integer"}
         for key in ("pack_chunks.config", "unpack_chunks.config")

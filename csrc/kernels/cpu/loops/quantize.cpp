@@ -9,6 +9,7 @@ namespace {
 // Elements are processed 64 at a time: whole bytes at any number of bits. The last few are padded with zeros.
 constexpr int kGroup = 64;
 constexpr int kVecs = kGroup / kLanes;
+constexpr int64_t kLongest = 2048;  // blocks of so many elements lie in the fastest cache, two of them
 
 // Uniform in [0, 1), for elements first ... first + 63.
 inline void random_group(const Seed& seed, int64_t first, float* out) {
@@ -36,7 +37,10 @@ struct Ints {
         Vec value = with_sign(lesser(level, splat(levels)), x);
         return {whole(value), value};
     }
-    static Vec decode(const uint8_t* from) { return load_codes<kBits>(from); }
+    static void decode(const uint8_t* from, Vec (&out)[2]) {
+        out[0] = load_codes<kBits>(from);
+        out[1] = load_codes<kBits>(from + kLanes * kBits / 8);
+    }
 };
 
 template <CodeType kElement>
@@ -52,24 +56,26 @@ struct Floats {
     Coded code(Vec x, Vec random) const {
         Vec level = magnitude(x);
         Vec exponent = greater_bits(and_bits(level, splat_bits(0xffu << 23)), splat_bits((127 + kFormat.least) << 23));
-        Vec number, value;
+        // Of the number of units this makes the code: less the exponent's part of it, and what was added for rounding.
+        const Vec sign = and_bits(shift_down<24>(x), splat_bits(0x80));
+        auto code_of = [&](Vec number, uint32_t added) {
+            constexpr uint32_t kLeast = (127 + kFormat.least) << kFormat.mantissa;
+            number = sub_bits(number, sub_bits(splat_bits(kLeast + added), shift_down<kShift>(exponent)));
+            return sub_bits(number, sign);  // as int8
+        };
         if (kRandom) {
             Vec per_level = sub_bits(splat_bits((254 + kFormat.mantissa) << 23), exponent);
             Vec units = truncate(add(mul(level, per_level), random));
             units = lesser(units, mul(splat(kFormat.largest), per_level));  // random numbers may round to 1
-            number = whole(units);
-            value = mul(units, sub_bits(exponent, splat_bits(kFormat.mantissa << 23)));
-        } else {
-            Vec magic = add_bits(exponent, splat_bits(kShift << 23));  // its last bit is a unit
-            Vec sum = add(level, magic);
-            number = sub_bits(sum, magic);
-            value = sub(sum, magic);
+            Vec value = mul(units, sub_bits(exponent, splat_bits(kFormat.mantissa << 23)));
+            return {code_of(whole(units), 0), with_sign(value, x)};
         }
-        Vec binades = sub_bits(shift_down<kShift>(exponent), splat_bits((127 + kFormat.least) << kFormat.mantissa));
-        Vec sign = and_bits(shift_down<24>(x), splat_bits(0x80));
-        return {sub_bits(add_bits(number, binades), sign), with_sign(value, x)};
+        constexpr uint32_t kAdded = static_cast<uint32_t>(kShift) << 23;
+        Vec magic = add_bits(exponent, splat_bits(kAdded));  // its last bit is a unit
+        Vec sum = add(level, magic);
+        return {code_of(sub_bits(sum, exponent), kAdded), with_sign(sub(sum, magic), x)};
     }
-    static Vec decode(const uint8_t* from) { return load_fp8<kElement>(from); }
+    static void decode(const uint8_t* from, Vec (&out)[2]) { load_fp8<kElement>(from, out); }
 };
 
 // Calls use(format).
@@ -85,7 +91,7 @@ inline void with_format(const Quantization& config, Use&& use) {
 
 inline int64_t bytes_of(int bits, int64_t count) { return (count * bits + 7) / 8; }
 
-// A norm, in an order that does not depend on the width of a vector.
+// A norm, in an order that does not depend on the width of a vector. Magnitudes go by their bits: NaN ranks highest.
 class NormOf {
    public:
     explicit NormOf(Norm norm) : norm_(norm) {
@@ -95,23 +101,21 @@ class NormOf {
     // Elements that follow those before; all calls but the last one take a multiple of kSums.
     void take(const float* x, int64_t count) {
         if (norm_ == Norm::kMax) {
-            take_all(x, count, [](Vec sum, Vec v) { return maximum(sum, magnitude(v)); });
+            take_all(x, count, [](Vec sum, Vec v) { return greater_bits(sum, magnitude(v)); });
         } else {
             take_all(x, count, [](Vec sum, Vec v) { return add(sum, mul(v, v)); });
         }
     }
 
     float value() const {
-        float out = 0.0f;
-        for (int j = 0; j < kSums; ++j) {
-            float v = lane(sums_[j / kLanes], j % kLanes);
-            if (norm_ == Norm::kEuclidean) {
-                out += v;
-            } else {
-                out = v != v || v > out ? v : out;
-            }
+        if (norm_ == Norm::kMax) {
+            Vec all = sums_[0];
+            for (int u = 1; u < kParts; ++u) all = greater_bits(all, sums_[u]);
+            return greatest(all);
         }
-        return norm_ == Norm::kEuclidean ? __builtin_sqrtf(out) : out;
+        float out = 0.0f;
+        for (int j = 0; j < kSums; ++j) out += lane(sums_[j / kLanes], j % kLanes);
+        return __builtin_sqrtf(out);
     }
 
    private:
@@ -121,6 +125,7 @@ class NormOf {
     void take_all(const float* x, int64_t count, Take&& one) {
         int64_t i = 0;
         for (; i + kSums <= count; i += kSums) {
+            prefetch_ahead<2048>(x + i, kSums);
             for (int u = 0; u < kParts; ++u) sums_[u] = one(sums_[u], load(x + i + u * kLanes));
         }
         for (int u = 0; u < kParts && i < count; ++u) {
@@ -213,8 +218,11 @@ struct Sum {
                 __builtin_memcpy(padded, from, static_cast<size_t>(bytes_of(Format::kBits, n)));
                 from = padded;
             }
-            for (int u = 0; u < kVecs; ++u) {
-                sums[u] = add(sums[u], mul(Format::decode(from + u * kLanes * Format::kBits / 8), scale));
+            for (int u = 0; u < kVecs; u += 2) {
+                Vec values[2];
+                Format::decode(from + u * kLanes * Format::kBits / 8, values);
+                sums[u] = add(sums[u], mul(values[0], scale));
+                sums[u + 1] = add(sums[u + 1], mul(values[1], scale));
             }
         }
         for (int u = 0; u < kVecs; ++u) use(u, sums[u]);
@@ -242,14 +250,28 @@ inline void for_blocks(int64_t block, int64_t count, Use&& use) {
     }
 }
 
-// Calls use(an Encoder for a block of this norm), and writes its scale.
-template <class Format, class Use>
-inline void with_encoder(const Format& format, float norm, const Quantization& config, const int64_t* seed, bool adds,
-                         float* scale, Use&& use) {
-    const float size = scale_of(norm, config);
-    __builtin_memcpy(scale, &size, sizeof size);
-    if (seed == nullptr) return use(Encoder<Format, false>(format, size, {}, adds));
-    use(Encoder<Format, true>(format, size, mixed(seed), adds));
+// Calls measure(number, begin, count) for every block of `count` elements, which returns its norm, and then
+// encode(encoder, number, begin, count). The norm of a short block is found before the one ahead is encoded: nothing
+// waits for it then.
+template <class Format, class Measure, class Encode>
+inline void encode_blocks(const Format& format, int64_t count, const Quantization& config, const int64_t* seed,
+                          bool adds, float* scales, Measure&& measure, Encode&& encode) {
+    const Seed numbers = seed == nullptr ? Seed{} : mixed(seed);
+    auto encode_one = [&](float norm, int64_t number, int64_t begin, int64_t n) {
+        const float scale = scale_of(norm, config);
+        __builtin_memcpy(scales + number, &scale, sizeof scale);
+        if (seed == nullptr) return encode(Encoder<Format, false>(format, scale, numbers, adds), number, begin, n);
+        encode(Encoder<Format, true>(format, scale, numbers, adds), number, begin, n);
+    };
+    const bool ahead = config.block <= kLongest;
+    float before = 0.0f;
+    for_blocks(config.block, count, [&](int64_t number, int64_t begin, int64_t n) {
+        const float norm = measure(number, begin, n);
+        if (!ahead) return encode_one(norm, number, begin, n);
+        if (number > 0) encode_one(before, number - 1, begin - config.block, config.block);
+        before = norm;
+        if (begin + n == count) encode_one(norm, number, begin, n);
+    });
 }
 
 }  // namespace
@@ -257,14 +279,16 @@ inline void with_encoder(const Format& format, float norm, const Quantization& c
 void quantize(const float* x, int64_t count, int64_t first, const Quantization& config, const int64_t* seed,
               float* scales, uint8_t* codes, float* remainder) {
     with_format(config, [&](auto format) {
-        for_blocks(config.block, count, [&](int64_t number, int64_t begin, int64_t n) {
+        auto measure = [&](int64_t, int64_t begin, int64_t n) {
             NormOf norm(config.norm);
             norm.take(x + begin, n);
-            with_encoder(format, norm.value(), config, seed, false, scales + number, [&](const auto& encoder) {
-                encoder.encode(x + begin, n, first + begin, codes + begin * format.kBits / 8,
-                               remainder == nullptr ? nullptr : remainder + begin);
-            });
-        });
+            return norm.value();
+        };
+        auto encode = [&](const auto& encoder, int64_t, int64_t begin, int64_t n) {
+            encoder.encode(x + begin, n, first + begin, codes + begin * format.kBits / 8,
+                           remainder == nullptr ? nullptr : remainder + begin);
+        };
+        encode_blocks(format, count, config, seed, false, scales, measure, encode);
     });
 }
 
@@ -281,28 +305,29 @@ void dequantize(const float* const* scales, const uint8_t* const* codes, int num
 void requantize(const float* const* scales, const uint8_t* const* codes, int num_contributions, int64_t count,
                 int64_t first, const Quantization& config, const int64_t* seed, float* out_scales, uint8_t* out_codes,
                 float* remainder) {
-    constexpr int64_t kPart = 2048;  // elements whose sums are kept; those of longer blocks are made twice
-    float sums[kPart];
+    float sums[2][kLongest];  // of one block and the next; those of longer blocks are made twice, part by part
     const Sum sum{scales, codes, num_contributions};
+    const bool kept = config.block <= kLongest;
     with_format(config, [&](auto format) {
-        for_blocks(config.block, count, [&](int64_t number, int64_t begin, int64_t n) {
-            auto for_parts = [&](auto&& use) {
-                for_blocks(kPart, n, [&](int64_t, int64_t at, int64_t size) { use(begin + at, size); });
-            };
-            auto add_up = [&](int64_t at, int64_t size) { sum.write(format, number, at, size, splat(1.0f), sums); };
+        auto for_parts = [&](int64_t number, int64_t begin, int64_t n, bool made, auto&& use) {
+            float* const to = sums[number % 2];
+            for_blocks(kLongest, n, [&](int64_t, int64_t at, int64_t size) {
+                if (!made) sum.write(format, number, begin + at, size, splat(1.0f), to);
+                use(to, begin + at, size);
+            });
+        };
+        auto measure = [&](int64_t number, int64_t begin, int64_t n) {
             NormOf norm(config.norm);
-            for_parts([&](int64_t at, int64_t size) {
-                add_up(at, size);
-                norm.take(sums, size);
+            for_parts(number, begin, n, false, [&](const float* x, int64_t, int64_t size) { norm.take(x, size); });
+            return norm.value();
+        };
+        auto encode = [&](const auto& encoder, int64_t number, int64_t begin, int64_t n) {
+            for_parts(number, begin, n, kept, [&](const float* x, int64_t at, int64_t size) {
+                encoder.encode(x, size, first + at, out_codes + at * format.kBits / 8,
+                               remainder == nullptr ? nullptr : remainder + at);
             });
-            with_encoder(format, norm.value(), config, seed, true, out_scales + number, [&](const auto& encoder) {
-                for_parts([&](int64_t at, int64_t size) {
-                    if (n > kPart) add_up(at, size);
-                    encoder.encode(sums, size, first + at, out_codes + at * format.kBits / 8,
-                                   remainder == nullptr ? nullptr : remainder + at);
-                });
-            });
-        });
+        };
+        encode_blocks(format, count, config, seed, true, out_scales, measure, encode);
     });
 }
 

@@ -4,8 +4,9 @@
 //   "all below this limit"), Squares (32 running sums, in double, of the squares of kSquaredGroup vectors at a time);
 //   sign_bits, negated_where and not_at_most (of magnitudes; true for NaN), lane i in bit i;
 //   lesser (minimum that may lose NaN), and of lanes as uint32: splat_bits, and_bits, add_bits, sub_bits, greater_bits,
-//   shift_down, whole (the number, which is whole, as int32);
-//   store_codes (64 of those in kBits each), load_codes (kLanes of them, as floats) and load_fp8.
+//   greatest (of all lanes), shift_down, whole (the number, which is whole, as int32);
+//   store_codes (64 of those in kBits each), load_codes (kLanes of them, as floats) and load_fp8
+//   (2 * kLanes of them).
 // stream() requires p aligned to the bytes it writes. The loop and its tail use the same element function: the tail is
 // a partial vector.
 #pragma once

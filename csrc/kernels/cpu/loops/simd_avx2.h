@@ -83,6 +83,11 @@ inline Vec and_bits(Vec a, Vec b) { return _mm256_and_ps(a, b); }
 inline Vec add_bits(Vec a, Vec b) { return from_bits(_mm256_add_epi32(bits_of(a), bits_of(b))); }
 inline Vec sub_bits(Vec a, Vec b) { return from_bits(_mm256_sub_epi32(bits_of(a), bits_of(b))); }
 inline Vec greater_bits(Vec a, Vec b) { return from_bits(_mm256_max_epu32(bits_of(a), bits_of(b))); }
+inline float greatest(Vec a) {
+    __m128i four = _mm_max_epu32(_mm256_castsi256_si128(bits_of(a)), _mm256_extracti128_si256(bits_of(a), 1));
+    __m128i two = _mm_max_epu32(four, _mm_shuffle_epi32(four, 0x4e));
+    return _mm_cvtss_f32(_mm_castsi128_ps(_mm_max_epu32(two, _mm_shuffle_epi32(two, 0xb1))));
+}
 template <int kBy>
 inline Vec shift_down(Vec a) {
     return from_bits(_mm256_srli_epi32(bits_of(a), kBy));
@@ -127,26 +132,32 @@ template <int kBits>
 inline Vec load_codes(const uint8_t* p) {
     if constexpr (kBits == 8) {
         return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+    } else {
+        int32_t codes = 0;
+        __builtin_memcpy(&codes, p, kBits);
+        const __m256i up =
+            _mm256_sub_epi32(_mm256_set1_epi32(32 - kBits),
+                             _mm256_mullo_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(kBits)));
+        __m256i at_top = _mm256_sllv_epi32(_mm256_set1_epi32(codes), up);
+        return _mm256_cvtepi32_ps(_mm256_srai_epi32(at_top, 32 - kBits));
     }
-    int32_t codes = 0;
-    __builtin_memcpy(&codes, p, kBits);
-    const __m256i up =
-        _mm256_sub_epi32(_mm256_set1_epi32(32 - kBits),
-                         _mm256_mullo_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(kBits)));
-    __m256i at_top = _mm256_sllv_epi32(_mm256_set1_epi32(codes), up);
-    return _mm256_cvtepi32_ps(_mm256_srai_epi32(at_top, 32 - kBits));
 }
 // An E5M2 is the upper half of a float16, an E4M3 2^8 times one with the same mantissa and exponent.
 template <CodeType kElement>
-inline Vec load_fp8(const uint8_t* p) {
-    __m128i bytes = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
-    if constexpr (kElement == CodeType::kE5M2) return _mm256_cvtph_ps(_mm_slli_epi16(bytes, 8));
-    // A sign that was extended to 9 bits is at the top after the shift, and once more behind it.
-    const __m128i magnitude_only = _mm_set1_epi16(0x3f80), sign_and_magnitude = _mm_set1_epi16(-0x4080);
-    __m128i halves = _mm_slli_epi16(bytes, 7);
-    __m128i is_nan = _mm_cmpeq_epi16(_mm_and_si128(halves, magnitude_only), magnitude_only);
-    halves = _mm_or_si128(_mm_and_si128(halves, sign_and_magnitude), is_nan);
-    return mul(_mm256_cvtph_ps(halves), splat(256.0f));
+inline void load_fp8(const uint8_t* p, Vec (&out)[2]) {
+    __m256i halves = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    if constexpr (kElement == CodeType::kE5M2) {
+        halves = _mm256_slli_epi16(halves, 8);
+    } else {
+        // A sign that was extended to 9 bits is at the top after the shift, and once more behind it.
+        const __m256i rest = _mm256_set1_epi16(0x3f80), sign_and_rest = _mm256_set1_epi16(-0x4080);
+        halves = _mm256_slli_epi16(halves, 7);
+        __m256i is_nan = _mm256_cmpeq_epi16(_mm256_and_si256(halves, rest), rest);
+        halves = _mm256_or_si256(_mm256_and_si256(halves, sign_and_rest), is_nan);
+    }
+    const Vec unit = splat(kElement == CodeType::kE5M2 ? 1.0f : 256.0f);
+    out[0] = mul(_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), unit);
+    out[1] = mul(_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)), unit);
 }
 inline uint32_t sign_bits(Vec v) { return static_cast<uint32_t>(_mm256_movemask_ps(v)); }
 inline uint32_t not_at_most(Vec magnitudes, Vec limit) {

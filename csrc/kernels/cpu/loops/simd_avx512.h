@@ -80,6 +80,9 @@ inline Vec and_bits(Vec a, Vec b) { return _mm512_and_ps(a, b); }
 inline Vec add_bits(Vec a, Vec b) { return from_bits(_mm512_add_epi32(bits_of(a), bits_of(b))); }
 inline Vec sub_bits(Vec a, Vec b) { return from_bits(_mm512_sub_epi32(bits_of(a), bits_of(b))); }
 inline Vec greater_bits(Vec a, Vec b) { return from_bits(_mm512_max_epu32(bits_of(a), bits_of(b))); }
+inline float greatest(Vec a) {
+    return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(static_cast<int>(_mm512_reduce_max_epu32(bits_of(a))))));
+}
 template <int kBy>
 inline Vec shift_down(Vec a) {
     return from_bits(_mm512_srli_epi32(bits_of(a), kBy));
@@ -110,27 +113,33 @@ template <int kBits>
 inline Vec load_codes(const uint8_t* p) {
     if constexpr (kBits == 8) {
         return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+    } else {
+        int32_t codes[2] = {};
+        __builtin_memcpy(codes, p, 2 * kBits);
+        const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        const __m512i up = _mm512_sub_epi32(
+            _mm512_set1_epi32(32 - kBits),
+            _mm512_mullo_epi32(_mm512_and_si512(lanes, _mm512_set1_epi32(32 / kBits - 1)), _mm512_set1_epi32(kBits)));
+        __m512i own = _mm512_mask_set1_epi32(_mm512_set1_epi32(codes[0]), kBits == 4 ? 0xff00 : 0, codes[1]);
+        return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_sllv_epi32(own, up), 32 - kBits));
     }
-    int32_t codes[2] = {};
-    __builtin_memcpy(codes, p, 2 * kBits);
-    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m512i up = _mm512_sub_epi32(
-        _mm512_set1_epi32(32 - kBits),
-        _mm512_mullo_epi32(_mm512_and_si512(lanes, _mm512_set1_epi32(32 / kBits - 1)), _mm512_set1_epi32(kBits)));
-    __m512i own = _mm512_mask_set1_epi32(_mm512_set1_epi32(codes[0]), kBits == 4 ? 0xff00 : 0, codes[1]);
-    return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_sllv_epi32(own, up), 32 - kBits));
 }
 // An E5M2 is the upper half of a float16, an E4M3 2^8 times one with the same mantissa and exponent.
 template <CodeType kElement>
-inline Vec load_fp8(const uint8_t* p) {
-    __m256i bytes = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-    if constexpr (kElement == CodeType::kE5M2) return _mm512_cvtph_ps(_mm256_slli_epi16(bytes, 8));
-    // A sign that was extended to 9 bits is at the top after the shift, and once more behind it.
-    const __m256i magnitude_only = _mm256_set1_epi16(0x3f80), sign_and_magnitude = _mm256_set1_epi16(-0x4080);
-    __m256i halves = _mm256_slli_epi16(bytes, 7);
-    __m256i is_nan = _mm256_cmpeq_epi16(_mm256_and_si256(halves, magnitude_only), magnitude_only);
-    halves = _mm256_or_si256(_mm256_and_si256(halves, sign_and_magnitude), is_nan);
-    return mul(_mm512_cvtph_ps(halves), splat(256.0f));
+inline void load_fp8(const uint8_t* p, Vec (&out)[2]) {
+    __m512i halves = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    if constexpr (kElement == CodeType::kE5M2) {
+        halves = _mm512_slli_epi16(halves, 8);
+    } else {
+        // A sign that was extended to 9 bits is at the top after the shift, and once more behind it.
+        const __m512i rest = _mm512_set1_epi16(0x3f80), sign_and_rest = _mm512_set1_epi16(-0x4080);
+        halves = _mm512_slli_epi16(halves, 7);
+        __mmask32 is_nan = _mm512_cmpeq_epi16_mask(_mm512_and_si512(halves, rest), rest);
+        halves = _mm512_mask_mov_epi16(_mm512_and_si512(halves, sign_and_rest), is_nan, _mm512_set1_epi16(-1));
+    }
+    const Vec unit = splat(kElement == CodeType::kE5M2 ? 1.0f : 256.0f);
+    out[0] = mul(_mm512_cvtph_ps(_mm512_castsi512_si256(halves)), unit);
+    out[1] = mul(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1)), unit);
 }
 inline uint32_t sign_bits(Vec v) { return _mm512_movepi32_mask(_mm512_castps_si512(v)); }
 inline uint32_t not_at_most(Vec magnitudes, Vec limit) { return _mm512_cmp_ps_mask(magnitudes, limit, _CMP_NLE_UQ); }

@@ -104,6 +104,11 @@ inline Vec greater_bits(Vec a, Vec b) {
         return x > y ? x : y;
     });
 }
+inline float greatest(Vec a) {
+    uint32_t out = 0;
+    for (int i = 0; i < kLanes; ++i) out = float_bits(a.lanes[i]) > out ? float_bits(a.lanes[i]) : out;
+    return bits_float(out);
+}
 template <int kBy>
 inline Vec shift_down(Vec a) {
     return map_bits([&](int i) { return float_bits(a.lanes[i]) >> kBy; });
@@ -132,12 +137,13 @@ inline Vec load_codes(const uint8_t* p) {
 }
 // An E5M2 is the upper half of a float16, an E4M3 2^8 times one with the same mantissa and exponent.
 template <CodeType kElement>
-inline Vec load_fp8(const uint8_t* p) {
-    return map([&](int i) {
-        if (kElement == CodeType::kE5M2) return to_float(F16{static_cast<uint16_t>(p[i] << 8)});
-        int sign = (p[i] & 0x80) << 8, rest = p[i] & 0x7f;
+inline void load_fp8(const uint8_t* p, Vec (&out)[2]) {
+    auto value_of = [](uint8_t code) {
+        if (kElement == CodeType::kE5M2) return to_float(F16{static_cast<uint16_t>(code << 8)});
+        int sign = (code & 0x80) << 8, rest = code & 0x7f;
         return to_float(F16{static_cast<uint16_t>(rest == 0x7f ? 0x7fff : sign | rest << 7)}) * 256.0f;
-    });
+    };
+    for (int u = 0; u < 2; ++u) out[u] = map([&](int i) { return value_of(p[u * kLanes + i]); });
 }
 inline uint32_t sign_bits(Vec v) {
     uint32_t bits = 0;
