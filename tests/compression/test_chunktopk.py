@@ -34,9 +34,10 @@ def test_it_is_what_a_plain_computation_comes_to(bits: int) -> None:
     config = kernels.Chunks(17, 64, bits)
     p = nn.Parameter(torch.zeros(count))  # of one dimension, which other methods send as it is
     residuals = [np.zeros(count, np.float32) for _ in range(size)]
-    with attached(torch.optim.SGD([p], lr=0.1), [("p", p)], compression=method) as reducer:
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    with attached(optimizer, [("p", p)], compression=method) as reducer:
         for step in range(6):
-            p.grad = None
+            optimizer.zero_grad()
             loss: Any = (p * gradient(rank, step, count)).sum()
             loss.backward()
             wanted = np.zeros(count, np.float32)

@@ -38,6 +38,7 @@ def selection_in_sparsify(cut: Cut, values: int = 200, indices: int = 220, thres
     kernels.sparsify(cut(0, 64), None, [cut(100, 64)], [6], out, cut(thresholds, 1))
 
 
+CHUNKS = kernels.Chunks(4, 64)
 REFUSED: dict[str, Case] = {
     "topk: values over x": (
         "values overlaps x",
@@ -120,7 +121,6 @@ REFUSED: dict[str, Case] = {
     ),
 }
 
-CHUNKS = kernels.Chunks(4, 64)
 ALLOWED: dict[str, Callable[[Cut], Any]] = {
     "reduce: out is an input": lambda cut: kernels.reduce(cut(0, 64), [cut(100, 64), cut(0, 64)]),
     "reduce: inputs over each other": lambda cut: kernels.reduce(cut(200, 64), [cut(0, 64), cut(32, 64)]),

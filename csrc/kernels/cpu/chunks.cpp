@@ -42,18 +42,30 @@ class ChunkSelection {
     const Candidate* list() const { return list_.data(); }
 
    private:
-    // At least k elements, among which the k largest are. A guess saves work and never changes the result.
+    // At least k elements, among which the k largest are. Guesses save work and never change the result.
     int64_t candidates(const float* x, const ChunkLayout& layout) {
-        for (float share : {0.9f, 0.45f}) {  // of the last chunk's k-th magnitude
-            if (kth_ == 0 || kth_ >= kInfKey) break;
+        const bool has_last = kth_ > 0 && kth_ < kInfKey;
+        for (int guess = has_last ? 0 : 1; guess < 2; ++guess) {
+            uint32_t above = guess == 0 ? float_bits(0.9f * bits_float(kth_)) : sampled(x, layout);
             int64_t found = 0;
-            loops().collect(x, layout.count, float_bits(share * bits_float(kth_)), 0, list_.data(),
-                            static_cast<int64_t>(list_.size()), &found);
+            loops().collect(x, layout.count, above, 0, list_.data(), static_cast<int64_t>(list_.size()), &found);
             if (found >= layout.k) return found;
         }
-        for (int i = 0; i < layout.count; ++i)
+        for (int i = 0; i < layout.count; ++i) {
             list_[static_cast<size_t>(i)] = {float_bits(x[i]), static_cast<uint32_t>(i)};
+        }
         return layout.count;
+    }
+
+    // A key that more than k elements exceed, most of the time.
+    uint32_t sampled(const float* x, const ChunkLayout& layout) {
+        constexpr int kStride = 16;
+        keys_.clear();
+        for (int i = 0; i < layout.count; i += kStride) keys_.push_back(key_of(float_bits(x[i])));
+        const auto rank = static_cast<size_t>(2 * layout.k / kStride + 8);
+        if (rank >= keys_.size()) return 0;
+        std::nth_element(keys_.begin(), keys_.begin() + static_cast<int64_t>(rank), keys_.end(), std::greater<>());
+        return keys_[rank];
     }
 
     std::vector<Candidate> list_;
