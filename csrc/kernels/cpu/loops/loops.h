@@ -73,6 +73,13 @@ struct StepTerms {
     Store mirror_store;
 };
 
+// What kernels/indices.h says of `count` indices below `range`.
+struct IndexCode {
+    int64_t count, range;
+    int low;
+    int64_t lower_words, upper_words;
+};
+
 // Elements of a step with terms, at most.
 inline constexpr int64_t kMostStepElements = 16384;
 
@@ -114,6 +121,12 @@ struct Loops {
     // has to exceed their number by kCollectSlack. limit: not negative, not NaN.
     int64_t (*collect)(const float* x, int64_t count, float limit, uint32_t first_index, Candidate* out,
                        int64_t capacity);
+
+    // kernels/indices.h. Returns the place of the first index that does not ascend or lies outside [0, range); count if
+    // there is none. Words are of uint32_t, aligned; indices of int32_t too.
+    int64_t (*pack_indices)(const int32_t* indices, const IndexCode& code, uint32_t* words);
+    // False where pack_indices cannot have made the words.
+    bool (*unpack_indices)(const uint32_t* words, const IndexCode& code, int32_t* indices);
 
     // kernels/quantize.h for the elements from `first` on, where a block begins.
     void (*quantize)(const float* x, int64_t count, int64_t first, const Quantization& config, const int64_t* seed,
