@@ -14,6 +14,9 @@
 // product is rounded before the sum. acc may be exactly residual, velocity exactly old_velocity, and a gradient of
 // acc's type may lie exactly at its place in acc.
 //
+// Bound by memory: with momentum correction, 20 bytes for each element of float32 at the speed of a copy that writes
+// past the caches, 12 without.
+//
 // Apart from these exceptions, an output overlaps no other array of the call.
 #pragma once
 

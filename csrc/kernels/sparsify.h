@@ -6,9 +6,10 @@
 //
 // thresholds[j] is the smallest selected magnitude of an earlier similar step; a number that is not positive and finite
 // stands for none. The sums that exceed kThresholdHint of it are collected in the pass that computes them, and the
-// selection reads only these. If fewer than k were collected, or more than there is room for, missed[j] is set and topk
-// reads acc once more. The result does not depend on the threshold. thresholds[j] is set to this step's, where
-// counts[j] > 0.
+// selection reads only these. Where there is none, the CPU computes a sample of the sums first, a sixteenth of them at
+// most, and takes a limit from these; a GPU reads acc once more. If fewer than k were collected, or more than there is
+// room for, topk reads acc once more, and missed[j] is set if there was a threshold. The result does not depend on the
+// threshold. thresholds[j] is set to this step's, where counts[j] > 0.
 //
 // An output overlaps no other array of the call.
 #pragma once

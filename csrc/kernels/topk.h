@@ -13,6 +13,9 @@
 // selection over x itself, with a few more reads. The result depends on x and k alone. `threshold`, where it is not
 // null, is set to the k-th magnitude, rounded to float.
 //
+// On a processor the pass is bound by memory, and the selection by instructions: some 4 ns for each candidate. At 1 %
+// there are a third more than k, at 0.1 % about twice as many.
+//
 // An output overlaps no other array of the call.
 #pragma once
 

@@ -62,6 +62,29 @@ def test_streamed_and_threaded(dtype: torch.dtype) -> None:
         kernels.set_num_threads(None)
 
 
+@pytest.mark.usefixtures("simd")
+@pytest.mark.parametrize("kind", ["residual", "weights", "momentum"])
+@pytest.mark.parametrize("ahead", [4, 256, 512, 516])
+def test_sums_a_little_ahead_of_gradients(ahead: int, kind: str) -> None:
+    """In the 12 lowest bits of their addresses, by bytes: the CPU reads such gradients through copies of pages."""
+    given = bucket([2_100_007], torch.float32, kind)
+    wanted_acc, wanted_velocity = given.sums()
+    acc, velocity = flat(given.size, torch.float32), flat(given.size, torch.float32)
+
+    def behind(array: torch.Tensor) -> torch.Tensor:
+        room = torch.empty(array.numel() + 1024)
+        begin = (acc.data_ptr() - ahead - room.data_ptr()) % 4096 // 4
+        return room[begin : begin + array.numel()].copy_(array)
+
+    moved = replace(given, grads=[behind(grad) for grad in given.grads])
+    if given.weights is not None:
+        moved = replace(moved, weights=[behind(weight) for weight in given.weights])
+    moved.accumulate(acc, velocity)
+    assert_same_bits(acc, wanted_acc)
+    if wanted_velocity is not None:
+        assert_same_bits(velocity, wanted_velocity)
+
+
 def test_any_alignment() -> None:
     given = bucket([130, 7], torch.float32, "momentum")
     wanted, _ = given.sums()

@@ -124,6 +124,15 @@ def test_hostile(name: str) -> None:
         check(given, counts, torch.full((2,), 0.5))
 
 
+@pytest.mark.usefixtures("simd")
+def test_large() -> None:
+    """Sums that are streamed, with a gradient whose place in them begins 256 bytes into a page."""
+    given = bucket([1 << 20 | 64, 1 << 20 | 3], torch.float32, "momentum")
+    counts = [1000, 20_000]
+    cold = check(given, counts, torch.zeros(2))
+    assert check(given, counts, cold.thresholds).missed == [False, False]
+
+
 def test_threads() -> None:
     given = bucket([1_000_003, 17, 600_000], torch.float32, "nesterov")
     counts = [1000, 1, 60_000]

@@ -24,6 +24,7 @@ _LOOPS = (
     "collect",
     "convert",
     "hash",
+    "indices",
     "quantize",
     "reduce",
     "signs",

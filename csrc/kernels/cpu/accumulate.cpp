@@ -39,26 +39,36 @@ AccumulationPass::AccumulationPass(const Accumulation& job, double scale, int nu
       store_(store_of(job)),
       threads_(useful_threads(traffic_of(job), num_threads)) {}
 
-bool AccumulationPass::sum(size_t j, Range part, Collector* collector) const {
+Terms AccumulationPass::terms_of(size_t j, Range part) const {
     const int64_t wide = size_of(job_.acc.dtype) * part.begin, from = part.begin - offsets_[j];
     auto at = [&](const void* flat) {
         return flat == nullptr ? nullptr : const_cast<char*>(static_cast<const char*>(flat)) + wide;
     };
     double scale = factors_.empty() ? scale_ : scale_ * static_cast<double>(factors_[j]);
-    Terms terms{.grad = element_of(job_.grads[j], from),
-                .weight = job_.weights.empty() ? nullptr : element_of(job_.weights[j], from),
-                .residual = at(job_.residual),
-                .old_velocity = at(job_.old_velocity),
-                .acc = at(job_.acc.data),
-                .velocity = at(job_.velocity),
-                .dtype = job_.acc.dtype,
-                .grad_dtype = job_.grads[j].dtype,
-                .count = part.size(),
-                .scale = scale,
-                .decay = job_.decay,
-                .momentum = job_.momentum,
-                .nesterov = job_.nesterov};
-    return loops().accumulate(terms, store_, collector);
+    return {.grad = element_of(job_.grads[j], from),
+            .weight = job_.weights.empty() ? nullptr : element_of(job_.weights[j], from),
+            .residual = at(job_.residual),
+            .old_velocity = at(job_.old_velocity),
+            .acc = at(job_.acc.data),
+            .velocity = at(job_.velocity),
+            .dtype = job_.acc.dtype,
+            .grad_dtype = job_.grads[j].dtype,
+            .count = part.size(),
+            .scale = scale,
+            .decay = job_.decay,
+            .momentum = job_.momentum,
+            .nesterov = job_.nesterov};
+}
+
+bool AccumulationPass::sum(size_t j, Range part, Collector* collector) const {
+    return loops().accumulate(terms_of(j, part), store_, collector);
+}
+
+void AccumulationPass::preview(size_t j, Range part, float* acc, float* velocity) const {
+    Terms terms = terms_of(j, part);
+    terms.acc = acc;
+    terms.velocity = terms.velocity == nullptr ? nullptr : velocity;
+    loops().accumulate(terms, Store::kCached, nullptr);
 }
 
 void AccumulationPass::run(bool* finite, const std::function<bool(int, size_t, Range)>& sum_part) const {

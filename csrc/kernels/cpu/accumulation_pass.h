@@ -26,11 +26,16 @@ class AccumulationPass {
     // gets those that exceed its limit. Returns whether all sums are finite.
     bool sum(size_t j, Range part, Collector* collector) const;
 
+    // The same sums, of float32, into `acc` alone; `velocity` is for scratch.
+    void preview(size_t j, Range part, float* acc, float* velocity) const;
+
     // Calls sum_part(thread, j, part), which returns what sum() does, for every thread's parts of every gradient, and
     // writes finite[j].
     void run(bool* finite, const std::function<bool(int, size_t, Range)>& sum_part) const;
 
    private:
+    Terms terms_of(size_t j, Range part) const;
+
     const Accumulation& job_;
     const double scale_;
     const std::vector<float> factors_;  // one for each gradient, or none

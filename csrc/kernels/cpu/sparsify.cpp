@@ -32,17 +32,22 @@ class Sparsification {
           selection_(selection),
           pass_(job, scale, num_threads),
           offsets_(pass_.offsets()),
+          limits_(job.grads.size(), 0.0f),
           candidates_(static_cast<size_t>(pass_.num_threads())) {}
 
-    // Computes the sums, and collects candidates for those gradients that have a usable threshold.
+    // Computes the sums, and collects candidates for those gradients that have a limit.
     void sum(bool* finite) {
+        parallel_for(static_cast<int>(limits_.size()), pass_.num_threads(), [&](int gradient) {
+            auto j = static_cast<size_t>(gradient);
+            limits_[j] = is_warm(j) ? kThresholdHint * selection_.thresholds[j] : sample_limit(j);
+        });
         for (int thread = 0; thread < pass_.num_threads(); ++thread) {
             int64_t capacity = capacity_for(pass_.range_of(thread));
             if (capacity == 0) continue;
             candidates_[static_cast<size_t>(thread)].list.reset(new Candidate[static_cast<size_t>(capacity)]);
         }
         pass_.run(finite, [&](int thread, size_t j, Range part) {
-            if (!is_warm(j)) return pass_.sum(j, part, nullptr);
+            if (limits_[j] == 0.0f) return pass_.sum(j, part, nullptr);
             return collect(j, part, candidates_[static_cast<size_t>(thread)]);
         });
     }
@@ -58,34 +63,51 @@ class Sparsification {
     }
 
    private:
-    bool is_warm(size_t j) const {
-        if (job_.acc.dtype != DType::kF32) return false;
+    bool may_collect(size_t j) const {
         int64_t k = selection_.counts[j];
-        if (k == 0 || k > job_.grads[j].count / 2) return false;
-        float threshold = selection_.thresholds[j];
-        return threshold > 0.0f && std::isfinite(threshold);
+        return job_.acc.dtype == DType::kF32 && k > 0 && k <= job_.grads[j].count / 2;
     }
 
-    // Room for twice this part's share of the gradient's count, if that is spread evenly, and for some clustering.
+    bool is_warm(size_t j) const {
+        float threshold = selection_.thresholds[j];
+        return may_collect(j) && threshold > 0.0f && std::isfinite(threshold);
+    }
+
+    // A limit from a sample of the sums, which is computed twice; 0: none.
+    float sample_limit(size_t j) const {
+        const int64_t count = job_.grads[j].count;
+        if (!may_collect(j) || count < kLeastSampled) return 0.0f;
+        const SamplePlan plan(count);
+        std::vector<float> sample(static_cast<size_t>(plan.size()));
+        float velocity[kSampleRun];
+        for (int64_t run = 0; run < plan.num_runs; ++run) {
+            int64_t begin = offsets_[j] + run * plan.apart;
+            pass_.preview(j, {begin, begin + kSampleRun}, sample.data() + run * kSampleRun, velocity);
+        }
+        float limit = limit_of_sample(sample.data(), plan.size(), count, selection_.counts[j]);
+        return std::isfinite(limit) ? limit : 0.0f;
+    }
+
+    // Room for this part's share of the gradient's count, if that is spread evenly, and for some clustering.
     int64_t room_for(size_t j, int64_t num_elements) const {
         double share = static_cast<double>(num_elements) / static_cast<double>(job_.grads[j].count);
-        auto wanted = static_cast<int64_t>(2.0 * share * static_cast<double>(selection_.counts[j]));
-        return std::min(num_elements, wanted + num_elements / 128 + 64);
+        return room_for_candidates(num_elements,
+                                   static_cast<int64_t>(share * static_cast<double>(selection_.counts[j])));
     }
 
     int64_t capacity_for(Range mine) const {
         int64_t capacity = 0;
         for_pieces_of(offsets_, mine, [&](size_t j, Range part) {
-            if (is_warm(j)) capacity += room_for(j, part.size());
+            if (limits_[j] != 0.0f) capacity += room_for(j, part.size());
         });
         return capacity;
     }
 
     char* acc_at(int64_t i) const { return job_.acc.bytes() + i * size_of(job_.acc.dtype); }
 
-    // Computes the sums of `part`; those that exceed the earlier threshold's hint become candidates.
+    // Computes the sums of `part`; those that exceed the limit become candidates.
     bool collect(size_t j, Range part, ThreadCandidates& candidates) const {
-        Collector collector{.limit = kThresholdHint * selection_.thresholds[j],
+        Collector collector{.limit = limits_[j],
                             .first_index = static_cast<uint32_t>(part.begin - offsets_[j]),
                             .list = candidates.list.get() + candidates.used,
                             .capacity = room_for(j, part.size()),
@@ -104,17 +126,15 @@ class Sparsification {
         Buffer x{acc_at(offsets_[j]), job_.grads[j].count, job_.acc.dtype};
         Buffer values{selection_.values.bytes() + start * size_of(x.dtype), k, x.dtype};
         int32_t* indices = selection_.indices + start;
-        if (is_warm(j)) {
-            std::vector<Candidate> joined;
-            if (join(j, joined) && static_cast<int64_t>(joined.size()) >= k) {
-                selection_.thresholds[j] =
-                    select_from(joined.data(), static_cast<int64_t>(joined.size()), k, values, indices);
-            } else {
-                selection_.missed[j] = true;
-                selection_.thresholds[j] = 0.0f;
-            }
+        std::vector<Candidate> joined;
+        if (limits_[j] != 0.0f && join(j, joined) && static_cast<int64_t>(joined.size()) >= k) {
+            selection_.thresholds[j] =
+                select_from(joined.data(), static_cast<int64_t>(joined.size()), limits_[j], k, values, indices);
+        } else {
+            selection_.missed[j] = is_warm(j);
+            selection_.thresholds[j] = 0.0f;
+            topk(x, k, values, indices, &selection_.thresholds[j], 1);
         }
-        if (!is_warm(j)) topk(x, k, values, indices, &selection_.thresholds[j], 1);
         for (int64_t m = 0; m < k; ++m) indices[m] += static_cast<int32_t>(offsets_[j]);
     }
 
@@ -135,6 +155,7 @@ class Sparsification {
     const Selection& selection_;
     const AccumulationPass pass_;
     const std::vector<int64_t>& offsets_;
+    std::vector<float> limits_;                 // what candidates of each gradient exceed; 0: none are collected
     std::vector<ThreadCandidates> candidates_;  // by thread
 };
 

@@ -6,10 +6,17 @@ namespace {
 
 template <class T>
 float absmax_floats(const T* x, int64_t count) {
-    Vec largest[4] = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
+    constexpr int64_t kTwoVecs = 2 * kLanes;
+    Vec largest[kStreams] = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
     int64_t i = 0;
-    for (; i + 4 * kLanes <= count; i += 4 * kLanes) {
-        for (int u = 0; u < 4; ++u) largest[u] = maximum(largest[u], magnitude(load(x + i + u * kLanes)));
+    for (int64_t stretch; (stretch = stretch_of<kTwoVecs>(count - i)) > 0; i += kStreams * stretch) {
+        for (int64_t j = i; j < i + stretch; j += kTwoVecs) {
+            for (int s = 0; s < kStreams; ++s) {
+                const T* from = x + j + s * stretch;
+                largest[s] = maximum(largest[s], magnitude(load(from)));
+                largest[s] = maximum(largest[s], magnitude(load(from + kLanes)));
+            }
+        }
     }
     for (int64_t n; i < count; i += n) {
         n = count - i < kLanes ? count - i : kLanes;

@@ -49,7 +49,7 @@ struct Collector {
     uint32_t first_index;  // of the range's first element
     Candidate* list;
     int64_t capacity, count;
-    bool full;  // something had no room
+    bool full;  // something may have had no room: less than kCollectSlack was left
 };
 
 // A range of one parameter; pointers may be null as in kernels/step.h.
@@ -71,6 +71,13 @@ struct StepTerms {
     void* const* mirrors;
     int num_mirrors;
     Store mirror_store;
+};
+
+// What kernels/indices.h says of `count` indices below `range`.
+struct IndexCode {
+    int64_t count, range;
+    int low;
+    int64_t lower_words, upper_words;
 };
 
 // Elements of a step with terms, at most.
@@ -110,10 +117,16 @@ struct Loops {
     void (*reduce)(void* const* outs, int num_outs, const void* const* inputs, int num_inputs, DType dtype, ReduceOp op,
                    int64_t count, int num_streamed);
 
-    // Appends every i with bits(|x[i]|) > threshold, in order, while there is room for a whole vector more.
-    // Returns how many elements were looked at: less than count when `capacity` was too small.
-    int64_t (*collect)(const float* x, int64_t count, uint32_t threshold, uint32_t first_index, Candidate* out,
-                       int64_t capacity, int64_t* num_collected);
+    // Writes every i with |x[i]| > limit, and every NaN, in order. Returns how many; -1 if they had no room: capacity
+    // has to exceed their number by kCollectSlack. limit: not negative, not NaN.
+    int64_t (*collect)(const float* x, int64_t count, float limit, uint32_t first_index, Candidate* out,
+                       int64_t capacity);
+
+    // kernels/indices.h. Returns the place of the first index that does not ascend or lies outside [0, range); count if
+    // there is none. Words are of uint32_t, aligned; indices of int32_t too.
+    int64_t (*pack_indices)(const int32_t* indices, const IndexCode& code, uint32_t* words);
+    // False where pack_indices cannot have made the words.
+    bool (*unpack_indices)(const uint32_t* words, const IndexCode& code, int32_t* indices);
 
     // kernels/quantize.h for the elements from `first` on, where a block begins.
     void (*quantize)(const float* x, int64_t count, int64_t first, const Quantization& config, const int64_t* seed,
@@ -130,7 +143,7 @@ struct Loops {
                          int64_t count, float factor);
 };
 
-// Free places that collect() needs beyond what it keeps.
+// Free places that a list of candidates needs beyond what it keeps.
 inline constexpr int64_t kCollectSlack = 64;
 
 // The widest set this processor has, unless select_loops named another.

@@ -17,8 +17,9 @@ double squares(const void* x, DType dtype, int64_t count);
 void step(const StepTerms& terms);
 void reduce(void* const* outs, int num_outs, const void* const* inputs, int num_inputs, DType dtype, ReduceOp op,
             int64_t count, int num_streamed);
-int64_t collect(const float* x, int64_t count, uint32_t threshold, uint32_t first_index, Candidate* out,
-                int64_t capacity, int64_t* num_collected);
+int64_t collect(const float* x, int64_t count, float limit, uint32_t first_index, Candidate* out, int64_t capacity);
+int64_t pack_indices(const int32_t* indices, const IndexCode& code, uint32_t* words);
+bool unpack_indices(const uint32_t* words, const IndexCode& code, int32_t* indices);
 void quantize(const float* x, int64_t count, int64_t first, const Quantization& config, const int64_t* seed,
               float* scales, uint8_t* codes, float* remainder);
 void dequantize(const float* const* scales, const uint8_t* const* codes, int num_contributions,

@@ -86,6 +86,30 @@ inline void prefetch_ahead(const T* next, int64_t count) {
     }
 }
 
+// A pass that only reads takes turns among kStreams stretches of the array: the hardware's prefetchers begin anew at
+// every page, which one stream waits for (102 MB in 6.3 ms by one stream, 3.7 ms by four, measured on Zen 3; software
+// prefetches, at any distance, make one stream slower there).
+inline constexpr int kStreams = 4;
+inline constexpr int64_t kStretch = 16384;  // elements of each stretch, at most
+
+// prefetch_ahead for such a pass. Only with AVX-512: processors that lack it are those that it makes slower.
+template <int64_t kDistance, class T>
+inline void prefetch_stream(const T* next, int64_t count) {
+#if defined(PYCOMM_ISA_AVX512)
+    prefetch_ahead<kDistance>(next, count);
+#else
+    static_cast<void>(next);
+    static_cast<void>(count);
+#endif
+}
+
+// Elements of each of the next kStreams stretches where `left` are left: a multiple of kGroup; 0 if they are too few.
+template <int64_t kGroup>
+inline int64_t stretch_of(int64_t left) {
+    int64_t whole = left / (kStreams * kGroup) * kGroup;
+    return whole < kStretch ? whole : kStretch;
+}
+
 // Calls f with a null pointer of the element type: a typed switch for templates.
 template <class F>
 inline auto with_float_type(DType dtype, F&& f) {
