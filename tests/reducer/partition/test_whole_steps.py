@@ -310,6 +310,50 @@ def test_scalers_skip_on_all_ranks(make: Any) -> None:
     assert_same(steps("optimizer"), steps(None))
 
 
+def muon(params: Any) -> torch.optim.Optimizer:
+    given = list(params)
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in given if p.dim() >= 2 and p.numel() > 0]},
+        {"params": [p for p in given if p.dim() < 2], "use_muon": False, "lr": 0.01},
+    ]
+    return pycomm.Muon(groups, lr=0.02)
+
+
+@pytest.mark.parametrize("make", [OPTIMIZERS["NAdam"], OPTIMIZERS["Adadelta"], muon])
+@on_ranks(2)
+def test_gradients_that_are_not_finite_in_the_trial(make: Any) -> None:
+    """Without a scaler they are stepped, as without shard; the trial does not take them for a coupling."""
+
+    def not_finite(reducer: pycomm.Reducer, optimizer: torch.optim.Optimizer, model: Weights) -> None:
+        for step in range(NUM_STEPS + 4):
+            optimizer.zero_grad()
+            grads = gradients_of(rank(), step)
+            if step in (1, 2) and rank() == 1:
+                grads[0][2] = torch.nan
+                grads[4][3] = torch.inf
+            backward(model.parameters(), grads)
+            optimizer.step()
+            if reducer._settings.shard is not None:
+                assert reducer._table.partition.whole.is_dealt == (step >= NUM_STEPS - 1)  # type: ignore[union-attr]
+
+    ends = []
+    for shard in (None, "optimizer"):
+        model = Weights()
+        optimizer = make(model.parameters())
+        with attached(optimizer, model, bucket_mb=0.005, shard=shard) as reducer:
+            not_finite(reducer, optimizer, model)
+            found = flat_values_of(optimizer)
+        assert any(not torch.isfinite(p).all() for p in found[0])
+        assert all(torch.isfinite(p).all() for p in found[0] if p.shape == SHAPES[6])
+        ends.append([[p.nan_to_num(7.0) for p in found[0]], found[1]])
+        everyones = [torch.empty(sum(p.numel() for p in ends[-1][0])) for _ in range(2)]
+        dist.all_gather(everyones, torch.cat([p.flatten() for p in ends[-1][0]]))
+        assert torch.equal(*everyones)
+    for entry in (*ends[0][1].values(), *ends[1][1].values()):
+        entry.update({key: value.nan_to_num(7.0) for key, value in entry.items()})
+    assert_same(ends[1], ends[0])
+
+
 @on_ranks(3)
 def test_state_is_kept_by_owners_and_the_step_is_shared_out() -> None:
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(9)), nn.Linear(64, 3))
