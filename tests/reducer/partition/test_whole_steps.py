@@ -282,6 +282,84 @@ def test_parameters_that_join_frozen_in_the_trial() -> None:
     assert_same(trained(Orthogonal, joining, shard="optimizer"), trained(Orthogonal, joining))
 
 
+class ClippingGroups(Orthogonal):
+    """Depends on all gradients of a group together, if the group says so."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            norm = torch.stack([p.grad.norm() for p in params]).norm() if params and group.get("clips") else 1.0
+            for p in params:
+                state = self.state[p]
+                state["num_steps"] = state.get("num_steps", 0) + 1
+                p.sub_(p.grad / norm, alpha=group["lr"])
+
+
+class PreparingOnce(Orthogonal):
+    """Makes the state of all parameters of a group in the first step, and has no other."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            if group["num_steps"] == 0:
+                for p in group["params"]:
+                    self.state[p]["momentum"] = torch.zeros_like(p)
+            group["num_steps"] += 1
+            for p in (p for p in group["params"] if p.grad is not None):
+                p.sub_(self.state[p]["momentum"].mul_(0.9).add_(p.grad), alpha=group["lr"])
+
+
+def late_steps(optimizer: torch.optim.Optimizer, model: Weights, number: int, late: list[nn.Parameter]) -> None:
+    for step in range(number):
+        optimizer.zero_grad()
+        model()  # where new parameters are noticed
+        grads = [*gradients_of(0, step)[: len(SHAPES)], *(torch.full(p.shape, 1.0 + i) for i, p in enumerate(late))]
+        backward([*model.weights, *late], grads)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
+@on_ranks(2)
+def test_parameters_that_come_after_the_trial_are_tried(hosts: str) -> None:
+    model = Weights()
+    optimizer = ClippingGroups(model.parameters())
+    with on_hosts(hosts), attached(optimizer, model, shard="optimizer") as reducer:
+        steps(optimizer, model, 0, NUM_STEPS + 1)
+        late = [nn.Parameter(torch.full((90, 80), 0.5 + i)) for i in range(2)]
+        for number, param in enumerate(late):
+            model.register_parameter(f"late{number}", param)
+        optimizer.add_param_group({"params": late, "clips": True})
+        before = [p.detach().clone() for p in model.parameters()]
+        for _ in range(2):
+            with pytest.raises(ValueError, match="its step depends on all gradients together"):
+                late_steps(optimizer, model, 1, late)
+        whole: Any = reducer._table.partition.whole  # type: ignore[union-attr]
+        assert {whole.owners.of(p) for p in late} == {0, 1}
+        assert all(map(torch.equal, model.parameters(), before))  # nobody has taken the step
+        optimizer.param_groups[-1]["clips"] = False
+        for number in range(NUM_STEPS):
+            assert [id(p) for p in whole._newcomers] == [id(p) for p in late], number
+            late_steps(optimizer, model, 1, late)
+        assert not whole._newcomers
+        assert_replicas_equal(model)
+
+
+@on_ranks(2)
+def test_state_of_parameters_that_come_after_the_trial() -> None:
+    """Each rank makes that of others' new parameters for its trial, and keeps it there only."""
+
+    def body(reducer: pycomm.Reducer, optimizer: torch.optim.Optimizer, model: Weights) -> None:
+        steps(optimizer, model, 0, NUM_STEPS + 1)
+        late = [nn.Parameter(torch.full((4, 3), 0.5 + i)) for i in range(2)]
+        for number, param in enumerate(late):
+            model.register_parameter(f"late{number}", param)
+        optimizer.add_param_group({"params": late})
+        late_steps(optimizer, model, NUM_STEPS + 1, late)
+
+    assert_same(trained(PreparingOnce, body, shard="optimizer"), trained(PreparingOnce, body))
+
+
 @on_ranks(2)
 def test_gradients_that_travel_in_half_precision() -> None:
     wanted = trained(Orthogonal, bodies.few_steps, bodies.few_steps, compression="bf16")
@@ -363,7 +441,7 @@ def test_state_is_kept_by_owners_and_the_step_is_shared_out() -> None:
             shares = reducer.stats()["step_shares"]
             assert len(optimizer.state) == (11 if step else 0)
             train_on(model, optimizer, step)
-        own = [p for p in model.parameters() if reducer._table.partition.whole.owner_of(p) == rank()]  # type: ignore[union-attr]
+        own = [p for p in model.parameters() if reducer._table.partition.whole.owners.of(p) == rank()]  # type: ignore[union-attr]
         assert {id(p) for p in optimizer.state} == set(map(id, own))
         optimizer.zero_grad()
         loss = model(torch.full((2, 64), 1.0 + rank())).square().sum()
@@ -477,9 +555,9 @@ def test_uneven_shares_are_told() -> None:
 @contextmanager
 def log_of(said: list[str]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        from pycomm.training.reducer.partition import whole_step
+        from pycomm.training.reducer.partition import owners
 
-        patch.setattr(whole_step._LOG, "warning", lambda text, *args: said.append(text % args))
+        patch.setattr(owners._LOG, "warning", lambda text, *args: said.append(text % args))
         yield
 
 

@@ -135,11 +135,11 @@ class StepPartition:
 
     def place_in_bucket(self, slot: Slot) -> int:
         """Return the sort key of ``slot`` in its bucket, in which each rank's own parameters are adjacent."""
-        return 0 if self.whole is None else self._order.index(self.whole.owner_of(slot.param))
+        return 0 if self.whole is None else self._order.index(self.whole.owners.of(slot.param))
 
     def _shares_of(self, flight: BucketInFlight) -> list[slice]:
         if self.whole is not None:
-            return self.whole.shares_of(flight.slots, self._order)
+            return self.whole.owners.shares_of(flight.slots, self._order)
         return shares_of(flight.bucket.num_elements, self._order)
 
     def await_parameters(self) -> None:
