@@ -581,6 +581,45 @@ def test_checkpoints(before: bool, after: bool, tmp_path: Path) -> None:
         assert_same(flat_values_of(optimizer), wanted)
 
 
+def resumed(folder: str, begin: int, end: int, hosts: str) -> list[Any]:
+    """Continue from plain state dicts, as scripts write them, and leave such; return values at the end."""
+    model = Weights()
+    optimizer = Orthogonal(model.parameters())
+    with on_hosts(hosts), attached(optimizer, model, shard="optimizer", average=False):
+        if begin > 0:
+            first_ranks_steps(
+                optimizer, model, 20, 20 + NUM_STEPS + 1
+            )  # so that it is loaded into steps that are shared out
+            saved = torch.load(f"{folder}/{begin}.pt")
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+        first_ranks_steps(optimizer, model, begin, end)
+        written = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        if rank() == 0:
+            torch.save(written, f"{folder}/{end}.pt")
+        dist.barrier()
+        assert_replicas_equal(model)
+        return flat_values_of(optimizer)
+
+
+@pytest.mark.parametrize("hosts", ["aaa", "aba"])
+def test_state_dicts_of_other_numbers_of_ranks(rank_pools: Pools, hosts: str, tmp_path: Path) -> None:
+    """Each rank has state of its own parameters only, and what is saved has all of it."""
+    wanted = rank_pools(1).run(resumed, str(tmp_path), 0, 16, hosts)[0]
+    ends = (0, 5, 10, 16)
+    for size, begin, end in zip((2, 3, 1), ends, ends[1:], strict=False):
+        found = rank_pools(size).run(resumed, str(tmp_path), begin, end, hosts)
+    assert_same(found[0], wanted)
+
+
+def first_ranks_steps(optimizer: torch.optim.Optimizer, model: nn.Module, begin: int, end: int) -> None:
+    """Take steps by gradients whose sum has the same bits on any number of ranks."""
+    for number in range(begin, end):
+        optimizer.zero_grad()
+        backward(model.parameters(), [g if rank() == 0 else torch.zeros_like(g) for g in gradients_of(0, number)])
+        optimizer.step()
+
+
 def steps(optimizer: torch.optim.Optimizer, model: nn.Module, begin: int, end: int) -> None:
     for number in range(begin, end):
         optimizer.zero_grad()
