@@ -61,11 +61,8 @@ from pycomm.training.reducer.surviving import Survival, SurvivingPolicy
 def require_shardable(table: ParameterTable, shard: Sharding) -> None:
     """Raise ValueError if the step of the optimizer of ``table`` cannot be divided, or its parameters be shared."""
     name, optimizer, stepper = f'shard="{shard.kind}"', table.optimizer, table.stepper
-    if isinstance(stepper, MasterWeights) and not stepper.has_kernels:
-        raise ValueError(
-            f"{name} requires masters that pycomm's kernels step; {type(optimizer).__name__} steps its own"
-        )
-    if has_rule(optimizer):
+    own_masters = isinstance(stepper, MasterWeights) and not stepper.has_kernels
+    if has_rule(optimizer) and not own_masters:
         try:
             rule_of(optimizer)
         except ValueError as error:

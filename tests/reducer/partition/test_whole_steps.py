@@ -195,10 +195,17 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def trained(make: Callable[[Any], torch.optim.Optimizer], *parts: bodies.Body, **options: Any) -> list[Any]:
+def trained(
+    make: Callable[[Any], torch.optim.Optimizer],
+    *parts: bodies.Body,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> list[Any]:
     """Return what the ``parts`` leave, run with a new model that is attached with ``options``."""
-    model = Weights()
+    model = Weights(dtype)
     optimizer = make(model.parameters())
+    if dtype is not torch.float32:
+        pycomm.master_weights(optimizer)
     with attached(optimizer, model, bucket_mb=0.005, **options) as reducer:
         for part in parts:
             part(reducer, optimizer, model)
@@ -319,6 +326,20 @@ def late_steps(optimizer: torch.optim.Optimizer, model: Weights, number: int, la
         optimizer.step()
 
 
+@on_ranks(2)
+def test_half_precision_parameters_that_come_after_the_trial() -> None:
+    def body(reducer: pycomm.Reducer, optimizer: torch.optim.Optimizer, model: Weights) -> None:
+        steps(optimizer, model, 0, NUM_STEPS + 1)
+        late = [nn.Parameter(torch.full((90, 80), 0.5 + i, dtype=torch.bfloat16)) for i in range(2)]
+        for number, param in enumerate(late):
+            model.register_parameter(f"late{number}", param)
+        optimizer.add_param_group({"params": late})
+        late_steps(optimizer, model, NUM_STEPS + 1, late)
+
+    half: Any = torch.bfloat16
+    assert_same(trained(PreparingOnce, body, shard="optimizer", dtype=half), trained(PreparingOnce, body, dtype=half))
+
+
 @pytest.mark.parametrize("hosts", ["aa", "ab"])
 @on_ranks(2)
 def test_parameters_that_come_after_the_trial_are_tried(hosts: str) -> None:
@@ -395,6 +416,59 @@ def muon(params: Any) -> torch.optim.Optimizer:
         {"params": [p for p in given if p.dim() < 2], "use_muon": False, "lr": 0.01},
     ]
     return pycomm.Muon(groups, lr=0.02)
+
+
+HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@on_ranks(3)
+def test_masters_of_half_precision_parameters(dtype: str) -> None:
+    for name in ("Orthogonal", "NAdam", "Replacing"):
+        parts = (bodies.few_steps, bodies.schedules, bodies.missing_gradients, bodies.clipped_steps)
+        wanted = trained(OPTIMIZERS[name], *parts, dtype=HALF[dtype])
+        assert_same(trained(OPTIMIZERS[name], *parts, dtype=HALF[dtype], shard="optimizer"), wanted)
+    wanted = trained(
+        torch.optim.Adagrad, bodies.few_steps, bodies.few_steps, dtype=HALF[dtype]
+    )  # no kernels for masters
+    assert_same(
+        trained(torch.optim.Adagrad, bodies.few_steps, bodies.few_steps, dtype=HALF[dtype], shard="parameters"), wanted
+    )
+
+
+@on_ranks(3)
+def test_masters_on_hosts() -> None:
+    parts = (bodies.few_steps, bodies.few_steps)
+    with on_hosts("aab"):
+        wanted = trained(Orthogonal, *parts, dtype=torch.bfloat16)
+        assert_same(trained(Orthogonal, *parts, dtype=torch.bfloat16, shard="optimizer"), wanted)
+
+
+@pytest.mark.parametrize("bound", [0.0, 5.0])
+@pytest.mark.parametrize("shard", SHARDS)
+@on_ranks(2)
+def test_masters_and_a_loss_scaler(shard: str, bound: float) -> None:
+    found = []
+    for options in ({}, {"shard": SHARDS[shard]}):
+        parts = [bodies.half_steps(torch.float16, bound, skipped=number) for number in (1, 2)]
+        scaler = pycomm.LossScaler(2.0**4)
+        found.append(trained(Orthogonal, *parts, dtype=torch.float16, loss_scaler=scaler, **options))
+    assert_same(found[1], found[0])
+
+
+@on_ranks(3)
+def test_each_rank_keeps_masters_of_its_own_parameters() -> None:
+    model = Weights(torch.bfloat16)
+    optimizer = Orthogonal(model.parameters())
+    handle = pycomm.master_weights(optimizer)
+    with attached(optimizer, model, shard="optimizer") as reducer:
+        steps(optimizer, model, 0, NUM_STEPS + 2)
+        own = [p for p in model.parameters() if reducer._table.partition.whole.owners.is_own(p)]  # type: ignore[union-attr]
+        assert 0 < len(own) < len(SHAPES)
+        assert len(handle.masters()) == len(own)
+        saved = optimizer.state_dict()["state"]
+        assert all(saved[i]["master_weight"].dtype == torch.float32 for i in range(len(SHAPES)))
+    assert len(handle.masters()) == len(SHAPES)
 
 
 @pytest.mark.parametrize("make", [OPTIMIZERS["NAdam"], OPTIMIZERS["Adadelta"], muon])
@@ -561,19 +635,27 @@ def log_of(said: list[str]) -> Iterator[None]:
         yield
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("before", "after"), [(True, False), (True, True), (False, True)])
 @on_ranks(3)
-def test_checkpoints(before: bool, after: bool, tmp_path: Path) -> None:
+def test_checkpoints(before: bool, after: bool, dtype: torch.dtype, tmp_path: Path) -> None:
     """Written by ranks that step together, or not, and read by such as do, or not."""
-    wanted = trained(Orthogonal, lambda r, o, m: steps(o, m, 0, 9))
-    model, size = Weights(), dist.get_world_size()
-    optimizer: torch.optim.Optimizer = Orthogonal(model.parameters())
+
+    def made() -> tuple[Weights, torch.optim.Optimizer]:
+        model = Weights(dtype)
+        optimizer = Orthogonal(model.parameters())
+        if dtype is not torch.float32:
+            pycomm.master_weights(optimizer)
+        return model, optimizer
+
+    wanted = trained(Orthogonal, lambda r, o, m: steps(o, m, 0, 9), dtype=dtype)
+    size = dist.get_world_size()
+    model, optimizer = made()
     folder = tmp_path / str(size)
     with attached(optimizer, model, shard="optimizer" if before else None) as reducer:
         steps(optimizer, model, 0, 5)
         pycomm.save(folder, reducer).wait()
-    other = Weights()
-    optimizer = Orthogonal(other.parameters())
+    other, optimizer = made()
     with attached(optimizer, other, shard="optimizer" if after else None) as reducer:
         steps(optimizer, other, 7, 8)
         pycomm.load(folder, reducer)

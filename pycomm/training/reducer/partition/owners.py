@@ -50,9 +50,9 @@ class Owners:
             self._give(param, _prior_cost(param) * sum(self._loads) / (sum(prior_costs(self._optimizer)) or 1.0))
         return self._owners[param]
 
-    def everyones(self) -> list[torch.Tensor]:
-        """Return all parameters that have an owner."""
-        return list(self._owners)
+    def is_own(self, param: torch.Tensor) -> bool:
+        """Return whether this rank owns ``param``; of one that is new, nobody does yet."""
+        return self._owners.get(param) == self._rank
 
     def own(self) -> list[torch.Tensor]:
         """Return this rank's own parameters."""

@@ -40,6 +40,8 @@ _SECONDS = 2.0
 """Most seconds for measuring costs; what was not measured by then keeps its estimate, scaled."""
 _REPEATS = 2
 _PLAIN = (bool, int, float, str, torch.Tensor)
+_OVERRIDES = ("step", "train", "eval", "load_state_dict")
+"""Methods that pycomm may have replaced on the optimizer, and that copies have of their class."""
 
 
 class StepTrial:
@@ -155,7 +157,7 @@ class StepTrial:
         """
         pairs = list(zip(self._own, self._before, strict=True))
         for param in self._own:
-            encoded_state(self.optimizer, param, [])
+            encoded_state(self.optimizer.state.get(param, {}), [])
         changes = [(param, (param - before).norm()) for param, before in pairs if param in self._counted]
         return [
             any(not torch.equal(param, before) for param, before in pairs),
@@ -256,13 +258,12 @@ def _random_numbers_kept() -> Iterator[None]:
     np.random.set_state(arrays)
 
 
-def encoded_state(optimizer: torch.optim.Optimizer, param: torch.Tensor, tensors: list[torch.Tensor]) -> Any:
-    """Return the state of ``param``, encoded for other ranks; its tensors are appended to ``tensors``.
+def encoded_state(entry: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return the state ``entry`` of a parameter, encoded for other ranks; its tensors are appended to ``tensors``.
 
     Raises:
         ValueError: it has an object that cannot be sent.
     """
-    entry = optimizer.state.get(param, {})
     if not isinstance(entry, dict):
         raise ValueError(f"its state of a parameter is a {type(entry).__name__}, wanted a dict")
     for key, value in entry.items():
@@ -284,7 +285,7 @@ def copy_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     made = object.__new__(type(optimizer))
     memo[id(optimizer)] = made
     for name, value in vars(optimizer).items():
-        if name in ("step", "train", "eval") or name.startswith("_pycomm"):
+        if name in _OVERRIDES or name.startswith("_pycomm"):
             continue
         if isinstance(value, OrderedDict) and "hooks" in name:
             vars(made)[name] = OrderedDict()

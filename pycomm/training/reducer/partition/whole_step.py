@@ -13,8 +13,9 @@ new ones.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -24,7 +25,7 @@ from pycomm.agreement import exchanged
 from pycomm.collectives.broadcasting import broadcast_tensors, decode
 from pycomm.collectives.communicator import Communicator
 from pycomm.errors import CommError, attempt
-from pycomm.optim.parameters import optimizer_parameters
+from pycomm.optim.parameters import gradients_of, optimizer_parameters
 from pycomm.optim.pending_factor import FactorStep, refuse_closure
 from pycomm.optim.step_override import Factor, own_step
 from pycomm.training.reducer.buckets import BucketInFlight
@@ -32,6 +33,64 @@ from pycomm.training.reducer.partition.owners import Owners, prior_costs
 from pycomm.training.reducer.partition.trial import StepTrial, costs_of, encoded_state
 
 _LOG = logging.getLogger("pycomm")
+
+
+class Stepping(Protocol):
+    """Override of an optimizer's step that leaves it to ranks together, and the tensors that the optimizer steps."""
+
+    def take_together(self, take: Callable[[Factor, bool], None] | None) -> None:
+        """Call ``take`` with the factor of the gradients, and whether the step is to be skipped, from now on."""
+
+    def tried(self, factor: Factor) -> AbstractContextManager[Factor]:
+        """Return a context for steps of copies, which yields the factor of the gradients there."""
+
+    def stepped(self, factor: Factor) -> AbstractContextManager[None]:
+        """Return a context for the optimizer's own step, in which the gradients are multiplied by ``factor``."""
+
+    def entry_of(self, param: torch.Tensor) -> dict[str, Any]:
+        """Return the state of ``param``, with its master."""
+
+    def keep_only(self, is_kept: Callable[[torch.Tensor], bool]) -> None:
+        """Keep only masters for which the function returns true."""
+
+    def add_entries(self, entries: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+        """Add such state of more parameters."""
+
+    def detach(self) -> None: ...
+
+
+class OwnSteps(FactorStep):
+    """Override for parameters that the optimizer steps as they are."""
+
+    _take: Callable[[Factor, bool], None] | None = None
+
+    def run(self, closure: Callable[[], Any] | None) -> Any:
+        refuse_closure(closure)
+        assert self._take is not None
+        self._take(self._pending.take(), False)
+
+    def take_together(self, take: Callable[[Factor, bool], None] | None) -> None:
+        self._take = take
+
+    @contextlib.contextmanager
+    def tried(self, factor: Factor) -> Iterator[Factor]:
+        yield factor
+
+    @contextlib.contextmanager
+    def stepped(self, factor: Factor) -> Iterator[None]:
+        grads = gradients_of(self.optimizer)
+        if grads and not (isinstance(factor, float) and factor == 1.0):
+            torch._foreach_mul_(grads, factor)
+        yield
+
+    def entry_of(self, param: torch.Tensor) -> dict[str, Any]:
+        entry: dict[str, Any] = self.optimizer.state.get(param, {})
+        return entry
+
+    def keep_only(self, is_kept: Callable[[torch.Tensor], bool]) -> None: ...
+
+    def add_entries(self, entries: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+        self.optimizer.state.update(entries)
 
 
 class SteppingRanks(Protocol):
@@ -43,21 +102,22 @@ class SteppingRanks(Protocol):
     def writing(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]: ...
 
 
-class WholeStep(FactorStep):
+class WholeStep:
     """Step of ``optimizer`` by its own class, on each rank for the parameters that it owns.
 
     Args:
         optimizer: the optimizer.
+        stepping: the override of its step.
         communicator: the ranks.
 
     Attributes:
+        owners: which rank steps which parameter.
         on_trial: whether all ranks step all parameters.
         is_dealt: whether the buckets are sorted by the parameters' owners.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, communicator: Communicator) -> None:
-        super().__init__(optimizer)
-        self._communicator = communicator
+    def __init__(self, optimizer: torch.optim.Optimizer, stepping: Stepping, communicator: Communicator) -> None:
+        self.optimizer, self._stepping, self._communicator = optimizer, stepping, communicator
         self._partition: SteppingRanks | None = None
         self._places: dict[torch.Tensor, torch.Tensor] = {}
         self.owners = Owners(optimizer, communicator.rank, communicator.size)
@@ -73,47 +133,45 @@ class WholeStep(FactorStep):
         if self.is_dealt and self._communicator.size > 1 and not places.keys() <= self._places.keys():
             self._newcomers += [param for param in places if param not in self._places]
             self._trial = StepTrial(self.optimizer, self.owners.own(), self._newcomers)
-        self.is_dealt = True
+        if not self.is_dealt:
+            self.is_dealt = True
+            self._stepping.keep_only(self.owners.is_own)
         self._places.update(places)
 
     # Steps.
 
-    def run(self, closure: Callable[[], Any] | None) -> Any:
-        refuse_closure(closure)
+    def take(self, factor: Factor, is_skipped: bool) -> None:
+        """Take a step with gradients times ``factor``, unless it is skipped. Collective."""
         assert self._partition is not None
-        factor = self._pending.take()
-        if self._newcomers:
+        if self._newcomers and not is_skipped:
             self._try_newcomers(factor)
-        with self._partition.step(self.optimizer, is_skipped=False, needs_gradients=False) as is_taken:
+        changed: Any = None
+        with self._partition.step(self.optimizer, is_skipped=is_skipped, needs_gradients=False) as is_taken:
             if not is_taken:
-                return None
-            self._apply(factor)
+                return
             if self.on_trial:
-                self._try()
+                with self._stepping.stepped(factor):
+                    self._try()
             else:
-                self._step_own()
+                changed = self._step_own(factor)
         if self._newcomers:
-            self._count_newcomers()
-        return None
+            self._count_newcomers(changed)
 
-    def _apply(self, factor: Factor) -> None:
-        """Multiply the gradients by ``factor``: of others' parameters, too, as long as they are stepped here."""
-        params = self.owners.everyones() if self.on_trial else self.owners.own()
-        grads = [param.grad for param in params if param.grad is not None]
-        if grads and not (isinstance(factor, float) and factor == 1.0):
-            torch._foreach_mul_(grads, factor)
-
-    def _step_own(self) -> None:
+    def _step_own(self, factor: Factor) -> Any:
+        """Step this rank's own parameters; return what the trial of newcomers says of the step, if there is one."""
         state, others = self.optimizer.state, [(param, param.grad) for param in self.owners.others()]
         for param, _ in others:
             state.pop(param, None)  # from the trial, or a checkpoint
             param.grad = None
         try:
-            own_step(self.optimizer, None)
+            with self._stepping.stepped(factor):
+                own_step(self.optimizer, None)
+                changed = attempt(self._trial.after_step) if self._trial is not None else None
         finally:
             for param, grad in others:
                 param.grad = grad
         self._bring_back()
+        return changed
 
     def _bring_back(self) -> None:
         """Copy parameters that the optimizer has replaced (``param.data = ...``) to their places."""
@@ -158,12 +216,17 @@ class WholeStep(FactorStep):
         """
         trial = self._trial
         assert trial is not None
-        self._exchanged(attempt(lambda: trial.before_step(factor)))
 
-    def _count_newcomers(self) -> None:
-        trial = self._trial
-        assert trial is not None
-        if not trial.count(self._exchanged(attempt(trial.after_step))):
+        def before_step() -> None:
+            with self._stepping.tried(factor) as left:
+                trial.before_step(left)
+
+        self._exchanged(attempt(before_step))
+
+    def _count_newcomers(self, changed: Any) -> None:
+        """Count a step with newcomers, of which ``StepTrial.after_step`` says ``changed``. Collective."""
+        assert self._trial is not None
+        if not self._trial.count(self._exchanged(changed)):
             self._newcomers, self._trial = [], None
 
     # As the steps by kernels.
@@ -171,6 +234,7 @@ class WholeStep(FactorStep):
     def share(self, partition: SteppingRanks) -> None:
         """Take later steps in the context of ``partition``."""
         self._partition = partition
+        self._stepping.take_together(self.take)
         for name, method in self._methods.items():
             if callable(method):
                 vars(self.optimizer)[name] = _Shared(method, self)
@@ -181,9 +245,15 @@ class WholeStep(FactorStep):
     def take_whole(self, completed: object) -> None:
         """State has been gathered by :meth:`step_alone`."""
 
+    def detach(self) -> None:
+        """Give the optimizer its own ``step`` back."""
+        self._stepping.detach()
+
     def step_alone(self) -> None:
         """Gather the state, and step all parameters on this rank from now on. Collective."""
         self._partition = None
+        self._stepping.take_together(None)
+        self._stepping.keep_only(lambda _: True)
         self._hook.remove()
         for name in self._methods:
             if isinstance(vars(self.optimizer).get(name), _Shared):
@@ -193,7 +263,7 @@ class WholeStep(FactorStep):
         self.is_dealt = False
         try:
             params = list(optimizer_parameters(self.optimizer))
-            self.optimizer.state.update({params[index]: entry for index, entry in self._others_states().items()})
+            self._stepping.add_entries({params[index]: entry for index, entry in self._others_states().items()})
         except (CommError, ValueError) as error:
             _LOG.warning(
                 "the optimizer's state was kept by its owners, and that of other ranks is lost (%s): it begins anew; "
@@ -228,13 +298,13 @@ class WholeStep(FactorStep):
             ValueError: on every rank: an owner has state that cannot be sent.
         """
         params, rank = list(optimizer_parameters(self.optimizer)), self._communicator.rank
-        state, gather = self.optimizer.state, self._communicator.channel.all_gather_bytes
+        gather = self._communicator.channel.all_gather_bytes
         sent: list[torch.Tensor] = []
 
         def encoded() -> list[Any]:
             mine = set(self.owners.own())
-            own = [i for i, p in enumerate(params) if p in mine and state.get(p)]
-            return [[index, encoded_state(self.optimizer, params[index], sent)] for index in own]
+            own = [(i, entry) for i, p in enumerate(params) if p in mine and (entry := self._stepping.entry_of(p))]
+            return [[index, encoded_state(entry, sent)] for index, entry in own]
 
         everyones = exchanged(gather, attempt(encoded), "gather the optimizer's state")
         found: dict[int, dict[str, Any]] = {}
