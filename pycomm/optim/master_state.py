@@ -146,6 +146,29 @@ class Masters(dict[torch.Tensor, torch.Tensor]):
                 param.copy_(master)
                 self._stamps[param] = _stamp(param)
 
+    def load(
+        self, state_dict: Mapping[str, Any], unscaled: Mapping[torch.Tensor, torch.Tensor], done: Callable[[], None]
+    ) -> None:
+        """Load by torch's method with masters in place of parameters, so that nothing is cast to half precision.
+
+        Args:
+            state_dict: the optimizer's, with masters.
+            unscaled, done: as for :meth:`widened`.
+        """
+        optimizer, saved = self.optimizer, state_of_optimizer(state_dict)
+        params = list(optimizer_parameters(optimizer))
+        numbers, state, found = without_masters(saved, params, self)
+        saved["state"] = state
+        with self.widened(unscaled, 1.0, done):
+            type(optimizer).load_state_dict(optimizer, saved)
+        for number, param in zip(numbers, params, strict=True):
+            if param in found and is_dtensor(param):  # which cannot be widened: torch has cast its state
+                optimizer.state[param].update(loaded_state(state.get(number, {}), param))
+        with torch.no_grad():
+            for param, master in found.items():
+                self[param].copy_(master)
+        self.restore()
+
     def cast_state(self, param: torch.Tensor, dtype: torch.dtype) -> None:
         """Cast ``param``'s float32 and half-precision state, except the step count, as torch does when it loads."""
         entry = self.optimizer.state.get(param, {})

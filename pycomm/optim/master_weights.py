@@ -8,6 +8,7 @@ model keeps its half-precision parameters; the optimizer updates the float32 cop
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -21,10 +22,7 @@ from pycomm.optim.master_state import (
     KEY,
     Masters,
     check_half,
-    loaded_state,
-    state_of_optimizer,
     whole_masters,
-    without_masters,
 )
 from pycomm.optim.parameters import checked_optimizer, optimizer_parameters
 from pycomm.optim.pending_factor import refuse_closure
@@ -212,10 +210,7 @@ class MasterWeights(KernelStep):
 
     def whole_steps(self) -> WholeMasters:
         """Return these steps for ranks that step together, each its own parameters as a whole."""
-
-        def take_together(take: Callable[[Factor, bool], None] | None) -> None:
-            self._take = take
-
+        take_together = functools.partial(setattr, self, "_take")
         return WholeMasters(self._masters, self._unscaled, self._after_step, take_together)
 
     # State.
@@ -229,19 +224,7 @@ class MasterWeights(KernelStep):
     def _load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load by torch's method with masters in place of parameters, so that nothing is cast to half precision."""
         self._masters.refresh(self.partition)
-        optimizer, saved = self.optimizer, state_of_optimizer(state_dict)
-        params = list(optimizer_parameters(optimizer))
-        numbers, state, found = without_masters(saved, params, self._masters)
-        saved["state"] = state
-        with self._masters.widened(self._unscaled.current(by_value=True), 1.0, self._after_step):
-            type(optimizer).load_state_dict(optimizer, saved)
-        for number, param in zip(numbers, params, strict=True):
-            if param in found and is_dtensor(param):  # which cannot be widened: torch has cast its state
-                optimizer.state[param].update(loaded_state(state.get(number, {}), param))
-        with torch.no_grad():
-            for param, master in found.items():
-                self._masters[param].copy_(master)
-        self.restore()
+        self._masters.load(state_dict, self._unscaled.current(by_value=True), self._after_step)
 
 
 class WholeMasters:

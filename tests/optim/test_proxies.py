@@ -243,32 +243,3 @@ def test_no_optimizer_on_one_rank() -> None:
     with pytest.raises((TypeError, ValueError), match="optimizer is a Linear, wanted a torch.optim.Optimizer"):
         broadcast_optimizer_state(given)
     broadcast_optimizer_state(proxy_of(optimizer, "accelerate"))
-
-
-class Masking(torch.optim.Optimizer):
-    """Has the groups and state of the one inside, and changes parameters after its step, as Magma does."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.optimizer = inner
-        super().__init__(inner.param_groups, inner.defaults)
-        self.param_groups, self.state = inner.param_groups, inner.state
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        self.optimizer.step()
-        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-            p.add_(p.grad.sign(), alpha=1e-3)
-
-
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.NAdam])
-@on_ranks(2)
-def test_a_wrapper_that_changes_parameters_itself_is_refused_with_shard(kind: Any) -> None:
-    optimizer, model = optimizer_of(kind=kind)
-    given = Masking(optimizer)
-    with pytest.raises(ValueError, match=rf"this is a Masking around its {kind.__name__}: .*give attach the"):
-        pycomm.attach(given, model, shard="optimizer", tuning=pycomm.Tuning(timeout=20))
-    pycomm.attach(given, model, tuning=pycomm.Tuning(timeout=20)).detach()
-    for how in ("accelerate", "fabric"):
-        proxy = proxy_of(optimizer, how)
-        type(proxy).__module__ = "accelerate.optimizer"
-        pycomm.attach(proxy, model, shard="optimizer", tuning=pycomm.Tuning(timeout=20)).detach()

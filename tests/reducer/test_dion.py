@@ -225,7 +225,7 @@ def test_a_rank_without_a_batch_makes_no_step_longer() -> None:
     reducer = pycomm.attach(optimizer, model, compression=optimizer.factors)
     train(model, optimizer, range(2))
     optimizer.zero_grad()
-    bias = model[3].bias
+    bias: Any = model[3].bias
     (wanted,) = torch.autograd.grad(loss_of(model, 0, 2), [bias])
     if dist.get_rank() == 1:
         reducer.skip_batch()

@@ -47,7 +47,7 @@ class Owners:
     def of(self, param: torch.Tensor) -> int:
         """Return the rank that steps ``param``; one that is new gets an owner now, the same on all ranks."""
         if param not in self._owners:
-            self._give(param, _prior_cost(param) * sum(self._loads) / (sum(prior_costs(self._optimizer)) or 1.0))
+            self._give(param, _prior_cost(param) * sum(self._loads) / (sum(map(_prior_cost, self._owners)) or 1.0))
         return self._owners[param]
 
     def is_own(self, param: torch.Tensor) -> bool:
