@@ -92,7 +92,8 @@ class Masters(dict[torch.Tensor, torch.Tensor]):
 
     def __init__(self, optimizer: torch.optim.Optimizer, rule: Rule | None) -> None:
         super().__init__()
-        self._optimizer, self._rule = optimizer, rule
+        self.optimizer, self._rule = optimizer, rule
+        self._is_kept: Callable[[torch.Tensor], bool] = lambda _: True
         self._stamps: dict[torch.Tensor, tuple[int, int, int]] = {}
 
     def stamp_all(self) -> None:
@@ -102,16 +103,26 @@ class Masters(dict[torch.Tensor, torch.Tensor]):
 
     def add(self, params: Iterable[torch.Tensor]) -> None:
         for param in params:
-            if param in self or param.dtype not in HALF:
+            if param in self or param.dtype not in HALF or not self._is_kept(param):
                 continue
-            check_half(param, self._optimizer, self._rule)
+            check_half(param, self.optimizer, self._rule)
             self[param] = param.detach().float()
             self._stamps[param] = _stamp(param)
             self.cast_state(param, torch.float32)  # if the optimizer already has state
 
+    def keep_only(self, is_kept: Callable[[torch.Tensor], bool]) -> None:
+        """Keep and make only masters for which the function returns true: another rank has the others."""
+        self._is_kept = is_kept
+        for param in [param for param in self if not is_kept(param)]:
+            del self[param], self._stamps[param]
+
+    def put(self, param: torch.Tensor, master: torch.Tensor) -> None:
+        """Take ``master`` for that of ``param``, whose present value is cast from it."""
+        self[param], self._stamps[param] = master, _stamp(param)
+
     def refresh(self, partition: Partition | None) -> None:
         """Add masters of new parameters, and copy values that something else has written to known ones."""
-        self.add(optimizer_parameters(self._optimizer))
+        self.add(optimizer_parameters(self.optimizer))
         for param in self:
             if _stamp(param) == self._stamps[param]:
                 continue
@@ -135,9 +146,32 @@ class Masters(dict[torch.Tensor, torch.Tensor]):
                 param.copy_(master)
                 self._stamps[param] = _stamp(param)
 
+    def load(
+        self, state_dict: Mapping[str, Any], unscaled: Mapping[torch.Tensor, torch.Tensor], done: Callable[[], None]
+    ) -> None:
+        """Load by torch's method with masters in place of parameters, so that nothing is cast to half precision.
+
+        Args:
+            state_dict: the optimizer's, with masters.
+            unscaled, done: as for :meth:`widened`.
+        """
+        optimizer, saved = self.optimizer, state_of_optimizer(state_dict)
+        params = list(optimizer_parameters(optimizer))
+        numbers, state, found = without_masters(saved, params, self)
+        saved["state"] = state
+        with self.widened(unscaled, 1.0, done):
+            type(optimizer).load_state_dict(optimizer, saved)
+        for number, param in zip(numbers, params, strict=True):
+            if param in found and is_dtensor(param):  # which cannot be widened: torch has cast its state
+                optimizer.state[param].update(loaded_state(state.get(number, {}), param))
+        with torch.no_grad():
+            for param, master in found.items():
+                self[param].copy_(master)
+        self.restore()
+
     def cast_state(self, param: torch.Tensor, dtype: torch.dtype) -> None:
         """Cast ``param``'s float32 and half-precision state, except the step count, as torch does when it loads."""
-        entry = self._optimizer.state.get(param, {})
+        entry = self.optimizer.state.get(param, {})
         for key, value in entry.items():
             if key != "step":
                 entry[key] = cast_state(value, dtype)
@@ -153,7 +187,7 @@ class Masters(dict[torch.Tensor, torch.Tensor]):
         narrow: dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
         def widen(wide: bool) -> None:
-            for param in optimizer_parameters(self._optimizer):
+            for param in optimizer_parameters(self.optimizer):
                 if is_dtensor(param):
                     continue
                 if wide and param not in narrow:
@@ -162,6 +196,8 @@ class Masters(dict[torch.Tensor, torch.Tensor]):
                     _set_data(param, self.get(param, param.data), self._wide_grad(param, grad, factor))
                 elif not wide and param in narrow:
                     data, grad = narrow.pop(param)
+                    if param in self and param.data_ptr() != self[param].data_ptr():  # the optimizer has replaced it
+                        self[param].copy_(param.detach())
                     if param in self:
                         data.copy_(self[param])
                     _set_data(param, data, grad)

@@ -7,7 +7,9 @@ model keeps its half-precision parameters; the optimizer updates the float32 cop
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,12 +22,10 @@ from pycomm.optim.master_state import (
     KEY,
     Masters,
     check_half,
-    loaded_state,
-    state_of_optimizer,
     whole_masters,
-    without_masters,
 )
 from pycomm.optim.parameters import checked_optimizer, optimizer_parameters
+from pycomm.optim.pending_factor import refuse_closure
 from pycomm.optim.plans import Rule, step_by_rule
 from pycomm.optim.shards import matched
 from pycomm.optim.step_override import HALF, Factor, evaluate, own_step
@@ -72,6 +72,7 @@ class MasterWeights(KernelStep):
     """Handle of an optimizer with float32 masters, made by :func:`master_weights`."""
 
     has_masters = True
+    _take: Callable[[Factor, bool], None] | None = None  # by ranks together
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._unscaled = UnscaledGradients()
@@ -124,9 +125,15 @@ class MasterWeights(KernelStep):
     def run(self, closure: Callable[[], Any] | None) -> Any:
         if self._rule is not None:
             return super().run(closure)
+        if self._take is not None:
+            refuse_closure(closure)
         scaling = self.take_scaling(waits=True)
+        if self._take is not None:
+            self._masters.refresh(None)
+            self._take(1.0 if scaling is None else scaling.factor, scaling is None)
         if scaling is None:
             self.forget()
+        if scaling is None or self._take is not None:
             return evaluate(closure)
         # An optimizer may call its closure several times, each time with half-precision parameters and new gradients.
         self._masters.refresh(self.partition)
@@ -201,6 +208,11 @@ class MasterWeights(KernelStep):
             self._masters[param] = master.clone(memory_format=torch.preserve_format)
         self._masters.stamp_all()
 
+    def whole_steps(self) -> WholeMasters:
+        """Return these steps for ranks that step together, each its own parameters as a whole."""
+        take_together = functools.partial(setattr, self, "_take")
+        return WholeMasters(self._masters, self._unscaled, self._after_step, take_together)
+
     # State.
 
     def _add_masters(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
@@ -212,19 +224,47 @@ class MasterWeights(KernelStep):
     def _load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load by torch's method with masters in place of parameters, so that nothing is cast to half precision."""
         self._masters.refresh(self.partition)
-        optimizer, saved = self.optimizer, state_of_optimizer(state_dict)
-        params = list(optimizer_parameters(optimizer))
-        numbers, state, found = without_masters(saved, params, self._masters)
-        saved["state"] = state
-        with self._masters.widened(self._unscaled.current(by_value=True), 1.0, self._after_step):
-            type(optimizer).load_state_dict(optimizer, saved)
-        for number, param in zip(numbers, params, strict=True):
-            if param in found and is_dtensor(param):  # which cannot be widened: torch has cast its state
-                optimizer.state[param].update(loaded_state(state.get(number, {}), param))
-        with torch.no_grad():
-            for param, master in found.items():
-                self._masters[param].copy_(master)
-        self.restore()
+        self._masters.load(state_dict, self._unscaled.current(by_value=True), self._after_step)
+
+
+class WholeMasters:
+    """Masters that an optimizer's own step updates, of whole parameters that this rank owns."""
+
+    def __init__(
+        self,
+        masters: Masters,
+        unscaled: UnscaledGradients,
+        done: Callable[[], None],
+        take_together: Callable[[Callable[[Factor, bool], None] | None], None],
+    ) -> None:
+        self._masters, self._unscaled, self._done = masters, unscaled, done
+        self.take_together = take_together
+
+    @contextlib.contextmanager
+    def tried(self, factor: Factor) -> Iterator[Factor]:
+        with self._masters.widened(self._unscaled.current(by_value=True), factor, lambda: None):
+            yield 1.0
+
+    @contextlib.contextmanager
+    def stepped(self, factor: Factor) -> Iterator[None]:
+        with self._masters.widened(self._unscaled.current(by_value=True), factor, self._done):
+            yield
+
+    def entry_of(self, param: torch.Tensor) -> dict[str, Any]:
+        entry: dict[str, Any] = self._masters.optimizer.state.get(param, {})
+        return {**entry, KEY: self._masters[param]} if param in self._masters else entry
+
+    def keep_only(self, is_kept: Callable[[torch.Tensor], bool]) -> None:
+        self._masters.keep_only(is_kept)
+
+    def add_entries(self, entries: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+        for param, entry in entries.items():
+            if KEY in entry:
+                self._masters.put(param, entry.pop(KEY))
+            self._masters.optimizer.state[param] = entry
+
+    def detach(self) -> None:
+        """Masters stay when ranks no longer step together."""
 
 
 def _packed(grad: torch.Tensor, master: torch.Tensor, factor: Factor) -> torch.Tensor:

@@ -37,9 +37,25 @@ def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         if not isinstance(inner, torch.optim.Optimizer) or inner is optimizer:
             return optimizer
         same = all(getattr(optimizer, name, None) is getattr(inner, name) for name in ("state", "param_groups"))
-        if not same and type(optimizer).__module__.split(".")[0] not in _TRAINERS:
+        if not same and not _is_trainers(optimizer):
             return optimizer
         optimizer = inner
+
+
+def wrapper_of_unknown_step(optimizer: Any) -> str | None:
+    """Return the class of a proxy around an optimizer that is none of a trainer's: its step may do more than the inner.
+
+    ``None`` if there is no such proxy. Example: pytorch_optimizer's Magma, which masks what the step has changed.
+    """
+    while (inner := unwrapped(optimizer)) is not optimizer:
+        if not _is_trainers(optimizer):
+            return type(optimizer).__name__
+        optimizer = getattr(optimizer, "optimizer", inner)
+    return None
+
+
+def _is_trainers(optimizer: object) -> bool:
+    return type(optimizer).__module__.split(".")[0] in _TRAINERS
 
 
 def checked_optimizer(optimizer: Any, model: Any = None, call: str = "") -> torch.optim.Optimizer:

@@ -41,7 +41,7 @@ class Dion(MatrixOptimizer):
     while backward runs; a step that is not finite on one rank leaves M and Q of all ranks as they were; M and Q are
     saved by name, and the sum of M is kept when the number of ranks changes. ``.grad`` of a matrix is P Q^T, and
     ``step()`` needs no communication. Hence clipping averages is refused (``clip_local_norm`` works), and so
-    is a step without ``attach``.
+    are ``average=False`` and a step without ``attach``.
 
     Args:
         params: parameters, or groups of them, as :func:`muon_groups` makes them. ``lr``, ``weight_decay``, ``adjust``,

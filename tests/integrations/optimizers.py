@@ -2,6 +2,7 @@
 
     python -m tests.integrations.optimizers                 # all; writes docs/tested_optimizers.json
     python -m tests.integrations.optimizers Lion Prodigy    # some; prints what came of them
+    python -m tests.integrations.optimizers --write Lion    # and writes their rows into the report
 
 Wants the extra [frameworks]. `python docs/optimizers.py` makes the page of the documentation from the report.
 """
@@ -268,14 +269,31 @@ def report_of(found: Sequence[Tried]) -> dict[str, Any]:
     }
 
 
+def updated(report: dict[str, Any], found: Sequence[Tried]) -> dict[str, Any]:
+    """Return ``report`` with the rows of ``found`` in place of its own.
+
+    Raises:
+        ValueError: it is of other versions, or has no such rows.
+    """
+    new = report_of(found)
+    rows = {(package, name): [package, name, *both] for package, name, *both in new["optimizers"]}
+    old = [(package, name) for package, name, *_ in report["optimizers"]]
+    if not rows.keys() <= set(old) or not new["versions"].items() <= report["versions"].items():
+        raise ValueError("the report is of other versions or optimizers: run all of them, without names")
+    return {**report, "optimizers": [rows.get((row[0], row[1]), row) for row in report["optimizers"]]}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="optimizers under attach, to the bit")
     parser.add_argument("names", nargs="*", help="classes; all, with a report, if there are none")
-    wanted = parser.parse_args(arguments).names
+    parser.add_argument("--write", action="store_true", help="write the rows of the named ones into the report")
+    options = parser.parse_args(arguments)
+    wanted = options.names
     names = [(package, name) for package, name in all_names() if not wanted or name in wanted]
     found = tried(names, lambda line: print(line, flush=True))
-    if not wanted:
-        REPORT.write_text(json.dumps(report_of(found), indent=1) + "\n", encoding="utf-8")
+    if options.write or not wanted:
+        report = updated(json.loads(REPORT.read_text(encoding="utf-8")), found) if wanted else report_of(found)
+        REPORT.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from tests.ranks import RankPool
+from tests.reducer.attaching import assert_replicas_equal
 from tests.reducer.models import average_gradients, batch_of, losses_at, make_model
 
 pytest.importorskip("accelerate")
@@ -127,6 +128,37 @@ def shards() -> None:
 def test_steps_that_ranks_take_together(trainers: RankPool) -> None:
     """An argument of attach, where nothing wraps the model; windows and clipping as under DistributedDataParallel."""
     trainers.run(shards)
+
+
+def muon(shard: str | None) -> None:
+    """Prepared under DistributedDataParallel, or shared out by whole matrices, against one process with all samples."""
+    from pycomm.integrations.accelerate import attach
+
+    acc = accelerator()
+    model: Any = make_model()
+    optimizer = acc.prepare(pycomm.Muon(pycomm.muon_groups(model, adamw={"lr": 0.01}), lr=0.02))
+    module = acc.prepare(model) if shard is None else model
+    averaging = attach(acc, module, optimizer, timeout=30, **({} if shard is None else {"shard": shard}))
+    alone = make_model()
+    other = pycomm.Muon(pycomm.muon_groups(alone, adamw={"lr": 0.01}), lr=0.02)
+    for step in range(8):
+        x, y = batch_of(dist.get_rank(), step)
+        acc.backward(((module(x) - y) ** 2).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, grad in average_gradients(alone, losses_at(step)).items():
+            alone.get_parameter(name).grad = grad
+        other.step()
+    assert_replicas_equal(model)
+    averaging.detach()
+    for mine, theirs, begun in zip(model.parameters(), alone.parameters(), make_model().parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
+        assert not torch.equal(mine, begun)
+
+
+@pytest.mark.parametrize("shard", [None, "optimizer"])
+def test_muon(trainers: RankPool, shard: str | None) -> None:
+    trainers.run(muon, shard)
 
 
 def compiled() -> None:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pycomm
 from tests.ranks import RankPool
+from tests.reducer.attaching import assert_replicas_equal
 from tests.reducer.models import make_model, sgd
 
 pytest.importorskip("lightning")
@@ -34,7 +35,7 @@ def data(ranks: list[int]) -> DataLoader[Any]:
     return DataLoader(TensorDataset(x.reshape(-1, 12), y.reshape(-1, 5)), size)
 
 
-def module_of(manual: bool) -> Any:
+def module_of(manual: bool, muon: bool = False) -> Any:
     """Return a model with one optimizer, or two models that a step trains in turn, with windows of two passes."""
     import lightning
 
@@ -48,7 +49,9 @@ def module_of(manual: bool) -> Any:
             return ((self.layers(x) - y) ** 2).mean()
 
         def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+            groups = pycomm.muon_groups(self, adamw={"lr": 0.01})
+            own = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+            optimizer = pycomm.Muon(groups, lr=0.02) if muon else own
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
     class Manual(lightning.LightningModule):  # type: ignore[misc, unused-ignore]
@@ -78,12 +81,14 @@ def module_of(manual: bool) -> Any:
     return Manual() if manual else Automatic()
 
 
-def fitted(folder: str, manual: bool, strategy: Any, epochs: int, ckpt: str | None = None) -> list[torch.Tensor]:
+def fitted(
+    folder: str, manual: bool, strategy: Any, epochs: int, ckpt: str | None = None, muon: bool = False
+) -> list[torch.Tensor]:
     """Return the parameters after training, on two ranks or, without a strategy, alone on both ranks' data."""
     import lightning
     from lightning.fabric.plugins.environments import LightningEnvironment
 
-    module = module_of(manual)
+    module = module_of(manual, muon)
     alone = strategy is None
     trainer = lightning.Trainer(
         accelerator="cpu",
@@ -110,13 +115,15 @@ def strategy_of(manual: bool, compression: Any, **options: Any) -> Any:
     return PycommStrategy(compression=compression, accumulate=2 if manual else None, **options)
 
 
-def equals_one_process(folder: str, manual: bool, options: dict[str, Any]) -> None:
+def equals_one_process(folder: str, manual: bool, options: dict[str, Any], muon: bool = False) -> None:
     strategy = strategy_of(manual, **options)
-    ours = fitted(folder, manual, strategy, epochs=2)
+    ours = fitted(folder, manual, strategy, epochs=2, muon=muon)
     assert not strategy.reducers, "detached when training ended"
-    wanted = fitted(f"{folder}/alone-{dist.get_rank()}", manual, None, epochs=2)
+    wanted = fitted(f"{folder}/alone-{dist.get_rank()}", manual, None, epochs=2, muon=muon)
+    tolerance = 1e-9 if muon else 1e-12
     for mine, theirs in zip(ours, wanted, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+    assert_replicas_equal(nn.ParameterList(ours))
 
 
 @pytest.mark.parametrize(
@@ -130,6 +137,10 @@ def equals_one_process(folder: str, manual: bool, options: dict[str, Any]) -> No
 def test_training_equals_one_process(trainers: RankPool, tmp_path: Path, manual: bool, options: dict[str, Any]) -> None:
     """Windows of two passes, of which automatic optimization has a ragged one, as there are five batches."""
     trainers.run(equals_one_process, str(tmp_path), manual, options)
+
+
+def test_muon(trainers: RankPool, tmp_path: Path) -> None:
+    trainers.run(equals_one_process, str(tmp_path), False, {"compression": None}, True)
 
 
 def stop(folder: str) -> None:

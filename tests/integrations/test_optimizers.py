@@ -69,6 +69,21 @@ def test_all() -> None:
     assert optimizers.report_of(found)["optimizers"] == report["optimizers"]
 
 
+def test_rows_of_some_take_the_place_of_old_ones() -> None:
+    report = json.loads(optimizers.REPORT.read_text(encoding="utf-8"))
+    package, name, *_ = report["optimizers"][3]
+    version = importlib.metadata.version(optimizers.DISTRIBUTIONS[package])
+    report["versions"][package] = version
+    new = optimizers.updated(report, [optimizers.Tried(package, name, "new", "too")])
+    assert new["optimizers"][3] == [package, name, "new", "too"]
+    assert [row for i, row in enumerate(new["optimizers"]) if i != 3] == [
+        row for i, row in enumerate(report["optimizers"]) if i != 3
+    ]
+    for other in ({"versions": {**report["versions"], package: "0"}}, {"optimizers": report["optimizers"][4:]}):
+        with pytest.raises(ValueError, match="the report is of other versions or optimizers"):
+            optimizers.updated({**report, **other}, [optimizers.Tried(package, name, "new", "too")])
+
+
 @pytest.fixture
 def page() -> ModuleType:
     return load("docs/optimizers.py")

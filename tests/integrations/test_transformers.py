@@ -16,6 +16,7 @@ from torch import nn
 
 import pycomm
 from tests.ranks import RankPool
+from tests.reducer.attaching import assert_replicas_equal
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -42,7 +43,14 @@ def data(count: int = 40) -> list[dict[str, torch.Tensor]]:
     return [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
 
 
-def trainer_of(folder: str, callbacks: list[Any], base: Any = None, model: nn.Module | None = None, **more: Any) -> Any:
+def trainer_of(
+    folder: str,
+    callbacks: list[Any],
+    base: Any = None,
+    model: nn.Module | None = None,
+    optimizers: tuple[Any, Any] = (None, None),
+    **more: Any,
+) -> Any:
     """Return a Trainer with windows of two passes, of which the last one of an epoch is ragged."""
     from accelerate.state import AcceleratorState, GradientState
     from transformers import Trainer, TrainingArguments
@@ -54,7 +62,8 @@ def trainer_of(folder: str, callbacks: list[Any], base: Any = None, model: nn.Mo
     settings |= {"lr_scheduler_type": "linear", "report_to": "none", "disable_tqdm": True, "use_cpu": True}
     arguments = TrainingArguments(output_dir=folder, **{**settings, **more})
     kind = Trainer if base is None else base
-    return kind(model=model or Regression(), args=arguments, train_dataset=data(), callbacks=callbacks)
+    own = model or Regression()
+    return kind(model=own, args=arguments, train_dataset=data(), callbacks=callbacks, optimizers=optimizers)
 
 
 def parameters(trainer: Any) -> list[torch.Tensor]:
@@ -135,6 +144,51 @@ def train_twice(folder: str) -> None:
 
 def test_training_twice(trainers: RankPool, tmp_path: Path) -> None:
     trainers.run(train_twice, str(tmp_path))
+
+
+class Noting(Regression):
+    """Notes its batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.seen.append(torch.cat([x, labels], 1).detach().clone())
+        return super().forward(x, labels)
+
+
+def muon(folder: str) -> None:
+    """As one process makes it of the batches that both ranks have got; windows of two passes."""
+
+    def optimizer_of(model: nn.Module) -> pycomm.Muon:
+        return pycomm.Muon(pycomm.muon_groups(model, adamw={"lr": 0.01}), lr=0.02)
+
+    model, ours = Noting(), callback(None)
+    plain = {"lr_scheduler_type": "constant", "max_grad_norm": 0.0, "save_strategy": "no", "max_steps": 4}
+    plain |= {"per_device_train_batch_size": 5}  # four batches of each rank, so that all windows are full
+    trainer = trainer_of(folder, [ours], model=model, optimizers=(optimizer_of(model), None), **plain)
+    trainer.train()
+    assert ours.averaging.stats()["steps"] == 4
+    assert_replicas_equal(model)
+    mine = torch.stack(model.seen)
+    everyones = [torch.empty_like(mine) for _ in range(2)]
+    dist.all_gather(everyones, mine)
+    assert not torch.equal(*everyones)
+    alone = Regression()
+    optimizer = optimizer_of(alone)
+    for step in range(4):
+        optimizer.zero_grad()
+        for rows in (batches[2 * step + number] for batches in everyones for number in range(2)):
+            (alone(rows[:, :6], rows[:, 6:])["loss"] / 4).backward()
+        optimizer.step()
+    for p, q, begun in zip(model.parameters(), alone.parameters(), Regression().parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-9)
+        assert not torch.equal(p, begun)
+
+
+def test_muon(trainers: RankPool, tmp_path: Path) -> None:
+    trainers.run(muon, str(tmp_path))
 
 
 def unwrapped(folder: str) -> None:

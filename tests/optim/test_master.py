@@ -316,3 +316,25 @@ def test_what_is_refused() -> None:
     assert set(vars(optimizer)) == before
     with pytest.raises(ValueError, match="differentiable=True"):
         pycomm.master_weights(torch.optim.Adam([nn.Parameter(torch.ones(2).half())], differentiable=True))
+
+
+class Replacing(torch.optim.Optimizer):
+    """Replaces ``param.data`` in place of writing to it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            p.data = p.detach() - 2.0**-12 * p.grad
+
+
+def test_an_optimizer_that_replaces_data() -> None:
+    param = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    address = param.data_ptr()
+    optimizer = Replacing([param], {})
+    handle = pycomm.master_weights(optimizer)
+    for _ in range(32):  # each step is below a rounding of bfloat16
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+    assert_equal(handle.parameters(), [torch.full((4,), 1.0 - 2.0**-7)])
+    assert_equal([param.detach()], [torch.full((4,), 1.0 - 2.0**-7, dtype=torch.bfloat16)])
+    assert param.data_ptr() == address

@@ -211,6 +211,38 @@ def test_what_does_not_go() -> None:
         pycomm.attach(optimizer, [("weight", turned.weight)], compression=optimizer.factors)
 
 
+@on_ranks(2)
+def test_sums_are_refused() -> None:
+    model, optimizer = made()
+    with pytest.raises(ValueError, match=r"average=False does not go with compression=DionFactors\(rank=3"):
+        pycomm.attach(optimizer, model, compression=optimizer.factors, average=False)
+    pycomm.attach(optimizer, model, compression=optimizer.factors).detach()
+
+
+@on_ranks(2)
+def test_a_rank_without_a_batch_makes_no_step_longer() -> None:
+    model, optimizer = made()
+    reducer = pycomm.attach(optimizer, model, compression=optimizer.factors)
+    train(model, optimizer, range(2))
+    optimizer.zero_grad()
+    bias: Any = model[3].bias
+    (wanted,) = torch.autograd.grad(loss_of(model, 0, 2), [bias])
+    if dist.get_rank() == 1:
+        reducer.skip_batch()
+    else:
+        loss_of(model, 0, 2).backward()
+    assert bias.grad is not None
+    assert_near([bias.grad], [wanted], 1e-12)
+    for p in matrices_of(optimizer):
+        assert p.grad is not None
+        rank = min(RANK, p.shape[0], p[0].numel())
+        assert_near([p.grad.norm()], [torch.tensor(rank**0.5)], 1e-6)
+    optimizer.step()
+    everyones = gathered(model.parameters())
+    assert torch.equal(*everyones)
+    reducer.detach()
+
+
 @pytest.mark.parametrize(
     ("options", "problem"),
     [

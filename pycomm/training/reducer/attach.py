@@ -27,7 +27,7 @@ from pycomm.errors import CommError, attempt
 from pycomm.optim.attached import refuse_second_average, register
 from pycomm.optim.fused import has_rule, rule_of
 from pycomm.optim.master_weights import MasterWeights
-from pycomm.optim.parameters import optimizer_parameters
+from pycomm.optim.parameters import optimizer_parameters, wrapper_of_unknown_step
 from pycomm.optim.step_override import HALF
 from pycomm.optim.wrappers import refuse_wrapped, watch_constructions
 from pycomm.torch_internals import Store, is_dtensor
@@ -61,11 +61,8 @@ from pycomm.training.reducer.surviving import Survival, SurvivingPolicy
 def require_shardable(table: ParameterTable, shard: Sharding) -> None:
     """Raise ValueError if the step of the optimizer of ``table`` cannot be divided, or its parameters be shared."""
     name, optimizer, stepper = f'shard="{shard.kind}"', table.optimizer, table.stepper
-    if isinstance(stepper, MasterWeights) and not stepper.has_kernels:
-        raise ValueError(
-            f"{name} requires masters that pycomm's kernels step; {type(optimizer).__name__} steps its own"
-        )
-    if has_rule(optimizer):
+    own_masters = isinstance(stepper, MasterWeights) and not stepper.has_kernels
+    if has_rule(optimizer) and not own_masters:
         try:
             rule_of(optimizer)
         except ValueError as error:
@@ -285,6 +282,7 @@ def _checked(optimizer: Any, model: Any, unknown: Mapping[str, Any], ranks: Sequ
     if settings.survive is not None:
         _require_survivable(table)
     if settings.shard is not None:
+        _refuse_wrapped_step(optimizer, table, settings.shard)
         require_shardable(table, settings.shard)
     _check_ignored(table, settings)
     made = _Attached(settings, table, AttachedTensors(table))
@@ -293,6 +291,18 @@ def _checked(optimizer: Any, model: Any, unknown: Mapping[str, Any], ranks: Sequ
     if 0 < len(table.ranks) <= settings.backup:
         raise ValueError(f"backup={settings.backup} requires more ranks than the {len(table.ranks)} that there are")
     return made
+
+
+def _refuse_wrapped_step(optimizer: Any, table: ParameterTable, shard: Sharding) -> None:
+    """Raise ValueError if ``optimizer`` is a wrapper whose own step may change the parameters of other ranks."""
+    name = wrapper_of_unknown_step(optimizer)
+    if name is not None:
+        inner = type(table.optimizer).__name__
+        raise ValueError(
+            f"shard={shard} requires the optimizer that steps, and this is a {name} around its {inner}: what the step "
+            f"of a {name} changes besides, each rank would change by its own gradients. Leave shard out, or give "
+            f"attach the {inner} if the {name} only calls it"
+        )
 
 
 def _check_ignored(table: ParameterTable, settings: AttachSettings) -> None:

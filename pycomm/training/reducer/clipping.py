@@ -106,7 +106,7 @@ def unscaled_norm(table: ParameterTable, settings: AttachSettings) -> torch.Tens
     Raises:
         RuntimeError: the scaler leaves gradients of half-precision parameters scaled, or compression no averages.
     """
-    if not getattr(settings.compression, "averages", True):
+    if not settings.makes_averages:
         raise RuntimeError(
             f"clip_grad_norm finds directions of {method_text(settings.compression)} in .grad, wanted averages: leave "
             "it out, or clip each rank's own gradient by attach(clip_local_norm=...)"

@@ -154,7 +154,8 @@ class ReductionOutcome:
         num_skipping, size = len(self._flags.announced.skipping), self._communicator.size
         if 0 < num_skipping < size and self._settings.average:
             for flight in self._table.flights:
-                flight.bucket.flat.mul_(size / (size - num_skipping))
+                if self._settings.has_averages_of(flight.slots[0].param):
+                    flight.bucket.flat.mul_(size / (size - num_skipping))
 
     def _any_used(self) -> bool:
         """Return whether any rank had a gradient. Called by ranks without one; all of them get the same answer."""

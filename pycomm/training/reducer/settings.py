@@ -16,6 +16,7 @@ from pycomm.compression import (
     Compression,
     NoCompression,
 )
+from pycomm.compression.dense import method_text
 from pycomm.optim.loss_scaler import checked_scaler
 from pycomm.training.cost.auto import checked_method
 from pycomm.training.reducer.module_buffers import BUFFERS
@@ -267,6 +268,15 @@ class AttachSettings:
         return 0 if self.survive is None else self.survive.backup
 
     @property
+    def makes_averages(self) -> bool:
+        """Whether ``.grad`` is an average, or a sum, rather than a direction made from the ranks' gradients."""
+        return bool(getattr(self.compression, "averages", True))
+
+    def has_averages_of(self, param: torch.Tensor) -> bool:
+        """Return whether that holds of ``param``."""
+        return self.makes_averages or not self.compression.applies_to(param)
+
+    @property
     def is_linear(self) -> bool:
         """Whether averaging an average again, plus a new gradient, is correct: the result is linear in its inputs."""
         return self.average and not self.compression.transactional and self.clip_local_norm is None
@@ -295,6 +305,11 @@ class AttachSettings:
 
 def _check_together(settings: AttachSettings) -> None:
     """Raise ValueError if some of ``settings`` exclude each other."""
+    if not settings.average and not settings.makes_averages:
+        raise ValueError(
+            f"average=False does not go with compression={method_text(settings.compression)}: .grad of a matrix is a "
+            "direction, which has no sum over the ranks; leave average out"
+        )
     if settings.tuning.optimizer_state == "keep":
         _check_kept_state(settings)
     if settings.backup > 0:

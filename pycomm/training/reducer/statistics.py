@@ -355,7 +355,7 @@ class Statistics:
         for key, value in table.earlier.items():
             stats[key] = stats.get(key, 0) + value
         if table.partition is not None and table.partition.whole is not None:
-            stats["step_shares"] = table.partition.whole.stats()
+            stats["step_shares"] = table.partition.whole.owners.stats()
         if stats.get("selections"):
             stats["miss_rate"] = stats["selections_missed"] / stats["selections"]
         return stats

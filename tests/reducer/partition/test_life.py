@@ -20,6 +20,7 @@ import pycomm
 from tests.on_ranks import on_ranks
 from tests.reducer.attaching import attached, grouped, over_torch
 from tests.reducer.partition.stepping import OPTIMIZERS, Weights, assert_same, backward, gradients_of, rank, values_of
+from tests.reducer.test_around_torch import proxy_of
 
 
 def steps(optimizer: torch.optim.Optimizer, model: Weights, first: int, last: int) -> None:
@@ -237,3 +238,33 @@ def test_mistakes_in_a_step_are_errors_of_all_ranks_and_write_nothing(shard: Any
         backward(model.parameters(), gradients_of(0, 1))
         with pytest.raises((RuntimeError, ValueError), match="has been replaced"):
             optimizer.step()
+
+
+class Masking(torch.optim.Optimizer):
+    """Has the groups and state of the one inside, and changes parameters after its step, as Magma does."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.optimizer = inner
+        super().__init__(inner.param_groups, inner.defaults)
+        self.param_groups, self.state = inner.param_groups, inner.state
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.optimizer.step()
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.add_(p.grad.sign(), alpha=1e-3)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.NAdam])
+@on_ranks(2)
+def test_a_wrapper_that_changes_parameters_itself_is_refused_with_shard(kind: Any) -> None:
+    model = nn.Linear(4, 3)
+    optimizer = kind(model.parameters(), lr=0.1)
+    given = Masking(optimizer)
+    with pytest.raises(ValueError, match=rf"this is a Masking around its {kind.__name__}: .*give attach the"):
+        pycomm.attach(given, model, shard="optimizer", tuning=pycomm.Tuning(timeout=20))
+    pycomm.attach(given, model, tuning=pycomm.Tuning(timeout=20)).detach()
+    for how in ("accelerate", "fabric"):
+        proxy = proxy_of(optimizer, how)
+        type(proxy).__module__ = "accelerate.optimizer"
+        pycomm.attach(proxy, model, shard="optimizer", tuning=pycomm.Tuning(timeout=20)).detach()

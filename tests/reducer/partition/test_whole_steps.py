@@ -29,6 +29,22 @@ from tests.reducer.partition.stepping import (
     rank,
     values_of,
 )
+from tests.reducer.partition.whole_optimizers import (
+    OPTIMIZERS,
+    Averaging,
+    Bounded,
+    CallingItself,
+    ClippingAll,
+    ClippingGroups,
+    CountingApart,
+    DecayingAll,
+    DecayingByAll,
+    Estimating,
+    KeepingElsewhere,
+    KeepingTensors,
+    Orthogonal,
+    PreparingOnce,
+)
 
 SHARDS: dict[str, Any] = {
     "optimizer": "optimizer",
@@ -37,168 +53,17 @@ SHARDS: dict[str, Any] = {
 }
 
 
-class Orthogonal(torch.optim.Optimizer):
-    """Optimizer that cannot step a part of a matrix: it makes the momentum orthogonal."""
-
-    def __init__(self, params: Any, lr: float = 0.05) -> None:
-        super().__init__(params, {"lr": lr, "momentum": 0.9, "num_steps": 0})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            group["num_steps"] += 1
-            for p in (p for p in group["params"] if p.grad is not None and p.numel() > 0):
-                state = self.state[p]
-                momentum = state.setdefault("momentum", torch.zeros_like(p))
-                state["history"] = [*state.get("history", []), group["num_steps"]][-2:]
-                momentum.mul_(group["momentum"]).add_(p.grad)
-                if p.dim() == 2:
-                    u, _, v = torch.linalg.svd(momentum, full_matrices=False)
-                    p.sub_(u @ v, alpha=group["lr"])
-                else:
-                    p.sub_(momentum, alpha=group["lr"])
-
-
-class Replacing(Orthogonal):
-    """Replaces ``param.data`` in place of writing to it."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-            p.data = p.detach() - 0.1 * p.grad
-
-
-class Averaging(Orthogonal):
-    """Shows another iterate in evaluation, as schedule-free optimizers do."""
-
-    def eval(self) -> None:
-        for p in (p for group in self.param_groups for p in group["params"] if p.numel() > 0):
-            p.data.add_(self.state[p]["momentum"])
-
-    def train(self) -> None:
-        for p in (p for group in self.param_groups for p in group["params"] if p.numel() > 0):
-            p.data.sub_(self.state[p]["momentum"])
-
-
-class ClippingAll(Orthogonal):
-    """Depends on all gradients together."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.stack([p.grad.norm() for p in params]).norm() if params else 1.0
-        for p in params:
-            p.sub_(p.grad / norm, alpha=self.param_groups[0]["lr"])
-
-
-class DecayingByAll(Orthogonal):
-    """Depends on all gradients together, a little."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        decay = 1e-4 * float(sum(p.grad.sum() for p in params))
-        for p in params:
-            p.sub_(p.grad + decay * p, alpha=0.1)
-
-
-class Bounded(Orthogonal):
-    """Depends on all gradients together only if they are large."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        bound = max(1.0, float(sum(p.grad.norm() for p in params)) / 1e4)
-        for p in params:
-            p.sub_(p.grad, alpha=0.1 / bound)
-
-
-class Estimating(Orthogonal):
-    """Sums up gradients in an attribute, which steps use later on."""
-
-    seen = 0.0
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        for p in params:
-            p.sub_(p.grad, alpha=0.1 + 0.01 * (self.seen > 100.0))
-        self.seen += float(sum(p.grad.abs().sum() for p in params))
-
-
-class DecayingAll(Orthogonal):
-    """Changes parameters that have no gradient."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for p in (p for group in self.param_groups for p in group["params"]):
-            p.mul_(0.99)
-        super().step()
-
-
-class CountingApart(Orthogonal):
-    """Sums up gradients in state that belongs to no parameter."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        of_any: Any = self.state
-        state = of_any["all"]
-        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-            state["seen"] = state.get("seen", 0.0) + float(p.grad.abs().sum())
-        super().step()
-
-
-class KeepingElsewhere(Orthogonal):
-    """Keeps momentum in an attribute, where no checkpoint finds it."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        self.kept: dict[torch.Tensor, torch.Tensor] = {}
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-            p.sub_(self.kept.setdefault(p, torch.zeros_like(p)).mul_(0.9).add_(p.grad), alpha=0.1)
-
-
-class CallingItself(Orthogonal):
-    """Has a method, or a function that cannot be copied, in an attribute."""
-
-    def __init__(self, params: Any, copies: bool = False) -> None:
-        super().__init__(params)
-        self.update = self.apply if copies else lambda p: self.apply(p)
-
-    def apply(self, p: torch.Tensor) -> None:
-        p.sub_(self.state[p].setdefault("momentum", torch.zeros_like(p)).mul_(0.9).add_(p.grad), alpha=0.1)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-            self.update(p)
-
-
-class KeepingTensors(Orthogonal):
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-            self.state[p] = p.grad.clone()
-
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "Orthogonal": Orthogonal,
-    "NAdam": lambda params: torch.optim.NAdam(params, lr=0.01),
-    "Adadelta": lambda params: torch.optim.Adadelta(params, lr=0.5),
-    "Rprop": lambda params: torch.optim.Rprop(params, lr=0.01),
-    "Replacing": Replacing,
-    "Averaging": Averaging,
-    "CallingItself": lambda params: CallingItself(params, copies=True),
-}
-
-
-def trained(make: Callable[[Any], torch.optim.Optimizer], *parts: bodies.Body, **options: Any) -> list[Any]:
+def trained(
+    make: Callable[[Any], torch.optim.Optimizer],
+    *parts: bodies.Body,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> list[Any]:
     """Return what the ``parts`` leave, run with a new model that is attached with ``options``."""
-    model = Weights()
+    model = Weights(dtype)
     optimizer = make(model.parameters())
+    if dtype is not torch.float32:
+        pycomm.master_weights(optimizer)
     with attached(optimizer, model, bucket_mb=0.005, **options) as reducer:
         for part in parts:
             part(reducer, optimizer, model)
@@ -282,6 +147,70 @@ def test_parameters_that_join_frozen_in_the_trial() -> None:
     assert_same(trained(Orthogonal, joining, shard="optimizer"), trained(Orthogonal, joining))
 
 
+def late_steps(optimizer: torch.optim.Optimizer, model: Weights, number: int, late: list[nn.Parameter]) -> None:
+    for step in range(number):
+        optimizer.zero_grad()
+        model()  # where new parameters are noticed
+        grads = [*gradients_of(0, step)[: len(SHAPES)], *(torch.full(p.shape, 1.0 + i) for i, p in enumerate(late))]
+        backward([*model.weights, *late], grads)
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_half_precision_parameters_that_come_after_the_trial() -> None:
+    def body(reducer: pycomm.Reducer, optimizer: torch.optim.Optimizer, model: Weights) -> None:
+        steps(optimizer, model, 0, NUM_STEPS + 1)
+        late = [nn.Parameter(torch.full((90, 80), 0.5 + i, dtype=torch.bfloat16)) for i in range(2)]
+        for number, param in enumerate(late):
+            model.register_parameter(f"late{number}", param)
+        optimizer.add_param_group({"params": late})
+        late_steps(optimizer, model, NUM_STEPS + 1, late)
+
+    half: Any = torch.bfloat16
+    assert_same(trained(PreparingOnce, body, shard="optimizer", dtype=half), trained(PreparingOnce, body, dtype=half))
+
+
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
+@on_ranks(2)
+def test_parameters_that_come_after_the_trial_are_tried(hosts: str) -> None:
+    model = Weights()
+    optimizer = ClippingGroups(model.parameters())
+    with on_hosts(hosts), attached(optimizer, model, shard="optimizer") as reducer:
+        steps(optimizer, model, 0, NUM_STEPS + 1)
+        late = [nn.Parameter(torch.full((90, 80), 0.5 + i)) for i in range(2)]
+        for number, param in enumerate(late):
+            model.register_parameter(f"late{number}", param)
+        optimizer.add_param_group({"params": late, "clips": True})
+        before = [p.detach().clone() for p in model.parameters()]
+        for _ in range(2):
+            with pytest.raises(ValueError, match="its step depends on all gradients together"):
+                late_steps(optimizer, model, 1, late)
+        whole: Any = reducer._table.partition.whole  # type: ignore[union-attr]
+        assert {whole.owners.of(p) for p in late} == {0, 1}
+        assert all(map(torch.equal, model.parameters(), before))  # nobody has taken the step
+        optimizer.param_groups[-1]["clips"] = False
+        for number in range(NUM_STEPS):
+            assert {id(p) for p in whole._newcomers} == {id(p) for p in late}, number
+            late_steps(optimizer, model, 1, late)
+        assert not whole._newcomers
+        assert_replicas_equal(model)
+
+
+@on_ranks(2)
+def test_state_of_parameters_that_come_after_the_trial() -> None:
+    """Each rank makes that of others' new parameters for its trial, and keeps it there only."""
+
+    def body(reducer: pycomm.Reducer, optimizer: torch.optim.Optimizer, model: Weights) -> None:
+        steps(optimizer, model, 0, NUM_STEPS + 1)
+        late = [nn.Parameter(torch.full((4, 3), 0.5 + i)) for i in range(2)]
+        for number, param in enumerate(late):
+            model.register_parameter(f"late{number}", param)
+        optimizer.add_param_group({"params": late})
+        late_steps(optimizer, model, NUM_STEPS + 1, late)
+
+    assert_same(trained(PreparingOnce, body, shard="optimizer"), trained(PreparingOnce, body))
+
+
 @on_ranks(2)
 def test_gradients_that_travel_in_half_precision() -> None:
     wanted = trained(Orthogonal, bodies.few_steps, bodies.few_steps, compression="bf16")
@@ -310,6 +239,103 @@ def test_scalers_skip_on_all_ranks(make: Any) -> None:
     assert_same(steps("optimizer"), steps(None))
 
 
+def muon(params: Any) -> torch.optim.Optimizer:
+    given = list(params)
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in given if p.dim() >= 2 and p.numel() > 0]},
+        {"params": [p for p in given if p.dim() < 2], "use_muon": False, "lr": 0.01},
+    ]
+    return pycomm.Muon(groups, lr=0.02)
+
+
+HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@on_ranks(3)
+def test_masters_of_half_precision_parameters(dtype: str) -> None:
+    for name in ("Orthogonal", "NAdam", "Replacing"):
+        parts = (bodies.few_steps, bodies.schedules, bodies.missing_gradients, bodies.clipped_steps)
+        wanted = trained(OPTIMIZERS[name], *parts, dtype=HALF[dtype])
+        assert_same(trained(OPTIMIZERS[name], *parts, dtype=HALF[dtype], shard="optimizer"), wanted)
+    wanted = trained(
+        torch.optim.Adagrad, bodies.few_steps, bodies.few_steps, dtype=HALF[dtype]
+    )  # no kernels for masters
+    assert_same(
+        trained(torch.optim.Adagrad, bodies.few_steps, bodies.few_steps, dtype=HALF[dtype], shard="parameters"), wanted
+    )
+
+
+@on_ranks(3)
+def test_masters_on_hosts() -> None:
+    parts = (bodies.few_steps, bodies.few_steps)
+    with on_hosts("aab"):
+        wanted = trained(Orthogonal, *parts, dtype=torch.bfloat16)
+        assert_same(trained(Orthogonal, *parts, dtype=torch.bfloat16, shard="optimizer"), wanted)
+
+
+@pytest.mark.parametrize("bound", [0.0, 5.0])
+@pytest.mark.parametrize("shard", SHARDS)
+@on_ranks(2)
+def test_masters_and_a_loss_scaler(shard: str, bound: float) -> None:
+    found = []
+    for options in ({}, {"shard": SHARDS[shard]}):
+        parts = [bodies.half_steps(torch.float16, bound, skipped=number) for number in (1, 2)]
+        scaler = pycomm.LossScaler(2.0**4)
+        found.append(trained(Orthogonal, *parts, dtype=torch.float16, loss_scaler=scaler, **options))
+    assert_same(found[1], found[0])
+
+
+@on_ranks(3)
+def test_each_rank_keeps_masters_of_its_own_parameters() -> None:
+    model = Weights(torch.bfloat16)
+    optimizer = Orthogonal(model.parameters())
+    handle = pycomm.master_weights(optimizer)
+    with attached(optimizer, model, shard="optimizer") as reducer:
+        steps(optimizer, model, 0, NUM_STEPS + 2)
+        own = [p for p in model.parameters() if reducer._table.partition.whole.owners.is_own(p)]  # type: ignore[union-attr]
+        assert 0 < len(own) < len(SHAPES)
+        assert len(handle.masters()) == len(own)
+        saved = optimizer.state_dict()["state"]
+        assert all(saved[i]["master_weight"].dtype == torch.float32 for i in range(len(SHAPES)))
+    assert len(handle.masters()) == len(SHAPES)
+
+
+@pytest.mark.parametrize("make", [OPTIMIZERS["NAdam"], OPTIMIZERS["Adadelta"], muon])
+@on_ranks(2)
+def test_gradients_that_are_not_finite_in_the_trial(make: Any) -> None:
+    """Without a scaler they are stepped, as without shard; the trial does not take them for a coupling."""
+
+    def not_finite(reducer: pycomm.Reducer, optimizer: torch.optim.Optimizer, model: Weights) -> None:
+        for step in range(NUM_STEPS + 4):
+            optimizer.zero_grad()
+            grads = gradients_of(rank(), step)
+            if step in (1, 2) and rank() == 1:
+                grads[0][2] = torch.nan
+                grads[4][3] = torch.inf
+            backward(model.parameters(), grads)
+            optimizer.step()
+            if reducer._settings.shard is not None:
+                assert reducer._table.partition.whole.is_dealt == (step >= NUM_STEPS - 1)  # type: ignore[union-attr]
+
+    ends = []
+    for shard in (None, "optimizer"):
+        model = Weights()
+        optimizer = make(model.parameters())
+        with attached(optimizer, model, bucket_mb=0.005, shard=shard) as reducer:
+            not_finite(reducer, optimizer, model)
+            found = flat_values_of(optimizer)
+        assert any(not torch.isfinite(p).all() for p in found[0])
+        assert all(torch.isfinite(p).all() for p in found[0] if p.shape == SHAPES[6])
+        ends.append([[p.nan_to_num(7.0) for p in found[0]], found[1]])
+        everyones = [torch.empty(sum(p.numel() for p in ends[-1][0])) for _ in range(2)]
+        dist.all_gather(everyones, torch.cat([p.flatten() for p in ends[-1][0]]))
+        assert torch.equal(*everyones)
+    for entry in (*ends[0][1].values(), *ends[1][1].values()):
+        entry.update({key: value.nan_to_num(7.0) for key, value in entry.items()})
+    assert_same(ends[1], ends[0])
+
+
 @on_ranks(3)
 def test_state_is_kept_by_owners_and_the_step_is_shared_out() -> None:
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(9)), nn.Linear(64, 3))
@@ -319,7 +345,7 @@ def test_state_is_kept_by_owners_and_the_step_is_shared_out() -> None:
             shares = reducer.stats()["step_shares"]
             assert len(optimizer.state) == (11 if step else 0)
             train_on(model, optimizer, step)
-        own = [p for p in model.parameters() if reducer._table.partition.whole.owner_of(p) == rank()]  # type: ignore[union-attr]
+        own = [p for p in model.parameters() if reducer._table.partition.whole.owners.of(p) == rank()]  # type: ignore[union-attr]
         assert {id(p) for p in optimizer.state} == set(map(id, own))
         optimizer.zero_grad()
         loss = model(torch.full((2, 64), 1.0 + rank())).square().sum()
@@ -433,30 +459,77 @@ def test_uneven_shares_are_told() -> None:
 @contextmanager
 def log_of(said: list[str]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        from pycomm.training.reducer.partition import whole_step
+        from pycomm.training.reducer.partition import owners
 
-        patch.setattr(whole_step._LOG, "warning", lambda text, *args: said.append(text % args))
+        patch.setattr(owners._LOG, "warning", lambda text, *args: said.append(text % args))
         yield
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("before", "after"), [(True, False), (True, True), (False, True)])
 @on_ranks(3)
-def test_checkpoints(before: bool, after: bool, tmp_path: Path) -> None:
+def test_checkpoints(before: bool, after: bool, dtype: torch.dtype, tmp_path: Path) -> None:
     """Written by ranks that step together, or not, and read by such as do, or not."""
-    wanted = trained(Orthogonal, lambda r, o, m: steps(o, m, 0, 9))
-    model, size = Weights(), dist.get_world_size()
-    optimizer: torch.optim.Optimizer = Orthogonal(model.parameters())
+
+    def made() -> tuple[Weights, torch.optim.Optimizer]:
+        model = Weights(dtype)
+        optimizer = Orthogonal(model.parameters())
+        if dtype is not torch.float32:
+            pycomm.master_weights(optimizer)
+        return model, optimizer
+
+    wanted = trained(Orthogonal, lambda r, o, m: steps(o, m, 0, 9), dtype=dtype)
+    size = dist.get_world_size()
+    model, optimizer = made()
     folder = tmp_path / str(size)
     with attached(optimizer, model, shard="optimizer" if before else None) as reducer:
         steps(optimizer, model, 0, 5)
         pycomm.save(folder, reducer).wait()
-    other = Weights()
-    optimizer = Orthogonal(other.parameters())
+    other, optimizer = made()
     with attached(optimizer, other, shard="optimizer" if after else None) as reducer:
         steps(optimizer, other, 7, 8)
         pycomm.load(folder, reducer)
         steps(optimizer, other, 5, 9)
         assert_same(flat_values_of(optimizer), wanted)
+
+
+def resumed(folder: str, begin: int, end: int, hosts: str) -> list[Any]:
+    """Continue from plain state dicts, as scripts write them, and leave such; return values at the end."""
+    model = Weights()
+    optimizer = Orthogonal(model.parameters())
+    with on_hosts(hosts), attached(optimizer, model, shard="optimizer", average=False):
+        if begin > 0:
+            first_ranks_steps(
+                optimizer, model, 20, 20 + NUM_STEPS + 1
+            )  # so that it is loaded into steps that are shared out
+            saved = torch.load(f"{folder}/{begin}.pt")
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+        first_ranks_steps(optimizer, model, begin, end)
+        written = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        if rank() == 0:
+            torch.save(written, f"{folder}/{end}.pt")
+        dist.barrier()
+        assert_replicas_equal(model)
+        return flat_values_of(optimizer)
+
+
+@pytest.mark.parametrize("hosts", ["aaa", "aba"])
+def test_state_dicts_of_other_numbers_of_ranks(rank_pools: Pools, hosts: str, tmp_path: Path) -> None:
+    """Each rank has state of its own parameters only, and what is saved has all of it."""
+    wanted = rank_pools(1).run(resumed, str(tmp_path), 0, 16, hosts)[0]
+    ends = (0, 5, 10, 16)
+    for size, begin, end in zip((2, 3, 1), ends, ends[1:], strict=False):
+        found = rank_pools(size).run(resumed, str(tmp_path), begin, end, hosts)
+    assert_same(found[0], wanted)
+
+
+def first_ranks_steps(optimizer: torch.optim.Optimizer, model: nn.Module, begin: int, end: int) -> None:
+    """Take steps by gradients whose sum has the same bits on any number of ranks."""
+    for number in range(begin, end):
+        optimizer.zero_grad()
+        backward(model.parameters(), [g if rank() == 0 else torch.zeros_like(g) for g in gradients_of(0, number)])
+        optimizer.step()
 
 
 def steps(optimizer: torch.optim.Optimizer, model: nn.Module, begin: int, end: int) -> None:

@@ -17,12 +17,13 @@ from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import view_like
 from pycomm.errors import CommError
 from pycomm.optim.fused import FusedStep, KernelStep, has_rule
+from pycomm.optim.master_weights import MasterWeights
 from pycomm.optim.module_hooks import BeforeForward
 from pycomm.optim.partition import GradientTerms, Span
 from pycomm.optim.step_override import stepper_of
 from pycomm.torch_internals import version_of
 from pycomm.training.reducer.buckets import BucketInFlight, Slot
-from pycomm.training.reducer.partition.whole_step import WholeStep
+from pycomm.training.reducer.partition.whole_step import OwnSteps, WholeStep
 from pycomm.training.reducer.settings import AttachSettings
 
 _TEXT = (
@@ -118,7 +119,11 @@ class StepPartition:
         self._most_writes = 0 if settings.loss_scaler is None else 1  # to a gradient after backward(), by unscale_()
         stepper = stepper_of(optimizer)
         self._was_fused_here = not isinstance(stepper, KernelStep)
-        self.whole = None if has_rule(optimizer) else WholeStep(optimizer, communicator)
+        self.whole = None
+        if isinstance(stepper, MasterWeights) and not stepper.has_kernels:
+            self.whole = WholeStep(optimizer, stepper.whole_steps(), communicator)
+        elif not has_rule(optimizer):
+            self.whole = WholeStep(optimizer, OwnSteps(optimizer), communicator)
         self._stepper = self.whole or (stepper if isinstance(stepper, KernelStep) else FusedStep(optimizer))
         self._flights: list[BucketInFlight] = []
         self._places: dict[torch.Tensor, tuple[Segment, int]] = {}
@@ -135,11 +140,11 @@ class StepPartition:
 
     def place_in_bucket(self, slot: Slot) -> int:
         """Return the sort key of ``slot`` in its bucket, in which each rank's own parameters are adjacent."""
-        return 0 if self.whole is None else self._order.index(self.whole.owner_of(slot.param))
+        return 0 if self.whole is None else self._order.index(self.whole.owners.of(slot.param))
 
     def _shares_of(self, flight: BucketInFlight) -> list[slice]:
         if self.whole is not None:
-            return self.whole.shares_of(flight.slots, self._order)
+            return self.whole.owners.shares_of(flight.slots, self._order)
         return shares_of(flight.bucket.num_elements, self._order)
 
     def await_parameters(self) -> None:

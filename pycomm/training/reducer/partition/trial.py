@@ -18,7 +18,7 @@ import torch
 from pycomm.collectives.broadcasting import encode
 from pycomm.errors import attempt
 from pycomm.optim.parameters import optimizer_parameters
-from pycomm.optim.step_override import own_step
+from pycomm.optim.step_override import Factor, own_step
 
 NUM_STEPS = 3
 """Number of steps of a trial: a coupling may have no effect in the first one."""
@@ -40,35 +40,51 @@ _SECONDS = 2.0
 """Most seconds for measuring costs; what was not measured by then keeps its estimate, scaled."""
 _REPEATS = 2
 _PLAIN = (bool, int, float, str, torch.Tensor)
+_OVERRIDES = ("step", "train", "eval", "load_state_dict")
+"""Methods that pycomm may have replaced on the optimizer, and that copies have of their class."""
 
 
 class StepTrial:
     """Trial of whether ``optimizer`` steps ``own`` parameters without the others as it does with them.
 
     Args:
-        optimizer: steps all its parameters.
+        optimizer: the optimizer.
         own: parameters that a copy of it steps, with the same gradients.
+        newcomers: parameters whose gradients may change the step of ``own``, and whose steps count; ``None``: all.
 
     Attributes:
         copy: the copy that has taken the last step.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, own: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        own: Sequence[torch.Tensor],
+        newcomers: Iterable[torch.Tensor] | None = None,
+    ) -> None:
         self.optimizer, self._own = optimizer, list(own)
+        self._others = set(optimizer_parameters(optimizer) if newcomers is None else newcomers).difference(own)
+        self._counted = set(own if newcomers is None else newcomers)
         self.copy: torch.optim.Optimizer | None = None
         self._num_left, self._num_steps = NUM_STEPS, 0
         self._before: list[torch.Tensor] = []
+        self._kept: dict[torch.Tensor, Any] = {}  # state of newcomers that only other ranks have
 
-    def before_step(self) -> None:
+    def before_step(self, factor: Factor = 1.0) -> None:
         """Step copies, before the optimizer steps: with all gradients, with others than those of ``own``, with these.
+
+        Args:
+            factor: factor of the gradients.
 
         Raises:
             ValueError: they differ.
             Exception: the step of a copy has raised it.
         """
-        whole = self._own_of(self._stepped_copy(torch.clone))
-        changed = self._own_of(self._stepped_copy(lambda grad: _OTHERWISE * grad.flip(list(range(grad.dim())))))
-        self.copy = self._stepped_copy(lambda _: None)
+        with_all = self._stepped_copy(factor, torch.clone)
+        whole, kept = self._own_of(with_all), self._states_of_others(with_all)
+        flipped = self._stepped_copy(factor, lambda grad: _OTHERWISE * grad.flip(list(range(grad.dim()))))
+        changed = self._own_of(flipped)
+        self.copy = self._stepped_copy(factor, lambda _: None)
         self._before = [param.detach().clone() for param in self._own]
         triples = zip(self._own, whole, changed, self._own_of(self.copy), strict=True)
         for param, (wanted, entry), (other, other_entry), (alone, alone_entry) in triples:
@@ -85,14 +101,37 @@ class StepTrial:
                 raise ValueError(
                     f"it changes a parameter of shape {list(param.shape)} without a gradient, which another rank steps"
                 )
+        self._compare_all(with_all, self.copy)
+        self._kept = kept
 
-    def _stepped_copy(self, of_others: Callable[[torch.Tensor], torch.Tensor | None]) -> torch.optim.Optimizer:
+    def _compare_all(self, whole: torch.optim.Optimizer, alone: torch.optim.Optimizer) -> None:
+        """Raise ValueError if copies differ in what belongs to no parameter."""
+        indices, alone_indices = _indices_of(whole), _indices_of(alone)
+        groups = zip(whole.param_groups, alone.param_groups, strict=True)
+        for number, (group, alone_group) in enumerate(groups):
+            numbers, others = _numbers(group, indices), _numbers(alone_group, alone_indices)
+            self._compare(numbers, others, f"group {number} of it", _COUPLING, _KEPT_ELSEWHERE)
+        numbers, others = _numbers(_own_values(whole), indices), _numbers(_own_values(alone), alone_indices)
+        self._compare(numbers, others, "it", _COUPLING, _KEPT_ELSEWHERE)
+
+    def _states_of_others(self, made: torch.optim.Optimizer) -> dict[torch.Tensor, Any]:
+        """Return the state in a copy of the others' parameters."""
+        pairs = zip(optimizer_parameters(self.optimizer), optimizer_parameters(made), strict=True)
+        return {p: made.state[copied] for p, copied in pairs if p in self._others and copied in made.state}
+
+    def _stepped_copy(
+        self, factor: Factor, of_others: Callable[[torch.Tensor], torch.Tensor | None]
+    ) -> torch.optim.Optimizer:
         """Return a copy that has taken a step; gradients of others than ``own`` are what the function returns."""
         made, own = copy_of(self.optimizer), set(self._own)
         pairs = zip(optimizer_parameters(self.optimizer), optimizer_parameters(made), strict=True)
         for param, copied in pairs:
-            if param.grad is not None:
-                copied.grad = param.grad.detach().clone() if param in own else of_others(param.grad.detach())
+            if param in self._kept and param not in self.optimizer.state:
+                made.state[copied] = copy.deepcopy(self._kept[param])
+            if param.grad is not None and param in own:
+                copied.grad = param.grad.detach() * factor
+            elif param.grad is not None and param in self._others:
+                copied.grad = of_others(param.grad.detach())
         state = self.optimizer.state
         known = list(state)
         with _random_numbers_kept():  # the optimizer's own step gets the same ones
@@ -111,27 +150,17 @@ class StepTrial:
         return [(copies[p].detach(), _numbers(made.state.get(copies[p], {}), {})) for p in self._own]
 
     def after_step(self) -> list[bool]:
-        """Compare the copy with the optimizer; return whether it has changed a parameter, and visibly.
+        """Return whether the optimizer has changed a parameter of ``own``, and visibly one that counts.
 
         Raises:
-            ValueError: they differ in more than parameters, or state cannot be sent.
+            ValueError: state cannot be sent.
         """
-        assert self.copy is not None
-        more, indices, copied_indices = _KEPT_ELSEWHERE, _indices_of(self.optimizer), _indices_of(self.copy)
-        groups = zip(self.optimizer.param_groups, self.copy.param_groups, strict=True)
-        for number, (group, copied_group) in enumerate(groups):
-            numbers, copied = _numbers(group, indices), _numbers(copied_group, copied_indices)
-            self._compare(numbers, copied, f"group {number} of it", _COUPLING, more)
-        numbers, copied = (
-            _numbers(_own_values(self.optimizer), indices),
-            _numbers(_own_values(self.copy), copied_indices),
-        )
-        self._compare(numbers, copied, "it", _COUPLING, more)
+        pairs = list(zip(self._own, self._before, strict=True))
         for param in self._own:
-            encoded_state(self.optimizer, param, [])
-        changes = [(param, (param - before).norm()) for param, before in zip(self._own, self._before, strict=True)]
+            encoded_state(self.optimizer.state.get(param, {}), [])
+        changes = [(param, (param - before).norm()) for param, before in pairs if param in self._counted]
         return [
-            any(not torch.equal(param, before) for param, before in zip(self._own, self._before, strict=True)),
+            any(not torch.equal(param, before) for param, before in pairs),
             any(bool(change > _VISIBLE * _rounding_of(param)) for param, change in changes),
         ]
 
@@ -229,13 +258,12 @@ def _random_numbers_kept() -> Iterator[None]:
     np.random.set_state(arrays)
 
 
-def encoded_state(optimizer: torch.optim.Optimizer, param: torch.Tensor, tensors: list[torch.Tensor]) -> Any:
-    """Return the state of ``param``, encoded for other ranks; its tensors are appended to ``tensors``.
+def encoded_state(entry: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return the state ``entry`` of a parameter, encoded for other ranks; its tensors are appended to ``tensors``.
 
     Raises:
         ValueError: it has an object that cannot be sent.
     """
-    entry = optimizer.state.get(param, {})
     if not isinstance(entry, dict):
         raise ValueError(f"its state of a parameter is a {type(entry).__name__}, wanted a dict")
     for key, value in entry.items():
@@ -257,7 +285,7 @@ def copy_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     made = object.__new__(type(optimizer))
     memo[id(optimizer)] = made
     for name, value in vars(optimizer).items():
-        if name in ("step", "train", "eval") or name.startswith("_pycomm"):
+        if name in _OVERRIDES or name.startswith("_pycomm"):
             continue
         if isinstance(value, OrderedDict) and "hooks" in name:
             vars(made)[name] = OrderedDict()

@@ -7,13 +7,15 @@ get the new values (Rajbhandari et al., ZeRO, 2020, section 5.1, by parameters i
 The first steps are a trial. All ranks step all parameters, as without sharding, and each also steps its own ones on a
 copy of the optimizer. If they differ, the optimizer makes parameters depend on one another, and the step raises. After
 the trial, rank 0 times the copy on a parameter of each shape, and parameters are dealt to ranks by these times.
+Parameters that come later are tried, too: each rank steps copies of its own ones with and without the gradients of the
+new ones.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -23,15 +25,72 @@ from pycomm.agreement import exchanged
 from pycomm.collectives.broadcasting import broadcast_tensors, decode
 from pycomm.collectives.communicator import Communicator
 from pycomm.errors import CommError, attempt
-from pycomm.optim.parameters import optimizer_parameters
+from pycomm.optim.parameters import gradients_of, optimizer_parameters
 from pycomm.optim.pending_factor import FactorStep, refuse_closure
 from pycomm.optim.step_override import Factor, own_step
-from pycomm.training.reducer.buckets import BucketInFlight, Slot
+from pycomm.training.reducer.buckets import BucketInFlight
+from pycomm.training.reducer.partition.owners import Owners, prior_costs
 from pycomm.training.reducer.partition.trial import StepTrial, costs_of, encoded_state
 
 _LOG = logging.getLogger("pycomm")
-_UNEVEN = 1.5
-"""Ratio of the costliest rank's steps to the mean from which the log says so."""
+
+
+class Stepping(Protocol):
+    """Override of an optimizer's step that leaves it to ranks together, and the tensors that the optimizer steps."""
+
+    def take_together(self, take: Callable[[Factor, bool], None] | None) -> None:
+        """Call ``take`` with the factor of the gradients, and whether the step is to be skipped, from now on."""
+
+    def tried(self, factor: Factor) -> AbstractContextManager[Factor]:
+        """Return a context for steps of copies, which yields the factor of the gradients there."""
+
+    def stepped(self, factor: Factor) -> AbstractContextManager[None]:
+        """Return a context for the optimizer's own step, in which the gradients are multiplied by ``factor``."""
+
+    def entry_of(self, param: torch.Tensor) -> dict[str, Any]:
+        """Return the state of ``param``, with its master."""
+
+    def keep_only(self, is_kept: Callable[[torch.Tensor], bool]) -> None:
+        """Keep only masters for which the function returns true."""
+
+    def add_entries(self, entries: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+        """Add such state of more parameters."""
+
+    def detach(self) -> None: ...
+
+
+class OwnSteps(FactorStep):
+    """Override for parameters that the optimizer steps as they are."""
+
+    _take: Callable[[Factor, bool], None] | None = None
+
+    def run(self, closure: Callable[[], Any] | None) -> Any:
+        refuse_closure(closure)
+        assert self._take is not None
+        self._take(self._pending.take(), False)
+
+    def take_together(self, take: Callable[[Factor, bool], None] | None) -> None:
+        self._take = take
+
+    @contextlib.contextmanager
+    def tried(self, factor: Factor) -> Iterator[Factor]:
+        yield factor
+
+    @contextlib.contextmanager
+    def stepped(self, factor: Factor) -> Iterator[None]:
+        grads = gradients_of(self.optimizer)
+        if grads and not (isinstance(factor, float) and factor == 1.0):
+            torch._foreach_mul_(grads, factor)
+        yield
+
+    def entry_of(self, param: torch.Tensor) -> dict[str, Any]:
+        entry: dict[str, Any] = self.optimizer.state.get(param, {})
+        return entry
+
+    def keep_only(self, is_kept: Callable[[torch.Tensor], bool]) -> None: ...
+
+    def add_entries(self, entries: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+        self.optimizer.state.update(entries)
 
 
 class SteppingRanks(Protocol):
@@ -43,118 +102,80 @@ class SteppingRanks(Protocol):
     def writing(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]: ...
 
 
-class WholeStep(FactorStep):
+class WholeStep:
     """Step of ``optimizer`` by its own class, on each rank for the parameters that it owns.
 
     Args:
         optimizer: the optimizer.
+        stepping: the override of its step.
         communicator: the ranks.
 
     Attributes:
+        owners: which rank steps which parameter.
         on_trial: whether all ranks step all parameters.
         is_dealt: whether the buckets are sorted by the parameters' owners.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, communicator: Communicator) -> None:
-        super().__init__(optimizer)
-        self._communicator = communicator
+    def __init__(self, optimizer: torch.optim.Optimizer, stepping: Stepping, communicator: Communicator) -> None:
+        self.optimizer, self._stepping, self._communicator = optimizer, stepping, communicator
         self._partition: SteppingRanks | None = None
-        self._loads = [0.0] * communicator.size
-        self._owners: dict[torch.Tensor, int] = {}
         self._places: dict[torch.Tensor, torch.Tensor] = {}
-        self._deal(_prior_costs(optimizer))
-        self._trial = StepTrial(optimizer, self.own()) if communicator.size > 1 else None
+        self.owners = Owners(optimizer, communicator.rank, communicator.size)
+        self._trial = StepTrial(optimizer, self.owners.own()) if communicator.size > 1 else None
         self.on_trial, self.is_dealt = self._trial is not None, False
+        self._newcomers: list[torch.Tensor] = []  # that came after the trial, and are being tried
         self._hook = optimizer.register_state_dict_post_hook(self._complete)
         self._methods = {name: getattr(optimizer, name, None) for name in ("train", "eval")}  # of schedule-free ones
 
-    # Owners.
-
-    def _deal(self, costs: Sequence[float]) -> None:
-        """Deal all parameters to the ranks, the costliest first, each to the rank with the least to do."""
-        params = list(optimizer_parameters(self.optimizer))
-        self._loads = [0.0] * self._communicator.size
-        self._owners.clear()
-        for cost, index in sorted((-cost, index) for index, cost in enumerate(costs)):
-            self._give(params[index], -cost)
-
-    def _give(self, param: torch.Tensor, cost: float) -> None:
-        rank = min(range(len(self._loads)), key=self._loads.__getitem__)
-        self._owners[param] = rank
-        self._loads[rank] += cost
-
-    def owner_of(self, param: torch.Tensor) -> int:
-        """Return the rank that steps ``param``; one that is new gets an owner now, the same on all ranks."""
-        if param not in self._owners:
-            self._give(param, _prior_cost(param) * sum(self._loads) / (sum(_prior_costs(self.optimizer)) or 1.0))
-        return self._owners[param]
-
-    def own(self) -> list[torch.Tensor]:
-        """Return this rank's own parameters."""
-        return [param for param, owner in self._owners.items() if owner == self._communicator.rank]
-
-    def shares_of(self, slots: Iterable[Slot], order: Sequence[int]) -> list[slice]:
-        """Return the elements of each rank in a bucket of ``slots``, which are sorted by owners in ``order``."""
-        numels = [0] * len(order)
-        for slot in slots:
-            numels[self.owner_of(slot.param)] += slot.local.numel()
-        shares, end = [slice(0, 0)] * len(order), 0
-        for rank in order:
-            shares[rank] = slice(end, end + numels[rank])
-            end += numels[rank]
-        return shares
-
     def settle(self, flights: Iterable[BucketInFlight]) -> None:
         """Note where the parameters of ``flights`` lie from now on, in memory that others read or get values from."""
-        self.is_dealt = True
-        self._places.update((slot.param, slot.param.detach()) for flight in flights for slot in flight.slots)
-
-    def stats(self) -> dict[int, dict[str, float]]:
-        """Return what each rank steps: number of parameters, and share of the cost."""
-        owners, total = list(self._owners.values()), sum(self._loads) or 1.0
-        return {
-            rank: {"parameters": owners.count(rank), "share": load / total} for rank, load in enumerate(self._loads)
-        }
+        places = {slot.param: slot.param.detach() for flight in flights for slot in flight.slots}
+        if self.is_dealt and self._communicator.size > 1 and not places.keys() <= self._places.keys():
+            self._newcomers += [param for param in places if param not in self._places]
+            self._trial = StepTrial(self.optimizer, self.owners.own(), self._newcomers)
+        if not self.is_dealt:
+            self.is_dealt = True
+            self._stepping.keep_only(self.owners.is_own)
+        self._places.update(places)
 
     # Steps.
 
-    def run(self, closure: Callable[[], Any] | None) -> Any:
-        refuse_closure(closure)
+    def take(self, factor: Factor, is_skipped: bool) -> None:
+        """Take a step with gradients times ``factor``, unless it is skipped. Collective."""
         assert self._partition is not None
-        factor = self._pending.take()
-        with self._partition.step(self.optimizer, is_skipped=False, needs_gradients=False) as is_taken:
+        if self._newcomers and not is_skipped:
+            self._try_newcomers(factor)
+        changed: Any = None
+        with self._partition.step(self.optimizer, is_skipped=is_skipped, needs_gradients=False) as is_taken:
             if not is_taken:
-                return None
-            self._apply(factor)
+                return
             if self.on_trial:
-                self._try()
+                with self._stepping.stepped(factor):
+                    self._try()
             else:
-                self._step_own()
-        return None
+                changed = self._step_own(factor)
+        if self._newcomers:
+            self._count_newcomers(changed)
 
-    def _apply(self, factor: Factor) -> None:
-        """Multiply the gradients by ``factor``: of others' parameters, too, as long as they are stepped here."""
-        params = self._owners if self.on_trial else self.own()
-        grads = [param.grad for param in params if param.grad is not None]
-        if grads and not (isinstance(factor, float) and factor == 1.0):
-            torch._foreach_mul_(grads, factor)
-
-    def _step_own(self) -> None:
-        rank, state = self._communicator.rank, self.optimizer.state
-        others = [(param, param.grad) for param in self._owners if self._owners[param] != rank]
+    def _step_own(self, factor: Factor) -> Any:
+        """Step this rank's own parameters; return what the trial of newcomers says of the step, if there is one."""
+        state, others = self.optimizer.state, [(param, param.grad) for param in self.owners.others()]
         for param, _ in others:
             state.pop(param, None)  # from the trial, or a checkpoint
             param.grad = None
         try:
-            own_step(self.optimizer, None)
+            with self._stepping.stepped(factor):
+                own_step(self.optimizer, None)
+                changed = attempt(self._trial.after_step) if self._trial is not None else None
         finally:
             for param, grad in others:
                 param.grad = grad
         self._bring_back()
+        return changed
 
     def _bring_back(self) -> None:
         """Copy parameters that the optimizer has replaced (``param.data = ...``) to their places."""
-        for param in self.own():
+        for param in self.owners.own():
             place = self._places.get(param)
             if place is not None and param.data_ptr() != place.data_ptr():
                 place.copy_(param.detach())
@@ -173,28 +194,47 @@ class WholeStep(FactorStep):
         stepped = attempt(lambda: own_step(self.optimizer, None))
         failed = [each for each in (stepped, tried) if isinstance(each, Exception)]
         outcome = failed[0] if failed else attempt(trial.after_step)
-        gather = self._communicator.channel.all_gather_bytes
-        words = f"step its own parameters alone, as shard= requires of {type(self.optimizer).__name__}"
-        changed = exchanged(gather, outcome, words)
-        if trial.count(changed):
+        if trial.count(self._exchanged(outcome)):
             return
-        costs = attempt(lambda: costs_of(trial, _prior_costs(self.optimizer)) if self._communicator.rank == 0 else [])
-        self._deal(exchanged(gather, costs, "measure the cost of steps")[0])
+        costs = attempt(lambda: costs_of(trial, prior_costs(self.optimizer)) if self._communicator.rank == 0 else [])
+        gather = self._communicator.channel.all_gather_bytes
+        self.owners.deal(exchanged(gather, costs, "measure the cost of steps")[0])
         self._trial, self.on_trial = None, False
-        most, mean = max(self._loads), sum(self._loads) / len(self._loads)
-        if self._communicator.rank == 0 and most > _UNEVEN * mean:
-            _LOG.warning(
-                "the optimizer's step is shared out unevenly: rank %d has %.0f %% of it, as parameters are stepped as "
-                "a whole; see stats()['step_shares']",
-                self._loads.index(most),
-                100.0 * most / sum(self._loads),
-            )
+        if self._communicator.rank == 0:
+            self.owners.warn_if_uneven()
+
+    def _exchanged(self, outcome: Any) -> list[Any]:
+        """Return all ranks' ``outcome`` of a trial's step; raise ValueError if one has failed. Collective."""
+        words = f"step its own parameters alone, as shard= requires of {type(self.optimizer).__name__}"
+        return exchanged(self._communicator.channel.all_gather_bytes, outcome, words)
+
+    def _try_newcomers(self, factor: Factor) -> None:
+        """Try a step with parameters that came after the trial, before any rank takes it. Collective.
+
+        Raises:
+            ValueError: on every rank: the optimizer does not step them one by one.
+        """
+        trial = self._trial
+        assert trial is not None
+
+        def before_step() -> None:
+            with self._stepping.tried(factor) as left:
+                trial.before_step(left)
+
+        self._exchanged(attempt(before_step))
+
+    def _count_newcomers(self, changed: Any) -> None:
+        """Count a step with newcomers, of which ``StepTrial.after_step`` says ``changed``. Collective."""
+        assert self._trial is not None
+        if not self._trial.count(self._exchanged(changed)):
+            self._newcomers, self._trial = [], None
 
     # As the steps by kernels.
 
     def share(self, partition: SteppingRanks) -> None:
         """Take later steps in the context of ``partition``."""
         self._partition = partition
+        self._stepping.take_together(self.take)
         for name, method in self._methods.items():
             if callable(method):
                 vars(self.optimizer)[name] = _Shared(method, self)
@@ -205,9 +245,15 @@ class WholeStep(FactorStep):
     def take_whole(self, completed: object) -> None:
         """State has been gathered by :meth:`step_alone`."""
 
+    def detach(self) -> None:
+        """Give the optimizer its own ``step`` back."""
+        self._stepping.detach()
+
     def step_alone(self) -> None:
         """Gather the state, and step all parameters on this rank from now on. Collective."""
         self._partition = None
+        self._stepping.take_together(None)
+        self._stepping.keep_only(lambda _: True)
         self._hook.remove()
         for name in self._methods:
             if isinstance(vars(self.optimizer).get(name), _Shared):
@@ -217,7 +263,7 @@ class WholeStep(FactorStep):
         self.is_dealt = False
         try:
             params = list(optimizer_parameters(self.optimizer))
-            self.optimizer.state.update({params[index]: entry for index, entry in self._others_states().items()})
+            self._stepping.add_entries({params[index]: entry for index, entry in self._others_states().items()})
         except (CommError, ValueError) as error:
             _LOG.warning(
                 "the optimizer's state was kept by its owners, and that of other ranks is lost (%s): it begins anew; "
@@ -229,7 +275,7 @@ class WholeStep(FactorStep):
         """Call ``method`` of the optimizer, which changes its parameters; all ranks get the new values. Collective."""
         if self._partition is None or not self.is_dealt:
             return method()
-        groups, own = self.optimizer.param_groups, set(self.own())
+        groups, own = self.optimizer.param_groups, set(self.owners.own())
         whole = [group["params"] for group in groups]
         self._communicator.barrier()  # until all have read the old ones
         with self._partition.writing(self.optimizer):
@@ -252,12 +298,13 @@ class WholeStep(FactorStep):
             ValueError: on every rank: an owner has state that cannot be sent.
         """
         params, rank = list(optimizer_parameters(self.optimizer)), self._communicator.rank
-        state, gather = self.optimizer.state, self._communicator.channel.all_gather_bytes
+        gather = self._communicator.channel.all_gather_bytes
         sent: list[torch.Tensor] = []
 
         def encoded() -> list[Any]:
-            own = [i for i, p in enumerate(params) if self._owners.get(p, -1) == rank and state.get(p)]
-            return [[index, encoded_state(self.optimizer, params[index], sent)] for index in own]
+            mine = set(self.owners.own())
+            own = [(i, entry) for i, p in enumerate(params) if p in mine and (entry := self._stepping.entry_of(p))]
+            return [[index, encoded_state(entry, sent)] for index, entry in own]
 
         everyones = exchanged(gather, attempt(encoded), "gather the optimizer's state")
         found: dict[int, dict[str, Any]] = {}
@@ -282,17 +329,3 @@ class _Shared:
 
     def __call__(self) -> Any:
         return self._stepper.call(self._method)
-
-
-def _prior_costs(optimizer: torch.optim.Optimizer) -> list[float]:
-    return [_prior_cost(param) for param in optimizer_parameters(optimizer)]
-
-
-def _prior_cost(param: torch.Tensor) -> float:
-    """Return the cost of stepping ``param`` before any is measured: operations of a product by its smaller Gram matrix.
-
-    That of elementwise steps for other than matrices.
-    """
-    if param.dim() < 2:
-        return float(param.numel())
-    return float(param.numel()) * min(param.shape[0], math.prod(param.shape[1:]))
