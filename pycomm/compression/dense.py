@@ -48,14 +48,20 @@ class DenseExchange(Defaults):
         self._communicator = communicator
         self._all_used_here = True
         self._nonfinite_source: str | None = None
+        # Between hosts a mean is a sum and one more pass over memory. Packing can divide instead, where that is exact.
+        size, is_remote = communicator.size, not bucket.on_gpu and communicator.transport != "shared_memory"
+        self._divides_first = is_remote and bucket.dtype.itemsize >= 4 and size & (size - 1) == 0
 
     def exchange(self, grads: Sequence[torch.Tensor | None], scaling: Scaling) -> None:
         bucket = self._bucket
         # NCCL does nothing for the sum of one rank, but reads and writes all of it for the mean.
         op = "mean" if scaling.average and self._communicator.size > 1 else "sum"
+        scale = scaling.local
+        if op == "mean" and self._divides_first and bucket.shares is None:
+            op, scale = "sum", scale / self._communicator.size
         self._all_used_here = all(grad is not None for grad in grads)
         own = self._own_share()
-        pieces = bucket.gather(grads, scaling.local, scaling.fingerprint, own)
+        pieces = bucket.gather(grads, scale, scaling.fingerprint, own)
         found = self._find_source(grads)
         if own is None:
             reduce_message(self._communicator, bucket, bucket.memory, op, bucket.algorithm)

@@ -36,6 +36,24 @@ def batch(rank: int, step: int) -> torch.Tensor:
     return torch.randn(4, 300, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
+@pytest.mark.parametrize("hosts", ["abcd", "aabb"])
+@on_ranks(4)
+def test_a_mean_whose_sum_would_overflow_is_finite(hosts: str) -> None:
+    """Between hosts packing divides by the number of ranks, where that is exact."""
+    model = torch.nn.Linear(3, 5, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with on_hosts(hosts):
+        reducer = pycomm.attach(optimizer, model, **grouped(timeout=20))
+    rank = reducer._engine.communicator.rank
+    rows = torch.tensor([[0.1, 1 / 3, -7.7], [1e-30, 2.5, 0.7], [3e30, -1e-7, 0.2], [1e20, 0.9, 2e38]])
+    for _ in range(STEPS):  # the first one only counts gradients
+        optimizer.zero_grad()
+        (model.weight * rows[rank]).sum().backward()
+        expected = (rows / 4).double().sum(0)
+        torch.testing.assert_close(model.weight.grad, expected.float().expand(5, 3), rtol=1e-6, atol=0.0)
+    assert reducer.stats()["nonfinite_steps"] == 0
+
+
 @pytest.mark.parametrize(
     ("hosts", "transport", "num_lanes"),
     [("abcd", "torch", 2), ("aabb", "hierarchical", 2), ("aaaa", "shared_memory", 1)],

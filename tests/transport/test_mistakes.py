@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from pycomm import Communicator
 from tests.on_ranks import on_ranks
@@ -64,6 +65,26 @@ def test_ranks_that_disagree(two_ranks: RankPool, transport: str, first: str, se
     assert messages[0] == messages[1]
     for words in says:
         assert words in messages[0]
+
+
+@pytest.mark.parametrize("length", [1_000, 100_000], ids=["gathered", "in parts"])
+@on_ranks(3)
+def test_ranks_that_agree_leave_nothing_behind_when_another_one_does_not(length: int) -> None:
+    """Ranks 0 and 1 send each other data before they know of rank 2."""
+    rank = dist.get_rank()
+    with Communicator(timeout=20, transport="torch") as communicator:
+        for _ in range(2):
+            x = torch.full((length,), float(rank))
+            with pytest.raises(ValueError, match="the ranks disagree: rank 2 called all_reduce"):
+                communicator.all_reduce(x if rank < 2 else x[1:])
+            y = torch.arange(float(length)) * (rank + 1)
+            communicator.all_reduce(y)
+            assert torch.equal(y, torch.arange(float(length)) * 6)
+        refused = {0: "rank 2 could not take part", 1: "rank 2 could not take part", 2: "op is 'sun'"}
+        with pytest.raises(ValueError, match=refused[rank]):
+            communicator.all_reduce(y, "sum" if rank < 2 else "sun")
+        communicator.all_reduce(y, "mean")
+        assert torch.equal(y, torch.arange(float(length)) * 6)
 
 
 class Raising:

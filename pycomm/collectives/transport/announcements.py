@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from pycomm.collectives.transport.host_tensors import OPS
-from pycomm.collectives.transport.torch_group import TorchGroup
+from pycomm.collectives.transport.torch_group import DIRECT_RANKS, TorchGroup
 from pycomm.kernels.arrays import DTYPES
 
 _KINDS = (
@@ -28,10 +30,8 @@ _KINDS = (
 _DTYPES = tuple(getattr(torch, name) for name in DTYPES)
 
 
-def agree(
-    group: TorchGroup, kind: str, x: torch.Tensor, op: str, root: int, timeout: float, tag: int = 0, word: int = 0
-) -> list[int]:
-    """Compare the next operations of all ranks, and return every rank's ``word``. Collective.
+class Announcements:
+    """Announcements of all ranks' next operations, under way. Collective.
 
     Args:
         group: the ranks.
@@ -42,30 +42,74 @@ def agree(
         timeout: limit of every wait, in seconds.
         tag: tag of the array's dtype if the operation only moves bytes, else 0.
         word: 64 bits to exchange, not compared.
-
-    Raises:
-        ValueError: on every rank: the operations differ, or a rank cannot take part.
-        CommError: a rank sent an invalid announcement, or failed.
     """
-    mine = [_KINDS.index(kind), _DTYPES.index(x.dtype), OPS.index(op), root, x.numel(), tag, word]
-    gathered = torch.empty(group.size * len(mine), dtype=torch.int64)
-    group.gather(kind, gathered, torch.tensor(mine, dtype=torch.int64), timeout)
-    rows = gathered.view(group.size, len(mine)).tolist()
-    for p, row in enumerate(rows):
+
+    def __init__(
+        self,
+        group: TorchGroup,
+        kind: str,
+        x: torch.Tensor,
+        op: str,
+        root: int,
+        timeout: float,
+        tag: int = 0,
+        word: int = 0,
+    ) -> None:
+        self._group, self._kind, self._timeout = group, kind, timeout
+        mine = [_KINDS.index(kind), _DTYPES.index(x.dtype), OPS.index(op), root, x.numel(), tag, word]
+        self._rows = torch.tensor([mine] * group.size, dtype=torch.int64)
+        self._receives: dict[int, Any] = {}
+        self._sends: dict[int, Any] = {}
+        if group.size > DIRECT_RANKS:
+            group.gather(kind, self._rows.view(-1), torch.tensor(mine), timeout)
+            return
+        peers = [(group.rank + distance) % group.size for distance in range(1, group.size)]
+        for p in peers:
+            self._receives[p] = group.begin_message(dist.irecv, p, self._rows[p], kind)
+        for p in peers:
+            self._sends[p] = group.begin_message(dist.isend, p, self._rows[group.rank], kind)
+
+    def agrees_with(self, rank: int) -> bool:
+        """Wait for the announcement of ``rank``; return whether it is the same as this rank's.
+
+        Raises:
+            CommError: it is invalid, or did not come.
+        """
+        row, mine = self._row(rank), self._row(self._group.rank)
+        return row[:-1] == mine[:-1]
+
+    def finish(self) -> list[int]:
+        """Wait for all announcements; return every rank's ``word``.
+
+        Raises:
+            ValueError: on every rank: the operations differ, or a rank cannot take part.
+            CommError: a rank sent an invalid announcement, or failed.
+        """
+        rows = [self._row(p) for p in range(self._group.size)]
+        while self._sends:
+            peer, work = self._sends.popitem()
+            self._group.wait(self._kind, work, self._timeout, peer)
+        if self._kind == "refused":
+            return []  # this rank has its own error to report
+        for p, row in enumerate(rows):
+            if _KINDS[row[0]] == "refused":
+                why = self._group.refusal_of(p) or "its arguments were wrong (its own error says how)"
+                raise ValueError(f"{self._kind}: rank {p} could not take part: {why}")
+        for p, row in enumerate(rows):
+            if row[:-1] != rows[0][:-1]:
+                raise ValueError(
+                    f"the ranks disagree: rank {p} called {_describe(row)} where rank 0 called {_describe(rows[0])}"
+                )
+        return [row[-1] for row in rows]
+
+    def _row(self, rank: int) -> list[int]:
+        work = self._receives.pop(rank, None)
+        if work is not None:
+            self._group.wait(self._kind, work, self._timeout, rank)
+        row: list[int] = self._rows[rank].tolist()
         if not _is_valid(row):
-            raise group.fail(kind, p, f"rank {p} announced an impossible operation", 0.0)
-    if kind == "refused":
-        return []  # this rank has its own error to report
-    for p, row in enumerate(rows):
-        if _KINDS[row[0]] == "refused":
-            why = group.refusal_of(p) or "its arguments were wrong (its own error says how)"
-            raise ValueError(f"{kind}: rank {p} could not take part: {why}")
-    for p, row in enumerate(rows):
-        if row[:-1] != rows[0][:-1]:
-            raise ValueError(
-                f"the ranks disagree: rank {p} called {_describe(row)} where rank 0 called {_describe(rows[0])}"
-            )
-    return [row[-1] for row in rows]
+            raise self._group.fail(self._kind, rank, f"rank {rank} announced an impossible operation", 0.0)
+        return row
 
 
 def agree_on_lengths(

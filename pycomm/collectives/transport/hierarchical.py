@@ -87,6 +87,10 @@ class HierarchicalCollectives:
 
     # all_reduce
 
+    def begins_with_messages(self, tensor: torch.Tensor) -> bool:
+        """Return whether an all-reduce of ``tensor`` begins with messages between the ranks, not in shared memory."""
+        return tensor.nbytes <= _FLAT_BYTES and self._flat.begins_with_messages(tensor)
+
     def all_reduce(self, tensor: torch.Tensor, op: str, timeout: float) -> None:
         """Reduce flat ``tensor`` in place."""
         if tensor.nbytes <= _FLAT_BYTES:

@@ -33,6 +33,8 @@ _REDUCTIONS = {
 # Model for the choice of schedules, the same on all ranks: thread wake-ups and a link of 1 Gbit/s.
 _LINK = Link(alpha=1e-4, beta=8e-9, gamma=1e-10)
 _NETWORK = Network(name="between hosts", within_host=_LINK, between_hosts=_LINK)
+_RING_BYTES = 8 << 20  # from here on Gloo's own sums are faster
+_PIECE_BYTES = 64 << 20  # of a sum at a time: a rank needs as much memory again
 _CHAIN_BYTES = 1 << 20  # of a segment that a host forwards while it receives the next one
 
 
@@ -46,8 +48,7 @@ class TorchCollectives:
         self._group = group
         self._rank, self._size = group.rank, group.size
         self.hosts: Sequence[Sequence[int]] = [(p,) for p in range(group.size)]
-        # Gloo rounds sums of half types after every addition, and adds float16 element by element.
-        self._by_messages: BetweenHosts | None = None
+        self._by_messages = BetweenHosts(group, range(group.size))
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised tensor in memory of this process."""
@@ -62,6 +63,13 @@ class TorchCollectives:
     def close(self, reason: str) -> None:
         """Do nothing: the owner closes the group."""
 
+    def begins_with_messages(self, tensor: torch.Tensor) -> bool:
+        """Return whether an all-reduce of ``tensor`` begins with messages, so that ranks may compare it meanwhile."""
+        # Gloo rounds sums of half types after every addition. Its ring takes more steps, but overlaps them with its sums,
+        # which pays off for large tensors.
+        few = self._size <= DIRECT_RANKS and tensor.nbytes <= _RING_BYTES
+        return self._group.is_gloo and (few or tensor.dtype in HALVES)
+
     def all_reduce(self, tensor: torch.Tensor, op: str, timeout: float) -> None:
         """Reduce ``tensor`` in place."""
         if self._size <= DIRECT_RANKS and (self._size - 1) * tensor.nbytes <= _GATHERED_BYTES:
@@ -69,11 +77,10 @@ class TorchCollectives:
             self._group.gather("all_reduce", gathered, tensor.view(-1), timeout)
             kernels.reduce(tensor, list(gathered.view(self._size, *tensor.shape)), op)
             return
-        group = self._group.group
-        if tensor.dtype in HALVES and dist.get_backend(group) == dist.Backend.GLOO:
-            self._by_messages = self._by_messages or BetweenHosts(self._group, range(self._size))
-            self._by_messages.all_reduce(tensor, op, timeout)  # "mean" has been widened
+        if self.begins_with_messages(tensor):
+            self._by_messages.all_reduce(tensor.view(-1), op, timeout)
             return
+        group = self._group.group
         self._run("all_reduce", lambda: dist.all_reduce(tensor, _REDUCTIONS[op], group=group, async_op=True), timeout)
         if op == "mean":
             tensor.mul_(1.0 / self._size)
@@ -159,8 +166,25 @@ class BetweenHosts:
 
     def all_reduce(self, x: torch.Tensor, op: str, timeout: float) -> None:
         """Reduce flat ``x`` over the hosts, in place; the same bits on all of them."""
-        if len(x) > 0:
-            run_program(self._program(x), x, op, self, timeout)
+        if len(self._ranks) <= DIRECT_RANKS or x.dtype in HALVES:  # whose sums are then rounded once
+            for piece in torch.split(x, _PIECE_BYTES // x.itemsize):
+                self._reduce_directly(piece, op, timeout)
+        elif len(x) > 0:
+            run_program(self._program(x.nbytes), x, op, self, timeout)
+
+    def _reduce_directly(self, x: torch.Tensor, op: str, timeout: float) -> None:
+        """Reduce ``x``: every host sends each part to the host that reduces it, which sends the result to all.
+
+        Two steps, of as many bytes as a ring's; the parts of all hosts are reduced in one pass.
+        """
+        size = len(self._ranks)
+        parts = torch.tensor_split(x, size)
+        mine = parts[self._index]
+        inputs = [mine if host == self._index else torch.empty_like(mine) for host in range(size)]
+        self.exchange(messages(parts, self._index), messages(inputs, self._index), timeout)
+        if mine.numel() > 0:
+            kernels.reduce(mine, inputs, op)
+        self.exchange(messages([mine] * size, self._index), messages(parts, self._index), timeout)
 
     def broadcast(self, x: torch.Tensor, source: int, timeout: float) -> None:
         """Overwrite flat ``x``, bytes, with that of the host ``source``, along a chain of hosts."""
@@ -173,11 +197,10 @@ class BetweenHosts:
             sends = [(behind, segments[s]) for s in [step - place] if place < size - 1 and 0 <= s < len(segments)]
             self.exchange(sends, receives, timeout, "broadcast")
 
-    def _program(self, x: torch.Tensor) -> Program:
+    def _program(self, num_bytes: int) -> Program:
         if not self._choices:
             self._choices = schedule.rank_algorithms(len(self._ranks), _NETWORK).crossovers()
-        # Of half types "direct" rounds sums once, others after every round.
-        name = "direct" if x.dtype in HALVES else [name for size, name in self._choices if size <= x.nbytes][-1]
+        name = [name for size, name in self._choices if size <= num_bytes][-1]
         if name not in self._programs:
             table = schedule.by_name(name, len(self._ranks))
             schedule.verify(table)

@@ -1,14 +1,16 @@
 """Collectives of torch.distributed, by the user's own backend, for ranks that are not all on one host.
 
 Before every operation the ranks all-gather 56 bytes each that describe it, so that a disagreement is an error, not a
-hang.
+hang. An all-reduce that begins with messages does not wait for that: two ranks that have announced the same exchange
+their first messages while others are still to come.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -18,7 +20,7 @@ import pycomm._native as _native
 from pycomm import checks, kernels
 from pycomm.agreement import prepared
 from pycomm.collectives.recorder import Recorder
-from pycomm.collectives.transport.announcements import agree, agree_on_lengths
+from pycomm.collectives.transport.announcements import Announcements, agree_on_lengths
 from pycomm.collectives.transport.base import AllReduceApart, OwnShare
 from pycomm.collectives.transport.failure_notes import FailureNotes
 from pycomm.collectives.transport.hierarchical import HierarchicalCollectives
@@ -138,13 +140,11 @@ class TorchTransport:
         if 0 < tensor.nbytes <= _WORD_BYTES and self.skip_checks is not True:
             self._reduce_words(tensor, op, timeout)
             return
-        self._agree("all_reduce", tensor, op, 0, timeout)
-        if _widens(tensor, op):
-            wide = tensor.float()
-            self._over.all_reduce(wide, op, timeout)
-            tensor.copy_(wide)
-        else:
-            self._over.all_reduce(tensor, op, timeout)
+        reduced = tensor.float() if _widens(tensor, op) else tensor
+        with self._agreeing("all_reduce", tensor, op, timeout, meanwhile=self._over.begins_with_messages(reduced)):
+            self._over.all_reduce(reduced, op, timeout)
+        if reduced is not tensor:
+            tensor.copy_(reduced)
 
     def _reduce_words(self, tensor: torch.Tensor, op: str, timeout: float) -> None:
         """Reduce ``tensor``, which is so small that the announcements carry it."""
@@ -272,10 +272,28 @@ class TorchTransport:
         """Compare the ranks' operations and return every rank's ``word``; return nothing if checks are skipped."""
         if self.skip_checks is True and kind != "barrier":  # a barrier is nothing but the comparison
             return []
-        words = agree(self._group, kind, x, op, root, timeout, tag, word)
+        announcements = Announcements(self._group, kind, x, op, root, timeout, tag, word)
         if self.skip_checks:
             self.skip_checks = True
-        return words
+        return announcements.finish()
+
+    @contextlib.contextmanager
+    def _agreeing(self, kind: str, x: torch.Tensor, op: str, timeout: float, *, meanwhile: bool) -> Iterator[None]:
+        """Compare the ranks' operations before the one inside, or ``meanwhile``, if that begins with messages.
+
+        These need not wait for the slowest rank: each goes once its two ranks have announced the same operation.
+        """
+        if self.skip_checks is True or not meanwhile:
+            self._agree(kind, x, op, 0, timeout)
+            yield
+            return
+        self._group.comparison = Announcements(self._group, kind, x, op, 0, timeout)
+        if self.skip_checks:
+            self.skip_checks = True
+        try:
+            yield
+        finally:
+            self._group.settle()  # where no message was needed, or no memory left for it
 
     def _agree_on_parts(
         self,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,16 @@ NUM_FREE_TAGS = 64
 _FIRST_FREE_TAG = 2**31 - NUM_FREE_TAGS
 
 
+class Comparison(Protocol):
+    """Comparison of what the ranks do next, under way."""
+
+    def agrees_with(self, rank: int) -> bool:
+        """Wait for what ``rank`` does; return whether it is the same as here."""
+
+    def finish(self) -> object:
+        """Wait for what all ranks do; raise ValueError if they disagree."""
+
+
 class TorchGroup:
     """Owner of a private process group, which it destroys when it is closed.
 
@@ -39,6 +50,7 @@ class TorchGroup:
     Attributes:
         rank, size: rank of this process, and number of ranks.
         is_gloo: whether its messages go over Gloo.
+        comparison: comparison of the ranks' present operation, if it lasts while that operation begins.
         begun, finished: numbers of operations begun and finished; the same on all ranks.
         on_failure: called once, with the reason, after the first failed operation was noted for the other ranks.
     """
@@ -52,6 +64,7 @@ class TorchGroup:
         self._broken_by: int | None = None
         self.on_failure: Callable[[str], None] | None = None
         self._waits: list[Any] = []  # works for which threads wait
+        self.comparison: Comparison | None = None
         self.begun = self.finished = 0
         self.rank = group.rank()
         self.size = group.size()
@@ -84,18 +97,42 @@ class TorchGroup:
     def exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], timeout: float, operation: str = "all_reduce"
     ) -> None:
-        """Send and receive messages; the interface is :class:`pycomm.collectives.transport.messages.Messenger`."""
-        # As bytes, because not every backend supports every dtype.
-        group = self.group
+        """Send and receive messages; the interface is :class:`pycomm.collectives.transport.messages.Messenger`.
 
-        def start(way: Callable[..., Any], peer: int, tensor: torch.Tensor) -> Any:
-            return lambda: way(tensor.view(torch.uint8), dist.get_global_rank(group, peer), group)
+        A rank sends to one peer after the other, to the next rank first. So no rank receives from several at once,
+        which would fill its link's queue, and leave others' links idle when the last of them catches up.
 
-        messages = [(peer, start(dist.irecv, peer, t)) for peer, t in receives]
-        messages += [(peer, start(dist.isend, peer, t)) for peer, t in sends]
-        works = [(peer, self.begin(operation, begin, peer)) for peer, begin in messages]
+        While :attr:`comparison` lasts, messages go only between ranks that have announced the same operation. It ends
+        here: a disagreement is raised once those messages are done, so that none is left for the next operation.
+        """
+        comparison, self.comparison = self.comparison, None
+        works = []
+        for distance in range(1, self.size):  # receives first, so that no two ranks wait for each other's
+            source, target = (self.rank - distance) % self.size, (self.rank + distance) % self.size
+            if comparison is None or comparison.agrees_with(source):
+                works += [(p, self.begin_message(dist.irecv, p, x, operation)) for p, x in receives if p == source]
+            if comparison is None or comparison.agrees_with(target):
+                for peer, tensor in sends:
+                    if peer == target:
+                        work = self.begin_message(dist.isend, peer, tensor, operation)
+                        self.wait(operation, work, timeout, peer)
         for peer, work in works:
             self.wait(operation, work, timeout, peer)
+        if comparison is not None:
+            comparison.finish()
+
+    def settle(self) -> None:
+        """End :attr:`comparison`, if there is one; raise ValueError if the ranks disagree."""
+        comparison, self.comparison = self.comparison, None
+        if comparison is not None:
+            comparison.finish()
+
+    def begin_message(self, way: Callable[..., Any], peer: int, tensor: torch.Tensor, operation: str) -> Any:
+        """Begin to send ``tensor`` to ``peer``, or to receive it; ``way``: ``isend`` or ``irecv``."""
+        group = self.group
+        # As bytes, because not every backend supports every dtype.
+        start = functools.partial(way, tensor.view(torch.uint8), dist.get_global_rank(group, peer), group)
+        return self.begin(operation, start, peer)
 
     def gather(self, operation: str, out: torch.Tensor, x: torch.Tensor, timeout: float) -> None:
         """Write the ``x`` of all ranks into ``out`` in rank order; both are flat."""
