@@ -65,8 +65,8 @@ class TorchCollectives:
 
     def begins_with_messages(self, tensor: torch.Tensor) -> bool:
         """Return whether an all-reduce of ``tensor`` begins with messages, so that ranks may compare it meanwhile."""
-        # Gloo rounds sums of half types after every addition. Its ring takes more steps, but overlaps them with its sums,
-        # which pays off for large tensors.
+        # Gloo rounds sums of half types after every addition. Its ring takes more steps, but overlaps them with its
+        # sums, which pays off for large tensors.
         few = self._size <= DIRECT_RANKS and tensor.nbytes <= _RING_BYTES
         return self._group.is_gloo and (few or tensor.dtype in HALVES)
 
