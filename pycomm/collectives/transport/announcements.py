@@ -30,7 +30,7 @@ _KINDS = (
 _DTYPES = tuple(getattr(torch, name) for name in DTYPES)
 
 
-class Announcements:
+class OperationComparison:
     """Announcements of all ranks' next operations, under way. Collective.
 
     Args:

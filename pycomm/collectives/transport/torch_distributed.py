@@ -20,7 +20,7 @@ import pycomm._native as _native
 from pycomm import checks, kernels
 from pycomm.agreement import prepared
 from pycomm.collectives.recorder import Recorder
-from pycomm.collectives.transport.announcements import Announcements, agree_on_lengths
+from pycomm.collectives.transport.announcements import OperationComparison, agree_on_lengths
 from pycomm.collectives.transport.base import AllReduceApart, OwnShare
 from pycomm.collectives.transport.failure_notes import FailureNotes
 from pycomm.collectives.transport.hierarchical import HierarchicalCollectives
@@ -272,7 +272,7 @@ class TorchTransport:
         """Compare the ranks' operations and return every rank's ``word``; return nothing if checks are skipped."""
         if self.skip_checks is True and kind != "barrier":  # a barrier is nothing but the comparison
             return []
-        announcements = Announcements(self._group, kind, x, op, root, timeout, tag, word)
+        announcements = OperationComparison(self._group, kind, x, op, root, timeout, tag, word)
         if self.skip_checks:
             self.skip_checks = True
         return announcements.finish()
@@ -287,7 +287,7 @@ class TorchTransport:
             self._agree(kind, x, op, 0, timeout)
             yield
             return
-        self._group.comparison = Announcements(self._group, kind, x, op, 0, timeout)
+        self._group.comparison = OperationComparison(self._group, kind, x, op, 0, timeout)
         if self.skip_checks:
             self.skip_checks = True
         try:
