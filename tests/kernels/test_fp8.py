@@ -43,7 +43,7 @@ def scales_of(x: np.ndarray, config: Quantization) -> np.ndarray:
     return np.array(scales, np.float32)
 
 
-def nearest(x: np.ndarray, scale: np.ndarray, element: str) -> np.ndarray:
+def nearest(x: np.ndarray, scale: np.ndarray | np.float32, element: str) -> np.ndarray:
     """Return the codes of ``x / scale``, rounded to the nearest in float64, ties to even."""
     table = magnitudes(element)
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -9,13 +9,11 @@
 #include "base/error.h"
 #include "base/half.h"
 #include "base/parallel.h"
-#include "kernels/cpu/loops/loops.h"
+#include "kernels/cpu/selection.h"
 
 namespace pycomm {
 namespace {
 
-constexpr uint32_t kInfKey = 0x7f800000u;
-// All NaNs share the one key above inf.
 inline uint32_t key_of(uint32_t bits) { return std::min(bits & 0x7fffffffu, kInfKey + 1); }
 
 // Entries of one chunk after the other; memory, and where the last chunk's entries began, serve the next one.
@@ -47,8 +45,9 @@ class ChunkSelection {
         const bool has_last = kth_ > 0 && kth_ < kInfKey;
         for (int guess = has_last ? 0 : 1; guess < 2; ++guess) {
             uint32_t above = guess == 0 ? float_bits(0.9f * bits_float(kth_)) : sampled(x, layout);
-            int64_t found = 0;
-            loops().collect(x, layout.count, above, 0, list_.data(), static_cast<int64_t>(list_.size()), &found);
+            const float limit = bits_float(std::min(above, kInfKey));
+            const int64_t found =
+                loops().collect(x, layout.count, limit, 0, list_.data(), static_cast<int64_t>(list_.size()));
             if (found >= layout.k) return found;
         }
         for (int i = 0; i < layout.count; ++i) {

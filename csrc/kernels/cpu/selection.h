@@ -9,6 +9,9 @@
 
 namespace pycomm {
 
+// Keys order magnitudes of floats as unsigned integers. This is that of inf; all NaNs share the one above it.
+inline constexpr uint32_t kInfKey = 0x7f800000u;
+
 // Of fewer elements, all are looked at: sampling would cost more than it saves.
 inline constexpr int64_t kLeastSampled = 8192;
 inline constexpr int64_t kSampleRun = 32;  // neighbours that are sampled together: two cache lines

@@ -25,9 +25,6 @@ T load(const void* base, int64_t i) {
     return value;
 }
 
-// Keys order magnitudes as unsigned integers. All NaNs share the one key above inf, which is the largest.
-constexpr uint32_t kInfKey = 0x7f800000u;
-
 struct FloatKeys {
     using Key = uint32_t;
     static constexpr Key kMost = kInfKey + 1;
