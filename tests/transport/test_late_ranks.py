@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import pycomm
+from pycomm.collectives.recorder import Recorder
 from pycomm.collectives.transport import late_ranks
 from tests.on_ranks import on_ranks
 from tests.reducer.attaching import Training
@@ -237,6 +238,21 @@ def test_the_thread_ends_with_what_it_looks_at() -> None:
     training.step(0)
     training.reducer.detach()
     assert threads() == []
+
+
+def test_no_garbage_is_collected_while_a_group_is_at_work() -> None:
+    """A collection holds up all threads: a group that only pauses while another one works must not cause it."""
+    watch, asking, long_ago = late_ranks.LateRankWatch(), late_ranks._Asking(), time.monotonic() - 100.0
+    recorders = [Recorder("pauses", 0, [0, 1]), Recorder("works", 0, [0, 1])]
+    pausing, working = (late_ranks._Group(since=long_ago) for _ in recorders)
+    watch._groups.update(zip(recorders, (pausing, working), strict=True))
+    working.since = time.monotonic()
+    assert not watch._look(asking)
+    working.since = long_ago
+    assert watch._look(asking)
+    assert pausing.is_collected
+    assert not watch._look(asking)  # once
+    asking.close()
 
 
 @on_ranks(2)

@@ -6,8 +6,9 @@ seconds reads the notes: ranks without a note about this operation have not arri
 (Some operations return on a rank before all ranks have arrived. A rank that then calls nothing for five seconds notes
 that it has finished.)
 
-A rank that calls nothing for four seconds may have dropped its training objects, which form reference cycles. So the
-garbage collector runs once: unreachable groups are closed, and ranks that wait in them get an error.
+A rank that calls nothing for four seconds, on any of its groups, may have dropped its training objects, which form
+reference cycles. So the garbage collector runs once: unreachable groups are closed, and ranks that wait in them get an
+error.
 
 Operations on GPUs, which are only enqueued, and messages between two ranks are not watched.
 """
@@ -118,9 +119,13 @@ class _Group:
         self.count, self.since, self.is_over, self.said, self.look_again = count, now, False, None, 0.0
         self.is_collected = False
 
+    def is_at_work(self, now: float) -> bool:
+        """Return whether an operation has begun lately."""
+        return now - self.since < NAMED_AFTER / 2
+
     def is_left(self, now: float) -> bool:
         """Return True, once, if it has been idle for so long that its owner may be garbage."""
-        if not self.is_over or self.is_collected or now - self.since < NAMED_AFTER / 2:
+        if not self.is_over or self.is_collected or self.is_at_work(now):
             return False
         self.is_collected = True
         return True
@@ -218,6 +223,8 @@ class LateRankWatch:
                 if reduction is not None:
                     self._named[key] = (reduction.number, group.look_again)
         now = time.monotonic()
+        if any(group.is_at_work(now) for _, group in groups):  # a collection holds up all threads of the process
+            return False
         left = [group for _, group in groups if group.is_left(now)]
         return bool(left)
 
