@@ -106,16 +106,19 @@ class TorchGroup:
         here: a disagreement is raised once those messages are done, so that none is left for the next operation.
         """
         comparison, self.comparison = self.comparison, None
-        works = []
-        for distance in range(1, self.size):  # receives first, so that no two ranks wait for each other's
+
+        def begin(way: Callable[..., Any], messages: Sequence[Message], only: int | None) -> list[tuple[int, Any]]:
+            return [(p, self.begin_message(way, p, x, operation)) for p, x in messages if only is None or p == only]
+
+        # All receives first, so that partners exchange in both directions at once.
+        works = begin(dist.irecv, receives, None) if comparison is None else []
+        for distance in range(1, self.size):
             source, target = (self.rank - distance) % self.size, (self.rank + distance) % self.size
-            if comparison is None or comparison.agrees_with(source):
-                works += [(p, self.begin_message(dist.irecv, p, x, operation)) for p, x in receives if p == source]
+            if comparison is not None and comparison.agrees_with(source):
+                works += begin(dist.irecv, receives, source)
             if comparison is None or comparison.agrees_with(target):
-                for peer, tensor in sends:
-                    if peer == target:
-                        work = self.begin_message(dist.isend, peer, tensor, operation)
-                        self.wait(operation, work, timeout, peer)
+                for peer, work in begin(dist.isend, sends, target):
+                    self.wait(operation, work, timeout, peer)
         for peer, work in works:
             self.wait(operation, work, timeout, peer)
         if comparison is not None:
