@@ -78,6 +78,12 @@ def _fp16_hook(module: DistributedDataParallel, _knobs: Knobs) -> None:
     module.register_comm_hook(None, fp16_compress_hook)
 
 
+def _bf16_hook(module: DistributedDataParallel, _knobs: Knobs) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+    module.register_comm_hook(None, bf16_compress_hook)
+
+
 def _powersgd_hook(module: DistributedDataParallel, knobs: Knobs) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
@@ -99,11 +105,16 @@ def _dgc(knobs: Knobs) -> Any:
 METHODS: dict[str, Method] = {
     DDP: Method("DDP", hook=_no_hook),
     DDP_FP16: Method("DDP, fp16 hook", hook=_fp16_hook),
+    "ddp-bf16": Method("DDP, bf16 hook", hook=_bf16_hook),
     # Several buckets make the hook send from several threads at once, which Gloo does not survive.
     DDP_POWERSGD: Method("DDP, PowerSGD hook", hook=_powersgd_hook, one_bucket=True),
     DENSE: Method("pycomm, dense", compression=lambda _: None),
     "shard": Method("pycomm, shard", compression=lambda _: None, shard="optimizer"),
     FP16: Method("pycomm, FP16", compression=lambda _: _by_name("FP16"), needs="FP16"),
+    "bf16": Method("pycomm, BF16", compression=lambda _: _by_name("BF16"), needs="BF16"),
+    "fp8": Method("pycomm, FP8", compression=lambda _: _by_name("FP8"), needs="FP8"),
+    "int8": Method("pycomm, Int8", compression=lambda _: _by_name("Int8"), needs="Int8"),
+    "int4": Method("pycomm, Int4", compression=lambda _: _by_name("Int4"), needs="Int4"),
     "powersgd": Method("pycomm, PowerSGD", compression=lambda k: _by_name("PowerSGD", k.rank), needs="PowerSGD"),
     # Where the cores are busy anyway, nothing is gained by sending in pieces what is little.
     DGC: Method("pycomm, DGC", one_bucket=True, compression=_dgc, needs="DGC", own_momentum=True),
