@@ -2,6 +2,7 @@
 // Exits with 1, saying why, at the first difference. tests/emulator/test_mutations.py breaks the kernels and expects
 // so.
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -12,6 +13,7 @@
 #include <vector>
 
 #include "emulator.h"
+#include "kernels/chunks.h"
 #include "kernels/entries.h"
 #include "kernels/norms.h"
 #include "kernels/quantize.h"
@@ -151,6 +153,40 @@ void check_quantize(std::mt19937& random) {
     }
 }
 
+// Of three ranks, packed, unpacked and added up.
+void check_chunks(std::mt19937& random) {
+    constexpr int32_t kSize = 4096, kCount = 9000;
+    const pycomm::ChunkFormat format{40, kSize, 8};
+    std::normal_distribution<float> normal;
+    std::vector<float> x(kCount), wanted(kCount), out(kCount, 7.0f);
+    std::vector<std::vector<uint32_t>> words(3);
+    std::vector<const uint32_t*> messages;
+    auto upper_half = [](float value) { return std::bit_cast<float>(std::bit_cast<uint32_t>(value) & 0xffff0000u); };
+    for (std::vector<uint32_t>& of_rank : words) {
+        for (float& value : x) value = normal(random);
+        of_rank.resize(static_cast<size_t>(pycomm::ChunkLayouts(format, kCount).num_words()));
+        messages.push_back(of_rank.data());
+        pycomm::cuda::pack_chunks({x.data(), kCount, DType::kF32, 0}, format, of_rank.data(), nullptr, 1.0f, nullptr);
+        for (int32_t begin = 0; begin < kCount; begin += kSize) {
+            float low = 0.0f, high = 0.0f;
+            int32_t end = std::min(begin + kSize, kCount);
+            largest(x, begin, end, 1, &high);
+            std::vector<int32_t> entries = largest(x, begin, end, format.k, &low);
+            auto levels = pycomm::ChunkLevels::of(upper_half(low), upper_half(high), format.bits);
+            for (int32_t index : entries) {
+                auto i = static_cast<size_t>(index);
+                wanted[i] += std::copysign(magnitude_of(levels, level_of(levels, std::fabs(x[i]))), x[i]);
+            }
+        }
+    }
+    std::vector<char> memory = scratch(pycomm::cuda::unpack_chunks_workspace_bytes(messages.size()));
+    pycomm::cuda::Workspace workspace = workspace_in(memory);
+    pycomm::cuda::unpack_chunks(messages, format, {out.data(), kCount, DType::kF32, 0}, {0.5, nullptr, nullptr},
+                                workspace, nullptr);
+    for (float& value : wanted) value *= 0.5f;
+    if (out != wanted) differ("chunks");
+}
+
 // Of whole numbers, whose sums are the same in any order.
 void check_squares(std::mt19937& random) {
     std::vector<float> numbers(16'056), moments(2 * numbers.size(), 0.0f);
@@ -265,6 +301,7 @@ int main(int argc, char** argv) {
             check_sparsify(random, 2.4f, "sparsify with thresholds");
             check_sparsify(random, 1.0f, "sparsify with useless thresholds");
             check_quantize(random);
+            check_chunks(random);
             for (int times = 0; times < 3; ++times) check_squares(random);
             check_clipping({9216, 5000}, 5);
             check_clipping({1, 500}, 60);

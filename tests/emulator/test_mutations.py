@@ -19,9 +19,10 @@ ROOT = Path(__file__).parent.parent.parent
 KERNELS = ROOT / "csrc" / "kernels" / "cuda"
 BARRIER = re.compile(r"device::block_barrier\(\);|dismiss\(team, last\);")
 KERNELS_CHECKED = [
-    *("topk", "scatter_add", "table", "faults", "accumulate", "sparsify", "quantize", "norms", "step", "entries"),
+    *("topk", "scatter_add", "table", "faults", "accumulate", "sparsify", "quantize", "chunks", "norms", "step"),
+    "entries",
 ]
-USERS = {"sums": ("norms", "step"), "grid": ("topk", "sparsify", "norms", "entries")}
+USERS = {"sums": ("norms", "step"), "grid": ("topk", "sparsify", "chunks", "norms", "entries")}
 """Kernels that use a header; of the others topk and sparsify do."""
 FLAGS = ["-std=c++20", "-O1", "-Wno-unknown-pragmas", "-ffp-contract=off"]
 
@@ -54,7 +55,7 @@ class Barrier:
 
 def barriers() -> list[Barrier]:
     selection = ["team.h", "topk_digits.h", "topk_candidates.h", "topk_select.h"]
-    files = ["grid.h", *selection, "scatter_add.cu", "quantize.cu", "sums.h", "entries.cu"]
+    files = ["grid.h", *selection, "scatter_add.cu", "quantize.cu", "chunks.cu", "sums.h", "entries.cu"]
     return [
         Barrier(file, number) for file in files for number in range(len(BARRIER.findall((KERNELS / file).read_text())))
     ]

@@ -23,28 +23,34 @@ struct Quantizing {
     float* scales;
     char* codes;
     char* remainder;
-    bool adds;     // what is left to the remainder, instead of replacing it
-    bool aligned;  // x, to packets
+    bool aligned;  // all elements and codes, to packets
 };
 
-// Elements [at, at + kCount), zeros from `end` on.
+// Elements [at, at + kCount), zeros from `end` on. kWhole: none are, and x is aligned to packets.
+template <bool kWhole>
 PYCOMM_DEVICE Floats load_floats(const char* x, int64_t at, int64_t end) {
-    if (at + kCount <= end) return load_packet<float, kCount>(x, at);
+    if (kWhole) return *reinterpret_cast<const Floats*>(x + at * static_cast<int64_t>(sizeof(float)));
     Floats out = {};
-    for (int e = 0; at + e < end; ++e) out.values[e] = load_element<float>(x, at + e);
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) {
+        if (at + e < end) out.values[e] = load_element<float>(x, at + e);
+    }
     return out;
 }
 
-// Calls use(at, packet) for this thread's share of the packets of elements [begin, end). kWhole: all of them are whole,
-// and aligned to their size.
+// Stores those before `end`.
+template <bool kWhole>
+PYCOMM_DEVICE void store_floats(char* x, int64_t at, int64_t end, const Floats& packet) {
+    if (!kWhole) return store_before(end, x, at, packet);
+    *reinterpret_cast<Floats*>(x + at * static_cast<int64_t>(sizeof(float))) = packet;
+}
+
+// Calls use(at, packet) for this thread's share of the packets of elements [begin, end).
 template <bool kWhole, class Use>
 PYCOMM_DEVICE void for_floats(const char* x, int64_t begin, int64_t end, Share share, Use&& use) {
-    constexpr int kUnroll = 4;
-    auto load = [&](int64_t i) {
-        int64_t at = begin + i * kCount;
-        return kWhole ? reinterpret_cast<const Floats*>(x)[at / kCount] : load_floats(x, at, end);
-    };
-    for_places<kUnroll>((end - begin + kCount - 1) / kCount, share, load,
+    constexpr int kUnroll = kWhole ? 4 : 1;
+    for_places<kUnroll>((end - begin + kCount - 1) / kCount, share,
+                        [&](int64_t i) { return load_floats<kWhole>(x, begin + i * kCount, end); },
                         [&](int64_t i, const Floats& packet) { use(begin + i * kCount, packet); });
 }
 
@@ -89,24 +95,66 @@ PYCOMM_DEVICE float norm_of_all(PartOfNorm mine) {
     return mine.value();
 }
 
+// Formats of codes: those of a packet as one word, and the number that one of them stands for.
+template <int kSize, CodeType kElement = CodeType::kInt>
+struct CodesOf {
+    static constexpr int kBits = kSize;
+    static constexpr CodeType kType = kElement;
+    using Word = std::conditional_t<kBits == 8, uint32_t, std::conditional_t<kBits == 4, uint16_t, uint8_t>>;
+
+    PYCOMM_MEMBER static int64_t byte_of(int64_t at) {
+        return static_cast<int64_t>(static_cast<uint64_t>(at) * kBits / 8);
+    }
+
+    PYCOMM_MEMBER static float value(uint32_t packed, int e) {
+        // Shifted to the top first, so that shifting down extends its sign.
+        return static_cast<float>(static_cast<int32_t>(packed << (32 - kBits * (e + 1))) >> (32 - kBits));
+    }
+};
+struct Int8 : CodesOf<8> {};
+struct Int4 : CodesOf<4> {};
+struct Int2 : CodesOf<2> {};
+// An E5M2 is the upper half of a float16, an E4M3 2^8 times one with the same mantissa and exponent.
+struct E5M2 : CodesOf<8, CodeType::kE5M2> {
+    PYCOMM_MEMBER static float value(uint32_t packed, int e) {
+        return widen(F16{static_cast<uint16_t>(packed >> 8 * e << 8)});
+    }
+};
+struct E4M3 : CodesOf<8, CodeType::kE4M3> {
+    PYCOMM_MEMBER static float value(uint32_t packed, int e) {
+        const uint32_t code = packed >> 8 * e & 0xffu, magnitude = code & 0x7fu;
+        const uint32_t half = magnitude == 0x7fu ? 0x7fffu : (code & 0x80u) << 8 | magnitude << 7;
+        return widen(F16{static_cast<uint16_t>(half)}) * 256.0f;
+    }
+};
+
+// Calls use(format).
+template <class Use>
+void with_format(const Quantization& config, Use&& use) {
+    if (config.element == CodeType::kE4M3) return use(E4M3{});
+    if (config.element == CodeType::kE5M2) return use(E5M2{});
+    if (config.bits == 8) return use(Int8{});
+    if (config.bits == 4) return use(Int4{});
+    use(Int2{});
+}
+
 // The code of one element, and the number that it stands for, in units of the scale.
 struct Coded {
     uint32_t code;
     float value;
 };
 
-// kFloat: codes are FP8.
-template <bool kFloat>
+template <class Format>
 struct Encoder {
+    static constexpr bool kFloat = Format::kType != CodeType::kInt;
+
     float scale, inverse, most;
-    uint32_t mask;
-    Fp8 format;
     bool random;
     Seed seed;
 
-    PYCOMM_MEMBER Encoder(const Quantizing& job, float norm)
-        : mask((1u << job.config.bits) - 1), format(fp8_of(job.config.element)), random(job.seed != nullptr), seed{} {
+    PYCOMM_MEMBER Encoder(const Quantizing& job, float norm) : random(job.seed != nullptr), seed{} {
         if constexpr (kFloat) {
+            constexpr Fp8 format = fp8_of(Format::kType);
             scale = device::float_of(fp8_scale(device::bits_of(norm), format.most));
             most = format.largest;
         } else {
@@ -126,7 +174,7 @@ struct Encoder {
         if constexpr (kFloat) {
             out.code |= sign >> 24;
         } else {
-            out.code = static_cast<uint32_t>(static_cast<int>(out.value)) & mask;
+            out.code = static_cast<uint32_t>(static_cast<int>(out.value)) & ((1u << Format::kBits) - 1);
         }
         return out;
     }
@@ -145,8 +193,9 @@ struct Encoder {
     // smallest normal number's. Rounding may make it the next power of two, which this number and exponent stand for
     // too.
     PYCOMM_MEMBER Coded fp8_of_level(float level, int64_t i) const {
-        const uint32_t least = static_cast<uint32_t>(127 + format.least), own = device::bits_of(level) >> 23;
-        const uint32_t exponent = own > least ? own : least, mantissa = static_cast<uint32_t>(format.mantissa);
+        constexpr Fp8 format = fp8_of(Format::kType);
+        constexpr uint32_t least = 127 + format.least, mantissa = format.mantissa;
+        const uint32_t own = device::bits_of(level) >> 23, exponent = own > least ? own : least;
         const uint32_t binades = (exponent - least) << mantissa;
         if (random) {
             const float per_level = device::float_of((254 + mantissa - exponent) << 23), top = most * per_level;
@@ -160,10 +209,16 @@ struct Encoder {
 };
 
 // Stores the codes of elements [at, at + kCount), from the lowest bit on. Bits beyond `end` are 0.
-PYCOMM_DEVICE void store_codes(char* codes, int64_t at, int64_t end, int bits, uint32_t packed) {
-    if (at + kCount <= end && bits == 8) return store_element(codes, at / kCount, packed);
-    if (at + kCount <= end && bits == 4) return store_element(codes, at / kCount, static_cast<uint16_t>(packed));
-    for (int64_t byte = at * bits / 8; byte < (end * bits + 7) / 8 && byte < (at + kCount) * bits / 8; ++byte) {
+template <class Format, bool kWhole>
+PYCOMM_DEVICE void store_codes(char* codes, int64_t at, int64_t end, uint32_t packed) {
+    using Word = typename Format::Word;
+    constexpr int kBits = Format::kBits;
+    int64_t byte = Format::byte_of(at);
+    if (kWhole) {
+        *reinterpret_cast<Word*>(codes + byte) = static_cast<Word>(packed);
+        return;
+    }
+    for (; byte < (end * kBits + 7) / 8 && byte < Format::byte_of(at + kCount); ++byte) {
         codes[byte] = static_cast<char>(packed);
         packed >>= 8;
     }
@@ -176,33 +231,27 @@ PYCOMM_DEVICE Share share_of() {
     return kBlock ? Share{thread, device::num_threads()} : Share{thread % device::kWarpSize, device::kWarpSize};
 }
 
-// Block `number` of elements, [begin, end). for_each(use) calls use(at, packet) for this thread's share of them, twice
-// for the same ones: what is written may be where they are read.
-template <bool kBlock, bool kFloat, class ForEach>
-PYCOMM_DEVICE void quantize_block(const Quantizing& job, int64_t number, int64_t end, ForEach&& for_each) {
-    PartOfNorm mine{job.config.norm, 0.0f, 0};
-    for_each([&](int64_t, const Floats& x) {
+// Block `number` of elements, those before `end`. elements.for_each(use) calls use(at, packet) for this thread's share
+// of them, and elements.replace(encode) the same with encode(at, packet), which makes of a packet what rounding leaves
+// over.
+template <class Format, bool kBlock, bool kWhole, class Elements>
+PYCOMM_DEVICE void quantize_block(const Quantizing& job, int64_t number, int64_t end, Elements&& elements) {
+    PartOfNorm mine{Encoder<Format>::kFloat ? Norm::kMax : job.config.norm, 0.0f, 0};
+    elements.for_each([&](int64_t, const Floats& x) {
 #pragma unroll
         for (int e = 0; e < kCount; ++e) mine.take(x.values[e]);
     });
-    const Encoder<kFloat> encoder(job, norm_of_all<kBlock>(mine));
+    const Encoder<Format> encoder(job, norm_of_all<kBlock>(mine));
     if (share_of<kBlock>().first == 0) job.scales[number] = encoder.scale;
-    for_each([&](int64_t at, Floats x) {
+    elements.replace([&](int64_t at, Floats& x) {
         uint32_t packed = 0;
 #pragma unroll
         for (int e = 0; e < kCount; ++e) {
             Coded coded = encoder.code_of(x.values[e], at + e);
-            packed |= coded.code << e * job.config.bits;
+            packed |= coded.code << e * Format::kBits;
             x.values[e] = x.values[e] - coded.value * encoder.scale;
         }
-        store_codes(job.codes, at, end, job.config.bits, packed);
-        if (job.remainder == nullptr) return;
-        if (job.adds) {
-            Floats before = load_floats(job.remainder, at, end);
-#pragma unroll
-            for (int e = 0; e < kCount; ++e) x.values[e] = before.values[e] + x.values[e];
-        }
-        store_before(end, job.remainder, at, x);
+        store_codes<Format, kWhole>(job.codes, at, end, packed);
     });
 }
 
@@ -216,28 +265,47 @@ PYCOMM_DEVICE bool find_block(const Quantizing& job, int64_t& number, int64_t& b
     return begin < job.count;
 }
 
+// Elements [begin, end) of an array. Every thread reads only its own again, so the remainder may be the array itself.
+template <bool kWhole>
+struct ArrayOfBlock {
+    const Quantizing& job;
+    int64_t begin, end;
+    Share share;
+
+    template <class Use>
+    PYCOMM_MEMBER void for_each(Use&& use) const {
+        for_floats<kWhole>(job.x, begin, end, share, use);
+    }
+    template <class Encode>
+    PYCOMM_MEMBER void replace(Encode&& encode) const {
+        for_each([&](int64_t at, Floats x) {
+            encode(at, x);
+            if (job.remainder != nullptr) store_floats<kWhole>(job.remainder, at, end, x);
+        });
+    }
+};
+
 // A warp per block of elements, or a block of threads.
-template <bool kBlock, bool kFloat>
-PYCOMM_KERNEL quantize_kernel(Quantizing job) {
+template <class Format, bool kBlock>
+PYCOMM_KERNEL_OF(kBlock ? 5 : 4)
+quantize_kernel(Quantizing job) {
     int64_t number, begin, end;
     if (!find_block<kBlock>(job, number, begin, end)) return;  // all of them
     const Share share = share_of<kBlock>();
     if (job.aligned && end % kCount == 0) {
-        quantize_block<kBlock, kFloat>(job, number, end,
-                                       [&](auto&& use) { for_floats<true>(job.x, begin, end, share, use); });
+        quantize_block<Format, kBlock, true>(job, number, end, ArrayOfBlock<true>{job, begin, end, share});
     } else {
-        quantize_block<kBlock, kFloat>(job, number, end,
-                                       [&](auto&& use) { for_floats<false>(job.x, begin, end, share, use); });
+        quantize_block<Format, kBlock, false>(job, number, end, ArrayOfBlock<false>{job, begin, end, share});
     }
 }
 
 // The codes of elements [at, at + kCount), 0 for those beyond `end`.
-PYCOMM_DEVICE uint32_t load_codes(const char* codes, int64_t at, int64_t end, int bits) {
-    if (at + kCount <= end && bits == 8) return load_element<uint32_t>(codes, at / kCount);
-    if (at + kCount <= end && bits == 4) return load_element<uint16_t>(codes, at / kCount);
+template <class Format, bool kWhole>
+PYCOMM_DEVICE uint32_t load_codes(const char* codes, int64_t at, int64_t end) {
+    int64_t begin = Format::byte_of(at);
+    if (kWhole) return *reinterpret_cast<const typename Format::Word*>(codes + begin);
     uint32_t out = 0;
-    int64_t begin = at * bits / 8;
-    for (int64_t byte = begin; byte < (end * bits + 7) / 8 && byte < (at + kCount) * bits / 8; ++byte) {
+    for (int64_t byte = begin; byte < (end * Format::kBits + 7) / 8 && byte < Format::byte_of(at + kCount); ++byte) {
         out |= static_cast<uint32_t>(static_cast<unsigned char>(codes[byte])) << 8 * (byte - begin);
     }
     return out;
@@ -260,44 +328,6 @@ struct Dequantizing {
     }
 };
 
-// Formats of codes: those of a packet as one word, and the number that one of them stands for.
-template <int kSize>
-struct IntCodes {
-    static constexpr int kBits = kSize;
-    using Word = std::conditional_t<kBits == 8, uint32_t, std::conditional_t<kBits == 4, uint16_t, uint8_t>>;
-
-    PYCOMM_MEMBER static float value(uint32_t packed, int e) {
-        // Shifted to the top first, so that shifting down extends its sign.
-        return static_cast<float>(static_cast<int32_t>(packed << (32 - kBits * (e + 1))) >> (32 - kBits));
-    }
-};
-struct Int8 : IntCodes<8> {};
-struct Int4 : IntCodes<4> {};
-struct Int2 : IntCodes<2> {};
-// An E5M2 is the upper half of a float16, an E4M3 2^8 times one with the same mantissa and exponent.
-struct E5M2 : IntCodes<8> {
-    PYCOMM_MEMBER static float value(uint32_t packed, int e) {
-        return widen(F16{static_cast<uint16_t>(packed >> 8 * e << 8)});
-    }
-};
-struct E4M3 : IntCodes<8> {
-    PYCOMM_MEMBER static float value(uint32_t packed, int e) {
-        const uint32_t code = packed >> 8 * e & 0xffu, magnitude = code & 0x7fu;
-        const uint32_t half = magnitude == 0x7fu ? 0x7fffu : (code & 0x80u) << 8 | magnitude << 7;
-        return widen(F16{static_cast<uint16_t>(half)}) * 256.0f;
-    }
-};
-
-// Calls use(format).
-template <class Use>
-void with_format(const Quantization& config, Use&& use) {
-    if (config.element == CodeType::kE4M3) return use(E4M3{});
-    if (config.element == CodeType::kE5M2) return use(E5M2{});
-    if (config.bits == 8) return use(Int8{});
-    if (config.bits == 4) return use(Int4{});
-    use(Int2{});
-}
-
 constexpr int kSums = 2;  // packets of sums that a thread makes at once
 
 template <class Format>
@@ -317,8 +347,7 @@ struct Dequantized {
             const float* scales_of_all = job.scales(p + q);
 #pragma unroll
             for (int u = 0; u < kSums; ++u) {
-                packed[q][u] = kWhole ? reinterpret_cast<const typename Format::Word*>(codes)[places[u] / kCount]
-                                      : load_codes(codes, places[u], job.count, Format::kBits);
+                packed[q][u] = load_codes<Format, kWhole>(codes, places[u], job.count);
                 scales[q][u] = scales_of_all[blocks[u]];
             }
         }
@@ -373,78 +402,131 @@ PYCOMM_KERNEL dequantize_kernel(Dequantizing job) {
     }
 }
 
-// The sums of one block of elements. If each thread has to make them only once, it keeps them.
-template <class Format, bool kWhole>
-struct SumsOfBlock {
-    const Dequantizing& job;
-    int64_t number, begin, packets;
-    Share share;
-    bool kept;
-    Dequantized<Format> mine;
-
-    template <class Use>
-    PYCOMM_MEMBER void for_each(Use&& use) {
-        for (int64_t i = share.first; i < packets; i += kSums * share.stride) {
-#pragma unroll
-            for (int u = 0; u < kSums; ++u) {  // past the end the first is computed again
-                int64_t packet = i + u * share.stride;
-                mine.places[u] = begin + kCount * (packet < packets ? packet : i);
-                mine.blocks[u] = number;
-            }
-            if (!kept) mine.template add_all<kWhole>(job);
-#pragma unroll
-            for (int u = 0; u < kSums; ++u) {
-                if (i + u * share.stride < packets) use(mine.places[u], mine.sums[u]);
-            }
-        }
-        kept = packets <= kSums * share.stride;
-    }
-};
-
 struct Requantizing {
     Dequantizing from;
     Quantizing to;
 };
 
-template <class Format, bool kBlock, bool kWhole>
-PYCOMM_DEVICE void requantize_block(const Requantizing& job, int64_t number, int64_t begin, int64_t end) {
-    constexpr bool kFloat = std::is_same_v<Format, E4M3> || std::is_same_v<Format, E5M2>;
-    SumsOfBlock<Format, kWhole> sums{job.from,           number, begin, (end - begin + kCount - 1) / kCount,
-                                     share_of<kBlock>(), false,  {}};
-    quantize_block<kBlock, kFloat>(job.to, number, end, [&](auto&& use) { sums.for_each(use); });
-}
+// Sums for elements [begin, end), block `number`. kOnce: each thread makes them in one step and keeps them, and has its
+// packets of the remainder under way together with the contributions.
+template <class Format, bool kBlock, bool kOnce, bool kWhole>
+struct SumsOfBlock {
+    using Index = std::conditional_t<kBlock, int64_t, int>;  // of its packets
 
-// As quantize_kernel, of sums.
-template <class Format, bool kBlock>
-PYCOMM_KERNEL requantize_kernel(Requantizing job) {
+    const Requantizing& job;
+    int64_t number, begin, end;
+    Share share;
+    Dequantized<Format> mine;
+    Floats before[kSums];
+
+    // Calls load() and then use(u), for the packets of each step.
+    template <class Load, class Use>
+    PYCOMM_MEMBER void for_steps(Load&& load, Use&& use) {
+        const auto packets = static_cast<Index>((end - begin + kCount - 1) / kCount);
+        for (Index i = share.first; i < packets; i += kSums * share.stride) {
+#pragma unroll
+            for (int u = 0; u < kSums; ++u) {  // past the end the first is computed again
+                Index packet = i + u * share.stride;
+                mine.places[u] = begin + kCount * (packet < packets ? packet : i);
+                mine.blocks[u] = number;
+            }
+            load();
+#pragma unroll
+            for (int u = 0; u < kSums; ++u) {
+                if (i + u * share.stride < packets) use(u);
+            }
+            if (kOnce) return;
+        }
+    }
+    PYCOMM_MEMBER void load_before() {
+        if (!kWhole || job.to.remainder == nullptr) return;
+#pragma unroll
+        for (int u = 0; u < kSums; ++u) {
+            before[u] = load_floats<true>(job.to.remainder, mine.places[u], end);
+        }
+    }
+    // Adds what is left of packet u to the remainder.
+    PYCOMM_MEMBER void add_left(int u) {
+        if (kWhole) {
+#pragma unroll
+            for (int e = 0; e < kCount; ++e) before[u].values[e] = before[u].values[e] + mine.sums[u].values[e];
+            return store_floats<kWhole>(job.to.remainder, mine.places[u], end, before[u]);
+        }
+#pragma unroll
+        for (int e = 0; e < kCount; ++e) {
+            int64_t at = mine.places[u] + e;
+            if (at >= end) return;
+            store_element(job.to.remainder, at, load_element<float>(job.to.remainder, at) + mine.sums[u].values[e]);
+        }
+    }
+    template <class Use>
+    PYCOMM_MEMBER void for_each(Use&& use) {
+        auto load = [&] {
+            if (kOnce) load_before();
+            mine.template add_all<kWhole>(job.from);
+        };
+        for_steps(load, [&](int u) { use(mine.places[u], mine.sums[u]); });
+    }
+    template <class Encode>
+    PYCOMM_MEMBER void replace(Encode&& encode) {
+        auto load = [&] {
+            if (kOnce) return;
+            mine.template add_all<kWhole>(job.from);
+            load_before();  // registers are too few for both at once
+        };
+        for_steps(load, [&](int u) {
+            encode(mine.places[u], mine.sums[u]);
+            if (job.to.remainder != nullptr) add_left(u);
+        });
+    }
+};
+
+// As quantize_kernel, of sums. kOnce: a warp's lanes make those of a block in one step.
+template <class Format, bool kBlock, bool kOnce>
+PYCOMM_KERNEL_OF(4)
+requantize_kernel(Requantizing job) {
     int64_t number, begin, end;
     if (!find_block<kBlock>(job.to, number, begin, end)) return;  // all of them
-    if (job.from.aligned && end % kCount == 0) {
-        requantize_block<Format, kBlock, true>(job, number, begin, end);
+    const Share share = share_of<kBlock>();
+    if (job.to.aligned && end % kCount == 0) {
+        SumsOfBlock<Format, kBlock, kOnce, true> sums{job, number, begin, end, share, {}, {}};
+        quantize_block<Format, kBlock, true>(job.to, number, end, sums);
     } else {
-        requantize_block<Format, kBlock, false>(job, number, begin, end);
+        SumsOfBlock<Format, kBlock, kOnce, false> sums{job, number, begin, end, share, {}, {}};
+        quantize_block<Format, kBlock, false>(job.to, number, end, sums);
     }
+}
+
+// Whether a packet's codes, and its elements in each of `floats`, are in one place to load or store.
+template <class... Floating>
+bool aligned(const uint8_t* codes, const Floating*... floats) {
+    uintptr_t all = (uintptr_t{0} | ... | reinterpret_cast<uintptr_t>(floats));
+    return reinterpret_cast<uintptr_t>(codes) % sizeof(Int8::Word) == 0 && all % sizeof(Floats) == 0;
 }
 
 // Contributions of `count` elements each.
 Dequantizing dequantizing(const std::vector<const float*>& scales, const std::vector<const uint8_t*>& codes,
                           const Quantization& config, int64_t count, Workspace& workspace, Stream stream) {
     std::vector<Buffer> arrays;
-    bool aligned = true;
+    bool all_aligned = true;
     for (const float* p : scales) arrays.push_back({const_cast<float*>(p), num_blocks(config, count), DType::kF32});
     for (const uint8_t* p : codes) {
         arrays.push_back({const_cast<uint8_t*>(p), code_bytes(config, count), DType::kU8});
-        aligned = aligned && reinterpret_cast<uintptr_t>(p) % sizeof(Int8::Word) == 0;
+        all_aligned = all_aligned && aligned(p);
     }
-    return {arrays_of(arrays, workspace, stream), static_cast<int>(scales.size()), config, nullptr, count, {}, aligned};
+    return {
+        arrays_of(arrays, workspace, stream), static_cast<int>(scales.size()), config, nullptr, count, {}, all_aligned};
 }
 
-// Calls use(std::bool_constant): whether a block of elements takes a block of threads; and the number of these.
+// Calls use(format, std::bool_constant, blocks): whether a block of elements takes a block of threads, and their
+// number.
 template <class Use>
 void with_blocks(const Quantization& config, int64_t count, Use&& use) {
     int64_t blocks = num_blocks(config, count);
-    if (config.block > kOfWarp) return use(std::true_type{}, blocks);
-    use(std::false_type{}, blocks_for(blocks, device::threads_per_block() / device::kWarpSize));
+    with_format(config, [&](auto format) {
+        if (config.block > kOfWarp) return use(format, std::true_type{}, blocks);
+        use(format, std::false_type{}, blocks_for(blocks, device::threads_per_block() / device::kWarpSize));
+    });
 }
 
 }  // namespace
@@ -459,15 +541,10 @@ void quantize(const Buffer& x, const Quantization& config, const int64_t* seed, 
                    scales,
                    reinterpret_cast<char*>(codes),
                    reinterpret_cast<char*>(remainder),
-                   false,
-                   reinterpret_cast<uintptr_t>(x.data) % sizeof(Floats) == 0};
-    with_blocks(config, x.count, [&](auto of_threads, int64_t blocks) {
-        constexpr bool kBlock = decltype(of_threads)::value;
-        if (config.element == CodeType::kInt) {
-            device::launch("quantize", quantize_kernel<kBlock, false>, blocks, stream, job);
-        } else {
-            device::launch("quantize", quantize_kernel<kBlock, true>, blocks, stream, job);
-        }
+                   aligned(codes, x.data, remainder)};
+    with_blocks(config, x.count, [&](auto format, auto of_threads, int64_t blocks) {
+        auto kernel = quantize_kernel<decltype(format), decltype(of_threads)::value>;
+        device::launch("quantize", kernel, blocks, stream, job);
     });
 }
 
@@ -491,12 +568,14 @@ void requantize(const std::vector<const float*>& scales, const std::vector<const
     if (count == 0) return;
     Requantizing job{dequantizing(scales, codes, config, count, workspace, stream),
                      {nullptr, count, config, seed, out.scales, reinterpret_cast<char*>(out.codes),
-                      reinterpret_cast<char*>(out.remainder), true, false}};
-    with_blocks(config, count, [&](auto of_threads, int64_t blocks) {
-        with_format(config, [&](auto format) {
-            constexpr bool kBlock = decltype(of_threads)::value;
-            device::launch("requantize", requantize_kernel<decltype(format), kBlock>, blocks, stream, job);
-        });
+                      reinterpret_cast<char*>(out.remainder), false}};
+    job.to.aligned = job.from.aligned && aligned(out.codes, out.remainder);
+    with_blocks(config, count, [&](auto format, auto of_threads, int64_t blocks) {
+        constexpr bool kBlock = decltype(of_threads)::value;
+        const bool several = kBlock || config.block > device::kWarpSize * kSums * kCount;
+        auto kernel = several ? requantize_kernel<decltype(format), kBlock, false>
+                              : requantize_kernel<decltype(format), kBlock, !kBlock>;
+        device::launch("requantize", kernel, blocks, stream, job);
     });
 }
 
