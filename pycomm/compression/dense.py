@@ -49,7 +49,7 @@ class DenseExchange(Defaults):
         self._all_used_here = True
         self._nonfinite_source: str | None = None
         # Between hosts a mean is a sum and one more pass over memory. Packing can divide instead, where that is exact.
-        size, is_remote = communicator.size, not bucket.on_gpu and communicator.transport != "shared_memory"
+        size, is_remote = communicator.size, not bucket.on_gpu and len(communicator.hosts) > 1
         self._divides_first = is_remote and bucket.dtype.itemsize >= 4 and size & (size - 1) == 0
 
     def exchange(self, grads: Sequence[torch.Tensor | None], scaling: Scaling) -> None:

@@ -334,6 +334,10 @@ def _check_shard(settings: AttachSettings, shard: Sharding) -> None:
             shard.grads == "local" and not isinstance(settings.compression, NoCompression),
             "only gradients that travel as they are can be summed in the step",
         ),
+        f'grads="part" and compression={method}(sum="float32")': (
+            shard.grads == "part" and getattr(settings.compression, "sum", "native") == "float32",
+            'parts are reduce-scattered, on GPUs in the half type; grads="full" has sums in float32',
+        ),
         "all_parameters=True": (settings.all_parameters, "the optimizer steps its own parameters only"),
     }
     for what, (is_unsuitable, why) in unsuitable.items():

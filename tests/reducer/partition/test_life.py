@@ -193,6 +193,9 @@ def test_what_cannot_be_sharded_is_refused_by_name() -> None:
     refused("all_parameters", model, adam, shard="optimizer", all_parameters=True)
     half_sent = {"shard": "optimizer", "grads": "local", "compression": pycomm.FP16()}
     refused('grads="local" and compression=FP16', model, adam, **half_sent)
+    for method in (pycomm.FP16(sum="float32"), pycomm.BF16(sum="float32")):  # else it would be ignored
+        says = rf'grads="part" and compression={type(method).__name__}\(sum="float32"\)'
+        refused(says, model, adam, shard="optimizer", compression=method)
     refused('optimizer_state="keep" does not go with shard', model, adam, shard="optimizer", optimizer_state="keep")
     half = Weights().half()
     refused("master_weights", half, torch.optim.Adam(half.parameters()), shard="optimizer")
@@ -200,6 +203,8 @@ def test_what_cannot_be_sharded_is_refused_by_name() -> None:
         refused("one host", model, adam, shard="parameters")
     groups = torch.optim.Adam(model.parameters(), lr=0.1 * (1 + rank()))
     refused("parameter group", model, groups, shard="optimizer")
+    with attached(adam, model, shard="optimizer", grads="full", compression=pycomm.FP16(sum="float32")):
+        steps(adam, model, 0, 1)
     with attached(adam, model, shard="optimizer"):  # nothing was left behind
         steps(adam, model, 0, 1)
 
