@@ -37,7 +37,7 @@ def collect() -> dict[str, str]:
         "gpus": _gpus(),
         "nccl": " at ".join(nccl_version() or ["none found"]),
         "registered": _registered(),
-        "freed memory": _freed_memory(),
+        "malloc": _malloc(),
         "python": f"{platform.python_version()} ({platform.platform()})",
         "torch": torch.__version__,
         "numpy": np.__version__,
@@ -51,9 +51,9 @@ def _registered() -> str:
     return f"no memory with NCCL: {why_not}" if why_not else "buckets on GPUs, with NCCL (off: PYCOMM_NCCL_REGISTER=0)"
 
 
-def _freed_memory() -> str:
+def _malloc() -> str:
     why_not = why_not_kept()
-    return f"returned to the system: {why_not}" if why_not else f"kept by ranks of a group (off: {VARIABLE}=0)"
+    return f"as it is: {why_not}" if why_not else f"keeps freed memory, in ranks of a group (off: {VARIABLE}=0)"
 
 
 def _cuda(build: dict[str, Any]) -> str:
