@@ -153,6 +153,18 @@ def test_two_roundings_at_most(method: Any, unit: float) -> None:
     assert 0 < error <= unit * (sum(float(x.abs().max()) for x in everyones) / 4 + float(wanted.abs().max())) * 1.02
 
 
+@on_ranks(3, 4)
+def test_signs_of_fewer_elements_than_hosts() -> None:
+    """A part has at most one element, whose sign and magnitude are all of it; some parts have none."""
+    size = dist.get_world_size()
+    for count in range(1, size + 1):
+        everyones = gradients(count, size)
+        with exchanging(pycomm.OneBit(), (count, 1)) as average:
+            found = average(everyones[dist.get_rank()].view(count, 1)).view(-1)
+        assert same_everywhere(found)
+        torch.testing.assert_close(found, torch.stack(everyones).mean(0))
+
+
 def values_of_signs(hosts: str) -> list[int]:
     """Return how many values the averages of signs have in each third."""
     grad = gradients(6000, len(hosts))[dist.get_rank()].view(60, 100)

@@ -48,7 +48,7 @@ class SignForm:
 
     def _split(self, arrays: Arrays) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         """Return the magnitude and the words of each parameter."""
-        return torch.split(arrays[0], 1), torch.split(arrays[1], self._words)
+        return arrays[0].unsqueeze(1).unbind(), torch.split(arrays[1], self._words)  # of no elements none
 
 
 @dataclass(frozen=True)
