@@ -5,7 +5,8 @@
 (a) Step time of a perceptron with 10 million parameters, one thread per rank: without communication,
 DistributedDataParallel over Gloo, and pycomm, also with steps that the ranks take together (sums in the
 step, grads="local"). All ways live side by side in the same processes,
-start from the same parameters, see the same data, and have turns of a few steps. A barrier after
+start from the same parameters, see the same data, and have turns of a few steps. Freed memory is kept for all of them
+(docs/performance.md), so DDP gains by that too. A barrier after
 backward, with no data, shows what meeting costs by itself: ranks wait for the later one, and then step
 at the same time. With --busy, so many other processes compute meanwhile. A step's figure is its slowest
 rank's. "exposed" is the median beyond that without communication; "host" is the processor's time of the
