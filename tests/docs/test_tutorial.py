@@ -76,10 +76,10 @@ def run(block: Block, folder: Path) -> str:
 
 
 def check(block: Block, folder: Path, output: Block) -> None:
-    """Compare words exactly; megabytes to 0.01; accuracies to 0.1, as sums differ between processors."""
+    """Compare words exactly; megabytes to 0.01; accuracies to 0.2, as sums differ between processors."""
     got, told = run(block, folder), output.code
     assert _NUMBER.sub("#", got) == _NUMBER.sub("#", told)
-    for pattern, tolerance in ((_ACCURACY, 0.1), (_BYTES, 0.01)):
+    for pattern, tolerance in ((_ACCURACY, 0.2), (_BYTES, 0.01)):
         figures, expected = ([float(x) for x in pattern.findall(text)] for text in (got, told))
         assert figures == pytest.approx(expected, abs=tolerance), got
 
