@@ -214,13 +214,13 @@ PYCOMM_DEVICE void store_codes(char* codes, int64_t at, int64_t end, uint32_t pa
     using Word = typename Format::Word;
     constexpr int kBits = Format::kBits;
     int64_t byte = Format::byte_of(at);
-    if (kWhole) {
+    if constexpr (kWhole) {
         *reinterpret_cast<Word*>(codes + byte) = static_cast<Word>(packed);
-        return;
-    }
-    for (; byte < (end * kBits + 7) / 8 && byte < Format::byte_of(at + kCount); ++byte) {
-        codes[byte] = static_cast<char>(packed);
-        packed >>= 8;
+    } else {
+        for (; byte < (end * kBits + 7) / 8 && byte < Format::byte_of(at + kCount); ++byte) {
+            codes[byte] = static_cast<char>(packed);
+            packed >>= 8;
+        }
     }
 }
 
@@ -439,24 +439,27 @@ struct SumsOfBlock {
         }
     }
     PYCOMM_MEMBER void load_before() {
-        if (!kWhole || job.to.remainder == nullptr) return;
+        if constexpr (kWhole) {
+            if (job.to.remainder == nullptr) return;
 #pragma unroll
-        for (int u = 0; u < kSums; ++u) {
-            before[u] = load_floats<true>(job.to.remainder, mine.places[u], end);
+            for (int u = 0; u < kSums; ++u) {
+                before[u] = load_floats<true>(job.to.remainder, mine.places[u], end);
+            }
         }
     }
     // Adds what is left of packet u to the remainder.
     PYCOMM_MEMBER void add_left(int u) {
-        if (kWhole) {
+        if constexpr (kWhole) {
 #pragma unroll
             for (int e = 0; e < kCount; ++e) before[u].values[e] = before[u].values[e] + mine.sums[u].values[e];
-            return store_floats<kWhole>(job.to.remainder, mine.places[u], end, before[u]);
-        }
+            store_floats<kWhole>(job.to.remainder, mine.places[u], end, before[u]);
+        } else {
 #pragma unroll
-        for (int e = 0; e < kCount; ++e) {
-            int64_t at = mine.places[u] + e;
-            if (at >= end) return;
-            store_element(job.to.remainder, at, load_element<float>(job.to.remainder, at) + mine.sums[u].values[e]);
+            for (int e = 0; e < kCount; ++e) {
+                int64_t at = mine.places[u] + e;
+                if (at >= end) return;
+                store_element(job.to.remainder, at, load_element<float>(job.to.remainder, at) + mine.sums[u].values[e]);
+            }
         }
     }
     template <class Use>
