@@ -199,4 +199,4 @@ def push_what_is_too_large() -> str:
 
 def test_a_gradient_that_overflows_on_its_way_is_not_pushed(rank_pools: Pools) -> None:
     _, said = rank_pools(2).run(push_what_is_too_large, timeout=TIMEOUT)
-    assert "overflow in BF16(" in said
+    assert "overflow in BF16()" in said

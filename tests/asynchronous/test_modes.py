@@ -59,6 +59,12 @@ def test_checkpoints_of_before_are_of_the_same_settings() -> None:
     assert checked_settings(3, 1.0, mode=mode, compression="fp16").of_updates() == (
         "mode=ssp, staleness=3, compensation=lr, compression=FP16(), quorum=None, backup=0, servers=1"
     )
+    for method, text in (
+        (pycomm.Int8(), "Int8(error_feedback=True)"),
+        (pycomm.Int8(block=64), "Int8(error_feedback=True, block=64)"),
+        (pycomm.BF16(sum="float32"), "BF16(sum='float32')"),
+    ):
+        assert f"compression={text}," in checked_settings(3, 1.0, compression=method).of_updates()
     assert checked_settings(3, 1.0, mode=pycomm.Sync(1)).of_updates() == (
         "mode=sync, staleness=None, compensation=None, compression=None, quorum=None, backup=1, servers=1"
     )

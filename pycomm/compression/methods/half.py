@@ -21,6 +21,7 @@ from pycomm.collectives.layout import laid_out_like
 from pycomm.compression.base import Flag, Method, Scaling, as_flag
 from pycomm.compression.codec import agreed_scale
 from pycomm.compression.dense import DenseExchange, reduce_message
+from pycomm.descriptions import settings_text
 
 _SUMS = ("native", "float32")
 
@@ -80,7 +81,7 @@ class HalfExchange(DenseExchange):
         return agreed_scale(largest, self._communicator.size)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FP16(Method):
     """Gradients as float16, scaled per bucket by a power of two that all ranks agree on.
 
@@ -98,11 +99,14 @@ class FP16(Method):
     def __post_init__(self) -> None:
         checks.choice("sum", self.sum, _SUMS)
 
+    def __repr__(self) -> str:
+        return settings_text(self)  # servers compare it with that in older checkpoints
+
     def make(self, bucket: Bucket, communicator: Communicator) -> HalfExchange:
         return HalfExchange(bucket, communicator, torch.float16, scaled=True, sums=self.sum)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class BF16(Method):
     """Gradients as bfloat16: float32's range, 8 bits of precision. ``sum``: see :class:`FP16`."""
 
@@ -110,6 +114,9 @@ class BF16(Method):
 
     def __post_init__(self) -> None:
         checks.choice("sum", self.sum, _SUMS)
+
+    def __repr__(self) -> str:
+        return settings_text(self)  # servers compare it with that in older checkpoints
 
     def make(self, bucket: Bucket, communicator: Communicator) -> HalfExchange:
         return HalfExchange(bucket, communicator, torch.bfloat16, scaled=False, sums=self.sum)

@@ -54,7 +54,7 @@ def _quantized(
     return TwoHopCodec(bucket, communicator, lambda begin, end: QuantizedForm(config, end - begin), seed)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Int8(CodecMethod):
     """Blocks of elements as multiples of 1/127 of their largest magnitude, rounded to the nearest.
 
@@ -75,6 +75,10 @@ class Int8(CodecMethod):
 
     def __post_init__(self) -> None:
         _check_blocks(self.block, self.error_feedback)
+
+    def __repr__(self) -> str:
+        block = "" if self.block == 256 else f", block={self.block}"  # servers compare it with older checkpoints' text
+        return f"Int8(error_feedback={self.error_feedback}{block})"
 
     def codec(self, bucket: Bucket, communicator: Communicator) -> TwoHopCodec:
         return _quantized(bucket, communicator, kernels.Quantization(block=self.block))
