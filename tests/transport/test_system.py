@@ -113,11 +113,13 @@ def test_pinned_processes_with_a_core_each(on_cores: Callable[[set[int]], int]) 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="wants two cores")
 def test_a_thread_leaves_its_core_and_keeps_its_affinity() -> None:
     before = os.sched_getaffinity(0)
+    times_it_left = 0
     for _ in range(20):
         core = core_of_this_thread()
         _native.leave_this_core()
-        assert core_of_this_thread() != core
+        times_it_left += core_of_this_thread() != core
         assert os.sched_getaffinity(0) == before
+    assert times_it_left > 10, "on busy cores the scheduler may bring it back at once, but not as a rule"
 
 
 def test_a_thread_with_one_core_stays(on_cores: Callable[[set[int]], int]) -> None:

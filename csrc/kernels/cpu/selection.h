@@ -27,9 +27,10 @@ struct SamplePlan {
 // A magnitude that `wanted` of `count` elements exceed, and not many more, by a sample of them. 0: there is none.
 float limit_of_sample(const float* sample, int64_t size, int64_t count, int64_t wanted);
 
-// Room for the candidates of `num_elements` elements that have `wanted` of the largest, if a limit is near theirs.
+// Room for the candidates of `num_elements` elements that have `wanted` of the largest, if a limit is near theirs. Few
+// elements may all be candidates.
 inline int64_t room_for_candidates(int64_t num_elements, int64_t wanted) {
-    return std::min(num_elements, 2 * wanted + num_elements / 64) + kCollectSlack;
+    return std::min(num_elements, 2 * wanted + num_elements / 64 + 64) + kCollectSlack;
 }
 
 // Writes the k candidates with the largest keys, in the order of the list, which is by index. All exceed `limit` in

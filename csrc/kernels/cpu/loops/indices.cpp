@@ -1,3 +1,5 @@
+#include <cstddef>
+
 #include "kernels/cpu/loops/members.h"
 #include "kernels/cpu/loops/set_bits.h"
 
