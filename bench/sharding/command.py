@@ -1,11 +1,11 @@
-"""Cost of an optimizer phase: from each rank's gradients, in their buckets, to the new parameters of all ranks.
+"""Cost of an optimizer phase: from each rank's gradients, as backward leaves them, to the new parameters of all ranks.
 
     python -m bench.sharding [--ranks 2] [--millions 25.6] [--rounds 9] [--count 3] [--json FILE]
 
 Adam, float32, one thread per rank: all ranks reduce everything and step by pycomm's fused kernel; the ranks reduce
 and step a part each, and write it to all (``attach(shard=...)``); torch's ZeroRedundancyOptimizer over Gloo, with
-torch's fused Adam. All ways live in the same processes and have turns. A phase's figure is its slowest rank's. "bytes"
-is what moves per parameter and host, "GB/s" that over the time.
+torch's fused Adam, from gradients that are in buckets already. All ways live in the same processes and have turns. A
+phase's figure is its slowest rank's. "bytes" is what moves per parameter and host, "GB/s" that over the time.
 
 After one step from equal gradients all ways must have the same parameters, pycomm's to the bit, before anything is
 timed.
@@ -66,12 +66,12 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Samples]:
 def _bytes_moved(way: str, ranks: int) -> int | None:
     """Return the bytes per parameter and host that a phase moves at least, Adam in float32; ``None``: not counted."""
     moved = {
-        WHOLE: 36 * ranks,
-        OPTIMIZER: 8 * ranks + 28,
-        LATER: 8 * ranks + 20,
-        FULL: 12 * ranks + 24,
-        PARAMETERS: 4 * ranks + 28,
-        PARAMETERS_LATER: 4 * ranks + 24,
+        WHOLE: 44 * ranks - 8,
+        OPTIMIZER: 16 * ranks + 20,
+        LATER: 16 * ranks + 20,
+        FULL: 20 * ranks + 16,
+        PARAMETERS: 12 * ranks + 20,
+        PARAMETERS_LATER: 12 * ranks + 24,
     }
     return moved.get(way)
 

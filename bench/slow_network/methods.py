@@ -78,12 +78,6 @@ def _fp16_hook(module: DistributedDataParallel, _knobs: Knobs) -> None:
     module.register_comm_hook(None, fp16_compress_hook)
 
 
-def _bf16_hook(module: DistributedDataParallel, _knobs: Knobs) -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-
-    module.register_comm_hook(None, bf16_compress_hook)
-
-
 def _powersgd_hook(module: DistributedDataParallel, knobs: Knobs) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
@@ -105,7 +99,6 @@ def _dgc(knobs: Knobs) -> Any:
 METHODS: dict[str, Method] = {
     DDP: Method("DDP", hook=_no_hook),
     DDP_FP16: Method("DDP, fp16 hook", hook=_fp16_hook),
-    "ddp-bf16": Method("DDP, bf16 hook", hook=_bf16_hook),
     # Several buckets make the hook send from several threads at once, which Gloo does not survive.
     DDP_POWERSGD: Method("DDP, PowerSGD hook", hook=_powersgd_hook, one_bucket=True),
     DENSE: Method("pycomm, dense", compression=lambda _: None),

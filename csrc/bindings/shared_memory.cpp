@@ -256,6 +256,25 @@ void reduce_scatter_v(SharedMemoryGroup& group, py::handle out, py::handle xs, p
     group.reduce_scatter_v(target.buffer, from, op, timeout);
 }
 
+float reduce_scatter_apart(SharedMemoryGroup& group, py::handle out, py::handle xs, py::handle op_name,
+                           py::handle pieces, double timeout) {
+    auto [target, sources, own, op] = look_at(group, timeout, [&] {
+        Array seen = as_array(out, "out", Access::kWrite);
+        require_host(seen, "out");
+        std::vector<Array> read = as_parts(xs, "xs", Access::kRead, group.size());
+        ReduceOp named = reduce_op_named(op_name);
+        require_reducible(seen.buffer, named, "out");
+        require_contributions(seen.buffer, buffers_of(read), group.rank());
+        std::vector<Array> apart = as_arrays(pieces, "pieces", Access::kRead);
+        require_pieces(seen.buffer, 0, buffers_of(apart));
+        if (OwnPart{0, buffers_of(apart)}.count() != seen.buffer.count) throw ArgumentError("pieces do not fill out");
+        return std::tuple{std::move(seen), std::move(read), std::move(apart), named};
+    });
+    const std::vector<Buffer> from = buffers_of(sources), parts = buffers_of(own);
+    py::gil_scoped_release release;
+    return group.reduce_scatter_apart(target.buffer, from, parts, op, timeout);
+}
+
 void broadcast(SharedMemoryGroup& group, py::handle x, py::handle src, double timeout) {
     auto [array, root] = look_at(group, timeout, [&] {
         Array seen = as_movable(x, "x", Access::kWrite);
@@ -305,6 +324,8 @@ void bind_shared_memory(py::module_& module) {
         .def("reduce", &reduce_to_one, py::arg("x"), py::arg("dst"), py::arg("op"), py::arg("timeout"))
         .def("all_to_all_v", &all_to_all_v, py::arg("outs"), py::arg("xs"), py::arg("timeout"))
         .def("reduce_scatter_v", &reduce_scatter_v, py::arg("out"), py::arg("xs"), py::arg("op"), py::arg("timeout"))
+        .def("reduce_scatter_apart", &reduce_scatter_apart, py::arg("out"), py::arg("xs"), py::arg("op"),
+             py::arg("pieces"), py::arg("timeout"))
         .def("broadcast", &broadcast, py::arg("x"), py::arg("src"), py::arg("timeout"))
         .def("barrier", &SharedMemoryGroup::barrier, py::arg("timeout"), py::call_guard<py::gil_scoped_release>())
         .def("refuse", &SharedMemoryGroup::refuse, py::arg("reason"), py::arg("timeout"),

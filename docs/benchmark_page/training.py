@@ -13,7 +13,6 @@ _METHODS = {
     "compute": "no communication at all",
     "ddp": "DistributedDataParallel",
     "ddp-fp16": "DDP with its fp16 hook",
-    "ddp-bf16": "DDP with its bf16 hook",
     "ddp-powersgd": "DDP with its PowerSGD hook",
     "dense": "pycomm, dense",
     "shard": 'pycomm, shard="optimizer"',
@@ -150,7 +149,7 @@ def sharding(reports: Reports) -> str:
     """Show phases of reduction and step, a table for each number of ranks."""
     parts = [
         heading("Sharded optimizer", reports, _RUN_OPTIONS, "bench.sharding"),
-        "Reduction and step of Adam in float32, one thread per rank: from gradients in their buckets to the new "
+        "Reduction and step of Adam in float32, one thread per rank: from gradients as backward leaves them to the new "
         "parameters of all ranks. In the first line each rank takes the whole step. "
         "[Sharded optimizer](sharding.md) describes the others.\n",
     ]

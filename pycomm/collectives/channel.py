@@ -156,6 +156,16 @@ class Channel:
         self.enqueue(lambda: found.append(reduce(x, op, begin, pieces, self.timeout)))
         return found[0]
 
+    def reduce_scatter_apart(
+        self, out: torch.Tensor, xs: Sequence[torch.Tensor], op: str, pieces: Sequence[torch.Tensor]
+    ) -> float:
+        """Reduce as :attr:`pycomm.collectives.transport.base.Transport.reduce_scatter_apart` does."""
+        reduce = self.transport.reduce_scatter_apart
+        assert reduce is not None
+        found: list[float] = []
+        self.enqueue(lambda: found.append(reduce(out, xs, op, pieces, self.timeout)))
+        return found[0]
+
     def reduce_scatter_v(self, out: torch.Tensor, xs: Sequence[torch.Tensor], op: str) -> None:
         """Write the reduction of all ranks' ``xs[rank]``, in CPU memory, into ``out``, which may be ``xs[rank]``."""
         self.run("reduce_scatter_v", False, out, xs, op)

@@ -13,27 +13,50 @@ from pycomm.compression.base import Compression, Defaults, Flag, Method, Scaling
 from pycomm.descriptions import settings_text
 
 
-def reduce_message(communicator: Communicator, bucket: Bucket, message: torch.Tensor, op: str, algorithm: str) -> None:
+def reduce_message(
+    communicator: Communicator,
+    bucket: Bucket,
+    message: torch.Tensor,
+    op: str,
+    algorithm: str,
+    pieces: Sequence[torch.Tensor] = (),
+) -> None:
     """Reduce ``message``, which has the layout of ``bucket``'s memory, over the ranks, in place.
 
-    With sharding a rank receives its own part of the gradients only, but all flags.
+    With sharding a rank receives its own part of the gradients only, but all flags; its own input for that part may be
+    ``pieces``, see :func:`reduce_part`.
     """
     if bucket.shares is None:
         communicator.all_reduce(message, op, algorithm)
         return
     bucket.is_deferred = bucket.defers
     if not bucket.defers:
-        reduce_part(communicator, bucket, message, op)
+        reduce_part(communicator, bucket, message, op, pieces)
     flags = message[bucket.num_elements :]
     communicator.all_reduce(flags, op)
 
 
-def reduce_part(communicator: Communicator, bucket: Bucket, message: torch.Tensor, op: str) -> None:
-    """Reduce this rank's own part of ``message`` over the ranks, in place. Collective."""
+def reduce_part(
+    communicator: Communicator, bucket: Bucket, message: torch.Tensor, op: str, pieces: Sequence[torch.Tensor] = ()
+) -> None:
+    """Reduce this rank's own part of ``message`` over the ranks, in place. Collective.
+
+    ``pieces``, if any, hold this rank's input for it, and are checked here: the bucket's flag says what was found.
+    """
     assert bucket.shares is not None
-    parts = [message[share] for share in bucket.shares]
-    communicator.channel.reduce_scatter_v(message[bucket.own], parts, op)
+    parts, own = [message[share] for share in bucket.shares], message[bucket.own]
+    if pieces:
+        largest = communicator.channel.reduce_scatter_apart(own, parts, op, pieces)
+        note_largest(bucket, largest)
+    else:
+        communicator.channel.reduce_scatter_v(own, parts, op)
     bucket.is_deferred = False
+
+
+def note_largest(bucket: Bucket, largest: float) -> None:
+    """Set the flag of gradients that are too large if ``largest``, a magnitude, is, or is NaN."""
+    if not largest < bucket.limit(bucket.dtype):
+        bucket.too_large_flag.fill_(1.0)
 
 
 class DenseExchange(Defaults):
@@ -63,12 +86,11 @@ class DenseExchange(Defaults):
         own = self._own_share()
         pieces = bucket.gather(grads, scale, scaling.fingerprint, own)
         found = self._find_source(grads)
-        if own is None:
-            reduce_message(self._communicator, bucket, bucket.memory, op, bucket.algorithm)
+        if own is None or bucket.shares is not None:
+            reduce_message(self._communicator, bucket, bucket.memory, op, bucket.algorithm, pieces)
         else:
             largest = self._communicator.channel.all_reduce_apart(bucket.memory, op, own.start, pieces)
-            if not largest < bucket.limit(bucket.dtype):
-                bucket.too_large_flag.fill_(1.0)
+            note_largest(bucket, largest)
         if not found and self._is_too_large():
             # Look at this rank's gradients that were not copied; those in the bucket have become sums.
             self._find_source([None if grad is None or bucket.holds(i, grad) else grad for i, grad in enumerate(grads)])
@@ -77,9 +99,12 @@ class DenseExchange(Defaults):
     def _own_share(self) -> slice | None:
         """Return the elements that this rank reduces itself, and so need not copy into the bucket."""
         bucket = self._bucket
-        if bucket.on_gpu or bucket.shares is not None:
+        if bucket.on_gpu or bucket.defers:
             return None
-        return self._communicator.own_share(bucket.memory, bucket.algorithm)
+        if bucket.shares is None:
+            return self._communicator.own_share(bucket.memory, bucket.algorithm)
+        reads_apart = self._communicator.channel.transport.reduce_scatter_apart is not None
+        return bucket.own if reads_apart and bucket.dtype != torch.float64 else None
 
     def finite(self) -> Flag:
         return as_flag(self._bucket.finite(), self._bucket)

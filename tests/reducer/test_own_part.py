@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -94,33 +93,34 @@ def backward(model: torch.nn.Module, step: int) -> None:
     model(data).square().mean().backward()
 
 
-def watch(transport: Transport, spared: list[int]) -> None:
-    """Have the number of pieces of each all-reduce noted."""
-    reduce = transport.all_reduce_apart
-    assert reduce is not None
+def watch(transport: Transport, name: str, spared: list[int]) -> None:
+    """Have the number of pieces of each call of ``name`` noted."""
+    reduce = getattr(transport, name)
 
-    def noted(x: Any, op: str, begin: int, pieces: Sequence[Any], timeout: float) -> float:
-        spared.append(len(pieces))
-        return reduce(x, op, begin, pieces, timeout)
+    def noted(*args: Any) -> float:
+        spared.append(len(args[3]))
+        return float(reduce(*args))
 
-    transport.all_reduce_apart = noted
+    setattr(transport, name, noted)
 
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("bucket_mb", [25.0, 2.0])
 @pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("shard", [None, "optimizer", "parameters"])
 @on_ranks(2, 3)
-def test_training_has_the_bits_of_packing_everything(bucket_mb: float, average: bool) -> None:
+def test_training_has_the_bits_of_packing_everything(bucket_mb: float, average: bool, shard: str | None) -> None:
+    name = "all_reduce_apart" if shard is None else "reduce_scatter_apart"
     states: list[list[torch.Tensor]] = []
     spared: list[int] = []
     for leaves in (True, False):
-        model, optimizer, reducer = training(bucket_mb=bucket_mb, average=average)
+        model, optimizer, reducer = training(bucket_mb=bucket_mb, average=average, shard=shard)
         lanes = reducer._engine.lanes
         if not leaves:
             for lane in lanes:
-                lane.channel.transport.own_share = None
+                lane.channel.transport.own_share = lane.channel.transport.reduce_scatter_apart = None
         else:
-            watch(lanes[0].channel.transport, spared)
+            watch(lanes[0].channel.transport, name, spared)
         for step in range(4):
             optimizer.zero_grad()
             backward(model, step)
@@ -132,9 +132,10 @@ def test_training_has_the_bits_of_packing_everything(bucket_mb: float, average: 
 
 
 @pytest.mark.parametrize("place", [0.1, 0.4, 0.6, 0.9])
+@pytest.mark.parametrize("shard", [None, "optimizer"])
 @on_ranks(2)
-def test_the_rank_of_a_nan_is_named_wherever_it_lies(place: float) -> None:
-    model, optimizer, reducer = training(check_replicas=0)
+def test_the_rank_of_a_nan_is_named_wherever_it_lies(place: float, shard: str | None) -> None:
+    model, optimizer, reducer = training(check_replicas=0, shard=shard)
     weight = model[2].weight  # type: ignore[index]
     if dist.get_rank() == 1:
         weight.register_hook(lambda grad: spoiled(grad, int(place * grad.numel())))

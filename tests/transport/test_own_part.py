@@ -1,7 +1,8 @@
-"""All-reduces to which a rank's own part need not be copied: results have the same bits, wherever it lies."""
+"""Reductions to which a rank's own part need not be copied: results have the same bits, wherever it lies."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -126,6 +127,69 @@ def test_small_arrays_and_other_types_are_to_be_copied_whole() -> None:
         assert torch.equal(
             small, sum((contribution(p, torch.float32)[:1000] for p in range(c.size)), torch.zeros(1000))
         )
+
+
+def parts_of(c: Communicator, x: torch.Tensor) -> list[torch.Tensor]:
+    """Cut ``x`` into one part for each rank, of different lengths."""
+    borders = [0, *(N // c.size * p + 1000 * p for p in range(1, c.size)), N]
+    return [x[begin:end] for begin, end in itertools.pairwise(borders)]
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("op", ["sum", "mean", "max"])
+@pytest.mark.parametrize("in_arena", [True, False])
+@on_ranks(2, 3)
+def test_parts_of_a_reduce_scatter_have_the_same_bits(dtype: torch.dtype, op: str, in_arena: bool) -> None:
+    with Communicator() as c:
+        wanted = parts_of(c, expected(c, dtype, op))[c.rank]
+        mine = contribution(c.rank, dtype)
+        for copied in (set(), {0}, {0, 1}):  # ranks that have copied everything
+            x = c.empty(N, dtype) if in_arena else torch.empty(N, dtype=dtype)
+            parts = parts_of(c, x)
+            if c.rank in copied:
+                x.copy_(mine)
+                c.channel.reduce_scatter_v(parts[c.rank], parts, op)
+            else:
+                begin = parts[c.rank].storage_offset() - x.storage_offset()
+                pieces = apart(x, mine, slice(begin, begin + len(parts[c.rank])))
+                told = largest_of([pieces[0], pieces[2]])
+                assert c.channel.reduce_scatter_apart(parts[c.rank], parts, op, pieces) == told
+            assert torch.equal(parts[c.rank], wanted)
+
+
+@on_ranks(2)
+def test_a_part_that_is_not_finite_is_told_to_its_own_rank() -> None:
+    with Communicator() as c:
+        x = c.empty(N).fill_(1.0)
+        parts = parts_of(c, x)
+        for value in (math.nan, math.inf, -math.inf):
+            pieces = [torch.ones(len(parts[c.rank]))]
+            if c.rank == 1:
+                pieces[0][1234] = value
+            largest = c.channel.reduce_scatter_apart(parts[c.rank], parts, "sum", pieces)
+            found = math.isnan(largest) if math.isnan(value) else largest == math.inf
+            assert found if c.rank == 1 else largest == 1.0
+
+
+@on_ranks(2)
+def test_mistakes_in_a_part_are_errors_on_every_rank() -> None:
+    with Communicator() as c:
+        x = c.empty(N).fill_(1.0)
+        parts = parts_of(c, x)
+        own = len(parts[c.rank])
+        wrong = [
+            ([torch.ones(own - 1)], "pieces do not fill out"),
+            ([torch.ones(own + 1)], "ends beyond x"),
+            ([torch.ones(own, dtype=torch.float64)], "has dtype float64"),
+            (3, "pieces"),
+        ]
+        for pieces, says in wrong:
+            given = pieces if c.rank == 1 else [torch.ones(own)]
+            with pytest.raises((ValueError, TypeError), match=says if c.rank == 1 else "rank 1 could not take part"):
+                c.channel.reduce_scatter_apart(parts[c.rank], parts, "sum", given)  # type: ignore[arg-type]
+        c.all_reduce(x)
+        assert bool((x == c.size).all())
 
 
 @on_ranks(2)

@@ -83,6 +83,22 @@ void own_part_apart(SharedMemoryGroup& group, Floats& x, float sum) {
     require(largest >= (share.size() > 0 ? mine : 0.0f) && largest <= static_cast<float>(group.size()), "largest");
 }
 
+// The same of a reduce-scatter: nothing of this rank's own part in the array.
+void own_part_of_scatter_apart(SharedMemoryGroup& group, Floats& x, int64_t count, float sum) {
+    const auto mine = static_cast<float>(group.rank() + 1);
+    x.fill(mine);
+    std::vector<Buffer> parts;
+    for (int p = 0; p < group.size(); ++p) parts.push_back({x.data() + p * count, count, DType::kF32});
+    const Buffer out = parts[static_cast<size_t>(group.rank())];
+    std::vector<float> elsewhere(static_cast<size_t>(count), mine);
+    std::fill_n(static_cast<float*>(out.data), count, -1.0f);
+    const std::vector<Buffer> pieces{{elsewhere.data(), count, DType::kF32}};
+    const float largest = group.reduce_scatter_apart(out, parts, pieces, ReduceOp::kSum, kTimeout);
+    const auto* found = static_cast<const float*>(out.data);
+    require(std::all_of(found, found + count, [&](float each) { return each == sum; }), "reduce_scatter_apart");
+    require(largest == (count > 0 ? mine : 0.0f), "largest");
+}
+
 // All collectives, again and again on the same arrays, which each rank fills anew as soon as it may.
 void collectives(SharedMemoryGroup& group, int64_t count, bool in_arena, int rounds) {
     const int size = group.size(), rank = group.rank();
@@ -93,6 +109,7 @@ void collectives(SharedMemoryGroup& group, int64_t count, bool in_arena, int rou
         group.all_reduce(x.buffer(), ReduceOp::kSum, kTimeout);
         x.require_all(sum, "all_reduce");
         own_part_apart(group, x, sum);
+        own_part_of_scatter_apart(group, whole, count, sum);
         x.fill(static_cast<float>(rank + 1));
         group.all_gather(whole.buffer(), x.buffer(), kTimeout);
         x.fill(0.0f);

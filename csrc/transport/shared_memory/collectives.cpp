@@ -51,32 +51,23 @@ void all_reduce_mailbox(Call& call, const Buffer& x, ReduceOp op) {
     copy(x.bytes() + end, call.mailbox(call.rank()) + end, x.num_bytes() - end);
 }
 
-// Elements that are reduced at a time if their magnitudes are checked too: the second pass finds them in the cache.
-constexpr int64_t kBlockElements = 16 << 10;
-
 // Reduces this rank's share from `own` and the other ranks' arrays. All arrays lie in arenas.
 float reduce_apart(const Call& call, const Buffer& x, const OwnPart& own, ReduceOp op) {
     float largest = 0.0f;
-    int64_t at = own.begin;
-    for (const Buffer& piece : own.pieces) {
-        for (int64_t done = 0; done < piece.count; done += kBlockElements) {
-            const int64_t offset = (at + done) * size_of(x.dtype);
-            const Buffer block{piece.bytes() + done * size_of(x.dtype), std::min(kBlockElements, piece.count - done),
-                               x.dtype};
-            const bool is_elsewhere = block.data != x.bytes() + offset;
-            if (is_elsewhere) largest = larger(largest, absmax({block}, 1));
-            std::vector<void*> outs = {x.bytes() + offset};
-            for (int p = 0; p < call.size(); ++p) {
-                if (p != call.rank()) outs.push_back(call.in_arena(p) + offset);
-            }
-            // Only this rank's own output has not been read, so only that one is streamed.
-            reduce_from(
-                call, outs, x.dtype, op, block.count,
-                [&](int p) { return p == call.rank() ? block.bytes() : call.in_arena(p) + offset; },
-                is_elsewhere ? 1 : 0);
+    const int64_t width = size_of(x.dtype), begin = own.begin * width;
+    for_blocks_of(own.pieces, {0, own.count() * width}, [&](const Buffer& block, int64_t from_begin) {
+        const int64_t offset = begin + from_begin;
+        const bool is_elsewhere = block.data != x.bytes() + offset;
+        if (is_elsewhere) largest = larger(largest, absmax({block}, 1));
+        std::vector<void*> outs = {x.bytes() + offset};
+        for (int p = 0; p < call.size(); ++p) {
+            if (p != call.rank()) outs.push_back(call.in_arena(p) + offset);
         }
-        at += piece.count;
-    }
+        // Only this rank's own output has not been read, so only that one is streamed.
+        reduce_from(
+            call, outs, x.dtype, op, block.count,
+            [&](int p) { return p == call.rank() ? block.bytes() : call.in_arena(p) + offset; }, is_elsewhere ? 1 : 0);
+    });
     return largest;
 }
 

@@ -92,6 +92,10 @@ class SharedMemoryGroup final : private ForkAware {
     void all_to_all_v(const std::vector<Buffer>& outs, const std::vector<Buffer>& xs, double timeout);
     // out: the reduction of all ranks' xs[rank]. Lengths may differ from rank to rank; errors as for all_to_all_v.
     void reduce_scatter_v(const Buffer& out, const std::vector<Buffer>& xs, ReduceOp op, double timeout);
+    // reduce_scatter_v where `pieces`, consecutive, take the place of xs[rank], which must be `out`; they lie in `out`
+    // only at their own place. Returns the largest magnitude in the pieces that lie elsewhere, NaN if any is NaN.
+    float reduce_scatter_apart(const Buffer& out, const std::vector<Buffer>& xs, const std::vector<Buffer>& pieces,
+                               ReduceOp op, double timeout);
     void broadcast(const Buffer& x, int root, double timeout);
     void barrier(double timeout);
     // Stands in for an operation that this rank cannot join because its arguments are wrong: the others get an

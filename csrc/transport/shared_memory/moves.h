@@ -27,6 +27,24 @@ void reduce_from(const Call& call, std::vector<void*> outs, DType dtype, ReduceO
                  num_streamed);
 }
 
+// Elements that are reduced at a time if their magnitudes are checked too: the second pass finds them in the cache.
+inline constexpr int64_t kBlockElements = 16 << 10;
+
+// Calls use(block, offset) for consecutive blocks of `pieces`, which follow one another, as far as they lie in `range`.
+// `offset` of a block, and `range`: bytes from the begin of the first piece.
+template <class Use>
+void for_blocks_of(const std::vector<Buffer>& pieces, Range range, Use&& use) {
+    int64_t begin = 0;
+    for (const Buffer& piece : pieces) {
+        const int64_t width = size_of(piece.dtype), last = std::min(range.end, begin + piece.num_bytes());
+        for (int64_t at = std::max(range.begin, begin); at < last; at += kBlockElements * width) {
+            const int64_t count = std::min(kBlockElements, (last - at) / width);
+            use(Buffer{piece.bytes() + (at - begin), count, piece.dtype}, at);
+        }
+        begin += piece.num_bytes();
+    }
+}
+
 // Calls stage(i) and then, a step later, use(i) for every segment: one step per segment, and one before the first use.
 // use(i) comes before stage(i + 1), which may overwrite what use(i) has read of this rank's own memory.
 template <class Stage, class Use>

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "kernels/absmax.h"
+
 namespace pycomm {
 namespace {
 
@@ -169,6 +171,28 @@ void SharedMemoryGroup::reduce_scatter_v(const Buffer& out, const std::vector<Bu
         reduce_from(call, {out.bytes() + range.begin}, out.dtype, op, range.size() / size_of(out.dtype),
                     [&](int p) { return parts.address(p, i); });
     });
+}
+
+float SharedMemoryGroup::reduce_scatter_apart(const Buffer& out, const std::vector<Buffer>& xs,
+                                              const std::vector<Buffer>& pieces, ReduceOp op, double timeout) {
+    Call call(*this, "reduce_scatter_v", timeout);
+    Parts parts(call, *this, xs, std::vector<int64_t>(xs.size(), out.num_bytes()));
+    call.announce({.kind = Kind::kReduceScatterV, .dtype = out.dtype, .op = op});
+    parts.exchange();
+    float largest = 0.0f;
+    parts.move([&](int64_t i) {
+        const Range range = parts.piece(rank_, i);
+        for_blocks_of(pieces, range, [&](const Buffer& block, int64_t offset) {
+            char* const to = out.bytes() + offset;
+            const bool is_elsewhere = block.data != to;
+            if (is_elsewhere) largest = larger(largest, absmax({block}, 1));
+            reduce_from(
+                call, {to}, out.dtype, op, block.count,
+                [&](int p) { return p == rank_ ? block.bytes() : parts.address(p, i) + (offset - range.begin); },
+                is_elsewhere ? 1 : 0);
+        });
+    });
+    return largest;
 }
 
 }  // namespace pycomm

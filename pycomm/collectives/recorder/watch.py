@@ -25,6 +25,7 @@ _COLLECTIVES = {
     "reduce": (0, 1, 3),
     "all_to_all_v": (1, 0, 0),
     "reduce_scatter_v": (1, 2, 3),
+    "reduce_scatter_apart": (1, 2, 3),
     "reduce_on_host": (0, 0, 0),
     "all_gather_v": (1, 0, 0),
     "broadcast": (0, 1, 2),
@@ -33,7 +34,7 @@ _COLLECTIVES = {
     "run_program": (1, 2, 3),
 }
 _MESSAGES = {"send": (0, 1, 3), "receive": (0, 1, 3), "recv": (0, 1, 2)}
-_CALLED = {"all_reduce_apart": "all_reduce", "recv": "receive"}
+_CALLED = {"all_reduce_apart": "all_reduce", "reduce_scatter_apart": "reduce_scatter_v", "recv": "receive"}
 
 
 def watch(transport: Any, group: str, ranks: Sequence[int]) -> Recorder:

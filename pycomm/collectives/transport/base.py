@@ -23,6 +23,7 @@ _BUFFER_BYTES = 1 << 30
 
 OwnShare = Callable[[Any], tuple[int, int]]
 AllReduceApart = Callable[[Any, str, int, Sequence[Any], float], float]
+ReduceScatterApart = Callable[[Any, Sequence[Any], str, Sequence[Any], float], float]
 
 all_reduce_at_once = _native.all_reduce_at_once
 """Makes the function that reduces a small tensor in one call of C++, see the channel's ``at_once``."""
@@ -102,6 +103,11 @@ class Transport(Protocol):
     ``begin`` on, may lie outside ``x``. ``pieces`` hold as many elements in order; some may lie in ``x``, in place.
     Ranks without pieces call it, or :meth:`all_reduce`, too. Returns the largest magnitude of all ranks' pieces outside
     ``x``; NaN if they have one. ``None`` where :attr:`own_share` is."""
+
+    reduce_scatter_apart: ReduceScatterApart | None
+    """``reduce_scatter_apart(out, xs, op, pieces, timeout)``: :meth:`reduce_scatter_v` where ``pieces``, as above, take
+    the place of ``xs[rank]``, which is ``out``. Other ranks may call :meth:`reduce_scatter_v`. Returns the largest
+    magnitude of this rank's pieces outside ``out``. ``None`` where :attr:`own_share` is."""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor: ...
     def all_reduce(self, x: Any, op: str, timeout: float) -> None: ...

@@ -11,7 +11,13 @@ import torch
 
 import pycomm._native as _native
 from pycomm.collectives.recorder import Recorder
-from pycomm.collectives.transport.base import AllReduceApart, HostMemory, OwnShare, buffer_limit
+from pycomm.collectives.transport.base import (
+    AllReduceApart,
+    HostMemory,
+    OwnShare,
+    ReduceScatterApart,
+    buffer_limit,
+)
 from pycomm.collectives.transport.rendezvous import Peers
 from pycomm.schedule.program import Program
 
@@ -44,6 +50,7 @@ class SharedMemoryTransport:
         self.reduce = self._group.reduce
         self.all_to_all_v = self._group.all_to_all_v
         self.reduce_scatter_v = self._group.reduce_scatter_v
+        self.reduce_scatter_apart: ReduceScatterApart | None = self._group.reduce_scatter_apart
         self.broadcast = self._group.broadcast
         self.barrier = self._group.barrier
         self.send = self._group.send

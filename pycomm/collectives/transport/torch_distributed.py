@@ -21,7 +21,7 @@ from pycomm import checks, kernels
 from pycomm.agreement import prepared
 from pycomm.collectives.recorder import Recorder
 from pycomm.collectives.transport.announcements import OperationComparison, agree_on_lengths
-from pycomm.collectives.transport.base import AllReduceApart, OwnShare
+from pycomm.collectives.transport.base import AllReduceApart, OwnShare, ReduceScatterApart
 from pycomm.collectives.transport.failure_notes import FailureNotes
 from pycomm.collectives.transport.hierarchical import HierarchicalCollectives
 from pycomm.collectives.transport.host_tensors import (
@@ -97,6 +97,7 @@ class TorchTransport:
     recorder: Recorder
     own_share: OwnShare | None = None
     all_reduce_apart: AllReduceApart | None = None
+    reduce_scatter_apart: ReduceScatterApart | None = None
 
     def __init__(
         self,
