@@ -175,7 +175,7 @@ def test_all_ranks_make_a_window_and_none_ends_it_alone(fake: Fake, waits: list[
         sum_up(members, first)
     assert all(bool((x == 6).all()) for x in first)
     assert (calls(fake, "ncclCommWindowRegister"), calls(fake, "ncclCommRegister")) == (2, 0)
-    assert [(each.symmetric_bytes, each.registered_bytes) for each in members] == [(BYTES, BYTES)] * 2
+    assert [(each.windows.num_bytes, each.registered_bytes) for each in members] == [(BYTES, BYTES)] * 2
     kept = []
     for ended in (0, 2):  # rank 0 drops its first message, then rank 1
         del first[0]
@@ -228,7 +228,7 @@ def test_without_windows_each_rank_registers(
     assert nccl.why_not_registered(symmetric=True) == why
     members, arrays = transports(2), [symmetric() for _ in range(2)]
     sum_up(members, arrays)
-    assert [member.symmetric_bytes for member in members] == [0 if why else BYTES] * 2
+    assert [member.windows.num_bytes for member in members] == [0 if why else BYTES] * 2
     assert [member.registered_bytes for member in members] == [BYTES] * 2
     del arrays
     for member in members:
@@ -238,7 +238,7 @@ def test_without_windows_each_rank_registers(
 def test_a_rank_that_makes_no_window_is_missed(fake: Fake, waits: list[int]) -> None:
     """The ranks have agreed on it, and one is lost before NCCL hears of it."""
     members = transports(2)
-    members[0]._timeout = 0.5
+    members[0].windows._timeout = 0.5
     members[1]._group.close("it is lost")
     arrays = [symmetric() for _ in range(2)]
     errors = on_ranks(2, lambda rank: registered.register(arrays[rank], members[rank]))

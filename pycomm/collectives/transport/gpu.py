@@ -333,7 +333,7 @@ class GpuQueue:
     @property
     def symmetric_bytes(self) -> int:
         """Bytes of them in symmetric windows."""
-        return sum(transport.symmetric_bytes for transport in self._transports.values())
+        return sum(transport.windows.num_bytes for transport in self._transports.values())
 
     def check(self) -> None:
         """Raise the errors that NCCL's watchdogs have found."""

@@ -90,6 +90,59 @@ def keep_order() -> None:
     )
 
 
+class Windows:
+    """Symmetric windows of one NCCL communicator, which all ranks make and end in one order.
+
+    NCCL gives a window the same addresses on all ranks, each by its own count of them.
+
+    Args:
+        group: the communicator.
+        share: see :class:`NcclTransport`.
+        timeout: limit for making one, in seconds.
+    """
+
+    def __init__(self, group: Any, share: Callable[[bytes], list[bytes]], timeout: float) -> None:
+        self._group, self._share, self._timeout = group, share, timeout
+        self._made: dict[int, tuple[int, int]] = {}  # address and bytes, by number; the same numbers on all ranks
+        self._retired: dict[int, Callable[[], None]] = {}  # what frees their memory
+        self._count = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory in windows."""
+        return sum(num_bytes for _, num_bytes in self._made.values())
+
+    def make(self, address: int, num_bytes: int) -> None:
+        """Make memory a window, and end those that all ranks have retired. Collective, in the order of the operations.
+
+        Raises:
+            ValueError: on every rank: the ranks' memories differ in size.
+        """
+        plans = _exchange(self._share, {"bytes": num_bytes, "retired": list(self._retired)})
+        sizes = [plan["bytes"] for plan in plans]
+        if len(set(sizes)) > 1:
+            raise ValueError(f"symmetric memory has {sizes} bytes on the ranks, wanted the same on all")
+        for number in sorted(set.intersection(*(set(plan["retired"]) for plan in plans))):
+            self._group.deregister_memory(self._made.pop(number)[0])
+            self._retired.pop(number)()
+        self._group.register_memory(address, num_bytes, True, self._timeout)
+        self._made[self._count] = address, num_bytes
+        self._count += 1
+
+    def retire(self, address: int, free: Callable[[], None]) -> bool:
+        """Call ``free`` once all ranks have retired the window at ``address``; return false if there is none."""
+        number = next((number for number, (begin, _) in self._made.items() if begin == address), None)
+        if number is not None:
+            self._retired[number] = free
+        return number is not None
+
+    def close(self) -> None:
+        """Free what is retired: the communicator is closed."""
+        self._made.clear()
+        while self._retired:
+            self._retired.popitem()[1]()
+
+
 class NcclTransport:
     """NCCL communicator among ``size`` ranks, each on its CUDA device ``device``. Creating one is collective.
 
@@ -141,11 +194,7 @@ class NcclTransport:
         _require_agreement(plans)
         self.registers = all(plan["registers"] for plan in plans)
         self.has_windows = size > 1 and algorithm == "native" and all(plan["windows"] for plan in plans)
-        self._share, self._timeout = share, timeout
         self._registered: dict[int, int] = {}  # bytes, by address
-        self._windows: dict[int, tuple[int, int]] = {}  # address and bytes, by number; the same numbers on all ranks
-        self._retired: dict[int, Callable[[], None]] = {}  # windows without a tensor, and what frees their memory
-        self._num_windows = 0
         unique_id = _make_unique_id(paths, rank, share)
         outcome: dict[str, str | None] = {"problem": None}
         failure: Exception | None = None
@@ -164,25 +213,16 @@ class NcclTransport:
             if group is not None:
                 group.close("another rank could not create its communicator")
             raise
-        self._group = group
-        self.all_reduce = group.all_reduce
-        self.reduce_scatter = group.reduce_scatter
-        self.all_gather = group.all_gather
-        self.broadcast = group.broadcast
-        self.send = group.send
-        self.recv = group.recv
-        self.check = group.check
+        self._group, self._timeout = group, timeout
+        self.windows = Windows(group, share, timeout)
+        self.all_reduce, self.reduce_scatter, self.all_gather = group.all_reduce, group.reduce_scatter, group.all_gather
+        self.broadcast, self.send, self.recv, self.check = group.broadcast, group.send, group.recv, group.check
         _open.add(self)
 
     @property
     def registered_bytes(self) -> int:
         """Bytes of memory that are registered."""
-        return sum(self._registered.values()) + self.symmetric_bytes
-
-    @property
-    def symmetric_bytes(self) -> int:
-        """Bytes of memory in symmetric windows."""
-        return sum(num_bytes for _, num_bytes in self._windows.values())
+        return sum(self._registered.values()) + self.windows.num_bytes
 
     def register(self, address: int, num_bytes: int) -> bool:
         """Register memory of :mod:`pycomm.collectives.transport.registered`; return whether it was not yet."""
@@ -192,36 +232,11 @@ class NcclTransport:
         self._registered[address] = num_bytes
         return True
 
-    def make_window(self, address: int, num_bytes: int) -> None:
-        """Make memory a symmetric window. Collective, in the order of the operations.
-
-        Windows that all ranks have deregistered end here, because NCCL wants that of all ranks in one order.
-
-        Raises:
-            ValueError: on every rank: the ranks' memories differ in size.
-        """
-        plans = _exchange(self._share, {"bytes": num_bytes, "retired": list(self._retired)})
-        sizes = [plan["bytes"] for plan in plans]
-        if len(set(sizes)) > 1:
-            raise ValueError(f"symmetric memory has {sizes} bytes on the ranks, wanted the same on all")
-        for number in sorted(set.intersection(*(set(plan["retired"]) for plan in plans))):
-            self._group.deregister_memory(self._windows.pop(number)[0])
-            self._retired.pop(number)()
-        self._group.register_memory(address, num_bytes, True, self._timeout)
-        self._windows[self._num_windows] = address, num_bytes
-        self._num_windows += 1
-
     def deregister(self, address: int, free: Callable[[], None]) -> bool:
-        """Deregister memory; return whether it may be freed now.
-
-        Otherwise it is a window, and ``free`` is called once all ranks have deregistered it, or this is closed.
-        """
+        """Deregister memory; return whether it may be freed now. Else it is a window: see :meth:`Windows.retire`."""
         if self._registered.pop(address, None) is not None:
             self._group.deregister_memory(address)
-        number = next((number for number, (begin, _) in self._windows.items() if begin == address), None)
-        if number is not None:
-            self._retired[number] = free
-        return number is None
+        return not self.windows.retire(address, free)
 
     @contextlib.contextmanager
     def grouped(self, timeout: float) -> Iterator[None]:
@@ -245,9 +260,7 @@ class NcclTransport:
         _open.discard(self)
         self._group.close("it was closed")
         self._registered.clear()
-        self._windows.clear()
-        while self._retired:
-            self._retired.popitem()[1]()
+        self.windows.close()
 
 
 def _plan_of(paths: Sequence[str], device: int, algorithm: str, streams: Sequence[int]) -> dict[str, Any]:

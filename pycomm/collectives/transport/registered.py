@@ -92,7 +92,7 @@ def register(array: Any, transport: NcclTransport) -> None:
 def _make_window(block: RegisteredBlock, array: torch.Tensor, transport: NcclTransport) -> None:
     """Make ``block`` a window in its first operation as a whole: with parts of it, each rank may have another."""
     if not block.users and array.nbytes == block.num_bytes:
-        transport.make_window(block.address, block.num_bytes)
+        transport.windows.make(block.address, block.num_bytes)
         block.users.append(weakref.ref(transport))
 
 
