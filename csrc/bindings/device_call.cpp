@@ -128,6 +128,7 @@ DeviceCall::DeviceCall(const Arguments& arguments) : arguments_(arguments), guar
         others_.push_back(producer);
         order(producer, stream_);
     }
+    device::load_kernels(arguments.device());
     cuda::raise_faults();
 }
 

@@ -231,7 +231,8 @@ void bind_entries(py::module_& module) {
             "verdict_places",
             [](const EntryLayout& layout, py::handle num_ranks) {
                 const VerdictLayout at(layout, ranks_in(num_ranks));
-                return py::make_tuple(at.finite_at, at.sources_at, at.used_at, at.differing_at, at.num_bytes);
+                return py::make_tuple(at.finite_at, at.sources_at, at.used_at, at.differing_at, at.borders_at,
+                                      at.num_bytes);
             },
             py::arg("num_ranks"));
     module.def("pack_entries", &pack_entries_of, py::arg("layout"), py::arg("message"), py::arg("verdict"),

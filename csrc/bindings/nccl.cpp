@@ -65,9 +65,9 @@ py::object nccl_version(const Paths& paths) {
     }
 }
 
-std::string nccl_why_not_registered(const Paths& paths) {
+std::string nccl_why_not_registered(const Paths& paths, bool symmetric) {
     py::gil_scoped_release release;
-    return nccl::library(paths).why_not_registered();
+    return nccl::library(paths).why_not_registered(symmetric);
 }
 
 uintptr_t nccl_allocate(int64_t num_bytes, int device, const Paths& paths) {
@@ -166,9 +166,10 @@ void recv(NcclGroup& group, py::handle x, py::handle src, uintptr_t stream, doub
     move<&NcclGroup::recv>(group, x, src, "src", stream, timeout);
 }
 
-void register_memory(NcclGroup& group, uintptr_t address, int64_t num_bytes) {
+void register_memory(NcclGroup& group, uintptr_t address, int64_t num_bytes, bool symmetric, double timeout) {
+    require_timeout(timeout);
     py::gil_scoped_release release;
-    group.register_memory(reinterpret_cast<void*>(address), num_bytes);
+    group.register_memory(reinterpret_cast<void*>(address), num_bytes, symmetric, timeout);
 }
 
 void deregister_memory(NcclGroup& group, uintptr_t address) {
@@ -191,7 +192,7 @@ void bind_nccl(py::module_& module) {
     module.def("cuda_driver_version", &device::driver_version);
     module.def("nccl_library", &nccl_calls::nccl_library, arg("paths"));
     module.def("nccl_version", &nccl_calls::nccl_version, arg("paths"));
-    module.def("nccl_why_not_registered", &nccl_calls::nccl_why_not_registered, arg("paths"));
+    module.def("nccl_why_not_registered", &nccl_calls::nccl_why_not_registered, arg("paths"), arg("symmetric"));
     module.def("nccl_allocate", &nccl_calls::nccl_allocate, arg("num_bytes"), arg("device"), arg("paths"));
     module.def("nccl_free", &nccl_calls::nccl_free, arg("address"), arg("device"), arg("paths"));
     module.def("nccl_unique_id", &nccl_calls::nccl_unique_id, arg("paths"));
@@ -205,7 +206,8 @@ void bind_nccl(py::module_& module) {
         .def("broadcast", &nccl_calls::broadcast, arg("x"), arg("src"), arg("stream"), arg("timeout"))
         .def("send", &nccl_calls::send, arg("x"), arg("dst"), arg("stream"), arg("timeout"))
         .def("recv", &nccl_calls::recv, arg("x"), arg("src"), arg("stream"), arg("timeout"))
-        .def("register_memory", &nccl_calls::register_memory, arg("address"), arg("num_bytes"))
+        .def("register_memory", &nccl_calls::register_memory, arg("address"), arg("num_bytes"), arg("symmetric"),
+             arg("timeout"))
         .def("deregister_memory", &nccl_calls::deregister_memory, arg("address"))
         .def("group_start", &NcclGroup::group_start, WithoutGil())
         .def("group_end", &nccl_calls::group_end, arg("timeout"))

@@ -66,6 +66,7 @@ PYCOMM_DEVICE void pause() {
 // Bits.
 PYCOMM_DEVICE int count_ones(uint32_t x) { return __popc(x); }
 PYCOMM_DEVICE int lowest_one(uint32_t x) { return __ffs(static_cast<int>(x)) - 1; }
+PYCOMM_DEVICE int highest_one(uint32_t x) { return 31 - __clz(static_cast<int>(x)); }
 PYCOMM_DEVICE uint32_t bits_of(float x) { return __float_as_uint(x); }
 PYCOMM_DEVICE uint64_t bits_of(double x) { return static_cast<uint64_t>(__double_as_longlong(x)); }
 PYCOMM_DEVICE float float_of(uint32_t bits) { return __uint_as_float(bits); }

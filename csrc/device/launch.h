@@ -20,25 +20,29 @@ namespace detail {
 using Launcher = cudaError_t (*)(const void* kernel, dim3 blocks, dim3 threads, void** arguments, size_t shared_bytes,
                                  cudaStream_t stream);
 
-template <class... Parameters>
+template <class... Parameters, class... Arguments>
 void launch_by(Launcher how, const char* name, void (*kernel)(Parameters...), int64_t blocks, Stream stream,
-               Parameters... parameters) {
-    void* pointers[] = {&parameters...};
-    check(how(reinterpret_cast<const void*>(kernel), dim3(static_cast<unsigned>(blocks)),
-              dim3(static_cast<unsigned>(threads_per_block())), pointers, 0, static_cast<cudaStream_t>(stream)),
-          name);
+               Arguments... arguments) {
+    auto with = [&](Parameters... parameters) {
+        void* pointers[] = {&parameters...};
+        check(how(reinterpret_cast<const void*>(kernel), dim3(static_cast<unsigned>(blocks)),
+                  dim3(static_cast<unsigned>(threads_per_block())), pointers, 0, static_cast<cudaStream_t>(stream)),
+              name);
+    };
+    with(arguments...);
 }
 
 }  // namespace detail
 
-template <class... Parameters, class... Arguments>
-void launch(const char* name, void (*kernel)(Parameters...), int64_t blocks, Stream stream, Arguments... arguments) {
-    detail::launch_by<Parameters...>(cudaLaunchKernel, name, kernel, blocks, stream, arguments...);
+template <auto kernel, class... Arguments>
+void launch(const char* name, int64_t blocks, Stream stream, Arguments... arguments) {
+    note_kernel<kernel>();
+    detail::launch_by(cudaLaunchKernel, name, kernel, blocks, stream, arguments...);
 }
 
 // Number of blocks of `kernel` that run at once on the current device: the most that grid barriers allow.
-template <class... Parameters>
-int max_resident_blocks(const char* name, void (*kernel)(Parameters...)) {
+template <auto kernel>
+int max_resident_blocks(const char* name) {
     RelaxedCapture relaxed;  // the first query of a kernel loads it
     int device = 0, per_multiprocessor = 0;
     check(cudaGetDevice(&device), name);
@@ -49,10 +53,10 @@ int max_resident_blocks(const char* name, void (*kernel)(Parameters...)) {
 }
 
 // All blocks run at the same time, so they may wait for each other.
-template <class... Parameters, class... Arguments>
-void launch_together(const char* name, void (*kernel)(Parameters...), int64_t blocks, Stream stream,
-                     Arguments... arguments) {
-    detail::launch_by<Parameters...>(cudaLaunchCooperativeKernel, name, kernel, blocks, stream, arguments...);
+template <auto kernel, class... Arguments>
+void launch_together(const char* name, int64_t blocks, Stream stream, Arguments... arguments) {
+    note_kernel<kernel>();
+    detail::launch_by(cudaLaunchCooperativeKernel, name, kernel, blocks, stream, arguments...);
 }
 
 }  // namespace pycomm::device

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "base/error.h"
 #include "device/stream.h"
@@ -63,6 +64,21 @@ class RelaxedCapture {
    private:
     int previous_;
 };
+
+// All kernels: launch() notes those that it is compiled for.
+std::vector<const void*>& kernels();
+template <auto kernel>
+struct Noted {
+    static inline const bool value = (kernels().push_back(reinterpret_cast<const void*>(kernel)), true);
+};
+template <auto kernel>
+void note_kernel() {
+    static_cast<void>(Noted<kernel>::value);
+}
+
+// Loads all kernels on `device`, once. CUDA otherwise loads each before its first launch, for which it may have to wait
+// until the device is idle; and NCCL's kernels there wait for other ranks.
+void load_kernels(int device);
 
 // A new stream. It does not wait for the legacy default stream, and has the highest priority.
 Stream make_stream(int device);

@@ -30,6 +30,7 @@ namespace pycomm {
 enum : uint8_t { kUnused = 0, kUsed = 1, kNotFinite = 2 };
 
 inline constexpr int64_t kEntryAlignment = 8;
+inline constexpr int64_t kEntryTile = 4096;  // elements that a GPU adds up in shared memory
 inline int64_t aligned_entry(int64_t bytes) {
     return (bytes + kEntryAlignment - 1) / kEntryAlignment * kEntryAlignment;
 }
@@ -40,6 +41,7 @@ struct EntryLayout {
     DType dtype;  // of the sums: float32 or float64
     bool half;    // float32 values are sent as float16
     int64_t scale_at, values_at, words_at, num_words, num_bytes;
+    int64_t num_tiles;  // of kEntryTile elements of the sums
 
     EntryLayout(int64_t params, int64_t bits, int64_t entries, int64_t range, DType sums, bool as_half)
         : num_params(params), num_bits(bits), count(entries), limit(range), dtype(sums), half(as_half) {
@@ -48,6 +50,7 @@ struct EntryLayout {
         words_at = values_at + aligned_entry(count * (half ? 2 : size_of(dtype)));
         num_words = IndexLayout(limit, count).num_words();
         num_bytes = words_at + aligned_entry(num_words * 4);
+        num_tiles = (limit + kEntryTile - 1) / kEntryTile;
     }
 };
 
@@ -57,14 +60,17 @@ struct VerdictLayout {
     int64_t sources_at;  // int64 for each rank: 1 + its first parameter that is not finite, or 0
     int64_t used_at;     // a bool for each parameter: some rank has a gradient of it
     int64_t differing_at;  // a bool for each bit: ranks differ in it
-    int64_t num_bytes;     // the first 8 are for the GPU's kernels
+    int64_t borders_at;  // for the GPU's kernels, as are the first 8 bytes; int32 for each tile of each rank: how many
+                         // of its entries come before
+    int64_t num_bytes;
 
     VerdictLayout(const EntryLayout& layout, int64_t num_ranks) {
         finite_at = 8;
         sources_at = 16;
         used_at = sources_at + 8 * num_ranks;
         differing_at = used_at + layout.num_params;
-        num_bytes = aligned_entry(differing_at + layout.num_bits);
+        borders_at = aligned_entry(differing_at + layout.num_bits);
+        num_bytes = aligned_entry(borders_at + 4 * num_ranks * layout.num_tiles);
     }
 };
 
@@ -117,7 +123,7 @@ void pack_entries(const EntryLayout& layout, const Taken& taken, char* message, 
 int64_t unpack_entries_workspace_bytes(const EntryLayout& layout, int num_ranks);
 void unpack_entries(const EntryLayout& layout, const char* messages, int num_ranks, Scale factor, double most,
                     int32_t* indices, char* verdict, Workspace& workspace, Stream stream);
-// outcome.finite lies on the device.
+// outcome.finite lies on the device; `verdict` is that of unpack_entries.
 void add_entries(const EntryLayout& layout, const char* messages, int num_ranks, const int32_t* indices, Scale factor,
                  const Outcome& outcome, const char* verdict, Stream stream);
 

@@ -236,6 +236,11 @@ class Channel:
         """Bytes of memory on GPUs that NCCL's communicators have registered."""
         return sum(queue.registered_bytes for queue in self._gpus.values())
 
+    @property
+    def symmetric_bytes(self) -> int:
+        """Bytes of them in symmetric windows."""
+        return sum(queue.symmetric_bytes for queue in self._gpus.values())
+
     def check_gpus(self) -> None:
         """Raise CommError if an operation on a GPU has failed meanwhile."""
         for queue in self._gpus.values():

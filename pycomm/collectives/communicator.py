@@ -190,13 +190,21 @@ class Communicator(_Messages):
         shape: int | tuple[int, ...],
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | int | None = None,
+        *,
+        symmetric: bool = False,
     ) -> torch.Tensor:
         """Return an uninitialised tensor in memory that the transport can access directly.
 
         On a GPU NCCL requires that all ranks pass such tensors to an operation, at equal offsets, or none does.
 
         Not collective: ranks may allocate different tensors at any time. Operations on such tensors (on all ranks) move
-        each byte only once. The memory lives as long as the tensor. ``device``: the CPU if ``None``.
+        each byte only once. The memory lives as long as the tensor.
+
+        Args:
+            shape, dtype: those of the tensor.
+            device: the CPU if ``None``.
+            symmetric: all ranks make such a tensor, and pass it whole to the same operations in the same order. Its
+                first operation is then the collective that lets NCCL 2.27 or newer use symmetric kernels.
 
         Raises:
             TypeError: ``shape`` or ``dtype`` has the wrong type.
@@ -208,7 +216,7 @@ class Communicator(_Messages):
         dims = shape_of(shape)
         kind = "cpu" if device is None else torch.device(device).type
         if kind == "cuda":
-            return registered.empty(dims, dtype, torch.device(device))  # type: ignore[arg-type]
+            return registered.empty(dims, dtype, torch.device(device), symmetric)  # type: ignore[arg-type]
         if kind != "cpu":
             raise ValueError(f"device is {device!r}, wanted the CPU or a GPU")
         return self.channel.transport.empty(dims, dtype)

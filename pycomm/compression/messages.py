@@ -42,6 +42,17 @@ class Layout:
         ]
 
 
+def gathered_memory(
+    communicator: Communicator, num_bytes: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return memory for a message, which is zeros as the gaps between arrays travel too, and for those of all ranks."""
+    num_all = communicator.size * num_bytes
+    message = communicator.empty(num_bytes, torch.uint8, device, symmetric=True).zero_()
+    if device.type == "cpu":  # where only what is sent must lie in memory that others reach
+        return message, torch.empty(num_all, dtype=torch.uint8)
+    return message, communicator.empty(num_all, torch.uint8, device, symmetric=True)
+
+
 class GatheredMessages:
     """Messages that are gathered: every rank receives one from each.
 
@@ -63,9 +74,7 @@ class GatheredMessages:
         layout = Layout(self._num_codes, tuple(arrays))
         num_bytes, size = layout.num_bytes(), self._communicator.size
         if num_bytes > len(self._room):
-            # Zeros: the gaps between arrays travel too.
-            self._room = self._communicator.empty(num_bytes, torch.uint8, self._device).zero_()
-            self._room_for_all = torch.empty(size * num_bytes, dtype=torch.uint8, device=self._device)
+            self._room, self._room_for_all = gathered_memory(self._communicator, num_bytes, self._device)
         self._message, self._everyone = self._room[:num_bytes], self._room_for_all[: size * num_bytes]
         messages = list(torch.split(self._everyone, num_bytes))
         self._rows = [message[: self._num_codes] for message in messages]
@@ -98,7 +107,7 @@ class SummedMessage:
         self._communicator = communicator
         num_params = len(bucket.names)
         places = SummedReport.num_places(num_params, communicator.size)
-        self._memory = communicator.empty(count + places, wide_dtype(bucket), bucket.device)
+        self._memory = communicator.empty(count + places, wide_dtype(bucket), bucket.device, symmetric=True)
         self.values = self._memory[:count]
         self._report = SummedReport(self._memory[count:], num_params)
 

@@ -15,6 +15,7 @@ from pycomm import Communicator, kernels
 from pycomm.collectives.bucket import FINGERPRINT_BITS, Bucket
 from pycomm.compression.base import Scaling
 from tests.on_ranks import on_ranks
+from tests.reducer.test_gpu_path import METHODS as ALL_METHODS
 
 KERNELS = ["sparsify", "pack_entries", "all_gather", "unpack_entries", "add_entries"]
 
@@ -147,6 +148,42 @@ def test_a_dense_bucket_is_one_kernel_and_one_collective(method: Any, after: lis
         assert bool(exchange.finite())
         assert not exchange.differing().any()
         assert [float(view.mean()) for view in bucket.views] == [1.0, 0.0 if missing else 1.0, 1.0]
+
+
+@pytest.mark.parametrize("method", [method for method in ALL_METHODS if method != "none"])
+@on_ranks(2)
+def test_messages_are_whole_symmetric_tensors(method: str) -> None:
+    with Communicator(timeout=20) as communicator, pytest.MonkeyPatch.context() as context:
+        symmetric: set[tuple[int, int]] = set()
+        sent: set[tuple[int, int]] = set()
+
+        plain = communicator.empty
+
+        def empty(*args: Any, **options: Any) -> torch.Tensor:
+            made = plain(*args, **options)
+            if options.get("symmetric"):
+                symmetric.add((made.data_ptr(), made.nbytes))
+            return made
+
+        def noting(function: Any) -> Any:
+            def call(*args: Any) -> Any:
+                x = [arg for arg in args if isinstance(arg, torch.Tensor)][-1]
+                sent.add((x.data_ptr(), x.nbytes))
+                return function(*args)
+
+            return call
+
+        context.setattr(communicator, "empty", empty)
+        for name in ("all_reduce", "all_gather"):
+            context.setattr(communicator, name, noting(getattr(communicator, name)))
+        params = [torch.zeros(9, 7 + j) for j in range(3)]
+        bucket = Bucket(["a", "b", "c"], params, communicator)
+        compression: Any = ALL_METHODS[method]
+        exchange = compression.make(bucket, communicator)
+        with torch.no_grad():
+            exchange.exchange([torch.randn_like(p) for p in params], Scaling(communicator.size))
+        assert {each for each in sent if each[1] > 8} <= symmetric
+        assert sent & symmetric
 
 
 @on_ranks(1, 2)

@@ -45,6 +45,8 @@ def library() -> ctypes.CDLL:
     lib.emulator_wait.restype = ctypes.c_bool
     lib.emulator_num_launches.restype = ctypes.c_int64
     lib.emulator_num_fills.restype = ctypes.c_int64
+    lib.emulator_num_kernels.restype = ctypes.c_int64
+    lib.emulator_num_unloaded_launches.restype = ctypes.c_int64
     lib.emulator_num_calls_elsewhere.restype = ctypes.c_int64
     return lib
 

@@ -17,7 +17,7 @@ __all__ = ["gpu"]
 pytestmark = [requires_gpu, pytest.mark.skipif(not EMULATED, reason="counts the emulator's launches")]
 
 if EMULATED:
-    from tests.emulator.arrays import library
+    from tests.emulator.arrays import DeviceArray, library
 
 # What brings addresses and zeros, accumulate, select; pack, unpack, add; and the collective, which is not counted here.
 KERNELS = 6
@@ -118,3 +118,12 @@ def test_new_gradients_cost_nothing_more(gpu: Gpu, clip: float | None) -> None:
     before = num_launches()
     step.run()
     assert num_launches() - before == KERNELS + (clip is not None)
+
+
+def test_all_kernels_are_loaded_before_the_first_launch_on_each_gpu() -> None:
+    assert library().emulator_num_kernels() > 100
+    before = num_launches()
+    for device in (0, 1):
+        kernels.pack([DeviceArray(torch.ones(9), device)], DeviceArray(torch.zeros(9), device))
+    assert num_launches() > before
+    assert library().emulator_num_unloaded_launches() == 0

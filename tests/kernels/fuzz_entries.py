@@ -84,7 +84,8 @@ class _Messages:
         return output(self.rng, name, size, torch.uint8, aligned=True, border=_BORDER)
 
     def verdict(self) -> Slot:
-        return self.memory("verdict", _up(self.differing_at + self.bits))
+        tiles = -(-self.limit // 4096)  # whose borders GPUs keep there
+        return self.memory("verdict", _up(_up(self.differing_at + self.bits) + 4 * self.ranks * tiles))
 
     def message(
         self, codes: torch.Tensor, scale: torch.Tensor, values: torch.Tensor, indices: torch.Tensor

@@ -274,8 +274,12 @@ def test_gpu(gpu: Gpu, dtype: torch.dtype, half: bool, size: int) -> None:
     for rank in ranks[1:]:
         rank.keeps = torch.arange(COUNT) % 3 == 0
     wanted, found = exchange(ranks, half), exchange(ranks, half, gpu, gpu.put(torch.tensor(1.0)))
-    for name in ("messages", "indices", "verdict"):
+    for name in ("messages", "indices"):
         assert torch.equal(getattr(wanted, name), getattr(found, name)), name
+    assert torch.equal(wanted.verdict[: borders_at(wanted)], found.verdict[: borders_at(found)])
+    assert borders_of(found) == [
+        torch.searchsorted(rank.indices, torch.arange(0, LIMIT, 4096)).tolist() for rank in ranks
+    ]
     for one, other in zip(wanted.left + wanted.velocities, found.left + found.velocities, strict=True):
         assert_same_bits(other, one)
     for out_dtype in (torch.float32, torch.float16, torch.float64):
@@ -283,6 +287,35 @@ def test_gpu(gpu: Gpu, dtype: torch.dtype, half: bool, size: int) -> None:
         kernels.add_entries(wanted.gathered, 0.3, out)
         kernels.add_entries(found.gathered, 0.3, on_gpu)
         assert_same_bits(gpu.get(on_gpu), out)
+
+
+def borders_at(found: Exchanged) -> int:
+    return found.layout.verdict_places(found.gathered.num_ranks)[4]
+
+
+def borders_of(found: Exchanged) -> list[list[int]]:
+    """For each rank, how many of its entries come before each tile."""
+    size, tiles = found.gathered.num_ranks, -(-LIMIT // 4096)
+    return found.verdict[borders_at(found) :].view(torch.int32)[: size * tiles].view(size, tiles).tolist()
+
+
+@requires_gpu
+@pytest.mark.parametrize("places", [[0], [40_964], [4095, 4096, 4097], [5 * 4096], [0, 40_964]])
+def test_gpu_finds_the_entries_of_every_tile(gpu: Gpu, places: list[int]) -> None:
+    """Also where most tiles have none, and next to their borders."""
+    limit = 10 * 4096 + 5
+    layout = EntryLayout(1, 0, len(places), limit, "float32", False)
+    verdict = gpu.put(torch.full((layout.verdict_places(1)[-1],), 0xA5, dtype=torch.uint8))
+    message, indices = gpu.put(torch.zeros(layout.num_bytes, dtype=torch.uint8)), torch.tensor(places).int()
+    gathered = Gathered(layout, 1, message, gpu.put(torch.zeros_like(indices)), verdict)
+    values, flat = gpu.put(torch.arange(1.0, 1 + len(places))), gpu.put(torch.zeros(limit))
+    taken = kernels.Taken(values, gpu.put(indices), flat, gpu.put(torch.tensor([True])))
+    kernels.pack_entries(message, taken, gathered)
+    kernels.unpack_entries(gathered, 1.0, 1e9)
+    out = gpu.garbage(limit, torch.float32)
+    kernels.add_entries(gathered, 1.0, out)
+    wanted = torch.zeros(limit).index_put((indices.long(),), torch.arange(1.0, 1 + len(places)))
+    assert torch.equal(gpu.get(out), wanted)
 
 
 def check_that_state_is_put_back(at: Gpu, finite: bool) -> None:

@@ -13,7 +13,7 @@ from pycomm import kernels
 from pycomm.kernels import EntryLayout, Gathered
 from tests.kernels.gpus import Gpu, gpu, requires_gpu
 from tests.kernels.reference import assert_same_bits
-from tests.kernels.test_entries import LIMIT, Exchanged, Host, Rank, exchange, ranks_of, summed
+from tests.kernels.test_entries import LIMIT, Exchanged, Host, Rank, borders_at, exchange, ranks_of, summed
 
 __all__ = ["gpu"]
 
@@ -170,7 +170,7 @@ def test_gpu_reports_indices_out_of_a_tile(gpu: Gpu) -> None:
     out = gpu.put(torch.zeros(LIMIT))
     bad = replace(found.gathered, indices=gpu.put(torch.tensor([1, 5000, 2], dtype=torch.int32)))
     kernels.add_entries(bad, 1.0, out)
-    assert "add_entries: indices[2] of a rank is 2, wanted 0 <= index < 9231" in str(raised(gpu, out))
+    assert "add_entries: indices[1] of a rank is 5000, wanted 0 <= index < 9231" in str(raised(gpu, out))
     assert raised(gpu, out) is None
 
 
@@ -216,7 +216,7 @@ def test_gpu_unpacks_again(gpu: Gpu) -> None:
     ranks[1].finite[2] = False
     other = exchange(ranks)
     kernels.unpack_entries(replace(found.gathered, messages=gpu.put(other.messages)), 1.0, 3e38)
-    assert torch.equal(gpu.get(found.gathered.verdict)[8:], other.verdict[8:])
+    assert torch.equal(gpu.get(found.gathered.verdict)[8 : borders_at(found)], other.verdict[8 : borders_at(other)])
 
 
 def check_many_ranks(at: Gpu, size: int) -> None:
@@ -279,9 +279,11 @@ def test_gpu_range_with_negative_factors(gpu: Gpu) -> None:
 def check_ends(at: Gpu, ends: list[int], num_params: int) -> None:
     """Ends that do not reach the limit, or go back: what is undone is anybody's guess, but within the arrays."""
     layout = EntryLayout(num_params, 0, 1, LIMIT, "float32", False)
-    verdict = at.put(torch.zeros(layout.verdict_places(1)[-1], dtype=torch.uint8))
+    *_, borders, num_bytes = layout.verdict_places(1)
+    verdict = torch.zeros(num_bytes, dtype=torch.uint8)
+    verdict[borders + 4 :].view(torch.int32).fill_(1)  # the one entry comes before all tiles but the first
     message = at.put(torch.zeros(layout.num_bytes, dtype=torch.uint8))
-    gathered = Gathered(layout, 1, message, at.put(torch.zeros(1, dtype=torch.int32)), verdict)
+    gathered = Gathered(layout, 1, message, at.put(torch.zeros(1, dtype=torch.int32)), at.put(verdict))
     arrays = [guarded(at, torch.full((LIMIT,), float(value))) for value in (1, 2, 3)]
     # Behind the ends lie numbers that would look like another's, had they been read.
     (_, out), (now, of_now), (_, before) = arrays

@@ -223,3 +223,17 @@ def test_sorted_buckets_have_the_averages_and_the_state_of_those_before(method: 
     with attached(sgd(model), model, **options) as reducer:
         reducer.load_state_dict(saved)
         torch.testing.assert_close(own_state(reducer), own_state(saved))
+
+
+@on_ranks(2)
+def test_sorted_buckets_on_a_gpu_know_whose_gradient_was_not_finite_before() -> None:
+    model = FromTheHead(6, 64)
+    options = {"bucket_mb": 1 / 64, "compression": pycomm.TopK(0.1)}
+    with pretended_gpu(), attached(sgd(model), model, **options) as reducer:
+        name = "layers.3.weight"
+        handle = model.get_parameter(name).register_hook(lambda grad: grad * (torch.nan if dist.get_rank() else 1.0))
+        model(torch.ones(2, 64)).square().mean().backward()
+        handle.remove()
+        reducer.skip_step()
+        assert reducer._passes._order.apply()
+        assert reducer.stats()["last_nonfinite"] == f"parameter {name!r} on rank 1"

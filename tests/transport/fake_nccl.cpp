@@ -33,7 +33,7 @@
 namespace {
 
 enum Result { kSuccess = 0, kInternalError = 3, kInvalidArgument = 4, kInvalidUsage = 5, kInProgress = 7 };
-enum class Kind { kAllReduce, kReduceScatter, kAllGather, kBroadcast, kSend, kRecv };
+enum class Kind { kAllReduce, kReduceScatter, kAllGather, kBroadcast, kSend, kRecv, kWindow };
 
 struct Call {
     Kind kind;
@@ -42,6 +42,12 @@ struct Call {
     size_t count;
     int dtype, argument;
     std::shared_ptr<bool> done = std::make_shared<bool>(false);
+    std::array<std::pair<size_t, ptrdiff_t>, 2> places = {};  // of in and out: number of the window, and offset
+};
+
+struct Window {
+    const char* begin;
+    size_t bytes, number;  // from 1 on
 };
 
 // The ranks' calls number n.
@@ -63,6 +69,8 @@ struct FakeComm {
     int polls_left = 0;
     size_t num_rounds = 0;
     std::vector<std::shared_ptr<bool>> undone;
+    std::vector<Window*> windows;
+    size_t num_windows = 0;
 };
 
 struct UniqueId {
@@ -104,9 +112,25 @@ int enter(const char* function, const FakeComm* comm) {
     return at == switches.failures.end() ? kSuccess : at->second;
 }
 
+std::pair<size_t, ptrdiff_t> place_of(const FakeComm* comm, const void* pointer) {
+    for (const Window* window : comm->windows) {
+        ptrdiff_t offset = static_cast<const char*>(pointer) - window->begin;
+        if (offset >= 0 && offset < static_cast<ptrdiff_t>(window->bytes)) return {window->number, offset};
+    }
+    return {};
+}
+
 // All of a round's inputs are read before anything is written: a rank's output may be its input.
 void compute(const World& world, Round& round) {
     const Call& first = round.calls.at(0);
+    for (auto& [rank, call] : round.calls) {  // symmetric: ranks reach each other's windows by their own addresses
+        bool alike = call.kind == first.kind && call.places == first.places;
+        if (!alike || (call.kind == Kind::kWindow && call.count != first.count)) ++misuses;
+    }
+    if (first.kind == Kind::kWindow) {
+        for (auto& [rank, call] : round.calls) *call.done = true;
+        return;
+    }
     std::vector<const void*> inputs;
     for (auto& [rank, call] : round.calls) inputs.push_back(call.in);
     size_t bytes = first.count * size_of(first.dtype);
@@ -152,10 +176,12 @@ void submit(FakeComm* comm, const Call& call) {
     comm->undone.push_back(call.done);
     comm->polls_left = switches.polls;
     if (call.kind == Kind::kSend || call.kind == Kind::kRecv) return exchange(world, comm, call);
+    Call placed = call;
+    placed.places = {place_of(comm, call.in), place_of(comm, call.out)};
     size_t number = comm->num_rounds++;
     if (world.rounds.size() <= number) world.rounds.resize(number + 1);
     Round& round = world.rounds[number];
-    round.calls.emplace(comm->rank, call);
+    round.calls.emplace(comm->rank, placed);
     if (static_cast<int>(round.calls.size()) == world.size) compute(world, round);
 }
 
@@ -309,7 +335,6 @@ EXPORT int ncclSend(const void* in, size_t count, int dtype, int peer, void* com
 EXPORT int ncclRecv(void* out, size_t count, int dtype, int peer, void* comm, void*) {
     return collective("ncclRecv", comm, {Kind::kRecv, nullptr, out, count, dtype, peer});
 }
-#ifndef FAKE_WITHOUT_REGISTRATION
 EXPORT int ncclMemAlloc(void** memory, size_t bytes) {
     std::lock_guard lock(guard);
     if (int failure = enter("ncclMemAlloc", nullptr); failure != kSuccess) return failure;
@@ -339,7 +364,27 @@ EXPORT int ncclCommDeregister(void* handle, void* registration) {
     delete bytes;
     return enter("ncclCommDeregister", comm);
 }
-#endif
+// A collective: it waits for all ranks.
+EXPORT int ncclCommWindowRegister(void* handle, void* memory, size_t bytes, void** window, int flags) {
+    auto comm = static_cast<FakeComm*>(handle);
+    int result = collective("ncclCommWindowRegister", handle, {Kind::kWindow, nullptr, nullptr, bytes, flags, 0});
+    if (result != kSuccess) return result;
+    std::lock_guard lock(guard);
+    comm->windows.push_back(new Window{static_cast<char*>(memory), bytes, ++comm->num_windows});
+    registered_bytes += static_cast<int>(bytes);
+    if (flags != 1) ++misuses;
+    *window = comm->windows.back();
+    return kSuccess;
+}
+EXPORT int ncclCommWindowDeregister(void* handle, void* window) {
+    std::lock_guard lock(guard);
+    auto comm = static_cast<FakeComm*>(handle);
+    auto old = static_cast<Window*>(window);
+    if (comm->ended || std::erase(comm->windows, old) != 1) ++misuses;
+    registered_bytes -= static_cast<int>(old->bytes);
+    delete old;
+    return enter("ncclCommWindowDeregister", comm);
+}
 EXPORT int ncclGroupStart() {
     std::lock_guard lock(guard);
     int failure = enter("ncclGroupStart", nullptr);

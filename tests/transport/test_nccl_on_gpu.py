@@ -106,6 +106,27 @@ def test_cupy(alone: pycomm.Communicator) -> None:
         assert (x + 1)[999] == 1000
 
 
+def sums_in_windows() -> None:
+    """Also after one rank has dropped its memory before the other."""
+    rank = dist.get_rank()
+    with pycomm.Communicator(timeout=60) as c:
+        kept = []
+        for round in range(3):
+            x = c.empty(1 << 20, torch.bfloat16, "cuda", symmetric=True).fill_(rank + round)
+            for _ in range(2):
+                c.all_reduce(x)
+            assert bool((x == 2 * (1 + 2 * round)).all())
+            assert c.channel.symmetric_bytes >= (0 if why_not_registered(symmetric=True) else x.nbytes)
+            kept += [x] * (rank == round)
+            del x
+        c.check()
+
+
+@requires_nccl
+def test_windows_of_two_ranks(sharing: RankPool) -> None:
+    sharing.run(sums_in_windows)
+
+
 def collectives() -> None:
     rank = dist.get_rank()
     with pycomm.Communicator(timeout=60) as c:

@@ -14,7 +14,7 @@ import torch
 
 import pycomm
 from pycomm.collectives.transport import gpu, nccl, registered
-from tests.transport.nccl_ranks import NOW, Fake, on_device, requires_emulator
+from tests.transport.nccl_ranks import NOW, Fake, on_device, on_ranks, requires_emulator, run_ranks
 from tests.transport.test_nccl_library import in_version
 from tests.transport.test_nccl_transport import is_rank, transports
 
@@ -98,7 +98,7 @@ def test_versions(fake_library: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_one_rank_that_cannot(fake: Fake, waits: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl, "why_not_registered", lambda: "it is too old" if is_rank(1) else "")
+    monkeypatch.setattr(nccl, "why_not_registered", lambda **_: "it is too old" if is_rank(1) else "")
     members = transports(2)
     monkeypatch.undo()
     monkeypatch.setattr(registered, "_storage_on", storage_on)
@@ -148,3 +148,101 @@ def test_every_operation_registers(fake: Fake, one_rank_group: None, monkeypatch
         communicator.all_gather(out, x)
         assert seen == [(array, nccl.NcclTransport) for array in (x, out, x)]
         assert communicator.channel.registered_bytes == 0
+
+
+def symmetric(count: int = COUNT) -> torch.Tensor:
+    return registered.empty((count,), torch.float32, GPU, symmetric=True)
+
+
+def sum_up(members: list[Any], arrays: list[torch.Tensor]) -> None:
+    """Register the arrays, one of each rank, and add them up."""
+    from tests.emulator.arrays import DeviceArray  # not without the emulator
+
+    def run(rank: int) -> None:
+        registered.register(arrays[rank], members[rank])
+        members[rank].all_reduce(DeviceArray(arrays[rank], rank), "sum", **NOW)
+
+    run_ranks(len(members), run)
+
+
+def test_all_ranks_make_a_window_and_none_ends_it_alone(fake: Fake, waits: list[int]) -> None:
+    members = transports(2)
+    assert [member.has_windows for member in members] == [True, True]
+    first = [symmetric().fill_(rank + 1) for rank in range(2)]
+    for rank, member in enumerate(members):
+        registered.register(first[rank][:2], member)  # a part, of which each rank may have another
+    for _ in range(2):
+        sum_up(members, first)
+    assert all(bool((x == 6).all()) for x in first)
+    assert (calls(fake, "ncclCommWindowRegister"), calls(fake, "ncclCommRegister")) == (2, 0)
+    assert [(each.windows.num_bytes, each.registered_bytes) for each in members] == [(BYTES, BYTES)] * 2
+    kept = []
+    for ended in (0, 2):  # rank 0 drops its first message, then rank 1
+        del first[0]
+        gc.collect()
+        kept.append([symmetric() for _ in members])  # looks for memory that has become free
+        sum_up(members, kept[-1])
+        assert (calls(fake, "ncclCommWindowDeregister"), calls(fake, "ncclMemFree")) == (ended, ended)
+    kept.clear()
+    gc.collect()
+    registered.reclaim()
+    assert calls(fake, "ncclMemFree") == 2
+    for member in members:
+        member.close()
+    assert calls(fake, "ncclMemFree") == 6
+    assert fake.misuses() == 0
+
+
+def test_windows_of_other_sizes_are_an_error_on_all_ranks(fake: Fake, waits: list[int]) -> None:
+    members = transports(2)
+    arrays = [symmetric(COUNT + rank) for rank in range(2)]
+    for error in on_ranks(2, lambda rank: registered.register(arrays[rank], members[rank])):
+        assert isinstance(error, ValueError)
+        assert str(error) == f"symmetric memory has [{BYTES}, {BYTES + 4}] bytes on the ranks, wanted the same on all"
+    assert calls(fake, "ncclCommWindowRegister") == 0
+    for member in members:
+        member.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "value", "why"),
+    [
+        (22605, None, "NCCL is 2.26.5, wanted 2.27 or newer"),
+        (22703, None, ""),
+        (23003, "0", "PYCOMM_NCCL_WINDOWS=0"),
+    ],
+)
+def test_without_windows_each_rank_registers(
+    fake_library: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    waits: list[int],
+    code: int,
+    value: str | None,
+    why: str,
+) -> None:
+    library = in_version(fake_library, code, tmp_path)
+    monkeypatch.setenv("PYCOMM_NCCL_LIBRARY", str(library))
+    if value is not None:
+        monkeypatch.setenv("PYCOMM_NCCL_WINDOWS", value)
+    assert nccl.why_not_registered(symmetric=True) == why
+    members, arrays = transports(2), [symmetric() for _ in range(2)]
+    sum_up(members, arrays)
+    assert [member.windows.num_bytes for member in members] == [0 if why else BYTES] * 2
+    assert [member.registered_bytes for member in members] == [BYTES] * 2
+    del arrays
+    for member in members:
+        member.close()
+
+
+def test_a_rank_that_makes_no_window_is_missed(fake: Fake, waits: list[int]) -> None:
+    """The ranks have agreed on it, and one is lost before NCCL hears of it."""
+    members = transports(2)
+    members[0].windows._timeout = 0.5
+    members[1]._group.close("it is lost")
+    arrays = [symmetric() for _ in range(2)]
+    errors = on_ranks(2, lambda rank: registered.register(arrays[rank], members[rank]))
+    assert "register_memory: timed out: NCCL could not start it: a rank is missing" in str(errors[0])
+    assert all(isinstance(error, pycomm.CommError) for error in errors)
+    for member in members:
+        member.close()

@@ -49,6 +49,7 @@ LIMITS = (
     Limit("accumulate/*", registers=104, blocks=2, loads=8),
     Limit("chunks/pack_chunks_kernel", registers=80, blocks=3, loads=4),
     Limit("chunks/*", registers=40, blocks=6),
+    Limit("entries/unpack_kernel<*>", registers=48, blocks=5),
     Limit("entries/*", registers=40, blocks=6),
     Limit("hashes/add_up_kernel<*>", registers=32, blocks=8),
     Limit("hashes/*", registers=48, blocks=5, loads=4),

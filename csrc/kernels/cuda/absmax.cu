@@ -53,8 +53,8 @@ void absmax(const std::vector<Buffer>& arrays, float* out, Workspace& workspace,
     device::fill_bytes(out, 0, sizeof(float), stream);
     Table table = upload(arrays, workspace, stream);
     if (table.total == 0) return;
-    device::launch("absmax", absmax_kernel, blocks_for(table.total, kLongTile), stream, table,
-                   reinterpret_cast<uint32_t*>(out));
+    device::launch<absmax_kernel>("absmax", blocks_for(table.total, kLongTile), stream, table,
+                                  reinterpret_cast<uint32_t*>(out));
 }
 
 }  // namespace pycomm::cuda

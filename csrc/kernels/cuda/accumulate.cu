@@ -228,8 +228,8 @@ void accumulate_pass(const Accumulation& job, const Entry* entries, Scale scale,
         using Grad = std::remove_pointer_t<decltype(type)>;
         using Acc = Wide<Grad>;
         int64_t per_block = device::threads_per_block() * int64_t{kRows * 16 / sizeof(Acc)};
-        device::launch("accumulate", accumulate_kernel<Acc, Grad>, blocks_for(job.acc.count + pass.shift, per_block),
-                       stream, pass);
+        device::launch<accumulate_kernel<Acc, Grad>>("accumulate", blocks_for(job.acc.count + pass.shift, per_block),
+                                                     stream, pass);
     });
 }
 

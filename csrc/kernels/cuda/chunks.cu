@@ -301,7 +301,7 @@ void pack_chunks(const Buffer& x, const ChunkFormat& config, uint32_t* words, fl
     Chunking job{
         x.bytes(), layouts.whole, layouts.each, layouts.last, config.bits, words, reinterpret_cast<char*>(remainder),
         decay};
-    device::launch("pack_chunks", pack_chunks_kernel, layouts.num_chunks(), stream, job);
+    device::launch<pack_chunks_kernel>("pack_chunks", layouts.num_chunks(), stream, job);
 }
 
 int64_t unpack_chunks_workspace_bytes(std::size_t num_contributions) { return arrays_bytes(num_contributions); }
@@ -322,7 +322,7 @@ void unpack_chunks(const std::vector<const uint32_t*>& words, const ChunkFormat&
                    out.count,
                    factor,
                    fault()};
-    device::launch("unpack_chunks", unpack_chunks_kernel, layouts.num_chunks(), stream, job);
+    device::launch<unpack_chunks_kernel>("unpack_chunks", layouts.num_chunks(), stream, job);
 }
 
 }  // namespace pycomm::cuda

@@ -13,7 +13,6 @@ namespace pycomm::cuda {
 namespace {
 
 constexpr int64_t kWordsPerBlock = 2048;  // of the upper words of a message
-constexpr int64_t kTileElems = 4096;      // of the output, which are added up in shared memory
 
 // The power of two that brings `largest` below, and near, the top of float16.
 PYCOMM_DEVICE float scale_for(float largest) {
@@ -92,6 +91,7 @@ struct UnpackJob {
     int32_t* indices;
     char* verdict;
     double* largest;  // of every block
+    int32_t* borders;
 
     PYCOMM_MEMBER const char* message(int rank) const { return messages + rank * layout.num_bytes; }
     PYCOMM_MEMBER uint8_t code(int rank, int64_t place) const { return static_cast<uint8_t>(message(rank)[place]); }
@@ -167,6 +167,17 @@ PYCOMM_DEVICE void judge(const UnpackJob& job) {
     job.verdict[at.finite_at] = *bad == 0 && within ? 1 : 0;
 }
 
+// Notes where tiles begin among the entries of `rank`: those after the one with entry m - 1, up to that with entry m.
+PYCOMM_DEVICE void note_borders(const UnpackJob& job, int rank, int64_t m, int64_t previous, int64_t index) {
+    const int64_t num_tiles = job.layout.num_tiles;
+    auto tile_of = [&](int64_t i) { return i < job.layout.limit ? i / kEntryTile : num_tiles - 1; };
+    int32_t* const borders = job.borders + rank * num_tiles;
+    int64_t tile = previous < 0 ? 0 : tile_of(previous) + 1;
+    for (; tile <= tile_of(index); ++tile) borders[tile] = static_cast<int32_t>(m);
+    if (m + 1 < job.layout.count) return;
+    for (; tile < num_tiles; ++tile) borders[tile] = static_cast<int32_t>(m + 1);
+}
+
 template <class T>
 PYCOMM_KERNEL unpack_kernel(UnpackJob job) {
     const int rank = device::block_index() / job.blocks_per_rank, number = device::block_index() % job.blocks_per_rank;
@@ -176,7 +187,9 @@ PYCOMM_KERNEL unpack_kernel(UnpackJob job) {
     if (part.end > job.packing.upper_words) part.end = job.packing.upper_words;
     // Every block counts what lies before it: with few blocks that is cheaper than waiting for others.
     int64_t before = count_upper_bits(job.packing, words, {0, part.begin});
-    Unpacked mine = unpack_part(job.packing, words, part, before, job.indices + rank * job.layout.count, true);
+    Unpacked mine =
+        unpack_part(job.packing, words, part, before, job.indices + rank * job.layout.count, true,
+                    [&](int64_t m, int64_t previous, int64_t index) { note_borders(job, rank, m, previous, index); });
     bool last_of_rank = number == job.blocks_per_rank - 1;
     if (mine.wrong || (last_of_rank && mine.up_to_here != job.layout.count)) {
         report(job.packing.fault, Mistake::kPackedWords, job.layout.count, 0, job.layout.limit);
@@ -195,6 +208,7 @@ struct AddJob {
     const char* messages;
     int num_ranks;
     const int32_t* indices;
+    const int32_t* borders;
     Scale factor;
     char* out;
     StateChange states[2];
@@ -204,6 +218,13 @@ struct AddJob {
     const int64_t* sources;
     int64_t* last_sources;
     Fault* fault;
+
+    // How many entries of `rank` come before a tile; what a wrong message left there is brought into range.
+    PYCOMM_MEMBER int64_t border(int rank, int64_t tile) const {
+        if (tile == layout.num_tiles) return layout.count;
+        const int64_t found = borders[rank * layout.num_tiles + tile];
+        return found < 0 ? 0 : found < layout.count ? found : layout.count;
+    }
 };
 
 // Restores the state from before the step in elements [begin, end): all of it, or that of unused parameters.
@@ -224,10 +245,10 @@ template <class T, class Out>
 PYCOMM_KERNEL add_kernel(AddJob job) {
     using Sum = typename Values<T>::Sum;
     constexpr int kMostRanks = device::kMaxThreads / 2;  // that are looked up at once
-    PYCOMM_SHARED(Sum, tile, kTileElems);
+    PYCOMM_SHARED(Sum, tile, kEntryTile);
     PYCOMM_SHARED(int64_t, borders, 2 * kMostRanks);
-    const int64_t begin = device::block_index() * kTileElems;
-    const int64_t end = begin + kTileElems < job.layout.limit ? begin + kTileElems : job.layout.limit;
+    const int64_t begin = device::block_index() * kEntryTile;
+    const int64_t end = begin + kEntryTile < job.layout.limit ? begin + kEntryTile : job.layout.limit;
     const int thread = device::thread_index(), threads = device::num_threads();
     const bool finite = job.finite == nullptr || *job.finite != 0;
     const Sum factor = finite ? factor_of<Sum>(job.factor) : Sum(__builtin_nan(""));
@@ -235,13 +256,11 @@ PYCOMM_KERNEL add_kernel(AddJob job) {
         for (int rank = thread; rank < job.num_ranks; rank += threads) job.last_sources[rank] = job.sources[rank];
     }
     if (!finite || job.used != nullptr) undo<Sum>(job, begin, end, !finite);
-    for (int i = thread; i < kTileElems; i += threads) tile[i] = 0;
+    for (int i = thread; i < kEntryTile; i += threads) tile[i] = 0;
     for (int first = 0; first < job.num_ranks; first += threads / 2) {
         int rank = first + thread / 2;
         if (rank < job.num_ranks) {
-            const int32_t* indices = job.indices + rank * job.layout.count;
-            const int64_t border = thread % 2 == 0 ? begin : end;
-            borders[thread] = count_before(job.layout.count, [&](int64_t m) { return indices[m] < border; });
+            borders[thread] = job.border(rank, device::block_index() + thread % 2);
         }
         device::block_barrier();
         for (rank = first; rank < first + threads / 2 && rank < job.num_ranks; ++rank) {
@@ -291,8 +310,8 @@ void pack_entries(const EntryLayout& layout, const Taken& taken, char* message, 
     PackJob job{layout, packing_of(layout.limit, layout.count), taken, message, reinterpret_cast<uint32_t*>(verdict)};
     with_sent_type(layout, [&](auto* type) {
         using T = std::remove_pointer_t<decltype(type)>;
-        device::launch("pack_entries", pack_kernel<T>, blocks_for(layout.count, device::threads_per_block()), stream,
-                       job);
+        device::launch<pack_kernel<T>>("pack_entries", blocks_for(layout.count, device::threads_per_block()), stream,
+                                       job);
     });
 }
 
@@ -314,10 +333,11 @@ void unpack_entries(const EntryLayout& layout, const char* messages, int num_ran
                   most,
                   indices,
                   verdict,
-                  reinterpret_cast<double*>(workspace.memory)};
+                  reinterpret_cast<double*>(workspace.memory),
+                  reinterpret_cast<int32_t*>(verdict + at.borders_at)};
     with_sent_type(layout, [&](auto* type) {
         using T = std::remove_pointer_t<decltype(type)>;
-        device::launch("unpack_entries", unpack_kernel<T>, int64_t{num_ranks} * job.blocks_per_rank, stream, job);
+        device::launch<unpack_kernel<T>>("unpack_entries", int64_t{num_ranks} * job.blocks_per_rank, stream, job);
     });
 }
 
@@ -328,6 +348,7 @@ void add_entries(const EntryLayout& layout, const char* messages, int num_ranks,
                messages,
                num_ranks,
                indices,
+               reinterpret_cast<const int32_t*>(verdict + at.borders_at),
                factor,
                outcome.out.bytes(),
                {},
@@ -342,7 +363,7 @@ void add_entries(const EntryLayout& layout, const char* messages, int num_ranks,
         using T = std::remove_pointer_t<decltype(sent)>;
         with_float_type(outcome.out.dtype, [&](auto* type) {
             using Out = std::remove_pointer_t<decltype(type)>;
-            device::launch("add_entries", add_kernel<T, Out>, blocks_for(layout.limit, kTileElems), stream, job);
+            device::launch<add_kernel<T, Out>>("add_entries", blocks_for(layout.limit, kEntryTile), stream, job);
         });
     });
 }

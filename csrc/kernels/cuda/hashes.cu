@@ -49,7 +49,7 @@ void hashes(const std::vector<Buffer>& arrays, uint64_t* out, Workspace& workspa
     Table table = upload(arrays, workspace, stream);
     auto slots = reinterpret_cast<Sums<1, uint64_t>*>(workspace.memory + table_bytes(arrays.size()));
     if (table.total > 0) {
-        device::launch("hashes", hashes_kernel, blocks_for(table.total, kTile), stream, table, slots);
+        device::launch<hashes_kernel>("hashes", blocks_for(table.total, kTile), stream, table, slots);
     }
     add_up("hashes", table, slots, out, stream);
 }

@@ -31,7 +31,8 @@ PYCOMM_KERNEL count_indices_kernel(Packing packing, const uint32_t* words, uint3
 PYCOMM_KERNEL unpack_indices_kernel(Packing packing, const uint32_t* words, const uint32_t* counts, int32_t* indices) {
     uint64_t before = 0, total = 0;
     sum_blocks(counts, &before, &total);
-    Unpacked mine = unpack_part(packing, words, part_of(packing.upper_words), static_cast<int64_t>(before), indices);
+    Unpacked mine = unpack_part(packing, words, part_of(packing.upper_words), static_cast<int64_t>(before), indices,
+                                false, [](int64_t, int64_t, int64_t) {});
     if (mine.wrong || total != static_cast<uint64_t>(packing.count)) {
         report(packing.fault, Mistake::kPackedWords, packing.count, 0, packing.range);
     }
@@ -46,8 +47,8 @@ int64_t blocks_of_unpack(const Packing& packing) {
 
 void pack_indices(const int32_t* indices, int64_t count, int64_t range, uint32_t* words, Stream stream) {
     Packing packing = packing_of(range, count);
-    device::launch("pack_indices", pack_indices_kernel, blocks_for(count, device::threads_per_block()), stream, packing,
-                   indices, words);
+    device::launch<pack_indices_kernel>("pack_indices", blocks_for(count, device::threads_per_block()), stream, packing,
+                                        indices, words);
 }
 
 int64_t unpack_indices_workspace_bytes(int64_t, int64_t) { return kMostBlocks * int64_t{sizeof(uint32_t)}; }
@@ -58,9 +59,9 @@ void unpack_indices(const uint32_t* words, int64_t count, int64_t range, int32_t
     Packing packing = packing_of(range, count);
     auto counts = reinterpret_cast<uint32_t*>(workspace.memory);
     int64_t blocks = blocks_of_unpack(packing);
-    device::launch("unpack_indices", count_indices_kernel, blocks, stream, packing, words, counts);
-    device::launch("unpack_indices", unpack_indices_kernel, blocks, stream, packing, words,
-                   static_cast<const uint32_t*>(counts), indices);
+    device::launch<count_indices_kernel>("unpack_indices", blocks, stream, packing, words, counts);
+    device::launch<unpack_indices_kernel>("unpack_indices", blocks, stream, packing, words,
+                                          static_cast<const uint32_t*>(counts), indices);
 }
 
 }  // namespace pycomm::cuda

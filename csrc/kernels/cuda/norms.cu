@@ -89,7 +89,7 @@ PYCOMM_KERNEL clip_kernel(Table table, Scale scale, Clipping clipping) {
 }  // namespace
 
 void clip_pass(const Table& table, Scale scale, const Clipping& clipping, Stream stream) {
-    device::launch("clipping gradients", clip_kernel, blocks_for(table.total, kTile), stream, table, scale, clipping);
+    device::launch<clip_kernel>("clipping gradients", blocks_for(table.total, kTile), stream, table, scale, clipping);
 }
 
 int64_t norms_workspace_bytes(const std::vector<Buffer>& arrays) {
@@ -101,7 +101,7 @@ void norms(const std::vector<Buffer>& arrays, double* squares, Workspace& worksp
     Table table = upload(arrays, workspace, stream);
     auto slots = reinterpret_cast<Sums<1>*>(workspace.memory + table_bytes(arrays.size()));
     if (table.total > 0) {
-        device::launch("norms", norms_kernel, blocks_for(table.total, kTile), stream, table, slots);
+        device::launch<norms_kernel>("norms", blocks_for(table.total, kTile), stream, table, slots);
     }
     add_up("norms", table, slots, squares, stream);
 }

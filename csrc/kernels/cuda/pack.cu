@@ -78,8 +78,8 @@ void pack(const std::vector<Buffer>& srcs, const Buffer& out, Scale scale, doubl
     Table table = upload(srcs, workspace, stream);
     with_float_type(out.dtype, [&](auto* type) {
         using Flat = std::remove_pointer_t<decltype(type)>;
-        device::launch("pack", pack_kernel<Flat>, blocks_for(table.total, kLongTile), stream, table, out.bytes(), scale,
-                       limit, finite, unless, PackFlags{});
+        device::launch<pack_kernel<Flat>>("pack", blocks_for(table.total, kLongTile), stream, table, out.bytes(), scale,
+                                          limit, finite, unless, PackFlags{});
     });
 }
 
@@ -91,8 +91,8 @@ void pack(const std::vector<Buffer>& srcs, const Buffer& out, PackFlags flags, S
     with_float_type(out.dtype, [&](auto* type) {
         using Flat = std::remove_pointer_t<decltype(type)>;
         const int64_t blocks = std::max<int64_t>(blocks_for(table.total, kLongTile), 1);
-        device::launch("pack", pack_kernel<Flat>, blocks, stream, table, out.bytes(), scale, limit, nullptr, nullptr,
-                       flags);
+        device::launch<pack_kernel<Flat>>("pack", blocks, stream, table, out.bytes(), scale, limit, nullptr, nullptr,
+                                          flags);
     });
 }
 
@@ -101,8 +101,8 @@ void unpack(const Buffer& flat, const std::vector<Buffer>& outs, Scale scale, Wo
     Table table = upload(outs, workspace, stream);
     with_float_type(flat.dtype, [&](auto* type) {
         using Flat = std::remove_pointer_t<decltype(type)>;
-        device::launch("unpack", unpack_kernel<Flat>, blocks_for(table.total, kLongTile), stream, flat.bytes(), table,
-                       scale);
+        device::launch<unpack_kernel<Flat>>("unpack", blocks_for(table.total, kLongTile), stream, flat.bytes(), table,
+                                            scale);
     });
 }
 

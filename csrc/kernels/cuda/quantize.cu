@@ -546,8 +546,7 @@ void quantize(const Buffer& x, const Quantization& config, const int64_t* seed, 
                    reinterpret_cast<char*>(remainder),
                    aligned(codes, x.data, remainder)};
     with_blocks(config, x.count, [&](auto format, auto of_threads, int64_t blocks) {
-        auto kernel = quantize_kernel<decltype(format), decltype(of_threads)::value>;
-        device::launch("quantize", kernel, blocks, stream, job);
+        device::launch<quantize_kernel<decltype(format), decltype(of_threads)::value>>("quantize", blocks, stream, job);
     });
 }
 
@@ -561,7 +560,7 @@ void dequantize(const std::vector<const float*>& scales, const std::vector<const
     job.factor = factor;
     int64_t blocks = blocks_for(out.count, device::threads_per_block() * kSums * kCount);
     with_format(config, [&](auto format) {
-        device::launch("dequantize", dequantize_kernel<decltype(format)>, blocks, stream, job);
+        device::launch<dequantize_kernel<decltype(format)>>("dequantize", blocks, stream, job);
     });
 }
 
@@ -574,11 +573,13 @@ void requantize(const std::vector<const float*>& scales, const std::vector<const
                       reinterpret_cast<char*>(out.remainder), false}};
     job.to.aligned = job.from.aligned && aligned(out.codes, out.remainder);
     with_blocks(config, count, [&](auto format, auto of_threads, int64_t blocks) {
+        using Format = decltype(format);
         constexpr bool kBlock = decltype(of_threads)::value;
-        const bool several = kBlock || config.block > device::kWarpSize * kSums * kCount;
-        auto kernel = several ? requantize_kernel<decltype(format), kBlock, false>
-                              : requantize_kernel<decltype(format), kBlock, !kBlock>;
-        device::launch("requantize", kernel, blocks, stream, job);
+        if (kBlock || config.block > device::kWarpSize * kSums * kCount) {
+            device::launch<requantize_kernel<Format, kBlock, false>>("requantize", blocks, stream, job);
+        } else {
+            device::launch<requantize_kernel<Format, kBlock, !kBlock>>("requantize", blocks, stream, job);
+        }
     });
 }
 

@@ -186,8 +186,8 @@ void launch_reduce(const Arrays& inputs, const std::vector<Buffer>& buffers, con
     if (misfit || head > count) head = count;
     int64_t per_thread = misfit ? kScalars : kPackets * kCount;
     int64_t blocks = blocks_for(count, device::threads_per_block() * per_thread);
-    device::launch("reduce", reduce_kernel<Op, T>, blocks, stream,
-                   Reducing{inputs, out.bytes(), head, count, op, aligned});
+    device::launch<reduce_kernel<Op, T>>("reduce", blocks, stream,
+                                         Reducing{inputs, out.bytes(), head, count, op, aligned});
 }
 
 // Whether arrays of any type can be taken as arrays of uint32_t.

@@ -109,12 +109,12 @@ void scatter_add(const Buffer& out, const int32_t* indices, const Buffer& values
     constexpr int64_t kMostBlocks = 512;  // each of them reads all indices where they do not ascend
     int64_t blocks = blocks_for(values.count, device::threads_per_block() * int64_t{2});
     if (blocks > kMostBlocks) blocks = kMostBlocks;
-    device::launch("scatter_add", inspect, blocks, stream, job);
+    device::launch<inspect>("scatter_add", blocks, stream, job);
     with_float_type(out.dtype, [&](auto* out_type) {
         with_float_type(values.dtype, [&](auto* value_type) {
             using Out = std::remove_pointer_t<decltype(out_type)>;
             using Value = std::remove_pointer_t<decltype(value_type)>;
-            device::launch("scatter_add", add<Out, Value>, blocks, stream, job);
+            device::launch<add<Out, Value>>("scatter_add", blocks, stream, job);
         });
     });
 }

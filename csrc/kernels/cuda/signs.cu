@@ -141,7 +141,7 @@ void pack_signs(const Buffer& x, const float* magnitude, uint32_t* words, float*
                 reinterpret_cast<char*>(remainder),
                 reinterpret_cast<uintptr_t>(x.data) % sizeof(Floats) == 0};
     int64_t per_block = device::threads_per_block() / device::kWarpSize * int64_t{kChunkElems};
-    device::launch("pack_signs", pack_signs_kernel, blocks_for(x.count, per_block), stream, job);
+    device::launch<pack_signs_kernel>("pack_signs", blocks_for(x.count, per_block), stream, job);
 }
 
 int64_t unpack_signs_workspace_bytes(std::size_t num_contributions) { return arrays_bytes(2 * num_contributions); }
@@ -153,8 +153,8 @@ void unpack_signs(const std::vector<const uint32_t*>& words, const std::vector<c
     for (const uint32_t* p : words) arrays.push_back({const_cast<uint32_t*>(p), (out.count + 31) / 32, DType::kI32});
     for (const float* p : magnitudes) arrays.push_back({const_cast<float*>(p), 1, DType::kF32});
     Unpacking job{arrays_of(arrays, workspace, stream), static_cast<int>(words.size()), out.bytes(), out.count, factor};
-    device::launch("unpack_signs", unpack_signs_kernel,
-                   blocks_for(out.count, device::threads_per_block() * kSums * kCount), stream, job);
+    device::launch<unpack_signs_kernel>(
+        "unpack_signs", blocks_for(out.count, device::threads_per_block() * kSums * kCount), stream, job);
 }
 
 }  // namespace pycomm::cuda

@@ -208,15 +208,17 @@ Choice choice_of(const Accumulation& job, const Selection& selection, const Layo
 
 template <class T>
 void run(const Accumulation& job, Scale scale, const Layout& layout, Choice choice, char* memory, Stream stream) {
-    const int resident = device::max_resident_blocks("sparsify", select_kernel<T>);
-    const int64_t blocks = blocks_for_selection(job.acc.count, job.acc.device, resident);
+    const int resident = device::max_resident_blocks<select_kernel<T>>("sparsify");
+    // With marks, all steps but the first read a bit per element, and the candidates; unless a threshold misses.
+    constexpr int kPerMultiprocessor = std::is_same_v<T, float> ? 1 : 2;
+    const int64_t blocks = blocks_for_selection(job.acc.count, job.acc.device, resident, kPerMultiprocessor);
     choice.num_records = static_cast<int>(Layout::records_for(choice.num_grads, blocks));
     static_assert(sizeof(Record) % 16 == 0);
     bool* const not_finite = reinterpret_cast<bool*>(memory + layout.not_finite);
     const Zeros records{memory + layout.records, choice.num_records * int64_t{sizeof(Record)}};
     accumulate_pass(job, choice.grads, scale, {not_finite, true, records, choice.largest}, choice.marks,
                     reinterpret_cast<uint32_t*>(memory + layout.counter), memory + layout.clipping, stream);
-    device::launch_together("sparsify", select_kernel<T>, blocks, stream, choice);
+    device::launch_together<select_kernel<T>>("sparsify", blocks, stream, choice);
 }
 
 }  // namespace

@@ -304,15 +304,16 @@ const BiasCorrections* launch_counts(const Step& job, const Entry* counts, char*
     if (job.counts.empty()) return nullptr;
     auto corrections = reinterpret_cast<BiasCorrections*>(memory);
     auto count = static_cast<int>(job.counts.size());
-    device::launch("step counts", count_kernel, blocks_for(count, device::threads_per_block()), stream,
-                   Table{counts, count, count}, job.coefficients, counts_steps(job.rule), job.found, corrections);
+    device::launch<count_kernel>("step counts", blocks_for(count, device::threads_per_block()), stream,
+                                 Table{counts, count, count}, job.coefficients, counts_steps(job.rule), job.found,
+                                 corrections);
     return corrections;
 }
 
 template <Rule kRule, class V>
 void launch_step(const Step& job, const Pass<V>& pass, Stream stream) {
     if (pass.weights.total > 0) {
-        device::launch("step", step_kernel<kRule, V>, blocks_for(pass.weights.total, kTile), stream, pass);
+        device::launch<step_kernel<kRule, V>>("step", blocks_for(pass.weights.total, kTile), stream, pass);
     }
     if (kRule == Rule::kLambMoments && job.squares != nullptr) {
         add_up("step", pass.weights, pass.slots, job.squares, stream);

@@ -94,7 +94,7 @@ PYCOMM_KERNEL add_up_kernel(Table table, const Sums<kWidth, T>* slots, T* out) {
 
 template <int kWidth, class T>
 void add_up(const char* name, const Table& table, const Sums<kWidth, T>* slots, T* out, Stream stream) {
-    device::launch(name, add_up_kernel<kWidth, T>, table.count, stream, table, slots, out);
+    device::launch<add_up_kernel<kWidth, T>>(name, table.count, stream, table, slots, out);
 }
 
 }  // namespace pycomm::cuda

@@ -48,7 +48,7 @@ Table upload(const std::vector<Buffer>& arrays, Workspace& workspace, Stream str
                      std::equal(from, from + chunk.count, there.begin() + static_cast<int64_t>(begin), same);
         if (known && !capturing && zeros.num_bytes == 0) continue;
         std::copy_n(from, chunk.count, chunk.entries);
-        device::launch("sending a table of arrays", write_entries, 1, stream, chunk, memory + begin, zeros);
+        device::launch<write_entries>("sending a table of arrays", 1, stream, chunk, memory + begin, zeros);
         zeros = {};  // done
     }
     if (!capturing) workspace.table = std::move(wanted);

@@ -83,9 +83,10 @@ void launch_topk(const Buffer& x, int64_t k, const Buffer& values, int32_t* indi
                reinterpret_cast<uint32_t*>(memory + layout.words),
                reinterpret_cast<typename K::Key*>(memory + layout.keys),
                reinterpret_cast<uint32_t*>(memory + layout.indices)};
-    int64_t blocks = blocks_for_selection(x.count, x.device, device::max_resident_blocks("topk", topk_kernel<T>));
+    int64_t resident = device::max_resident_blocks<topk_kernel<T>>("topk");
+    int64_t blocks = blocks_for_selection(x.count, x.device, resident, 2);
     device::fill_bytes(job.record, 0, sizeof(Record), stream);
-    device::launch_together("topk", topk_kernel<T>, blocks, stream, job);
+    device::launch_together<topk_kernel<T>>("topk", blocks, stream, job);
 }
 
 }  // namespace

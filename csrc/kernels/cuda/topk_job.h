@@ -125,11 +125,11 @@ struct View {
     }
 };
 
-// How many blocks select from `count` elements on `device`. `resident`: how many can run at once.
-inline int64_t blocks_for_selection(int64_t count, int device, int64_t resident) {
-    constexpr int64_t kElemsPerBlock = 8192;   // fewer do not pay for one more block at every meeting
-    constexpr int64_t kPerMultiprocessor = 2;  // enough bytes under way to fill the memory bus
-    int64_t most = std::min({resident, kPerMultiprocessor * device::num_multiprocessors(device), int64_t{kMaxBlocks}});
+// How many blocks select from `count` elements on `device`. `resident`: how many can run at once. Two on each
+// multiprocessor have enough bytes under way to fill the memory bus; one, where they read little, meets sooner.
+inline int64_t blocks_for_selection(int64_t count, int device, int64_t resident, int64_t per_multiprocessor) {
+    constexpr int64_t kElemsPerBlock = 8192;  // fewer do not pay for one more block at every meeting
+    int64_t most = std::min({resident, per_multiprocessor * device::num_multiprocessors(device), int64_t{kMaxBlocks}});
     return std::max(std::min(blocks_for(count, kElemsPerBlock), most), int64_t{1});
 }
 

@@ -65,13 +65,6 @@ PYCOMM_DEVICE uint32_t lower_bits(const Packing& packing, const uint32_t* words,
     return static_cast<uint32_t>(two >> shift) & packing.mask();
 }
 
-// Whether index m, which has bit `bit` of the upper words, is below the index before it or, with `once`, equal to it.
-// That can only be if both have the same higher bits: then their bits are neighbours.
-PYCOMM_DEVICE bool goes_back(const Packing& packing, const uint32_t* words, int64_t m, int64_t bit, bool once) {
-    if (bit == 0 || (words[packing.lower_words + (bit - 1) / 32] >> ((bit - 1) % 32) & 1u) == 0) return false;
-    return lower_bits(packing, words, m) < lower_bits(packing, words, m - 1) + (once ? 1u : 0u);
-}
-
 // The number of bits that are set in upper words [begin, end), for all threads of the block.
 PYCOMM_DEVICE int64_t count_upper_bits(const Packing& packing, const uint32_t* words, Part part) {
     const uint32_t* upper = words + packing.lower_words;
@@ -84,15 +77,29 @@ PYCOMM_DEVICE int64_t count_upper_bits(const Packing& packing, const uint32_t* w
     return static_cast<int64_t>(total);
 }
 
-// Writes the indices whose bits lie in upper words `part`; `before` bits come before these. Returns whether
-// pack_indices cannot have made the words (with `once`: from different indices), and the number of bits up to the end
-// of the part.
+// The index m of the words, which has bit `bit` of the upper ones.
+PYCOMM_DEVICE int64_t index_at(const Packing& packing, const uint32_t* words, int64_t m, int64_t bit) {
+    return (bit - m) << packing.low | lower_bits(packing, words, m);
+}
+
+// The last bit before `bit` that is set in the upper words; there must be one.
+PYCOMM_DEVICE int64_t bit_before(const uint32_t* upper, int64_t bit) {
+    int64_t w = bit / 32;
+    uint32_t bits = upper[w] & ((1u << (bit % 32)) - 1);
+    while (bits == 0) bits = upper[--w];
+    return w * 32 + device::highest_one(bits);
+}
+
+// Writes the indices whose bits lie in upper words `part`; `before` bits come before these. Calls then(m, the index
+// before it or -1, index m) for each. Returns whether pack_indices cannot have made the words (with `once`: from
+// different indices), and the number of bits up to the end of the part.
 struct Unpacked {
     bool wrong;
     int64_t up_to_here;
 };
+template <class Then>
 PYCOMM_DEVICE Unpacked unpack_part(const Packing& packing, const uint32_t* words, Part part, int64_t before,
-                                   int32_t* indices, bool once = false) {
+                                   int32_t* indices, bool once, Then&& then) {
     const uint32_t* upper = words + packing.lower_words;
     bool wrong = false;
     int64_t at = before;
@@ -102,11 +109,17 @@ PYCOMM_DEVICE Unpacked unpack_part(const Packing& packing, const uint32_t* words
         uint64_t in_round = 0;
         int64_t m = at + static_cast<int64_t>(scan_block(static_cast<uint64_t>(device::count_ones(bits)), &in_round));
         at += static_cast<int64_t>(in_round);
+        int64_t previous = -1;
+        if (bits != 0 && m > 0 && m < packing.count) {
+            previous = index_at(packing, words, m - 1, bit_before(upper, w * 32 + device::lowest_one(bits)));
+        }
         for (; bits != 0 && m < packing.count; bits &= bits - 1, ++m) {
             int64_t bit = w * 32 + device::lowest_one(bits);
-            int64_t index = (bit - m) << packing.low | lower_bits(packing, words, m);
-            wrong = wrong || index >= packing.range || goes_back(packing, words, m, bit, once);
+            int64_t index = index_at(packing, words, m, bit);
+            wrong = wrong || index >= packing.range || index < previous + (once ? 1 : 0);
             indices[m] = static_cast<int32_t>(index);
+            then(m, previous, index);
+            previous = index;
         }
     }
     return {wrong, at};

@@ -20,9 +20,9 @@ constexpr double kGraphPatience = 0.5;  // NCCL keeps a communicator until no CU
 
 std::chrono::duration<double> seconds(double count) { return std::chrono::duration<double>(count); }
 
-void issue_and_leave(nccl::Session& session, const std::vector<nccl::Operation>& operations, nccl::Outcome& outcome) {
+void work_and_leave(nccl::Session& session, const nccl::Work& work, nccl::Outcome& outcome) {
     try {
-        outcome = nccl::issue(session, operations);
+        outcome = work(session);
     } catch (const DeviceError&) {  // the outcome says so already
     }
     session.leave();  // after this the waiting thread reads the outcome
@@ -73,20 +73,18 @@ void NcclGroup::recv(const Buffer& x, int src, Stream stream, double timeout) {
     submit({nccl::Kind::kRecv, nullptr, x.data, x.count, x.dtype, src, stream}, timeout);
 }
 
-void NcclGroup::register_memory(void* memory, int64_t num_bytes) {
+void NcclGroup::register_memory(void* memory, int64_t num_bytes, bool symmetric, double timeout) {
     require_own_process(rank(), "register_memory", pid_);
     std::lock_guard order(order_);
-    double started = monotonic_seconds();
-    std::shared_ptr<nccl::Session> session = enter("register_memory");
-    device::RelaxedCapture relaxed;
-    nccl::Result result =
-        library_.comm_register(session->comm(), memory, static_cast<size_t>(num_bytes), &registered_[memory]);
-    result = session->settle(result);
-    session->leave();
-    if (result == nccl::kSuccess) return;
-    registered_.erase(memory);
-    std::string what = "NCCL " + library_.version() + " failed: ncclCommRegister: ";
-    fail("register_memory", started, what + library_.describe(result, nullptr));
+    Call call{"register_memory", monotonic_seconds(), timeout};
+    device::Guard guard(device());
+    std::shared_ptr<nccl::Session> session = or_fail(call, [&] { return begin(call); });
+    auto handle = std::make_shared<void*>(nullptr);  // a thread that is abandoned still writes it
+    nccl::Outcome outcome = work_apart(session, call, [=](nccl::Session& inside) {
+        return nccl::register_memory(inside, memory, num_bytes, symmetric, handle.get());
+    });
+    require_success(outcome, call);
+    registered_[memory] = {*handle, symmetric};
 }
 
 void NcclGroup::deregister_memory(void* memory) {
@@ -96,7 +94,8 @@ void NcclGroup::deregister_memory(void* memory) {
     if (at == registered_.end()) return;
     try {
         std::shared_ptr<nccl::Session> session = enter("deregister_memory");
-        session->settle(library_.comm_deregister(session->comm(), at->second));
+        auto deregister = at->second.symmetric ? library_.comm_window_deregister : library_.comm_deregister;
+        session->settle(deregister(session->comm(), at->second.handle));
         session->leave();
     } catch (const CommFailure&) {  // the registration ended with the communicator
     }
@@ -164,43 +163,45 @@ void NcclGroup::launch(const std::string& name, double timeout) {
     device::Guard guard(device());
     std::erase_if(queued_,
                   [](const nccl::Operation& operation) { return operation.count == 0; });  // the same on every rank
+    if (queued_.empty()) {
+        std::lock_guard lock(watch_->mutex);
+        return require_usable(name);
+    }
     bool like_earlier = std::all_of(queued_.begin(), queued_.end(), [this](const nccl::Operation& operation) {
         return keys_.count(nccl::key_of(operation)) != 0;
     });
-    call.is_captured = or_fail(call, [&] { return !queued_.empty() && device::is_capturing(queued_.front().stream); });
+    call.is_captured = or_fail(call, [&] { return device::is_capturing(queued_.front().stream); });
     if (call.is_captured && !like_earlier) {
         throw device::warm_up_wanted(name, "NCCL has not yet connected for such an operation");
     }
     std::shared_ptr<nccl::Session> session = or_fail(call, [&] { return begin(call); });
-    if (!session) return;
     nccl::Outcome outcome;
     if (like_earlier) {
-        issue_and_leave(*session, queued_, outcome);
+        work_and_leave(*session, [this](nccl::Session& inside) { return nccl::issue(inside, queued_); }, outcome);
     } else {
-        outcome = issue_apart(session, call);
+        outcome = work_apart(session, call,
+                             [operations = queued_](nccl::Session& inside) { return nccl::issue(inside, operations); });
     }
     require_success(outcome, call);
     for (const nccl::Operation& operation : queued_) keys_.insert(nccl::key_of(operation));
     or_fail(call, [&] { track(call, queued_.front().stream); });
 }
 
-template <class Work>
-auto NcclGroup::or_fail(const Call& call, Work work) -> decltype(work()) {
+template <class Function>
+auto NcclGroup::or_fail(const Call& call, Function function) -> decltype(function()) {
     try {
-        return work();
+        return function();
     } catch (const DeviceError& error) {
         fail(call.name, call.started, error.what());
     }
 }
 
-// Null if there is nothing to do.
 std::shared_ptr<nccl::Session> NcclGroup::begin(const Call& call) {
     std::shared_ptr<nccl::Session> session;
     bool idle = false;
     {
         std::lock_guard lock(watch_->mutex);
         require_usable(call.name);
-        if (queued_.empty()) return nullptr;
         start_watchdog();
         if (!call.is_captured) provide_event();
         inside_ = call;
@@ -212,10 +213,10 @@ std::shared_ptr<nccl::Session> NcclGroup::begin(const Call& call) {
     return session;
 }
 
-nccl::Outcome NcclGroup::issue_apart(const std::shared_ptr<nccl::Session>& session, const Call& call) {
+nccl::Outcome NcclGroup::work_apart(const std::shared_ptr<nccl::Session>& session, const Call& call,
+                                    const nccl::Work& work) {
     auto outcome = std::make_shared<nccl::Outcome>();
-    if (!nccl::run_apart(
-            [session, outcome, operations = queued_] { issue_and_leave(*session, operations, *outcome); })) {
+    if (!nccl::run_apart([session, outcome, work] { work_and_leave(*session, work, *outcome); })) {
         session->leave();
         fail(call.name, call.started, "no thread could be started");
     }

@@ -64,11 +64,13 @@ class NcclGroup {
     void send(const Buffer& x, int dst, Stream stream, double timeout);
     void recv(const Buffer& x, int src, Stream stream, double timeout);
 
-    // Lets NCCL read and write `memory`, from nccl::allocate(), where it lies. Not collective; but NCCL requires that
-    // in an operation all ranks pass registered memory, at equal offsets, or none does. A failure breaks the group.
-    void register_memory(void* memory, int64_t num_bytes);
+    // Lets NCCL read and write `memory`, from nccl::allocate(), where it lies. Collective if it is to be a `symmetric`
+    // window, of equal size on all ranks. NCCL requires that in an operation all ranks pass registered memory, at equal
+    // offsets, or none does. A failure breaks the group.
+    void register_memory(void* memory, int64_t num_bytes, bool symmetric, double timeout);
     // Before the memory is freed. Does nothing for memory that is not registered, and once the group is closed or
-    // broken.
+    // broken. NCCL gives windows places in one space of addresses that is alike on all ranks: all must register and
+    // deregister them in one order.
     void deregister_memory(void* memory);
 
     // Calls between these two are collected and issued at the end as one operation, for sends and receives that need
@@ -84,6 +86,10 @@ class NcclGroup {
     void close(const std::string& why);
 
    private:
+    struct Registration {
+        void* handle;
+        bool symmetric;
+    };
     struct Call {
         std::string name;
         double started, timeout;
@@ -93,11 +99,11 @@ class NcclGroup {
 
     void submit(const nccl::Operation& operation, double timeout);
     void launch(const std::string& name, double timeout);
-    template <class Work>  // returns work(); a DeviceError breaks the group
-    auto or_fail(const Call& call, Work work) -> decltype(work());
+    template <class Function>  // returns function(); a DeviceError breaks the group
+    auto or_fail(const Call& call, Function function) -> decltype(function());
     std::shared_ptr<nccl::Session> enter(const std::string& name);
     std::shared_ptr<nccl::Session> begin(const Call& call);
-    nccl::Outcome issue_apart(const std::shared_ptr<nccl::Session>& session, const Call& call);
+    nccl::Outcome work_apart(const std::shared_ptr<nccl::Session>& session, const Call& call, const nccl::Work& work);
     void require_success(const nccl::Outcome& outcome, const Call& call);
     void track(Call call, Stream stream);
     void start_watchdog();
@@ -129,8 +135,8 @@ class NcclGroup {
     std::mutex order_;
     std::vector<nccl::Operation> queued_;
     bool group_is_open_ = false;
-    std::set<uint64_t> keys_;            // of operations that NCCL has done
-    std::map<void*, void*> registered_;  // handles, by memory
+    std::set<uint64_t> keys_;                   // of operations that NCCL has done
+    std::map<void*, Registration> registered_;  // by memory
 
     Watch* const watch_;
     std::shared_ptr<nccl::Session> session_;  // null once it is being ended

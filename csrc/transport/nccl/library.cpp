@@ -19,6 +19,7 @@ constexpr const char* kAdvice =
     "PYCOMM_NCCL_LIBRARY to the path of a libnccl.so.2";
 constexpr int kOldestVersion = 21400;
 constexpr int kRegisteringVersion = 21900;
+constexpr int kWindowVersion = 22700;
 
 std::string dotted(int code) {
     // Up to 2.8 a version was X * 1000 + Y * 100 + Z.
@@ -64,6 +65,8 @@ std::string resolve_all(void* handle, Library& into) {
     resolve(handle, "ncclMemFree", into.mem_free, newer);
     resolve(handle, "ncclCommRegister", into.comm_register, newer);
     resolve(handle, "ncclCommDeregister", into.comm_deregister, newer);
+    resolve(handle, "ncclCommWindowRegister", into.comm_window_register, newer);
+    resolve(handle, "ncclCommWindowDeregister", into.comm_window_deregister, newer);
     return missing;
 }
 
@@ -191,9 +194,10 @@ int code_of(ReduceOp op) {
 
 std::string Library::version() const { return dotted(version_code); }
 
-std::string Library::why_not_registered() const {
-    if (version_code >= kRegisteringVersion && comm_deregister != nullptr) return "";
-    return "NCCL is " + version() + ", wanted 2.19 or newer";
+std::string Library::why_not_registered(bool symmetric) const {
+    bool is_there = symmetric ? comm_window_deregister != nullptr : comm_deregister != nullptr;
+    if (is_there && version_code >= (symmetric ? kWindowVersion : kRegisteringVersion)) return "";
+    return "NCCL is " + version() + ", wanted " + (symmetric ? "2.27" : "2.19") + " or newer";
 }
 
 std::string Library::describe(Result result, Comm comm) const {

@@ -73,9 +73,12 @@ struct Library {
     Result (*mem_free)(void*);
     Result (*comm_register)(Comm, void*, size_t, void** handle);
     Result (*comm_deregister)(Comm, void* handle);
+    // These came with 2.27.
+    Result (*comm_window_register)(Comm, void*, size_t, void** window, int flags);
+    Result (*comm_window_deregister)(Comm, void* window);
 
-    // Why memory cannot be registered with communicators; "" if it can.
-    std::string why_not_registered() const;
+    // Why memory cannot be registered with communicators, or as `symmetric` windows; "" if it can.
+    std::string why_not_registered(bool symmetric) const;
     // "ncclRemoteError (remote process exited or there was a network error): <NCCL's last error text>"
     std::string describe(Result result, Comm comm) const;
 };

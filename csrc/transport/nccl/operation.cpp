@@ -49,6 +49,18 @@ uint64_t key_of(const Operation& operation) {
     return what << 48 | size << 32 | static_cast<uint32_t>(operation.argument);
 }
 
+Outcome register_memory(Session& session, void* memory, int64_t num_bytes, bool symmetric, void** handle) {
+    constexpr int kSymmetric = 1;  // NCCL_WIN_COLL_SYMMETRIC
+    device::Guard guard(session.device());
+    const Library& library = session.nccl();
+    auto bytes = static_cast<size_t>(num_bytes);
+    if (!symmetric) {
+        return {session.settle(library.comm_register(session.comm(), memory, bytes, handle)), "ncclCommRegister"};
+    }
+    return {session.settle(library.comm_window_register(session.comm(), memory, bytes, handle, kSymmetric)),
+            "ncclCommWindowRegister"};
+}
+
 Outcome issue(Session& session, const std::vector<Operation>& operations) {
     device::Guard guard(session.device());
     const Library& library = session.nccl();

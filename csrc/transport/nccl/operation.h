@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "base/dtype.h"
@@ -31,6 +32,12 @@ struct Outcome {
     Result result = kUnhandledCudaError;
     const char* function = "cudaSetDevice";  // the one that returned `result`
 };
+
+using Work = std::function<Outcome(Session&)>;  // inside NCCL: see Session
+
+// Lets NCCL read and write `memory` where it lies; `handle` is for the deregistration. A `symmetric` window is a
+// collective of all ranks. Runs inside NCCL, as issue() does.
+Outcome register_memory(Session& session, void* memory, int64_t num_bytes, bool symmetric, void** handle);
 
 // Issues the operations, several as one group, and waits until NCCL has accepted them. Runs inside NCCL: see Session.
 Outcome issue(Session& session, const std::vector<Operation>& operations);

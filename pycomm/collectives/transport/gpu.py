@@ -330,6 +330,11 @@ class GpuQueue:
         """Bytes of memory that NCCL's communicators have registered."""
         return sum(transport.registered_bytes for transport in self._transports.values())
 
+    @property
+    def symmetric_bytes(self) -> int:
+        """Bytes of them in symmetric windows."""
+        return sum(transport.windows.num_bytes for transport in self._transports.values())
+
     def check(self) -> None:
         """Raise the errors that NCCL's watchdogs have found."""
         for transport in self._transports.values():

@@ -33,6 +33,7 @@ _SHARED_GPU_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 _HOST_VARIABLE = "NCCL_HOSTID"
 """Names the host for NCCL, which takes ranks with different names for ranks of different hosts, linked by sockets."""
 _REGISTER_VARIABLE = "PYCOMM_NCCL_REGISTER"
+_WINDOWS_VARIABLE = "PYCOMM_NCCL_WINDOWS"
 _ORDER_VARIABLE = "NCCL_LAUNCH_ORDER_IMPLICIT"
 _ORDER_DRIVER = 12030
 
@@ -53,14 +54,18 @@ def nccl_version() -> tuple[str, str] | None:
     return _native.nccl_version(candidate_paths()) if hasattr(_native, "nccl_version") else None
 
 
-def why_not_registered() -> str:
-    """Return why memory of buckets on GPUs is not registered with NCCL; "" if it is, provided all ranks can."""
-    if os.environ.get(_REGISTER_VARIABLE) == "0":
-        return f"{_REGISTER_VARIABLE}=0"
+def why_not_registered(*, symmetric: bool = False) -> str:
+    """Return why memory on GPUs is not registered with NCCL; "" if it is, provided all ranks can.
+
+    ``symmetric``: as windows, which NCCL's symmetric kernels require.
+    """
+    for variable in (_REGISTER_VARIABLE, _WINDOWS_VARIABLE)[: 1 + symmetric]:
+        if os.environ.get(variable) == "0":
+            return f"{variable}=0"
     if not hasattr(_native, "NcclGroup"):
         return "this build has no CUDA"
     try:
-        return _native.nccl_why_not_registered(candidate_paths())
+        return _native.nccl_why_not_registered(candidate_paths(), symmetric)
     except RuntimeError:
         return "no NCCL was found"
 
@@ -83,6 +88,59 @@ def keep_order() -> None:
         *(version // 1000, version % 1000 // 10),
         _ORDER_VARIABLE,
     )
+
+
+class Windows:
+    """Symmetric windows of one NCCL communicator, which all ranks make and end in one order.
+
+    NCCL gives a window the same addresses on all ranks, each by its own count of them.
+
+    Args:
+        group: the communicator.
+        share: see :class:`NcclTransport`.
+        timeout: limit for making one, in seconds.
+    """
+
+    def __init__(self, group: Any, share: Callable[[bytes], list[bytes]], timeout: float) -> None:
+        self._group, self._share, self._timeout = group, share, timeout
+        self._made: dict[int, tuple[int, int]] = {}  # address and bytes, by number; the same numbers on all ranks
+        self._retired: dict[int, Callable[[], None]] = {}  # what frees their memory
+        self._count = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory in windows."""
+        return sum(num_bytes for _, num_bytes in self._made.values())
+
+    def make(self, address: int, num_bytes: int) -> None:
+        """Make memory a window, and end those that all ranks have retired. Collective, in the order of the operations.
+
+        Raises:
+            ValueError: on every rank: the ranks' memories differ in size.
+        """
+        plans = _exchange(self._share, {"bytes": num_bytes, "retired": list(self._retired)})
+        sizes = [plan["bytes"] for plan in plans]
+        if len(set(sizes)) > 1:
+            raise ValueError(f"symmetric memory has {sizes} bytes on the ranks, wanted the same on all")
+        for number in sorted(set.intersection(*(set(plan["retired"]) for plan in plans))):
+            self._group.deregister_memory(self._made.pop(number)[0])
+            self._retired.pop(number)()
+        self._group.register_memory(address, num_bytes, True, self._timeout)
+        self._made[self._count] = address, num_bytes
+        self._count += 1
+
+    def retire(self, address: int, free: Callable[[], None]) -> bool:
+        """Call ``free`` once all ranks have retired the window at ``address``; return false if there is none."""
+        number = next((number for number, (begin, _) in self._made.items() if begin == address), None)
+        if number is not None:
+            self._retired[number] = free
+        return number is not None
+
+    def close(self) -> None:
+        """Free what is retired: the communicator is closed."""
+        self._made.clear()
+        while self._retired:
+            self._retired.popitem()[1]()
 
 
 class NcclTransport:
@@ -115,6 +173,8 @@ class NcclTransport:
     """Set by the owner, as for any transport."""
     registers: bool
     """Whether all ranks can register memory."""
+    has_windows: bool
+    """Whether all ranks, of which there are several, can make symmetric windows."""
 
     def __init__(
         self,
@@ -133,6 +193,7 @@ class NcclTransport:
         plans = _exchange(share, _plan_of(paths, device, algorithm, streams))
         _require_agreement(plans)
         self.registers = all(plan["registers"] for plan in plans)
+        self.has_windows = size > 1 and algorithm == "native" and all(plan["windows"] for plan in plans)
         self._registered: dict[int, int] = {}  # bytes, by address
         unique_id = _make_unique_id(paths, rank, share)
         outcome: dict[str, str | None] = {"problem": None}
@@ -152,33 +213,30 @@ class NcclTransport:
             if group is not None:
                 group.close("another rank could not create its communicator")
             raise
-        self._group = group
-        self.all_reduce = group.all_reduce
-        self.reduce_scatter = group.reduce_scatter
-        self.all_gather = group.all_gather
-        self.broadcast = group.broadcast
-        self.send = group.send
-        self.recv = group.recv
-        self.check = group.check
+        self._group, self._timeout = group, timeout
+        self.windows = Windows(group, share, timeout)
+        self.all_reduce, self.reduce_scatter, self.all_gather = group.all_reduce, group.reduce_scatter, group.all_gather
+        self.broadcast, self.send, self.recv, self.check = group.broadcast, group.send, group.recv, group.check
         _open.add(self)
 
     @property
     def registered_bytes(self) -> int:
         """Bytes of memory that are registered."""
-        return sum(self._registered.values())
+        return sum(self._registered.values()) + self.windows.num_bytes
 
     def register(self, address: int, num_bytes: int) -> bool:
         """Register memory of :mod:`pycomm.collectives.transport.registered`; return whether it was not yet."""
         if address in self._registered:
             return False
-        self._group.register_memory(address, num_bytes)
+        self._group.register_memory(address, num_bytes, False, self._timeout)
         self._registered[address] = num_bytes
         return True
 
-    def deregister(self, address: int) -> None:
-        """Deregister memory that is about to be freed."""
+    def deregister(self, address: int, free: Callable[[], None]) -> bool:
+        """Deregister memory; return whether it may be freed now. Else it is a window: see :meth:`Windows.retire`."""
         if self._registered.pop(address, None) is not None:
             self._group.deregister_memory(address)
+        return not self.windows.retire(address, free)
 
     @contextlib.contextmanager
     def grouped(self, timeout: float) -> Iterator[None]:
@@ -201,6 +259,8 @@ class NcclTransport:
         """
         _open.discard(self)
         self._group.close("it was closed")
+        self._registered.clear()
+        self.windows.close()
 
 
 def _plan_of(paths: Sequence[str], device: int, algorithm: str, streams: Sequence[int]) -> dict[str, Any]:
@@ -229,6 +289,7 @@ def _plan_of(paths: Sequence[str], device: int, algorithm: str, streams: Sequenc
         plan["problem"] = str(error)
     plan["may_share_gpu"] = os.environ.get(_SHARED_GPU_VARIABLE) == "1"
     plan["registers"] = not why_not_registered()
+    plan["windows"] = not why_not_registered(symmetric=True)
     plan["host"] = os.environ.get(_HOST_VARIABLE)
     return plan
 

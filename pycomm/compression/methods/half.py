@@ -44,7 +44,9 @@ class HalfExchange(DenseExchange):
         self._algorithm = bucket.algorithm if sums == "native" else "direct" if is_flat else "native"
         self._scaled = scaled
         self.packs_apart = not scaled
-        self._message = communicator.empty(bucket.num_elements + bucket.num_flags, half_dtype, bucket.device)
+        self._message = communicator.empty(
+            bucket.num_elements + bucket.num_flags, half_dtype, bucket.device, symmetric=True
+        )
         self._scratch, self._largest_scratch, self._unpack_scratch = (kernels.Scratch() for _ in range(3))
         self._result_fits = True
 

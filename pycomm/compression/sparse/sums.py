@@ -17,7 +17,7 @@ from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import to_device
 from pycomm.compression.base import Flag
 from pycomm.compression.codec import Accumulated, Outcome, agreed_scale, settle_by, wide_dtype
-from pycomm.compression.messages import SummedMessage
+from pycomm.compression.messages import SummedMessage, gathered_memory
 from pycomm.compression.report import UNUSED, Report, Told
 
 
@@ -120,7 +120,7 @@ class Verdict:
     """Report that the kernel made from all ranks' messages; valid until the next step's."""
 
     def __init__(self, memory: torch.Tensor, places: tuple[int, ...]) -> None:
-        finite, sources, used, differing, _ = places
+        finite, sources, used, differing, *_ = places
         self._finite = memory[finite : finite + 1].view(torch.bool)[0]
         self._sources = memory[sources:used].view(torch.int64)
         self._used = memory[used:differing].view(torch.bool)
@@ -151,13 +151,12 @@ class GatheredSum:
         name = str(dtype).removeprefix("torch.")
         layout = kernels.EntryLayout(len(bucket.names), FINGERPRINT_BITS, count, bucket.num_elements, name, half)
         places = layout.verdict_places(size)
-        # Zeros: the gaps between arrays travel too.
-        self._message = communicator.empty(layout.num_bytes, torch.uint8, device).zero_()
+        self._message, messages = gathered_memory(communicator, layout.num_bytes, device)
         verdict = torch.zeros(places[-1], dtype=torch.uint8, device=device)
         self._gathered = kernels.Gathered(
             layout,
             size,
-            messages=torch.empty(size * layout.num_bytes, dtype=torch.uint8, device=device),
+            messages=messages,
             indices=torch.empty(size * count, dtype=torch.int32, device=device),
             verdict=verdict,
         )

@@ -47,8 +47,11 @@ def collect() -> dict[str, str]:
 
 
 def _registered() -> str:
-    why_not = why_not_registered()
-    return f"no memory with NCCL: {why_not}" if why_not else "buckets on GPUs, with NCCL (off: PYCOMM_NCCL_REGISTER=0)"
+    why_not, no_windows = why_not_registered(), why_not_registered(symmetric=True)
+    if why_not:
+        return f"no memory with NCCL: {why_not}"
+    windows = f"no windows: {no_windows}" if no_windows else "messages as windows (off: PYCOMM_NCCL_WINDOWS=0)"
+    return f"buckets on GPUs, with NCCL (off: PYCOMM_NCCL_REGISTER=0); {windows}"
 
 
 def _malloc() -> str:

@@ -62,7 +62,8 @@ class ArrivalOrder:
     def apply(self) -> bool:
         """Sort the buckets before the second reduction; return whether that has changed them.
 
-        The addresses of gradients change, so a reduction that is captured into a CUDA graph keeps its buckets.
+        The addresses of gradients change, so a reduction that is captured into a CUDA graph keeps its buckets. Waits
+        for a GPU, this once: what the first reduction counted, and whose gradient was not finite, is kept.
         """
         work, self._work = self._work, None
         if work is None:
@@ -75,8 +76,7 @@ class ArrivalOrder:
         sizes = bucket_sizes(engine.lanes, engine.settings, sum(slot.local.nbytes for slot in order), table.on_gpu)
         if is_capturing() or are_sorted(table.flights, order, engine.settings.compression, *sizes):
             return False
-        if not table.on_gpu:
-            engine.outcome.source.keep(table.flights)
+        engine.outcome.source.keep(table.flights)
         table.rebuild(engine.lanes, engine.settings, adopt=True, order=order)
         engine.hash_state()
         return True

@@ -194,6 +194,7 @@ class ReductionOutcome:
             "vetoed_steps": self.vetoed_steps,
             "last_veto": self.last_veto,
             "registered_bytes": self._communicator.channel.registered_bytes,
+            "symmetric_bytes": self._communicator.channel.symmetric_bytes,
         }
 
     def name_of_not_finite(self) -> str | None:

@@ -302,6 +302,7 @@ class ParameterChanges:
 
     def _rebuild(self) -> None:
         """Make all buckets again."""
+        self._engine.outcome.source.keep(self._table.flights)
         self._table.rebuild(self._engine.lanes, self._engine.settings, adopt=True)
         self._engine.hash_state()
         self._hook(self._table.slots())

@@ -118,10 +118,10 @@ class Reducer:
         """Return the counters since ``attach``, as a dict. On any thread; sends nothing, waits for no rank.
 
         Returns:
-            Always: ``steps``, ``bytes_sent``, ``compression_ratio``, ``num_buckets``, ``transport``,
-            ``registered_bytes``, ``wait_seconds``, ``pack_seconds``, ``wire_seconds``, ``unpack_seconds``,
-            ``hidden_share``, ``waits``, ``nonfinite_steps``, ``last_nonfinite``, ``vetoed_steps``, ``last_veto``. With
-            error feedback ``residual_norm``, ``compression_error``; TopK, DGC: ``selections``, ``selections_missed``,
+            ``steps``, ``bytes_sent``, ``compression_ratio``, ``num_buckets``, ``transport``, ``registered_bytes``,
+            ``symmetric_bytes``, ``wait_seconds``, ``pack_seconds``, ``wire_seconds``, ``unpack_seconds``,
+            ``hidden_share``, ``waits``, ``nonfinite_steps``, ``last_nonfinite``, ``vetoed_steps``, ``last_veto``. Error
+            feedback: ``residual_norm``, ``compression_error``; TopK, DGC: ``selections``, ``selections_missed``,
             ``miss_rate``; ``survive``: ``recoveries``, ``joins``, ``late``; ``shard``: ``step_shares``.
         """
         if self._detached:

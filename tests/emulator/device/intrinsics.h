@@ -75,6 +75,7 @@ PYCOMM_DEVICE void pause() { emulator::pause(); }
 
 PYCOMM_DEVICE int count_ones(uint32_t x) { return std::popcount(x); }
 PYCOMM_DEVICE int lowest_one(uint32_t x) { return x == 0 ? -1 : std::countr_zero(x); }
+PYCOMM_DEVICE int highest_one(uint32_t x) { return 31 - std::countl_zero(x); }
 PYCOMM_DEVICE uint32_t bits_of(float x) { return float_bits(x); }
 PYCOMM_DEVICE uint64_t bits_of(double x) { return std::bit_cast<uint64_t>(x); }
 PYCOMM_DEVICE float float_of(uint32_t bits) { return bits_float(bits); }

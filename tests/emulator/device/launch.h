@@ -14,11 +14,13 @@ inline int threads_per_block() { return emulator::settings().threads_per_block; 
 
 namespace detail {
 
-bool fails();  // whether the next launch does
+bool fails();        // whether the next launch does
+void note_launch();  // on the current device
 
 template <class... Parameters, class... Arguments>
 void launch_by(bool together, const char* name, void (*kernel)(Parameters...), int64_t blocks, Stream stream,
                Arguments... arguments) {
+    note_launch();
     if (fails()) throw DeviceError(std::string(name) + ": too many resources (cudaErrorLaunchOutOfResources)");
     auto run = [=] {
         auto thread = [=] { kernel(static_cast<Parameters>(arguments)...); };
@@ -29,21 +31,22 @@ void launch_by(bool together, const char* name, void (*kernel)(Parameters...), i
 
 }  // namespace detail
 
-template <class... Parameters, class... Arguments>
-void launch(const char* name, void (*kernel)(Parameters...), int64_t blocks, Stream stream, Arguments... arguments) {
+template <auto kernel, class... Arguments>
+void launch(const char* name, int64_t blocks, Stream stream, Arguments... arguments) {
+    note_kernel<kernel>();
     detail::launch_by(false, name, kernel, blocks, stream, arguments...);
 }
 
-template <class... Parameters>
-int max_resident_blocks(const char* name, void (*)(Parameters...)) {
+template <auto kernel>
+int max_resident_blocks(const char* name) {
     RelaxedCapture relaxed;
     capture::require_safe(name);
     return emulator::settings().resident_blocks;
 }
 
-template <class... Parameters, class... Arguments>
-void launch_together(const char* name, void (*kernel)(Parameters...), int64_t blocks, Stream stream,
-                     Arguments... arguments) {
+template <auto kernel, class... Arguments>
+void launch_together(const char* name, int64_t blocks, Stream stream, Arguments... arguments) {
+    note_kernel<kernel>();
     detail::launch_by(true, name, kernel, blocks, stream, arguments...);
 }
 

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <set>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -26,7 +27,9 @@ thread_local int current = 0;
 int64_t calls_elsewhere = 0;  // on an event of another device than the current one
 bool stalled = false;         // whether events recorded from now on ever happen
 int64_t fills = 0;            // of memory, so far
-int64_t good_launches = -1;   // how many go well before the one that fails; negative: all do
+std::set<int> loaded;         // devices that all kernels are loaded on
+int64_t unloaded_launches = 0;
+int64_t good_launches = -1;  // how many go well before the one that fails; negative: all do
 
 struct FakeEvent {
     bool happens;
@@ -73,6 +76,19 @@ void synchronize(Stream stream) {
 bool is_capturing(Stream stream) { return capture::of(stream) != 0; }
 RelaxedCapture::RelaxedCapture() noexcept : previous_(capture::exchange_mode(capture::kRelaxed)) {}
 RelaxedCapture::~RelaxedCapture() { capture::exchange_mode(static_cast<capture::Mode>(previous_)); }
+
+std::vector<const void*>& kernels() {
+    static std::vector<const void*> all;
+    return all;
+}
+void load_kernels(int device) {
+    std::lock_guard lock(guard);
+    loaded.insert(device);
+}
+void detail::note_launch() {
+    std::lock_guard lock(guard);
+    if (loaded.count(current) == 0) ++unloaded_launches;
+}
 
 Stream make_stream(int) {
     capture::require_safe("making a stream");
@@ -144,6 +160,10 @@ extern "C" {
     pycomm::device::waits.clear();
 }
 [[gnu::visibility("default")]] int64_t emulator_num_launches() { return emulator::num_launches(); }
+[[gnu::visibility("default")]] int64_t emulator_num_kernels() {
+    return static_cast<int64_t>(pycomm::device::kernels().size());
+}
+[[gnu::visibility("default")]] int64_t emulator_num_unloaded_launches() { return pycomm::device::unloaded_launches; }
 [[gnu::visibility("default")]] int64_t emulator_num_calls_elsewhere() { return pycomm::device::calls_elsewhere; }
 [[gnu::visibility("default")]] int64_t emulator_num_fills() { return pycomm::device::fills; }
 // Of the launches from now on, number `i` fails, as for lack of resources.
