@@ -75,25 +75,23 @@ def _storage_on(block: RegisteredBlock) -> torch.UntypedStorage:
 
 
 def register(array: Any, transport: NcclTransport) -> None:
-    """Register the block that begins where ``array`` does, if any, with ``transport``, if the ranks register."""
+    """Register the block that is ``array``, if any, with ``transport``, if the ranks register.
+
+    Parts of a block do not count, as each rank may pass another one, and only that of one rank begins the block.
+    """
     if not transport.registers or not isinstance(array, torch.Tensor):
         return
     block = _blocks.get(array.data_ptr())
-    if block is None:
+    if block is None or array.nbytes != block.num_bytes:
         return
     if block.symmetric and transport.has_windows:
-        _make_window(block, array, transport)
+        if not block.users:
+            transport.windows.make(block.address, block.num_bytes)
+            block.users.append(weakref.ref(transport))
     elif transport.register(block.address, block.num_bytes):
         block.users.append(weakref.ref(transport))
     if is_capturing():
         _in_graphs.add(block)  # for good: nobody says when the last graph is gone
-
-
-def _make_window(block: RegisteredBlock, array: torch.Tensor, transport: NcclTransport) -> None:
-    """Make ``block`` a window in its first operation as a whole: with parts of it, each rank may have another."""
-    if not block.users and array.nbytes == block.num_bytes:
-        transport.windows.make(block.address, block.num_bytes)
-        block.users.append(weakref.ref(transport))
 
 
 def reclaim() -> None:
