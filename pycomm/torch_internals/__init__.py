@@ -83,6 +83,7 @@ from pycomm.torch_internals.tracing import (
     fake_tensors,
     has_compiled,
     is_profiling,
+    prepare_graphs,
     profiled_range,
     without_torch_function,
 )
@@ -139,6 +140,7 @@ __all__ = [
     "owns_process_group",
     "parameters_of",
     "parts_of",
+    "prepare_graphs",
     "prepare_scripts",
     "profiled_range",
     "queue_final_callback",

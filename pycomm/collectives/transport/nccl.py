@@ -157,6 +157,7 @@ class NcclTransport:
         self.reduce_scatter = group.reduce_scatter
         self.all_gather = group.all_gather
         self.broadcast = group.broadcast
+        self.reduce = group.reduce
         self.send = group.send
         self.recv = group.recv
         self.check = group.check
@@ -184,7 +185,8 @@ class NcclTransport:
     def grouped(self, timeout: float) -> Iterator[None]:
         """Collect the operations called inside and give them to NCCL together at the end, all on one stream.
 
-        This is for sends and receives that need each other. If the body raises, none of them is executed on this rank.
+        This is for sends and receives that need each other, and for collectives that are to begin together. If the
+        body raises, none of them is executed on this rank.
         """
         self._group.group_start()
         try:

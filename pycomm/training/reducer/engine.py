@@ -454,8 +454,10 @@ class Engine:
             arrivals = self.policy.receive()
             self.statistics.waits.count(arrivals, warn=self.communicator.rank == 0)
             self.table.stepper.forget()  # drops a clipping factor that no step has used
-        except BaseException:
+        except BaseException as error:
             self.table.drop_gradients()  # they are not averages, and must not be mistaken for them
+            if self.table.partition is not None and not isinstance(error, DamageError):
+                self.table.partition.reduction_failed(error)
             raise
         finally:
             for flight in self.table.flights:

@@ -61,10 +61,10 @@ class Sharding:
 
     Args:
         kind: "optimizer": each rank steps its own part of the parameters, and keeps only that part of the optimizer's
-            state. "parameters": likewise, and the ranks of one host share one copy of the parameters.
+            state. "parameters": likewise, and the ranks of one host share one copy of the parameters, in CPU memory.
         grads: content of ``.grad`` after ``backward()``. "part": the average in this rank's own part, elsewhere its
             local gradient; "full": the whole average on every rank; "local": this rank's local gradient. Gradients are
-            then reduced inside ``step()``, which moves fewer bytes.
+            then reduced inside ``step()``, which moves fewer bytes; on one host, in CPU memory.
 
     Raises:
         ValueError: an argument is wrong.
