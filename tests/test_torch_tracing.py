@@ -57,6 +57,16 @@ def test_graphs_are_prepared(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100, cwd=tmp_path)
 
 
+def test_transforms_are_prepared(tmp_path: Path) -> None:
+    code = (
+        "import torch; from pycomm.torch_internals import prepare_transforms; said = []; "
+        "prepare_transforms(said.append); prepare_transforms(said.append); x = torch.ones(2); "
+        "torch.func.grad(lambda x: x.sum())(x); torch.func.functionalize(lambda x: x + 1)(x); "
+        "torch.func.vjp(lambda x: x + 1, x); assert len(said) == 3 and all(each is x for each in said), said"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100, cwd=tmp_path)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_scripts_leave_hooks_out() -> None:
     class Hook:

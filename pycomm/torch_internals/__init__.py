@@ -84,6 +84,7 @@ from pycomm.torch_internals.tracing import (
     has_compiled,
     is_profiling,
     prepare_graphs,
+    prepare_transforms,
     profiled_range,
     without_torch_function,
 )
@@ -142,6 +143,7 @@ __all__ = [
     "parts_of",
     "prepare_graphs",
     "prepare_scripts",
+    "prepare_transforms",
     "profiled_range",
     "queue_final_callback",
     "raw_stream",

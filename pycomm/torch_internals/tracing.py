@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch._functorch.eager_transforms
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 
@@ -27,16 +28,26 @@ def has_compiled() -> bool:
 def prepare_graphs(prepare: Callable[[], None]) -> None:
     """Have ``prepare`` called before each capture and each launch of a CUDA graph: a launch calls nothing in Python."""
     for name in ("capture_begin", "replay"):
-        setattr(torch.cuda.CUDAGraph, name, _prepared(getattr(torch.cuda.CUDAGraph, name), prepare))
+        _prepare_calls(torch.cuda.CUDAGraph, name, lambda _: prepare())
 
 
-def _prepared(method: Callable[..., Any], prepare: Callable[[], None]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def prepared(self: Any, *args: Any, **kwargs: Any) -> Any:
-        prepare()
-        return method(self, *args, **kwargs)
+@functools.cache
+def prepare_transforms(prepare: Callable[[Any], None]) -> None:
+    """Have ``prepare`` called with each tensor that ``torch.func`` is about to wrap, whose class it then ignores."""
+    for name in ("_wrap_for_grad", "_wrap_functional_tensor"):
+        _prepare_calls(torch._functorch.eager_transforms, name, prepare)
 
-    return prepared
+
+def _prepare_calls(owner: Any, name: str, prepare: Callable[[Any], None]) -> None:
+    """Have ``prepare`` called with the first argument of each call of a function of ``owner``, before it."""
+    function = getattr(owner, name)
+
+    @functools.wraps(function)
+    def prepared(first: Any, *args: Any, **kwargs: Any) -> Any:
+        prepare(first)
+        return function(first, *args, **kwargs)
+
+    setattr(owner, name, prepared)
 
 
 def is_profiling() -> bool:

@@ -278,8 +278,12 @@ class AttachSettings:
 
     @property
     def is_linear(self) -> bool:
-        """Whether averaging an average again, plus a new gradient, is correct: the result is linear in its inputs."""
-        return self.average and not self.compression.transactional and self.clip_local_norm is None
+        """Whether averaging an average again, plus a new gradient, is correct: the result is linear in its inputs.
+
+        Parts of an average, beside which ``.grad`` has local gradients, are none.
+        """
+        is_whole = self.shard is None or self.shard.grads == "full"
+        return self.average and is_whole and not self.compression.transactional and self.clip_local_norm is None
 
     @property
     def accumulates(self) -> bool:

@@ -245,6 +245,34 @@ def test_mistakes_in_a_step_are_errors_of_all_ranks_and_write_nothing(shard: Any
             optimizer.step()
 
 
+@pytest.mark.parametrize("grads", ["part", "local", "full"])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.NAdam])
+@on_ranks(2)
+def test_gradients_that_are_not_cleared(kind: Any, grads: str) -> None:
+    """The next pass would add to the average in this rank's own part, and to a local gradient elsewhere."""
+    if grads == "local" and kind is torch.optim.NAdam:
+        return
+    model, alone = Weights(), Weights()
+    optimizer, other = kind(model.parameters()), kind(alone.parameters())
+    with attached(optimizer, model, shard="optimizer", grads=grads):
+        for number in range(2):
+            backward(alone.parameters(), average_of(number))
+            other.step()
+            if number == 0 or grads == "full":
+                backward(model.parameters(), gradients_of(rank(), number))
+                optimizer.step()
+                continue
+            with pytest.raises(RuntimeError, match=r"backward\(\) ran again on the averaged gradient"):
+                backward(model.parameters(), gradients_of(rank(), number))
+        if grads == "full":
+            for found, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+                torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def average_of(number: int) -> list[torch.Tensor]:
+    return [torch.stack(each).mean(0) for each in zip(*(gradients_of(r, number) for r in range(2)), strict=True)]
+
+
 class Masking(torch.optim.Optimizer):
     """Has the groups and state of the one inside, and changes parameters after its step, as Magma does."""
 

@@ -34,6 +34,7 @@ from pycomm.torch_internals import (
     has_scripted,
     prepare_graphs,
     prepare_scripts,
+    prepare_transforms,
     without_torch_function,
 )
 from pycomm.training.reducer.buckets import BucketInFlight
@@ -98,9 +99,13 @@ def _arriving_in(found: Any) -> Iterator[_Arriving]:
             yield from _arriving_in(item)
 
 
-def _use_module(module: torch.nn.Module) -> None:
-    with _arrived(list(module.parameters(recurse=False))):
+def _use(found: Any) -> None:
+    with _arrived(found):
         pass
+
+
+def _use_module(module: torch.nn.Module) -> None:
+    _use(list(module.parameters(recurse=False)))
 
 
 def _await_module(module: torch.nn.Module) -> None:
@@ -289,6 +294,7 @@ class SpreadPartition(StepPartition):
         on_gpu: bool = False,
     ) -> None:
         self._optimizer, self._on_gpu = optimizer, on_gpu
+        prepare_transforms(_use)
         if on_gpu:
             prepare_graphs(_await_all)
         self._segments: dict[BucketInFlight, SpreadSegment] = {}
