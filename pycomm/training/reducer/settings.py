@@ -277,13 +277,19 @@ class AttachSettings:
         return self.makes_averages or not self.compression.applies_to(param)
 
     @property
+    def has_parts(self) -> bool:
+        """Whether each rank may get only its own part of an average."""
+        return self.shard is not None and self.shard.grads != "full"
+
+    @property
     def is_linear(self) -> bool:
         """Whether averaging an average again, plus a new gradient, is correct: the result is linear in its inputs.
 
         Parts of an average, beside which ``.grad`` has local gradients, are none.
         """
-        is_whole = self.shard is None or self.shard.grads == "full"
-        return self.average and is_whole and not self.compression.transactional and self.clip_local_norm is None
+        return (
+            self.average and not self.has_parts and not self.compression.transactional and self.clip_local_norm is None
+        )
 
     @property
     def accumulates(self) -> bool:

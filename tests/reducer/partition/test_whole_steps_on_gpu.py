@@ -254,6 +254,7 @@ def test_cuda_graphs() -> None:
         assert not any(are_arriving(model))
         assert len(streams.waiting) > 1
         stepped(model, optimizer)
+        optimizer.zero_grad()
         model(torch.full((2, 64), 0.1 + rank())).backward()
         context.setattr(torch.cuda, "is_initialized", lambda: True)
         context.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
