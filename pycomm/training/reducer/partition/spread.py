@@ -74,7 +74,7 @@ class _Arriving(torch.nn.Parameter):
 @contextlib.contextmanager
 def _arrived(found: Any) -> Iterator[None]:
     """Wait for all parameters in nested sequences and dicts; they are ordinary ones inside the context."""
-    params = list(_arriving_in(found))
+    params: list[Any] = list(_arriving_in(found))
     for param in params:
         if (arrival := _arrivals.get(id(param))) is not None:
             arrival.use()
