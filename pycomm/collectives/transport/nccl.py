@@ -158,8 +158,7 @@ class NcclTransport:
         self.all_gather = group.all_gather
         self.broadcast = group.broadcast
         self.reduce = group.reduce
-        self.send = group.send
-        self.recv = group.recv
+        self.send, self.recv = group.send, group.recv
         self.check = group.check
         _open.add(self)
 

@@ -456,9 +456,7 @@ class Engine:
             self.statistics.waits.count(arrivals, warn=self.communicator.rank == 0)
             self.table.stepper.forget()  # drops a clipping factor that no step has used
         except BaseException as error:
-            self.table.drop_gradients()  # they are not averages, and must not be mistaken for them
-            if self.table.partition is not None and not isinstance(error, DamageError):
-                self.table.partition.reduction_failed(error)
+            self.table.drop_gradients(error)  # they are not averages, and must not be mistaken for them
             raise
         finally:
             for flight in self.table.flights:

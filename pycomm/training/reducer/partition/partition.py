@@ -287,11 +287,7 @@ class StepPartition:
 
     def _prepare(self) -> None:
         """Raise RuntimeError or ValueError if parameters were moved, or gradients written to, or in a CUDA graph."""
-        if is_capturing():
-            raise RuntimeError(
-                "optimizer.step() with attach(shard=...) is being captured into a CUDA graph, and the ranks agree on "
-                "each step on the host: capture forward and backward, and keep step() outside the graph"
-            )
+        _require_no_capture()
         for param, address in self._addresses:
             if param.data_ptr() != address and param.numel() > 0:
                 raise RuntimeError(
@@ -326,6 +322,14 @@ class StepPartition:
         if moved and not skips:
             self.terms.open()
         return not skips
+
+
+def _require_no_capture() -> None:
+    if is_capturing():
+        raise RuntimeError(
+            "optimizer.step() with attach(shard=...) is being captured into a CUDA graph, and the ranks agree on each "
+            "step on the host: capture forward and backward, and keep step() outside the graph"
+        )
 
 
 _PLAIN = (bool, int, float, str, tuple, type(None))

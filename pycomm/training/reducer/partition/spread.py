@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.channel import Channel
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import view_like
@@ -39,6 +40,7 @@ from pycomm.torch_internals import (
 )
 from pycomm.training.reducer.buckets import BucketInFlight
 from pycomm.training.reducer.partition.partition import GpuMemory, Memory, Segment, StepPartition, begins_of, tensor_in
+from pycomm.training.reducer.replica_differences import DamageError
 from pycomm.training.reducer.settings import AttachSettings
 from pycomm.worker import Work
 
@@ -189,6 +191,8 @@ class ParameterArrivals:
     """
 
     def __init__(self, module: torch.nn.Module | None) -> None:
+        prepare_transforms(_use)
+        prepare_graphs(_await_all)
         self._module = module
         self._open: list[Arrival] = []
         self._hooks: dict[torch.nn.Module, Any] = {}
@@ -217,12 +221,31 @@ class ParameterArrivals:
             return False
         return all(type(param) is torch.nn.Parameter for param in params)
 
-    def add(self, arrival: Arrival) -> None:
-        """Add an arrival for :meth:`wait`."""
-        self._open.append(arrival)
+    def begin(
+        self, flight: BucketInFlight, parts: Sequence[torch.Tensor], failed: Callable[[BaseException], None]
+    ) -> None:
+        """Begin to send the new parameters of ``flight``, which are ``parts``, one of each rank.
+
+        If they may not come late, wait for them here. ``failed``: see :class:`Arrival`.
+        """
+        channel, bucket = flight.communicator.channel, flight.bucket
+
+        def gather() -> None:
+            # The ranks have agreed on the step.
+            with contextlib.nullcontext() if bucket.on_gpu else channel.skip_checks():
+                channel.all_gather_v(parts, parts[channel.rank])
+
+        work: Work | GpuWork
+        work = channel.submit_on_gpu(bucket.device, gather, (), ()) if bucket.on_gpu else channel.submit(gather)
+        params: Any = [slot.param for slot in flight.slots if slot.param.numel() > 0]
+        if self.may_come_late(params):
+            current_stream = Channel.current_stream_of(bucket.device) if bucket.on_gpu else None
+            self._open.append(Arrival(params, work, failed, current_stream))
+        else:
+            work.wait()
 
     def wait(self) -> None:
-        """Wait for all, in the order in which they were added; raise the first error."""
+        """Wait for all, in the order in which they began; raise the first error."""
         for arrival in self._taken():
             arrival.wait()
 
@@ -282,6 +305,13 @@ _GPU_ALIGNMENT = 256
 """Alignment of parameters on GPUs in bytes. Matrix products are slow, or kernels fail, where it is less than 16."""
 
 
+def _memory_of(communicator: Communicator, bucket: Bucket, alignment: int) -> Memory:
+    """Return memory for the parameters of ``bucket``, each of which begins at a multiple of ``alignment`` elements."""
+    num_bytes = begins_of(bucket.numels, alignment)[-1] * bucket.dtype.itemsize
+    own = communicator.empty(num_bytes, torch.uint8, bucket.device)
+    return GpuMemory(own, 0, num_bytes) if own.is_cuda else own.numpy()
+
+
 class SpreadPartition(StepPartition):
     """Partition over ranks that reach each other by messages; on GPUs it is by whole parameters."""
 
@@ -294,9 +324,6 @@ class SpreadPartition(StepPartition):
         on_gpu: bool = False,
     ) -> None:
         self._optimizer, self._on_gpu = optimizer, on_gpu
-        prepare_transforms(_use)
-        if on_gpu:
-            prepare_graphs(_await_all)
         self._segments: dict[BucketInFlight, SpreadSegment] = {}
         self._at_home: set[torch.Tensor] = set()  # parameters whose masters are kept by parts
         self._arrivals = ParameterArrivals(module)
@@ -310,12 +337,9 @@ class SpreadPartition(StepPartition):
         for flight in flights:
             bucket, params = flight.bucket, [slot.param for slot in flight.slots]
             shares = self._shares_of(flight)
-            itemsize = bucket.dtype.itemsize
-            alignment = _GPU_ALIGNMENT // itemsize if self._on_gpu else 1
-            num_bytes = begins_of(bucket.numels, alignment)[-1] * itemsize
-            own = self._communicator.empty(num_bytes, torch.uint8, bucket.device)
-            memory = GpuMemory(own, 0, num_bytes) if own.is_cuda else own.numpy()
-            segment = self._segments[flight] = SpreadSegment(bucket, params, shares, rank, memory, alignment)
+            alignment = _GPU_ALIGNMENT // bucket.dtype.itemsize if self._on_gpu else 1
+            own = _memory_of(self._communicator, bucket, alignment)
+            segment = self._segments[flight] = SpreadSegment(bucket, params, shares, rank, own, alignment)
             if not self.has_full_grad:
                 bucket.reduce_part_only(shares, rank)
             self._settle_in(flight, segment)
@@ -326,7 +350,7 @@ class SpreadPartition(StepPartition):
 
     def reduction_failed(self, error: BaseException) -> None:
         # A stream waits for parameters, not the host, which finds out later that they have not arrived.
-        if self._on_gpu and isinstance(error, CommError):
+        if self._on_gpu and isinstance(error, CommError) and not isinstance(error, DamageError):
             self._lost(self._optimizer, error)
 
     # Steps.
@@ -349,25 +373,7 @@ class SpreadPartition(StepPartition):
         lost = functools.partial(self._lost, self._optimizer)
         # The last bucket has the first layers.
         for flight in reversed(self._flights):
-            params: Any = [slot.param for slot in flight.slots if slot.param.numel() > 0]
-            work = self._begin_gathering(flight)
-            if self._arrivals.may_come_late(params):
-                current_stream = Channel.current_stream_of(flight.bucket.device) if self._on_gpu else None
-                self._arrivals.add(Arrival(params, work, lost, current_stream))
-            else:
-                work.wait()
-
-    def _begin_gathering(self, flight: BucketInFlight) -> Work | GpuWork:
-        channel, parts = flight.communicator.channel, self._segments[flight].own_parts()
-
-        def gather() -> None:
-            # The ranks have agreed on the step.
-            with contextlib.nullcontext() if self._on_gpu else channel.skip_checks():
-                channel.all_gather_v(parts, parts[channel.rank])
-
-        if self._on_gpu:
-            return channel.submit_on_gpu(flight.bucket.device, gather, (), ())
-        return channel.submit(gather)
+            self._arrivals.begin(flight, self._segments[flight].own_parts(), lost)
 
     def _is_complete(self) -> bool:
         return False
