@@ -45,6 +45,29 @@ def test_compiled_code_and_classes_of_tensors(tmp_path: Path) -> None:
     assert "a range" in {event.key for event in prof.key_averages()}
 
 
+def test_graphs_are_prepared(tmp_path: Path) -> None:
+    code = (
+        "import torch; from pycomm.torch_internals import prepare_graphs; said = []; "  # torch_internals.prepare_graphs
+        "kind = type('Graph', (), dict(capture_begin=lambda self, pool: said.append(pool), "
+        "replay=lambda self: said.append('launched'))); torch.cuda.CUDAGraph = kind; "
+        "note = lambda: said.append('prepared'); prepare_graphs(note); prepare_graphs(note); "
+        "kind().capture_begin(pool=7); kind().replay(); "
+        "assert said == ['prepared', 7, 'prepared', 'launched'], said"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100, cwd=tmp_path)
+
+
+def test_transforms_are_prepared(tmp_path: Path) -> None:
+    code = (
+        "import torch; from pycomm.torch_internals import prepare_transforms; "  # torch_internals.prepare_transforms
+        "said = []; "
+        "prepare_transforms(said.append); prepare_transforms(said.append); x = torch.ones(2); "
+        "torch.func.grad(lambda x: x.sum())(x); torch.func.functionalize(lambda x: x + 1)(x); "
+        "torch.func.vjp(lambda x: x + 1, x); assert len(said) == 3 and all(each is x for each in said), said"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100, cwd=tmp_path)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_scripts_leave_hooks_out() -> None:
     class Hook:

@@ -1,12 +1,13 @@
 """Loss against bytes: a byte-level language model by AdamW, Muon, Dion, and Muon with fewer bytes.
 
     python -m bench.matrices.losses [--ranks 2] [--steps 240] [--seeds 3] [--json FILE]
+    python -m bench.matrices.losses --methods "AdamW;Muon"                  # at equal steps, and at equal seconds
     python -m bench.matrices.losses --from FILE --methods "Dion, rank 4;Dion, rank 16" --json FILE
 
 The byte-level GPT of ``pycomm demo``, 2 layers of width 64, on the standard library's source text; 8 windows of 64
 bytes per rank and step. Each method gets the best of four learning rates, which is chosen with the first seed. All make
-equally many steps; AdamW is run a second time for the processor seconds that Muon took. After each training, all
-ranks must have the same parameters. "bytes" is what a rank sends per step.
+equally many steps; AdamW is trained a second time for the processor seconds that Muon took, with a rate chosen for
+that. After each training, all ranks must have the same parameters. "bytes" is what a rank sends per step.
 """
 
 from __future__ import annotations
@@ -59,16 +60,17 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
             print(f"{method}, lr {rate:g}, seed {seed}, {steps} steps: {outcome['loss']:.3f}", flush=True)
             return outcome
 
-        for method in arguments.methods.split(";"):
-            tried = {rate: train(method, rate, 0, arguments.steps) for rate in METHODS[method].rates}
+        def tuned(method: str, steps: int) -> dict[str, Any]:
+            tried = {rate: train(method, rate, 0, steps) for rate in METHODS[method].rates}
             rate = min(tried, key=lambda rate: tried[rate]["loss"])
-            runs = [tried[rate], *(train(method, rate, seed, arguments.steps) for seed in range(1, arguments.seeds))]
-            found[method] = {"rate": rate, "runs": runs, "steps": arguments.steps}
+            runs = [tried[rate], *(train(method, rate, seed, steps) for seed in range(1, arguments.seeds))]
+            return {"rate": rate, "runs": runs, "steps": steps}
+
+        for method in arguments.methods.split(";"):
+            found[method] = tuned(method, arguments.steps)
         if {"AdamW", "Muon"} <= found.keys():
             ratio = _mean(found["Muon"], "cpu") / _mean(found["AdamW"], "cpu")
-            steps, rate = round(arguments.steps * ratio), found["AdamW"]["rate"]
-            runs = [train("AdamW", rate, seed, steps) for seed in range(arguments.seeds)]
-            found[_LONGER] = {"rate": rate, "runs": runs, "steps": steps}
+            found[_LONGER] = tuned("AdamW", round(arguments.steps * ratio))
     return found
 
 

@@ -141,6 +141,17 @@ void all_gather(NcclGroup& group, py::handle out, py::handle x, uintptr_t stream
     group.all_gather(target.buffer, source.buffer, stream_at(stream), timeout);
 }
 
+void reduce(NcclGroup& group, py::handle x, py::handle dst, py::handle op_name, uintptr_t stream, double timeout) {
+    Array array = reducible(group, x, "x");
+    const int64_t root = as_integer(dst, "dst");
+    require_rank(root, "dst", group.size());
+    ReduceOp op = reduce_op_named(op_name);
+    require_reducible(array.buffer, op);
+    require_timeout(timeout);
+    py::gil_scoped_release release;
+    group.reduce(array.buffer, static_cast<int>(root), op, stream_at(stream), timeout);
+}
+
 // broadcast, send and recv: an array, and one rank.
 using ToOrFrom = void (NcclGroup::*)(const Buffer&, int, Stream, double);
 
@@ -204,6 +215,7 @@ void bind_nccl(py::module_& module) {
              arg("timeout"))
         .def("all_gather", &nccl_calls::all_gather, arg("out"), arg("x"), arg("stream"), arg("timeout"))
         .def("broadcast", &nccl_calls::broadcast, arg("x"), arg("src"), arg("stream"), arg("timeout"))
+        .def("reduce", &nccl_calls::reduce, arg("x"), arg("dst"), arg("op"), arg("stream"), arg("timeout"))
         .def("send", &nccl_calls::send, arg("x"), arg("dst"), arg("stream"), arg("timeout"))
         .def("recv", &nccl_calls::recv, arg("x"), arg("src"), arg("stream"), arg("timeout"))
         .def("register_memory", &nccl_calls::register_memory, arg("address"), arg("num_bytes"), arg("symmetric"),

@@ -167,12 +167,20 @@ class Channel:
         return found[0]
 
     def reduce_scatter_v(self, out: torch.Tensor, xs: Sequence[torch.Tensor], op: str) -> None:
-        """Write the reduction of all ranks' ``xs[rank]``, in CPU memory, into ``out``, which may be ``xs[rank]``."""
-        self.run("reduce_scatter_v", False, out, xs, op)
+        """Write the reduction of all ranks' ``xs[rank]`` into ``out``, which may be, and on GPUs is, ``xs[rank]``."""
+        side = self.side(out)
+        if isinstance(side, Channel):
+            side.run("reduce_scatter_v", False, out, xs, op)
+        else:
+            side.reduce_scatter_v(xs, op)
 
     def all_gather_v(self, outs: Sequence[torch.Tensor], x: torch.Tensor) -> None:
-        """Write the ``x`` of every rank, of any length in CPU memory, into ``outs[p]``; ``outs[rank]`` may be ``x``."""
-        self.run("all_gather_v", False, outs, x)
+        """Write every rank's ``x``, of any length, into ``outs[p]``; ``outs[rank]`` may be, and on GPUs is, ``x``."""
+        side = self.side(x)
+        if isinstance(side, Channel):
+            side.run("all_gather_v", False, outs, x)
+        else:
+            side.all_gather_v(outs)
 
     def all_gather_bytes(self, mine: bytes) -> list[bytes]:
         """Return every rank's ``mine``, in rank order. Lengths may differ; meant for small messages."""

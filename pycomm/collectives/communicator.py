@@ -261,7 +261,7 @@ class Communicator(_Messages):
     def reduce(self, x: Any, dst: int, op: str = "sum", async_op: bool = False) -> Work | GpuWork | None:
         """Reduce ``x`` over all ranks into ``x`` of rank ``dst``; the others' stay, and must be writable too.
 
-        dtypes and ``op`` as in :meth:`all_reduce`. In CPU memory only, else ValueError.
+        dtypes and ``op`` as in :meth:`all_reduce`.
         """
         return self.channel.side(x).run("reduce", async_op, x, dst, reduction(op))
 

@@ -123,7 +123,7 @@ class MasterWeights(KernelStep):
     # Steps.
 
     def run(self, closure: Callable[[], Any] | None) -> Any:
-        if self._rule is not None:
+        if self._rule is not None and self._take is None:
             return super().run(closure)
         if self._take is not None:
             refuse_closure(closure)

@@ -107,10 +107,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
         )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        before: list[Group] = vars(self).get("param_groups", [])  # none if this is being unpickled
         super().__setstate__(state)
-        for group in self.param_groups:  # torch's Muon and others save fewer options
+        for number, group in enumerate(self.param_groups):  # torch's Muon and others save fewer options
+            known = before[number] if number < len(before) else {}
             for key, value in self.defaults.items():
-                group.setdefault(key, value)
+                group.setdefault(key, known.get(key, value))
 
 
 def _check_parameter(param: torch.Tensor, group: Group) -> None:

@@ -83,6 +83,8 @@ from pycomm.torch_internals.tracing import (
     fake_tensors,
     has_compiled,
     is_profiling,
+    prepare_graphs,
+    prepare_transforms,
     profiled_range,
     without_torch_function,
 )
@@ -139,7 +141,9 @@ __all__ = [
     "owns_process_group",
     "parameters_of",
     "parts_of",
+    "prepare_graphs",
     "prepare_scripts",
+    "prepare_transforms",
     "profiled_range",
     "queue_final_callback",
     "raw_stream",

@@ -191,6 +191,7 @@ def test_every_operation(alone: pycomm.Communicator) -> None:
     assert out.host.tolist() == x.host.tolist()
     alone.reduce_scatter(x, out, "max")
     alone.broadcast(x, 0)
+    alone.reduce(x, 0)
     alone.all_reduce(x, "sum", algorithm="ring")
     with alone.group(0):
         alone.send(x, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import json
 from functools import partial
@@ -15,8 +16,8 @@ from tests.integrations import optimizers
 from tests.ranks import RankPool
 
 
-def outcomes(package: str, names: list[str]) -> dict[str, str]:
-    return {name: optimizers.try_on_rank(package, name) for name in names}
+def outcomes(package: str, names: list[str], shard: str | None = None) -> dict[str, str]:
+    return {name: optimizers.try_on_rank(package, name, shard) for name in names}
 
 
 def test_those_of_torch(two_ranks: RankPool) -> None:
@@ -40,6 +41,29 @@ def test_some_of_others(two_ranks: RankPool, package: str, names: list[str]) -> 
     pytest.importorskip(package)
     for found in two_ranks.run(outcomes, package, names):
         assert found == dict.fromkeys(names, optimizers.EQUAL)
+
+
+@pytest.mark.parametrize(
+    ("package", "names"),
+    [
+        ("torch.optim", ["Muon", "Adafactor"]),
+        ("schedulefree", ["AdamWScheduleFree", "RAdamScheduleFree", "SGDScheduleFree"]),
+        ("pytorch_optimizer", ["Muon", "SOAP", "Shampoo", "AdaFactor", "Lion"]),
+    ],
+)
+def test_steps_that_are_shared_out(two_ranks: RankPool, package: str, names: list[str]) -> None:
+    pytest.importorskip(package)
+    names = [name for name in names if hasattr(importlib.import_module(package), name)]  # an older torch lacks Muon
+    for found in two_ranks.run(outcomes, package, names, "optimizer"):
+        assert set(found.values()) <= {optimizers.EQUAL, optimizers.ROUNDED}, found
+
+
+@pytest.mark.parametrize("package", ["prodigyopt", "pytorch_optimizer"])
+def test_prodigy_is_not_shared_out(two_ranks: RankPool, package: str) -> None:
+    """It estimates one rate from all gradients."""
+    pytest.importorskip(package)
+    for found in two_ranks.run(outcomes, package, ["Prodigy"], "optimizer"):
+        assert "with other gradients of some parameters, or none, group 0 of it has d" in found["Prodigy"]
 
 
 def sums_in_place_of_averages() -> str:

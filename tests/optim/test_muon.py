@@ -151,6 +151,41 @@ def test_state_of_torch_loads_and_loads_there() -> None:
     take(again, 1)
 
 
+def test_state_that_other_scripts_saved() -> None:
+    """Keller Jordan's: each rank has that of its own matrices only, and groups without most options."""
+
+    def made() -> pycomm.Muon:
+        groups: list[dict[str, Any]] = [
+            {"params": matrices(shapes=((6, 4), (3, 5), (8, 8))), "split": 1},
+            {"params": matrices(shapes=((6, 4), (9, 2))), "split": 3, "adjust": "none"},
+            {"params": matrices(shapes=((5,), (7,))), "use_muon": False, "lr": 0.01},
+        ]
+        return pycomm.Muon(groups, lr=0.02, ns_dtype=F64)
+
+    whole, other = made(), made()
+    take(whole, 3)
+    files = []
+    for rank in range(2):
+        file = saved(whole.state_dict())
+        file["state"] = {i: entry for i, entry in file["state"].items() if i % 2 == rank or "exp_avg" in entry}
+        kept = ("params", "use_muon", "lr", "momentum", "weight_decay", "betas", "eps")
+        file["param_groups"] = [{key: group[key] for key in kept} for group in file["param_groups"]]
+        files.append(file)
+    merged = {**files[0], "state": {i: entry for file in files for i, entry in file["state"].items()}}
+    for one, same in zip(all_of(other), all_of(whole), strict=True):
+        one.data.copy_(same)
+    other.load_state_dict(merged)
+    assert [group["split"] for group in other.param_groups] == [1, 3, 1]
+    assert [group["adjust_lr_fn"] for group in other.param_groups] == ["original", "none", "original"]
+    take(whole, 2, start=3)
+    take(other, 2, start=3)
+    assert_near(all_of(other), all_of(whole), 1e-12)
+
+
+def all_of(optimizer: torch.optim.Optimizer) -> Params:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 @given(
     shape=st.tuples(st.integers(1, 20), st.integers(1, 20)),
     others=st.lists(st.booleans(), max_size=6),

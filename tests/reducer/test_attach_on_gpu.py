@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -14,7 +15,7 @@ from torch import nn
 import pycomm
 from tests.kernels.gpus import requires_cuda, waits_refused
 from tests.ranks import RankPool
-from tests.reducer.attaching import attached, own_state
+from tests.reducer.attaching import assert_replicas_equal, attached, own_state
 from tests.reducer.models import average_gradients, close, make_model
 from tests.transport.test_nccl_on_gpu import requires_nccl, sharing
 
@@ -91,6 +92,38 @@ def train(compression: Any, tolerance: float) -> None:
 )
 def test_two_ranks(sharing: RankPool, compression: Any, tolerance: float) -> None:
     sharing.run(train, compression, tolerance)
+
+
+def train_whole_steps(scaled: bool) -> None:
+    """Muon's steps, shared out by whole parameters, are those of every rank's own step."""
+    ends = []
+    for shard in (None, "optimizer"):
+        model = make_model(dtype=torch.float32).cuda()
+        groups = pycomm.muon_groups(model, adamw={"lr": 0.01})
+        optimizer = pycomm.Muon(groups, lr=0.02, ns_dtype=torch.float32)
+        scaler = torch.amp.GradScaler("cuda", enabled=scaled)
+        options: dict[str, Any] = {"loss_scaler": scaler} if scaled else {}
+        with attached(optimizer, model, shard=shard, bucket_mb=0.002, **options) as reducer:
+            for step in range(10):
+                optimizer.zero_grad()
+                loss = gpu_loss(model, dist.get_rank(), step) * (torch.inf if scaled and step == 6 else 1.0)
+                with waits_refused() if step > 5 else nullcontext():
+                    scaler.scale(loss).backward()
+                    norm = reducer.clip_grad_norm(0.5) if not scaled else None
+                scaler.step(optimizer)
+                scaler.update()
+            assert norm is None or bool(torch.isfinite(norm))
+            state = optimizer.state_dict()["state"].values()
+            momenta = [entry["momentum_buffer"] for entry in state if "momentum_buffer" in entry]
+            ends.append([x.detach().cpu() for x in (*model.parameters(), *momenta)])
+            assert_replicas_equal(copy.deepcopy(model).cpu())
+    for found, wanted in zip(*ends, strict=True):
+        close(found, wanted, 1e-4)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_whole_steps(sharing: RankPool, scaled: bool) -> None:
+    sharing.run(train_whole_steps, scaled)
 
 
 @pytest.mark.usefixtures("one_rank_group")

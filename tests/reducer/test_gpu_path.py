@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -34,10 +34,13 @@ AHEAD: list[bool] = []
 
 
 class LateWork:
-    """Work of a stream that is as slow as it may be."""
+    """Work of a stream that is as slow as it may be: it is done when somebody waits for it, or for a later one."""
+
+    pending: ClassVar[list[LateWork]] = []
 
     def __init__(self, job: Callable[[], Any]) -> None:
-        self.job = job
+        self.job, self.result = job, None
+        self.pending.append(self)
 
     def is_completed(self) -> bool:
         return False
@@ -46,9 +49,16 @@ class LateWork:
         profiler = sys.getprofile()
         sys.setprofile(None)  # a stream would do this
         try:
-            return self.job()
+            while self in self.pending:
+                first = self.pending.pop(0)
+                first.result = first.job()
         finally:
             sys.setprofile(profiler)
+        return self.result
+
+    def ends_within(self, _seconds: float | None) -> bool:
+        self.wait()
+        return True
 
 
 HOST_READS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "numpy", "cpu", "nonzero")
@@ -72,6 +82,7 @@ def pretended_gpu() -> Iterator[list[set[int]]]:
     """Yields the streams that each job followed."""
     followed: list[set[int]] = []
     AHEAD.clear()
+    LateWork.pending.clear()
 
     def submit(
         self: Communicator,
@@ -89,6 +100,7 @@ def pretended_gpu() -> Iterator[list[set[int]]]:
     with patch.context() as context:
         context.setattr("pycomm.collectives.bucket.on_gpu", lambda _: True)
         context.setattr("pycomm.training.reducer.parameters.on_gpu", lambda _: True)
+        context.setattr("pycomm.training.reducer.replicas.on_gpu", lambda _: True)
         context.setattr(Channel, "submit_on_gpu", submit)
         context.setattr(Channel, "current_stream_of", staticmethod(lambda _: lambda: STREAM))
         yield followed

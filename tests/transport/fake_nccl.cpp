@@ -33,7 +33,7 @@
 namespace {
 
 enum Result { kSuccess = 0, kInternalError = 3, kInvalidArgument = 4, kInvalidUsage = 5, kInProgress = 7 };
-enum class Kind { kAllReduce, kReduceScatter, kAllGather, kBroadcast, kSend, kRecv, kWindow };
+enum class Kind { kAllReduce, kReduceScatter, kAllGather, kBroadcast, kSend, kRecv, kReduce, kWindow };
 
 struct Call {
     Kind kind;
@@ -41,6 +41,7 @@ struct Call {
     void* out;
     size_t count;
     int dtype, argument;
+    int root = 0;  // of kReduce
     std::shared_ptr<bool> done = std::make_shared<bool>(false);
     std::array<std::pair<size_t, ptrdiff_t>, 2> places = {};  // of in and out: number of the window, and offset
 };
@@ -153,7 +154,7 @@ void compute(const World& world, Round& round) {
     }
     for (auto& [rank, call] : round.calls) {
         const std::vector<char>& result = results[static_cast<size_t>(rank)];
-        std::memcpy(call.out, result.data(), result.size());
+        if (first.kind != Kind::kReduce || rank == first.root) std::memcpy(call.out, result.data(), result.size());
         *call.done = true;
     }
 }
@@ -328,6 +329,9 @@ EXPORT int ncclAllGather(const void* in, void* out, size_t count, int dtype, voi
 }
 EXPORT int ncclBroadcast(const void* in, void* out, size_t count, int dtype, int root, void* comm, void*) {
     return collective("ncclBroadcast", comm, {Kind::kBroadcast, in, out, count, dtype, root});
+}
+EXPORT int ncclReduce(const void* in, void* out, size_t count, int dtype, int op, int root, void* comm, void*) {
+    return collective("ncclReduce", comm, {Kind::kReduce, in, out, count, dtype, op, root});
 }
 EXPORT int ncclSend(const void* in, size_t count, int dtype, int peer, void* comm, void*) {
     return collective("ncclSend", comm, {Kind::kSend, in, nullptr, count, dtype, peer});

@@ -44,6 +44,11 @@ def test_reductions(fake: Fake, size: int, dtype: Any) -> None:
                 members[rank].reduce_scatter(out, x, op, **NOW)
                 np.testing.assert_array_equal(out.host, wanted[rank * n : (rank + 1) * n])
                 np.testing.assert_array_equal(x.host, contribution(rank, n * size, dtype))
+                for dst in range(size):
+                    members[rank].reduce(x, dst, op, **NOW)
+                    own = contribution(rank, n * size, dtype)
+                    np.testing.assert_array_equal(x.host, wanted if rank == dst else own)
+                    x = on_device(own, rank % 2)
                 members[rank].all_reduce(x, op, **NOW)
                 np.testing.assert_array_equal(x.host, wanted)
 
@@ -146,6 +151,8 @@ def test_mistakes(fake: Fake) -> None:
         (TypeError, "x has dtype int32, wanted float32 as out", lambda: group.reduce_scatter(x, whole, "sum", **NOW)),
         (ValueError, "out has 4 elements, wanted 8: 2 ranks times the 4", lambda: group.all_gather(x, x, **NOW)),
         (ValueError, "src is 2, wanted 0 <= src < 2", lambda: group.broadcast(x, 2, **NOW)),
+        (ValueError, "dst is 2, wanted 0 <= dst < 2", lambda: group.reduce(x, 2, "sum", **NOW)),
+        (TypeError, "op 'mean' requires a floating dtype", lambda: group.reduce(whole, 0, "mean", **NOW)),
         (ValueError, "dst is -1, wanted 0 <= dst < 2", lambda: group.send(x, -1, **NOW)),
         (ValueError, "recv: rank 1 is this rank itself", lambda: group.recv(x, 1, **NOW)),
         (ValueError, "timeout is 0, wanted a positive", lambda: group.recv(x, 0, stream=0, timeout=0.0)),

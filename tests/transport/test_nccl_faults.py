@@ -81,6 +81,7 @@ FUNCTIONS: dict[str, Callable[[Any, Any], None]] = {
     "ncclReduceScatter": lambda group, x: group.reduce_scatter(x, x, "sum", **NOW),
     "ncclAllGather": lambda group, x: group.all_gather(x, x, **NOW),
     "ncclBroadcast": lambda group, x: group.broadcast(x, 0, **NOW),
+    "ncclReduce": lambda group, x: group.reduce(x, 0, "sum", **NOW),
     "ncclCommGetAsyncError": lambda group, x: group.check(),
 }
 

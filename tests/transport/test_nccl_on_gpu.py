@@ -62,6 +62,7 @@ def test_one_rank(alone: pycomm.Communicator) -> None:
         alone.all_gather(out, x)
         alone.reduce_scatter(x, out)
         alone.broadcast(x, 0)
+        alone.reduce(x, 0)
         with alone.group(0):
             alone.send(x, 0)
             alone.recv(out, 0)

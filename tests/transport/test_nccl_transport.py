@@ -17,6 +17,7 @@ import pytest
 import pycomm._native as _native
 from pycomm import CommError
 from pycomm.collectives.transport import nccl
+from pycomm.collectives.transport.gpu import GpuQueue
 from pycomm.collectives.transport.nccl import NcclTransport
 from tests.transport.nccl_ranks import NOW, Fake, contribution, on_device, on_ranks, requires_emulator, run_ranks
 
@@ -83,6 +84,28 @@ def test_everything_works(fake: Fake, algorithm: str) -> None:
     run_ranks(2, run)
     assert fake.words("algorithms") == (["Ring"] * 2 if algorithm == "ring" else ["-"] * 2)
     assert (fake.aborts(), fake.destroys()) == (0, 2)
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_parts_of_different_lengths(fake: Fake, op: str) -> None:
+    """Each is reduced to one rank, and sent by it, in one group; some are empty."""
+    members, lengths = transports(3, devices=3), (5, 0, 1000)
+
+    def run(rank: int) -> None:
+        queue = GpuQueue(rank, 20.0, lambda *_: members[rank])
+        parts = [[contribution(7 * p + q, n, np.float32) for q, n in enumerate(lengths)] for p in range(3)]
+        xs = [on_device(part, rank) for part in parts[rank]]
+        queue.reduce_scatter_v(xs, op)
+        sums = [sum(part[q] for part in parts) / (3 if op == "mean" else 1) for q in range(3)]
+        for q, x in enumerate(xs):
+            np.testing.assert_allclose(x.host, sums[q] if q == rank else parts[rank][q], rtol=1e-6)
+        queue.all_gather_v(xs)
+        for x, wanted in zip(xs, sums, strict=True):
+            np.testing.assert_allclose(x.host, wanted, rtol=1e-6)
+        queue.close()
+
+    run_ranks(3, run)
+    assert fake.words("calls").count("ncclGroupEnd") == 6
 
 
 def test_a_group_whose_body_raises_does_not_happen(fake: Fake) -> None:

@@ -65,6 +65,11 @@ void NcclGroup::broadcast(const Buffer& x, int src, Stream stream, double timeou
     submit({nccl::Kind::kBroadcast, x.data, x.data, x.count, x.dtype, src, stream}, timeout);
 }
 
+void NcclGroup::reduce(const Buffer& x, int dst, ReduceOp op, Stream stream, double timeout) {
+    void* out = dst == rank() ? x.data : nullptr;
+    submit({nccl::Kind::kReduce, x.data, out, x.count, x.dtype, nccl::code_of(op), stream, dst}, timeout);
+}
+
 void NcclGroup::send(const Buffer& x, int dst, Stream stream, double timeout) {
     submit({nccl::Kind::kSend, x.data, nullptr, x.count, x.dtype, dst, stream}, timeout);
 }

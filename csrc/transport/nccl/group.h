@@ -60,6 +60,7 @@ class NcclGroup {
     // out: the x of all ranks, in order; out.count == size() * x.count.
     void all_gather(const Buffer& out, const Buffer& x, Stream stream, double timeout);
     void broadcast(const Buffer& x, int src, Stream stream, double timeout);
+    void reduce(const Buffer& x, int dst, ReduceOp op, Stream stream, double timeout);  // in place, on rank dst only
     // Between two ranks; to oneself only in a group.
     void send(const Buffer& x, int dst, Stream stream, double timeout);
     void recv(const Buffer& x, int src, Stream stream, double timeout);
@@ -74,7 +75,8 @@ class NcclGroup {
     void deregister_memory(void* memory);
 
     // Calls between these two are collected and issued at the end as one operation, for sends and receives that need
-    // each other. All on one stream, from one thread; their own timeouts are ignored.
+    // each other, and collectives that are to begin together. All on one stream, from one thread; their own timeouts
+    // are ignored.
     void group_start();
     void group_end(double timeout);
     void group_abandon();  // instead of group_end(): drops the collected calls

@@ -56,6 +56,7 @@ std::string resolve_all(void* handle, Library& into) {
     resolve(handle, "ncclReduceScatter", into.reduce_scatter, missing);
     resolve(handle, "ncclAllGather", into.all_gather, missing);
     resolve(handle, "ncclBroadcast", into.broadcast, missing);
+    resolve(handle, "ncclReduce", into.reduce, missing);
     resolve(handle, "ncclSend", into.send, missing);
     resolve(handle, "ncclRecv", into.recv, missing);
     resolve(handle, "ncclGroupStart", into.group_start, missing);

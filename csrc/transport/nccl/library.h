@@ -64,6 +64,7 @@ struct Library {
     Result (*reduce_scatter)(const void*, void*, size_t out_count, int dtype, int op, Comm, Stream);
     Result (*all_gather)(const void*, void*, size_t in_count, int dtype, Comm, Stream);
     Result (*broadcast)(const void*, void*, size_t count, int dtype, int root, Comm, Stream);
+    Result (*reduce)(const void*, void*, size_t count, int dtype, int op, int root, Comm, Stream);
     Result (*send)(const void*, size_t count, int dtype, int peer, Comm, Stream);
     Result (*recv)(void*, size_t count, int dtype, int peer, Comm, Stream);
     Result (*group_start)();

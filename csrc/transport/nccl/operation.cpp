@@ -8,8 +8,8 @@ namespace pycomm::nccl {
 namespace {
 
 const char* function_of(Kind kind) {
-    constexpr const char* kFunctions[] = {"ncclAllReduce", "ncclReduceScatter", "ncclAllGather",
-                                          "ncclBroadcast", "ncclSend",          "ncclRecv"};
+    constexpr const char* kFunctions[] = {"ncclAllReduce", "ncclReduceScatter", "ncclAllGather", "ncclBroadcast",
+                                          "ncclSend",      "ncclRecv",          "ncclReduce"};
     return kFunctions[static_cast<int>(kind)];
 }
 
@@ -31,6 +31,8 @@ Result issue_one(const Library& library, Comm comm, const Operation& operation) 
             return library.send(in, count, dtype, operation.argument, comm, operation.stream);
         case Kind::kRecv:
             return library.recv(out, count, dtype, operation.argument, comm, operation.stream);
+        case Kind::kReduce:
+            return library.reduce(in, out, count, dtype, operation.argument, operation.root, comm, operation.stream);
     }
     return kInvalidArgument;
 }
@@ -38,7 +40,8 @@ Result issue_one(const Library& library, Comm comm, const Operation& operation) 
 }  // namespace
 
 const char* name_of(Kind kind) {
-    constexpr const char* kNames[] = {"all_reduce", "reduce_scatter", "all_gather", "broadcast", "send", "recv"};
+    constexpr const char* kNames[] = {"all_reduce", "reduce_scatter", "all_gather", "broadcast",
+                                      "send",       "recv",           "reduce"};
     return kNames[static_cast<int>(kind)];
 }
 
@@ -46,7 +49,8 @@ uint64_t key_of(const Operation& operation) {
     // NCCL chooses an algorithm by size; within a factor of two the choice seldom changes.
     auto size = static_cast<uint64_t>(std::bit_width(static_cast<uint64_t>(operation.count)));
     uint64_t what = static_cast<uint64_t>(operation.kind) << 8 | static_cast<uint64_t>(operation.dtype);
-    return what << 48 | size << 32 | static_cast<uint32_t>(operation.argument);
+    uint32_t argument = static_cast<uint32_t>(operation.argument) | static_cast<uint32_t>(operation.root) << 8;
+    return what << 48 | size << 32 | argument;
 }
 
 Outcome register_memory(Session& session, void* memory, int64_t num_bytes, bool symmetric, void** handle) {

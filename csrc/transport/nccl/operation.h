@@ -11,7 +11,7 @@
 
 namespace pycomm::nccl {
 
-enum class Kind { kAllReduce, kReduceScatter, kAllGather, kBroadcast, kSend, kRecv };
+enum class Kind { kAllReduce, kReduceScatter, kAllGather, kBroadcast, kSend, kRecv, kReduce };
 
 struct Operation {
     Kind kind;
@@ -21,6 +21,7 @@ struct Operation {
     DType dtype;
     int argument;  // the reduction, the root or the peer
     Stream stream;
+    int root = 0;  // of kReduce
 };
 
 const char* name_of(Kind kind);  // "all_reduce"

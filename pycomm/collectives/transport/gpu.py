@@ -24,7 +24,6 @@ from pycomm.torch_internals import raw_stream
 
 _NUM_ARRAYS = {"reduce_scatter": 2, "all_gather": 2}
 """Number of leading arguments that are arrays, if not one."""
-_NOT_HERE = {"reduce": "reduce requires an array in CPU memory; between GPUs use all_reduce()"}
 
 
 def gpu_of(array: Any) -> int | None:
@@ -93,10 +92,15 @@ class GpuWork:
             CommError: NCCL has failed since.
         """
         self._queue.check()
+        self.ends_within(None)
+        return self._result
+
+    def ends_within(self, seconds: float | None) -> bool:
+        """Make these streams wait even if NCCL has failed. Returns true at once: counterpart of the ``Work``'s."""
         for stream in {*self._producers, *self._queue.torch_streams()}:
             self._moment.hold_back(stream)
         self._kept.clear()  # those streams reuse the memory after the operation only
-        return self._result
+        return True
 
 
 class GpuQueue:
@@ -198,12 +202,25 @@ class GpuQueue:
         return self._run("ring" if algorithm == "ring" else "native", "all_reduce", async_op, x, op)
 
     def run(self, operation: str, async_op: bool, *args: Any) -> GpuWork | None:
-        """Enqueue NCCL's operation of that name. Raises ValueError if it has none."""
-        if operation in _NOT_HERE:
-            raise ValueError(_NOT_HERE[operation])
+        """Enqueue NCCL's operation of that name."""
         if operation == "all_to_all":
             return self._all_to_all(async_op, *args)
         return self._run("native", operation, async_op, *args)
+
+    def reduce_scatter_v(self, xs: Sequence[torch.Tensor], op: str) -> None:
+        """Reduce every ``xs[p]`` over all ranks, in place, on rank p only. Parts differ in length, on all ranks alike.
+
+        NCCL has no such operation; each part is reduced to its rank, all in one group.
+        """
+        with self.grouped():
+            for dst, x in enumerate(xs):
+                self.run("reduce", False, x, dst, op)
+
+    def all_gather_v(self, outs: Sequence[torch.Tensor]) -> None:
+        """Overwrite every ``outs[p]`` with that of rank p. Parts differ in length, on all ranks alike."""
+        with self.grouped():
+            for src, out in enumerate(outs):
+                self.run("broadcast", False, out, src)
 
     def _run(self, algorithm: str, operation: str, async_op: bool, *args: Any) -> GpuWork | None:
         arrays = args[: _NUM_ARRAYS.get(operation, 1)]

@@ -216,7 +216,8 @@ class NcclTransport:
         self._group, self._timeout = group, timeout
         self.windows = Windows(group, share, timeout)
         self.all_reduce, self.reduce_scatter, self.all_gather = group.all_reduce, group.reduce_scatter, group.all_gather
-        self.broadcast, self.send, self.recv, self.check = group.broadcast, group.send, group.recv, group.check
+        self.broadcast, self.reduce = group.broadcast, group.reduce
+        self.send, self.recv, self.check = group.send, group.recv, group.check
         _open.add(self)
 
     @property
@@ -242,7 +243,8 @@ class NcclTransport:
     def grouped(self, timeout: float) -> Iterator[None]:
         """Collect the operations called inside and give them to NCCL together at the end, all on one stream.
 
-        This is for sends and receives that need each other. If the body raises, none of them is executed on this rank.
+        This is for sends and receives that need each other, and for collectives that are to begin together. If the
+        body raises, none of them is executed on this rank.
         """
         self._group.group_start()
         try:

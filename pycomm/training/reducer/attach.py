@@ -25,10 +25,10 @@ from pycomm.compression import Compression
 from pycomm.deprecated import Moved, Old, renamed
 from pycomm.errors import CommError, attempt
 from pycomm.optim.attached import refuse_second_average, register
-from pycomm.optim.fused import has_rule, rule_of
+from pycomm.optim.fused import FusedStep, has_rule, rule_of
 from pycomm.optim.master_weights import MasterWeights
 from pycomm.optim.parameters import optimizer_parameters, wrapper_of_unknown_step
-from pycomm.optim.step_override import HALF
+from pycomm.optim.step_override import HALF, Stepper
 from pycomm.optim.wrappers import refuse_wrapped, watch_constructions
 from pycomm.torch_internals import Store, is_dtensor
 from pycomm.training.elastic.join_requests import JoinClient, JoinListener
@@ -61,30 +61,46 @@ from pycomm.training.reducer.surviving import Survival, SurvivingPolicy
 def require_shardable(table: ParameterTable, shard: Sharding) -> None:
     """Raise ValueError if the step of the optimizer of ``table`` cannot be divided, or its parameters be shared."""
     name, optimizer, stepper = f'shard="{shard.kind}"', table.optimizer, table.stepper
-    own_masters = isinstance(stepper, MasterWeights) and not stepper.has_kernels
-    if has_rule(optimizer) and not own_masters:
+    own_masters = isinstance(stepper, MasterWeights) and (table.on_gpu or not stepper.has_kernels)
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(f"{name}: a step of LBFGS depends on all gradients together, and cannot be shared out")
+    if table.on_gpu:
+        _require_whole_steps(shard, stepper)
+    elif has_rule(optimizer) and not own_masters:
         try:
             rule_of(optimizer)
         except ValueError as error:
             raise ValueError(f"{name} requires options that pycomm's kernels take: {error}") from None
-    elif isinstance(optimizer, torch.optim.LBFGS) or shard.grads == "local":
+    elif shard.grads == "local":
         raise ValueError(
             f"shard={shard} requires an optimizer that pycomm's kernels step (torch's SGD, Adam, AdamW, RMSprop, "
             f"Adagrad; LARS, LAMB), and this is a {type(optimizer).__name__}"
         )
     for label, param in table.named():
-        if param.device.type != "cpu":
-            raise ValueError(f"{name} requires parameters in CPU memory, and {label!r} is on {param.device}")
         if is_dtensor(param):
             raise ValueError(
                 f"{name} requires ordinary parameters, and {label!r} is a DTensor, which is sharded already"
             )
         if param.dtype in HALF and not stepper.has_masters:
             raise ValueError(
-                f"{name}: parameter {label!r} has dtype {param.dtype}, which kernels step by float32 masters only: "
-                "call pycomm.master_weights(optimizer) before attach"
+                f"{name}: parameter {label!r} has dtype {param.dtype}, whose steps are shared out by float32 masters "
+                "only: call pycomm.master_weights(optimizer) before attach"
             )
         require_dense(param)
+
+
+def _require_whole_steps(shard: Sharding, stepper: Stepper) -> None:
+    """Raise ValueError if ``shard`` requires more than steps of whole parameters, the only ones shared out on GPUs."""
+    if shard.kind == "parameters" or shard.grads == "local":
+        raise ValueError(
+            f"shard={shard} requires parameters in CPU memory: between GPUs, "
+            'Sharding("optimizer", grads="part" or "full") works'
+        )
+    if isinstance(stepper, FusedStep):
+        raise ValueError(
+            f"shard={shard} on a GPU shares out whole parameters, which the optimizer's own step() steps: call it "
+            "without pycomm.fuse"
+        )
 
 
 def require_reachable(communicator: Communicator, shard: Sharding) -> None:
@@ -340,8 +356,11 @@ def _attach_over(lanes: Sequence[Communicator], settings: AttachSettings, table:
         engine = Engine(table, lanes, settings, policy)
         engine.statistics.waits = Waits(page, engine)
         if settings.shard is not None:
-            kind = SpreadPartition if memory_of_all(lanes[0]) is None else HostPartition
-            table.partition = kind(lanes[0], table.optimizer, table.module, settings)
+            arguments = lanes[0], table.optimizer, table.module, settings
+            if table.on_gpu or memory_of_all(lanes[0]) is None:
+                table.partition = SpreadPartition(*arguments, table.on_gpu)
+            else:
+                table.partition = HostPartition(*arguments)
         made: Reducer | Exception = Reducer(engine)
     except Exception as error:
         made = error

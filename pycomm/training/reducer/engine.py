@@ -66,10 +66,11 @@ def gradients_of(flight: BucketInFlight, settings: AttachSettings, is_first_pass
         for slot, grad, view in zip(flight.slots, grads, flight.bucket.views, strict=True):
             if grad is view and slot.fired > 0:
                 require_no_average(slot, settings)
-            elif grad is not None and not settings.average and slot.untouched():
+            elif grad is not None and (settings.has_parts or not settings.average) and slot.untouched():
+                kind, done = ("average", "averaged") if settings.average else ("sum", "summed")
                 raise RuntimeError(
-                    f"the gradient of {slot.name!r} is the sum over the ranks that an earlier backward() left, and "
-                    "would be summed again with those of this one. Several passes of one step need "
+                    f"the gradient of {slot.name!r} is the {kind} over the ranks that an earlier backward() left, and "
+                    f"would be {done} again with those of this one. Several passes of one step need "
                     "attach(..., accumulate=n); otherwise call optimizer.zero_grad() between them"
                 )
     return grads
@@ -454,8 +455,8 @@ class Engine:
             arrivals = self.policy.receive()
             self.statistics.waits.count(arrivals, warn=self.communicator.rank == 0)
             self.table.stepper.forget()  # drops a clipping factor that no step has used
-        except BaseException:
-            self.table.drop_gradients()  # they are not averages, and must not be mistaken for them
+        except BaseException as error:
+            self.table.drop_gradients(error)  # they are not averages, and must not be mistaken for them
             raise
         finally:
             for flight in self.table.flights:

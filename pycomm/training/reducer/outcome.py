@@ -43,12 +43,21 @@ def all_finite(flights: Sequence[BucketInFlight], shards: Shards) -> torch.Tenso
     return shards.all_agree(finite) if shards else finite
 
 
-def spread_failure_of_parts(flights: Sequence[BucketInFlight], partition: StepPartition) -> str | None:
+def spread_failure_of_parts(
+    flights: Sequence[BucketInFlight], partition: StepPartition, loss_scaler: Any
+) -> str | None:
     """Make all gradients NaN, on all ranks, if a rank's own part of the averages is not finite; return its name.
 
     So every rank and its loss scaler decide the same about the step. Collective only if a rank had gradients so large
-    that their sum may not be finite, which all ranks know from the flags.
+    that their sum may not be finite, which all ranks know from the flags. On a GPU, where the host does not wait, that
+    is enough, and an element of each gradient becomes NaN, if there is a scaler.
     """
+    if any(flight.bucket.on_gpu for flight in flights):
+        if loss_scaler is not None:
+            poison = torch.where(torch.stack([flight.bucket.finite() for flight in flights]).all(), 0.0, math.nan)
+            for flight in flights:
+                torch._foreach_add_([part[:1] for part in flight.bucket.parts(flight.bucket.memory)], poison)
+        return None
     if all(bool(flight.exchange.finite()) for flight in flights):
         return None
     partition.terms.require_reduced()
@@ -139,7 +148,7 @@ class ReductionOutcome:
         self._leave_out_skipping()
         spread_failure(flights, table.shards, self._settings.loss_scaler)
         if table.partial is not None:
-            self.not_finite = spread_failure_of_parts(flights, table.partial)
+            self.not_finite = spread_failure_of_parts(flights, table.partial, self._settings.loss_scaler)
         self._progress.reduced(False if self.finite is None else self.finite)
 
     def _count_step(self) -> Flag:

@@ -220,10 +220,12 @@ class ParameterTable:
         """Return the existing gradients by name, or this rank's part of DTensors."""
         return {slot.name: grad for slot in self._slots.values() if (grad := slot.owner.grad) is not None}
 
-    def drop_gradients(self) -> None:
-        """Set ``.grad`` of all trainable parameters to ``None``."""
+    def drop_gradients(self, error: BaseException | None = None) -> None:
+        """Set ``.grad`` of all trainable parameters to ``None``. ``error``: why they could not be reduced."""
         for slot in self._slots.values():
             slot.param.grad, slot.has_wide = None, False
+        if error is not None and self.partition is not None:
+            self.partition.reduction_failed(error)
 
     def knows(self, param: torch.Tensor) -> bool:
         """Return whether the gradient of ``param`` is averaged here, or will be once it is unfrozen."""

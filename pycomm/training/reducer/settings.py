@@ -61,10 +61,10 @@ class Sharding:
 
     Args:
         kind: "optimizer": each rank steps its own part of the parameters, and keeps only that part of the optimizer's
-            state. "parameters": likewise, and the ranks of one host share one copy of the parameters.
+            state. "parameters": likewise, and the ranks of one host share one copy of the parameters, in CPU memory.
         grads: content of ``.grad`` after ``backward()``. "part": the average in this rank's own part, elsewhere its
             local gradient; "full": the whole average on every rank; "local": this rank's local gradient. Gradients are
-            then reduced inside ``step()``, which moves fewer bytes.
+            then reduced inside ``step()``, which moves fewer bytes; on one host, in CPU memory.
 
     Raises:
         ValueError: an argument is wrong.
@@ -277,9 +277,19 @@ class AttachSettings:
         return self.makes_averages or not self.compression.applies_to(param)
 
     @property
+    def has_parts(self) -> bool:
+        """Whether each rank may get only its own part of an average."""
+        return self.shard is not None and self.shard.grads != "full"
+
+    @property
     def is_linear(self) -> bool:
-        """Whether averaging an average again, plus a new gradient, is correct: the result is linear in its inputs."""
-        return self.average and not self.compression.transactional and self.clip_local_norm is None
+        """Whether averaging an average again, plus a new gradient, is correct: the result is linear in its inputs.
+
+        Parts of an average, beside which ``.grad`` has local gradients, are none.
+        """
+        return (
+            self.average and not self.has_parts and not self.compression.transactional and self.clip_local_norm is None
+        )
 
     @property
     def accumulates(self) -> bool:

@@ -93,6 +93,7 @@ def lose_a_rank(shard: str, point: str) -> str:
 
     def until_it_is_noticed() -> None:
         step(1)
+        optimizer.zero_grad()
         backward(model.parameters(), gradients_of(0, 2))
 
     with pytest.raises(pycomm.CommError, match="rank 1"):

@@ -217,6 +217,7 @@ def test_mistakes_in_a_step_are_errors_of_all_ranks_and_write_nothing(shard: Any
     with attached(optimizer, model, shard=shard):
         steps(optimizer, model, 0, 1)
         before = values_of(optimizer)
+        optimizer.zero_grad()
         backward(model.parameters(), gradients_of(0, 1))
         with pytest.raises(ValueError, match="closure"):
             optimizer.step(lambda: torch.zeros(()))
@@ -231,6 +232,7 @@ def test_mistakes_in_a_step_are_errors_of_all_ranks_and_write_nothing(shard: Any
         with pytest.raises(ValueError, match=r"clip_grad_norm|written to"):
             optimizer.step()
         assert_same(values_of(optimizer), before)
+        optimizer.zero_grad()
         backward(model.parameters(), gradients_of(0, 1))
         if rank() == 1:
             model.weights[0].grad = grad * 0.5
@@ -240,9 +242,45 @@ def test_mistakes_in_a_step_are_errors_of_all_ranks_and_write_nothing(shard: Any
         steps(optimizer, model, 2, 3)
         if rank() == 1:
             model.weights[0].data = model.weights[0].detach().clone()
+        optimizer.zero_grad()
         backward(model.parameters(), gradients_of(0, 1))
         with pytest.raises((RuntimeError, ValueError), match="has been replaced"):
             optimizer.step()
+
+
+@pytest.mark.parametrize("grads", ["part", "local"])
+@pytest.mark.parametrize("unused", [False, True])
+@on_ranks(2, fresh=True)
+def test_gradients_that_are_not_cleared(grads: str, unused: bool) -> None:
+    """The next pass would add to the average in this rank's own part, and to a local gradient elsewhere."""
+    model = Weights()
+    optimizer = torch.optim.Adam(model.parameters())
+    with attached(optimizer, model, shard="optimizer", grads=grads):
+        steps(optimizer, model, 0, 1)
+        params, given = list(model.parameters()), gradients_of(rank(), 1)
+        for param in params[unused:] if unused else []:
+            param.grad = None
+        match = "is the average over the ranks that an earlier" if unused else r"backward\(\) ran again on the averaged"
+        with pytest.raises(RuntimeError, match=match):
+            backward(params[unused:], given[unused:])
+
+
+@on_ranks(2)
+def test_gradients_that_are_whole_need_not_be_cleared() -> None:
+    model, alone = Weights(), Weights()
+    optimizer, other = torch.optim.NAdam(model.parameters()), torch.optim.NAdam(alone.parameters())
+    with attached(optimizer, model, shard="optimizer", grads="full"):
+        for number in range(5):
+            backward(alone.parameters(), average_of(number))
+            other.step()
+            backward(model.parameters(), gradients_of(rank(), number))
+            optimizer.step()
+        for found, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def average_of(number: int) -> list[torch.Tensor]:
+    return [torch.stack(each).mean(0) for each in zip(*(gradients_of(r, number) for r in range(2)), strict=True)]
 
 
 class Masking(torch.optim.Optimizer):

@@ -161,9 +161,15 @@ USES: dict[str, Callable[[Layers, torch.optim.Optimizer], Any]] = {
     "functional": lambda model, _: torch.func.functional_call(
         model, dict(model.named_parameters()), (torch.ones(1, 64),)
     ),
+    "gradient": lambda model, _: torch.func.grad(lambda w: (w * w).sum())(model.extra),
+    "Jacobian": lambda model, _: torch.func.jacrev(lambda w: (w * w).sum())(model.extra),
+    "functionalize": lambda model, _: torch.func.functionalize(lambda w: w * 2)(model.extra),
     "a step": lambda model, optimizer: optimizer.step(),
     "optimizer's state": lambda model, optimizer: optimizer.state_dict(),
 }
+
+
+VALUES = {"gradient": lambda w: 2 * w, "Jacobian": lambda w: 2 * w, "functionalize": lambda w: 2 * w}
 
 
 @pytest.mark.parametrize("use", USES)
@@ -184,11 +190,13 @@ def test_whoever_uses_a_parameter_waits_for_it(use: str) -> None:
             assert all(type(p) is not nn.Parameter and isinstance(p, nn.Parameter) for p in model.parameters())
             began = time.monotonic()
             timer = threading_timer(0.2, let_go)
-            USES[use](model, optimizer)
+            value = USES[use](model, optimizer)
             assert time.monotonic() - began > 0.15
             timer.join()
         found = [p.detach().clone() for p in model.parameters()]
         assert all(type(p) is nn.Parameter for p in model.parameters())
+        if use in VALUES:
+            torch.testing.assert_close(value, VALUES[use](model.extra.detach()))
         if use != "a step":
             assert all(torch.equal(one, other) for one, other in zip(found, after, strict=True))
         assert_replicas_equal(model)

@@ -37,10 +37,12 @@ from tests.reducer.partition.whole_optimizers import (
     ClippingAll,
     ClippingGroups,
     CountingApart,
+    CountingForAll,
     DecayingAll,
     DecayingByAll,
     Estimating,
     KeepingElsewhere,
+    KeepingInParameters,
     KeepingTensors,
     Orthogonal,
     PreparingOnce,
@@ -391,6 +393,7 @@ def test_an_optimizer_that_couples_parameters_is_an_error_of_all_ranks(make: Any
             else:
                 one.step()
     assert_same([values_of(optimizer)[0], {}], [values_of(other)[0], {}])  # the step has been taken, by all
+    optimizer.zero_grad()
     backward(model.parameters(), gradients_of(rank(), 1))
     optimizer.step()
 
@@ -402,6 +405,11 @@ def test_an_optimizer_that_couples_parameters_is_an_error_of_all_ranks(make: Any
         (CountingApart, r"it has state.all.seen=\S+ after a step"),
         (KeepingElsewhere, r"it has kept.\d=.* or it keeps a parameter's state elsewhere than in optimizer.state"),
         (CallingItself, "a copy of it, stepped to try it, writes to its state"),
+        (CountingForAll, "it steps a parameter of shape .* otherwise"),
+        (
+            KeepingInParameters,
+            "otherwise than a copy of it just before: it keeps state elsewhere than in",
+        ),
         (KeepingTensors, "its state of a parameter is a Tensor, wanted a dict"),
     ],
 )
@@ -566,6 +574,7 @@ def lose_a_rank() -> None:
     options = grouped(timeout=20, shard="optimizer", check_replicas=0)
     reducer = pycomm.attach(optimizer, model, **options)
     steps(optimizer, model, 0, NUM_STEPS + 1)
+    optimizer.zero_grad()
     backward(model.parameters(), gradients_of(0, 9))
     if rank() == 1:
         reducer._table.partition.whole._bring_back = lambda: os._exit(1)  # type: ignore[union-attr, method-assign]

@@ -132,6 +132,29 @@ class KeepingElsewhere(Orthogonal):
             p.sub_(self.kept.setdefault(p, torch.zeros_like(p)).mul_(0.9).add_(p.grad), alpha=0.1)
 
 
+COUNTS = [0]
+
+
+class CountingForAll(Orthogonal):
+    """Counts the steps of all optimizers of the process, by which its own get smaller."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        COUNTS[0] += 1
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.sub_(p.grad, alpha=0.1 / COUNTS[0])
+
+
+class KeepingInParameters(Orthogonal):
+    """Keeps momentum in an attribute of the parameter, where neither a checkpoint nor a copy has it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            momentum = vars(p).setdefault("momentum", torch.zeros_like(p))
+            p.sub_(momentum.mul_(0.9).add_(p.grad), alpha=0.1)
+
+
 class CallingItself(Orthogonal):
     """Has a method, or a function that cannot be copied, in an attribute."""
 

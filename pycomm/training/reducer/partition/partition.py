@@ -7,6 +7,7 @@ import itertools
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from pycomm.agreement import check_same_lines
 from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
-from pycomm.collectives.layout import view_like
+from pycomm.collectives.layout import is_capturing, view_like
 from pycomm.errors import CommError
 from pycomm.optim.fused import FusedStep, KernelStep, has_rule
 from pycomm.optim.master_weights import MasterWeights
@@ -91,11 +92,12 @@ class StepPartition:
 
     Args:
         communicator: the ranks.
-        optimizer: the attached optimizer. If kernels step it, ranks have equal parts of every bucket, else whole
-            parameters (see :class:`WholeStep`).
+        optimizer: the attached optimizer. If kernels step it, ranks have equal parts of every bucket, else, and on
+            GPUs, whole parameters (see :class:`WholeStep`).
         module: the attached module, if there is one.
         settings: arguments of ``attach``, with ``shard``.
         order: ranks in the order in which their parts of a bucket lie.
+        on_gpu: whether the parameters are on a GPU.
 
     Attributes:
         has_full_grad: whether every rank gets all averages also when the step is divided.
@@ -111,6 +113,7 @@ class StepPartition:
         module: torch.nn.Module | None,
         settings: AttachSettings,
         order: Sequence[int],
+        on_gpu: bool = False,
     ) -> None:
         assert settings.shard is not None
         self.has_full_grad, self._order = settings.shard.grads == "full", order
@@ -120,9 +123,9 @@ class StepPartition:
         stepper = stepper_of(optimizer)
         self._was_fused_here = not isinstance(stepper, KernelStep)
         self.whole = None
-        if isinstance(stepper, MasterWeights) and not stepper.has_kernels:
+        if isinstance(stepper, MasterWeights) and (on_gpu or not stepper.has_kernels):
             self.whole = WholeStep(optimizer, stepper.whole_steps(), communicator)
-        elif not has_rule(optimizer):
+        elif on_gpu or not has_rule(optimizer):
             self.whole = WholeStep(optimizer, OwnSteps(optimizer), communicator)
         self._stepper = self.whole or (stepper if isinstance(stepper, KernelStep) else FusedStep(optimizer))
         self._flights: list[BucketInFlight] = []
@@ -149,6 +152,9 @@ class StepPartition:
 
     def await_parameters(self) -> None:
         """Wait until all parameters have arrived; raise CommError if they do not."""
+
+    def reduction_failed(self, error: BaseException) -> None:
+        """Note that gradients could not be reduced."""
 
     def release(self) -> None:
         """Release the memory, once the communicator is closed."""
@@ -213,7 +219,7 @@ class StepPartition:
     # Sums over ranks.
 
     def add_up(self, values: torch.Tensor) -> torch.Tensor:
-        everyone = torch.empty(self._communicator.size * values.numel(), dtype=torch.float64)
+        everyone = torch.empty(self._communicator.size * values.numel(), dtype=torch.float64, device=values.device)
         self._communicator.all_gather(everyone, values)
         return everyone.view(self._communicator.size, -1).sum(0)
 
@@ -256,6 +262,7 @@ class StepPartition:
     @contextlib.contextmanager
     def writing(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Return a context in which each rank writes to its own parameters; then all get the new values. Collective."""
+        self.await_parameters()
         self._num_steps += 1
         try:
             yield
@@ -279,7 +286,8 @@ class StepPartition:
         Aftermath(self._module, optimizer, error)
 
     def _prepare(self) -> None:
-        """Raise RuntimeError or ValueError if parameters were moved, or gradients written to."""
+        """Raise RuntimeError or ValueError if parameters were moved, or gradients written to, or in a CUDA graph."""
+        _require_no_capture()
         for param, address in self._addresses:
             if param.data_ptr() != address and param.numel() > 0:
                 raise RuntimeError(
@@ -314,6 +322,14 @@ class StepPartition:
         if moved and not skips:
             self.terms.open()
         return not skips
+
+
+def _require_no_capture() -> None:
+    if is_capturing():
+        raise RuntimeError(
+            "optimizer.step() with attach(shard=...) is being captured into a CUDA graph, and the ranks agree on each "
+            "step on the host: capture forward and backward, and keep step() outside the graph"
+        )
 
 
 _PLAIN = (bool, int, float, str, tuple, type(None))
@@ -357,25 +373,36 @@ class Segment(ABC):
         shares: the part of each rank.
         rank: this rank.
         own: memory that the parameters are to be in.
+        alignment: number of elements of which each parameter begins at a multiple; other than 1 only if ``shares`` cut
+            no parameter.
 
     Attributes:
+        shares: the part of each rank in memory that is laid out so.
         places: where each parameter is to be.
         spans: this rank's own elements of each.
     """
 
     def __init__(
-        self, bucket: Bucket, params: Sequence[torch.Tensor], shares: Sequence[slice], rank: int, own: Memory
+        self,
+        bucket: Bucket,
+        params: Sequence[torch.Tensor],
+        shares: Sequence[slice],
+        rank: int,
+        own: Memory,
+        alignment: int = 1,
     ) -> None:
-        self.bucket, self.shares, self._rank, self.own = bucket, shares, rank, own
-        self.dtype, self.num_elements = bucket.dtype, bucket.num_elements
-        self._begins = list(itertools.accumulate(bucket.numels, initial=0))
+        self.bucket, self._rank, self.own, self.dtype = bucket, rank, own, bucket.dtype
+        self._begins = begins_of(bucket.numels, alignment)
+        self.num_elements = self._begins[-1]
+        moved = dict(zip(begins_of(bucket.numels), self._begins, strict=True))
+        self.shares = [slice(moved.get(s.start, s.start), moved.get(s.stop, s.stop)) for s in shares]
         self._states: dict[tuple[str, torch.dtype], Memory] = {}
         self.places = [self.like(p, i, own, self.dtype) for i, p in enumerate(params)]
         self.spans = [self._span(i) for i in range(len(params))]
 
     def _span(self, index: int) -> Span:
-        first, last = self._begins[index], self._begins[index + 1]
-        share = self.shares[self._rank]
+        first = self._begins[index]
+        last, share = first + self.bucket.numels[index], self.shares[self._rank]
         if share.stop <= first or share.start >= last:
             return Span(0, 0)
         return Span(max(share.start - first, 0), min(share.stop, last) - first)
@@ -414,12 +441,40 @@ class Segment(ABC):
     def _zeros(self, num_bytes: int) -> Memory: ...
 
 
+def begins_of(numels: Sequence[int], alignment: int = 1) -> list[int]:
+    """Return where arrays of ``numels`` elements begin, one after the other and aligned, and where the next would."""
+    return list(itertools.accumulate((-(-numel // alignment) * alignment for numel in numels), initial=0))
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """Bytes ``begin`` to ``end`` of ``owner``, bytes on a GPU, which lives as long as the tensors made of this."""
+
+    owner: torch.Tensor
+    begin: int
+    end: int
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        data = {"data": (self.owner.data_ptr() + self.begin, False), "shape": (self.end - self.begin,)}
+        return {**data, "typestr": "|u1", "strides": None, "version": 3}
+
+
 Memory = Any
-"""Object with the buffer protocol."""
+"""Object with the buffer protocol, or :class:`GpuMemory`."""
 
 
 def tensor_in(memory: Memory, dtype: torch.dtype, begin: int, end: int) -> torch.Tensor:
-    """Return elements ``begin`` to ``end`` of ``memory`` as a tensor with a storage of its own, which saves small."""
+    """Return elements ``begin`` to ``end`` of ``memory`` as a tensor with a storage of its own.
+
+    It saves small, and savers that look for tensors in one storage take it for no other's.
+    """
+    if isinstance(memory, GpuMemory):
+        device, first = memory.owner.device, memory.begin
+        if begin == end:
+            return torch.empty(0, dtype=dtype, device=device)
+        part = GpuMemory(memory.owner, first + begin * dtype.itemsize, first + end * dtype.itemsize)
+        return torch.as_tensor(part, device=device).view(dtype)
     if begin == end:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=end - begin, offset=begin * dtype.itemsize)

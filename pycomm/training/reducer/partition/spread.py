@@ -1,15 +1,18 @@
-"""SpreadPartition: a sharded step between ranks on several hosts.
+"""SpreadPartition: a sharded step between ranks on several hosts, or on GPUs.
 
 If P hosts average n gradients and each steps all parameters, each sends 2 (P - 1) / P n elements before the step. Here
 each sends (P - 1) / P n before the step, and as many after it: the new parameters of its part. These travel during the
 next forward, which waits only for the parameters that it uses. Each rank keeps the optimizer state of its own part
 (ZeRO, Rajbhandari et al., 2020, section 5.1).
 
-Until a parameter has arrived, it has the class :class:`_Arriving`, so that every torch operation on it waits first.
+Until a parameter has arrived, it has the class :class:`_Arriving`, so that every torch operation on it waits first. On
+GPUs the host does not wait, but torch's current stream. Parameters have that class until the next backward there, as
+another stream may use them later.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import mmap
@@ -18,15 +21,26 @@ from typing import Any
 
 import torch
 
+from pycomm.collectives.bucket import Bucket
+from pycomm.collectives.channel import Channel
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import view_like
+from pycomm.collectives.transport.gpu import GpuWork
 from pycomm.collectives.transport.hosts import order_of
 from pycomm.errors import CommError
 from pycomm.optim.module_hooks import BeforeForward
 from pycomm.optim.parameters import optimizer_parameters
-from pycomm.torch_internals import has_compiled, has_scripted, prepare_scripts, without_torch_function
+from pycomm.torch_internals import (
+    has_compiled,
+    has_scripted,
+    prepare_graphs,
+    prepare_scripts,
+    prepare_transforms,
+    without_torch_function,
+)
 from pycomm.training.reducer.buckets import BucketInFlight
-from pycomm.training.reducer.partition.partition import Memory, Segment, StepPartition, tensor_in
+from pycomm.training.reducer.partition.partition import GpuMemory, Memory, Segment, StepPartition, begins_of, tensor_in
+from pycomm.training.reducer.replica_differences import DamageError
 from pycomm.training.reducer.settings import AttachSettings
 from pycomm.worker import Work
 
@@ -42,42 +56,69 @@ _HARMLESS = {
 
 
 class _Arriving(torch.nn.Parameter):
-    """Parameter whose values have not arrived. Its first use waits and makes it an ordinary parameter again."""
+    """Parameter whose values may not have arrived: its use waits."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in _HARMLESS:
-            _await([args, kwargs])
-            return func(*args, **kwargs)
-        with without_torch_function():
+        with without_torch_function() if func in _HARMLESS else _arrived([args, kwargs]):
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        _await(self)
-        return self.__deepcopy__(memo)  # now that of the ordinary class
+        with _arrived(self):
+            return self.__deepcopy__(memo)  # now that of the ordinary class
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _await(self)
-        return self.__reduce_ex__(protocol)
+        with _arrived(self):
+            return self.__reduce_ex__(protocol)
 
 
-def _await(found: Any) -> None:
-    """Wait for all parameters in nested sequences and dicts."""
+@contextlib.contextmanager
+def _arrived(found: Any) -> Iterator[None]:
+    """Wait for all parameters in nested sequences and dicts; they are ordinary ones inside the context."""
+    params: list[Any] = list(_arriving_in(found))
+    for param in params:
+        if (arrival := _arrivals.get(id(param))) is not None:
+            arrival.use()
+    for param in params:
+        param.__class__ = torch.nn.Parameter
+    try:
+        yield
+    finally:
+        for param in params:
+            if id(param) in _arrivals:
+                param.__class__ = _Arriving
+
+
+def _arriving_in(found: Any) -> Iterator[_Arriving]:
     if isinstance(found, _Arriving):
-        arrival = _arrivals.get(id(found))
-        if arrival is not None:
-            arrival.wait()
+        yield found
     elif isinstance(found, (list, tuple)):
         for item in found:
-            _await(item)
+            yield from _arriving_in(item)
     elif isinstance(found, dict):
         for item in found.values():
-            _await(item)
+            yield from _arriving_in(item)
+
+
+def _use(found: Any) -> None:
+    with _arrived(found):
+        pass
+
+
+def _use_module(module: torch.nn.Module) -> None:
+    _use(list(module.parameters(recurse=False)))
 
 
 def _await_module(module: torch.nn.Module) -> None:
-    _await(list(module.parameters(recurse=False)))
+    for param in module.parameters(recurse=False):
+        if (arrival := _arrivals.get(id(param))) is not None:
+            arrival.wait()
+
+
+def _await_all() -> None:
+    for arrival in set(_arrivals.values()):
+        arrival.wait()
 
 
 prepare_scripts(_await_module)
@@ -88,29 +129,47 @@ class Arrival:
 
     Args:
         params: the parameters.
-        work: operation on the communication thread.
-        failed: called with the error if the operation fails, before :meth:`wait` raises it.
+        work: operation on the communication thread or stream.
+        failed: called with the error if the operation fails, before a method raises it.
+        current_stream: returns torch's current stream, if the parameters are on a GPU.
     """
 
     def __init__(
-        self, params: Iterable[torch.nn.Parameter], work: Work, failed: Callable[[BaseException], None]
+        self,
+        params: Iterable[torch.nn.Parameter],
+        work: Work | GpuWork,
+        failed: Callable[[BaseException], None],
+        current_stream: Callable[[], int] | None = None,
     ) -> None:
         self._params, self._work, self._failed = list(params), work, failed
+        self._current_stream, self._streams = current_stream, set[int]()  # those that wait already
         for param in self._params:
             _arrivals[id(param)] = self
             param.__class__ = _Arriving
 
+    def use(self) -> None:
+        """Let this thread wait for the parameters, and make them ordinary ones; or the current stream of a GPU."""
+        if self._current_stream is None:
+            self.wait()
+        elif (stream := self._current_stream()) not in self._streams:
+            self._wait()
+            self._streams.add(stream)
+
     def wait(self) -> None:
-        """Wait until the parameters have arrived, and make them ordinary ones; on an error call ``failed`` first."""
+        """Wait likewise, and make them ordinary ones in any case."""
         if not self._params:
             return
+        try:
+            self._wait() if self._current_stream is None else self.use()
+        finally:
+            self._make_ordinary()
+
+    def _wait(self) -> None:
         try:
             self._work.wait()
         except BaseException as error:
             self._failed(error)
             raise
-        finally:
-            self._make_ordinary()
 
     def abandon(self) -> None:
         """Wait until nothing writes to the parameters, and make them ordinary ones as they are."""
@@ -132,6 +191,8 @@ class ParameterArrivals:
     """
 
     def __init__(self, module: torch.nn.Module | None) -> None:
+        prepare_transforms(_use)
+        prepare_graphs(_await_all)
         self._module = module
         self._open: list[Arrival] = []
         self._hooks: dict[torch.nn.Module, Any] = {}
@@ -149,7 +210,7 @@ class ParameterArrivals:
         for module in self._module.modules():
             own = [p for p in module.parameters(recurse=False) if id(p) in wanted]
             if own and module not in self._hooks:
-                hook = BeforeForward(functools.partial(_await_module, module))
+                hook = BeforeForward(functools.partial(_use_module, module))
                 self._hooks[module] = module.register_forward_pre_hook(hook)
 
     def may_come_late(self, params: Iterable[torch.Tensor]) -> bool:
@@ -160,12 +221,31 @@ class ParameterArrivals:
             return False
         return all(type(param) is torch.nn.Parameter for param in params)
 
-    def add(self, arrival: Arrival) -> None:
-        """Add an arrival for :meth:`wait`."""
-        self._open.append(arrival)
+    def begin(
+        self, flight: BucketInFlight, parts: Sequence[torch.Tensor], failed: Callable[[BaseException], None]
+    ) -> None:
+        """Begin to send the new parameters of ``flight``, which are ``parts``, one of each rank.
+
+        If they may not come late, wait for them here. ``failed``: see :class:`Arrival`.
+        """
+        channel, bucket = flight.communicator.channel, flight.bucket
+
+        def gather() -> None:
+            # The ranks have agreed on the step.
+            with contextlib.nullcontext() if bucket.on_gpu else channel.skip_checks():
+                channel.all_gather_v(parts, parts[channel.rank])
+
+        work: Work | GpuWork
+        work = channel.submit_on_gpu(bucket.device, gather, (), ()) if bucket.on_gpu else channel.submit(gather)
+        params: Any = [slot.param for slot in flight.slots if slot.param.numel() > 0]
+        if self.may_come_late(params):
+            current_stream = Channel.current_stream_of(bucket.device) if bucket.on_gpu else None
+            self._open.append(Arrival(params, work, failed, current_stream))
+        else:
+            work.wait()
 
     def wait(self) -> None:
-        """Wait for all, in the order in which they were added; raise the first error."""
+        """Wait for all, in the order in which they began; raise the first error."""
         for arrival in self._taken():
             arrival.wait()
 
@@ -221,8 +301,19 @@ class SpreadSegment(Segment):
         return [(*key, self._states[key]) for key in sorted(self._states, key=str)]
 
 
+_GPU_ALIGNMENT = 256
+"""Alignment of parameters on GPUs in bytes. Matrix products are slow, or kernels fail, where it is less than 16."""
+
+
+def _memory_of(communicator: Communicator, bucket: Bucket, alignment: int) -> Memory:
+    """Return memory for the parameters of ``bucket``, each of which begins at a multiple of ``alignment`` elements."""
+    num_bytes = begins_of(bucket.numels, alignment)[-1] * bucket.dtype.itemsize
+    own = communicator.empty(num_bytes, torch.uint8, bucket.device)
+    return GpuMemory(own, 0, num_bytes) if own.is_cuda else own.numpy()
+
+
 class SpreadPartition(StepPartition):
-    """Partition over ranks that reach each other by messages."""
+    """Partition over ranks that reach each other by messages; on GPUs it is by whole parameters."""
 
     def __init__(
         self,
@@ -230,13 +321,15 @@ class SpreadPartition(StepPartition):
         optimizer: torch.optim.Optimizer,
         module: torch.nn.Module | None,
         settings: AttachSettings,
+        on_gpu: bool = False,
     ) -> None:
-        self._optimizer = optimizer
+        self._optimizer, self._on_gpu = optimizer, on_gpu
         self._segments: dict[BucketInFlight, SpreadSegment] = {}
         self._at_home: set[torch.Tensor] = set()  # parameters whose masters are kept by parts
         self._arrivals = ParameterArrivals(module)
         self._is_lost = False
-        super().__init__(communicator, optimizer, module, settings, order_of(communicator.channel.transport.hosts))
+        order = order_of(communicator.channel.transport.hosts)
+        super().__init__(communicator, optimizer, module, settings, order, on_gpu)
         self._hook = self._optimizer.register_state_dict_post_hook(self._complete)
 
     def _adopt(self, flights: Sequence[BucketInFlight]) -> None:
@@ -244,8 +337,9 @@ class SpreadPartition(StepPartition):
         for flight in flights:
             bucket, params = flight.bucket, [slot.param for slot in flight.slots]
             shares = self._shares_of(flight)
-            own = self._communicator.empty(bucket.num_elements * bucket.dtype.itemsize, torch.uint8).numpy()
-            segment = self._segments[flight] = SpreadSegment(bucket, params, shares, rank, own)
+            alignment = _GPU_ALIGNMENT // bucket.dtype.itemsize if self._on_gpu else 1
+            own = _memory_of(self._communicator, bucket, alignment)
+            segment = self._segments[flight] = SpreadSegment(bucket, params, shares, rank, own, alignment)
             if not self.has_full_grad:
                 bucket.reduce_part_only(shares, rank)
             self._settle_in(flight, segment)
@@ -253,6 +347,11 @@ class SpreadPartition(StepPartition):
 
     def await_parameters(self) -> None:
         self._arrivals.wait()
+
+    def reduction_failed(self, error: BaseException) -> None:
+        # A stream waits for parameters, not the host, which finds out later that they have not arrived.
+        if self._on_gpu and isinstance(error, CommError) and not isinstance(error, DamageError):
+            self._lost(self._optimizer, error)
 
     # Steps.
 
@@ -274,21 +373,7 @@ class SpreadPartition(StepPartition):
         lost = functools.partial(self._lost, self._optimizer)
         # The last bucket has the first layers.
         for flight in reversed(self._flights):
-            params: Any = [slot.param for slot in flight.slots if slot.param.numel() > 0]
-            work = flight.communicator.channel.submit(self._gathering(flight))
-            if self._arrivals.may_come_late(params):
-                self._arrivals.add(Arrival(params, work, lost))
-            else:
-                work.wait()
-
-    def _gathering(self, flight: BucketInFlight) -> Callable[[], None]:
-        channel, parts = flight.communicator.channel, self._segments[flight].own_parts()
-
-        def gather() -> None:
-            with channel.skip_checks():  # the ranks have agreed on the step
-                channel.all_gather_v(parts, parts[channel.rank])
-
-        return gather
+            self._arrivals.begin(flight, self._segments[flight].own_parts(), lost)
 
     def _is_complete(self) -> bool:
         return False

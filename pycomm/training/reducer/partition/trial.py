@@ -63,11 +63,13 @@ class StepTrial:
         newcomers: Iterable[torch.Tensor] | None = None,
     ) -> None:
         self.optimizer, self._own = optimizer, list(own)
+        self._is_whole = newcomers is None
         self._others = set(optimizer_parameters(optimizer) if newcomers is None else newcomers).difference(own)
         self._counted = set(own if newcomers is None else newcomers)
         self.copy: torch.optim.Optimizer | None = None
         self._num_left, self._num_steps = NUM_STEPS, 0
         self._before: list[torch.Tensor] = []
+        self._wanted: list[torch.Tensor] = []  # values of own after the step
         self._kept: dict[torch.Tensor, Any] = {}  # state of newcomers that only other ranks have
 
     def before_step(self, factor: Factor = 1.0) -> None:
@@ -82,10 +84,10 @@ class StepTrial:
         """
         with_all = self._stepped_copy(factor, torch.clone)
         whole, kept = self._own_of(with_all), self._states_of_others(with_all)
-        flipped = self._stepped_copy(factor, lambda grad: _OTHERWISE * grad.flip(list(range(grad.dim()))))
-        changed = self._own_of(flipped)
+        changed = self._own_of(self._stepped_copy(factor, lambda grad: _OTHERWISE * grad.flip(list(range(grad.dim())))))
         self.copy = self._stepped_copy(factor, lambda _: None)
         self._before = [param.detach().clone() for param in self._own]
+        self._wanted = [value for value, _ in (whole if self._is_whole else self._own_of(self.copy))]
         triples = zip(self._own, whole, changed, self._own_of(self.copy), strict=True)
         for param, (wanted, entry), (other, other_entry), (alone, alone_entry) in triples:
             change, what = (wanted.double() - param.double()).norm(), f"a parameter of shape {list(param.shape)}"
@@ -134,7 +136,7 @@ class StepTrial:
                 copied.grad = of_others(param.grad.detach())
         state = self.optimizer.state
         known = list(state)
-        with _random_numbers_kept():  # the optimizer's own step gets the same ones
+        with _random_numbers_kept(made):  # the optimizer's own step gets the same ones
             own_step(made, None)
         if len(state) > len(known):
             self.optimizer.state = defaultdict(dict, {key: state[key] for key in known})
@@ -153,9 +155,16 @@ class StepTrial:
         """Return whether the optimizer has changed a parameter of ``own``, and visibly one that counts.
 
         Raises:
-            ValueError: state cannot be sent.
+            ValueError: it has stepped otherwise than its copy, or state cannot be sent.
         """
         pairs = list(zip(self._own, self._before, strict=True))
+        for (param, before), wanted in zip(pairs, self._wanted, strict=True):
+            if not _is_near(param, wanted, _COUPLING * (wanted.double() - before.double()).norm()):
+                raise ValueError(
+                    f"it has stepped a parameter of shape {list(param.shape)} otherwise than a copy of it just before: "
+                    "it keeps state elsewhere than in optimizer.state and its own attributes"
+                )
+        self._wanted = []
         for param in self._own:
             encoded_state(self.optimizer.state.get(param, {}), [])
         changes = [(param, (param - before).norm()) for param, before in pairs if param in self._counted]
@@ -248,11 +257,15 @@ def _shown(value: Any) -> str:
     return repr(value.tolist() if isinstance(value, torch.Tensor) else value)[:24]
 
 
+def _gpus_of(optimizer: torch.optim.Optimizer) -> set[torch.device]:
+    return {param.device for param in optimizer_parameters(optimizer) if param.is_cuda}
+
+
 @contextlib.contextmanager
-def _random_numbers_kept() -> Iterator[None]:
-    """Return a context that does not change which random numbers the script gets."""
+def _random_numbers_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Return a context for steps of ``optimizer`` that do not change which random numbers the script gets."""
     plain, arrays = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=_gpus_of(optimizer)):
         yield
     random.setstate(plain)
     np.random.set_state(arrays)
@@ -314,7 +327,7 @@ def costs_of(trial: StepTrial, estimates: Sequence[float]) -> list[float]:
     params = [(number, p) for number, group in enumerate(made.param_groups) for p in group["params"]]
     for _, param in params:
         param.grad = None
-    with _random_numbers_kept():
+    with _random_numbers_kept(made):
         nothing = attempt(lambda: _seconds_of_step(made))  # some raise if no parameter has a gradient
         overhead = nothing if isinstance(nothing, float) else 0.0
         seconds: dict[Any, float] = {}
@@ -333,6 +346,11 @@ def costs_of(trial: StepTrial, estimates: Sequence[float]) -> list[float]:
 
 
 def _seconds_of_step(optimizer: torch.optim.Optimizer) -> float:
+    gpus = _gpus_of(optimizer)
+    for gpu in gpus:
+        torch.cuda.synchronize(gpu)
     began = time.perf_counter()
     own_step(optimizer, None)
+    for gpu in gpus:
+        torch.cuda.synchronize(gpu)
     return time.perf_counter() - began
