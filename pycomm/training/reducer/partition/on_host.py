@@ -206,15 +206,16 @@ class HostPartition(StepPartition):
         if settings.shard.grads == "local":
             self.terms = HostTerms(self._memory, self._flights, self._places, self.reduction)
 
+    @property
+    def _sums_later(self) -> bool:
+        return isinstance(self.terms, HostTerms) and self.terms.defers
+
     def _adopt(self, flights: Sequence[BucketInFlight]) -> None:
         rank = self._communicator.rank
         for flight in flights:
             params = [slot.param for slot in flight.slots]
-            shares = self._shares_of(flight)
+            shares = self._shares_of(flight.bucket, flight.slots)
             segment = HostSegment(flight.bucket, params, shares, rank, self._memory, self._shares_parameters)
-            if not self.has_full_grad:
-                later = isinstance(self.terms, HostTerms) and self.terms.defers
-                flight.bucket.reduce_part_only(shares, rank, later=later)
             self._settle_in(flight, segment)
             self._stepper.move_home(params)
         self._communicator.barrier()  # all ranks have written shared memory

@@ -142,10 +142,20 @@ class StepPartition:
         """Return the sort key of ``slot`` in its bucket, in which each rank's own parameters are adjacent."""
         return 0 if self.whole is None else self._order.index(self.whole.owners.of(slot.param))
 
-    def _shares_of(self, flight: BucketInFlight) -> list[slice]:
+    def divide(self, bucket: Bucket, slots: Sequence[Slot]) -> None:
+        """Let each rank reduce only its own share of ``bucket``, which has the parameters of ``slots``, if it may."""
+        if not self.has_full_grad and (self.whole is None or not self.whole.on_trial):
+            bucket.reduce_part_only(self._shares_of(bucket, slots), self._communicator.rank, later=self._sums_later)
+
+    @property
+    def _sums_later(self) -> bool:
+        """Whether gradients are reduced in the step."""
+        return False
+
+    def _shares_of(self, bucket: Bucket, slots: Sequence[Slot]) -> list[slice]:
         if self.whole is not None:
-            return self.whole.owners.shares_of(flight.slots, self._order)
-        return shares_of(flight.bucket.num_elements, self._order)
+            return self.whole.owners.shares_of(slots, self._order)
+        return shares_of(bucket.num_elements, self._order)
 
     def await_parameters(self) -> None:
         """Wait until all parameters have arrived; raise CommError if they do not."""
@@ -258,6 +268,7 @@ class StepPartition:
         """Return a context in which each rank writes to its own parameters; then all get the new values. Collective."""
         self._num_steps += 1
         try:
+            self._make_exact()
             yield
             self._hand_out()
         except BaseException as error:
@@ -266,6 +277,9 @@ class StepPartition:
             if not self._is_complete():
                 self._lost(optimizer, error)
             raise
+
+    def _make_exact(self) -> None:
+        """Make this rank's own parameters what they are to be before a step."""
 
     def _hand_out(self) -> None:
         """Make this rank's new parameters available to all ranks. Collective."""
