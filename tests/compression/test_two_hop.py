@@ -342,6 +342,7 @@ def own_shares_on(hosts: str, name: str, shares: str) -> None:
     rank, size = dist.get_rank(), len(hosts)
     names = sorted(set(hosts))
     of_hosts = [[p for p in range(size) if hosts[p] == host] for host in names]
+    order = order_of(of_hosts)
     if len(names) == 1 or len({len(ranks) for ranks in of_hosts}) > 1:
         of_hosts = [[p] for p in range(size)]
     for count in (1, 2, 301, 5000):
@@ -349,7 +350,7 @@ def own_shares_on(hosts: str, name: str, shares: str) -> None:
         terms = [torch.stack([everyones[p] for p in ranks]).sum(0) for ranks in of_hosts]
         with exchanging(method, (count, 1), hosts, share=SHARES[shares]) as average:
             found = average(gradients(count, size)[rank]).view(-1)
-            all_shares = SHARES[shares](count, order_of(of_hosts))
+            all_shares = SHARES[shares](count, order)
             own = torch.zeros(count, dtype=torch.bool)
             own[all_shares[rank]] = True
             assert not found[~own].any()

@@ -21,11 +21,12 @@ struct Coded {
     Vec codes, values;
 };
 
-// Formats: code(x, random) takes elements in units of the scale, decode(from) reads the codes of one vector of
-// elements.
+// Formats: code(x, random) takes elements in units of the scale, decode(from) reads the codes of two vectors of
+// elements, in units of kUnit times the scale.
 template <int kSize>
 struct Ints {
     static constexpr int kBits = kSize;
+    static constexpr float kUnit = 1.0f;
     float levels;
 
     template <bool kRandom>
@@ -48,6 +49,7 @@ struct Floats {
     static constexpr int kBits = 8;
     static constexpr Fp8 kFormat = fp8_of(kElement);
     static constexpr int kShift = 23 - kFormat.mantissa;
+    static constexpr float kUnit = kElement == CodeType::kE4M3 ? 256.0f : 1.0f;  // a power of two: products are exact
 
     // A magnitude is a whole number of units of its mantissa's last bit: of those that its own exponent has, or the
     // smallest normal number's. Rounding may make it the next power of two, which this number and exponent stand for
@@ -231,7 +233,7 @@ struct Sum {
         Vec sums[kVecs];
         for (Vec& sum : sums) sum = splat(0.0f);
         for (int p = 0; p < num_contributions; ++p) {
-            const Vec scale = splat(scales[p][block]);
+            const Vec scale = splat(scales[p][block] * Format::kUnit);
             const uint8_t* from = codes_of(p);
             for (int u = 0; u < kVecs; u += 2) {
                 Vec values[2];
