@@ -73,7 +73,7 @@ def test_what_was_received_and_what_is_left_add_up(method: Any) -> None:
         left = residuals_of(handle)
         for name, tensor in total.items():
             close(tensor + left.get(name, 0.0), wanted[name], lost_by(method))
-        if lost_by(method) < 1e-7:
+        if lost_by(method) <= 1e-7:
             assert max(float(tensor.abs().max()) for tensor in left.values()) > 0
             everyones = [torch.empty_like(total["0.weight"]) for _ in range(dist.get_world_size())]
             dist.all_gather(everyones, total["0.weight"])
@@ -84,7 +84,7 @@ def lost_by(method: Any) -> float:
     """Relative error of three sums: scales are in float32; half types, which Auto may take, keep no residual."""
     if isinstance(method, pycomm.BF16):
         return 2e-2
-    return 2e-3 if isinstance(method, pycomm.Auto | pycomm.FP16) else 1e-8
+    return 2e-3 if isinstance(method, pycomm.Auto | pycomm.FP16) else 1e-7
 
 
 @pytest.mark.parametrize("options", OPTIONS)
