@@ -251,7 +251,7 @@ def counted_bytes() -> Iterator[list[int]]:
         yield sent
 
 
-BYTES = {
+BYTES: dict[str, tuple[Any, float]] = {
     "int8": (pycomm.Int8(), 1 + 4 / 256),
     "int8, large blocks": (pycomm.Int8(block=4096), 1 + 4 / 4096),
     "int4": (pycomm.Int4(), 0.5 + 4 / 128),

@@ -206,10 +206,6 @@ class HostPartition(StepPartition):
         if settings.shard.grads == "local":
             self.terms = HostTerms(self._memory, self._flights, self._places, self.reduction)
 
-    @property
-    def _sums_later(self) -> bool:
-        return isinstance(self.terms, HostTerms) and self.terms.defers
-
     def _adopt(self, flights: Sequence[BucketInFlight]) -> None:
         rank = self._communicator.rank
         for flight in flights:

@@ -62,6 +62,10 @@ class ReducibleTerms(GradientTerms, Protocol):
     def has_moved(self) -> bool:
         """Whether gradients that the step reduces are in other memory than in the last one."""
 
+    @property
+    def defers(self) -> bool:
+        """Whether sums of later gradients are left to the step."""
+
     def open(self) -> None:
         """Find the gradients of all ranks again, some of which have moved. Collective."""
 
@@ -72,7 +76,7 @@ class ReducibleTerms(GradientTerms, Protocol):
 class ReducedTerms:
     """Gradients that have been reduced before the step."""
 
-    version, has_moved = 0, False
+    version, has_moved, defers = 0, False, False
 
     def of(self, param: torch.Tensor) -> list[torch.Tensor]:
         raise AssertionError("gradients have been reduced")
@@ -101,6 +105,7 @@ class StepPartition:
         has_full_grad: whether every rank gets all averages also when the step is divided.
         whole: step of whole parameters; ``None`` if kernels step.
         terms: gradients of all ranks.
+        before_writing: called before each rank writes to its own parameters.
         make_buckets_again: returns a function that makes all buckets again, if the Reducer lives.
     """
 
@@ -119,17 +124,14 @@ class StepPartition:
         self._most_writes = 0 if settings.loss_scaler is None else 1  # to a gradient after backward(), by unscale_()
         stepper = stepper_of(optimizer)
         self._was_fused_here = not isinstance(stepper, KernelStep)
-        self.whole = None
-        if isinstance(stepper, MasterWeights) and not stepper.has_kernels:
-            self.whole = WholeStep(optimizer, stepper.whole_steps(), communicator)
-        elif not has_rule(optimizer):
-            self.whole = WholeStep(optimizer, OwnSteps(optimizer), communicator)
+        self.whole = _whole_step(optimizer, stepper, communicator)
         self._stepper = self.whole or (stepper if isinstance(stepper, KernelStep) else FusedStep(optimizer))
         self._flights: list[BucketInFlight] = []
         self._places: dict[torch.Tensor, tuple[Segment, int]] = {}
         self._addresses: list[tuple[torch.Tensor, int]] = []
         self._num_steps = 0
         self.terms: ReducibleTerms = ReducedTerms()
+        self.before_writing: Callable[[], None] = lambda: None
         self.make_buckets_again: Callable[[], Callable[[], None] | None] = lambda: None
         self._stepper.share(self)
 
@@ -145,12 +147,7 @@ class StepPartition:
     def divide(self, bucket: Bucket, slots: Sequence[Slot]) -> None:
         """Let each rank reduce only its own share of ``bucket``, which has the parameters of ``slots``, if it may."""
         if not self.has_full_grad and (self.whole is None or not self.whole.on_trial):
-            bucket.reduce_part_only(self._shares_of(bucket, slots), self._communicator.rank, later=self._sums_later)
-
-    @property
-    def _sums_later(self) -> bool:
-        """Whether gradients are reduced in the step."""
-        return False
+            bucket.reduce_part_only(self._shares_of(bucket, slots), self._communicator.rank, later=self.terms.defers)
 
     def _shares_of(self, bucket: Bucket, slots: Sequence[Slot]) -> list[slice]:
         if self.whole is not None:
@@ -268,7 +265,7 @@ class StepPartition:
         """Return a context in which each rank writes to its own parameters; then all get the new values. Collective."""
         self._num_steps += 1
         try:
-            self._make_exact()
+            self.before_writing()
             yield
             self._hand_out()
         except BaseException as error:
@@ -277,9 +274,6 @@ class StepPartition:
             if not self._is_complete():
                 self._lost(optimizer, error)
             raise
-
-    def _make_exact(self) -> None:
-        """Make this rank's own parameters what they are to be before a step."""
 
     def _hand_out(self) -> None:
         """Make this rank's new parameters available to all ranks. Collective."""
@@ -328,6 +322,13 @@ class StepPartition:
         if moved and not skips:
             self.terms.open()
         return not skips
+
+
+def _whole_step(optimizer: torch.optim.Optimizer, stepper: Any, communicator: Communicator) -> WholeStep | None:
+    """Return the step of whole parameters of ``optimizer``, unless kernels step it."""
+    if isinstance(stepper, MasterWeights) and not stepper.has_kernels:
+        return WholeStep(optimizer, stepper.whole_steps(), communicator)
+    return None if has_rule(optimizer) else WholeStep(optimizer, OwnSteps(optimizer), communicator)
 
 
 _PLAIN = (bool, int, float, str, tuple, type(None))

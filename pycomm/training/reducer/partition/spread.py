@@ -19,15 +19,14 @@ from typing import Any
 import torch
 
 from pycomm.collectives.communicator import Communicator
-from pycomm.collectives.layout import laid_out_like, view_like
+from pycomm.collectives.layout import view_like
 from pycomm.collectives.transport.hosts import order_of
-from pycomm.compression.methods.quantized import QuantizedForm
 from pycomm.errors import CommError
 from pycomm.optim.module_hooks import BeforeForward
 from pycomm.optim.parameters import optimizer_parameters
-from pycomm.torch_internals import has_compiled, has_scripted, prepare_scripts, version_of, without_torch_function
+from pycomm.torch_internals import has_compiled, has_scripted, prepare_scripts, without_torch_function
 from pycomm.training.reducer.buckets import BucketInFlight
-from pycomm.training.reducer.partition.changes import UNSENT, ChangedParts
+from pycomm.training.reducer.partition.changes import SentChanges, add_unsent
 from pycomm.training.reducer.partition.partition import Memory, Segment, StepPartition, tensor_in
 from pycomm.training.reducer.settings import AttachSettings
 from pycomm.worker import Work
@@ -222,9 +221,16 @@ class SpreadSegment(Segment):
         """Return this rank's own elements of a float32 state that has a home."""
         return self.parts_in(self._states[key, torch.float32], torch.float32)[self._rank]
 
-    def states(self) -> list[tuple[str, torch.dtype, Memory]]:
-        """Return the keys, dtypes and memory of all state, in an order that is the same on all ranks."""
-        return [(*key, self._states[key]) for key in sorted(self._states, key=str)]
+    def whole_states(self, flight: BucketInFlight) -> States:
+        """Return all state of the parameters of ``flight``, gathered in new memory. Collective."""
+        found: States = {id(slot.param): {} for slot in flight.slots}
+        for key, dtype in sorted(self._states, key=str):  # in an order that is the same on all ranks
+            whole = torch.empty(self.num_elements, dtype=dtype)
+            mine = self.parts_in(self._states[key, dtype], dtype)[self._rank]
+            flight.communicator.channel.all_gather_v([whole[share] for share in self.shares], mine)
+            for slot, part in zip(flight.slots, torch.split(whole, flight.bucket.numels), strict=True):
+                found[id(slot.param)][key] = view_like(part.clone(), slot.param)
+        return found
 
 
 class SpreadPartition(StepPartition):
@@ -242,11 +248,9 @@ class SpreadPartition(StepPartition):
         self._at_home: set[torch.Tensor] = set()  # parameters whose masters are kept by parts
         self._arrivals = ParameterArrivals(module)
         self._is_lost = False
-        self._changes: dict[BucketInFlight, ChangedParts] = {}
-        self._versions: dict[torch.Tensor, int] = {}  # of parameters whose changes are sent, since they were
-        assert settings.shard is not None
-        self._gather = settings.shard.gather
         super().__init__(communicator, optimizer, module, settings, order_of(communicator.channel.transport.hosts))
+        self._changes = SentChanges(settings.shard, optimizer, self._order)
+        self.before_writing = self._changes.make_exact
         self._hook = self._optimizer.register_state_dict_post_hook(self._complete)
 
     def _adopt(self, flights: Sequence[BucketInFlight]) -> None:
@@ -257,40 +261,11 @@ class SpreadPartition(StepPartition):
             own = self._communicator.empty(bucket.num_elements * bucket.dtype.itemsize, torch.uint8).numpy()
             segment = self._segments[flight] = SpreadSegment(bucket, params, shares, rank, own)
             self._settle_in(flight, segment)
+            self._changes.adopt(flight, segment)
             self._arrivals.expect(params)
 
     def await_parameters(self) -> None:
         self._arrivals.wait()
-
-    # Changes of parameters in few bits.
-
-    def _make_exact(self) -> None:
-        if self._gather is None:
-            return
-        for flight in self._flights:
-            if flight.bucket.dtype == torch.float32:
-                self._renew_unsent(flight)
-                self._changed_parts(flight).make_exact()
-
-    def _changed_parts(self, flight: BucketInFlight) -> ChangedParts:
-        if flight not in self._changes:
-            gather, segment = self._gather, self._segments[flight]
-            assert gather is not None
-            form = functools.partial(QuantizedForm, gather.config)
-            arguments = segment.own_parts(), segment.own_state(UNSENT), form, self._order
-            self._changes[flight] = ChangedParts(flight.communicator, *arguments)
-        return self._changes[flight]
-
-    def _renew_unsent(self, flight: BucketInFlight) -> None:
-        """Drop what is unsent of parameters that were written to since, and take what was loaded of an optimizer."""
-        for slot in flight.slots:
-            param, span = slot.param, self.span_of(slot.param)
-            home = span.of(self.home(param, UNSENT, torch.float32))
-            if self._versions.get(param) != version_of(param):
-                home.zero_()
-            loaded = self._optimizer.state[param].pop(UNSENT, None) if param in self._optimizer.state else None
-            if loaded is not None:
-                home.copy_(laid_out_like(loaded, param).view(-1)[slice(*span)])
 
     # Steps.
 
@@ -312,9 +287,6 @@ class SpreadPartition(StepPartition):
         lost = functools.partial(self._lost, self._optimizer)
         # The last bucket has the first layers.
         for flight in reversed(self._flights):
-            if flight in self._changes:
-                self._changes[flight].encode()
-                self._versions.update((slot.param, version_of(slot.param)) for slot in flight.slots)
             params: Any = [slot.param for slot in flight.slots if slot.param.numel() > 0]
             work = flight.communicator.channel.submit(self._gathering(flight))
             if self._arrivals.may_come_late(params):
@@ -324,14 +296,11 @@ class SpreadPartition(StepPartition):
 
     def _gathering(self, flight: BucketInFlight) -> Callable[[], None]:
         channel, parts = flight.communicator.channel, self._segments[flight].own_parts()
-        changes = self._changes.get(flight)
+        exchange = self._changes.encoded(flight) or functools.partial(channel.all_gather_v, parts, parts[channel.rank])
 
         def gather() -> None:
             with channel.skip_checks():  # the ranks have agreed on the step
-                if changes is None:
-                    channel.all_gather_v(parts, parts[channel.rank])
-                else:
-                    changes.gather()
+                exchange()
 
         return gather
 
@@ -342,15 +311,7 @@ class SpreadPartition(StepPartition):
 
     def _whole_states(self) -> States:
         """Return all state that is kept by parts, gathered in new memory, by parameter. Collective."""
-        found: States = {id(param): {} for param in self._places}
-        for flight, segment in self._segments.items():
-            for key, dtype, memory in segment.states():
-                whole = torch.empty(segment.num_elements, dtype=dtype)
-                mine = segment.parts_in(memory, dtype)[self._communicator.rank]
-                flight.communicator.channel.all_gather_v([whole[share] for share in segment.shares], mine)
-                for slot, part in zip(flight.slots, torch.split(whole, flight.bucket.numels), strict=True):
-                    found[id(slot.param)][key] = view_like(part.clone(), slot.param)
-        return found
+        return {p: s for flight, segment in self._segments.items() for p, s in segment.whole_states(flight).items()}
 
     def _completed(self, entry: dict[str, Any], param: torch.Tensor, whole: States) -> dict[str, Any]:
         """Return the state ``entry`` of ``param`` with whole tensors in place of parts."""
@@ -366,9 +327,7 @@ class SpreadPartition(StepPartition):
         for index, param in enumerate(optimizer_parameters(optimizer)):
             if index in states:
                 states[index] = self._completed(states[index], param, whole)
-            unsent = whole.get(id(param), {}).get(UNSENT)
-            if unsent is not None and bool(unsent.any()):
-                states.setdefault(index, {})[UNSENT] = unsent
+            add_unsent(states, index, whole.get(id(param), {}))
 
     def move_out(self) -> None:
         """Move parameters and whole state to this rank's own memory, and let it step alone. Collective."""
@@ -377,10 +336,7 @@ class SpreadPartition(StepPartition):
         try:
             self.await_parameters()
             whole = self._whole_states()
-            with torch.no_grad():
-                for param in self._places:
-                    if UNSENT in whole[id(param)]:
-                        param.add_(whole[id(param)][UNSENT])
+            self._changes.finish({param: whole[id(param)] for param in self._places})
             self._stepper.take_whole(lambda entry, param: self._completed(entry, param, whole))
         except (CommError, ValueError) as error:
             _LOG.warning(
@@ -391,5 +347,4 @@ class SpreadPartition(StepPartition):
             self._stepper.take_whole(None)
         super().move_out()
         self._segments.clear()
-        self._changes.clear()
         self._at_home.clear()
