@@ -296,7 +296,7 @@ class SpreadPartition(StepPartition):
 
     def _gathering(self, flight: BucketInFlight) -> Callable[[], None]:
         channel, parts = flight.communicator.channel, self._segments[flight].own_parts()
-        exchange = self._changes.encoded(flight) or functools.partial(channel.all_gather_v, parts, parts[channel.rank])
+        exchange = self._changes.encoded(flight) or (lambda: channel.all_gather_v(parts, parts[channel.rank]))
 
         def gather() -> None:
             with channel.skip_checks():  # the ranks have agreed on the step
