@@ -82,11 +82,14 @@ class Operation:
     """Collective that a rank takes part in, and how many bytes it hands over.
 
     Attributes:
-        kind: "all_reduce", "all_gather" or "all_to_all".
+        kind: "all_reduce", "all_gather" or "all_to_all"; or "reduce_on_host", in which the ranks of a host sum arrays
+            through shared memory, each a part.
+        lanes: number of sets of ranks, one rank of each host, among which an all-to-all takes place side by side.
     """
 
     kind: str
     num_bytes: int
+    lanes: int = 1
 
 
 class Exchange(Protocol):
@@ -125,8 +128,8 @@ class Exchange(Protocol):
     def nonfinite_source(self) -> str | None:
         """Name the parameter and rank that made the last non-finite step non-finite, if known. Waits."""
 
-    def operations_among(self, size: int) -> list[Operation] | None:
-        """Return the collectives that the last step would need among ``size`` ranks.
+    def operations_among(self, size: int, per_host: int = 1) -> list[Operation] | None:
+        """Return the collectives that the last step would need among ``size`` ranks on hosts of ``per_host`` each.
 
         ``None`` if those it made are right for any number of ranks.
         """
@@ -184,7 +187,7 @@ class Defaults:
 
     packs_apart = False
 
-    def operations_among(self, size: int) -> list[Operation] | None:
+    def operations_among(self, size: int, per_host: int = 1) -> list[Operation] | None:
         return None
 
     def stats(self) -> dict[str, int]:
@@ -205,6 +208,9 @@ class Defaults:
 
 class Method:
     """Base of methods: suits every optimizer and parameter, and carries no state."""
+
+    reduces_parts = False
+    """Whether its exchanges give each rank the sum of its own share alone, if the bucket has shares."""
 
     @property
     def transactional(self) -> bool:

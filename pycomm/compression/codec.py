@@ -97,7 +97,7 @@ class Codec(Protocol):
     def commit(self, finite: Flag) -> None:
         """Keep this step's state for the next one, if ``finite``."""
 
-    def operations_among(self, size: int) -> list[Operation] | None:
+    def operations_among(self, size: int, per_host: int = 1) -> list[Operation] | None:
         """See :meth:`pycomm.compression.base.Exchange.operations_among`."""
 
     def stats(self) -> dict[str, int]: ...

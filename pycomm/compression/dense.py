@@ -71,7 +71,8 @@ class DenseExchange(Defaults):
         self._communicator = communicator
         self._all_used_here = True
         self._nonfinite_source: str | None = None
-        # Between hosts a mean is a sum and one more pass over memory. Packing can divide instead, where that is exact.
+        # Between hosts a mean is a sum and one more pass over memory. Packing can divide instead, where that is exact:
+        # but for results below 2**-126, each of which is rounded by at most 2**-150, so a mean by size * 2**-150.
         size, is_remote = communicator.size, not bucket.on_gpu and len(communicator.hosts) > 1
         self._divides_first = is_remote and bucket.dtype.itemsize >= 4 and size & (size - 1) == 0
 
@@ -145,6 +146,8 @@ class DenseExchange(Defaults):
 @dataclass(frozen=True)
 class NoCompression(Method):
     """Gradients in their own dtype; means accumulate in float32 for the half types."""
+
+    reduces_parts = True
 
     def make(self, bucket: Bucket, communicator: Communicator) -> DenseExchange:
         return DenseExchange(bucket, communicator)

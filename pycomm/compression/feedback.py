@@ -223,8 +223,8 @@ class CodecExchange:
         if self._residual is not None and self._own_sums is not None:
             self._residual, self._own_sums = self._own_sums.copy_(self._residual), self._residual
 
-    def operations_among(self, size: int) -> list[Operation] | None:
-        return self.codec.operations_among(size)
+    def operations_among(self, size: int, per_host: int = 1) -> list[Operation] | None:
+        return self.codec.operations_among(size, per_host)
 
     def stats(self) -> dict[str, int]:
         return self.codec.stats()

@@ -18,11 +18,15 @@ Between several hosts of L > 1 ranks each, the ranks of a host first add up in f
 of each host gets the k-th of L parts, with all residuals of its host there, and goes on with the k-th ranks of the
 other hosts. So a link between hosts carries each part once. If hosts have different numbers of ranks, and on GPUs,
 each rank counts as a host.
+
+Where a step is divided among the ranks (ZeRO), each requires the sum of its own part alone: then there is the first hop
+only, whatever the number of hosts, and values are rounded once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -84,26 +88,34 @@ def add_up_decoded(
 class Division:
     """Division of ``num_elements`` among ``hosts`` with equally many ranks each, as ``rank`` sees it.
 
+    Args:
+        shares: the elements that each rank is to own; ``None``: equal parts, or none where messages are gathered.
+
     Attributes:
         lanes: the k-th ranks of all hosts, by k; the lane of ``rank`` is number ``lane``.
-        per_lane: number of parts of a lane: 1, or with two hops one for each host.
+        per_lane: number of parts of a lane: 1, or if parts have owners one for each host.
         parts: elements of each part, lane by lane.
         owners: for each part, the ranks that send it to all. It is the sum of what they send.
-        own: number of the part that ``rank`` sends to all.
-        num_bytes: size of the longest part's message.
+        own: number of the part that ``rank`` sends to all, or keeps.
+        sizes: size of each part's message in bytes.
     """
 
-    def __init__(self, hosts: Hosts, rank: int, num_elements: int, form: FormOf) -> None:
+    def __init__(
+        self, hosts: Hosts, rank: int, num_elements: int, form: FormOf, shares: Sequence[slice] | None = None
+    ) -> None:
         self.lanes = list(zip(*hosts, strict=True))
-        self.per_lane = len(hosts) if len(hosts) > _MOST_GATHERED else 1
-        self.owners = [(p,) for lane in self.lanes for p in lane] if self.per_lane > 1 else self.lanes
+        has_owners = shares is not None or len(hosts) > _MOST_GATHERED
+        self.per_lane = len(hosts) if has_owners else 1
+        self.owners = [(p,) for lane in self.lanes for p in lane] if has_owners else self.lanes
         count = len(self.owners)
         self.parts = [slice(num_elements * i // count, num_elements * (i + 1) // count) for i in range(count)]
+        if shares is not None:
+            self.parts = [shares[p] for (p,) in self.owners]
         self.lane = next(k for k, lane in enumerate(self.lanes) if rank in lane)
         self.own = next(i for i, owners in enumerate(self.owners) if rank in owners)
         self.forms = [form(part.start, part.stop) for part in self.parts]
         self._layouts = [Layout(0, tuple(each.arrays)) for each in self.forms]
-        self.num_bytes = max(layout.num_bytes() for layout in self._layouts)
+        self.sizes = [layout.num_bytes() for layout in self._layouts]
 
     def arrays_in(self, part: int, message: torch.Tensor) -> list[torch.Tensor]:
         """Return the arrays of a part in ``message``."""
@@ -114,9 +126,96 @@ class Division:
         return range(lane * self.per_lane, (lane + 1) * self.per_lane)
 
     def share(self, lane: int) -> slice:
-        """Return the elements of a lane's parts."""
+        """Return the elements of a lane's parts, which are adjacent if there are several lanes."""
         numbers = self.of_lane(lane)
         return slice(self.parts[numbers[0]].start, self.parts[numbers[-1]].stop)
+
+
+class _Seeds:
+    """Pairs of numbers that the stochastic rounding of ``count`` messages follows from; ``None`` without ``seed``."""
+
+    def __init__(self, bucket: Bucket, communicator: Communicator, seed: int | None, count: int) -> None:
+        self._pairs: torch.Tensor | None = None
+        self.of: Sequence[torch.Tensor | None] = [None] * count
+        if seed is not None:
+            numbers = [seed_of(seed, communicator.rank + communicator.size * i, bucket) for i in range(count)]
+            self._pairs = torch.tensor([[number, 0] for number in numbers], device=bucket.device)
+            self.of = self._pairs.unbind()
+
+    def begin(self, step: int | torch.Tensor) -> None:
+        """Use other numbers, those of ``step``."""
+        if self._pairs is not None:
+            self._pairs[:, 1].fill_(step)
+
+
+class FirstHop:
+    """Messages of a lane's ranks to the owners of its parts.
+
+    Args:
+        sizes: room for the message of each part of the lane, in bytes.
+
+    Attributes:
+        received: the arrays of this rank's own part, from every rank of the lane, after :meth:`run`.
+        num_bytes: what this rank sends to others.
+    """
+
+    def __init__(
+        self, bucket: Bucket, communicator: Communicator, division: Division, sizes: Sequence[int], seeds: _Seeds
+    ) -> None:
+        self._communicator, self._division, self._seeds = communicator, division, seeds
+        self._numbers, self._lane = division.of_lane(division.lane), division.lanes[division.lane]
+        self._are_equal = len(division.lanes) == 1 and len(set(sizes)) == 1
+        own = sizes[division.own - self._numbers[0]]
+        # Zeros: the gaps between arrays travel too.
+        self._sent, self._room = (
+            communicator.empty(num_bytes, torch.uint8, bucket.device).zero_()
+            for num_bytes in (sum(sizes), len(sizes) * own)
+        )
+        self._messages = torch.split(self._sent, list(sizes))
+        self._incoming = torch.split(self._room, [own] * len(sizes))
+        self.received = [division.arrays_in(division.own, message) for message in self._incoming]
+        self.num_bytes = sum(sizes) - own
+
+    def run(self, x: torch.Tensor) -> None:
+        """Encode ``x`` part by part, send, and receive; leave the rounding errors in ``x``."""
+        division = self._division
+        for i, seed, message in zip(self._numbers, self._seeds.of, self._messages, strict=False):
+            division.forms[i].encode(x[division.parts[i]], division.arrays_in(i, message), seed)
+        if self._are_equal:
+            self._communicator.all_to_all(self._room, self._sent)
+            return
+        outs, xs = (dict(zip(self._lane, each, strict=True)) for each in (self._incoming, self._messages))
+        ranks = range(self._communicator.size)
+        self._communicator.channel.run("all_to_all_v", False, [outs.get(p) for p in ranks], [xs.get(p) for p in ranks])
+
+
+@contextmanager
+def _sent_of(flat: torch.Tensor, communicator: Communicator, division: Division) -> Iterator[torch.Tensor]:
+    """Yield what is to be sent of ``flat``, float32; what is left of it goes back to ``flat``.
+
+    Of several lanes, this rank's share is the sum over its host, and the others are zero.
+    """
+    x = flat if flat.dtype == torch.float32 else flat.float()
+    if x is not flat:
+        flat.sub_(x)  # what float32 cannot hold stays here
+    if len(division.lanes) > 1:
+        shares = [x[division.share(lane)] for lane in range(len(division.lanes))]
+        communicator.channel.run("reduce_on_host", False, shares)
+        for lane, share in enumerate(shares):
+            if lane != division.lane:
+                share.zero_()
+    yield x
+    if x is not flat:
+        flat.add_(x)
+
+
+@contextmanager
+def _float32_of(out: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield float32 memory that is written to ``out``: itself, if it has that dtype."""
+    into = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+    yield into
+    if into is not out:
+        out.copy_(into)
 
 
 class TwoHopCodec(BaseCodec):
@@ -130,75 +229,37 @@ class TwoHopCodec(BaseCodec):
 
     def __init__(self, bucket: Bucket, communicator: Communicator, form: FormOf, seed: int | None = None) -> None:
         super().__init__()
-        self._communicator, self._form, self._num_elements = communicator, form, bucket.num_elements
-        rank, size = communicator.rank, communicator.size
-        self._division = division = Division(_hosts_of(communicator, bucket), rank, bucket.num_elements, form)
-        self._has_two_hops = division.per_lane > 1
-        self._messages = GatheredMessages(bucket, communicator, [(torch.uint8, division.num_bytes)])
+        self._communicator, self._form, self._bucket = communicator, form, bucket
+        self._division = division = Division(
+            _hosts_of(communicator, bucket), communicator.rank, bucket.num_elements, form
+        )
+        longest = max(division.sizes)
+        self._messages = GatheredMessages(bucket, communicator, [(torch.uint8, longest)])
         self._mine = division.arrays_in(division.own, self._messages.mine[0])
         everyones = [message for (message,) in self._messages.everyones]
         self._sums = [
             [division.arrays_in(part, everyones[p]) for p in owners] for part, owners in enumerate(division.owners)
         ]
-        num_bytes = division.per_lane * division.num_bytes if self._has_two_hops else 0
-        # Zeros: the gaps between arrays travel too.
-        self._sent, self._received = (
-            communicator.empty(num_bytes, torch.uint8, bucket.device).zero_().view(-1, division.num_bytes)
-            for _ in range(2)
-        )
-        self._seeds: Sequence[torch.Tensor | None] = [None] * (division.per_lane + 1)
-        if seed is not None:  # of this rank's messages, and of its sums
-            numbers = [seed_of(seed, rank + size * i, bucket) for i in range(len(self._seeds))]
-            self._step_seeds = torch.tensor([[number, 0] for number in numbers], device=bucket.device)
-            self._seeds = self._step_seeds.unbind()
+        self._seeds = _Seeds(bucket, communicator, seed, division.per_lane + 1)  # of its messages, and of its sums
+        self._hop: FirstHop | None = None
+        if division.per_lane > 1:
+            self._hop = FirstHop(bucket, communicator, division, [longest] * division.per_lane, self._seeds)
 
     def begin(self, step: int | torch.Tensor) -> None:
-        if self._seeds[0] is not None:
-            self._step_seeds[:, 1].fill_(step)
+        self._seeds.begin(step)
 
     def send(self, accumulated: Accumulated, told: Told) -> Report:
-        flat = accumulated.flat
-        x = flat if flat.dtype == torch.float32 else flat.float()
-        if x is not flat:
-            flat.sub_(x)  # what float32 cannot hold stays here
-        if len(self._division.lanes) > 1:
-            self._add_up_on_host(x)
-        if self._has_two_hops:
-            self._add_up_own(x)
-        else:
-            own = self._division.own
-            self._division.forms[own].encode(x[self._division.parts[own]], self._mine, self._seeds[0])
-        if x is not flat:
-            flat.add_(x)
-        self.bytes_sent += max(0, len(self._sent) - 1) * self._division.num_bytes + self._messages.num_bytes
-        return self._messages.gather(told)
-
-    def _add_up_on_host(self, x: torch.Tensor) -> None:
-        """Make this rank's share of ``x`` the sum over its host, and the others zero."""
-        division = self._division
-        shares = [x[division.share(lane)] for lane in range(len(division.lanes))]
-        self._communicator.channel.run("reduce_on_host", False, shares)
-        for lane, share in enumerate(shares):
-            if lane != division.lane:
-                share.zero_()
-
-    def _add_up_own(self, x: torch.Tensor) -> None:
-        """Do the first hop, and write this rank's sums to its message; leave all rounding errors in ``x``."""
-        division = self._division
-        numbers, lane = division.of_lane(division.lane), division.lanes[division.lane]
-        for i, seed, message in zip(numbers, self._seeds, self._sent, strict=False):
-            division.forms[i].encode(x[division.parts[i]], division.arrays_in(i, message), seed)
-        if len(division.lanes) == 1:
-            self._communicator.all_to_all(self._received, self._sent)
-        else:
-            outs, xs = dict(zip(lane, self._received, strict=True)), dict(zip(lane, self._sent, strict=True))
-            ranks = range(self._communicator.size)
-            self._communicator.channel.run(
-                "all_to_all_v", False, [outs.get(p) for p in ranks], [xs.get(p) for p in ranks]
-            )
-        received = [division.arrays_in(division.own, message) for message in self._received]
+        division, hop = self._division, self._hop
         form, own = division.forms[division.own], division.parts[division.own]
-        form.add_up(received, self._mine, x[own], self._seeds[-1])
+        with _sent_of(accumulated.flat, self._communicator, division) as x:
+            if hop is None:
+                form.encode(x[own], self._mine, self._seeds.of[0])
+            else:
+                hop.run(x)
+                form.add_up(hop.received, self._mine, x[own], self._seeds.of[-1])
+                self.bytes_sent += hop.num_bytes
+        self.bytes_sent += self._messages.num_bytes
+        return self._messages.gather(told)
 
     def largest(self) -> torch.Tensor:
         terms = zip(*self._sums, strict=True)  # of the sums of all parts
@@ -207,17 +268,68 @@ class TwoHopCodec(BaseCodec):
         )
 
     def write(self, out: torch.Tensor, factor: float | torch.Tensor) -> None:
-        into = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
-        for form, part, messages in zip(self._division.forms, self._division.parts, self._sums, strict=True):
-            form.decode(messages, into[part], factor)
-        if into is not out:
-            out.copy_(into)
+        with _float32_of(out) as into:
+            for form, part, messages in zip(self._division.forms, self._division.parts, self._sums, strict=True):
+                form.decode(messages, into[part], factor)
 
-    def operations_among(self, size: int) -> list[Operation]:
-        division = Division([(p,) for p in range(size)], 0, self._num_elements, self._form)
-        gather = Operation("all_gather", division.num_bytes)
-        hop = Operation("all_to_all", size * division.num_bytes)
-        return [hop, gather] if division.per_lane > 1 else [gather]
+    def operations_among(self, size: int, per_host: int = 1) -> list[Operation]:
+        num_elements, per_host = self._bucket.num_elements, per_host if per_host < size else 1
+        hosts = [range(first, first + per_host) for first in range(0, size, per_host)]
+        division = Division(hosts, 0, num_elements, self._form)
+        longest, found = max(division.sizes), []
+        if per_host > 1:
+            found.append(Operation("reduce_on_host", 4 * num_elements))
+        if division.per_lane > 1:
+            found.append(Operation("all_to_all", division.per_lane * longest, per_host))
+        return [*found, Operation("all_gather", longest)]
+
+
+class OwnPartCodec(BaseCodec):
+    """Codec of messages that are added up by the owners of the bucket's shares, who keep the sums: the first hop alone.
+
+    Of the other ranks' parts, zeros are written. Arguments as of :class:`TwoHopCodec`.
+    """
+
+    def __init__(self, bucket: Bucket, communicator: Communicator, form: FormOf, seed: int | None = None) -> None:
+        super().__init__()
+        self._communicator = communicator
+        self._division = division = Division(
+            _hosts_of(communicator, bucket), communicator.rank, bucket.num_elements, form, bucket.shares
+        )
+        self._seeds = _Seeds(bucket, communicator, seed, division.per_lane)
+        numbers = division.of_lane(division.lane)
+        self._hop = FirstHop(bucket, communicator, division, [division.sizes[i] for i in numbers], self._seeds)
+        self._bounds = GatheredMessages(bucket, communicator, [(torch.float64, 1)])  # of all parts, with the reports
+
+    def begin(self, step: int | torch.Tensor) -> None:
+        self._seeds.begin(step)
+
+    def send(self, accumulated: Accumulated, told: Told) -> Report:
+        with _sent_of(accumulated.flat, self._communicator, self._division) as x:
+            self._hop.run(x)
+        form, first = self._division.forms[self._division.own], [arrays[0] for arrays in self._hop.received]
+        (bound,) = self._bounds.mine
+        bound.copy_(sum_of_maxima(first) * form.top if first[0].numel() > 0 else torch.zeros(()))
+        self.bytes_sent += self._hop.num_bytes + self._bounds.num_bytes
+        return self._bounds.gather(told)
+
+    def largest(self) -> torch.Tensor:
+        return torch.cat([bound for (bound,) in self._bounds.everyones]).max()
+
+    def write(self, out: torch.Tensor, factor: float | torch.Tensor) -> None:
+        own = self._division.parts[self._division.own]
+        out[: own.start].zero_()
+        out[own.stop :].zero_()
+        with _float32_of(out[own]) as into:
+            self._division.forms[self._division.own].decode(self._hop.received, into, factor)
+
+
+def summing_codec(
+    bucket: Bucket, communicator: Communicator, form: FormOf, seed: int | None = None
+) -> TwoHopCodec | OwnPartCodec:
+    """Return the codec that gives every rank the sums of ``bucket``, or each those of its own share."""
+    kind = TwoHopCodec if bucket.shares is None else OwnPartCodec
+    return kind(bucket, communicator, form, seed)
 
 
 def _hosts_of(communicator: Communicator, bucket: Bucket) -> Hosts:

@@ -26,6 +26,7 @@ class Program:
         sends, receives: rows of ``SEND_COLUMNS`` / ``RECEIVE_COLUMNS``.
         send_rounds, receive_rounds: the round of each row, increasing.
         digest: digest of the whole table, the same on all ranks.
+        at_once: whether every chunk is reduced from all ranks' in one round, by one rank.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Program:
     send_rounds: Ints
     receive_rounds: Ints
     digest: int
+    at_once: bool = False
 
     def words(self) -> Ints:
         """Return the whole program as the one array that the extension takes."""
@@ -54,12 +56,15 @@ def program_of(schedule: Table, rank: int) -> Program:
     build = _Builder(rank, num_chunks)
     digest = hashlib.blake2b(digest_size=8)
     digest.update(np.array([num_ranks, num_chunks], np.int64).tobytes())
+    reduced = np.zeros(num_chunks, np.int64)
+    at_once = True
     for number, r in enumerate(schedule.rounds()):
         r = Round(*(np.ascontiguousarray(column, np.int64) for column in r))
         digest.update(np.array([r.num_edges]).tobytes())
         for column in r:
             digest.update(column.tobytes())
         build.add(number, r)
+        at_once = at_once and _reduces_at_once(r, num_ranks, reduced)
     return Program(
         name=str(getattr(schedule, "name", type(schedule).__name__)),
         rank=rank,
@@ -70,7 +75,19 @@ def program_of(schedule: Table, rank: int) -> Program:
         send_rounds=np.array(build.send_rounds, np.int64),
         receive_rounds=np.array(build.receive_rounds, np.int64),
         digest=int.from_bytes(digest.digest(), "little"),
+        at_once=at_once and bool((reduced == num_ranks - 1).all()),
     )
+
+
+def _reduces_at_once(r: Round, num_ranks: int, reduced: Ints) -> bool:
+    """Return whether each chunk that ``r`` reduces comes to one rank from all others; count what comes of each."""
+    is_reduced = r.op == REDUCE
+    chunk, dst = r.chunk[is_reduced], r.dst[is_reduced]
+    if not (r.count[is_reduced] == 1).all():
+        return False
+    np.add.at(reduced, chunk, 1)
+    _, counts = np.unique(dst * len(reduced) + chunk, return_counts=True)
+    return bool((counts == num_ranks - 1).all())
 
 
 def _rows(rows: list[list[int]], width: int) -> Ints:

@@ -12,7 +12,9 @@ import pycomm
 from pycomm import CommError
 from tests.asynchronous.averaged import HALVES, Course, flat
 from tests.asynchronous.runs import loss_of, model_of
+from tests.ddp.test_gradients import NEW, lost_by
 from tests.on_ranks import Pools, on_ranks
+from tests.reducer.models import close
 from tests.survival.training import die
 
 TIMEOUT = 110.0
@@ -61,6 +63,42 @@ def test_it_is_what_one_process_comes_to(
         dist.all_gather_object(everyones, flat(model))
         assert all(torch.equal(other, everyones[0]) for other in everyones)
     handle.detach()
+    handle.detach()
+
+
+@pytest.mark.parametrize("method", NEW, ids=repr)
+@on_ranks(3, timeout=TIMEOUT)
+def test_outer_gradients_lose_nothing_in_parts(method: Any) -> None:
+    """With a plain outer step, parameters move by what was received; that and what is left is the mean of moves."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    handle = pycomm.local_sgd(
+        optimizer, model, every=2, outer=pycomm.Nesterov(1.0, 0.0), compression=method, timeout=60
+    )
+    came, start = torch.zeros_like(flat(model)), flat(model)
+    for step in range(6):
+        before = flat(model)
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        alone = before - 0.05 * torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
+        if step % 2 == 0:
+            anchor = before
+        optimizer.step()
+        if step % 2 == 1:  # they have met
+            moved = alone - anchor
+            dist.all_reduce(moved)
+            came += moved / size
+    left, own = [], handle.state_dict()["compression"]
+    for name, p in model.named_parameters():
+        residual = own.get(name, {}).get("residual", torch.zeros_like(p)).double()
+        left.append(residual.reshape(-1))
+    unsent = torch.cat(left)
+    dist.all_reduce(unsent)
+    everyones = [torch.empty_like(came) for _ in range(size)]
+    dist.all_gather(everyones, flat(model))
+    assert all(torch.equal(other, everyones[0]) for other in everyones)
+    close(flat(model) - start - unsent, came, lost_by(method))
     handle.detach()
 
 

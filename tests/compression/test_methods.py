@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -173,7 +174,9 @@ def flawed(everyone: Gradients, rank: int, step: int) -> Gradients:
     return bad
 
 
-def leaves_no_trace(name: str, flaws: list[tuple[int, int]], loss_scale: float | None) -> None:
+def leaves_no_trace(
+    name: str, flaws: list[tuple[int, int]], loss_scale: float | None, options: Mapping[str, Any] = MappingProxyType({})
+) -> None:
     """Run with and without steps that are not finite: the others and the state are the same, bit for bit."""
 
     class Scaler:
@@ -182,7 +185,7 @@ def leaves_no_trace(name: str, flaws: list[tuple[int, int]], loss_scale: float |
 
     results = []
     for with_flaws in (False, True):
-        with Run(METHODS[name], loss_scaler=Scaler() if loss_scale else None).attached() as run:
+        with Run(METHODS[name], loss_scaler=Scaler() if loss_scale else None, **options).attached() as run:
             averages = []
             for step in range(7):
                 everyone = gradients_of(run.params, run.size, step)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,8 +14,13 @@ from torch import nn
 import pycomm
 from pycomm import Communicator, kernels
 from pycomm.collectives.bucket import Bucket
+from pycomm.collectives.transport.hosts import order_of
 from pycomm.collectives.transport.torch_group import TorchGroup
 from pycomm.compression.base import Scaling
+from pycomm.schedule.network import Link, Network
+from pycomm.training.cost.planning import SimulatedLink
+from pycomm.training.cost.pricing import rehearse
+from pycomm.training.reducer.partition.partition import shares_of
 from tests.compression.test_methods import METHODS, conserves, leaves_no_trace, load_into, save_and_go_on
 from tests.hosts import on_hosts
 from tests.on_ranks import Pools, on_ranks
@@ -24,17 +29,23 @@ from tests.reducer.test_gpu_path import compare
 
 BLOCKS = ["fp8", "fp8 e5m2", "int8", "int4", "onebit"]
 LAYOUTS = ["abc", "aabb", "aab", pytest.param("ababcc", marks=pytest.mark.slow)]
+Shares = Callable[[int, Sequence[int]], Sequence[slice]]
 HALVES = {torch.float16: pycomm.FP16, torch.bfloat16: pycomm.BF16}
 
 
 @contextmanager
 def exchanging(
-    method: Any, shape: tuple[int, ...], hosts: str = "", algorithm: str = "auto"
-) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-    """Yield a function that averages a gradient over the ranks."""
+    method: Any, shape: tuple[int, ...], hosts: str = "", algorithm: str = "auto", share: Shares | None = None
+) -> Iterator[Any]:
+    """Yield a function that averages a gradient over the ranks, as a whole or each rank's ``share`` of it.
+
+    It has the exchange as an attribute.
+    """
     hosts = hosts or "abcdefghijklmnop"[: dist.get_world_size()]
     with on_hosts(hosts), Communicator(timeout=30) as communicator:
         bucket = Bucket(["p"], [torch.zeros(shape)], communicator, algorithm)
+        if share is not None:
+            bucket.reduce_part_only(share(bucket.num_elements, order_of(communicator.hosts)), communicator.rank)
         exchange = method.make(bucket, communicator)
 
         def average(grad: torch.Tensor) -> torch.Tensor:
@@ -43,6 +54,7 @@ def exchanging(
             exchange.finish(finite)
             return bucket.views[0].clone()
 
+        vars(average)["exchange"] = exchange
         yield average
 
 
@@ -239,7 +251,7 @@ def counted_bytes() -> Iterator[list[int]]:
         yield sent
 
 
-BYTES = {
+BYTES: dict[str, tuple[Any, float]] = {
     "int8": (pycomm.Int8(), 1 + 4 / 256),
     "int8, large blocks": (pycomm.Int8(block=4096), 1 + 4 / 4096),
     "int4": (pycomm.Int4(), 0.5 + 4 / 128),
@@ -268,17 +280,125 @@ def test_bytes_do_not_grow_with_the_ranks(rank_pools: Pools, size: int) -> None:
         rank_pools(size).run(bytes_between, name, size)
 
 
-def bytes_between_hosts(hosts: str) -> None:
-    """A rank sends its lane alone: half of what it would among as many hosts of one rank."""
+def bytes_between_hosts(hosts: str, name: str) -> int:
     grad = gradients(1_000_000, 1)[0].view(1000, 1000)
-    with counted_bytes() as sent, exchanging(pycomm.Int8(), (1000, 1000), hosts) as average:
+    with counted_bytes() as sent, exchanging(BYTES[name][0], (1000, 1000), hosts) as average:
         sent[0] = 0
         average(grad)
-        assert sent[0] == pytest.approx(2 * 2 / 3 / 2 * (1 + 4 / 256) * grad.numel(), rel=0.02)
+        return sent[0]
 
 
-def test_a_link_carries_each_part_once(rank_pools: Pools) -> None:
-    rank_pools(6).run(bytes_between_hosts, "abcabc")
+FREE = Link(alpha=0.0, beta=0.0, gamma=0.0)
+BY_BYTES = Network(
+    name="a second per byte between hosts",
+    within_host=FREE,
+    between_hosts=Link(alpha=0.0, beta=1.0, gamma=0.0),
+    per_host=2,
+)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "onebit"])
+@pytest.mark.parametrize("hosts", ["aabb", "aabbcc"])
+def test_a_link_carries_each_part_once_and_is_priced_so(rank_pools: Pools, hosts: str, name: str) -> None:
+    """A rank sends its lane alone: half of what it would among as many hosts of one rank."""
+    method, per_element = BYTES[name]
+    size, num_hosts = len(hosts), len(set(hosts))
+    hops = 2 * (num_hosts - 1) / num_hosts
+    counted = rank_pools(size).run(bytes_between_hosts, hosts, name)
+    assert counted == pytest.approx([hops / 2 * per_element * 1e6] * size, rel=0.02)
+    link = SimulatedLink(size, BY_BYTES)
+    costs = rehearse(method, [torch.empty(1000, 1000)], size, per_host=2)
+    assert sum(map(link.seconds, costs.operations)) == pytest.approx(counted[0], rel=0.02)
+    assert costs.operations[0].kind == "reduce_on_host"
+    flat = rehearse(method, [torch.empty(1000, 1000)], size)
+    assert sum(map(link.seconds, flat.operations)) > 1.5 * counted[0]
+
+
+# The first hop alone, where each rank requires its own share of the sums.
+
+
+def whole_parameters(count: int, order: Sequence[int]) -> list[slice]:
+    """Shares that no block divides; one has nothing, another one nearly all."""
+    bounds = [0, 0, *(count - 1 for _ in order[2:]), count]
+    shares = {rank: slice(bounds[i], bounds[i + 1]) for i, rank in enumerate(order)}
+    return [shares[rank] for rank in range(len(order))]
+
+
+SHARES: dict[str, Shares] = {"equal": shares_of, "of whole parameters": whole_parameters}
+
+
+def once_quantized(config: kernels.Quantization, terms: list[torch.Tensor], shares: Sequence[slice]) -> torch.Tensor:
+    """Quantize every host's elements share by share, and add up."""
+    result = torch.empty_like(terms[0])
+    for share in shares:
+        if share.start < share.stop:
+            messages = [kernels.quantize(x[share].clone(), config) for x in terms]
+            kernels.dequantize([s for s, _ in messages], [c for _, c in messages], config, result[share])
+    return result
+
+
+def own_shares_on(hosts: str, name: str, shares: str) -> None:
+    method, config = CONFIGS[name]
+    rank, size = dist.get_rank(), len(hosts)
+    names = sorted(set(hosts))
+    of_hosts = [[p for p in range(size) if hosts[p] == host] for host in names]
+    order = order_of(of_hosts)
+    if len(names) == 1 or len({len(ranks) for ranks in of_hosts}) > 1:
+        of_hosts = [[p] for p in range(size)]
+    for count in (1, 2, 301, 5000):
+        everyones = [x * (1 / size) for x in gradients(count, size)]
+        terms = [torch.stack([everyones[p] for p in ranks]).sum(0) for ranks in of_hosts]
+        with exchanging(method, (count, 1), hosts, share=SHARES[shares]) as average:
+            found = average(gradients(count, size)[rank]).view(-1)
+            all_shares = SHARES[shares](count, order)
+            own = torch.zeros(count, dtype=torch.bool)
+            own[all_shares[rank]] = True
+            assert not found[~own].any()
+            left = average.exchange.state()["p"]["residual"].view(-1).double()
+            dist.all_reduce(found)
+            dist.all_reduce(left)
+        assert torch.equal(found, once_quantized(config, terms, all_shares))
+        came = torch.stack(everyones).double().sum(0)
+        torch.testing.assert_close(left + found, came, rtol=1e-6, atol=1e-6 * float(came.abs().max()))
+
+
+@pytest.mark.parametrize("shares", SHARES)
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("hosts", ["aa", "abc", "aabb", "aab"])
+def test_each_rank_gets_its_own_share_rounded_once(rank_pools: Pools, hosts: str, name: str, shares: str) -> None:
+    """Bit for bit what quantized parts add up to; what is left and what was received is what came."""
+    rank_pools(len(hosts)).run(own_shares_on, hosts, name, shares)
+
+
+def nearly_nothing(hosts: str, value: float) -> None:
+    """Denormal gradients are below every scale: all of them are left, and come once they have added up."""
+    for share in (None, shares_of):
+        with exchanging(pycomm.FP8(), (300, 1), hosts, share=share) as average:
+            assert not average(torch.full((300, 1), value)).any()
+            left = average.exchange.state()["p"]["residual"].double()
+            dist.all_reduce(left)
+            torch.testing.assert_close(left, torch.full_like(left, value), rtol=1e-4, atol=2.0**-147)
+
+
+@pytest.mark.parametrize("hosts", ["ab", "abc", "aabb"])
+def test_denormals_are_left(rank_pools: Pools, hosts: str) -> None:
+    rank_pools(len(hosts)).run(nearly_nothing, hosts, 1e-40)
+
+
+def bytes_of_shares(name: str, size: int) -> None:
+    method, per_element = BYTES[name]
+    grad = gradients(1_000_000, 1)[0].view(1000, 1000)
+    with counted_bytes() as sent, exchanging(method, (1000, 1000), share=shares_of) as average:
+        average(grad)
+        sent[0] = 0
+        average(grad)
+        assert sent[0] == pytest.approx((size - 1) / size * per_element * grad.numel(), rel=0.02)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_own_shares_take_half_of_the_bytes(rank_pools: Pools, size: int) -> None:
+    for name in BYTES:
+        rank_pools(size).run(bytes_of_shares, name, size)
 
 
 def other_blocks() -> None:

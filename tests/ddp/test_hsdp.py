@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import pycomm
 from pycomm.ddp import register_hsdp
+from tests.ddp.test_gradients import NEW, lost_by
 from tests.on_ranks import Pools, on_ranks
 from tests.reducer.models import average_gradients, close, loss_of, losses_at, make_model, sgd
 
@@ -74,10 +75,10 @@ def test_without_compression_gradients_are_exact_means() -> None:
         assert handle.stats()["num_buckets"] == 3
 
 
-@pytest.mark.parametrize("method", [pycomm.TopK(0.1), pycomm.PowerSGD(1), pycomm.Auto(0.1)], ids=repr)
+@pytest.mark.parametrize("method", [pycomm.TopK(0.1), pycomm.PowerSGD(1), pycomm.Auto(0.1), *NEW], ids=repr)
 @on_ranks(4)
 def test_nothing_is_lost(method: Any) -> None:
-    """Where ``Auto`` takes FP16 for the fastest, roundings are lost."""
+    """But for the roundings of half types, which ``Auto`` may take for the fastest."""
     with replicated(method) as (model, handle, mesh):
         received = {name: torch.zeros(p.shape, dtype=p.dtype) for name, p in model.named_parameters()}
         wanted = {name: torch.zeros_like(tensor) for name, tensor in received.items()}
@@ -88,8 +89,8 @@ def test_nothing_is_lost(method: Any) -> None:
                 wanted[name] += grad
         left = residuals_of(model, handle, mesh)
         for name, total in received.items():
-            close(total + left.get(name, 0.0), wanted[name], 1e-3 if isinstance(method, pycomm.Auto) else 1e-10)
-        if not isinstance(method, pycomm.Auto):
+            close(total + left.get(name, 0.0), wanted[name], lost_by(method))
+        if lost_by(method) <= 1e-7:
             assert max(float(tensor.abs().max()) for tensor in left.values()) > 0
 
 

@@ -13,6 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.horovod.execution import combine
+from pycomm.horovod.process_sets import world
+from tests.ddp.test_gradients import NEW, lost_by
+from tests.ddp.wrapping import residuals_of
 from tests.horovod.training import (
     assert_equal_models,
     batch_of,
@@ -25,6 +28,7 @@ from tests.horovod.training import (
 )
 from tests.horovod.worlds import grad_of, horovod
 from tests.on_ranks import on_ranks
+from tests.reducer.models import close
 from tests.reducer.test_around_torch import proxy_of
 
 
@@ -159,6 +163,31 @@ def test_methods_of_pycomm() -> None:
         grads = hvd.allgather_object([p.grad for p in half.parameters()])
         assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
         assert kept.state_dict()["param_groups"]
+
+
+@pytest.mark.parametrize("method", NEW, ids=repr)
+@on_ranks(3)
+def test_sums_in_parts(method: Any) -> None:
+    """What all received, and what is left, is what came, over a change of the window too."""
+    with horovod() as hvd:
+        model = make_model()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.0)
+        hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=method)
+        names = [name for name, _ in model.named_parameters()]
+        received, came = ({name: torch.zeros(()) for name in names} for _ in range(2))
+        for step in range(4):
+            optimizer.zero_grad()
+            alone = torch.autograd.grad(mean_loss(model, range(3), step), list(model.parameters()))
+            loss_of(model, batch_of(hvd.rank(), step)).backward()
+            optimizer.step()
+            for (name, p), grad in zip(model.named_parameters(), alone, strict=True):
+                received[name], came[name] = received[name] + grad_of(p), came[name] + grad
+        (reducer,) = world().attached
+        left = residuals_of(reducer)
+        for name in names:
+            close(received[name] + left.get(name, 0.0), came[name], lost_by(method))
+        everyones = hvd.allgather_object(received)
+        assert all(torch.equal(other[name], received[name]) for other in everyones for name in names)
 
 
 @on_ranks(2)

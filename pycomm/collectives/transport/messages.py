@@ -32,16 +32,21 @@ class Messenger(Protocol):
 
 
 def run_program(program: Program, x: torch.Tensor, op: str, messenger: Messenger, timeout: float) -> None:
-    """All-reduce contiguous ``x`` in place. For means the sums, of half types in float32, are divided at the end."""
-    if op == "mean" and x.dtype in HALVES:
+    """All-reduce contiguous ``x`` in place.
+
+    A program that reduces ``at_once`` rounds means once, too. For the others the sums, of half types in float32, are
+    divided at the end.
+    """
+    divides_at_end = op == "mean" and not program.at_once
+    if divides_at_end and x.dtype in HALVES:
         wide = x.float()  # the sum may not fit the half type although the mean does
         run_program(program, wide, op, messenger, timeout)
         x.copy_(wide)
         return
     flat = x.view(-1)
     for sends, receives in rounds_of(program):
-        _do_round(program, flat, "sum" if op == "mean" else op, sends, receives, messenger, timeout)
-    if op == "mean":
+        _do_round(program, flat, "sum" if divides_at_end else op, sends, receives, messenger, timeout)
+    if divides_at_end:
         flat.mul_(1.0 / program.num_ranks)
 
 

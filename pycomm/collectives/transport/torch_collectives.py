@@ -166,25 +166,12 @@ class BetweenHosts:
 
     def all_reduce(self, x: torch.Tensor, op: str, timeout: float) -> None:
         """Reduce flat ``x`` over the hosts, in place; the same bits on all of them."""
-        if len(self._ranks) <= DIRECT_RANKS or x.dtype in HALVES:  # whose sums are then rounded once
-            for piece in torch.split(x, _PIECE_BYTES // x.itemsize):
-                self._reduce_directly(piece, op, timeout)
-        elif len(x) > 0:
-            run_program(self._program(x.nbytes), x, op, self, timeout)
-
-    def _reduce_directly(self, x: torch.Tensor, op: str, timeout: float) -> None:
-        """Reduce ``x``: every host sends each part to the host that reduces it, which sends the result to all.
-
-        Two steps, of as many bytes as a ring's; the parts of all hosts are reduced in one pass.
-        """
-        size = len(self._ranks)
-        parts = torch.tensor_split(x, size)
-        mine = parts[self._index]
-        inputs = [mine if host == self._index else torch.empty_like(mine) for host in range(size)]
-        self.exchange(messages(parts, self._index), messages(inputs, self._index), timeout)
-        if mine.numel() > 0:
-            kernels.reduce(mine, inputs, op)
-        self.exchange(messages([mine] * size, self._index), messages(parts, self._index), timeout)
+        # "direct" has two steps, of as many bytes as a ring's, and rounds once; its messages grow with the hosts.
+        is_direct = len(self._ranks) <= DIRECT_RANKS or x.dtype in HALVES
+        program = self._program("direct" if is_direct else self._choice(x.nbytes))
+        for piece in torch.split(x, _PIECE_BYTES // x.itemsize) if is_direct else [x]:
+            if len(piece) > 0:
+                run_program(program, piece, op, self, timeout)
 
     def broadcast(self, x: torch.Tensor, source: int, timeout: float) -> None:
         """Overwrite flat ``x``, bytes, with that of the host ``source``, along a chain of hosts."""
@@ -197,10 +184,12 @@ class BetweenHosts:
             sends = [(behind, segments[s]) for s in [step - place] if place < size - 1 and 0 <= s < len(segments)]
             self.exchange(sends, receives, timeout, "broadcast")
 
-    def _program(self, num_bytes: int) -> Program:
+    def _choice(self, num_bytes: int) -> str:
         if not self._choices:
             self._choices = schedule.rank_algorithms(len(self._ranks), _NETWORK).crossovers()
-        name = [name for size, name in self._choices if size <= num_bytes][-1]
+        return [name for size, name in self._choices if size <= num_bytes][-1]
+
+    def _program(self, name: str) -> Program:
         if name not in self._programs:
             table = schedule.by_name(name, len(self._ranks))
             schedule.verify(table)

@@ -98,6 +98,8 @@ class FP16(Method):
 
     sum: str = "native"
 
+    reduces_parts = True
+
     def __post_init__(self) -> None:
         checks.choice("sum", self.sum, _SUMS)
 
@@ -113,6 +115,8 @@ class BF16(Method):
     """Gradients as bfloat16: float32's range, 8 bits of precision. ``sum``: see :class:`FP16`."""
 
     sum: str = "native"
+
+    reduces_parts = True
 
     def __post_init__(self) -> None:
         checks.choice("sum", self.sum, _SUMS)

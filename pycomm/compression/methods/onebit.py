@@ -11,8 +11,9 @@ import torch
 from pycomm import kernels
 from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
+from pycomm.compression.codec import Codec
 from pycomm.compression.feedback import CodecMethod
-from pycomm.compression.two_hop import Arrays, TwoHopCodec, add_up_decoded
+from pycomm.compression.two_hop import Arrays, add_up_decoded, summing_codec
 
 
 class SignForm:
@@ -62,5 +63,7 @@ class OneBit(CodecMethod):
     2021, section 4.3). It does not converge without error feedback, so there is no switch.
     """
 
-    def codec(self, bucket: Bucket, communicator: Communicator) -> TwoHopCodec:
-        return TwoHopCodec(bucket, communicator, lambda begin, end: SignForm(bucket, begin, end))
+    reduces_parts = True
+
+    def codec(self, bucket: Bucket, communicator: Communicator) -> Codec:
+        return summing_codec(bucket, communicator, lambda begin, end: SignForm(bucket, begin, end))

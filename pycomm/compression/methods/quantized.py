@@ -10,8 +10,9 @@ import torch
 from pycomm import checks, kernels
 from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
+from pycomm.compression.codec import Codec
 from pycomm.compression.feedback import CodecMethod
-from pycomm.compression.two_hop import Arrays, TwoHopCodec
+from pycomm.compression.two_hop import Arrays, summing_codec
 
 _LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
 
@@ -50,8 +51,8 @@ def _check_blocks(block: int, error_feedback: bool) -> None:
 
 def _quantized(
     bucket: Bucket, communicator: Communicator, config: kernels.Quantization, seed: int | None = None
-) -> TwoHopCodec:
-    return TwoHopCodec(bucket, communicator, lambda begin, end: QuantizedForm(config, end - begin), seed)
+) -> Codec:
+    return summing_codec(bucket, communicator, lambda begin, end: QuantizedForm(config, end - begin), seed)
 
 
 @dataclass(frozen=True, repr=False)
@@ -73,6 +74,8 @@ class Int8(CodecMethod):
     _: KW_ONLY
     block: int = 256
 
+    reduces_parts = True
+
     def __post_init__(self) -> None:
         _check_blocks(self.block, self.error_feedback)
 
@@ -80,8 +83,13 @@ class Int8(CodecMethod):
         block = "" if self.block == 256 else f", block={self.block}"  # servers compare it with older checkpoints' text
         return f"Int8(error_feedback={self.error_feedback}{block})"
 
-    def codec(self, bucket: Bucket, communicator: Communicator) -> TwoHopCodec:
-        return _quantized(bucket, communicator, kernels.Quantization(block=self.block))
+    @property
+    def config(self) -> kernels.Quantization:
+        """The form of elements in a message."""
+        return kernels.Quantization(block=self.block)
+
+    def codec(self, bucket: Bucket, communicator: Communicator) -> Codec:
+        return _quantized(bucket, communicator, self.config)
 
 
 @dataclass(frozen=True)
@@ -103,11 +111,18 @@ class Int4(CodecMethod):
     block: int = 128
     error_feedback: bool = True
 
+    reduces_parts = True
+
     def __post_init__(self) -> None:
         _check_blocks(self.block, self.error_feedback)
 
-    def codec(self, bucket: Bucket, communicator: Communicator) -> TwoHopCodec:
-        return _quantized(bucket, communicator, kernels.Quantization(block=self.block, levels=7, bits=4))
+    @property
+    def config(self) -> kernels.Quantization:
+        """The form of elements in a message."""
+        return kernels.Quantization(block=self.block, levels=7, bits=4)
+
+    def codec(self, bucket: Bucket, communicator: Communicator) -> Codec:
+        return _quantized(bucket, communicator, self.config)
 
 
 @dataclass(frozen=True)
@@ -116,8 +131,9 @@ class FP8(CodecMethod):
 
     8.25 bits per element, the scales included. (Micikevicius et al., "FP8 Formats for Deep Learning", 2022; scales by
     block as in DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3.) A scale brings the largest magnitude
-    of its block into the format's range, so nothing saturates. Small magnitudes of a block keep more digits than under
-    :class:`pycomm.Int8`, large ones fewer. Otherwise as Int8.
+    of its block into the upper half of the format's range, so nothing saturates. The bound by which an overflow of
+    float16 gradients is found is therefore up to twice the largest average. Small magnitudes of a block keep more
+    digits than under :class:`pycomm.Int8`, large ones fewer. Otherwise as Int8.
 
     Args:
         format: "e4m3", 4 bits of exponent and 3 of mantissa; or "e5m2", which has more range and fewer digits.
@@ -133,12 +149,19 @@ class FP8(CodecMethod):
     block: int = 128
     error_feedback: bool = True
 
+    reduces_parts = True
+
     def __post_init__(self) -> None:
         checks.choice("format", self.format, tuple(_LARGEST))
         _check_blocks(self.block, self.error_feedback)
 
-    def codec(self, bucket: Bucket, communicator: Communicator) -> TwoHopCodec:
-        return _quantized(bucket, communicator, kernels.Quantization(block=self.block, element=self.format))
+    @property
+    def config(self) -> kernels.Quantization:
+        """The form of elements in a message."""
+        return kernels.Quantization(block=self.block, element=self.format)
+
+    def codec(self, bucket: Bucket, communicator: Communicator) -> Codec:
+        return _quantized(bucket, communicator, self.config)
 
 
 @dataclass(frozen=True)
@@ -165,6 +188,8 @@ class QSGD(CodecMethod):
     _: KW_ONLY
     seed: int = 0
 
+    reduces_parts = True
+
     def __post_init__(self) -> None:
         checks.integer("levels", self.levels, 1, 127)
         checks.integer("seed", self.seed, 0)
@@ -173,7 +198,7 @@ class QSGD(CodecMethod):
     def error_feedback(self) -> bool:
         return False
 
-    def codec(self, bucket: Bucket, communicator: Communicator) -> TwoHopCodec:
+    def codec(self, bucket: Bucket, communicator: Communicator) -> Codec:
         bits = 2 if self.levels == 1 else 4 if self.levels <= 7 else 8
         config = kernels.Quantization(block=512, levels=self.levels, bits=bits, norm="euclidean")
         return _quantized(bucket, communicator, config, self.seed)
@@ -197,6 +222,8 @@ class TernGrad(CodecMethod):
     _: KW_ONLY
     seed: int = 0
 
+    reduces_parts = True
+
     def __post_init__(self) -> None:
         checks.integer("seed", self.seed, 0)
 
@@ -204,6 +231,6 @@ class TernGrad(CodecMethod):
     def error_feedback(self) -> bool:
         return False
 
-    def codec(self, bucket: Bucket, communicator: Communicator) -> TwoHopCodec:
+    def codec(self, bucket: Bucket, communicator: Communicator) -> Codec:
         config = kernels.Quantization(block=1024, levels=1, bits=2, norm="max")
         return _quantized(bucket, communicator, config, self.seed)

@@ -120,7 +120,7 @@ class SparseCodec:
         assert self._sum is not None
         self._sum.commit(finite)
 
-    def operations_among(self, size: int) -> list[Operation] | None:
+    def operations_among(self, size: int, per_host: int = 1) -> list[Operation] | None:
         bucket = self._bucket
         return operations(bucket.num_elements, sum(self._counts), size, wide_dtype(bucket), self._half_values)
 

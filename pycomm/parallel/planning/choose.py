@@ -189,7 +189,7 @@ class _Compressor:
 
     def __init__(self, pricer: Pricer) -> None:
         self._pricer = pricer
-        self._costs: dict[tuple[str, int], Costs] = {}
+        self._costs: dict[tuple[str, int, int], Costs] = {}
 
     def options(self, dense: Option) -> list[Option]:
         """Return ``dense`` with the fastest compression method, or nothing if no method is clearly faster."""
@@ -199,7 +199,7 @@ class _Compressor:
         for name in METHODS:
             if name == "dense":
                 continue
-            costs = self._rehearsed(name, candidate.dp)
+            costs = self._rehearsed(name, candidate.dp, self._pricer.links.per_host(candidate.dp, candidate.tp))
             factor = price.gradient_bytes / (4.0 * _REHEARSED)
             link = sum(
                 self._pricer.links.operation(
@@ -212,11 +212,12 @@ class _Compressor:
                 best, seconds = [option], option.seconds
         return best
 
-    def _rehearsed(self, name: str, ranks: int) -> Costs:
-        if (name, ranks) not in self._costs:
+    def _rehearsed(self, name: str, ranks: int, per_host: int) -> Costs:
+        key = name, ranks, per_host
+        if key not in self._costs:
             width = math.isqrt(_REHEARSED)
-            self._costs[name, ranks] = rehearse(METHODS[name], [torch.empty(width, width)], ranks)
-        return self._costs[name, ranks]
+            self._costs[key] = rehearse(METHODS[name], [torch.empty(width, width)], ranks, per_host)
+        return self._costs[key]
 
 
 def _grouped(refusals: list[Refusal]) -> list[Refusal]:

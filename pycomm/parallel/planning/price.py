@@ -24,7 +24,7 @@ from pycomm.parallel.planning.candidates import OPTIMIZERS, Candidate, Device, T
 from pycomm.parallel.planning.layers import Layer
 from pycomm.schedule import Network, Ranking, pipeline, rank_algorithms
 from pycomm.schedule.choose import SIZES
-from pycomm.training.cost.planning import SimulatedLink
+from pycomm.training.cost.planning import SimulatedLink, per_host_of
 
 Floats = npt.NDArray[np.float64]
 
@@ -98,6 +98,10 @@ class Links:
     def operation(self, ranks: int, stride: int, operation: Operation) -> float:
         """Return the seconds of any collective."""
         return self._groups(ranks, stride).seconds(operation)
+
+    def per_host(self, ranks: int, stride: int) -> int:
+        """Return how many ranks of such a group share a host, if several hosts have equally many; else 1."""
+        return per_host_of(self._network_of(stride), ranks)
 
     def message(self, first: int, stride: int, nbytes: float) -> float:
         """Return the seconds of messages of ``nbytes`` from ranks ``first`` to ``first + stride - 1``, each to the

@@ -167,8 +167,8 @@ class AutoExchange:
     def squared_residual(self) -> float | None:
         return None if self._stateful is None else self._stateful.squared_residual()
 
-    def operations_among(self, size: int) -> list[Operation] | None:
-        return self._now.operations_among(size)
+    def operations_among(self, size: int, per_host: int = 1) -> list[Operation] | None:
+        return self._now.operations_among(size, per_host)
 
     def stats(self) -> dict[str, int]:
         stats = {f"buckets_{self.method}": 1}
@@ -268,7 +268,10 @@ class Auto(StatefulMethod):
         if self.momentum:
             del methods["fp16"]  # gradients travel with velocities then
             methods["dense"] = DGC(1.0, self.momentum).otherwise
-        costs = {name: rehearse(method, bucket.params(), communicator.size) for name, method in methods.items()}
+        # Hosts of equally many ranks; ranks on GPUs count as hosts.
+        hosts, size = communicator.hosts, communicator.size
+        per_host = 1 if bucket.on_gpu or len({len(ranks) for ranks in hosts}) > 1 else size // len(hosts)
+        costs = {name: rehearse(method, bucket.params(), size, per_host) for name, method in methods.items()}
         slowest = agreed(communicator, [cost.local for cost in costs.values()])
         for cost, local in zip(costs.values(), slowest, strict=True):
             cost.local = local

@@ -6,14 +6,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from pycomm.compression import DGC, FP8, FP16, ChunkTopK, Compression, Int4, Int8, NoCompression, PowerSGD
 from pycomm.compression.base import Operation
 from pycomm.schedule import rank_algorithms, simulate
 from pycomm.schedule.algorithms.circulant import circulant_all_gather
-from pycomm.schedule.algorithms.direct import direct_all_gather
+from pycomm.schedule.algorithms.direct import direct_all_gather, direct_reduce_scatter
 from pycomm.schedule.network import Link, Network
 from pycomm.training.cost.pricing import Costs, rehearse
 
@@ -80,17 +79,25 @@ class SimulatedLink:
             ranking = rank_algorithms(self._num_ranks, network, [size], None if name is None else [name])
             self._algorithms[operation], seconds = ranking.at(size)[0]
             return seconds
-        whole = np.array([size * self._num_ranks if operation.kind == "all_gather" else size])
-        schedules = [direct_all_gather(self._num_ranks)]  # an all-to-all sends the same messages
-        if operation.kind == "all_gather":
-            schedules.append(circulant_all_gather(self._num_ranks))
-        return float(min(simulate(each, whole, network)[0] for each in schedules))
+        count, per_host = self._num_ranks, per_host_of(network, self._num_ranks)
+        within, between = replace(network, per_host=None), replace(network, per_host=1)
+        if operation.kind == "reduce_on_host":
+            return float(simulate(direct_reduce_scatter(per_host), size, within))
+        if operation.kind == "all_to_all":  # which sends the messages of an all-gather
+            lane = count // operation.lanes
+            return float(simulate(direct_all_gather(lane), size, network if operation.lanes == 1 else between))
+        if per_host > 1:  # each rank sends to one of each other host; then the ranks of a host exchange
+            lane = simulate(direct_all_gather(count // per_host), size * count / per_host, between)
+            return float(lane + simulate(direct_all_gather(per_host), size * count, within))
+        schedules = direct_all_gather(count), circulant_all_gather(count)
+        return float(min(simulate(each, size * count, network) for each in schedules))
 
 
 def price(num_ranks: int, nbytes: float, network: Network) -> dict[str, Priced]:
     """Price each of ``METHODS`` for ``nbytes`` of float32 gradients, on the CPU, with torch's number of threads."""
     link = SimulatedLink(num_ranks, replace(network, measured={}))
-    costs = {name: _costs(method, num_ranks, nbytes) for name, method in METHODS.items()}
+    per_host = per_host_of(network, num_ranks)
+    costs = {name: _costs(method, num_ranks, nbytes, per_host) for name, method in METHODS.items()}
     bandwidth = 1.0 / max(_scaled_link(network).beta, 1e-30)
     priced = {}
     for name, cost in costs.items():
@@ -100,13 +107,19 @@ def price(num_ranks: int, nbytes: float, network: Network) -> dict[str, Priced]:
     return priced
 
 
-def _costs(method: Compression, num_ranks: int, nbytes: float) -> Costs:
+def per_host_of(network: Network, num_ranks: int) -> int:
+    """Return how many ranks share a host, if there are several hosts of equally many; else 1."""
+    per_host = network.per_host or 1
+    return per_host if per_host < num_ranks and num_ranks % per_host == 0 else 1
+
+
+def _costs(method: Compression, num_ranks: int, nbytes: float, per_host: int) -> Costs:
     rehearsed = min(nbytes, _MOST_BYTES)
     rows = max(1, round(rehearsed / 4 / _WIDTH / _WIDTH))
     params = [torch.empty(_WIDTH, _WIDTH, dtype=torch.float32) for _ in range(rows)]
-    cost = rehearse(method, params, num_ranks)
+    cost = rehearse(method, params, num_ranks, per_host)
     factor = nbytes / (rows * 4.0 * _WIDTH * _WIDTH)
-    operations = [Operation(each.kind, round(each.num_bytes * factor)) for each in cost.operations]
+    operations = [replace(each, num_bytes=round(each.num_bytes * factor)) for each in cost.operations]
     return Costs(cost.local * factor, operations)
 
 

@@ -49,17 +49,34 @@ class Costs:
 
     def num_bytes(self, size: int) -> float:
         """Return how many bytes each of ``size`` ranks hands to the transport for others."""
-        shares = {"all_to_all": (size - 1) / size}  # one part is its own
-        return sum(operation.num_bytes * shares.get(operation.kind, 1.0) for operation in self.operations)
+
+        def share(operation: Operation) -> float:
+            if operation.kind == "reduce_on_host":
+                return 0.0  # others read it where it lies
+            return 1.0 - operation.lanes / size if operation.kind == "all_to_all" else 1.0  # one part is its own
+
+        return sum(operation.num_bytes * share(operation) for operation in self.operations)
 
 
 class _Rehearsal:
-    """Communicator of simulated ranks, each on a host of its own, all of which send the same as this rank."""
+    """Communicator of simulated ranks on hosts of ``per_host`` each, all of which send the same as this rank."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, per_host: int) -> None:
         self.rank, self.size = 0, size
-        self.hosts = [(p,) for p in range(size)]
+        self.hosts = [tuple(range(first, first + per_host)) for first in range(0, size, per_host)]
+        self.channel = self
         self.operations: list[Operation] = []
+
+    def run(self, operation: str, async_op: bool, *args: Any) -> None:
+        """Stand in for the channel's operations that the communicator itself does not have."""
+        if operation == "reduce_on_host":
+            self.operations.append(Operation(operation, sum(part.nbytes for part in args[0])))
+            return
+        assert operation == "all_to_all_v", operation
+        outs, xs = ([x for x in each if x is not None] for each in args)
+        self.operations.append(Operation("all_to_all", sum(x.nbytes for x in xs), self.size // len(xs)))
+        for out in outs:
+            out.copy_(xs[0])
 
     def own_share(self, x: torch.Tensor, algorithm: str) -> None:
         pass  # there is no shared memory, which would save copies
@@ -79,14 +96,19 @@ class _Rehearsal:
         out.view(self.size, -1).copy_(x.view(self.size, -1)[0])
 
 
-def rehearse(method: Compression, params: Sequence[torch.Tensor], size: int) -> Costs:
+def rehearse(method: Compression, params: Sequence[torch.Tensor], size: int, per_host: int = 1) -> Costs:
     """Return what a bucket of ``params`` costs each of ``size`` ranks by ``method``: medians of a few steps.
 
-    At most four ranks are rehearsed. For methods that only gather messages, each further rank adds half of the
-    difference between four ranks and two.
+    ``per_host`` ranks share a host. At most four ranks, or hosts where their ranks add up first, are rehearsed. For
+    methods that only gather messages, each further rank adds half of the difference between four ranks and two.
     """
+    if size % per_host:
+        per_host = 1
     small = min(size, _MOST_RANKS)
-    local, operations = _rehearse(method, params, small, size)
+    local, operations = _rehearse(method, params, small, size, per_host)
+    if any(operation.kind == "reduce_on_host" for operation in operations):
+        local, _ = _rehearse(method, params, min(size, _MOST_RANKS * per_host), size, per_host, on_hosts=True)
+        return Costs(local, operations)
     if size > small and any(operation.kind == "all_gather" for operation in operations):
         fewer, _ = _rehearse(method, params, 2, 2)
         if all(operation.kind == "all_gather" for operation in operations):  # balanced sums do not grow with the ranks
@@ -95,9 +117,15 @@ def rehearse(method: Compression, params: Sequence[torch.Tensor], size: int) -> 
 
 
 def _rehearse(
-    method: Compression, params: Sequence[torch.Tensor], size: int, real_size: int
+    method: Compression,
+    params: Sequence[torch.Tensor],
+    size: int,
+    real_size: int,
+    per_host: int = 1,
+    *,
+    on_hosts: bool = False,
 ) -> tuple[float, list[Operation]]:
-    rehearsal = _Rehearsal(size)
+    rehearsal = _Rehearsal(size, per_host if on_hosts else 1)
     communicator = cast(Communicator, rehearsal)
     bucket = Bucket([str(i) for i in range(len(params))], params, communicator)
     exchange = method.make(bucket, communicator)
@@ -115,7 +143,7 @@ def _rehearse(
         _synchronize(bucket)
         if step > 0:  # the first step allocates, and has no threshold to start from
             seconds.append(time.perf_counter() - start)
-    operations = exchange.operations_among(real_size)
+    operations = exchange.operations_among(real_size, per_host)
     return statistics.median(seconds), list(rehearsal.operations) if operations is None else operations
 
 
@@ -144,34 +172,43 @@ class PricedLine:
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """Link whose times are lines through the measured times of two sizes."""
+    """Link whose times are lines through the measured times of two sizes.
+
+    Attributes:
+        on_host: of sums over the ranks of a host; 0 where there are none.
+    """
 
     all_reduce: PricedLine
     all_gather: PricedLine
     size: int
+    on_host: PricedLine = PricedLine(0.0, 0.0)
 
     def seconds(self, operation: Operation) -> float:
         if operation.kind == "all_reduce":
             return self.all_reduce.at(operation.num_bytes)
-        # A rank receives P - 1 pieces in an all_to_all, as in an all_gather of pieces.
-        piece = operation.num_bytes // self.size if operation.kind == "all_to_all" else operation.num_bytes
-        return self.all_gather.at(piece)
+        if operation.kind == "reduce_on_host":
+            return self.on_host.at(operation.num_bytes)
+        # A rank receives P - 1 pieces in an all_to_all, as in an all_gather of pieces; with several ranks per host, it
+        # receives from its lane alone, and in an all_gather from one rank of each host.
+        pieces = self.size // operation.lanes if operation.kind == "all_to_all" else 1
+        return self.all_gather.at(operation.num_bytes // pieces)
 
 
 def measure_link(communicator: Communicator, device: torch.device) -> MeasuredLink:
     """Time a few collectives on ``device``: the slowest rank's medians, the same on all ranks. Collective."""
+    size, hosts = communicator.size, communicator.hosts
+    have_hosts = device.type == "cpu" and 1 < len(hosts) < size and len({len(ranks) for ranks in hosts}) == 1
+    timed = [("all_reduce", _ALL_REDUCE_BYTES), ("all_gather", _ALL_GATHER_BYTES)]
+    timed += [("reduce_on_host", _ALL_REDUCE_BYTES)] if have_hosts else []
     medians = []
-    for sizes, gathers in ((_ALL_REDUCE_BYTES, False), (_ALL_GATHER_BYTES, True)):
+    for kind, sizes in timed:
         for num_bytes in sizes:
             x = communicator.empty(num_bytes // 4, torch.float32, device).fill_(1.0)
-            out = torch.empty(communicator.size * len(x), dtype=x.dtype, device=device)
-            medians.append(statistics.median(_time(communicator, x, out, gathers) for _ in range(_REPEATS)))
+            out = torch.empty(size * len(x), dtype=x.dtype, device=device)
+            medians.append(statistics.median(_time(communicator, x, out, kind) for _ in range(_REPEATS)))
     slowest = agreed(communicator, medians)
-    return MeasuredLink(
-        PricedLine.through(_ALL_REDUCE_BYTES, slowest[:2]),
-        PricedLine.through(_ALL_GATHER_BYTES, slowest[2:]),
-        communicator.size,
-    )
+    lines = [PricedLine.through(sizes, slowest[2 * i : 2 * i + 2]) for i, (_, sizes) in enumerate(timed)]
+    return MeasuredLink(lines[0], lines[1], size, *lines[2:])
 
 
 def agreed(communicator: Communicator, seconds: Sequence[float]) -> list[float]:
@@ -182,11 +219,14 @@ def agreed(communicator: Communicator, seconds: Sequence[float]) -> list[float]:
     return slowest
 
 
-def _time(communicator: Communicator, x: torch.Tensor, out: torch.Tensor, gathers: bool) -> float:
+def _time(communicator: Communicator, x: torch.Tensor, out: torch.Tensor, kind: str) -> float:
     communicator.barrier()
     start = time.perf_counter()
-    if gathers:
+    if kind == "all_gather":
         communicator.all_gather(out, x)
+    elif kind == "reduce_on_host":
+        parts = torch.tensor_split(x, len(communicator.hosts[0]))
+        communicator.channel.run("reduce_on_host", False, parts)
     else:
         communicator.all_reduce(x)
     if x.is_cuda:

@@ -21,7 +21,7 @@ from pycomm.collectives.communicator import Communicator, communicator_at
 from pycomm.collectives.layout import require_dense
 from pycomm.collectives.transport.authentication import secret
 from pycomm.collectives.transport.own_group import timeout_seconds
-from pycomm.compression import Compression
+from pycomm.compression import BF16, FP16, Compression, NoCompression
 from pycomm.deprecated import Moved, Old, renamed
 from pycomm.errors import CommError, attempt
 from pycomm.optim.attached import refuse_second_average, register
@@ -58,14 +58,14 @@ from pycomm.training.reducer.statistics import Waits, open_ready_page
 from pycomm.training.reducer.surviving import Survival, SurvivingPolicy
 
 
-def require_shardable(table: ParameterTable, shard: Sharding) -> None:
+def require_shardable(table: ParameterTable, shard: Sharding, compression: Compression) -> None:
     """Raise ValueError if the step of the optimizer of ``table`` cannot be divided, or its parameters be shared."""
     name, optimizer, stepper = f'shard="{shard.kind}"', table.optimizer, table.stepper
     own_masters = isinstance(stepper, MasterWeights) and (table.on_gpu or not stepper.has_kernels)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(f"{name}: a step of LBFGS depends on all gradients together, and cannot be shared out")
     if table.on_gpu:
-        _require_whole_steps(shard, stepper)
+        _require_whole_steps(shard, stepper, compression)
     elif has_rule(optimizer) and not own_masters:
         try:
             rule_of(optimizer)
@@ -89,12 +89,19 @@ def require_shardable(table: ParameterTable, shard: Sharding) -> None:
         require_dense(param)
 
 
-def _require_whole_steps(shard: Sharding, stepper: Stepper) -> None:
+def _require_whole_steps(shard: Sharding, stepper: Stepper, compression: Compression) -> None:
     """Raise ValueError if ``shard`` requires more than steps of whole parameters, the only ones shared out on GPUs."""
     if shard.kind == "parameters" or shard.grads == "local":
         raise ValueError(
             f"shard={shard} requires parameters in CPU memory: between GPUs, "
             'Sharding("optimizer", grads="part" or "full") works'
+        )
+    if shard.gather is not None:
+        raise ValueError(f"shard={shard} requires parameters in CPU memory: between GPUs they travel as they are")
+    if shard.grads == "part" and not isinstance(compression, (NoCompression, FP16, BF16)):
+        raise ValueError(
+            f'shard={shard} with compression={type(compression).__name__} requires gradients in CPU memory; grads="full", '
+            "FP16 and BF16 also work between GPUs"
         )
     if isinstance(stepper, FusedStep):
         raise ValueError(
@@ -299,7 +306,7 @@ def _checked(optimizer: Any, model: Any, unknown: Mapping[str, Any], ranks: Sequ
         _require_survivable(table)
     if settings.shard is not None:
         _refuse_wrapped_step(optimizer, table, settings.shard)
-        require_shardable(table, settings.shard)
+        require_shardable(table, settings.shard, settings.compression)
     _check_ignored(table, settings)
     made = _Attached(settings, table, AttachedTensors(table))
     table.ranks = tuple(ranks)

@@ -272,6 +272,7 @@ def make_buckets(
     num_earlier: int = 0,
     first_bytes: int | None = None,
     place: Callable[[Slot], int] = lambda _: 0,
+    divide: Callable[[Bucket, Sequence[Slot]], None] = lambda *_: None,
 ) -> list[BucketInFlight]:
     """Sort ``slots`` into buckets in reverse order, which is roughly the order in which gradients arrive.
 
@@ -289,6 +290,7 @@ def make_buckets(
         num_earlier: number of existing buckets.
         first_bytes: size of the very first bucket, from which the next ones grow; ``bucket_bytes`` if ``None``.
         place: sort key of a parameter in its bucket, before any other.
+        divide: gives each rank its share of a bucket of parameters, if ranks are to have shares.
     """
     flights: list[BucketInFlight] = []
     first = bucket_bytes if first_bytes is None or num_earlier > 0 else first_bytes
@@ -297,6 +299,7 @@ def make_buckets(
         members = sorted(group, key=lambda slot: (place(slot), *_place(slot)))
         owners = [s.owner for s in members] if any(s.sharded is not None for s in members) else None
         bucket = Bucket([s.name for s in members], [s.local for s in members], communicator, algorithm, owners)
+        divide(bucket, members)
         method = compression if compressed else compression.otherwise or NoCompression()
         flight = BucketInFlight(members, bucket, method.make(bucket, communicator), communicator)
         for index, slot in enumerate(members):

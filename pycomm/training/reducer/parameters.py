@@ -260,11 +260,12 @@ class ParameterTable:
     def make_buckets(self, slots: list[Slot], lanes: Sequence[Communicator], settings: AttachSettings) -> None:
         """Sort ``slots`` into new buckets, which use ``lanes`` in turn."""
         most, first = bucket_sizes(lanes, settings, sum(slot.local.nbytes for slot in slots), self.on_gpu)
+        partition: Any = self.partition
         made = make_buckets(
             *(slots, settings.compression, lanes, most, settings.tuning.algorithm),
             num_earlier=len(self.flights),
             first_bytes=first,
-            place=(lambda _: 0) if self.partition is None else self.partition.place_in_bucket,
+            **({} if partition is None else {"place": partition.place_in_bucket, "divide": partition.divide}),
         )
         if self.partition is not None and made:
             self.partition.adopt(made)

@@ -10,12 +10,7 @@ from typing import Any
 import torch
 
 from pycomm.checks import count, positive, shown
-from pycomm.compression import (
-    BF16,
-    FP16,
-    Compression,
-    NoCompression,
-)
+from pycomm.compression import FP8, Compression, Int4, Int8, NoCompression
 from pycomm.compression.dense import method_text
 from pycomm.optim.loss_scaler import checked_scaler
 from pycomm.training.cost.auto import checked_method
@@ -63,24 +58,45 @@ class Sharding:
         kind: "optimizer": each rank steps its own part of the parameters, and keeps only that part of the optimizer's
             state. "parameters": likewise, and the ranks of one host share one copy of the parameters, in CPU memory.
         grads: content of ``.grad`` after ``backward()``. "part": the average in this rank's own part, elsewhere its
-            local gradient; "full": the whole average on every rank; "local": this rank's local gradient. Gradients are
-            then reduced inside ``step()``, which moves fewer bytes; on one host, in CPU memory.
+            local gradient (zeros, if a method with state sends gradients); "full": the whole average on every rank;
+            "local": this rank's local gradient. Gradients are then reduced inside ``step()``, which moves fewer bytes;
+            on one host, in CPU memory.
+        gather: form in which float32 parameters travel to other hosts after a step: :class:`pycomm.FP8`, ``Int8`` or
+            ``Int4``, or ``None`` for themselves. Their changes are sent so; what rounding leaves is sent with the next
+            change. Not between GPUs. Ranks of one host share memory, so no rounding takes place there.
 
     Raises:
-        ValueError: an argument is wrong.
+        ValueError, TypeError: an argument is wrong.
     """
 
     kind: str
     grads: str = "part"
+    _: KW_ONLY
+    gather: FP8 | Int8 | Int4 | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in ("optimizer", "parameters"):
             raise ValueError(f'shard is {self.kind!r}, wanted "optimizer", "parameters" or None')
         if self.grads not in ("part", "full", "local"):
             raise ValueError(f'grads is {self.grads!r}, wanted "part", "full" or "local"')
+        if self.gather is None:
+            return
+        if not isinstance(self.gather, (FP8, Int8, Int4)):
+            raise TypeError(
+                f"gather is {shown(self.gather)}, wanted pycomm.FP8(), pycomm.Int8(), pycomm.Int4() or None"
+            )
+        if not self.gather.error_feedback:
+            raise ValueError(f"gather is {self.gather}, wanted error_feedback=True: changes would be lost")
+        if self.kind == "parameters" or self.grads == "local":
+            raise ValueError(
+                f"gather={self.gather} does not go with {self.kind!r}, grads={self.grads!r}, which require all ranks "
+                "on one host: no parameters travel there"
+            )
 
     def __repr__(self) -> str:
-        return f"Sharding({self.kind!r})" if self.grads == "part" else f"Sharding({self.kind!r}, grads={self.grads!r})"
+        grads = "" if self.grads == "part" else f", grads={self.grads!r}"
+        gather = "" if self.gather is None else f", gather={self.gather}"
+        return f"Sharding({self.kind!r}{grads}{gather})"
 
 
 @dataclass(frozen=True)
@@ -333,8 +349,13 @@ def _check_shard(settings: AttachSettings, shard: Sharding) -> None:
     method = type(settings.compression).__name__
     unsuitable = {
         f"compression={method}": (
-            not isinstance(settings.compression, (NoCompression, FP16, BF16)),
-            "a rank gets the sum of its own part only, which this method cannot send by itself; FP16 and BF16 can be",
+            not settings.makes_averages,
+            ".grad of a matrix is a direction, which all ranks make from whole sums",
+        ),
+        f'grads="part" and compression={method}': (
+            shard.grads == "part" and not getattr(settings.compression, "reduces_parts", False),
+            "a rank gets the sum of its own part only, which this method cannot send by itself; FP16, BF16 and the "
+            'quantising methods can; grads="full" goes with all',
         ),
         f"survive={settings.survive}": (
             settings.survive is not None,

@@ -21,11 +21,12 @@ struct Coded {
     Vec codes, values;
 };
 
-// Formats: code(x, random) takes elements in units of the scale, decode(from) reads the codes of one vector of
-// elements.
+// Formats: code(x, random) takes elements in units of the scale, decode(from) reads the codes of two vectors of
+// elements, in units of kUnit times the scale.
 template <int kSize>
 struct Ints {
     static constexpr int kBits = kSize;
+    static constexpr float kUnit = 1.0f;
     float levels;
 
     template <bool kRandom>
@@ -48,6 +49,7 @@ struct Floats {
     static constexpr int kBits = 8;
     static constexpr Fp8 kFormat = fp8_of(kElement);
     static constexpr int kShift = 23 - kFormat.mantissa;
+    static constexpr float kUnit = kElement == CodeType::kE4M3 ? 256.0f : 1.0f;  // a power of two: products are exact
 
     // A magnitude is a whole number of units of its mantissa's last bit: of those that its own exponent has, or the
     // smallest normal number's. Rounding may make it the next power of two, which this number and exponent stand for
@@ -204,20 +206,35 @@ struct Sum {
     const uint8_t* const* codes;
     int num_contributions;
 
-    // Calls use(u, sum of vector u) for the elements [i, i + n) of a block, at most a group.
-    template <class Format, class Use>
-    void group(const Format&, int64_t block, int64_t i, int64_t n, Use&& use) const {
+    // Writes factor times the sums of elements [begin, begin + count), all of one block. A function of its own, so that
+    // its pointers stay in registers.
+    template <class Format>
+    __attribute__((noinline)) void write(int64_t block, int64_t begin, int64_t count, float factor, float* out) const {
+        int64_t i = 0;
+        for (; i + kGroup <= count; i += kGroup) {
+            group<Format>(block, factor, out + i, [&](int p) { return codes[p] + (begin + i) * Format::kBits / 8; });
+        }
+        if (i == count) return;
+        const int64_t n = count - i;
+        uint8_t padded[kGroup * Format::kBits / 8] = {};
+        float sums[kGroup];
+        group<Format>(block, factor, sums, [&](int p) {
+            const uint8_t* from = codes[p] + (begin + i) * Format::kBits / 8;
+            __builtin_memcpy(padded, from, static_cast<size_t>(bytes_of(Format::kBits, n)));
+            return static_cast<const uint8_t*>(padded);
+        });
+        __builtin_memcpy(out + i, sums, static_cast<size_t>(n) * sizeof(float));
+    }
+
+   private:
+    // codes_of(p): those of the group's elements from contribution p.
+    template <class Format, class CodesOf>
+    void group(int64_t block, float factor, float* out, CodesOf&& codes_of) const {
         Vec sums[kVecs];
         for (Vec& sum : sums) sum = splat(0.0f);
         for (int p = 0; p < num_contributions; ++p) {
-            const Vec scale = splat(scales[p][block]);
-            const uint8_t* from = codes[p] + i * Format::kBits / 8;
-            uint8_t padded[kGroup * Format::kBits / 8];
-            if (n < kGroup) {
-                __builtin_memset(padded, 0, sizeof padded);
-                __builtin_memcpy(padded, from, static_cast<size_t>(bytes_of(Format::kBits, n)));
-                from = padded;
-            }
+            const Vec scale = splat(scales[p][block] * Format::kUnit);
+            const uint8_t* from = codes_of(p);
             for (int u = 0; u < kVecs; u += 2) {
                 Vec values[2];
                 Format::decode(from + u * kLanes * Format::kBits / 8, values);
@@ -225,19 +242,7 @@ struct Sum {
                 sums[u + 1] = add(sums[u + 1], mul(values[1], scale));
             }
         }
-        for (int u = 0; u < kVecs; ++u) use(u, sums[u]);
-    }
-
-    // Writes factor times the sums of elements [begin, begin + count), all of one block.
-    template <class Format>
-    void write(const Format& format, int64_t block, int64_t begin, int64_t count, Vec factor, float* out) const {
-        for (int64_t i = 0; i < count; i += kGroup) {
-            const int64_t n = count - i < kGroup ? count - i : kGroup;
-            float padded[kGroup];
-            float* to = n == kGroup ? out + i : padded;
-            group(format, block, begin + i, n, [&](int u, Vec sum) { store(to + u * kLanes, mul(sum, factor)); });
-            if (n < kGroup) __builtin_memcpy(out + i, padded, static_cast<size_t>(n) * sizeof(float));
-        }
+        for (int u = 0; u < kVecs; ++u) store(out + u * kLanes, mul(sums[u], splat(factor)));
     }
 };
 
@@ -297,7 +302,7 @@ void dequantize(const float* const* scales, const uint8_t* const* codes, int num
     const Sum sum{scales, codes, num_contributions};
     with_format(config, [&](auto format) {
         for_blocks(config.block, count, [&](int64_t number, int64_t begin, int64_t n) {
-            sum.write(format, number, begin, n, splat(factor), out + begin);
+            sum.write<decltype(format)>(number, begin, n, factor, out + begin);
         });
     });
 }
@@ -312,7 +317,7 @@ void requantize(const float* const* scales, const uint8_t* const* codes, int num
         auto for_parts = [&](int64_t number, int64_t begin, int64_t n, bool made, auto&& use) {
             float* const to = sums[number % 2];
             for_blocks(kLongest, n, [&](int64_t, int64_t at, int64_t size) {
-                if (!made) sum.write(format, number, begin + at, size, splat(1.0f), to);
+                if (!made) sum.write<decltype(format)>(number, begin + at, size, 1.0f, to);
                 use(to, begin + at, size);
             });
         };

@@ -6,7 +6,7 @@
 //   lesser (minimum that may lose NaN), and of lanes as uint32: splat_bits, and_bits, add_bits, sub_bits, greater_bits,
 //   greatest (of all lanes), shift_down, whole (the number, which is whole, as int32);
 //   store_codes (64 of those in kBits each), load_codes (kLanes of them, as floats) and load_fp8
-//   (2 * kLanes of them).
+//   (2 * kLanes of them, E4M3 divided by 2^8).
 // stream() requires p aligned to the bytes it writes. The loop and its tail use the same element function: the tail is
 // a partial vector.
 #pragma once

@@ -142,7 +142,7 @@ inline Vec load_codes(const uint8_t* p) {
         return _mm256_cvtepi32_ps(_mm256_srai_epi32(at_top, 32 - kBits));
     }
 }
-// An E5M2 is the upper half of a float16, an E4M3 2^8 times one with the same mantissa and exponent.
+// An E5M2 is the upper half of a float16, an E4M3 2^8 times one with the same mantissa and exponent, which is read.
 template <CodeType kElement>
 inline void load_fp8(const uint8_t* p, Vec (&out)[2]) {
     __m256i halves = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -155,9 +155,8 @@ inline void load_fp8(const uint8_t* p, Vec (&out)[2]) {
         __m256i is_nan = _mm256_cmpeq_epi16(_mm256_and_si256(halves, rest), rest);
         halves = _mm256_or_si256(_mm256_and_si256(halves, sign_and_rest), is_nan);
     }
-    const Vec unit = splat(kElement == CodeType::kE5M2 ? 1.0f : 256.0f);
-    out[0] = mul(_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), unit);
-    out[1] = mul(_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)), unit);
+    out[0] = _mm256_cvtph_ps(_mm256_castsi256_si128(halves));
+    out[1] = _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1));
 }
 inline uint32_t sign_bits(Vec v) { return static_cast<uint32_t>(_mm256_movemask_ps(v)); }
 inline uint32_t not_at_most(Vec magnitudes, Vec limit) {

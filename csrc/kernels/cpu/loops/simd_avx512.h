@@ -124,7 +124,7 @@ inline Vec load_codes(const uint8_t* p) {
         return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_sllv_epi32(own, up), 32 - kBits));
     }
 }
-// An E5M2 is the upper half of a float16, an E4M3 2^8 times one with the same mantissa and exponent.
+// An E5M2 is the upper half of a float16, an E4M3 2^8 times one with the same mantissa and exponent, which is read.
 template <CodeType kElement>
 inline void load_fp8(const uint8_t* p, Vec (&out)[2]) {
     __m512i halves = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
@@ -137,9 +137,8 @@ inline void load_fp8(const uint8_t* p, Vec (&out)[2]) {
         __mmask32 is_nan = _mm512_cmpeq_epi16_mask(_mm512_and_si512(halves, rest), rest);
         halves = _mm512_mask_mov_epi16(_mm512_and_si512(halves, sign_and_rest), is_nan, _mm512_set1_epi16(-1));
     }
-    const Vec unit = splat(kElement == CodeType::kE5M2 ? 1.0f : 256.0f);
-    out[0] = mul(_mm512_cvtph_ps(_mm512_castsi512_si256(halves)), unit);
-    out[1] = mul(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1)), unit);
+    out[0] = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
+    out[1] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
 }
 inline uint32_t sign_bits(Vec v) { return _mm512_movepi32_mask(_mm512_castps_si512(v)); }
 inline uint32_t not_at_most(Vec magnitudes, Vec limit) { return _mm512_cmp_ps_mask(magnitudes, limit, _CMP_NLE_UQ); }

@@ -135,13 +135,13 @@ inline Vec load_codes(const uint8_t* p) {
         return static_cast<float>(static_cast<int8_t>(static_cast<uint8_t>(p[i * kBits / 8] << up)) >> (8 - kBits));
     });
 }
-// An E5M2 is the upper half of a float16, an E4M3 2^8 times one with the same mantissa and exponent.
+// An E5M2 is the upper half of a float16, an E4M3 2^8 times one with the same mantissa and exponent, which is read.
 template <CodeType kElement>
 inline void load_fp8(const uint8_t* p, Vec (&out)[2]) {
     auto value_of = [](uint8_t code) {
         if (kElement == CodeType::kE5M2) return to_float(F16{static_cast<uint16_t>(code << 8)});
         int sign = (code & 0x80) << 8, rest = code & 0x7f;
-        return to_float(F16{static_cast<uint16_t>(rest == 0x7f ? 0x7fff : sign | rest << 7)}) * 256.0f;
+        return to_float(F16{static_cast<uint16_t>(rest == 0x7f ? 0x7fff : sign | rest << 7)});
     };
     for (int u = 0; u < 2; ++u) out[u] = map([&](int i) { return value_of(p[u * kLanes + i]); });
 }

@@ -210,11 +210,8 @@ class HostPartition(StepPartition):
         rank = self._communicator.rank
         for flight in flights:
             params = [slot.param for slot in flight.slots]
-            shares = self._shares_of(flight)
+            shares = self._shares_of(flight.bucket, flight.slots)
             segment = HostSegment(flight.bucket, params, shares, rank, self._memory, self._shares_parameters)
-            if not self.has_full_grad:
-                later = isinstance(self.terms, HostTerms) and self.terms.defers
-                flight.bucket.reduce_part_only(shares, rank, later=later)
             self._settle_in(flight, segment)
             self._stepper.move_home(params)
         self._communicator.barrier()  # all ranks have written shared memory

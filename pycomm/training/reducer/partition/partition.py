@@ -63,6 +63,10 @@ class ReducibleTerms(GradientTerms, Protocol):
     def has_moved(self) -> bool:
         """Whether gradients that the step reduces are in other memory than in the last one."""
 
+    @property
+    def defers(self) -> bool:
+        """Whether sums of later gradients are left to the step."""
+
     def open(self) -> None:
         """Find the gradients of all ranks again, some of which have moved. Collective."""
 
@@ -73,7 +77,7 @@ class ReducibleTerms(GradientTerms, Protocol):
 class ReducedTerms:
     """Gradients that have been reduced before the step."""
 
-    version, has_moved = 0, False
+    version, has_moved, defers = 0, False, False
 
     def of(self, param: torch.Tensor) -> list[torch.Tensor]:
         raise AssertionError("gradients have been reduced")
@@ -103,6 +107,7 @@ class StepPartition:
         has_full_grad: whether every rank gets all averages also when the step is divided.
         whole: step of whole parameters; ``None`` if kernels step.
         terms: gradients of all ranks.
+        before_writing: called before each rank writes to its own parameters.
         make_buckets_again: returns a function that makes all buckets again, if the Reducer lives.
     """
 
@@ -122,17 +127,14 @@ class StepPartition:
         self._most_writes = 0 if settings.loss_scaler is None else 1  # to a gradient after backward(), by unscale_()
         stepper = stepper_of(optimizer)
         self._was_fused_here = not isinstance(stepper, KernelStep)
-        self.whole = None
-        if isinstance(stepper, MasterWeights) and (on_gpu or not stepper.has_kernels):
-            self.whole = WholeStep(optimizer, stepper.whole_steps(), communicator)
-        elif on_gpu or not has_rule(optimizer):
-            self.whole = WholeStep(optimizer, OwnSteps(optimizer), communicator)
+        self.whole = _whole_step(optimizer, stepper, communicator, on_gpu)
         self._stepper = self.whole or (stepper if isinstance(stepper, KernelStep) else FusedStep(optimizer))
         self._flights: list[BucketInFlight] = []
         self._places: dict[torch.Tensor, tuple[Segment, int]] = {}
         self._addresses: list[tuple[torch.Tensor, int]] = []
         self._num_steps = 0
         self.terms: ReducibleTerms = ReducedTerms()
+        self.before_writing: Callable[[], None] = lambda: None
         self.make_buckets_again: Callable[[], Callable[[], None] | None] = lambda: None
         self._stepper.share(self)
 
@@ -145,10 +147,15 @@ class StepPartition:
         """Return the sort key of ``slot`` in its bucket, in which each rank's own parameters are adjacent."""
         return 0 if self.whole is None else self._order.index(self.whole.owners.of(slot.param))
 
-    def _shares_of(self, flight: BucketInFlight) -> list[slice]:
+    def divide(self, bucket: Bucket, slots: Sequence[Slot]) -> None:
+        """Let each rank reduce only its own share of ``bucket``, which has the parameters of ``slots``, if it may."""
+        if not self.has_full_grad and (self.whole is None or not self.whole.on_trial):
+            bucket.reduce_part_only(self._shares_of(bucket, slots), self._communicator.rank, later=self.terms.defers)
+
+    def _shares_of(self, bucket: Bucket, slots: Sequence[Slot]) -> list[slice]:
         if self.whole is not None:
-            return self.whole.owners.shares_of(flight.slots, self._order)
-        return shares_of(flight.bucket.num_elements, self._order)
+            return self.whole.owners.shares_of(slots, self._order)
+        return shares_of(bucket.num_elements, self._order)
 
     def await_parameters(self) -> None:
         """Wait until all parameters have arrived; raise CommError if they do not."""
@@ -265,6 +272,7 @@ class StepPartition:
         self.await_parameters()
         self._num_steps += 1
         try:
+            self.before_writing()
             yield
             self._hand_out()
         except BaseException as error:
@@ -330,6 +338,15 @@ def _require_no_capture() -> None:
             "optimizer.step() with attach(shard=...) is being captured into a CUDA graph, and the ranks agree on each "
             "step on the host: capture forward and backward, and keep step() outside the graph"
         )
+
+
+def _whole_step(
+    optimizer: torch.optim.Optimizer, stepper: Any, communicator: Communicator, on_gpu: bool
+) -> WholeStep | None:
+    """Return the step of whole parameters of ``optimizer``, unless kernels step it, as they do in CPU memory."""
+    if isinstance(stepper, MasterWeights) and (on_gpu or not stepper.has_kernels):
+        return WholeStep(optimizer, stepper.whole_steps(), communicator)
+    return WholeStep(optimizer, OwnSteps(optimizer), communicator) if on_gpu or not has_rule(optimizer) else None
 
 
 _PLAIN = (bool, int, float, str, tuple, type(None))

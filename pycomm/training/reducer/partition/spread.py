@@ -1,9 +1,9 @@
 """SpreadPartition: a sharded step between ranks on several hosts, or on GPUs.
 
 If P hosts average n gradients and each steps all parameters, each sends 2 (P - 1) / P n elements before the step. Here
-each sends (P - 1) / P n before the step, and as many after it: the new parameters of its part. These travel during the
-next forward, which waits only for the parameters that it uses. Each rank keeps the optimizer state of its own part
-(ZeRO, Rajbhandari et al., 2020, section 5.1).
+each sends (P - 1) / P n before the step, and as many after it: the new parameters of its part, or, with ``gather``,
+their changes in few bits (changes.py). These travel during the next forward, which waits only for the parameters that
+it uses. Each rank keeps the optimizer state of its own part (ZeRO, Rajbhandari et al., 2020, section 5.1).
 
 Until a parameter has arrived, it has the class :class:`_Arriving`, so that every torch operation on it waits first. On
 GPUs the host does not wait, but torch's current stream. Parameters have that class until the next backward there, as
@@ -39,6 +39,7 @@ from pycomm.torch_internals import (
     without_torch_function,
 )
 from pycomm.training.reducer.buckets import BucketInFlight
+from pycomm.training.reducer.partition.changes import SentChanges, add_unsent
 from pycomm.training.reducer.partition.partition import GpuMemory, Memory, Segment, StepPartition, begins_of, tensor_in
 from pycomm.training.reducer.replica_differences import DamageError
 from pycomm.training.reducer.settings import AttachSettings
@@ -222,9 +223,9 @@ class ParameterArrivals:
         return all(type(param) is torch.nn.Parameter for param in params)
 
     def begin(
-        self, flight: BucketInFlight, parts: Sequence[torch.Tensor], failed: Callable[[BaseException], None]
+        self, flight: BucketInFlight, exchange: Callable[[], None], failed: Callable[[BaseException], None]
     ) -> None:
-        """Begin to send the new parameters of ``flight``, which are ``parts``, one of each rank.
+        """Begin to send the new parameters of ``flight`` by ``exchange``.
 
         If they may not come late, wait for them here. ``failed``: see :class:`Arrival`.
         """
@@ -233,7 +234,7 @@ class ParameterArrivals:
         def gather() -> None:
             # The ranks have agreed on the step.
             with contextlib.nullcontext() if bucket.on_gpu else channel.skip_checks():
-                channel.all_gather_v(parts, parts[channel.rank])
+                exchange()
 
         work: Work | GpuWork
         work = channel.submit_on_gpu(bucket.device, gather, (), ()) if bucket.on_gpu else channel.submit(gather)
@@ -296,9 +297,20 @@ class SpreadSegment(Segment):
         """Return the parts of the ranks in memory that is laid out as the bucket."""
         return [tensor_in(memory, dtype, share.start, share.stop) for share in self.shares]
 
-    def states(self) -> list[tuple[str, torch.dtype, Memory]]:
-        """Return the keys, dtypes and memory of all state, in an order that is the same on all ranks."""
-        return [(*key, self._states[key]) for key in sorted(self._states, key=str)]
+    def own_state(self, key: str) -> torch.Tensor:
+        """Return this rank's own elements of a float32 state that has a home."""
+        return self.parts_in(self._states[key, torch.float32], torch.float32)[self._rank]
+
+    def whole_states(self, flight: BucketInFlight) -> States:
+        """Return all state of the parameters of ``flight``, gathered in new memory. Collective."""
+        found: States = {id(slot.param): {} for slot in flight.slots}
+        for key, dtype in sorted(self._states, key=str):  # in an order that is the same on all ranks
+            whole = torch.empty(self.num_elements, dtype=dtype)
+            mine = self.parts_in(self._states[key, dtype], dtype)[self._rank]
+            flight.communicator.channel.all_gather_v([whole[share] for share in self.shares], mine)
+            for slot, part in zip(flight.slots, torch.split(whole, flight.bucket.numels), strict=True):
+                found[id(slot.param)][key] = view_like(part.clone(), slot.param)
+        return found
 
 
 _GPU_ALIGNMENT = 256
@@ -330,19 +342,20 @@ class SpreadPartition(StepPartition):
         self._is_lost = False
         order = order_of(communicator.channel.transport.hosts)
         super().__init__(communicator, optimizer, module, settings, order, on_gpu)
+        self._changes = SentChanges(settings.shard, optimizer, self._order)
+        self.before_writing = self._changes.make_exact
         self._hook = self._optimizer.register_state_dict_post_hook(self._complete)
 
     def _adopt(self, flights: Sequence[BucketInFlight]) -> None:
         rank = self._communicator.rank
         for flight in flights:
             bucket, params = flight.bucket, [slot.param for slot in flight.slots]
-            shares = self._shares_of(flight)
+            shares = self._shares_of(bucket, flight.slots)
             alignment = _GPU_ALIGNMENT // bucket.dtype.itemsize if self._on_gpu else 1
             own = _memory_of(self._communicator, bucket, alignment)
             segment = self._segments[flight] = SpreadSegment(bucket, params, shares, rank, own, alignment)
-            if not self.has_full_grad:
-                bucket.reduce_part_only(shares, rank)
             self._settle_in(flight, segment)
+            self._changes.adopt(flight, segment)
             self._arrivals.expect(params)
 
     def await_parameters(self) -> None:
@@ -373,7 +386,12 @@ class SpreadPartition(StepPartition):
         lost = functools.partial(self._lost, self._optimizer)
         # The last bucket has the first layers.
         for flight in reversed(self._flights):
-            self._arrivals.begin(flight, self._segments[flight].own_parts(), lost)
+            self._arrivals.begin(flight, self._gathering(flight), lost)
+
+    def _gathering(self, flight: BucketInFlight) -> Callable[[], None]:
+        """Return the exchange of the new parameters of ``flight``."""
+        channel, parts = flight.communicator.channel, self._segments[flight].own_parts()
+        return self._changes.encoded(flight) or (lambda: channel.all_gather_v(parts, parts[channel.rank]))
 
     def _is_complete(self) -> bool:
         return False
@@ -382,15 +400,7 @@ class SpreadPartition(StepPartition):
 
     def _whole_states(self) -> States:
         """Return all state that is kept by parts, gathered in new memory, by parameter. Collective."""
-        found: States = {id(param): {} for param in self._places}
-        for flight, segment in self._segments.items():
-            for key, dtype, memory in segment.states():
-                whole = torch.empty(segment.num_elements, dtype=dtype)
-                mine = segment.parts_in(memory, dtype)[self._communicator.rank]
-                flight.communicator.channel.all_gather_v([whole[share] for share in segment.shares], mine)
-                for slot, part in zip(flight.slots, torch.split(whole, flight.bucket.numels), strict=True):
-                    found[id(slot.param)][key] = view_like(part.clone(), slot.param)
-        return found
+        return {p: s for flight, segment in self._segments.items() for p, s in segment.whole_states(flight).items()}
 
     def _completed(self, entry: dict[str, Any], param: torch.Tensor, whole: States) -> dict[str, Any]:
         """Return the state ``entry`` of ``param`` with whole tensors in place of parts."""
@@ -406,6 +416,7 @@ class SpreadPartition(StepPartition):
         for index, param in enumerate(optimizer_parameters(optimizer)):
             if index in states:
                 states[index] = self._completed(states[index], param, whole)
+            add_unsent(states, index, whole.get(id(param), {}))
 
     def move_out(self) -> None:
         """Move parameters and whole state to this rank's own memory, and let it step alone. Collective."""
@@ -414,6 +425,7 @@ class SpreadPartition(StepPartition):
         try:
             self.await_parameters()
             whole = self._whole_states()
+            self._changes.finish({param: whole[id(param)] for param in self._places})
             self._stepper.take_whole(lambda entry, param: self._completed(entry, param, whole))
         except (CommError, ValueError) as error:
             _LOG.warning(
