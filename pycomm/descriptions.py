@@ -27,6 +27,11 @@ def counts_text(counts: Mapping[int, int]) -> str:
     return ", ".join(f"rank {rank} {count}" for rank, count in counts.items())
 
 
+def first_names(names: Sequence[str]) -> str:
+    """Return the first five names, and how many more there are."""
+    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
 def size_text(num_bytes: float) -> str:
     """Write a size in powers of ten, with three digits."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):

@@ -13,10 +13,10 @@ from pycomm.collectives.communicator import Communicator
 from pycomm.compression.base import Flag, Scaling, State
 from pycomm.ddp.exchanges import BucketExchanges
 from pycomm.ddp.flags import ReplicaCheck, SentFlags, TrainingLoop, raise_differences
-from pycomm.ddp.progress import HookProgress, HookSettings, all_finite, at_pass_end
+from pycomm.ddp.progress import HookProgress, HookSettings, all_finite
 from pycomm.errors import HALF_SENT
 from pycomm.torch_internals import ShardedGroup, accumulation_hooks, dtensor_around, local_of
-from pycomm.training.reducer import Record
+from pycomm.training.reducer import FinalCallback, Record
 
 _END = -1
 
@@ -185,7 +185,7 @@ class ReplicaSteps:
         self._progress.is_open = self._is_first = True
         self._verdicts, self._seen = [], {}
         self._scaling = self._progress.scaling()
-        at_pass_end(self, self.end)
+        FinalCallback(self.end, self.fail)
 
     @torch.no_grad()
     def end(self) -> None:

@@ -1,6 +1,7 @@
 """Averaging of gradients over the ranks: ``attach``, and the ``Reducer`` that it returns."""
 
 from pycomm.training.reducer.attach import attach, join
+from pycomm.training.reducer.autograd_hooks import FinalCallback
 from pycomm.training.reducer.rank_flags import (
     Record,
     SignalStop,
@@ -16,6 +17,7 @@ from pycomm.training.reducer.window import HostCopy
 
 __all__ = [
     "AttachedTraining",
+    "FinalCallback",
     "Hashes",
     "HostCopy",
     "Record",
