@@ -103,7 +103,9 @@ class SteppedOptimizers:
             self.counts[name] = self.counts.get(name, 0) + 1
             if all(ref() is not optimizer for ref in self._stepped):
                 self._stepped.append(weakref.ref(optimizer))
-            if self.requires_passes and self.counts[name] > _MOST_STEPS and self._has_nonzero_gradient(optimizer):
+            has_many = self.requires_passes and self.counts[name] > _MOST_STEPS
+            # All gradients are 0 if the model takes no part, and zero_grad() keeps them.
+            if has_many and any(bool(local_of(grad).any()) for grad in self._gradients(optimizer)):
                 raise RuntimeError(
                     f"the optimizer of {name!r} has made {self.counts[name]} steps since the last backward pass that "
                     "was averaged: gradients are averaged if the DistributedDataParallel itself is called, not its "
@@ -118,10 +120,6 @@ class SteppedOptimizers:
 
     def _gradients(self, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
         return (p.grad for p in optimizer_parameters(optimizer) if p.grad is not None and id(p) in self._names)
-
-    def _has_nonzero_gradient(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether a gradient is not 0, as all are if the model takes no part and zero_grad() keeps them."""
-        return any(bool(local_of(grad).any()) for grad in self._gradients(optimizer))
 
     def _is_real(self, optimizer: torch.optim.Optimizer) -> bool:
         has_gradient = any(True for _ in self._gradients(optimizer))

@@ -230,7 +230,8 @@ class Loop:
             raise ValueError(problem)
 
     def _before_forward(self) -> None:
-        if current_graph_task() < 0 and self._is_training():
+        is_training = self._model.training and torch.is_grad_enabled() and not self._in_step
+        if current_graph_task() < 0 and is_training:
             self._order_hooks()
             self._require(self.tracked.problem_at_forward() or self._foreign_writes.problem())
 
@@ -238,9 +239,6 @@ class Loop:
         """Read the numbers between all other hooks: what those change is not the optimizer's own."""
         for handle, last in zip(self._around_step, (True, False), strict=True):
             move_hook(handle, last=last)
-
-    def _is_training(self) -> bool:
-        return self._model.training and torch.is_grad_enabled() and not self._in_step
 
     def _zeroed(self) -> None:
         if not self._in_step:  # an optimizer may evaluate a closure any number of times
