@@ -22,6 +22,7 @@ import torch.distributed as dist
 import pycomm
 from pycomm.training.checkpoint import saving
 from pycomm.training.checkpoint.files import Summed
+from pycomm.training.checkpoint.torch_files import write_tensors
 from tests.checkpoint.training import Training, training
 from tests.on_ranks import Pools, on_ranks
 
@@ -200,7 +201,7 @@ def test_killed_when_all_parts_are_there(new_ranks: Pools, rank_pools: Pools, tm
 def test_a_rank_that_never_writes(tmp_path: Path) -> None:
     """It lives, but hangs: given up after the timeout."""
     release = threading.Event()
-    original = saving.write_tensors
+    original = write_tensors
 
     def hang(*args: Any) -> Any:
         release.wait(30)

@@ -63,6 +63,10 @@ def _end(communicator: Communicator, progress: _Progress) -> None:
     communicator.close(f"it has ended its training after step {progress.num_steps}")
 
 
+def _not_let_in(error: Exception, rank: int) -> CommError:
+    return CommError.during("join", f"the newcomer was not let in: {error}", rank=rank)
+
+
 class LocalAverager(Averager):
     """Averager of ranks that wait for each other. All make equally many steps between meetings."""
 
@@ -206,8 +210,7 @@ class LocalAverager(Averager):
             self._move()
             self.share_state(is_newcomer=False)
         except (RuntimeError, ValueError) as error:  # CommError and the store's errors are RuntimeErrors
-            what, rank = f"the newcomer was not let in: {error}", self._communicator.rank
-            self._recover(error if isinstance(error, CommError) else CommError.during("join", what, rank=rank))
+            self._recover(error if isinstance(error, CommError) else _not_let_in(error, self._communicator.rank))
 
     @torch.no_grad()
     def share_state(self, *, is_newcomer: bool) -> None:
