@@ -23,8 +23,8 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def counts_text(counts: Mapping[int, int]) -> str:
-    """Return the count of each rank: "rank 0 3, rank 1 4"."""
-    return ", ".join(f"rank {rank} {count}" for rank, count in counts.items())
+    """Return the count of each rank: "rank 0: 3, rank 1: 4"."""
+    return ", ".join(f"rank {rank}: {count}" for rank, count in counts.items())
 
 
 def first_names(names: Sequence[str]) -> str:

@@ -122,7 +122,7 @@ def test_a_second_step_on_one_rank_is_named() -> None:
             step(number)
         if dist.get_rank() == 1:
             optimizer.step()
-        with pytest.raises(RuntimeError, match=r"out of step: calls of step\(\) .*'0.weight'.*rank 0 1, rank 1 2"):
+        with pytest.raises(RuntimeError, match=r"out of step: calls of step\(\) .*'0.weight'.*rank 0: 1, rank 1: 2"):
             step(3)
 
 
@@ -135,7 +135,7 @@ def test_a_batch_that_one_rank_leaves_out_is_named() -> None:
             if number == (5, 3)[dist.get_rank()]:  # each leaves out one, so that none would wait at the end
                 continue
             if number == 3 + dist.get_rank():  # of the other batches, these are averaged with one another
-                with pytest.raises(RuntimeError, match="rank 1 left out a batch: forwards.* rank 0 0, rank 1 1"):
+                with pytest.raises(RuntimeError, match="rank 1 left out a batch: forwards.* rank 0: 0, rank 1: 1"):
                     loss.backward()
                 return
             loss.backward()
@@ -145,7 +145,7 @@ def test_a_batch_that_one_rank_leaves_out_is_named() -> None:
 
 @on_ranks(2, timeout=60)
 def test_replicas_of_shards_that_differ_are_named() -> None:
-    for says in ("'lr' of parameter group 0 is 0.1 on rank 0, 0.2 on rank 1", "out of step.*rank 0 1, rank 1 2"):
+    for says in ("'lr' of parameter group 0 is 0.1 on rank 0, 0.2 on rank 1", "out of step.*rank 0: 1, rank 1: 2"):
         with replicated(1) as (net, _):
             optimizer = torch.optim.SGD(net.parameters(), 0.1)
 
