@@ -13,12 +13,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import _global_optimizer_post_hooks as hooks
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
 
 import pycomm
 from pycomm.ddp import register
-from pycomm.ddp.flags import HookFlags, SteppedOptimizers, TrainingLoop
+from pycomm.ddp.flags import HookFlags, SteppedOptimizers, TrainingLoop, _alive
 from tests.ddp.test_hsdp_uses import loss_of as shards_loss_of
 from tests.ddp.test_hsdp_uses import replicated
 from tests.ddp.wrapping import OutOfOrder, wrapped
@@ -424,10 +424,21 @@ def test_on_a_gpu_flags_are_compared_two_steps_later() -> None:
 
 
 def test_watches_end_with_the_loop() -> None:
-    before, model = len(hooks), make_model()
+    before, model = len(_alive), make_model()
     loop = TrainingLoop(model, SteppedOptimizers(dict(model.named_parameters()), None, ()))
-    assert len(hooks) == before + 1
+    assert len(_alive) == before + 1
     loop.remove()
     del loop
     gc.collect()
-    assert len(hooks) == before
+    assert len(_alive) == before
+
+
+def test_a_watch_may_end_while_an_optimizer_steps() -> None:
+    model = make_model()
+    watches = [SteppedOptimizers(dict(model.named_parameters()), None, ())]
+    handle = register_optimizer_step_post_hook(lambda *_: watches.clear())
+    try:
+        sgd(model, 0.1).step()
+    finally:
+        handle.remove()
+    assert not watches
