@@ -92,7 +92,8 @@ def exchanged(
         raise value  # there is no link left to share it over
     mine = {"problem": "", "kind": "", "value": value}
     if isinstance(value, Exception):
-        mine = {"problem": text_of(value), "kind": _kind_of(value), "value": None}
+        kind = next((name for name, kind in _KINDS.items() if isinstance(value, kind)), "RuntimeError")
+        mine = {"problem": text_of(value), "kind": kind, "value": None}
     messages = gather(json.dumps(mine).encode())
     if isinstance(value, Exception):
         raise value
@@ -164,7 +165,3 @@ def _digest(text: str) -> int:
     """Return a 64-bit hash, signed and never 0."""
     found = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest()
     return int.from_bytes(found, "little", signed=True) | 1
-
-
-def _kind_of(error: Exception) -> str:
-    return next((name for name, kind in _KINDS.items() if isinstance(error, kind)), "RuntimeError")

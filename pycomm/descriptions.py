@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pycomm.checks import shown
@@ -20,6 +20,16 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
 def name_ranks(ranks: Sequence[int]) -> str:
     """Return "rank 1", or "ranks 1, 2"."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def counts_text(counts: Mapping[int, int]) -> str:
+    """Return the count of each rank: "rank 0: 3, rank 1: 4"."""
+    return ", ".join(f"rank {rank}: {count}" for rank, count in counts.items())
+
+
+def first_names(names: Sequence[str]) -> str:
+    """Return the first five names, and how many more there are."""
+    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def size_text(num_bytes: float) -> str:

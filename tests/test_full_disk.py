@@ -21,7 +21,7 @@ from pycomm.tools.cli.bench import report
 from pycomm.tools.cli.plan import calibrate
 from pycomm.training.asynchronous.settings import Trace
 from pycomm.training.checkpoint.files import Reserve, save_values, write_json
-from pycomm.training.checkpoint.storage import write_tensors
+from pycomm.training.checkpoint.torch_files import write_tensors
 from pycomm.training.reducer.step_trace import StepTrace
 from tests.asynchronous.stories import MODES, Story
 from tests.checkpoint.test_failures import file_size_limit
@@ -47,7 +47,7 @@ def write_journal(folder: Path) -> None:
 
 WRITERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "JSON of a checkpoint": (lambda folder: write_json(folder / "part.json", {"a": "x" * 5000}), "part.json.part"),
-    "tensors of a checkpoint": (lambda folder: write_tensors(folder / "own", TENSORS), "own/__0_0.distcp"),
+    "tensors of a checkpoint": (lambda folder: write_tensors(folder / "own", TENSORS), "own/tensors"),
     "the file that reports errors": (lambda folder: Reserve(folder / "writing"), "writing"),
     "values": (lambda folder: save_values(folder / "a.pt", TENSORS), "a.pt"),
     "a server's trace": (write_trace, "trace"),

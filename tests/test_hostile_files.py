@@ -322,7 +322,7 @@ def checkpoint_of(folder: Path, run: Training) -> Reader:
     targets: dict[Path, Remake | None] = {
         part: lambda chance: seal(with_other_value(content, chance)),
         manifest: other_manifest,
-        **{path: other_tensors(path) for path in place.rglob("*.distcp")},
+        **{path: other_tensors(path) for path in place.rglob("tensors")},
     }
     return Reader(read, folder, targets)
 
@@ -364,7 +364,7 @@ def test_some_checkpoints(one_rank_group: None, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(6000)
-@pytest.mark.parametrize("ending", ["manifest.json", "part.json", ".distcp"])
+@pytest.mark.parametrize("ending", ["manifest.json", "part.json", "tensors"])
 def test_many_checkpoints(one_rank_group: None, tmp_path: Path, ending: str) -> None:
     with training("sgd", "topk") as run:
         reader = checkpoint_of(tmp_path, run)

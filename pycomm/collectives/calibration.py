@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -175,7 +176,7 @@ def _curves(
     curves: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for size in wanted:
         tell(f"{len(names)} algorithms at {size} bytes")
-        times = _measure(communicator, [(_call(communicator, name), size) for name in names])
+        times = _measure(communicator, [(partial(communicator.all_reduce, algorithm=name), size) for name in names])
         for name, seconds in zip(names, times, strict=True):
             curves[name].append((float(size), seconds))
     return {name: tuple(curve) for name, curve in curves.items()}
@@ -183,10 +184,6 @@ def _curves(
 
 def _runs(communicator: Communicator, program: Program) -> Call:
     return lambda x: communicator.channel.run_program(program, x)
-
-
-def _call(communicator: Communicator, name: str) -> Call:
-    return lambda x: communicator.all_reduce(x, algorithm=name)
 
 
 def _promising_algorithms(communicator: Communicator, network: Network, sizes: Sequence[float]) -> list[str]:

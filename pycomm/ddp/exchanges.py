@@ -136,7 +136,9 @@ class Sorting:
         if found is not None and found.is_of(params):
             return found
         for number in [number for number in self._by_index if number >= index]:
-            self._retire(self._by_index.pop(number))
+            old = self._by_index.pop(number)
+            self._homeless.update(old.state())
+            self._bytes_sent += sum(part.exchange.bytes_sent for part in old.parts)
         names = [self._name_of(param) for param in params]
         made = BucketExchanges(names, params, self._method, self._communicator, self._algorithm)
         made.load_state({name: self._homeless.pop(name) for name in names if name in self._homeless})
@@ -151,10 +153,6 @@ class Sorting:
                 f"a parameter of shape {list(param.shape)} has come to the model since register(), where it had no "
                 "name: remove() the handle and register again"
             ) from None
-
-    def _retire(self, old: BucketExchanges) -> None:
-        self._homeless.update(old.state())
-        self._bytes_sent += sum(part.exchange.bytes_sent for part in old.parts)
 
     def parts(self) -> Iterator[HookPart]:
         """Yield the parts of all buckets."""

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,28 +20,27 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from pycomm.collectives.bucket import FINGERPRINT_BITS, FingerprintBits
 from pycomm.collectives.communicator import Communicator
 from pycomm.compression.base import Exchange
-from pycomm.descriptions import name_ranks
+from pycomm.descriptions import counts_text
 from pycomm.optim.hyperparameters import Hyperparameters, require_equal_groups
 from pycomm.optim.loop_index import LoopIndex
-from pycomm.optim.module_hooks import ForwardWatch, weak_step_hook
+from pycomm.optim.module_hooks import ForwardWatch
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.torch_internals import current_graph_task, local_of
-from pycomm.training.reducer import Hashes, HostCopy, ReplicaDifferences, StopRequest, is_comparison_due
-from pycomm.untrusted import ANYTHING, COUNT, ListOf, MapOf, OneOf, parse
+from pycomm.training.reducer import (
+    Hashes,
+    HostCopy,
+    Record,
+    ReplicaDifferences,
+    StopRequest,
+    first_stop,
+    is_comparison_due,
+    raise_left_out,
+)
 
 _STOP = FINGERPRINT_BITS - 1
 """Number of the bit that asks to stop. The others are a hash."""
 _MOST_STEPS = 8
 """Most steps since the last pass that was averaged: a few may be made with the same gradients on purpose."""
-RECORD = {
-    "unused": COUNT,
-    "steps": MapOf(COUNT),
-    "groups": MapOf(ListOf(MapOf(ANYTHING))),
-    "passes?": COUNT,
-    "joined?": bool,
-    "stop?": OneOf(None, str),
-}
-"""Form of what ranks exchange if their flags differ."""
 
 
 class SteppedOptimizers:
@@ -75,11 +73,8 @@ class SteppedOptimizers:
         self._stepped: list[weakref.ref[torch.optim.Optimizer]] = []
         self.counts: dict[str, int] = {}
         self.requires_passes = False
-        for register, method in (
-            (register_optimizer_step_pre_hook, self._begin),
-            (register_optimizer_step_post_hook, self._end),
-        ):
-            weakref.finalize(self, register(weak_step_hook(method)).remove)
+        _watch_steps()
+        _alive.add(self)
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
         self._close(optimizer)  # the step before may have ended with an exception
@@ -105,7 +100,9 @@ class SteppedOptimizers:
             self.counts[name] = self.counts.get(name, 0) + 1
             if all(ref() is not optimizer for ref in self._stepped):
                 self._stepped.append(weakref.ref(optimizer))
-            if self.requires_passes and self.counts[name] > _MOST_STEPS and self._has_nonzero_gradient(optimizer):
+            has_many = self.requires_passes and self.counts[name] > _MOST_STEPS
+            # All gradients are 0 if the model takes no part, and zero_grad() keeps them.
+            if has_many and any(bool(local_of(grad).any()) for grad in self._gradients(optimizer)):
                 raise RuntimeError(
                     f"the optimizer of {name!r} has made {self.counts[name]} steps since the last backward pass that "
                     "was averaged: gradients are averaged if the DistributedDataParallel itself is called, not its "
@@ -120,10 +117,6 @@ class SteppedOptimizers:
 
     def _gradients(self, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
         return (p.grad for p in optimizer_parameters(optimizer) if p.grad is not None and id(p) in self._names)
-
-    def _has_nonzero_gradient(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether a gradient is not 0, as all are if the model takes no part and zero_grad() keeps them."""
-        return any(bool(local_of(grad).any()) for grad in self._gradients(optimizer))
 
     def _is_real(self, optimizer: torch.optim.Optimizer) -> bool:
         has_gradient = any(True for _ in self._gradients(optimizer))
@@ -147,6 +140,28 @@ class SteppedOptimizers:
         self.counts = {}
 
 
+_alive: weakref.WeakSet[SteppedOptimizers] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_steps() -> None:
+    """Note the steps of all optimizers from now on.
+
+    The hooks stay: the garbage collector might take out those of one object while torch goes through them.
+    """
+
+    def begin(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for each in () if torch.compiler.is_compiling() else _alive:
+            each._begin(optimizer)
+
+    def end(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for each in () if torch.compiler.is_compiling() else _alive:
+            each._end(optimizer)
+
+    register_optimizer_step_pre_hook(begin)
+    register_optimizer_step_post_hook(end)
+
+
 def _is_zero(rate: Any) -> bool:
     if isinstance(rate, torch.Tensor) and not rate.is_cpu:
         return False  # the host would wait
@@ -154,33 +169,34 @@ def _is_zero(rate: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class LoopRecord:
-    """Account of what this rank did between two comparisons.
+class SentFlags:
+    """Flags that this rank has sent, and what is behind them.
 
     Attributes:
-        unused: number of forwards in training mode that no backward followed.
-        steps: number of steps of each optimizer, by the name of its first parameter.
-        readers: readers of the optimizers' groups.
+        record: what is compared, but for the numbers of the optimizers' groups.
+        readers: readers of these, by the names of the optimizers' first parameters.
+        compares: number of passes before this one, if parameters were hashed, too; else 0.
     """
 
-    unused: int = 0
-    steps: Mapping[str, int] = field(default_factory=dict)
+    record: Record = field(default_factory=Record)
     readers: Mapping[str, Hyperparameters] = field(default_factory=dict)
+    compares: int = 0
 
     @functools.cached_property
     def digest(self) -> int:
         """Hash of 63 bits, the same in every process."""
-        steps = tuple(self.steps[name] for name in sorted(self.steps))
+        loop, steps = self.record.loop or (0, 0, False), self.record.steps
         groups = tuple(self.readers[name].digest for name in sorted(self.readers))
-        return hash((self.unused, steps, groups)) & ((1 << _STOP) - 1)
+        return hash((loop, tuple(steps[name] for name in sorted(steps)), groups)) & ((1 << _STOP) - 1)
 
-    def words(self) -> dict[str, Any]:
-        """Return what is behind the hash, as JSON can hold it."""
+    def exchanged(self, communicator: Communicator) -> dict[int, Record]:
+        """Return what is behind the flags of all ranks. Collective."""
         groups = {}
         for name, reader in self.readers.items():
             with contextlib.suppress(ReferenceError):  # the optimizer is gone, and is not compared
                 groups[name] = reader.groups()
-        return {"unused": self.unused, "steps": dict(self.steps), "groups": groups}
+        gather = communicator.channel.all_gather_bytes
+        return replace(self.record, groups=groups).exchanged(gather, range(communicator.size))
 
 
 class TrainingLoop:
@@ -205,50 +221,45 @@ class TrainingLoop:
         """Remove the hooks."""
         self._forwards.remove()
 
-    def fix(self) -> LoopRecord:
-        """Return what is compared now, and count from zero."""
-        record = LoopRecord(self._index.num_unused, self.optimizers.counts, self.optimizers.readers())
+    def fix(self, record: Record, compares: int) -> SentFlags:
+        """Return what is compared now, ``record`` with this rank's counts, and count from zero."""
+        loop, steps = (self._index.num_unused, 0, False), self.optimizers.counts
+        fixed = SentFlags(replace(record, loop=loop, steps=steps), self.optimizers.readers(), compares)
         self._forwards.trained(self._index.has_forwards)
         self._index.restart()
         self.optimizers.restart()
-        return record
+        return fixed
 
 
-def raise_differences(records: Mapping[int, Mapping[str, Any]], whose: str = "") -> None:
+_ADVICE = (
+    "Gradients of different batches would be averaged: leave it out on all ranks. A forward that is no training step "
+    "belongs in torch.no_grad()"
+)
+
+
+def raise_differences(records: Mapping[int, Record], whose: str = "") -> None:
     """Raise RuntimeError or ValueError if ranks have done different things.
 
     Args:
-        records: results of :meth:`LoopRecord.words`; "passes" may count those that were averaged.
+        records: those of the ranks that are compared.
         whose: what the ranks are counted among.
     """
-    for key, what in (
-        ("passes", "backward passes were averaged so far"),
-        ("unused", "forwards in training mode, since the last pass that was averaged, that no backward() followed"),
-    ):
-        counts = {rank: record.get(key, 0) for rank, record in records.items()}
-        if len(set(counts.values())) > 1:
-            least = min(counts.values()) if key == "unused" else max(counts.values())
-            odd = name_ranks([rank for rank, count in counts.items() if count != least])
-            raise RuntimeError(
-                f"{odd}{whose} left out a batch: {what}: {_by_rank(counts)}. Gradients of different batches would be "
-                "averaged: leave it out on all ranks. A forward that is no training step belongs in "
-                "torch.no_grad()"
-            )
-    for name in {name: None for record in records.values() for name in record["steps"]}:
-        counts = {rank: record["steps"].get(name, 0) for rank, record in records.items()}
+    passes = {rank: of.reductions for rank, of in records.items()}
+    raise_left_out(passes, max(passes.values()), "backward passes were averaged so far", _ADVICE, whose)
+    unused = {rank: 0 if of.loop is None else of.loop[0] for rank, of in records.items()}
+    what = "forwards in training mode, since the last pass that was averaged, that no backward() followed"
+    raise_left_out(unused, min(unused.values()), what, _ADVICE, whose)
+    for name in {name: None for of in records.values() for name in of.steps}:
+        counts = {rank: of.steps.get(name, 0) for rank, of in records.items()}
         if len(set(counts.values())) > 1:
             raise RuntimeError(
                 f"the ranks{whose} are out of step: calls of step() of the optimizer of {name!r} since the last "
-                f"backward pass that was averaged: {_by_rank(counts)}. Take the same steps on all ranks"
+                f"backward pass that was averaged: {counts_text(counts)}. Take the same steps on all ranks"
             )
-    names = {name: None for record in records.values() for name in record["groups"]}
+    names = {name: None for of in records.values() for name in of.groups}
     for name in names:
-        groups = {rank: record["groups"].get(name) for rank, record in records.items()}
+        groups = {rank: of.groups.get(name) for rank, of in records.items()}
         require_equal_groups(groups, whose=f" of the optimizer of {name!r}" if len(names) > 1 else "")
-
-
-def _by_rank(counts: Mapping[int, int]) -> str:
-    return ", ".join(f"rank {rank} {count}" for rank, count in counts.items())
 
 
 class ReplicaCheck:
@@ -295,26 +306,6 @@ class ReplicaCheck:
             self._differences.report(self._hashes, num_passes, joined)
 
 
-@dataclass(frozen=True)
-class SentFlags:
-    """Flags that this rank has sent, and what is behind them.
-
-    Attributes:
-        joined: whether this rank has no more inputs, as inside ``join()``, and is not compared.
-        stop: reason of its request to stop; ``None`` without one.
-        loop: what was hashed.
-        compares: number of passes before this one, if parameters were hashed, too; else 0.
-    """
-
-    joined: bool = False
-    stop: str | None = None
-    compares: int = 0
-    loop: LoopRecord = field(default_factory=LoopRecord)
-
-    def text(self) -> bytes:
-        return json.dumps({"joined": self.joined, "stop": self.stop, **self.loop.words()}).encode()
-
-
 class HookFlags:
     """Flags that ranks under DistributedDataParallel send with the last bucket of each step.
 
@@ -348,10 +339,10 @@ class HookFlags:
 
     def fix(self, joined: bool, num_passes: int) -> torch.Tensor:
         """Return this rank's flags of the pass after ``num_passes`` others. Having ``joined``, it goes on counting."""
-        stop = None if self.requested else self._mine
+        record = Record(stop=None if self.requested else self._mine, absent=joined)
         compares = num_passes if self._replicas.is_due(num_passes) else 0
-        self._sent = SentFlags(joined, stop, compares, LoopRecord() if joined else self._loop.fix())
-        bits = self._bits.of(self._sent.loop.digest | (stop is not None) << _STOP)
+        self._sent = SentFlags(record, compares=compares) if joined else self._loop.fix(record, compares)
+        bits = self._bits.of(self._sent.digest | (record.stop is not None) << _STOP)
         if compares:
             bits[:_STOP] ^= self._replicas.bits()
         return bits
@@ -366,7 +357,7 @@ class HookFlags:
             reused = self._late.popleft()[1] if len(self._late) > 1 else HostCopy(FINGERPRINT_BITS, self._device)
             reused.put(exchange.differing())
             self._late.append((self._sent, reused))
-        elif self._sent.stop is not None or bool(exchange.differing().any()):
+        elif self._sent.record.stop is not None or bool(exchange.differing().any()):
             self._compare(self._sent)
 
     def receive_late(self) -> None:
@@ -375,11 +366,9 @@ class HookFlags:
             self._compare(self._late[0][0])
 
     def _compare(self, sent: SentFlags) -> None:
-        received = self._communicator.channel.all_gather_bytes(sent.text())
-        records = {rank: parse(text, RECORD, f"flags of rank {rank}") for rank, text in enumerate(received)}
-        raise_differences({rank: record for rank, record in records.items() if not record["joined"]})
-        asking = [(rank, record["stop"]) for rank, record in records.items() if record["stop"] is not None]
-        if asking and not self.requested:
-            self.requested = StopRequest(*asking[0])
+        records = sent.exchanged(self._communicator)
+        if there := {rank: record for rank, record in records.items() if not record.absent}:
+            raise_differences(there)
+        self.requested = self.requested or first_stop(records)
         if sent.compares:
-            self._replicas.report(sent.compares, [record["joined"] for record in records.values()])
+            self._replicas.report(sent.compares, [record.absent for record in records.values()])

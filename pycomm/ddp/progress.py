@@ -1,14 +1,13 @@
-"""Settings and counters of a registration, whether this rank still takes part, and callbacks at a pass's end."""
+"""Settings and counters of a registration, and whether this rank still takes part."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -18,7 +17,6 @@ from pycomm.compression.base import Exchange, Flag, Scaling, method_stats
 from pycomm.compression.nonfinite import NonfiniteSource, Sent
 from pycomm.optim.loss_scaler import checked_scaler, loss_scale_of
 from pycomm.optim.parameters import unwrapped
-from pycomm.torch_internals import queue_final_callback
 from pycomm.training.cost.auto import checked_method
 from pycomm.training.reducer import Tuning
 
@@ -173,35 +171,3 @@ def all_finite(exchanges: Sequence[Exchange]) -> Flag:
     flags = [torch.as_tensor(exchange.finite()) for exchange in exchanges]
     finite = torch.stack(flags).all()
     return finite if finite.is_cuda else bool(finite)
-
-
-class HookWatcher(Protocol):
-    """Object that is called if a backward pass fails."""
-
-    def fail(self) -> None:
-        """Note that the pass has ended with an exception."""
-
-
-class _PassEnd:
-    """Final callback of a backward pass; autograd drops it without a call if the pass ends with an exception."""
-
-    def __init__(self, watcher: HookWatcher, action: Callable[[], None] | None) -> None:
-        self._watcher = weakref.ref(watcher)
-        self._action = action
-        self._called = False
-
-    def __call__(self) -> None:
-        self._called = True
-        action, self._action = self._action, None
-        if action is not None:
-            action()
-
-    def __del__(self) -> None:
-        watcher = None if self._called else self._watcher()
-        if watcher is not None:
-            watcher.fail()
-
-
-def at_pass_end(watcher: HookWatcher, action: Callable[[], None] | None = None) -> None:
-    """Call ``action`` at the end of the running backward pass; ``watcher.fail()`` if that ends with an exception."""
-    queue_final_callback(_PassEnd(watcher, action))

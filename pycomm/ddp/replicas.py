@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,11 +12,11 @@ import torch
 from pycomm.collectives.communicator import Communicator
 from pycomm.compression.base import Flag, Scaling, State
 from pycomm.ddp.exchanges import BucketExchanges
-from pycomm.ddp.flags import RECORD, LoopRecord, ReplicaCheck, TrainingLoop, raise_differences
-from pycomm.ddp.progress import HookProgress, HookSettings, all_finite, at_pass_end
+from pycomm.ddp.flags import ReplicaCheck, SentFlags, TrainingLoop, raise_differences
+from pycomm.ddp.progress import HookProgress, HookSettings, all_finite
 from pycomm.errors import HALF_SENT
 from pycomm.torch_internals import ShardedGroup, accumulation_hooks, dtensor_around, local_of
-from pycomm.untrusted import parse
+from pycomm.training.reducer import FinalCallback, Record
 
 _END = -1
 
@@ -153,20 +152,17 @@ class ReplicaSteps:
 
     def _next_turn(self, place: int) -> int:
         """Return the place of the module to average next; -1 if all replicas have ended the pass."""
-        record = self._loop.fix() if self._is_first else LoopRecord()
         num_passes = self._progress.num_steps
-        compares = self._is_first and self._replicas.is_due(num_passes)
-        words = np.array([place, num_passes, record.digest, self._replicas.number() if compares else 0], np.int64)
+        compares = num_passes if self._is_first and self._replicas.is_due(num_passes) else 0
+        flags = self._loop.fix(Record(reductions=num_passes), compares) if self._is_first else SentFlags()
+        words = np.array([place, num_passes, flags.digest, self._replicas.number() if compares else 0], np.int64)
         gathered = np.empty(self._communicator.size * len(words), np.int64)
         self._communicator.all_gather(gathered, words)
         rows = gathered.reshape(-1, len(words))
         if self._is_first:
             self._is_first = False
             if (rows[:, 1:] != rows[0, 1:]).any():
-                mine = json.dumps({"passes": num_passes, **record.words()}).encode()
-                received = self._communicator.channel.all_gather_bytes(mine)
-                records = {rank: parse(text, RECORD, f"flags of rank {rank}") for rank, text in enumerate(received)}
-                raise_differences(records, " of the replicas")
+                raise_differences(flags.exchanged(self._communicator), " of the replicas")
                 if compares:
                     self._replicas.report(num_passes, [False] * len(rows))
         return int(rows[:, 0].max())
@@ -189,7 +185,7 @@ class ReplicaSteps:
         self._progress.is_open = self._is_first = True
         self._verdicts, self._seen = [], {}
         self._scaling = self._progress.scaling()
-        at_pass_end(self, self.end)
+        FinalCallback(self.end, self.fail)
 
     @torch.no_grad()
     def end(self) -> None:

@@ -15,9 +15,10 @@ from pycomm.collectives.transport.gpu import GpuWork
 from pycomm.compression.base import Flag, Scaling
 from pycomm.ddp.exchanges import Sorting
 from pycomm.ddp.flags import HookFlags
-from pycomm.ddp.progress import HookProgress, all_finite, at_pass_end
+from pycomm.ddp.progress import HookProgress, all_finite
 from pycomm.errors import HALF_SENT
 from pycomm.torch_internals import GradBucket, current_graph_task, current_node
+from pycomm.training.reducer import FinalCallback
 from pycomm.worker import Work
 
 
@@ -93,7 +94,7 @@ class Steps:
         self._submit(lambda: self._on_bucket(index, taken, zeros_are_unused, flags), [taken.buffer])
         end = self._submit(self._on_end, []) if is_last else None
         if current_node() is not None:
-            at_pass_end(self, None if end is None else partial(self.wait, end))
+            FinalCallback((lambda: None) if end is None else partial(self.wait, end), self.fail)
         elif end is not None:
             # Outside of backward, for a rank that has joined; or already in its final callbacks, with static_graph.
             self.wait(end)

@@ -175,7 +175,8 @@ def _open_world(owns_group: bool) -> World:
         if begun is None and rank == 0:
             begun = attempt(lambda: begin_by_environment(timeline))
         gather = everybody.engine.communicator.channel.all_gather_bytes
-        _find_hosts(here, exchanged(gather, begun, "use its environment", lambda _: _host()))
+        host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
+        _find_hosts(here, exchanged(gather, begun, "use its environment", lambda _: host))
     except BaseException as error:
         timeline.stop()
         everybody.close(str(error))
@@ -183,10 +184,6 @@ def _open_world(owns_group: bool) -> World:
     global_process_set.ranks = list(range(size))
     set_world(here)
     return here
-
-
-def _host() -> str:
-    return os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
 
 
 def _find_hosts(here: World, hosts: Sequence[str]) -> None:

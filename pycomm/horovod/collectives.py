@@ -165,11 +165,6 @@ def waited(submission: Submission) -> Request:
     return submission.request
 
 
-def outputs_of(request: Request) -> tuple[torch.Tensor, ...]:
-    """Return the outputs of a request that has ended."""
-    return tuple(out for out in request.outputs if out is not None)
-
-
 class Collective:
     """Call of a collective; it gets its tensors when it begins.
 
@@ -234,7 +229,7 @@ class Collective:
 
     def _outputs(self, request: Request) -> tuple[torch.Tensor, ...]:
         self.parts, self.received = request.parts, request.result
-        return outputs_of(request)
+        return tuple(out for out in request.outputs if out is not None)
 
 
 class _Differentiated(torch.autograd.Function):

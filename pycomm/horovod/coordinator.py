@@ -12,7 +12,6 @@ import json
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -228,10 +227,13 @@ class Rounds:
         heads = [(self._read[at], self._read[at + 1]) for at in range(0, len(self._read), _WORDS)]
         texts = self._exchange(text, max(length for _, length in heads)) if any(length for _, length in heads) else []
         for rank, (count, length) in enumerate(heads):
-            if count:
-                self._announce(rank, count)
-            if length:
-                self._announce_new(rank, parse(texts[rank][:length], ListOf(_NEW), f"the requests of rank {rank}"))
+            begin = rank * _WORDS + _HEAD
+            for at in range(begin, begin + 2 * count, 2):
+                self.coordinator.announce(rank, self._read[at], self._read[at + 1])
+            new_ones = parse(texts[rank][:length], ListOf(_NEW), f"the requests of rank {rank}") if length else []
+            for name, number, signature in new_ones:
+                self.coordinator.announce_new(rank, name, number, signature)
+                self.coordinator.register(name, signature)
         return self.coordinator.responses(), any(count or length for count, length in heads)
 
     def _agreed(self) -> list[Response] | None:
@@ -267,13 +269,3 @@ class Rounds:
         everyones = np.empty((self._communicator.size, longest), np.uint8)
         self._transport.all_gather(everyones, padded, self._timeout)
         return [row.tobytes() for row in everyones]
-
-    def _announce(self, rank: int, count: int) -> None:
-        start = rank * _WORDS + _HEAD
-        for at in range(start, start + 2 * count, 2):
-            self.coordinator.announce(rank, self._read[at], self._read[at + 1])
-
-    def _announce_new(self, rank: int, new: list[Any]) -> None:
-        for name, count, signature in new:
-            self.coordinator.announce_new(rank, name, count, signature)
-            self.coordinator.register(name, signature)

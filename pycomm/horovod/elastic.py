@@ -268,7 +268,7 @@ class TorchState(ObjectState):
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
         handlers, rest = {}, {}
         for name, value in {**kwargs, "model": model, "optimizer": optimizer}.items():
-            handler = _handler_of(value)
+            handler = next((made(value) for kind, made in _registry if isinstance(value, kind)), None)
             if handler is None:
                 rest[name] = value
             else:
@@ -306,10 +306,6 @@ class TorchState(ObjectState):
         if name in vars(self).get("_handlers", {}):
             self._handlers[name].set_value(value)
         super().__setattr__(name, value)
-
-
-def _handler_of(value: Any) -> StateHandler | None:
-    return next((handler(value) for kind, handler in _registry if isinstance(value, kind)), None)
 
 
 class Survivors:

@@ -86,7 +86,8 @@ class NegotiatingEngine:
             self._fresh.append(request)
             if self._timeline.active:
                 self._timeline.begin(full_name(request.key), f"NEGOTIATE_{request.terms.kind.upper()}")
-            self._start_thread()
+            if self._thread is None:
+                self._thread = threads.start(self._loop, f"pycomm-horovod-{self._name}", self._end_with_process)
             self._stalls.begin()
         if wake or self._driving.locked():  # whoever drives may be pausing
             self._wake.set()
@@ -143,10 +144,6 @@ class NegotiatingEngine:
             )
         if self._refusal:
             raise HorovodInternalError(self._refusal)
-
-    def _start_thread(self) -> None:
-        if self._thread is None:
-            self._thread = threads.start(self._loop, f"pycomm-horovod-{self._name}", self._end_with_process)
 
     # Rounds, under the lock ``_driving``.
 

@@ -227,7 +227,9 @@ def _checked(
     _require_no_others(unknown)
     inner = checked_optimizer(optimizer)
     named = _named_parameters_of(inner, named_parameters)
-    _require_unwrapped(inner)
+    known = control_of(inner)
+    if known is not None and not known.has_ended:
+        raise ValueError("optimizer has been passed to DistributedOptimizer before: leave one of the two calls out")
     _require_groups(given.groups)
     _require_passes(given.passes)
     chosen = checked_op(given.op)
@@ -321,12 +323,6 @@ def _require_no_others(unknown: Collection[str]) -> None:
             f"DistributedOptimizer() has no argument {sorted(unknown)[0]!r}: leave it out; see pycomm.attach for what "
             "else there is"
         )
-
-
-def _require_unwrapped(optimizer: torch.optim.Optimizer) -> None:
-    known = control_of(optimizer)
-    if known is not None and not known.has_ended:
-        raise ValueError("optimizer has been passed to DistributedOptimizer before: leave one of the two calls out")
 
 
 def _require_passes(passes: Any) -> None:

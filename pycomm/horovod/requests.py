@@ -96,13 +96,11 @@ class Request:
         self._gate = threading.Lock()
         self._gate.acquire()
 
-        if not self.signature:
-            self.signature = self._signature()
-
-    def _signature(self) -> str:
         if self.refusal:
-            return f"{REFUSED} {self.refusal}"
-        return _signature_of(self.terms, tuple((x.dtype, x.shape, x.device.type) for x in self.tensors))
+            self.signature = f"{REFUSED} {self.refusal}"
+        else:
+            forms = tuple((x.dtype, x.shape, x.device.type) for x in self.tensors)
+            self.signature = _signature_of(self.terms, forms)
 
     def end(self, error: Exception | None = None) -> None:
         """Note that it has ended, and wake those that wait. Does nothing the second time."""

@@ -203,7 +203,13 @@ class Averaging:
             return False
         communicator = self._communicator
         rank, size = communicator.rank, communicator.size
-        sizes = exchanged(communicator, "look for pycomm's state", lambda: _saved_size(path_of(folder), prefix, size))
+
+        def look() -> int:
+            """Return the number of ranks of the saved state here: ``size`` if there are such files; 0 if none."""
+            found = {int(file["size"]) for _, file in _files(path_of(folder), prefix)}
+            return size if size in found else max(found, default=0)
+
+        sizes = exchanged(communicator, "look for pycomm's state", look)
         _refuse_parted(sizes, folder)
         if sizes[0] == 0:
             if rank == 0 and self.carries_state:
@@ -255,12 +261,6 @@ def _files(folder: Path, prefix: str) -> list[tuple[Path, re.Match[str]]]:
 
 def _path(folder: Path, prefix: str, rank: int, size: int) -> Path:
     return folder / f"{prefix}-{rank}-of-{size}.pt"
-
-
-def _saved_size(folder: Path, prefix: str, size: int) -> int:
-    """Return the number of ranks of the saved state on this rank: ``size`` if there are such files; 0 if none."""
-    sizes = {int(file["size"]) for _, file in _files(folder, prefix)}
-    return size if size in sizes else max(sizes, default=0)
 
 
 def _refuse_parted(sizes: list[int], folder: str | os.PathLike[str]) -> None:

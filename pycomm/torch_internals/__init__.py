@@ -1,171 +1,22 @@
 """Private names of torch that pycomm uses, each behind a function that describes its use.
 
 A new release of torch may break this package: tests/test_torch_internals.py checks each name's behaviour, and that no
-other file uses private names. :mod:`pycomm.torch_internals.pipelines` is imported only by its users: its imports of
-torch take longer than all others.
+other file uses private names. This package has all names of its modules but :mod:`pycomm.torch_internals.pipelines`,
+which is imported only by its users: its imports of torch take longer than all others.
 """
 
-from torch._C._distributed_c10d import GradBucket, PrefixStore, Store
-from torch._C._distributed_c10d import Work as TorchWork
+from torch._C._distributed_c10d import GradBucket as GradBucket
+from torch._C._distributed_c10d import PrefixStore as PrefixStore
+from torch._C._distributed_c10d import Store as Store
+from torch._C._distributed_c10d import Work
 
-from pycomm.torch_internals.autograd import (
-    accumulation_hooks,
-    calls_hooks_of_running_nodes,
-    compiles_autograd,
-    current_graph_task,
-    current_node,
-    queue_final_callback,
-    raw_stream,
-)
-from pycomm.torch_internals.dtensors import Sharded, dtensor_around, is_dtensor, local_of
-from pycomm.torch_internals.groups import (
-    backend_of,
-    has_default_group_only,
-    has_joined_gloo,
-    keeps_python_works,
-    make_process_group,
-    number_process_group,
-    open_monitored_barrier,
-    owns_process_group,
-    root_store,
-    store_of,
-    timeout_of,
-)
-from pycomm.torch_internals.modules import (
-    Places,
-    ShardedGroup,
-    active_ddp_module,
-    buffers_of,
-    called_parts,
-    children_of,
-    communication_hooks,
-    compiled_calls,
-    convolve,
-    divides_by_active_ranks,
-    forward_pre_hooks,
-    keeps_statistics_aside,
-    own_parameters,
-    parameters_of,
-    parts_of,
-    sharded_groups,
-    uncompiled,
-    zero_buckets,
-)
-from pycomm.torch_internals.optimizers import (
-    leave_scale_to_step,
-    move_hook,
-    replace_step,
-    take_scale,
-    undo_leave_scale_to_step,
-    unhooked_step,
-    unscale_as_grad_scaler,
-    watch_grad_scalers,
-    wrapped_by_scheduler,
-)
-from pycomm.torch_internals.scripting import has_scripted, is_recording, leave_out_of_scripts, prepare_scripts
-from pycomm.torch_internals.tensors import (
-    StorageWatch,
-    is_flat_parameter,
-    is_flattened,
-    move_to_shared_mapping,
-    multiplies_bfloat16,
-    note_writes,
-    steps_in_backward,
-    storage_identity,
-    storage_uses,
-    uses_outside_python,
-    version_of,
-    versions_of,
-    without_conjugation,
-)
-from pycomm.torch_internals.tracing import (
-    attention_flops,
-    fake_tensors,
-    has_compiled,
-    is_profiling,
-    prepare_graphs,
-    prepare_transforms,
-    profiled_range,
-    without_torch_function,
-)
+from pycomm.torch_internals.autograd import *  # noqa: F403
+from pycomm.torch_internals.dtensors import *  # noqa: F403
+from pycomm.torch_internals.groups import *  # noqa: F403
+from pycomm.torch_internals.modules import *  # noqa: F403
+from pycomm.torch_internals.optimizers import *  # noqa: F403
+from pycomm.torch_internals.scripting import *  # noqa: F403
+from pycomm.torch_internals.tensors import *  # noqa: F403
+from pycomm.torch_internals.tracing import *  # noqa: F403
 
-__all__ = [
-    "GradBucket",
-    "Places",
-    "PrefixStore",
-    "Sharded",
-    "ShardedGroup",
-    "StorageWatch",
-    "Store",
-    "TorchWork",
-    "accumulation_hooks",
-    "active_ddp_module",
-    "attention_flops",
-    "backend_of",
-    "buffers_of",
-    "called_parts",
-    "calls_hooks_of_running_nodes",
-    "children_of",
-    "communication_hooks",
-    "compiled_calls",
-    "compiles_autograd",
-    "convolve",
-    "current_graph_task",
-    "current_node",
-    "divides_by_active_ranks",
-    "dtensor_around",
-    "fake_tensors",
-    "forward_pre_hooks",
-    "has_compiled",
-    "has_default_group_only",
-    "has_joined_gloo",
-    "has_scripted",
-    "is_dtensor",
-    "is_flat_parameter",
-    "is_flattened",
-    "is_profiling",
-    "is_recording",
-    "keeps_python_works",
-    "keeps_statistics_aside",
-    "leave_out_of_scripts",
-    "leave_scale_to_step",
-    "local_of",
-    "make_process_group",
-    "move_hook",
-    "move_to_shared_mapping",
-    "multiplies_bfloat16",
-    "note_writes",
-    "number_process_group",
-    "open_monitored_barrier",
-    "own_parameters",
-    "owns_process_group",
-    "parameters_of",
-    "parts_of",
-    "prepare_graphs",
-    "prepare_scripts",
-    "prepare_transforms",
-    "profiled_range",
-    "queue_final_callback",
-    "raw_stream",
-    "replace_step",
-    "root_store",
-    "sharded_groups",
-    "steps_in_backward",
-    "storage_identity",
-    "storage_uses",
-    "store_of",
-    "take_scale",
-    "timeout_of",
-    "uncompiled",
-    "undo_leave_scale_to_step",
-    "unhooked_step",
-    "unscale_as_grad_scaler",
-    "uses_outside_python",
-    "version_of",
-    "versions_of",
-    "watch_grad_scalers",
-    "without_conjugation",
-    "without_torch_function",
-    "wrapped_by_scheduler",
-    "zero_buckets",
-]
+TorchWork = Work

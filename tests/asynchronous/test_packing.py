@@ -61,8 +61,8 @@ def test_what_is_unpacked_is_what_was_sent(name: str, dtype: torch.dtype) -> Non
         sizes.add(len(message))
         sent = torch.empty(sum(p.numel() for p in params), dtype=wide)
         begins = torch.tensor([0, *(p.numel() for p in params)]).cumsum(0).tolist()
-        for indices, bucket, _ in packer._exchanges.parts:
-            for i, view in zip(indices, bucket.views, strict=True):
+        for part in packer._exchanges.parts:
+            for i, view in zip(part.indices, part.bucket.views, strict=True):
                 sent[begins[i] : begins[i + 1]] = view.reshape(-1).to(wide)
         # One that has seen nothing, as after a restart, and one that has seen other workers, too.
         fresh = Unpackers(params, method, wide)
@@ -93,9 +93,7 @@ def test_nothing_is_lost_in_the_long_run(name: str) -> None:
         assert message is not None
         packer.finish(sent=True)
         total -= unpackers.unpack(1, number, message)
-    residuals = {
-        int(n): e["residual"] for _, _, exchange in packer._exchanges.parts for n, e in exchange.state().items()
-    }
+    residuals = {int(n): e["residual"] for part in packer._exchanges.parts for n, e in part.exchange.state().items()}
     left = torch.cat([residuals.get(i, torch.zeros(shape)).reshape(-1).double() for i, shape in enumerate(SHAPES)])
     torch.testing.assert_close(total, left, rtol=1e-9, atol=1e-9)
     assert left.abs().max() > 1e-3

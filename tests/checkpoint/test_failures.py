@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 
 import pycomm
-from pycomm.training.checkpoint import saving, storage
+from pycomm.training.checkpoint import saving
 from pycomm.training.checkpoint.files import Summed
+from pycomm.training.checkpoint.torch_files import write_tensors
 from tests.checkpoint.training import Training, training
 from tests.on_ranks import Pools, on_ranks
 
@@ -200,15 +201,15 @@ def test_killed_when_all_parts_are_there(new_ranks: Pools, rank_pools: Pools, tm
 def test_a_rank_that_never_writes(tmp_path: Path) -> None:
     """It lives, but hangs: given up after the timeout."""
     release = threading.Event()
-    original = storage.write_tensors
+    original = write_tensors
 
     def hang(*args: Any) -> Any:
         release.wait(30)
         return original(*args)
 
-    with training("adamw", timeout=2) as run, patch.object(saving, "_PATIENCE_FOR_OTHERS", 0.1):
-        with patch.object(storage, "write_tensors", hang if dist.get_rank() == 1 else original):
-            pending = pycomm.save(tmp_path, run.reducer)
+    write = patch.object(saving, "write_tensors", hang if dist.get_rank() == 1 else original)
+    with training("adamw", timeout=2) as run, patch.object(saving, "_PATIENCE_FOR_OTHERS", 0.1), write:
+        pending = pycomm.save(tmp_path, run.reducer)
         if dist.get_rank() == 0:
             with pytest.raises(pycomm.CommError, match="rank 1 has not written its part within 2 s"):
                 pending.wait(20)

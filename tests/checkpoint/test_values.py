@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from pycomm.training.checkpoint.files import DamagedError, Reserve, read_report
-from pycomm.training.checkpoint.storage import write_tensors
-from pycomm.training.checkpoint.torch_files import read_tensors
+from pycomm.training.checkpoint.torch_files import read_tensors, write_tensors
 from pycomm.training.checkpoint.values import check_node, decode, encode, lines_of, positions_in
 
 

@@ -13,12 +13,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import _global_optimizer_post_hooks as hooks
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
 
 import pycomm
 from pycomm.ddp import register
-from pycomm.ddp.flags import HookFlags, SteppedOptimizers, TrainingLoop
+from pycomm.ddp.flags import HookFlags, SteppedOptimizers, TrainingLoop, _alive
 from tests.ddp.test_hsdp_uses import loss_of as shards_loss_of
 from tests.ddp.test_hsdp_uses import replicated
 from tests.ddp.wrapping import OutOfOrder, wrapped
@@ -122,7 +122,7 @@ def test_a_second_step_on_one_rank_is_named() -> None:
             step(number)
         if dist.get_rank() == 1:
             optimizer.step()
-        with pytest.raises(RuntimeError, match=r"out of step: calls of step\(\) .*'0.weight'.*rank 0 1, rank 1 2"):
+        with pytest.raises(RuntimeError, match=r"out of step: calls of step\(\) .*'0.weight'.*rank 0: 1, rank 1: 2"):
             step(3)
 
 
@@ -135,7 +135,7 @@ def test_a_batch_that_one_rank_leaves_out_is_named() -> None:
             if number == (5, 3)[dist.get_rank()]:  # each leaves out one, so that none would wait at the end
                 continue
             if number == 3 + dist.get_rank():  # of the other batches, these are averaged with one another
-                with pytest.raises(RuntimeError, match="rank 1 left out a batch: forwards.* rank 0 0, rank 1 1"):
+                with pytest.raises(RuntimeError, match="rank 1 left out a batch: forwards.* rank 0: 0, rank 1: 1"):
                     loss.backward()
                 return
             loss.backward()
@@ -145,7 +145,7 @@ def test_a_batch_that_one_rank_leaves_out_is_named() -> None:
 
 @on_ranks(2, timeout=60)
 def test_replicas_of_shards_that_differ_are_named() -> None:
-    for says in ("'lr' of parameter group 0 is 0.1 on rank 0, 0.2 on rank 1", "out of step.*rank 0 1, rank 1 2"):
+    for says in ("'lr' of parameter group 0 is 0.1 on rank 0, 0.2 on rank 1", "out of step.*rank 0: 1, rank 1: 2"):
         with replicated(1) as (net, _):
             optimizer = torch.optim.SGD(net.parameters(), 0.1)
 
@@ -424,10 +424,21 @@ def test_on_a_gpu_flags_are_compared_two_steps_later() -> None:
 
 
 def test_watches_end_with_the_loop() -> None:
-    before, model = len(hooks), make_model()
+    before, model = len(_alive), make_model()
     loop = TrainingLoop(model, SteppedOptimizers(dict(model.named_parameters()), None, ()))
-    assert len(hooks) == before + 1
+    assert len(_alive) == before + 1
     loop.remove()
     del loop
     gc.collect()
-    assert len(hooks) == before
+    assert len(_alive) == before
+
+
+def test_a_watch_may_end_while_an_optimizer_steps() -> None:
+    model = make_model()
+    watches = [SteppedOptimizers(dict(model.named_parameters()), None, ())]
+    handle = register_optimizer_step_post_hook(lambda *_: watches.clear())
+    try:
+        sgd(model, 0.1).step()
+    finally:
+        handle.remove()
+    assert not watches

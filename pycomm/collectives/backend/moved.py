@@ -80,16 +80,13 @@ class MovedStorages:
         if moved is None or not moved.is_of(storage):
             if not in_backward or storage_uses(tensor) <= _VIEWS_OF_A_BUCKET:
                 return tensor
-            self._forget_dead()
+            for key in [key for key, known in self._moved.items() if known.watch.is_over()]:
+                del self._moved[key]
             moved = self._move(storage, self._memory)
             if moved is None:
                 return tensor
         begin = tensor.storage_offset() * tensor.itemsize
         return moved.contents[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-
-    def _forget_dead(self) -> None:
-        for key in [key for key, moved in self._moved.items() if moved.watch.is_over()]:
-            del self._moved[key]
 
     def _move(self, storage: torch.UntypedStorage, memory: HostMemory) -> _Moved | None:
         """Move ``storage`` to the arena; if that fails, log why once, and return ``None``."""

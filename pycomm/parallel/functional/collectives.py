@@ -44,7 +44,7 @@ def all_reduce(x: torch.Tensor, op: str = "sum", group: GroupLike = None) -> tor
         require_tensor(x)
         if op not in _OPS:
             raise ValueError(f"op is {shown(op)}, wanted one of {', '.join(_OPS)}")
-        if op == "mean" and not _differentiable(x):
+        if op == "mean" and not (x.is_floating_point() or x.is_complex()):
             raise TypeError(f"x has the dtype {x.dtype}, of which there is no mean")
         return Call("all_reduce", x, argument=_OPS.index(op))
 
@@ -184,7 +184,3 @@ def _cut(name: str, sizes: Sequence[int] | None, whole: int, ranks: int) -> tupl
     if length(name, sizes) != ranks or sum(count(name, size, 0) for size in sizes) != whole:
         raise ValueError(f"{name} is {list(sizes)}, wanted {ranks} numbers with the sum {whole}")
     return tuple(int(size) for size in sizes)
-
-
-def _differentiable(x: torch.Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()

@@ -176,7 +176,8 @@ class RankPool:
         """
         self._on_message = on_message or self._on_message
         self.ask(function, *args, leaves=leaves)
-        self._wait_or_raise(timeout, lambda: not any(rank.is_busy for rank in self._needed()))
+        needed = [rank for rank in self._ranks if rank.number not in self._mortal]
+        self._wait_or_raise(timeout, lambda: not any(rank.is_busy for rank in needed))
         answers = [rank.answer for rank in self._ranks]
         return [deserialize(answer.result) if isinstance(answer, Returned) else None for answer in answers]
 
@@ -245,9 +246,6 @@ class RankPool:
 
     def _chosen(self, ranks: Iterable[int] | None) -> list[_Rank]:
         return self._ranks if ranks is None else [self._ranks[rank] for rank in ranks]
-
-    def _needed(self) -> list[_Rank]:
-        return [rank for rank in self._ranks if rank.number not in self._mortal]
 
     def _ask_to_finish(self) -> None:
         self._finishing = True

@@ -56,11 +56,8 @@ def progress(done: int, total: int, **figures: float | torch.Tensor) -> None:
     now = time.monotonic()
     if done == total or now - _last >= _SECONDS:
         _last = now
-        _send(Progress(done, total, {name: _number(name, value) for name, value in figures.items()}))
-
-
-def _number(name: str, value: object) -> float:
-    return checks.number(name, value.detach() if isinstance(value, torch.Tensor) else value)
+        read = {name: x.detach() if isinstance(x, torch.Tensor) else x for name, x in figures.items()}
+        _send(Progress(done, total, {name: checks.number(name, x) for name, x in read.items()}))
 
 
 class Lines:

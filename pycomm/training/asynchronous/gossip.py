@@ -21,7 +21,13 @@ from pycomm.descriptions import counted, tensors_text
 from pycomm.errors import attempt
 from pycomm.optim.parameters import checked_optimizer
 from pycomm.training.asynchronous.averager import checked_parameters, checked_per_rank
-from pycomm.training.asynchronous.loop import Loop, MeetingReport, TrackedParameters, raise_left_out, require_equal
+from pycomm.training.asynchronous.loop import (
+    Loop,
+    MeetingReport,
+    TrackedParameters,
+    raise_left_out_batches,
+    require_equal,
+)
 from pycomm.untrusted import ANYTHING, INTEGER, ListOf, MapOf, OneOf, parse
 
 _REPORT = {
@@ -208,7 +214,7 @@ class Gossip:
                 texts = {self._communicator.rank: mine, peer: theirs.tobytes()}
                 by_rank = {rank: parse(texts[rank], _REPORT, f"the report of rank {rank}") for rank in sorted(texts)}
                 made = ", ".join(f"rank {rank} {of['steps']}" for rank, of in by_rank.items())
-                raise_left_out({rank: of["counts"] for rank, of in by_rank.items()}, made)
+                raise_left_out_batches({rank: of["counts"] for rank, of in by_rank.items()}, made)
                 require_equal({rank: (of["groups"], of["own"]) for rank, of in by_rank.items()})
 
     def _mix_segment(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import operator
@@ -22,6 +21,7 @@ from pycomm.optim.loop_index import LoopIndex
 from pycomm.optim.module_hooks import BeforeForward, ForwardWatch, ZeroGradHook, forget_original, watch_copies
 from pycomm.optim.skips import listen_to_skips, stop_listening
 from pycomm.torch_internals import Places, current_graph_task, move_hook, version_of
+from pycomm.training.reducer import raise_left_out
 from pycomm.untrusted import ANYTHING, COUNT, ListOf, MapOf, parse
 
 _ATTACH = "detach(), and call {} again with the module and the optimizer that are trained now"
@@ -133,8 +133,8 @@ class GroupNumbers:
 
     def digest(self) -> int:
         """Return a 63-bit hash of the numbers."""
-        text = repr([sorted(numbers.items()) for numbers in self.groups()])
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+        self._reader.refresh()
+        return self._reader.digest >> 1
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -230,7 +230,8 @@ class Loop:
             raise ValueError(problem)
 
     def _before_forward(self) -> None:
-        if current_graph_task() < 0 and self._is_training():
+        is_training = self._model.training and torch.is_grad_enabled() and not self._in_step
+        if current_graph_task() < 0 and is_training:
             self._order_hooks()
             self._require(self.tracked.problem_at_forward() or self._foreign_writes.problem())
 
@@ -238,9 +239,6 @@ class Loop:
         """Read the numbers between all other hooks: what those change is not the optimizer's own."""
         for handle, last in zip(self._around_step, (True, False), strict=True):
             move_hook(handle, last=last)
-
-    def _is_training(self) -> bool:
-        return self._model.training and torch.is_grad_enabled() and not self._in_step
 
     def _zeroed(self) -> None:
         if not self._in_step:  # an optimizer may evaluate a closure any number of times
@@ -375,14 +373,14 @@ class MeetingCheck:
                 f"ranks meet that have made different numbers of steps: {name_ranks(behind)} "
                 f"{'is' if len(behind) == 1 else 'are'} behind. Steps made: {made}. {_LEFT_OUT}"
             )
-        raise_left_out({rank: row[3:5] for rank, row in rows.items()}, made)
+        raise_left_out_batches({rank: row[3:5] for rank, row in rows.items()}, made)
         meetings = {rank: row[1] >> 16 for rank, row in rows.items()}
         if len({row[1] for row in rows.values()}) > 1:
             raise RuntimeError(f"ranks are in different meetings: {meetings} by rank. Steps made: {made}")
         require_equal({rank: numbers for rank, (_, _, *numbers) in by_rank.items()})
 
 
-def raise_left_out(counts: Mapping[int, Sequence[int]], made: str) -> None:
+def raise_left_out_batches(counts: Mapping[int, Sequence[int]], made: str) -> None:
     """Raise RuntimeError if ranks have left out different batches.
 
     Args:
@@ -391,13 +389,8 @@ def raise_left_out(counts: Mapping[int, Sequence[int]], made: str) -> None:
     """
     for column, what in enumerate(("forwards that no backward() followed", "calls of optimizer.zero_grad()")):
         mine = {rank: of_rank[column] for rank, of_rank in counts.items() if of_rank[column] >= 0}
-        most = [rank for rank, count in mine.items() if count > min(mine.values())]
-        if most:
-            by_rank = ", ".join(f"rank {rank} {count}" for rank, count in mine.items())
-            raise RuntimeError(
-                f"{name_ranks(most)} left out a batch since the last meeting: {what}: {by_rank}. "
-                f"Steps made: {made}. {_LEFT_OUT}"
-            )
+        advice = f"Steps made: {made}. {_LEFT_OUT}"
+        raise_left_out(mine, min(mine.values(), default=0), f"{what} since the last meeting", advice)
 
 
 def require_equal(numbers: Mapping[int, Sequence[Any]]) -> None:

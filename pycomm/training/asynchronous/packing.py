@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 
-from pycomm.collectives.bucket import Bucket
 from pycomm.compression import Compression
-from pycomm.compression.base import Exchange, Scaling
-from pycomm.compression.dense import by_method
+from pycomm.compression.base import Scaling
+from pycomm.ddp.exchanges import BucketExchanges
 
 
 class _GroupOfOne:
@@ -73,29 +72,18 @@ def _bytes_of(x: torch.Tensor) -> torch.Tensor:
     return x.view(-1).view(torch.uint8)
 
 
-class _Exchanges:
-    """Exchanges of contiguous ``params`` in a group of one; only their shapes and dtypes count."""
+def _exchanges(params: Sequence[torch.Tensor], method: Compression, group: _GroupOfOne) -> BucketExchanges:
+    """Return exchanges of contiguous ``params`` in a group of one; only their shapes and dtypes count."""
+    communicator: Any = group
+    # Random numbers depend on these names, which must therefore be the same on both sides.
+    return BucketExchanges([str(i) for i in range(len(params))], params, method, communicator, "auto")
 
-    def __init__(self, params: Sequence[torch.Tensor], method: Compression, group: _GroupOfOne) -> None:
-        communicator: Any = group
-        self.parts: list[tuple[list[int], Bucket, Exchange]] = []
-        for chosen, indices in by_method(method, params):
-            # Random numbers depend on these names, which must therefore be the same on both sides.
-            bucket = Bucket([str(i) for i in indices], [params[i].detach() for i in indices], communicator)
-            self.parts.append((indices, bucket, chosen.make(bucket, communicator)))
 
-    def exchange(self, grads: Sequence[torch.Tensor | None], number: int) -> bool:
-        """Return whether all gradients are finite. :meth:`finish` must follow."""
-        scaling = Scaling(1, step=number - 1)
-        for indices, _, exchange in self.parts:
-            exchange.exchange([grads[i] for i in indices], scaling)
-        verdicts = [bool(exchange.finite()) for _, _, exchange in self.parts]
-        return all(verdicts)
-
-    def finish(self, finite: bool) -> None:
-        """Update the methods' state if ``finite``, else leave it as it was."""
-        for _, _, exchange in self.parts:
-            exchange.finish(finite)
+def _exchange(exchanges: BucketExchanges, grads: Sequence[torch.Tensor | None], number: int) -> bool:
+    """Exchange ``grads``; return whether all are finite. ``exchanges.finish()`` must follow."""
+    exchanges.exchange(grads, Scaling(1, step=number - 1))
+    verdicts = [bool(part.exchange.finite()) for part in exchanges.parts]
+    return all(verdicts)
 
 
 class Packer:
@@ -110,14 +98,14 @@ class Packer:
     def __init__(self, params: Sequence[torch.Tensor], method: Compression, worker: int) -> None:
         self._recorder = _Recorder()
         self._zeros = [torch.zeros((), dtype=p.dtype).expand(p.shape) for p in params]
-        self._exchanges = _Exchanges(params, seeded(method, worker), self._recorder)
+        self._exchanges = _exchanges([p.detach() for p in params], seeded(method, worker), self._recorder)
 
     def pack(self, grads: Sequence[torch.Tensor | None], number: int) -> torch.Tensor | None:
         """Return the message of push ``number``; ``None`` if a gradient is not finite. :meth:`finish` must follow."""
         self._recorder.parts.clear()
         # Zeros for missing gradients: residuals are sent all the same, and must not be restored as for unused ones.
         filled = [zero.contiguous() if grad is None else grad for grad, zero in zip(grads, self._zeros, strict=True)]
-        if not self._exchanges.exchange(filled, number):
+        if not _exchange(self._exchanges, filled, number):
             return None
         parts = self._recorder.parts
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)  # the shard may be empty
@@ -140,24 +128,24 @@ class Unpackers:
         self._params = [torch.empty_like(p, device="meta") for p in params]
         self._method, self._dtype = method, dtype
         self._ends = torch.tensor([p.numel() for p in params]).cumsum(0).tolist()
-        self._by_worker: dict[int, tuple[_Player, _Exchanges]] = {}
+        self._by_worker: dict[int, tuple[_Player, BucketExchanges]] = {}
 
     def unpack(self, worker: int, number: int, message: torch.Tensor) -> torch.Tensor:
         """Return the flat gradients in push ``number`` of ``worker``. Raise ValueError if it is malformed."""
         if worker not in self._by_worker:
             player = _Player()
             params = [torch.zeros_like(p, device="cpu") for p in self._params]  # methods with a weight decay read them
-            self._by_worker[worker] = player, _Exchanges(params, seeded(self._method, worker), player)
+            self._by_worker[worker] = player, _exchanges(params, seeded(self._method, worker), player)
         player, exchanges = self._by_worker[worker]
         player.message, player.position = message, 0
-        finite = exchanges.exchange([None] * len(self._params), number)
+        finite = _exchange(exchanges, [None] * len(self._params), number)
         exchanges.finish(finite)
         if not finite or player.position != len(message):
             self.forget(worker)
             raise ValueError(f"a message has {len(message)} bytes, {player.position} of which make sense")
         gradient = torch.empty(self._ends[-1] if self._ends else 0, dtype=self._dtype)
-        for indices, bucket, _ in exchanges.parts:
-            for i, view in zip(indices, bucket.views, strict=True):
+        for part in exchanges.parts:
+            for i, view in zip(part.indices, part.bucket.views, strict=True):
                 gradient[self._ends[i] - view.numel() : self._ends[i]].copy_(view.reshape(-1))
         return gradient
 

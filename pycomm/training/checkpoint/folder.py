@@ -5,8 +5,8 @@
     checkpoint-00000007/           complete: it gets this name once everything in it is on disk
         manifest.json              format, number of ranks, checksums of all parts
         rank-0/part.json           values, places of tensors, checksums of the files beside
-        rank-0/shared/__0_0.distcp this rank's share of what is equal on all ranks: parameters, optimizer state
-        rank-0/own/__0_0.distcp    what differs between ranks
+        rank-0/shared/tensors      this rank's share of what is equal on all ranks: parameters, optimizer state
+        rank-0/own/tensors         what differs between ranks
     .writing-1c9a05b2/             incomplete
 """
 

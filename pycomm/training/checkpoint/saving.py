@@ -48,6 +48,7 @@ from pycomm.training.checkpoint.folder import (
     unfinished,
     whole,
 )
+from pycomm.training.checkpoint.torch_files import write_tensors
 from pycomm.training.elastic.liveness import ProcessWatch
 from pycomm.training.reducer import Reducer
 from pycomm.untrusted import path_of
@@ -214,9 +215,6 @@ def _open(folder: Path, reducer: Reducer, communicator: Communicator, keep: int)
         return number, name
 
     number, name = exchanged(communicator, "make a checkpoint", make)[0]
-    # Imported by this thread and not before, as torch takes half a second for it.
-    from pycomm.training.checkpoint.storage import write_tensors
-
     return WriteJob(
         folder=folder,
         number=number,
@@ -227,7 +225,6 @@ def _open(folder: Path, reducer: Reducer, communicator: Communicator, keep: int)
         keep=keep,
         patience=communicator.channel.timeout,
         reducer=weakref.ref(reducer),
-        write_tensors=write_tensors,
     )
 
 
@@ -263,12 +260,8 @@ def _shares(tensors: list[torch.Tensor], size: int) -> list[int]:
     return owners
 
 
-_LOG = logging.getLogger("pycomm")
-
 _POLL = (0.01, 0.5)  # seconds between two looks: shortest and longest
 _PATIENCE_FOR_OTHERS = 5.0  # seconds for other ranks to read the error
-
-WriteTensors = Callable[[Path, Mapping[str, torch.Tensor]], dict[str, Any]]
 
 
 @dataclass
@@ -297,7 +290,6 @@ class WriteJob:
     keep: int
     patience: float
     reducer: weakref.ref[Reducer]
-    write_tensors: WriteTensors
     watch: ProcessWatch = field(default_factory=ProcessWatch)
     part: dict[str, Any] = field(default_factory=dict)
     own: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -431,7 +423,7 @@ def _index(job: WriteJob, mine: Path, kind: str, tensors: dict[str, torch.Tensor
     """Write ``tensors`` and free them; return their index."""
     if not tensors:
         return {"files": {}, "tensors": {}}
-    index = job.write_tensors(mine / kind, tensors)
+    index = write_tensors(mine / kind, tensors)
     tensors.clear()
     return index
 

@@ -1,4 +1,4 @@
-"""Safe reading of files that ``torch.save`` has written: no code in them is run.
+"""Files written by ``torch.save``, and safe reading of them: no code in them is run.
 
 ``torch.load(weights_only=True)`` checks no checksum, and allocates whatever size a file names. So this module first
 compares the archive's parts with their checksums, and scans the pickle program: it may call only what makes plain
@@ -13,16 +13,17 @@ import pickletools
 import re
 import zipfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
-from pycomm.training.checkpoint.files import DamagedError, opened
+from pycomm.training.checkpoint.files import DamagedError, opened, summed, sync_directory
 from pycomm.training.checkpoint.values import dtype_called
 from pycomm.untrusted import reading
 
+_FILE = "tensors"
 _CHUNK_BYTES = 4 << 20
 _PROTOCOL = 2  # in which the names of calls are literal
 _LARGEST_PROGRAM = 64 << 20  # bytes; of an archive's directory too
@@ -73,6 +74,32 @@ def read_values(stream: BinaryIO, begin: int, size: int, what: str) -> Any:
     except Exception as error:  # a crafted file may make it raise anything
         raise DamagedError(f"{what} is damaged, or holds more than plain values: {_words(error)}") from error
     return value
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> Index:
+    """Write ``tensors``, in CPU memory, to one file in the new directory ``path``, and to disk; return their index.
+
+    Not by ``torch.distributed.checkpoint``: it gathers pickled plans over the default process group, which is unusable
+    once ranks are lost, and pickles an index of its own.
+    """
+    path.mkdir()
+    files, places = Index(), Index()
+    with summed(path / _FILE, files) as stream:
+        for name, tensor in tensors.items():
+            begin = stream.num_bytes
+            is_all = tensor.untyped_storage().nbytes() == tensor.nbytes
+            torch.save(tensor if is_all else tensor.clone(), stream)  # type: ignore[arg-type]
+            places[name] = {
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "shape": list(tensor.shape),
+                "stride": list(tensor.stride()),
+                "file": _FILE,
+                "offset": begin,
+                "length": stream.num_bytes - begin,
+            }
+        os.fsync(stream.fileno())
+    sync_directory(path)
+    return {"files": files, "tensors": places}
 
 
 def read_tensors(path: Path, index: Index, names: Sequence[str]) -> dict[str, torch.Tensor]:

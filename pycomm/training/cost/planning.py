@@ -13,7 +13,7 @@ from pycomm.compression.base import Operation
 from pycomm.schedule import rank_algorithms, simulate
 from pycomm.schedule.algorithms.circulant import circulant_all_gather
 from pycomm.schedule.algorithms.direct import direct_all_gather, direct_reduce_scatter
-from pycomm.schedule.network import Link, Network
+from pycomm.schedule.network import Network
 from pycomm.training.cost.pricing import Costs, rehearse
 
 METHODS: Mapping[str, Compression] = {
@@ -98,7 +98,8 @@ def price(num_ranks: int, nbytes: float, network: Network) -> dict[str, Priced]:
     link = SimulatedLink(num_ranks, replace(network, measured={}))
     per_host = per_host_of(network, num_ranks)
     costs = {name: _costs(method, num_ranks, nbytes, per_host) for name, method in METHODS.items()}
-    bandwidth = 1.0 / max(_scaled_link(network).beta, 1e-30)
+    scaled = network.within_host if network.per_host is None else network.between_hosts
+    bandwidth = 1.0 / max(scaled.beta, 1e-30)
     priced = {}
     for name, cost in costs.items():
         seconds = sum(link.seconds(operation) for operation in cost.operations)
@@ -143,10 +144,6 @@ def _break_even(cost: Costs, dense: Costs, link: SimulatedLink) -> float:
     first, second = 1 / _FACTORS[low], 1 / _FACTORS[low + 1]
     share = gains[low] / (gains[low] - gains[low + 1])
     return 1 / (first + share * (second - first))
-
-
-def _scaled_link(network: Network) -> Link:
-    return network.within_host if network.per_host is None else network.between_hosts
 
 
 def _with_bandwidth(network: Network, factor: float) -> Network:

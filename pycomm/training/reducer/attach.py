@@ -100,8 +100,8 @@ def _require_whole_steps(shard: Sharding, stepper: Stepper, compression: Compres
         raise ValueError(f"shard={shard} requires parameters in CPU memory: between GPUs they travel as they are")
     if shard.grads == "part" and not isinstance(compression, (NoCompression, FP16, BF16)):
         raise ValueError(
-            f'shard={shard} with compression={type(compression).__name__} requires gradients in CPU memory; grads="full", '
-            "FP16 and BF16 also work between GPUs"
+            f"shard={shard} with compression={type(compression).__name__} requires gradients in CPU memory; "
+            'grads="full", FP16 and BF16 also work between GPUs'
         )
     if isinstance(stepper, FusedStep):
         raise ValueError(

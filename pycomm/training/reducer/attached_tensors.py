@@ -27,6 +27,7 @@ from pycomm.collectives.broadcasting import (
 )
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.tensor_memory import look_at
+from pycomm.descriptions import first_names
 from pycomm.training.reducer.parameters import ParameterTable
 
 
@@ -83,12 +84,11 @@ def module_tensors(table: ParameterTable) -> dict[str, torch.Tensor]:
 
 
 def _warn_of(names: Sequence[str]) -> None:
-    shown = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     warnings.warn(
-        f"parameters of the module that this optimizer does not have differ between the ranks: {shown}. Each rank "
-        "keeps its own. If they are meant to differ, write tuning=pycomm.Tuning(ignore=[names or patterns]); if not, "
-        "give them "
-        "to the optimizer, attach theirs too, or call pycomm.broadcast_parameters(model) before",
+        "parameters of the module that this optimizer does not have differ between the ranks: "
+        f"{first_names(names)}. Each rank keeps its own. If they are meant to differ, write "
+        "tuning=pycomm.Tuning(ignore=[names or patterns]); if not, give them to the optimizer, attach theirs too, or "
+        "call pycomm.broadcast_parameters(model) before",
         RuntimeWarning,
         stacklevel=6,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from pycomm.collectives.counting import GradientCounter
+from pycomm.descriptions import first_names
 from pycomm.optim.attached import is_covered
 from pycomm.torch_internals import (
     accumulation_hooks,
@@ -49,7 +51,7 @@ class Uncovered:
             is_trained = param.requires_grad and param.is_leaf
             if is_trained and id(param) not in self._handles and not self._is_covered(param):
                 register: Any = param.register_post_accumulate_grad_hook
-                self._handles[id(param)] = register(_Note(self, name))
+                self._handles[id(param)] = register(functools.partial(weakly(self.note), name))
 
     def note(self, name: str, param: torch.Tensor) -> None:
         """Note that ``param`` has got a gradient."""
@@ -65,9 +67,8 @@ class Uncovered:
         """Warn of the parameters noted so far; only once. Called at the end of a pass."""
         if not self._names:
             return
-        names = list(dict.fromkeys(self._names))
+        shown = first_names(list(dict.fromkeys(self._names)))
         self.close()
-        shown = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         warnings.warn(
             "these parameters of the module get gradients, but are no parameters of the optimizer, and nothing "
             f"averages them: {shown}. Anything computed from them differs between the ranks, for example "
@@ -84,16 +85,16 @@ class Uncovered:
         self._names.clear()
 
 
-class _Note:
-    """Hook of a parameter that does not keep its owner alive."""
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that calls the bound ``method`` while its object lives, and does not keep it alive."""
+    reference = weakref.WeakMethod(method)
 
-    def __init__(self, owner: Uncovered, name: str) -> None:
-        self._owner, self._name = weakref.ref(owner), name
+    def call(*args: Any) -> None:
+        bound = reference()
+        if bound is not None:
+            bound(*args)
 
-    def __call__(self, param: torch.Tensor) -> None:
-        owner = self._owner()
-        if owner is not None:
-            owner.note(self._name, param)
+    return call
 
 
 def step_hook(progress: StepProgress, require_averaged: Callable[[], None]) -> Callable[..., Any]:
@@ -166,7 +167,7 @@ class BackwardWatch:
             self._active = True
             _active.add(self)
         self._tasks.add(task)
-        queue_final_callback(_TaskEnd(self, task))
+        FinalCallback(functools.partial(weakly(self.task_ended), task), self.task_failed)
 
     def abandoned(self) -> bool:
         """Return whether a pass has ended with an exception since the last call."""
@@ -212,24 +213,28 @@ _ending: weakref.WeakSet[BackwardWatch] = weakref.WeakSet()
 """Watches between their calls of ``on_gradients`` and ``on_end``."""
 
 
-class _TaskEnd:
-    """Final callback of a graph task; reports a failure if it is dropped without having been called."""
+class FinalCallback:
+    """Final callback of the graph task that is running. Autograd drops it without a call if the task fails.
 
-    def __init__(self, watch: BackwardWatch, task: int) -> None:
-        self._watch = weakref.ref(watch)
-        self._task = task
-        self._called = False
+    Args:
+        action: called at the end of the task.
+        failed: called if the task fails; a bound method, held weakly.
+    """
+
+    def __init__(self, action: Callable[[], None], failed: Callable[[], None]) -> None:
+        self._action: Callable[[], None] | None = action
+        self._failed = weakref.WeakMethod(failed)
+        queue_final_callback(self)
 
     def __call__(self) -> None:
-        self._called = True
-        watch = self._watch()
-        if watch is not None:
-            watch.task_ended(self._task)
+        action, self._action = self._action, None
+        assert action is not None
+        action()
 
     def __del__(self) -> None:
-        watch = None if self._called else self._watch()
-        if watch is not None:
-            watch.task_failed()
+        failed = None if self._action is None else self._failed()
+        if failed is not None:
+            failed()
 
 
 def _refuse_compiled_autograd() -> None:

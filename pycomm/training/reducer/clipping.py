@@ -7,7 +7,6 @@ the CPU, ``.data``, and numpy's views write without raising the version counter.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,6 +19,7 @@ from pycomm.collectives.layout import flat_alias
 from pycomm.compression.dense import method_text
 from pycomm.optim.loss_scaler import loss_scale_of
 from pycomm.optim.shards import Shards, locals_of
+from pycomm.training.reducer.autograd_hooks import weakly
 from pycomm.training.reducer.buckets import Slot
 from pycomm.training.reducer.parameters import ParameterTable
 from pycomm.training.reducer.partition import StepPartition
@@ -161,9 +161,9 @@ class LoneFactor:
         for slot in self._table.slots():
             if slot not in self._handles:
                 register: Any = slot.param.register_post_accumulate_grad_hook
-                self._handles[slot] = register(_DropFactor(self))
+                self._handles[slot] = register(weakly(self.drop))
 
-    def drop(self) -> None:
+    def drop(self, *_: Any) -> None:
         """Drop the factor, if one has been left: there is a new gradient."""
         if self._is_left:
             self._is_left = False
@@ -174,15 +174,3 @@ class LoneFactor:
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
-
-
-class _DropFactor:
-    """Hook of a parameter that does not keep its owner alive."""
-
-    def __init__(self, owner: LoneFactor) -> None:
-        self._owner = weakref.ref(owner)
-
-    def __call__(self, _param: torch.Tensor) -> None:
-        owner = self._owner()
-        if owner is not None:
-            owner.drop()

@@ -132,7 +132,10 @@ class ReductionOutcome:
 
         ``has_sent``: whether this rank had a gradient.
         """
-        if self._flags.announced.veto or not (has_sent or self._any_used()):
+        # All ranks without a gradient get the same answer.
+        flights = self._table.flights
+        any_used = has_sent or not flights or any(any(flight.exchange.used()) for flight in flights)
+        if self._flags.announced.veto or not any_used:
             self._discard()
         else:
             self._hand_out()
@@ -165,11 +168,6 @@ class ReductionOutcome:
             for flight in self._table.flights:
                 if self._settings.has_averages_of(flight.slots[0].param):
                     flight.bucket.flat.mul_(size / (size - num_skipping))
-
-    def _any_used(self) -> bool:
-        """Return whether any rank had a gradient. Called by ranks without one; all of them get the same answer."""
-        flights = self._table.flights
-        return not flights or any(any(flight.exchange.used()) for flight in flights)
 
     def _discard(self) -> None:
         """Discard this reduction.

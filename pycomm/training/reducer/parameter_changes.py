@@ -340,7 +340,7 @@ class ParameterChanges:
                 names[rank] = parse(store.get(key), ListOf(str), key) if store.check([key]) else []
             weighted = [rank for rank in ranks if store.check([f"{self._keys}/weights/{rank}"])]
         try:
-            raise_different_new({rank: {"new": new} for rank, new in names.items()})
+            raise_different_new(names)
         except RuntimeError as found:
             return found
         if 0 < len(weighted) < len(ranks):

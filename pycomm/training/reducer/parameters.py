@@ -454,9 +454,10 @@ def _names_of(
             taken.add(id(param))
             wanted.discard(id(param))
     if wanted:
+        shape = next(list(p.shape) for p in optimizer_parameters(optimizer) if id(p) in wanted)
         raise ValueError(
             f"{len(wanted)} parameter(s) of the optimizer are not among model_or_named_parameters, "
-            f"the first of shape {_shape_of(optimizer, wanted)}: was it given a different model?"
+            f"the first of shape {shape}: was it given a different model?"
         )
     return names
 
@@ -470,7 +471,3 @@ def _pair(item: object) -> tuple[str, torch.Tensor]:
         f"model_or_named_parameters yields {type(item).__name__}, wanted a torch.nn.Module or (name, tensor) pairs "
         "as from named_parameters()"
     )
-
-
-def _shape_of(optimizer: torch.optim.Optimizer, wanted: set[int]) -> list[int]:
-    return next(list(p.shape) for p in optimizer_parameters(optimizer) if id(p) in wanted)

@@ -24,31 +24,48 @@ not wait for the gradients, that happens two reductions later.
 
 from __future__ import annotations
 
+import json
 import signal
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
 import torch
 
 from pycomm.collectives.bucket import FingerprintBits
-from pycomm.descriptions import name_ranks
-from pycomm.optim.hyperparameters import Hyperparameters
+from pycomm.descriptions import counts_text, name_ranks
+from pycomm.optim.hyperparameters import Hyperparameters, Numbers
 from pycomm.optim.loop_index import LoopIndex
+from pycomm.untrusted import ANYTHING, COUNT, ListOf, MapOf, OneOf, parse
 
 ALIKE = slice(32, 60)
 NEW, VETO, SKIP, STOP = 60, 61, 62, 63
 _ANY = (VETO, SKIP, STOP)
 _REMEMBERED = 4
 """Number of records that are kept: on a GPU, the record of two reductions before is read."""
+_RECORD = {
+    "loop": OneOf(None, ListOf(OneOf(COUNT, bool), 3)),
+    "modes": COUNT,
+    "loss_scale": ANYTHING,
+    "num_passes": COUNT,
+    **dict.fromkeys(("frozen", "new"), ListOf(str)),
+    **dict.fromkeys(("veto", "stop"), OneOf(None, str)),
+    **dict.fromkeys(("skips", "absent"), bool),
+    "reductions": COUNT,
+    "steps": MapOf(COUNT),
+    "groups": MapOf(ListOf(MapOf(ANYTHING))),
+}
+"""Form of a :class:`Record` that another rank has sent."""
 
 
 @dataclass(frozen=True)
 class Record:
     """Record behind the flags of one rank in one reduction. All fields can be encoded as JSON.
+
+    Handles of :mod:`pycomm.ddp` send ``loop``, ``stop`` and the last four fields, a Reducer all but ``groups``.
 
     Attributes:
         loop: number of unused forwards, number of calls of ``zero_grad`` beyond one, and whether this step added to
@@ -60,17 +77,26 @@ class Record:
         new: names of the optimizer's parameters that are not averaged yet.
         veto, stop: reasons of the requests; ``None`` without one.
         skips: whether this rank has no batch.
+        absent: whether the rank takes part without data and takes no steps, so that it is not compared.
+        reductions: number of reductions before this one.
+        steps: by the name of an optimizer's first parameter, the number of its steps since the last reduction. Of a
+            Reducer, under "", the number of averages that its optimizer has used.
+        groups: numbers of the optimizers' groups, by the same names.
     """
 
     loop: tuple[int, int, bool] | None = None
     modes: int = 0
     loss_scale: float | None = None
     num_passes: int = 0
-    frozen: tuple[str, ...] = ()
-    new: tuple[str, ...] = ()
+    frozen: Sequence[str] = ()
+    new: Sequence[str] = ()
     veto: str | None = None
     skips: bool = False
     stop: str | None = None
+    absent: bool = False
+    reductions: int = 0
+    steps: Mapping[str, int] = field(default_factory=dict)
+    groups: Mapping[str, list[Numbers]] = field(default_factory=dict)
 
     def value(self, groups_digest: int) -> int:
         """Return the bits as a number."""
@@ -79,6 +105,15 @@ class Record:
         value = (mixed & ((1 << ALIKE.stop - ALIKE.start) - 1)) << ALIKE.start
         flags = {NEW: bool(self.new), VETO: self.veto is not None, SKIP: self.skips, STOP: self.stop is not None}
         return value | sum(1 << bit for bit, is_set in flags.items() if is_set)
+
+    def exchanged(self, gather: Callable[[bytes], Sequence[bytes]], world: Sequence[int]) -> dict[int, Record]:
+        """Return the records of all ranks, by their numbers in ``world``. Collective, by ``gather``."""
+        texts = gather(json.dumps(asdict(self)).encode())
+        found = {
+            rank: parse(text, _RECORD, f"the flags of rank {rank}") for rank, text in zip(world, texts, strict=True)
+        }
+        loops = {rank: None if of["loop"] is None else tuple(of["loop"]) for rank, of in found.items()}
+        return {rank: Record(**{**of, "loop": loops[rank]}) for rank, of in found.items()}
 
 
 @dataclass
@@ -112,6 +147,11 @@ class StopRequest:
 
     def __repr__(self) -> str:
         return f"StopRequest(rank={self.rank}, reason={self.reason!r})" if self else "StopRequest()"
+
+
+def first_stop(records: Mapping[int, Record]) -> StopRequest:
+    """Return the request to stop of the first rank that has one."""
+    return next((StopRequest(rank, of.stop) for rank, of in records.items() if of.stop is not None), StopRequest())
 
 
 class RankFlags:
@@ -225,20 +265,15 @@ class RankFlags:
         if self.stop_requested:
             self.stop = None
 
-    def apply(self, by_rank: Mapping[int, Mapping[str, Any]]) -> None:
-        """Note the requests in all ranks' records, which are dicts."""
+    def apply(self, by_rank: Mapping[int, Record]) -> None:
+        """Note the requests in all ranks' records."""
         self.announced = RankRequests(
-            veto={rank: words["veto"] for rank, words in by_rank.items() if words["veto"] is not None},
-            skipping=tuple(rank for rank, words in by_rank.items() if words["skips"]),
-            new=any(words["new"] for words in by_rank.values()),
+            veto={rank: of.veto for rank, of in by_rank.items() if of.veto is not None},
+            skipping=tuple(rank for rank, of in by_rank.items() if of.skips),
+            new=any(of.new for of in by_rank.values()),
         )
-        for rank, words in by_rank.items():
-            if words["stop"] is not None and not self.stop_requested:
-                self.stop_requested = StopRequest(rank, words["stop"])
+        self.stop_requested = self.stop_requested or first_stop(by_rank)
 
-
-Words = Mapping[str, Any]
-"""Fields of one rank's :class:`Record`."""
 
 _PAIRED = (
     "Their gradients would be averaged with those of other batches. A rank without a usable batch calls "
@@ -246,11 +281,24 @@ _PAIRED = (
 )
 
 
-def raise_out_of_loop(records: Mapping[int, Words]) -> None:
+def raise_left_out(counts: Mapping[int, int], expected: int, what: str, advice: str, whose: str = "") -> None:
+    """Raise RuntimeError if the ranks' ``counts`` differ: those other than ``expected`` have left out a batch.
+
+    Args:
+        counts: numbers of ``what``, by rank.
+        expected: the number on ranks that have left out none.
+        what: describes the numbers.
+        advice: sentences at the end of the message.
+        whose: what the ranks are counted among.
+    """
+    odd = [rank for rank, count in counts.items() if count != expected]
+    if odd:
+        raise RuntimeError(f"{name_ranks(odd)}{whose} left out a batch: {what}: {counts_text(counts)}. {advice}")
+
+
+def raise_out_of_loop(records: Mapping[int, Record]) -> None:
     """Raise RuntimeError if ranks have done different things since the last reduction."""
-    loops = {rank: tuple(words["loop"]) for rank, words in records.items() if words["loop"] is not None}
-    if len(set(loops.values())) < 2:
-        return
+    loops = {rank: of.loop for rank, of in records.items() if of.loop is not None}
     accumulated = [rank for rank, (_, _, flag) in loops.items() if flag]
     if 0 < len(accumulated) < len(loops):
         raise RuntimeError(
@@ -258,19 +306,13 @@ def raise_out_of_loop(records: Mapping[int, Words]) -> None:
             "the others did not: optimizer.zero_grad() was left out there"
         )
     unused = {rank: count for rank, (count, _, _) in loops.items()}
-    if len(set(unused.values())) > 1:
-        most = [rank for rank, count in unused.items() if count > min(unused.values())]
-        raise RuntimeError(
-            f"{name_ranks(most)} left out a batch: forwards for training since the last reduction that no "
-            f"backward() followed: {_by_rank(unused)}. {_PAIRED}. A forward that is no training step belongs in "
-            "torch.no_grad() or in `with reducer.paused():`"
-        )
+    what = "forwards for training since the last reduction that no backward() followed"
+    aside = "A forward that is no training step belongs in torch.no_grad() or in `with reducer.paused():`"
+    raise_left_out(unused, min(unused.values(), default=0), what, f"{_PAIRED}. {aside}")
     calls = {rank: 1 + count for rank, (_, count, _) in loops.items()}
-    most = [rank for rank, count in calls.items() if count > min(calls.values())]
-    raise RuntimeError(
-        f"{name_ranks(most)} left out a batch: calls of optimizer.zero_grad() since the last reduction: "
-        f"{_by_rank(calls)}. {_PAIRED}. A call that belongs to no training step goes in `with reducer.paused():`"
-    )
+    aside = "A call that belongs to no training step goes in `with reducer.paused():`"
+    what = "calls of optimizer.zero_grad() since the last reduction"
+    raise_left_out(calls, min(calls.values(), default=0), what, f"{_PAIRED}. {aside}")
 
 
 def raise_removed(names: Mapping[int, list[str]]) -> None:
@@ -288,12 +330,12 @@ def _on_ranks(ranks_by_value: Mapping[str, list[int]]) -> str:
     return ", ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in ranks_by_value.items())
 
 
-def raise_different_scales(records: Mapping[int, Words]) -> None:
+def raise_different_scales(records: Mapping[int, Record]) -> None:
     """Raise ValueError if the ranks' loss scales differ."""
     by_value: dict[str, list[int]] = {}
-    for rank, words in records.items():
-        if words["loop"] is not None:
-            by_value.setdefault(repr(words["loss_scale"]), []).append(rank)
+    for rank, of in records.items():
+        if of.loop is not None:
+            by_value.setdefault(repr(of.loss_scale), []).append(rank)
     if len(by_value) > 1:
         raise ValueError(
             f"the ranks' loss scalers differ: the scale is {_on_ranks(by_value)}. Make the scaler alike on all ranks, "
@@ -317,12 +359,12 @@ def raise_different_modes(modes: Mapping[int, Mapping[str, bool]]) -> None:
             )
 
 
-def different_windows(records: Mapping[int, Words]) -> str:
+def different_windows(records: Mapping[int, Record]) -> str:
     """Return a warning about windows of which a function has made different numbers of passes; "" without any."""
     by_value: dict[str, list[int]] = {}
-    for rank, words in records.items():
-        if words["num_passes"]:
-            by_value.setdefault(str(words["num_passes"]), []).append(rank)
+    for rank, of in records.items():
+        if of.num_passes:
+            by_value.setdefault(str(of.num_passes), []).append(rank)
     if len(by_value) < 2:
         return ""
     return (
@@ -332,10 +374,10 @@ def different_windows(records: Mapping[int, Words]) -> str:
     )
 
 
-def raise_different_freezing(records: Mapping[int, Words]) -> None:
+def raise_different_freezing(records: Mapping[int, Record]) -> None:
     """Raise RuntimeError if a parameter is frozen on some ranks only."""
-    frozen = {rank: set(words["frozen"]) for rank, words in records.items()}
-    names = [name for words in records.values() for name in words["frozen"]]
+    frozen = {rank: set(of.frozen) for rank, of in records.items()}
+    names = [name for of in records.values() for name in of.frozen]
     for name in names:
         where = [rank for rank, those in frozen.items() if name in those]
         if len(where) < len(records):
@@ -345,9 +387,8 @@ def raise_different_freezing(records: Mapping[int, Words]) -> None:
             )
 
 
-def raise_different_new(records: Mapping[int, Words]) -> None:
-    """Raise RuntimeError if parameters are new on some ranks only."""
-    new = {rank: list(words["new"]) for rank, words in records.items()}
+def raise_different_new(new: Mapping[int, Sequence[str]]) -> None:
+    """Raise RuntimeError if parameters are ``new`` on some ranks only."""
     have = [rank for rank, names in new.items() if names]
     lack = [rank for rank, names in new.items() if not names]
     if have and lack:
@@ -356,10 +397,6 @@ def raise_different_new(records: Mapping[int, Words]) -> None:
             "add, replace or unfreeze parameters on all ranks, between the same steps, and have reduce() average "
             "gradients of frozen ones on all ranks or on none"
         )
-
-
-def _by_rank(counts: Mapping[int, int]) -> str:
-    return ", ".join(f"rank {rank}: {count}" for rank, count in counts.items())
 
 
 def reasons_of(veto: Mapping[int, str]) -> str:

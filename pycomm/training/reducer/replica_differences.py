@@ -149,7 +149,8 @@ class RollingHash:
         if not self._parts:
             return []
         part = self._parts[number % len(self._parts)]
-        return [_cut(slot.local, begin, end) for slot, begin, end in part]
+        tensors = [(hashable(slot.local), begin, end) for slot, begin, end in part]
+        return [x if end is None else x.view(-1)[begin:end] for x, begin, end in tensors]
 
     def number(self, tensors: Sequence[torch.Tensor]) -> int:
         """Return a number of 32 bits that almost certainly differs if a tensor does."""
@@ -182,10 +183,6 @@ def _parts_of(slots: Sequence[Slot]) -> list[list[tuple[Slot, int, int | None]]]
             parts[-1].append((slot, begin, None if taken == count else begin + taken))
             begin, left = begin + taken, left - taken * width - _PER_TENSOR
     return parts
-
-
-def _cut(tensor: torch.Tensor, begin: int, end: int | None) -> torch.Tensor:
-    return hashable(tensor) if end is None else hashable(tensor).view(-1)[begin:end]
 
 
 class ReplicaDifferences:

@@ -24,8 +24,7 @@ import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+from dataclasses import replace
 
 import torch
 
@@ -35,7 +34,7 @@ from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import is_capturing, on_gpu
 from pycomm.collectives.tensor_memory import comparable, hashable
 from pycomm.compression.base import Flag
-from pycomm.descriptions import name_ranks
+from pycomm.descriptions import counts_text, name_ranks
 from pycomm.optim.hyperparameters import Hyperparameters, require_equal_groups
 from pycomm.torch_internals import parts_of, uncompiled
 from pycomm.training.reducer.buckets import BucketInFlight, state_of
@@ -45,6 +44,7 @@ from pycomm.training.reducer.rank_flags import (
     NEW,
     RankFlags,
     RankRequests,
+    Record,
     different_windows,
     raise_different_freezing,
     raise_different_modes,
@@ -353,15 +353,15 @@ class RankComparison:
             ValueError: their hyperparameters differ.
             DamageError: some ranks' parameters differ from those of most, or their state has changed by itself.
         """
-        mine = {"steps": self._progress.num_steps, "absent": self.absent, **asdict(self.flags.record_of(of))}
-        texts = self._differences.all_gather_text(json.dumps(mine))
-        records = [parse(text, MapOf(ANYTHING), "a rank's record of a reduction") for text in texts]
-        by_rank = dict(zip(self._world(), records, strict=True))
-        absent = [words["absent"] for words in records]
-        steps = [words["steps"] for words in records if not words["absent"]] or [words["steps"] for words in records]
-        if any(differing[_STEP]) and (len(set(steps)) > 1 or not any(absent)) and not all(absent):
-            raise RuntimeError(_out_of_step(by_rank))
-        self._report_flags(differing, by_rank, of)
+        record = self.flags.record_of(of)
+        mine = replace(record, absent=self.absent, reductions=of, steps={"": self._progress.num_steps})
+        by_rank = mine.exchanged(self._communicator.channel.all_gather_bytes, self._world())
+        absent = [each.absent for each in by_rank.values()]
+        there = {rank: each for rank, each in by_rank.items() if not each.absent}
+        steps = {rank: each.steps[""] for rank, each in (there or by_rank).items()}
+        if any(differing[_STEP]) and there and (len(set(steps.values())) > 1 or not any(absent)):
+            raise RuntimeError(_out_of_step(steps))
+        self._report_flags(differing, by_rank, there, of)
         if differing[_STATE]:
             self._report_state()
         is_due = self.is_due(of)
@@ -372,18 +372,19 @@ class RankComparison:
         if any(differing[_BUFFERS]) and not self._logged:
             self._log_buffers(absent)
         if self.absent:
-            self._progress.num_steps = max(steps)
+            self._progress.num_steps = max(steps.values())
 
-    def _report_flags(self, differing: Sequence[bool], records: dict[int, Any], of: int) -> None:
+    def _report_flags(
+        self, differing: Sequence[bool], records: Mapping[int, Record], there: Mapping[int, Record], of: int
+    ) -> None:
         """Raise the error of what ranks did differently in reduction ``of``, or note requests. Collective."""
-        there = {rank: words for rank, words in records.items() if not words["absent"]}
         if differing[NEW]:  # before the groups, which then differ too
-            raise_different_new(there)
+            raise_different_new({rank: each.new for rank, each in there.items()})
         if there and any(differing[ALIKE]):
             self._report_alike(records, there, of)
         self.flags.apply(records)
 
-    def _report_alike(self, records: Mapping[int, Any], there: Mapping[int, Any], of: int) -> None:
+    def _report_alike(self, records: Mapping[int, Record], there: Mapping[int, Record], of: int) -> None:
         """Raise the error of what ranks do not do alike in reduction ``of``. Collective."""
         numbers, module = self.flags.hyperparameters, self._table.module
         parts = {} if module is None or not self._compares_modes else dict(uncompiled(module).named_modules())
@@ -392,7 +393,7 @@ class RankComparison:
         text = json.dumps({"groups": groups, "of_step": of_step, "modes": modes, "names": names})
         texts = [parse(each, _ALIKE, "what a rank does") for each in self._differences.all_gather_text(text)]
         every = dict(zip(records, texts, strict=True))
-        trained = {rank for rank, words in there.items() if words["loop"] is not None}
+        trained = {rank for rank, each in there.items() if each.loop is not None}
         raise_removed({rank: of["names"] for rank, of in every.items() if rank in there})
         require_equal_groups({rank: every[rank]["groups"] for rank in there}, _PERMITTING)
         # A newcomer has made no step yet.
@@ -439,14 +440,12 @@ class RankComparison:
         return self._world()[self._communicator.rank]
 
 
-def _out_of_step(records: Mapping[int, Mapping[str, Any]]) -> str:
+def _out_of_step(steps: Mapping[int, int]) -> str:
     """Return the message about ranks with different numbers of steps."""
-    steps = {rank: words["steps"] for rank, words in records.items() if not words["absent"]}
     behind = [rank for rank, count in steps.items() if count < max(steps.values())]
-    counts = ", ".join(f"rank {rank}: {count}" for rank, count in steps.items())
     return (
-        f"the ranks are out of step: averages that optimizer.step() has used before this reduction: {counts}. "
-        f"{name_ranks(behind).capitalize()} ran a backward() that the others did not, or left out a step. The last "
-        "averages were of different passes. A pass that is not a training step of all ranks (a saliency map, a "
-        "penalty, validation) belongs in `with reducer.paused():`"
+        "the ranks are out of step: averages that optimizer.step() has used before this reduction: "
+        f"{counts_text(steps)}. {name_ranks(behind).capitalize()} ran a backward() that the others did not, or left "
+        "out a step. The last averages were of different passes. A pass that is not a training step of all ranks (a "
+        "saliency map, a penalty, validation) belongs in `with reducer.paused():`"
     )

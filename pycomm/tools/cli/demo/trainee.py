@@ -83,7 +83,8 @@ class Trainee:
 def first_difference(model: nn.Module) -> str | None:
     """Name the first parameter or buffer that is not bitwise equal on all ranks, or return ``None``. Collective."""
     state = model.state_dict()
-    mine = torch.tensor([list(_digest(tensor)) for tensor in state.values()], dtype=torch.uint8)
+    digests = [hashlib.sha256(tensor.contiguous().numpy().tobytes()).digest() for tensor in state.values()]
+    mine = torch.tensor([list(digest) for digest in digests], dtype=torch.uint8)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
     for i, name in enumerate(state):
@@ -91,7 +92,3 @@ def first_difference(model: nn.Module) -> str | None:
             if not torch.equal(theirs[i], everyone[0][i]):
                 return f"{name!r} differs between ranks 0 and {rank}"
     return None
-
-
-def _digest(tensor: torch.Tensor) -> bytes:
-    return hashlib.sha256(tensor.contiguous().numpy().tobytes()).digest()

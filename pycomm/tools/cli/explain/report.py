@@ -11,7 +11,7 @@ from pathlib import Path
 from pycomm import untrusted
 from pycomm.collectives.recorder import DIRECTORY, folder
 from pycomm.tools.cli.arguments import complain, say
-from pycomm.tools.cli.explain.dumps import Content, Dump, DumpedGroup, NoDumpError, groups_of, newest_job, read
+from pycomm.tools.cli.explain.dumps import Content, DumpedGroup, NoDumpError, groups_of, newest_job, read
 from pycomm.tools.cli.explain.verdict import described, verdict
 
 
@@ -121,7 +121,9 @@ def _readable(place: Path, *, own: bool = False) -> list[Content]:
 
 def _list(group: DumpedGroup, count: int) -> None:
     for rank, history in sorted(group.histories.items()):
-        say(f"\n  rank {rank} ({_origin(history.dump)}):")
+        dump = history.dump
+        origin = f"{dump.host}, process {dump.pid}, written at {_clock(dump.time)}: {dump.reason}"
+        say(f"\n  rank {rank} ({origin}):")
         numbers = sorted(history.operations)[-count:] if count > 0 else []
         for number in numbers:
             operation = history.operations[number]
@@ -130,10 +132,6 @@ def _list(group: DumpedGroup, count: int) -> None:
             say(f"    {number:>6}  {_clock(operation['began'])}  {took:>11}  {described(operation, group)}")
             if operation["error"]:
                 say(f"            error: {operation['error']}")
-
-
-def _origin(dump: Dump) -> str:
-    return f"{dump.host}, process {dump.pid}, written at {_clock(dump.time)}: {dump.reason}"
 
 
 def _clock(seconds: float) -> str:

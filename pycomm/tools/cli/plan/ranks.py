@@ -55,7 +55,8 @@ def _steps(name: str, num_ranks: int) -> str:
 
 def _print_masters(ranking: Ranking) -> None:
     """Print the best group sizes of the algorithms with one master per group, for latency-bound arrays."""
-    named = [name for name in ranking.curves if _is_masters(name) and _steps(name, ranking.num_ranks)]
+    masters = [name for name in ranking.curves if name.startswith("hierarchical(") and name.count(",") == 1]
+    named = [name for name in masters if _steps(name, ranking.num_ranks)]
     family = {name: ranking.seconds(name, _SMALL_BYTES) for name in named}
     if len(family) < 2:
         return
@@ -66,7 +67,3 @@ def _print_masters(ranking: Ranking) -> None:
         f"\nof those with one master per group, fastest for small arrays: {', '.join(names)}: "
         f"{steps} steps against the ring's {2 * (ranking.num_ranks - 1)}"
     )
-
-
-def _is_masters(name: str) -> bool:
-    return name.startswith("hierarchical(") and name.count(",") == 1
