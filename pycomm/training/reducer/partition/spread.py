@@ -293,6 +293,11 @@ class SpreadSegment(Segment):
         """Return the parameters as one flat part for each rank."""
         return self.parts_in(self.own, self.dtype)
 
+    def gather(self, channel: Channel) -> None:
+        """Overwrite each part of the parameters with that of its rank. Collective."""
+        parts = self.own_parts()
+        channel.all_gather_v(parts, parts[self._rank])
+
     def parts_in(self, memory: Memory, dtype: torch.dtype) -> list[torch.Tensor]:
         """Return the parts of the ranks in memory that is laid out as the bucket."""
         return [tensor_in(memory, dtype, share.start, share.stop) for share in self.shares]
@@ -386,12 +391,8 @@ class SpreadPartition(StepPartition):
         lost = functools.partial(self._lost, self._optimizer)
         # The last bucket has the first layers.
         for flight in reversed(self._flights):
-            self._arrivals.begin(flight, self._gathering(flight), lost)
-
-    def _gathering(self, flight: BucketInFlight) -> Callable[[], None]:
-        """Return the exchange of the new parameters of ``flight``."""
-        channel, parts = flight.communicator.channel, self._segments[flight].own_parts()
-        return self._changes.encoded(flight) or (lambda: channel.all_gather_v(parts, parts[channel.rank]))
+            gather = functools.partial(self._segments[flight].gather, flight.communicator.channel)
+            self._arrivals.begin(flight, self._changes.encoded(flight) or gather, lost)
 
     def _is_complete(self) -> bool:
         return False
