@@ -173,21 +173,6 @@ def forget_original(module: torch.nn.Module) -> None:
             del hooks[key]
 
 
-def weak_step_hook(method: Callable[[torch.optim.Optimizer], None]) -> Callable[..., None]:
-    """Return a hook of every optimizer's step that calls the bound ``method`` while its object lives.
-
-    It does nothing in a step that torch.compile traces.
-    """
-    reference = weakref.WeakMethod(method)
-
-    def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        call = None if torch.compiler.is_compiling() else reference()
-        if call is not None:
-            call(optimizer)
-
-    return hook
-
-
 class ZeroGradHook:
     """Hook that calls ``note()`` before ``optimizer.zero_grad()``, for which torch has no hooks.
 

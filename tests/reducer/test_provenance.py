@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
-from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import pycomm
+from pycomm.training.reducer.parameter_changes import _watching
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
 from tests.reducer.attaching import assert_replicas_equal, attached, over_torch, own_state
@@ -418,12 +419,15 @@ def test_another_optimizer_over_attached_parameters(way: str) -> None:
 
 
 @on_ranks(2)
-def test_no_hook_of_all_optimizers_outlives_a_reducer() -> None:
-    """Dropped, not detached. That of copies is one for the process, and stays."""
-    model = make_model()
-    optimizer = sgd(model)
-    pycomm.attach(optimizer, model, tuning=pycomm.Tuning(timeout=30))
-    attached_hooks = len(hooks)
-    del optimizer, model
-    gc.collect()
-    assert len(hooks) == attached_hooks - 1
+def test_a_reducer_that_is_dropped_watches_no_more() -> None:
+    """Also in the midst of another optimizer's step, in which torch goes through the hooks of all optimizers."""
+    before, kept = len(_watching), [make_model()]
+    kept.append(sgd(kept[0]))
+    pycomm.attach(kept[1], kept[0], tuning=pycomm.Tuning(timeout=30))
+    assert len(_watching) == before + 1
+    handle = register_optimizer_step_pre_hook(lambda *_: (kept.clear(), gc.collect(), None)[-1])
+    try:
+        sgd(make_model()).step()
+    finally:
+        handle.remove()
+    assert len(_watching) == before

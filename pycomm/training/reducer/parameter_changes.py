@@ -8,6 +8,7 @@ change the parameters of this rank only. These checks read only local objects, a
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import operator
@@ -21,7 +22,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pycomm.descriptions import name_ranks
 from pycomm.optim.attached import is_covered
-from pycomm.optim.module_hooks import weak_step_hook
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.torch_internals import children_of, local_of, own_parameters
 from pycomm.training.reducer.buckets import Slot
@@ -356,14 +356,17 @@ class ParameterChanges:
         """Watch replaced parameters of the module, before a forward; return whether any were added."""
         return self._places.look(self._table)
 
-    def watch_other_optimizers(self) -> Any:
-        """Make it an error that another optimizer steps what has replaced attached parameters; return a handle.
+    def watch_other_optimizers(self) -> None:
+        """Make it an error that another optimizer steps what has replaced attached parameters, until :meth:`remove`.
 
         Without a call of the module, nothing else shows them.
         """
-        handle = register_optimizer_step_pre_hook(weak_step_hook(self._before_other_step))
-        weakref.finalize(self, handle.remove)
-        return handle
+        _watch_steps()
+        _watching.add(self)
+
+    def remove(self) -> None:
+        """Watch no longer."""
+        _watching.discard(self)
 
     def _before_other_step(self, optimizer: torch.optim.Optimizer) -> None:
         table = self._table
@@ -413,3 +416,20 @@ class ParameterChanges:
             "gradient. detach(), then attach() the optimizer that has the module's parameters now; or put the new "
             "parameter into the attached optimizer's groups, on all ranks"
         )
+
+
+_watching: weakref.WeakSet[ParameterChanges] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_steps() -> None:
+    """Have those that watch called before the step of any optimizer, unless torch.compile traces it.
+
+    The hook stays: the garbage collector might take out that of one object while torch goes through them.
+    """
+
+    def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for each in () if torch.compiler.is_compiling() else _watching:
+            each._before_other_step(optimizer)
+
+    register_optimizer_step_pre_hook(before)
