@@ -425,7 +425,12 @@ def test_a_reducer_that_is_dropped_watches_no_more() -> None:
     kept.append(sgd(kept[0]))
     pycomm.attach(kept[1], kept[0], tuning=pycomm.Tuning(timeout=30))
     assert len(_watching) == before + 1
-    handle = register_optimizer_step_pre_hook(lambda *_: (kept.clear(), gc.collect(), None)[-1])
+
+    def drop(*_: object) -> None:
+        kept.clear()
+        gc.collect()
+
+    handle = register_optimizer_step_pre_hook(drop)
     try:
         sgd(make_model()).step()
     finally:

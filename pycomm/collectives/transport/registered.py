@@ -66,9 +66,12 @@ def empty(dims: Sequence[int], dtype: torch.dtype, device: torch.device, symmetr
         torch.cuda.empty_cache()  # it may be torch that has the memory, for later tensors
         block = RegisteredBlock(num_bytes, index, symmetric)
     _blocks[block.address] = block
-    storage = torch.as_tensor(block, device=f"cuda:{block.device}").untyped_storage()
-    like = torch.empty(dims, device="meta")
+    storage, like = _storage_on(block), torch.empty(dims, device="meta")
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, dims, like.stride())
+
+
+def _storage_on(block: RegisteredBlock) -> torch.UntypedStorage:
+    return torch.as_tensor(block, device=f"cuda:{block.device}").untyped_storage()
 
 
 def register(array: Any, transport: NcclTransport) -> None:

@@ -25,7 +25,9 @@ class _GroupOfOne:
 
     rank, size, hosts = 0, 1, ((0,),)
 
-    def empty(self, shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> torch.Tensor:
+    def empty(
+        self, shape: int, dtype: torch.dtype = torch.float32, device: Any = None, *, symmetric: bool = False
+    ) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:

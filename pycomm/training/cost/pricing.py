@@ -81,7 +81,9 @@ class _Rehearsal:
     def own_share(self, x: torch.Tensor, algorithm: str) -> None:
         pass  # there is no shared memory, which would save copies
 
-    def empty(self, shape: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
+    def empty(
+        self, shape: int, dtype: torch.dtype, device: torch.device | None = None, *, symmetric: bool = False
+    ) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
     def all_reduce(self, x: torch.Tensor, op: str = "sum", algorithm: str = "auto") -> None:
