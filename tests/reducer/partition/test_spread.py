@@ -372,7 +372,9 @@ def lose_a_rank(point: str) -> None:
         )
     stepped(model, optimizer)
     dying = rank() == 1
-    if dying and point == "before its gathering":
+    if point == "before a later gathering":
+        list(map(torch.clone, model.parameters()))  # waits for those of the first step
+    if dying and point.endswith("gathering"):
         Channel.all_gather_v = lambda *_: os._exit(1)  # type: ignore[method-assign]
     if dying and point == "before the step":
         optimizer.zero_grad()
@@ -389,7 +391,7 @@ def lose_a_rank(point: str) -> None:
     assert all(type(p) is nn.Parameter for p in model.parameters())
 
 
-@pytest.mark.parametrize("point", ["before the step", "before its gathering"])
+@pytest.mark.parametrize("point", ["before the step", "before its gathering", "before a later gathering"])
 def test_no_mixture_trains_on(point: str, new_ranks: Pools) -> None:
     outcomes = new_ranks(3).outcomes(lose_a_rank, point, timeout=60.0)
     left = [outcomes[0], outcomes[2]]

@@ -343,8 +343,7 @@ class SpreadPartition(StepPartition):
         self._optimizer, self._on_gpu = optimizer, on_gpu
         self._segments: dict[BucketInFlight, SpreadSegment] = {}
         self._at_home: set[torch.Tensor] = set()  # parameters whose masters are kept by parts
-        self._arrivals = ParameterArrivals(module)
-        self._is_lost = False
+        self._arrivals, self._is_lost = ParameterArrivals(module), False
         order = order_of(communicator.channel.transport.hosts)
         super().__init__(communicator, optimizer, module, settings, order, on_gpu)
         self._changes = SentChanges(settings.shard, optimizer, self._order)
@@ -386,6 +385,7 @@ class SpreadPartition(StepPartition):
             self._is_lost = True
             super()._lost(optimizer, error)
             self._arrivals.abandon()
+            torch.optim.Optimizer.zero_grad(optimizer)  # else step() would first say that gradients are used
 
     def _hand_out(self) -> None:
         lost = functools.partial(self._lost, self._optimizer)
