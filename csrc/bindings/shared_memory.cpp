@@ -241,38 +241,32 @@ void all_to_all_v(SharedMemoryGroup& group, py::handle outs, py::handle xs, doub
     group.all_to_all_v(to, from, timeout);
 }
 
-void reduce_scatter_v(SharedMemoryGroup& group, py::handle out, py::handle xs, py::handle op_name, double timeout) {
-    auto [target, sources, op] = look_at(group, timeout, [&] {
-        Array seen = as_array(out, "out", Access::kWrite);
-        require_host(seen, "out");
-        std::vector<Array> read = as_parts(xs, "xs", Access::kRead, group.size());
-        ReduceOp named = reduce_op_named(op_name);
-        require_reducible(seen.buffer, named, "out");
-        require_contributions(seen.buffer, buffers_of(read), group.rank());
-        return std::tuple{std::move(seen), std::move(read), named};
-    });
-    const std::vector<Buffer> from = buffers_of(sources);
-    py::gil_scoped_release release;
-    group.reduce_scatter_v(target.buffer, from, op, timeout);
-}
-
+// pieces: None if all of this rank's input is in xs.
 float reduce_scatter_apart(SharedMemoryGroup& group, py::handle out, py::handle xs, py::handle op_name,
                            py::handle pieces, double timeout) {
     auto [target, sources, own, op] = look_at(group, timeout, [&] {
         Array seen = as_array(out, "out", Access::kWrite);
         require_host(seen, "out");
-        std::vector<Array> read = as_parts(xs, "xs", Access::kRead, group.size());
+        std::vector<Array> read = as_parts(xs, "xs", Access::kRead, group.size()), apart;
         ReduceOp named = reduce_op_named(op_name);
         require_reducible(seen.buffer, named, "out");
         require_contributions(seen.buffer, buffers_of(read), group.rank());
-        std::vector<Array> apart = as_arrays(pieces, "pieces", Access::kRead);
-        require_pieces(seen.buffer, 0, buffers_of(apart));
-        if (OwnPart{0, buffers_of(apart)}.count() != seen.buffer.count) throw ArgumentError("pieces do not fill out");
+        if (!pieces.is_none()) {
+            apart = as_arrays(pieces, "pieces", Access::kRead);
+            require_pieces(seen.buffer, 0, buffers_of(apart));
+            if (OwnPart{0, buffers_of(apart)}.count() != seen.buffer.count) {
+                throw ArgumentError("pieces do not fill out");
+            }
+        }
         return std::tuple{std::move(seen), std::move(read), std::move(apart), named};
     });
     const std::vector<Buffer> from = buffers_of(sources), parts = buffers_of(own);
     py::gil_scoped_release release;
-    return group.reduce_scatter_apart(target.buffer, from, parts, op, timeout);
+    return group.reduce_scatter_v(target.buffer, from, op, timeout, parts);
+}
+
+void reduce_scatter_v(SharedMemoryGroup& group, py::handle out, py::handle xs, py::handle op_name, double timeout) {
+    reduce_scatter_apart(group, out, xs, op_name, py::none(), timeout);
 }
 
 void broadcast(SharedMemoryGroup& group, py::handle x, py::handle src, double timeout) {

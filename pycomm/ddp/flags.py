@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from pycomm.collectives.bucket import FINGERPRINT_BITS, FingerprintBits
 from pycomm.collectives.communicator import Communicator
@@ -23,7 +22,7 @@ from pycomm.compression.base import Exchange
 from pycomm.descriptions import counts_text
 from pycomm.optim.hyperparameters import Hyperparameters, require_equal_groups
 from pycomm.optim.loop_index import LoopIndex
-from pycomm.optim.module_hooks import ForwardWatch
+from pycomm.optim.module_hooks import ForwardWatch, StepWatch
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.torch_internals import current_graph_task, local_of
 from pycomm.training.reducer import (
@@ -73,8 +72,7 @@ class SteppedOptimizers:
         self._stepped: list[weakref.ref[torch.optim.Optimizer]] = []
         self.counts: dict[str, int] = {}
         self.requires_passes = False
-        _watch_steps()
-        _alive.add(self)
+        self._watch = StepWatch(self._begin, self._end)
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
         self._close(optimizer)  # the step before may have ended with an exception
@@ -138,28 +136,6 @@ class SteppedOptimizers:
         """Count from zero."""
         self._stepped.clear()
         self.counts = {}
-
-
-_alive: weakref.WeakSet[SteppedOptimizers] = weakref.WeakSet()
-
-
-@functools.cache
-def _watch_steps() -> None:
-    """Note the steps of all optimizers from now on.
-
-    The hooks stay: the garbage collector might take out those of one object while torch goes through them.
-    """
-
-    def begin(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for each in () if torch.compiler.is_compiling() else _alive:
-            each._begin(optimizer)
-
-    def end(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for each in () if torch.compiler.is_compiling() else _alive:
-            each._end(optimizer)
-
-    register_optimizer_step_pre_hook(begin)
-    register_optimizer_step_post_hook(end)
 
 
 def _is_zero(rate: Any) -> bool:

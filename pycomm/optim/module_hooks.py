@@ -1,4 +1,4 @@
-"""Hooks of a training loop: of a module's forward, and of ``optimizer.zero_grad()``."""
+"""Hooks of a training loop: of a module's forward, of ``optimizer.zero_grad()``, and of all optimizers' steps."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from pycomm.optim.copies import CopyWatch, MarkedParts
 from pycomm.torch_internals import (
@@ -171,6 +172,58 @@ def forget_original(module: torch.nn.Module) -> None:
         hooks = forward_pre_hooks(part)
         for key in [key for key, hook in hooks.items() if isinstance(hook, OfCopy)]:
             del hooks[key]
+
+
+class StepWatch:
+    """Watch of all optimizers' steps, but for those that torch.compile traces.
+
+    It ends with :meth:`remove`, or with the object that keeps it.
+
+    Args:
+        before: bound method, held weakly, that is called with the optimizer before each step.
+        after: likewise after it; ``None``: nothing is.
+    """
+
+    def __init__(
+        self,
+        before: Callable[[torch.optim.Optimizer], None],
+        after: Callable[[torch.optim.Optimizer], None] | None = None,
+    ) -> None:
+        self._methods = weakref.WeakMethod(before), None if after is None else weakref.WeakMethod(after)
+        _watch_steps()
+        _watches.add(self)
+
+    def call(self, number: int, optimizer: torch.optim.Optimizer) -> None:
+        """Call the method before (0) or after (1) a step of ``optimizer``."""
+        reference = self._methods[number]
+        method = None if reference is None else reference()
+        if method is not None:
+            method(optimizer)
+
+    def remove(self) -> None:
+        """Watch no longer."""
+        _watches.discard(self)
+
+
+_watches: weakref.WeakSet[StepWatch] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_steps() -> None:
+    """Call all watches from now on.
+
+    These hooks stay: the garbage collector might take out those of one object while torch goes through them.
+    """
+
+    def hook(number: int) -> Callable[..., None]:
+        def call(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            for watch in () if torch.compiler.is_compiling() else _watches:
+                watch.call(number, optimizer)
+
+        return call
+
+    register_optimizer_step_pre_hook(hook(0))
+    register_optimizer_step_post_hook(hook(1))
 
 
 class ZeroGradHook:

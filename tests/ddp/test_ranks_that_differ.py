@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import pycomm
 from pycomm.ddp import register
-from pycomm.ddp.flags import HookFlags, SteppedOptimizers, TrainingLoop, _alive
+from pycomm.ddp.flags import HookFlags, SteppedOptimizers, TrainingLoop
+from pycomm.optim.module_hooks import _watches
 from tests.ddp.test_hsdp_uses import loss_of as shards_loss_of
 from tests.ddp.test_hsdp_uses import replicated
 from tests.ddp.wrapping import OutOfOrder, wrapped
@@ -424,13 +425,13 @@ def test_on_a_gpu_flags_are_compared_two_steps_later() -> None:
 
 
 def test_watches_end_with_the_loop() -> None:
-    before, model = len(_alive), make_model()
+    before, model = len(_watches), make_model()
     loop = TrainingLoop(model, SteppedOptimizers(dict(model.named_parameters()), None, ()))
-    assert len(_alive) == before + 1
+    assert len(_watches) == before + 1
     loop.remove()
     del loop
     gc.collect()
-    assert len(_alive) == before
+    assert len(_watches) == before
 
 
 def test_a_watch_may_end_while_an_optimizer_steps() -> None:

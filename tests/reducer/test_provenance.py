@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import pycomm
-from pycomm.training.reducer.parameter_changes import _watching
+from pycomm.optim.module_hooks import _watches
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
 from tests.reducer.attaching import assert_replicas_equal, attached, over_torch, own_state
@@ -421,10 +421,10 @@ def test_another_optimizer_over_attached_parameters(way: str) -> None:
 @on_ranks(2)
 def test_a_reducer_that_is_dropped_watches_no_more() -> None:
     """Also in the midst of another optimizer's step, in which torch goes through the hooks of all optimizers."""
-    before, kept = len(_watching), [make_model()]
+    before, kept = len(_watches), [make_model()]
     kept.append(sgd(kept[0]))
     pycomm.attach(kept[1], kept[0], tuning=pycomm.Tuning(timeout=30))
-    assert len(_watching) == before + 1
+    assert len(_watches) == before + 1
 
     def drop(*_: object) -> None:
         kept.clear()
@@ -435,4 +435,4 @@ def test_a_reducer_that_is_dropped_watches_no_more() -> None:
         sgd(make_model()).step()
     finally:
         handle.remove()
-    assert len(_watching) == before
+    assert len(_watches) == before

@@ -93,7 +93,7 @@ void own_part_of_scatter_apart(SharedMemoryGroup& group, Floats& x, int64_t coun
     std::vector<float> elsewhere(static_cast<size_t>(count), mine);
     std::fill_n(static_cast<float*>(out.data), count, -1.0f);
     const std::vector<Buffer> pieces{{elsewhere.data(), count, DType::kF32}};
-    const float largest = group.reduce_scatter_apart(out, parts, pieces, ReduceOp::kSum, kTimeout);
+    const float largest = group.reduce_scatter_v(out, parts, ReduceOp::kSum, kTimeout, pieces);
     const auto* found = static_cast<const float*>(out.data);
     require(std::all_of(found, found + count, [&](float each) { return each == sum; }), "reduce_scatter_apart");
     require(largest == (count > 0 ? mine : 0.0f), "largest");

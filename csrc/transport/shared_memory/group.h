@@ -90,12 +90,11 @@ class SharedMemoryGroup final : private ForkAware {
     // One array for each rank, of any type and length: xs[p] goes to rank p, outs[p] comes from it. Several of xs may
     // be the same array. Throws ArgumentError on every rank if an array and its destination differ in length.
     void all_to_all_v(const std::vector<Buffer>& outs, const std::vector<Buffer>& xs, double timeout);
-    // out: the reduction of all ranks' xs[rank]. Lengths may differ from rank to rank; errors as for all_to_all_v.
-    void reduce_scatter_v(const Buffer& out, const std::vector<Buffer>& xs, ReduceOp op, double timeout);
-    // reduce_scatter_v where `pieces`, consecutive, take the place of xs[rank], which must be `out`; they lie in `out`
-    // only at their own place. Returns the largest magnitude in the pieces that lie elsewhere, NaN if any is NaN.
-    float reduce_scatter_apart(const Buffer& out, const std::vector<Buffer>& xs, const std::vector<Buffer>& pieces,
-                               ReduceOp op, double timeout);
+    // out: the reduction of all ranks' xs[rank]. Lengths may differ from rank to rank; errors as for all_to_all_v. If
+    // there are `pieces`, consecutive, they take the place of this rank's xs[rank], which must be `out`; they lie in
+    // `out` only at their own place. Returns the largest magnitude in the pieces that lie elsewhere, NaN if any is NaN.
+    float reduce_scatter_v(const Buffer& out, const std::vector<Buffer>& xs, ReduceOp op, double timeout,
+                           const std::vector<Buffer>& pieces = {});
     void broadcast(const Buffer& x, int root, double timeout);
     void barrier(double timeout);
     // Stands in for an operation that this rank cannot join because its arguments are wrong: the others get an

@@ -160,36 +160,25 @@ void SharedMemoryGroup::all_to_all_v(const std::vector<Buffer>& outs, const std:
     });
 }
 
-void SharedMemoryGroup::reduce_scatter_v(const Buffer& out, const std::vector<Buffer>& xs, ReduceOp op,
-                                         double timeout) {
+float SharedMemoryGroup::reduce_scatter_v(const Buffer& out, const std::vector<Buffer>& xs, ReduceOp op, double timeout,
+                                          const std::vector<Buffer>& pieces) {
     Call call(*this, "reduce_scatter_v", timeout);
     Parts parts(call, *this, xs, std::vector<int64_t>(xs.size(), out.num_bytes()));
     call.announce({.kind = Kind::kReduceScatterV, .dtype = out.dtype, .op = op});
     parts.exchange();
-    parts.move([&](int64_t i) {
-        const Range range = parts.piece(rank_, i);  // the same for every rank
-        reduce_from(call, {out.bytes() + range.begin}, out.dtype, op, range.size() / size_of(out.dtype),
-                    [&](int p) { return parts.address(p, i); });
-    });
-}
-
-float SharedMemoryGroup::reduce_scatter_apart(const Buffer& out, const std::vector<Buffer>& xs,
-                                              const std::vector<Buffer>& pieces, ReduceOp op, double timeout) {
-    Call call(*this, "reduce_scatter_v", timeout);
-    Parts parts(call, *this, xs, std::vector<int64_t>(xs.size(), out.num_bytes()));
-    call.announce({.kind = Kind::kReduceScatterV, .dtype = out.dtype, .op = op});
-    parts.exchange();
+    const bool is_apart = !pieces.empty();
+    const std::vector<Buffer> own = is_apart ? pieces : std::vector<Buffer>{xs[static_cast<size_t>(rank_)]};
     float largest = 0.0f;
     parts.move([&](int64_t i) {
-        const Range range = parts.piece(rank_, i);
-        for_blocks_of(pieces, range, [&](const Buffer& block, int64_t offset) {
+        const Range range = parts.piece(rank_, i);  // the same for every rank
+        for_blocks_of(own, range, [&](const Buffer& block, int64_t offset) {
             char* const to = out.bytes() + offset;
-            const bool is_elsewhere = block.data != to;
-            if (is_elsewhere) largest = larger(largest, absmax({block}, 1));
+            const bool is_checked = is_apart && block.data != to;
+            if (is_checked) largest = larger(largest, absmax({block}, 1));
             reduce_from(
                 call, {to}, out.dtype, op, block.count,
                 [&](int p) { return p == rank_ ? block.bytes() : parts.address(p, i) + (offset - range.begin); },
-                is_elsewhere ? 1 : 0);
+                is_checked ? 1 : 0);
         });
     });
     return largest;

@@ -8,7 +8,6 @@ change the parameters of this rank only. These checks read only local objects, a
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import json
 import operator
@@ -18,10 +17,10 @@ from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pycomm.descriptions import name_ranks
 from pycomm.optim.attached import is_covered
+from pycomm.optim.module_hooks import StepWatch
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.torch_internals import children_of, local_of, own_parameters
 from pycomm.training.reducer.buckets import Slot
@@ -356,17 +355,12 @@ class ParameterChanges:
         """Watch replaced parameters of the module, before a forward; return whether any were added."""
         return self._places.look(self._table)
 
-    def watch_other_optimizers(self) -> None:
-        """Make it an error that another optimizer steps what has replaced attached parameters, until :meth:`remove`.
+    def watch_other_optimizers(self) -> StepWatch:
+        """Make it an error that another optimizer steps what has replaced attached parameters; return a handle.
 
         Without a call of the module, nothing else shows them.
         """
-        _watch_steps()
-        _watching.add(self)
-
-    def remove(self) -> None:
-        """Watch no longer."""
-        _watching.discard(self)
+        return StepWatch(self._before_other_step)
 
     def _before_other_step(self, optimizer: torch.optim.Optimizer) -> None:
         table = self._table
@@ -416,20 +410,3 @@ class ParameterChanges:
             "gradient. detach(), then attach() the optimizer that has the module's parameters now; or put the new "
             "parameter into the attached optimizer's groups, on all ranks"
         )
-
-
-_watching: weakref.WeakSet[ParameterChanges] = weakref.WeakSet()
-
-
-@functools.cache
-def _watch_steps() -> None:
-    """Have those that watch called before the step of any optimizer, unless torch.compile traces it.
-
-    The hook stays: the garbage collector might take out that of one object while torch goes through them.
-    """
-
-    def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for each in () if torch.compiler.is_compiling() else _watching:
-            each._before_other_step(optimizer)
-
-    register_optimizer_step_pre_hook(before)

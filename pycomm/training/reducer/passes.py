@@ -122,8 +122,7 @@ class Passes:
             before = BeforeForward(self.before_forward, watches_copies=True)
             self._handles.append(module.register_forward_pre_hook(before))
             self._forwards = ForwardWatch(module, self.note_forward, self.before_forward)
-            self.changes.watch_other_optimizers()
-            self._handles += [self._forwards, MarkedParts(module), self.changes]
+            self._handles += [self._forwards, MarkedParts(module), self.changes.watch_other_optimizers()]
 
     def unhook(self) -> None:
         """Remove all hooks."""

@@ -220,25 +220,32 @@ def test_gradients_that_travel_in_half_precision() -> None:
     assert_same(found, wanted)
 
 
-@pytest.mark.parametrize("make", [lambda: torch.amp.GradScaler("cpu", 2.0**4), lambda: pycomm.LossScaler(2.0**4)])
+SCALERS = [lambda: torch.amp.GradScaler("cpu", 2.0**4), lambda: pycomm.LossScaler(2.0**4)]
+
+
+def skipped_steps(make: Callable[[], Any], shard: str | None) -> tuple[list[Any], float]:
+    """Return the parameters and the scale after steps two of which have a gradient that is not finite on rank 1."""
+    scaler, model = make(), Weights()
+    optimizer = Orthogonal(model.parameters())
+    with attached(optimizer, model, shard=shard, loss_scaler=scaler):
+        for step in range(8):
+            optimizer.zero_grad()
+            grads = gradients_of(rank(), step)
+            if step in (1, 6) and rank() == 1:
+                grads[4][0] = torch.inf
+            backward(model.parameters(), grads, scaler.get_scale())
+            scaler.step(optimizer)
+            scaler.update()
+        assert_replicas_equal(model)
+        return flat_values_of(optimizer), scaler.get_scale()
+
+
+@pytest.mark.parametrize("make", SCALERS)
 @on_ranks(2)
 def test_scalers_skip_on_all_ranks(make: Any) -> None:
-    def steps(shard: str | None) -> list[Any]:
-        scaler, model = make(), Weights()
-        optimizer = Orthogonal(model.parameters())
-        with attached(optimizer, model, shard=shard, loss_scaler=scaler):
-            for step in range(8):
-                optimizer.zero_grad()
-                grads = gradients_of(rank(), step)
-                if step in (1, 6) and rank() == 1:
-                    grads[4][0] = torch.inf
-                backward(model.parameters(), grads, scaler.get_scale())
-                scaler.step(optimizer)
-                scaler.update()
-            assert_replicas_equal(model)
-            return flat_values_of(optimizer)
-
-    assert_same(steps("optimizer"), steps(None))
+    (found, scale), (wanted, its_scale) = skipped_steps(make, "optimizer"), skipped_steps(make, None)
+    assert_same(found, wanted)
+    assert scale == its_scale < 2.0**4
 
 
 def muon(params: Any) -> torch.optim.Optimizer:

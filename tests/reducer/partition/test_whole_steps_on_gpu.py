@@ -22,7 +22,7 @@ from tests.reducer.partition import test_same_steps as bodies
 from tests.reducer.partition.stepping import Weights, assert_same, assert_unusable_until_loaded, backward, rank
 from tests.reducer.partition.stepping import gradients_of as random_gradients
 from tests.reducer.partition.test_spread import Layers, stepped
-from tests.reducer.partition.test_whole_steps import HALF, flat_values_of, steps, trained
+from tests.reducer.partition.test_whole_steps import HALF, SCALERS, skipped_steps, steps, trained
 from tests.reducer.partition.whole_optimizers import OPTIMIZERS, Averaging, ClippingAll, Orthogonal
 from tests.reducer.test_gpu_path import STREAM, LateWork, no_host_reads, pretended_gpu
 
@@ -76,26 +76,11 @@ def test_masters_of_half_precision_parameters(dtype: str, name: str) -> None:
             torch.testing.assert_close(found[1][number][key], value, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("make", [lambda: torch.amp.GradScaler("cpu", 2.0**4), lambda: pycomm.LossScaler(2.0**4)])
+@pytest.mark.parametrize("make", SCALERS)
 @on_ranks(2)
 def test_scalers_skip_on_all_ranks(make: Any) -> None:
-    def train(shard: str | None) -> list[Any]:
-        scaler, model = make(), Weights()
-        optimizer = Orthogonal(model.parameters())
-        with attached(optimizer, model, shard=shard, loss_scaler=scaler):
-            for step in range(8):
-                optimizer.zero_grad()
-                grads = random_gradients(rank(), step)
-                if step in (1, 6) and rank() == 1:
-                    grads[4][0] = torch.inf
-                backward(model.parameters(), grads, scaler.get_scale())
-                scaler.step(optimizer)
-                scaler.update()
-            assert_replicas_equal(model)
-            return [flat_values_of(optimizer), scaler.get_scale()]
-
     with pretended_gpu():
-        (found, scale), (wanted, its_scale) = train("optimizer"), train(None)
+        (found, scale), (wanted, its_scale) = skipped_steps(make, "optimizer"), skipped_steps(make, None)
     assert_same(found, wanted)
     assert scale == its_scale < 2.0**4
 
