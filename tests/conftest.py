@@ -36,14 +36,18 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.fixture(scope="session")
 def rank_pools() -> Iterator[Pools]:
-    """``pool_of(size)``: processes are started once per size, and again if a test lost one."""
+    """``pool_of(size)``: processes are started once per size, and again if a test lost one.
+
+    Two ranks, which most tests have, are new processes like those of users: imports of their own, and another order of
+    sets on each. More of them are forked, and so is everything where importing torch takes half a minute.
+    """
     pools: dict[int, RankPool] = {}
 
     def pool_of(size: int) -> RankPool:
         if size in pools and not pools[size].alive():
             pools.pop(size).close()
         if size not in pools:
-            pools[size] = RankPool(size, forked=SLOWER > 1)  # where importing torch takes half a minute
+            pools[size] = RankPool(size, forked=size != 2 or SLOWER > 1)
         return pools[size]
 
     yield pool_of

@@ -20,6 +20,8 @@ from tests.pairwise import case_of
 LEFT_OUT = {
     "tests/bench": "the benchmarks themselves: they are no part of what is installed",
     "tests/chaos": "random faults for minutes",
+    "tests/cli/test_demo.py": "demos, which train by every method",
+    "tests/cli/test_trace.py": "pictures of steps of scripts, which are run for them",
     "tests/docs": "every block of code in the documentation",
     "tests/emulator": "the emulator of a GPU, and kernels with mistakes put in",
     "tests/test_exits.py": "hundreds of interpreters that end",
@@ -34,8 +36,6 @@ FIRST_OF_FILE = (
     "tests/asynchronous",
     "tests/checkpoint",
     "tests/cli/bench",
-    "tests/cli/test_demo.py",
-    "tests/cli/test_trace.py",
     "tests/horovod",
     "tests/integrations",
     "tests/launching",

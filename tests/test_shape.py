@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -22,7 +23,16 @@ LONGEST_FUNCTION = 45
 USUAL_FUNCTION = 16
 """Nine of ten functions of pycomm have at most this many lines."""
 
-Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+class Definition(NamedTuple):
+    """A function or class, with its lines, and those without decorators and its docstring."""
+
+    where: str
+    is_class: bool
+    lines: int
+    code_lines: int
 
 
 @cache
@@ -37,33 +47,35 @@ def sources() -> list[Path]:
 
 @cache
 def parsed(path: Path) -> ast.Module:
-    """Return the syntax tree of a Python file."""
+    """Return the syntax tree of a Python file of pycomm."""
     return ast.parse(path.read_text())
 
 
-def definitions(path: Path) -> Iterator[tuple[str, Definition]]:
-    """Yield every function and class of a Python file, and where it stands."""
-    for node in ast.walk(parsed(path)):
-        if isinstance(node, Definition):
-            yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", node
+@cache
+def definitions(path: Path) -> list[Definition]:
+    """Return all functions and classes of a Python file. Trees of all files would slow down the tests that follow."""
+    return [
+        Definition(
+            f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", isinstance(node, ast.ClassDef), *lengths(node)
+        )
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, (*FUNCTIONS, ast.ClassDef))
+    ]
 
 
-def length(node: Definition) -> int:
-    """Return how many lines ``node`` has, without decorators and its docstring."""
+def lengths(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> tuple[int, int]:
+    """Return how many lines ``node`` has, and how many without its docstring."""
     lines = (node.end_lineno or node.lineno) - node.lineno + 1
-    if ast.get_docstring(node, clean=False) is not None:
-        text = node.body[0]
-        lines -= (text.end_lineno or text.lineno) - text.lineno + 1
-    return lines
+    if ast.get_docstring(node, clean=False) is None:
+        return lines, lines
+    text = node.body[0]
+    return lines, lines - ((text.end_lineno or text.lineno) - text.lineno + 1)
 
 
-def lengths(kinds: tuple[type[ast.AST], ...], folders: tuple[str, ...] = FOLDERS) -> dict[str, int]:
-    """Return the lengths of all functions or classes below ``folders``."""
+def all_definitions(*folders: str) -> list[Definition]:
+    """Return those of all Python files below ``folders``."""
     python = [path for path in sources() if path.suffix == ".py" and path.relative_to(ROOT).parts[0] in folders]
-    return {where: length(node) for path in python for where, node in definitions(path) if isinstance(node, kinds)}
-
-
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return [each for path in python for each in definitions(path)]
 
 
 def test_no_file_is_long() -> None:
@@ -74,17 +86,12 @@ def test_no_file_is_long() -> None:
 
 def test_no_class_is_long() -> None:
     """A docstring is part of a class: a reader has to pass it."""
-    python = [path for path in sources() if path.suffix == ".py"]
-    found = {
-        where: (node.end_lineno or node.lineno) - node.lineno + 1
-        for path in python
-        for where, node in definitions(path)
-        if isinstance(node, ast.ClassDef)
-    }
+    found = {each.where: each.lines for each in all_definitions(*FOLDERS) if each.is_class}
     assert len(found) > 100
     assert not {where: lines for where, lines in found.items() if lines > LONGEST_CLASS}
 
 
+@cache
 def classes_of(path: Path) -> dict[str, ast.ClassDef]:
     """Return the classes of a file by their names."""
     return {node.name: node for node in ast.walk(parsed(path)) if isinstance(node, ast.ClassDef)}
@@ -192,11 +199,12 @@ def test_names_used_twice_are_found() -> None:
 
 
 def test_no_function_is_long() -> None:
-    assert not {where: lines for where, lines in lengths(FUNCTIONS).items() if lines > LONGEST_FUNCTION}
+    found = {each.where: each.code_lines for each in all_definitions(*FOLDERS) if not each.is_class}
+    assert not {where: lines for where, lines in found.items() if lines > LONGEST_FUNCTION}
 
 
 def test_functions_are_short_as_a_rule() -> None:
-    found = sorted(lengths(FUNCTIONS, ("pycomm",)).values())
+    found = sorted(each.code_lines for each in all_definitions("pycomm") if not each.is_class)
     assert found[len(found) * 9 // 10] <= USUAL_FUNCTION
 
 
@@ -269,7 +277,7 @@ def test_nobody_looks_into_the_reducer() -> None:
         where = path.relative_to(ROOT)
         inside = where == Path("pycomm/__init__.py") or "reducer" in where.parts
         if path.suffix == ".py" and where.parts[0] == "pycomm" and not inside:
-            found[str(where)] = set(users_of_the_reducers_inside(ast.parse(path.read_text())))
+            found[str(where)] = set(users_of_the_reducers_inside(parsed(path)))
     assert len(found) > 300
     assert {where: inside for where, inside in found.items() if inside} == {
         "pycomm/torch_internals/modules.py": {"reducer._get_zeros_like_grad_buckets"}  # DistributedDataParallel's

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import signal
@@ -18,14 +17,14 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
+from pycomm.tools.launching.processes import _fork_server
 from pycomm.training.asynchronous.worker import ServerLink
 from tests.asynchronous.runs import Run, loss_of, model_of, optimizer_of, serve, weight_of, work
 from tests.checkpoint.test_failures import file_size_limit
 from tests.on_ranks import Pools
-from tests.ranks import free_port
+from tests.ranks import PRELOAD, free_port
 
 TIMEOUT = 110.0
-CONTEXT = multiprocessing.get_context("spawn")
 
 
 def lose_a_worker(run: Run, number: int, when: str) -> dict[str, Any]:
@@ -105,9 +104,10 @@ def play(part: str, port: int, rank: int, folder: str | None, options: dict[str,
 
 class Player:
     def __init__(self, part: str, port: int, rank: int, folder: Path | None = None, **options: Any) -> None:
-        self.pipe, other = CONTEXT.Pipe()
+        context = _fork_server(PRELOAD)  # while a new process imported everything, workers would go on and on
+        self.pipe, other = context.Pipe()
         where = None if folder is None else str(folder)
-        self.process = CONTEXT.Process(target=play, args=(part, port, rank, where, options, other), daemon=True)
+        self.process = context.Process(target=play, args=(part, port, rank, where, options, other), daemon=True)
         self.process.start()
         other.close()
         self.steps = 0

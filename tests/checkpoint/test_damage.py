@@ -89,13 +89,13 @@ def test_any_byte_flipped(two: Path, run: Training) -> None:
 def test_json_that_takes_more_memory_than_there_is(two: Path, run: Training, name: str) -> None:
     """A wide manifest, and a part that Python's objects make twenty times as large."""
     path = two / "checkpoint-00000002" / name
-    path.write_bytes(b'{"checksum": "x", "content": {"a": [' + b"[]," * (20 << 20) + b"[]]}}")
+    path.write_bytes(b'{"checksum": "x", "content": {"a": [' + b"[]," * (8 << 20) + b"[]]}}")
     if name != "manifest.json":
         wide = path.read_bytes()
         write_sealed(two / "checkpoint-00000002" / "manifest.json", {"format": 1, "parts": [sum_of(wide)]})
     before = resource.getrlimit(resource.RLIMIT_AS)
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (in_use + (400 << 20), before[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + (160 << 20), before[1]))
     try:
         assert load_step(two, run) == 1
     finally:

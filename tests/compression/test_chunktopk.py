@@ -15,7 +15,7 @@ from pycomm import kernels
 from pycomm.collectives.bucket import FINGERPRINT_BITS
 from tests.asynchronous.averaged import NUMEL, flat
 from tests.asynchronous.runs import loss_of, model_of
-from tests.kernels.test_chunks import meant
+from tests.kernels.test_chunks import defined
 from tests.on_ranks import on_ranks
 from tests.reducer.attaching import attached, own_state
 
@@ -43,7 +43,7 @@ def test_it_is_what_a_plain_computation_comes_to(bits: int) -> None:
             wanted = np.zeros(count, np.float32)
             for other in range(size):
                 due = residuals[other] + gradient(other, step, count).numpy() * np.float32(1 / size)
-                sent = meant(due, config)
+                _, sent = defined(due, config)
                 residuals[other] = (due - sent) * np.float32(0.9)
                 wanted = wanted + sent
             assert p.grad is not None
@@ -96,7 +96,7 @@ def test_sparseloco(fragments: int) -> None:
             total = torch.zeros(piece.stop - piece.start, dtype=torch.float64)
             for number, each in enumerate(models):
                 due = feedback[number, piece] + (anchor - flat(each))[piece] / size
-                sent = torch.from_numpy(meant(due.float().numpy(), config)).double()
+                sent = torch.from_numpy(defined(due.float().numpy(), config)[1]).double()
                 feedback[number, piece] = 0.95 * (due - sent)
                 total += sent
             anchor[piece] -= rate * total

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,11 @@ CONFIGS = [
     Chunks(200, 65536, 2),
 ]
 SIZES = [0, 1, 2, 63, 64, 65, 300, 4096, 4099, 9000]
-FORMATS = [(config, size) for config in CONFIGS for size in SIZES if size < 3000 * config.chunk]
+MOST_CHUNKS = 3000  # that Python's integers go through in a test
+
+
+def sizes_of(config: Chunks) -> list[int]:
+    return [size for size in SIZES if size < MOST_CHUNKS * config.chunk]
 
 
 def selected(x: np.ndarray, k: int) -> np.ndarray:
@@ -90,11 +95,14 @@ def low_bits(n: int, k: int) -> int:
     return low
 
 
-def words_of(x: np.ndarray, config: Chunks) -> np.ndarray:
+def defined(x: np.ndarray, config: Chunks) -> tuple[np.ndarray, np.ndarray]:
+    """The words, and what they stand for, for every element."""
     words: list[int] = []
+    meant = np.zeros(len(x), np.float32)
     for begin in range(0, len(x), config.chunk):
         chunk = x[begin : begin + config.chunk]
-        indices, _, number, codes = entries_of(chunk, config)
+        indices, values, number, codes = entries_of(chunk, config)
+        meant[begin + indices] = values
         low, at = low_bits(len(chunk), len(indices)), 32
         for m, index in enumerate(indices.tolist()):
             number |= 1 << (at + (index >> low) + m)
@@ -103,16 +111,12 @@ def words_of(x: np.ndarray, config: Chunks) -> np.ndarray:
             number |= (index & ((1 << low) - 1) | code << low) << at
             at += low + config.bits
         words += [number >> shift & 0xFFFFFFFF for shift in range(0, at, 32)]
-    return np.array(words, np.uint32).view(np.int32)
+    return np.array(words, np.uint32).view(np.int32), meant
 
 
-def meant(x: np.ndarray, config: Chunks) -> np.ndarray:
-    """What the words stand for, for every element."""
-    out = np.zeros(len(x), np.float32)
-    for begin in range(0, len(x), config.chunk):
-        indices, values, _, _ = entries_of(x[begin : begin + config.chunk], config)
-        out[begin + indices] = values
-    return out
+@cache
+def defined_of_some(count: int, seed: int, config: Chunks) -> tuple[np.ndarray, np.ndarray]:
+    return defined(some(count, seed).numpy(), config)
 
 
 def decoded(words: np.ndarray, config: Chunks, count: int) -> np.ndarray | None:
@@ -156,16 +160,16 @@ def some(count: int, seed: int = 1) -> torch.Tensor:
 @pytest.mark.usefixtures("simd")
 @pytest.mark.parametrize("config", CONFIGS, ids=repr)
 def test_against_the_definition(config: Chunks) -> None:
-    for count in SIZES:
+    for count in sizes_of(config):
         x = misaligned(some(count), 4)
         left, untouched = np.full(count, 77, np.float32), x.copy()
         words = kernels.pack_chunks(x, config, remainder=left, decay=0.75)
-        assert np.array_equal(words, words_of(x, config))
+        wanted, values = defined_of_some(count, 1, config)
+        assert np.array_equal(words, wanted)
         found = decoded(words, config, count)
         assert found is not None
-        assert np.array_equal(found, meant(x, config))
+        assert np.array_equal(found, values)
         assert np.array_equal(x, untouched)
-        values = meant(x, config)
         assert_same_bits(torch.from_numpy(left), torch.from_numpy((x - values) * np.float32(0.75)))
         out = np.full(count, 77, np.float32)
         kernels.unpack_chunks([words], config, out)
@@ -181,7 +185,7 @@ def test_values_of_every_kind() -> None:
     cases = [wild[wild.isfinite()], torch.full((500,), -2.5), sparse, torch.full((500,), 3.4e38), torch.zeros(500)]
     for x in cases:
         for config in (Chunks(20, 128), Chunks(20, 128, 4), Chunks(20, 128, 8), Chunks(128, 128)):
-            assert np.array_equal(kernels.pack_chunks(x, config).numpy(), words_of(x.numpy(), config))
+            assert np.array_equal(kernels.pack_chunks(x, config).numpy(), defined(x.numpy(), config)[0])
 
 
 @pytest.mark.usefixtures("simd")
@@ -235,13 +239,13 @@ def test_threads_in_place() -> None:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=repr)
 def test_the_sum_of_several(config: Chunks) -> None:
-    for count in SIZES:
+    for count in sizes_of(config):
         parts = [kernels.pack_chunks(some(count, seed), config) for seed in range(5)]
         out = torch.full((count,), 77.0)
         kernels.unpack_chunks(parts, config, out, 0.3)
         wanted = torch.zeros(count)
         for seed in range(5):
-            wanted = wanted + torch.from_numpy(meant(some(count, seed).numpy(), config))
+            wanted = wanted + torch.from_numpy(defined_of_some(count, seed, config)[1])
         assert_same_bits(out, wanted * torch.tensor(0.3))
 
 
@@ -266,7 +270,7 @@ def spoiled(config: Chunks, count: int) -> list[torch.Tensor]:
     few[1] = 0
     many[1] = -1
     # One entry after the other at the end of the last chunk; the same lowest bits for all of them.
-    last = words_of(some(count)[: count // config.chunk * config.chunk].numpy(), config)
+    last, _ = defined(some(count)[: count // config.chunk * config.chunk].numpy(), config)
     beyond[len(last) + 1 :] = -1
     back[2:] = 0
     return [few, many, beyond, back]

@@ -376,7 +376,7 @@ def leave_the_function() -> None:
     """Rank 1 comes back from its training first, and waits elsewhere; its objects are in circles."""
     if dist.get_rank() == 1:
         train_in_a_function(3)
-        time.sleep(12)
+        dist.barrier()
         return
     began = time.monotonic()
     with pytest.raises(
@@ -384,6 +384,7 @@ def leave_the_function() -> None:
     ):
         train_in_a_function(4)
     assert time.monotonic() - began < 11
+    dist.barrier()
 
 
 def test_a_rank_whose_training_is_garbage_is_named_soon(new_ranks: Any) -> None:

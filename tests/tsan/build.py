@@ -6,6 +6,7 @@ import functools
 import os
 import shutil
 import subprocess
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,43 +19,30 @@ from pycomm.schedule.table import COPY, REDUCE, Round, Table
 
 ROOT = Path(__file__).parents[2]
 _HERE = Path(__file__).parent
-_LOOPS = (
-    "absmax",
-    "accumulate",
-    "collect",
-    "convert",
-    "hash",
-    "indices",
-    "quantize",
-    "reduce",
-    "signs",
-    "squares",
-    "step",
-    "table",
-)
-SOURCES = (
-    *(f"csrc/kernels/cpu/loops/{name}.cpp" for name in (*_LOOPS, "dispatch")),
-    *(
-        f"csrc/transport/{name}.cpp"
-        for name in (
-            *(
-                f"shared_memory/{part}"
-                for part in (
-                    *("arena", "at_fork", "call", "collectives", "group", "incoming", "message_wait", "messages"),
-                    *("outgoing", "parts", "shares", "staging", "texts", "wait"),
-                )
-            ),
-            "control_groups",
-            "cores",
-            "memory",
-            "process",
-        )
+
+
+def _below(folder: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{folder}/{name}.cpp" for name in names)
+
+
+GROUPS = {
+    "first": _below("csrc/kernels/cpu/loops", "step", "accumulate", "convert", "absmax"),
+    "second": _below(
+        "csrc/kernels/cpu/loops", "reduce", "quantize", "collect", "hash", "signs", "squares", "indices", "table"
     ),
-    *("csrc/execute/program.cpp", "csrc/execute/run.cpp", "csrc/base/parallel.cpp", "csrc/kernels/cpu/reduce.cpp"),
-    "csrc/kernels/cpu/absmax.cpp",
-    "tests/tsan/driver.cpp",
-    "tests/tsan/messages.cpp",
-)
+    "kernels": _below("csrc/kernels/cpu", "absmax", "reduce", "loops/dispatch"),
+    "transport": (
+        *_below("csrc", "base/parallel", "execute/program", "execute/run"),
+        *_below("csrc/transport", "control_groups", "cores", "memory", "process"),
+        *_below("csrc/transport/shared_memory", "arena", "at_fork", "group", "staging", "texts", "wait"),
+    ),
+    "operations": _below(
+        *("csrc/transport/shared_memory", "call", "collectives", "incoming", "message_wait", "messages", "outgoing"),
+        *("parts", "shares"),
+    ),
+    "driver": _below("tests/tsan", "driver", "messages"),
+}
+"""Sources that are compiled as one, as CMakeLists.txt has them: most of a file's time goes to headers."""
 # Fences are no part of what ThreadSanitizer knows; nothing but giving up, and going to sleep, relies on one.
 _FLAGS = ("-std=c++20", "-O1", "-g1", "-fsanitize=thread", "-fno-access-control", "-Wno-tsan", "-ffp-contract=off")
 _DEFINES = ("-DPYCOMM_ISA=baseline", "-DPYCOMM_ISA_BASELINE")
@@ -74,22 +62,22 @@ def why_not() -> str:
     return "" if Path(library.stdout.strip()).is_absolute() else f"{compiler()} has no ThreadSanitizer"
 
 
-def compile_source(source: str, target: Path, include: Path = ROOT / "csrc") -> None:
-    """``source``, relative to the project or absolute, into the object ``target``."""
-    command = [compiler(), *_FLAGS, *_DEFINES, f"-I{include}", f"-I{ROOT / 'csrc'}", "-c", str(ROOT / source)]
-    subprocess.run([*command, "-o", str(target)], check=True, timeout=300)
+def compile_groups(
+    names: Iterable[str], directory: Path, changed: Mapping[str, Path] | None = None, include: Path = ROOT / "csrc"
+) -> dict[str, Path]:
+    """Return the objects of groups, which are put into ``directory``, with ``changed`` files in place of sources."""
 
+    def compiled(name: str) -> Path:
+        text, target = directory / f"{name}.cpp", directory / f"{name}.o"
+        files = [(changed or {}).get(source, ROOT / source) for source in GROUPS[name]]
+        text.write_text("".join(f'#include "{file}"\n' for file in files))
+        command = [compiler(), *_FLAGS, *_DEFINES, f"-I{include}", f"-I{ROOT / 'csrc'}", "-c", str(text)]
+        subprocess.run([*command, "-o", str(target)], check=True, timeout=300)
+        return target
 
-def object_name(source: str) -> str:
-    return source.replace("/", "_") + ".o"
-
-
-def compile_all(directory: Path) -> dict[str, Path]:
-    """The object of every source, in ``directory``."""
-    objects = {source: directory / object_name(source) for source in SOURCES}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda item: compile_source(*item), objects.items()))
-    return objects
+        chosen = list(names)
+        return dict(zip(chosen, pool.map(compiled, chosen), strict=True))
 
 
 def link(objects: list[Path], target: Path) -> Path:
@@ -120,16 +108,18 @@ def with_bug(source: str, text: str, directory: Path) -> dict[str, Path]:
     changed.parent.mkdir(parents=True)
     changed.write_text(text)
     if source.endswith(".cpp"):
-        target = directory / object_name(source)
-        compile_source(str(changed), target)
-        return {source: target}
+        return compile_groups([name for name in GROUPS if source in GROUPS[name]], directory, {source: changed})
     # A header is found before the right one where it is included from elsewhere.
-    users = [user for user in SOURCES if source.removeprefix("csrc/") in (ROOT / user).read_text()]
-    users += [user for user in SOURCES if user not in users and user.startswith(("csrc/transport", "csrc/execute"))]
-    objects = {user: directory / object_name(user) for user in users}
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda item: compile_source(item[0], item[1], include=directory / "csrc"), objects.items()))
-    return objects
+    header = source.removeprefix("csrc/")
+    users = [
+        name
+        for name, sources in GROUPS.items()
+        if any(
+            file.startswith(("csrc/transport", "csrc/execute")) or header in (ROOT / file).read_text()
+            for file in sources
+        )
+    ]
+    return compile_groups(users, directory, include=directory / "csrc")
 
 
 def write_programs(path: Path, sizes: tuple[int, ...]) -> None:

@@ -32,7 +32,7 @@ class Driver:
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
     directory = tmp_path_factory.mktemp("tsan")
-    objects = build.compile_all(directory)
+    objects = build.compile_groups(build.GROUPS, directory)
     executable = build.link(list(objects.values()), directory / "driver")
     build.write_programs(directory / "programs", SIZES)
     return Driver(directory, objects, executable, directory / "programs")
@@ -159,8 +159,7 @@ def test_it_finds(driver: Driver, tmp_path: Path, name: str) -> None:
     bug = BUGS[name]
     text = (build.ROOT / bug.source).read_text()
     objects = dict(driver.objects)
-    for source, target in build.with_bug(bug.source, text.replace(bug.right, bug.wrong), tmp_path).items():
-        objects[source] = target
+    objects |= build.with_bug(bug.source, text.replace(bug.right, bug.wrong), tmp_path)
     executable = build.link(list(objects.values()), tmp_path / "driver")
     for attempt in range(12):
         for size in bug.sizes:
