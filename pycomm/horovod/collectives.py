@@ -471,11 +471,7 @@ def check_adasum(op: ReduceOp, process_set: ProcessSet, members: Members) -> Non
 
 
 def check_root(root_rank: Any, members: Members) -> int:
-    """Return the position of the global rank ``root_rank`` in the set.
-
-    Raises:
-        TypeError, ValueError: it is no rank of the set.
-    """
+    """Return the position of the global rank ``root_rank`` in the set."""
     if not isinstance(root_rank, int) or isinstance(root_rank, bool):
         raise TypeError(f"root_rank is {root_rank!r}, wanted a rank, which is an integer")
     if root_rank not in members.ranks:

@@ -69,12 +69,7 @@ class NegotiatingEngine:
     # Callers.
 
     def submit(self, request: Request, wake: bool = True) -> None:
-        """Take ``request``. ``wake``: nobody is about to :meth:`wait` for it.
-
-        Raises:
-            ValueError: an operation of the same name is not done yet.
-            HorovodInternalError: the engine has stopped.
-        """
+        """Take ``request``. ``wake``: nobody is about to :meth:`wait` for it."""
         with self._lock:
             self._require_usable()
             if request.key in self._outstanding:

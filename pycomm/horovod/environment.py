@@ -193,13 +193,7 @@ def first_node(nodes: str) -> str:
 
 
 def through_horovodrun(server: tuple[str, int], mine: str | None, patience: float) -> str:
-    """Return rank 0's address (there: ``mine``), by the key-value store that horovodrun serves over HTTP.
-
-    Raises:
-        TimeoutError: there is no whole answer within ``patience`` seconds.
-        ConnectionError: the server cannot be reached, or has ended.
-        ValueError: the answer is malformed.
-    """
+    """Return rank 0's address (there: ``mine``), by the key-value store that horovodrun serves over HTTP."""
     deadline = time.monotonic() + patience
     where = _named(server)
     while True:
@@ -262,11 +256,6 @@ def on_this_host(job: str, rank: int, mine: str, size: int, patience: float) -> 
         mine: the address, on rank 0.
         size: number of ranks.
         patience: seconds.
-
-    Raises:
-        TimeoutError: rank 0 does not arrive.
-        ValueError: another process is rank 0 of the job.
-        PermissionError: there is no such folder.
     """
     name = f"pycomm-horovod-{hashlib.sha256(job.encode()).hexdigest()[:32]}"
     with _in_own_folder(name) as path:

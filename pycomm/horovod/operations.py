@@ -395,9 +395,6 @@ def _absence(engine: NegotiatingEngine) -> Iterator[list[int]]:
 
     Yields:
         A list: on exit, the number of reductions of each optimizer that this rank was absent from.
-
-    Raises:
-        HorovodInternalError: a reduction has failed.
     """
     gc.collect()  # dropped Reducers must be freed on all ranks or on none
     counts: list[int] = []

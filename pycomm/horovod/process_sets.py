@@ -186,11 +186,7 @@ def ranks_of_comm(comm: Any) -> list[int]:
 
 
 def members_of(process_set: ProcessSet) -> Members:
-    """Return the members of ``process_set``.
-
-    Raises:
-        TypeError, ValueError: it is none, or not in use.
-    """
+    """Return the members of ``process_set``."""
     if not isinstance(process_set, ProcessSet):
         raise TypeError(f"process_set is a {type(process_set).__name__}, wanted a ProcessSet")
     here = world()

@@ -92,11 +92,7 @@ class Branches(nn.Module):
         return gather_along(out, dim, [shape[dim] for shape in shapes], self._group)
 
     def _own_output(self, inputs: Sequence[Any]) -> tuple[Any, list[int], str]:
-        """Return this rank's output for ``inputs``, its dtype and shape as numbers, and a description of the inputs.
-
-        Raises:
-            TypeError, ValueError: the output cannot be combined. Branches raise errors of their own, too.
-        """
+        """Return this rank's output for ``inputs``, its dtype and shape as numbers, and a description of the inputs."""
         shared = [copy_to_group(x, self._group) if _has_gradient(x) else x for x in inputs]
         (branch,) = self.own.values()
         out = branch(*shared)

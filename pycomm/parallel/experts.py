@@ -136,11 +136,7 @@ class Experts(nn.Module):
         return f"experts={self.num_experts}, top_k={self.top_k}, capacity_factor={self.capacity_factor}"
 
     def _chosen(self, x: Any) -> tuple[torch.Tensor, Choices, list[int]]:
-        """Return the tokens in ``x``, the gate's choices, and the numbers of tokens: of all, and of each expert.
-
-        Raises:
-            TypeError, ValueError: ``x`` is no tensor of tokens. The gate raises other errors, of a wrong dtype too.
-        """
+        """Return the tokens in ``x``, the gate's choices, and the numbers of tokens: of all, and of each expert."""
         if not isinstance(x, torch.Tensor) or not x.is_floating_point():
             kind = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
             raise TypeError(f"x is a {kind}, wanted a floating-point tensor")
@@ -242,11 +238,7 @@ class _ExpertsSettings(NamedTuple):
 
 
 def _made(make_expert: Callable[[], nn.Module], settings: _ExpertsSettings) -> tuple[nn.Linear, list[nn.Module]]:
-    """Return the gate and all experts.
-
-    Raises:
-        TypeError: what ``make_expert`` makes is no module. It raises errors of its own, too.
-    """
+    """Return the gate and all experts."""
     gate = nn.Linear(settings.width, settings.experts, bias=False)
     made = [make_expert() for _ in range(settings.experts)]
     for each in made:

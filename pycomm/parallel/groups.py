@@ -23,12 +23,7 @@ _WORDS = Words(differ="the ranks would not {what} alike: rank 0 has {there!r}, r
 
 
 def group_along(mesh: GroupLike, dimension: str) -> dist.ProcessGroup:
-    """Return the group of ``mesh`` along ``dimension``; of a one-dimensional mesh or a group, its only group.
-
-    Raises:
-        RuntimeError: torch.distributed is not initialised.
-        ValueError: the mesh has several dimensions, and none of that name.
-    """
+    """Return the group of ``mesh`` along ``dimension``; of a one-dimensional mesh or a group, its only group."""
     if not dist.is_initialized():
         raise RuntimeError("torch.distributed is not initialised: call init_process_group first")
     if isinstance(mesh, DeviceMesh) and mesh.ndim > 1:

@@ -93,9 +93,6 @@ def place(hosts: Sequence[str], tp: int, tp_between_hosts: bool = False) -> list
         hosts: host of each rank; equal texts are the same host.
         tp: number of neighbours that must be on one host.
         tp_between_hosts: whether they may be on several hosts if that is impossible.
-
-    Raises:
-        ValueError: a host has no multiple of ``tp`` ranks.
     """
     by_host: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):

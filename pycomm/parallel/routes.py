@@ -49,9 +49,6 @@ def routes(
         inputs: the inputs of the whole model, which the first stage receives.
         takes: for each stage, the values that its module takes, each with its keyword, or ``None`` by position.
         gives: for each stage, the values that its module returns.
-
-    Raises:
-        ValueError: a value is given by two stages or by none, or is taken before it is given.
     """
     given: dict[Value, int] = {}
     for stage, values in enumerate(gives):
@@ -85,11 +82,7 @@ def routes(
 
 
 def chain(num_stages: int, skips: Iterable[Skip]) -> list[Route]:
-    """Return the routes of stages that pass one tensor from each to the next, and ``skips`` besides.
-
-    Raises:
-        ValueError: a skip names a stage that does not exist, goes backward, or two stages give it.
-    """
+    """Return the routes of stages that pass one tensor from each to the next, and ``skips`` besides."""
     takes: list[list[tuple[str | None, Value]]] = [[(None, (stage - 1, "output"))] for stage in range(num_stages)]
     gives: list[list[Value]] = [[(stage, "output")] for stage in range(num_stages)]
     source_of: dict[str, int] = {}
@@ -122,11 +115,7 @@ class Routed(nn.Module):
         self.module, self._route, self._stage, self._mode = module, route, stage, mode
 
     def train(self, mode: bool = True) -> Routed:
-        """Set the mode of the module.
-
-        Raises:
-            RuntimeError: it was traced in the other mode, which fixed what its dropout and batch norms do.
-        """
+        """Set the mode of the module."""
         if self._mode is not None and mode != self._mode:
             modes = ("evaluation", "training")
             raise RuntimeError(

@@ -40,9 +40,6 @@ class GroupEngine:
     Args:
         place: where they meet.
         timeout: limit of every single wait, in seconds.
-
-    Raises:
-        CommError, ValueError, OSError, MemoryError: as :class:`pycomm.Communicator`.
     """
 
     def __init__(self, place: Place, timeout: float) -> None:

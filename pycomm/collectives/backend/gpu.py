@@ -23,9 +23,6 @@ class GpuSide:
 
     Attributes:
         target: torch's backend for NCCL, or :class:`OwnNccl`.
-
-    Raises:
-        RuntimeError: neither torch nor this machine has NCCL, or ``device`` is no NVIDIA GPU.
     """
 
     def __init__(self, engine: GroupEngine, device: torch.device) -> None:

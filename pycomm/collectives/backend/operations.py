@@ -263,9 +263,6 @@ def monitored_barrier(calls: Calls, timeout: float, wait_all_ranks: bool) -> Non
         calls: the group's.
         timeout: seconds.
         wait_all_ranks: whether rank 0 names all missing ranks instead of the first.
-
-    Raises:
-        RuntimeError: on rank 0, ranks are missing; on the others, rank 0 did not release them.
     """
     engine, deadline = calls.engine, time.monotonic() + timeout
     number, calls.num_barriers = calls.num_barriers, calls.num_barriers + 1

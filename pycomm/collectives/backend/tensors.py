@@ -26,22 +26,14 @@ class Target:
 
 
 def contiguous(tensor: Any) -> torch.Tensor:
-    """Return ``tensor`` detached and contiguous, for reading; a copy if necessary.
-
-    Raises:
-        TypeError, ValueError: it is not a dense tensor in CPU memory.
-    """
+    """Return ``tensor`` detached and contiguous, for reading; a copy if necessary."""
     _require_plain(tensor)
     found: torch.Tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return found
 
 
 def to_change(tensor: Any) -> Target:
-    """Return contiguous memory with the elements of ``tensor``, for reading and writing.
-
-    Raises:
-        TypeError, ValueError: it is not a dense tensor in CPU memory, or cannot be written to.
-    """
+    """Return contiguous memory with the elements of ``tensor``, for reading and writing."""
     dense = contiguous(tensor)
     if dense.data_ptr() != tensor.data_ptr():
         require_writable(tensor)
@@ -49,11 +41,7 @@ def to_change(tensor: Any) -> Target:
 
 
 def to_fill(tensor: Any) -> Target:
-    """Return contiguous memory of the shape of ``tensor``, for writing; its elements are undefined.
-
-    Raises:
-        TypeError, ValueError: as from :func:`to_change`.
-    """
+    """Return contiguous memory of the shape of ``tensor``, for writing; its elements are undefined."""
     _require_plain(tensor)
     target = tensor.detach()
     if target.is_contiguous() and not target.is_conj() and not target.is_neg():
@@ -63,12 +51,7 @@ def to_fill(tensor: Any) -> Target:
 
 
 def require_writable(tensor: Any) -> torch.Tensor:
-    """Return ``tensor``.
-
-    Raises:
-        TypeError, ValueError: it is not a dense tensor in CPU memory; or it is expanded: torch refuses to write to
-            elements that share memory.
-    """
+    """Return ``tensor``."""
     _require_plain(tensor)
     repeated = (stride == 0 and length > 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True))
     if tensor.numel() > 0 and any(repeated):
@@ -113,11 +96,7 @@ def known_name(op: Any) -> str | None:
 
 
 def name_of(op: Any) -> str:
-    """Return pycomm's name of a ``torch.distributed.ReduceOp``.
-
-    Raises:
-        ValueError: pycomm has no such reduction (PREMUL_SUM is NCCL's).
-    """
+    """Return pycomm's name of a ``torch.distributed.ReduceOp``."""
     name = known_name(op)
     if name is not None:
         return name
@@ -126,11 +105,7 @@ def name_of(op: Any) -> str:
 
 
 def reducible(tensor: torch.Tensor, op: str) -> tuple[torch.Tensor, str]:
-    """Return a view of contiguous ``tensor``, and the reduction of the view that is equivalent to ``op``.
-
-    Raises:
-        TypeError: ``op`` is not defined for the dtype.
-    """
+    """Return a view of contiguous ``tensor``, and the reduction of the view that is equivalent to ``op``."""
     tensor = tensor.detach()
     if tensor.dtype == torch.bool:
         if op not in _OF_BOOL:

@@ -20,9 +20,6 @@ def split_address(address: str, name: str, whose: str) -> tuple[str, int]:
     Args:
         address: the text.
         name, whose: for errors: the argument ("join"), and its owner ("the process group's store").
-
-    Raises:
-        TypeError, ValueError: it has another form.
     """
     wanted = f'wanted the address of {whose}, "host:port" ("[::1]:29500" for one of IPv6)'
     if not isinstance(address, str):

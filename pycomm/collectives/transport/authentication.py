@@ -55,9 +55,6 @@ def own_folder() -> Path:
     """Return a folder that only this user can read or write, creating it if necessary.
 
     It is the login session's (``XDG_RUNTIME_DIR``), or ``pycomm-<user number>`` in the folder for temporary files.
-
-    Raises:
-        PermissionError: the latter belongs to another user, or others may use it.
     """
     session = os.environ.get("XDG_RUNTIME_DIR", "")
     if session and _is_private(session):
@@ -79,12 +76,7 @@ def _is_private(folder: str | Path) -> bool:
 
 
 def secret() -> bytes | None:
-    """Return the secret of this job, from ``PYCOMM_SECRET`` or the file ``PYCOMM_SECRET_FILE``; ``None`` without one.
-
-    Raises:
-        ValueError: the secret is too short, or both variables are set; or the file cannot be read, belongs to another
-            user, can be read by others, or is no regular file.
-    """
+    """Return the secret of this job, from ``PYCOMM_SECRET`` or the file ``PYCOMM_SECRET_FILE``; ``None`` without one."""
     path, text = os.environ.get(SECRET_FILE), os.environ.get(SECRET)
     if path and text:
         raise ValueError(f"{SECRET} and {SECRET_FILE} are both set: unset one of them")
@@ -109,12 +101,7 @@ def secret() -> bytes | None:
 
 
 def tls(server: bool) -> ssl.SSLContext | None:
-    """Return the TLS context of the listening (``server``) or connecting side; ``None`` without certificates.
-
-    Raises:
-        ValueError: only some of the three variables are set.
-        OSError: a file cannot be read, or is no certificate or key.
-    """
+    """Return the TLS context of the listening (``server``) or connecting side; ``None`` without certificates."""
     values = [os.environ.get(name, "") for name in TLS]
     if not any(values):
         return None

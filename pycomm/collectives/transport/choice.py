@@ -43,12 +43,6 @@ def choose_transport(place: Place, wanted: str, timeout: float, problem: Excepti
         wanted: one of ``TRANSPORTS``.
         timeout: limit of the whole rendezvous, in seconds, unless ``place`` has a shorter one; and of operations.
         problem: error in this rank's arguments, if any; raised once the other ranks know, which get a ValueError.
-
-    Raises:
-        ValueError: ``wanted`` does not suit the hosts of the ranks; or the group's backend cannot make a second
-            group; or the ranks differ in ``wanted``, in the version of pycomm or in the backend of the group.
-        CommError: a rank did not arrive in time, or failed.
-        OSError, MemoryError: this machine refused sockets or memory.
     """
     patience = min(timeout, place.patience)
     with (

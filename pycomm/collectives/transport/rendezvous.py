@@ -90,10 +90,6 @@ def exchange_memory(
         listener: this rank's.
         greetings: greetings of all ranks.
         ranks: those on this host, in rising order; all if ``None``. The result numbers them from 0.
-
-    Raises:
-        CommError: a rank did not arrive in time, failed, or is not the process it claims to be.
-        OSError: this machine refused sockets or memory.
     """
     rank, size = meeting.rank, meeting.size
     ranks = range(size) if ranks is None else ranks

@@ -72,11 +72,7 @@ class TorchGroup:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Process group to use.
-
-        Raises:
-            CommError: it is closed, broken, or was inherited by a fork.
-        """
+        """Process group to use."""
         if os.getpid() != self._pid:
             raise self._error(
                 f"this communicator belongs to process {self._pid} and was inherited by a fork; make one in the new "

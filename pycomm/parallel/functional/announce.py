@@ -60,11 +60,7 @@ class Announcements(NamedTuple):
 
 
 def announce(name: str, call: Call | Exception, group: dist.ProcessGroup, device: torch.device) -> Announcements:
-    """Exchange the calls of all ranks of ``group``, and compare them.
-
-    Raises:
-        TypeError, ValueError: the arguments of this rank are wrong, or those of another, or they differ.
-    """
+    """Exchange the calls of all ranks of ``group``, and compare them."""
     size = group.size()
     numbers = call if isinstance(call, Exception) else _numbers_of(name, call, size)
     rows = agreed_rows(group, numbers, _HEADER + MOST_DIMENSIONS + size, f"call {name}", device)
@@ -130,11 +126,7 @@ def agreed_rows(
 
 
 def require_tensor(x: object, dim: int | None = None, *, has_values: bool = True) -> int:
-    """Return ``dim`` counted from the front, 0 if it is ``None``. Without ``has_values``, ``x`` may be on "meta".
-
-    Raises:
-        TypeError, ValueError: ``x`` is not a tensor that can be sent, or has no such dimension.
-    """
+    """Return ``dim`` counted from the front, 0 if it is ``None``. Without ``has_values``, ``x`` may be on "meta"."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x is a {type(x).__name__}, wanted a tensor")
     if x.dtype not in _DTYPES:

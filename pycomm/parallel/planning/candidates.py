@@ -52,9 +52,6 @@ class Task:
         optimizer: one of ``OPTIMIZERS``.
         overlap: fraction of gradient averaging that the backward pass hides.
         cores: how many devices can compute at once, if they share the cores of one host; ``None`` for all.
-
-    Raises:
-        ValueError, TypeError: a number is out of bounds, or the optimizer is unknown.
     """
 
     devices: int

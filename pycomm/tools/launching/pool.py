@@ -111,9 +111,6 @@ class RankPool:
 
     Attributes:
         port: of the ranks' store.
-
-    Raises:
-        RankError: a rank did not start.
     """
 
     def __init__(
@@ -217,11 +214,7 @@ class RankPool:
         return {rank.number: rank.outcome() for rank in chosen if not rank.is_busy}
 
     def finish(self) -> None:
-        """Let the ranks end as programs do, with exit handlers.
-
-        Raises:
-            RankError: a rank failed meanwhile, or they have not ended in time.
-        """
+        """Let the ranks end as programs do, with exit handlers."""
         self._ask_to_finish()
         self._wait_or_raise(math.inf, lambda: not self._sources)
 
@@ -304,11 +297,7 @@ class RankPool:
     # The outcome of a call.
 
     def _wait_or_raise(self, timeout: float, is_done: Callable[[], bool]) -> None:
-        """Listen until ``is_done()``.
-
-        Raises:
-            RankError: a rank failed, or it was not done in time.
-        """
+        """Listen until ``is_done()``."""
         deadline = late = min(time.monotonic() + timeout, self._begun + self._limit)
         while not is_done() and (left := deadline - time.monotonic()) > 0:
             self._listen(left)

@@ -123,12 +123,7 @@ class CallWriter:
 
 
 def writers_of(to: Any, rank: int) -> list[Writer]:
-    """Return the writers that the argument ``to`` of :func:`pycomm.monitor` stands for, on this rank.
-
-    Raises:
-        TypeError, ValueError: ``to``, or a part of it, stands for none.
-        ImportError: a package is missing.
-    """
+    """Return the writers that the argument ``to`` of :func:`pycomm.monitor` stands for, on this rank."""
     targets: Iterable[Any] = to if isinstance(to, (list, tuple)) else [to]
     made: list[Writer] = []
     try:

@@ -78,9 +78,6 @@ class ServerMeeting:
         is_late: whether the others met before this process started.
         timeout: limit of every wait for a rank, in seconds.
         access: credentials for connections between hosts.
-
-    Raises:
-        RuntimeError: there is neither a process group nor the environment of torchrun.
     """
 
     def __init__(self, timeout: timedelta | float | None) -> None:
@@ -191,11 +188,7 @@ class ServerMeeting:
                 time.sleep(_POLL)
 
     def address_of(self, server: int) -> ServerPlace | None:
-        """Return the last address of ``server``; ``None`` if there is none yet.
-
-        Raises:
-            CommError: the server could not begin or go on, or the store has ended.
-        """
+        """Return the last address of ``server``; ``None`` if there is none yet."""
         try:
             if not self._store.check([f"server/{server}"]):
                 return None

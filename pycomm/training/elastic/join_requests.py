@@ -213,12 +213,7 @@ class JoinClient:
         self._requests, self._signer = _requests_in(self.store, index), Signer(secret())
 
     def ask(self, process: dict[str, Any], lines: Sequence[tuple[str, str]]) -> dict[str, Any]:
-        """Return the ranks' answer, with the number of the request under "request".
-
-        Raises:
-            ValueError: they refuse, or do not know this process's secret.
-            CommError: they do not answer, or have ended.
-        """
+        """Return the ranks' answer, with the number of the request under "request"."""
         nonce, content = secrets.token_hex(16), [process, [list(line) for line in lines]]
         try:
             number = self._requests.add("requests", 1)

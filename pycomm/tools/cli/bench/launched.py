@@ -20,9 +20,6 @@ class LaunchedWorkers:
     """All launched ranks, used like a :class:`pycomm.tools.cli.bench.workers.WorkerGroup` by each of them.
 
     Results travel as JSON through the launcher's store. Others may reach that store, so nothing is unpickled.
-
-    Raises:
-        ValueError: the launcher has not set MASTER_ADDR and MASTER_PORT.
     """
 
     def __init__(self) -> None:
@@ -34,11 +31,7 @@ class LaunchedWorkers:
         self._calls = 0
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Call ``method`` of this rank's worker; return all ranks' results in rank order. Collective.
-
-        Raises:
-            RankError: the method raised on some rank.
-        """
+        """Call ``method`` of this rank's worker; return all ranks' results in rank order. Collective."""
         try:
             mine = {"value": getattr(self.worker, method)(*arguments)}
         except Exception:

@@ -72,9 +72,6 @@ class Library:
         If the two share memory, the call works in place. If the library supports only the other way, the call
         includes a copy, as the user would need one, too. An array that only the root needs may serve as scratch on
         other ranks.
-
-        Raises:
-            UnsupportedError: the library does not have it.
         """
         if case.operation == "barrier":
             return self.barrier

@@ -34,9 +34,6 @@ class WorkerGroup:
         setup: arguments of the worker's constructor.
         environment: added to this process's.
         start: starts the ranks; by default they start here, with RANK and WORLD_SIZE in their environment.
-
-    Raises:
-        RankError: a rank did not start.
     """
 
     def __init__(

@@ -22,11 +22,7 @@ class Corpus:
 
 
 def source_files(root: Path | None = None) -> list[Path]:
-    """Return all ``.py`` files below ``root`` (the standard library), sorted, without tests and installed packages.
-
-    Raises:
-        FileNotFoundError: there are too few for both parts; some minimal installations have none.
-    """
+    """Return all ``.py`` files below ``root`` (the standard library), sorted, without tests and installed packages."""
     root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
     found = []
     for folder, subfolders, names in os.walk(root):

@@ -171,11 +171,7 @@ def validate(model: nn.Module, corpus: Corpus, context: int) -> float:
 
 
 def train_with_a_death(settings: DemoSettings, send: Send) -> None:
-    """Train; half-way, kill the last rank in the middle of a backward pass. Collective among the others.
-
-    Raises:
-        RuntimeError: the others did not continue together.
-    """
+    """Train; half-way, kill the last rank in the middle of a backward pass. Collective among the others."""
     corpus, model = read_corpus(), make_model(settings)
     rank, size = dist.get_rank(), dist.get_world_size()
     if rank > 0:

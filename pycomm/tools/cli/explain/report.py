@@ -33,11 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _contents(given: Sequence[Path]) -> list[Content]:
-    """Read the ``given`` files and folders; by default, the files of the newest run in this directory.
-
-    Raises:
-        NoDumpError: there are none.
-    """
+    """Read the ``given`` files and folders; by default, the files of the newest run in this directory."""
     if given:
         return [content for path in given for content in (_all_in(path) if _is_folder(path) else [read(path)])]
     place = folder()

@@ -32,12 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def plan_model(arguments: argparse.Namespace) -> bool:
-    """Print the best plan and its alternatives; return whether any fits.
-
-    Raises:
-        ValueError, TypeError: the model, its input or another argument is invalid.
-        OSError: the plan cannot be written.
-    """
+    """Print the best plan and its alternatives; return whether any fits."""
     network = schedule.load(arguments.network).with_hosts_of(arguments.per_host)
     source = load_source(arguments.model, arguments.input)
     model = make_without_memory(source.make_model)

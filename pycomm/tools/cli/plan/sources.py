@@ -37,9 +37,6 @@ def load_source(text: str, given_input: str | None) -> Source:
     """Import the file of ``FILE.py:make_model``, and find its functions.
 
     The file may have ``make_batch(samples)``, unless there is a ``given_input``, and ``loss(output)``.
-
-    Raises:
-        ValueError: there is no such file or function, the file fails, or the input is missing.
     """
     path, _, name = text.rpartition(":")
     if not path or not name.isidentifier():
@@ -63,9 +60,6 @@ def batches_of(text: str) -> Callable[[int], tuple[torch.Tensor, ...]]:
     """Return a function that makes zeros of the shapes in ``text`` for a number of samples.
 
     ``text`` has the shape of one sample of each argument, separated by commas: ``3x224x224,512:int64``.
-
-    Raises:
-        ValueError: ``text`` is no such list.
     """
     made: list[tuple[tuple[int, ...], torch.dtype]] = []
     for word in text.split(","):
