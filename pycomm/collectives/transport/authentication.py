@@ -76,7 +76,7 @@ def _is_private(folder: str | Path) -> bool:
 
 
 def secret() -> bytes | None:
-    """Return the secret of this job, from ``PYCOMM_SECRET`` or the file ``PYCOMM_SECRET_FILE``; ``None`` without one."""
+    """Return the secret of this job, of ``PYCOMM_SECRET`` or the file ``PYCOMM_SECRET_FILE``; ``None`` without one."""
     path, text = os.environ.get(SECRET_FILE), os.environ.get(SECRET)
     if path and text:
         raise ValueError(f"{SECRET} and {SECRET_FILE} are both set: unset one of them")

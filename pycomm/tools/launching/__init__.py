@@ -1,12 +1,10 @@
 """Ranks on this host: start processes, join them in a group, call functions on all of them, leave none behind."""
 
-from pycomm.tools.launching.failures import Failure, RankError, explain
 from pycomm.tools.launching.launcher import launch, run_ranks
-from pycomm.tools.launching.local_group import PATIENCE, connect, join, rendezvous
 from pycomm.tools.launching.pool import PerRank, RankOutcome, RankPool, StartedRanks
-from pycomm.tools.launching.processes import Outputs, Pipe, RankProcesses
+from pycomm.tools.launching.processes import PATIENCE, Outputs, Pipe, RankProcesses, connect, join, rendezvous
 from pycomm.tools.launching.reporting import progress
-from pycomm.tools.launching.serving import Send, send, serve
+from pycomm.tools.launching.serving import Failure, RankError, Send, explain, send, serve
 
 __all__ = [
     "PATIENCE",
