@@ -28,9 +28,9 @@ from pycomm.tools.launching import connect
 
 Indices = npt.NDArray[np.uint32]
 
-# Test data. Element i of rank r is (7919 i + 1000003 r) mod M. M is a power of two, so small that all sums over the ranks
-# are exact in the dtype. Any M consecutive elements differ, and so do the same elements of any M ranks. For products,
-# elements are 1 or 2 by the same rule.
+# Test data. Element i of rank r is (7919 i + 1000003 r) mod M. M is a power of two, so small that all sums over the
+# ranks are exact in the dtype. Any M consecutive elements differ, and so do the same elements of any M ranks. For
+# products, elements are 1 or 2 by the same rule.
 
 _CHUNK = 1 << 16
 _SIGNIFICANT_BITS = {"half": 11, "bfloat16": 8, "float": 24, "double": 24, "int8": 7, "uint8": 8}
