@@ -15,8 +15,7 @@ from collections import Counter
 from torch import nn
 
 from pycomm.checks import count
-from pycomm.parallel.chains import CONVOLUTIONS, Chain, chains, inputs, outputs, passes
-from pycomm.parallel.styles import unfit
+from pycomm.parallel.styles import CONVOLUTIONS, Chain, chains, inputs, outputs, passes, unfit
 
 _FEWEST = 2**16
 """Fewest parameters of a layer without a partner for which gathering its output pays."""

@@ -14,9 +14,9 @@ from pycomm.checks import integer
 from pycomm.collectives.transport.own_group import found_group, group_of
 from pycomm.errors import attempt
 from pycomm.parallel.functional import all_gather, copy_to_group, reduce_from_group
-from pycomm.parallel.functional.announce import MOST_DIMENSIONS, agreed_rows, number_of, require_tensor
-from pycomm.parallel.functional.replicated import gather_along
-from pycomm.parallel.groups import GroupLike, agree
+from pycomm.parallel.functional.collectives import gather_along
+from pycomm.parallel.functional.moves import MOST_DIMENSIONS, agreed_rows, number_of, require_tensor
+from pycomm.parallel.mesh import GroupLike, agree
 
 _COMBINATIONS = ("list", "concatenate", "sum", "own")
 

@@ -8,9 +8,18 @@
 ``sizes`` uses only the layers' sizes. ``scaling`` predicts the throughput of more devices: T = S N e.
 """
 
-from pycomm.parallel.planning.candidates import OPTIMIZERS, Candidate, Device, Task, measure_device
+from pycomm.parallel.planning.candidates import (
+    OPTIMIZERS,
+    Candidate,
+    Device,
+    Layer,
+    Part,
+    Profile,
+    Task,
+    measure_device,
+    with_seconds,
+)
 from pycomm.parallel.planning.choose import Option, Ranking, Refusal, choose
-from pycomm.parallel.planning.layers import Layer, Part, Profile, with_seconds
 from pycomm.parallel.planning.price import Memory, Price, Pricer, Times
 from pycomm.parallel.planning.profile import make_without_memory, profile
 from pycomm.parallel.planning.sizes import Layout, place

@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from pycomm import checks
-from pycomm.parallel.chains import WHOLE, layouts_of
-from pycomm.parallel.planning.layers import Layer, Part, Profile
+from pycomm.parallel.planning.candidates import Layer, Part, Profile
+from pycomm.parallel.styles import WHOLE, layouts_of
 from pycomm.torch_internals import attention_flops, fake_tensors, storage_identity
 
 MakeModel = Callable[[], nn.Module]
