@@ -13,6 +13,16 @@ from typing import Any, NoReturn
 import torch
 
 from pycomm.checks import shown
+from pycomm.horovod.coordinator import (
+    ALLGATHER,
+    ALLREDUCE,
+    ALLTOALL,
+    BROADCAST,
+    REDUCESCATTER,
+    Request,
+    RequestTerms,
+    terms_of,
+)
 from pycomm.horovod.engine import NegotiatingEngine
 from pycomm.horovod.names import (
     NAMES,
@@ -27,16 +37,6 @@ from pycomm.horovod.names import (
     compressed,
 )
 from pycomm.horovod.process_sets import Members, ProcessSet, global_process_set, known_set, members_of, world
-from pycomm.horovod.requests import (
-    ALLGATHER,
-    ALLREDUCE,
-    ALLTOALL,
-    BROADCAST,
-    REDUCESCATTER,
-    Request,
-    RequestTerms,
-    terms_of,
-)
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -25,8 +25,15 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pycomm import checks, threads
-from pycomm.collectives.transport.addresses import join_address, loopback, split_address, store_on_loopback
-from pycomm.collectives.transport.authentication import EXHAUSTED, own_folder, process_behind
+from pycomm.collectives.transport.authentication import (
+    EXHAUSTED,
+    join_address,
+    loopback,
+    own_folder,
+    process_behind,
+    split_address,
+    store_on_loopback,
+)
 from pycomm.torch_internals import PrefixStore, Store
 
 _LAUNCHERS = (

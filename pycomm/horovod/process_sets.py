@@ -16,10 +16,10 @@ import torch.distributed as dist
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.transport import late_ranks
 from pycomm.errors import attempt
+from pycomm.horovod.coordinator import BARRIER, Key, Request, RequestTerms
 from pycomm.horovod.engine import NegotiatingEngine
 from pycomm.horovod.environment import meeting_seconds
 from pycomm.horovod.names import InvalidRequestError
-from pycomm.horovod.requests import BARRIER, Key, Request, RequestTerms
 from pycomm.horovod.timeline import Timeline
 from pycomm.training.reducer import Reducer
 

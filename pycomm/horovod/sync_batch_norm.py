@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from pycomm.horovod.collectives import Submission, check_tensor
+from pycomm.horovod.coordinator import ALLGATHER
 from pycomm.horovod.names import Sum
 from pycomm.horovod.operations import allgather, allreduce
 from pycomm.horovod.process_sets import global_process_set, world
-from pycomm.horovod.requests import ALLGATHER
 
 
 class SyncBatchNorm(torch.nn.BatchNorm1d):

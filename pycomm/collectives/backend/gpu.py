@@ -9,8 +9,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from pycomm.collectives.backend.engine import GroupEngine
-from pycomm.collectives.backend.tensors import name_of
+from pycomm.collectives.backend.engine import GroupEngine, name_of
 from pycomm.torch_internals import PrefixStore
 
 

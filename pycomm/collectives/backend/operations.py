@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from pycomm.collectives.backend.calls import METHODS, Calls, Planned, operation, raise_timed
-from pycomm.collectives.backend.engine import GroupEngine
-from pycomm.collectives.backend.tensors import known_name, name_of
+from pycomm.collectives.backend.engine import GroupEngine, known_name, name_of
 from pycomm.collectives.backend.work import BackendWork
 from pycomm.collectives.transport.torch_messages import TAG_END
 from pycomm.errors import CommError

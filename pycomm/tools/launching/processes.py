@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from pycomm.collectives.transport.addresses import loopback, store_on_loopback
+from pycomm.collectives.transport.authentication import loopback, store_on_loopback
 
 Pipe: TypeAlias = "Connection[Any, Any]"
 Outputs: TypeAlias = "tuple[Pipe, Pipe]"

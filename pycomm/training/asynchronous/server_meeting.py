@@ -22,8 +22,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from pycomm import checks
 from pycomm.agreement import Words, exchanged, require_same, results_in
 from pycomm.collectives.transport import rendezvous
-from pycomm.collectives.transport.addresses import address_towards, loopback
-from pycomm.collectives.transport.authentication import SECRET, SECRET_FILE, Access
+from pycomm.collectives.transport.authentication import SECRET, SECRET_FILE, Access, address_towards, loopback
 from pycomm.collectives.transport.own_group import timeout_seconds
 from pycomm.errors import CommError, text_of
 from pycomm.torch_internals import PrefixStore, Store, root_store, store_of

@@ -26,14 +26,16 @@ from typing import Any
 import torch
 
 from pycomm import threads
-from pycomm.collectives.transport.addresses import family_of, join_address, socket_address
 from pycomm.collectives.transport.authentication import (
     EXHAUSTED,
     Proof,
     Step,
+    family_of,
+    join_address,
     patiently,
     process_behind,
     prove_as_client,
+    socket_address,
 )
 from pycomm.collectives.transport.rendezvous import anonymous_memory, is_sealed_memory
 from pycomm.untrusted import ANYTHING, MapOf, parse

@@ -22,8 +22,7 @@ from typing import Any, TypeVar
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pycomm.collectives.transport import processes, rendezvous
-from pycomm.collectives.transport.addresses import split_address
-from pycomm.collectives.transport.authentication import SECRET, Signer, secret
+from pycomm.collectives.transport.authentication import SECRET, Signer, secret, split_address
 from pycomm.errors import CommError
 from pycomm.torch_internals import PrefixStore, Store, root_store
 from pycomm.training.elastic.liveness import PROCESS
