@@ -26,7 +26,7 @@ import torch
 
 from pycomm import kernels
 from pycomm.collectives.transport.base import Message
-from pycomm.collectives.transport.choice import Hosts
+from pycomm.collectives.transport.rendezvous import Hosts
 from pycomm.collectives.transport.shared_memory import SharedMemoryTransport
 from pycomm.collectives.transport.torch_collectives import BetweenHosts, TorchCollectives
 from pycomm.collectives.transport.torch_group import TorchGroup

@@ -22,7 +22,6 @@ from pycomm.agreement import prepared
 from pycomm.collectives.recorder import Recorder
 from pycomm.collectives.transport.announcements import OperationComparison, agree_on_lengths
 from pycomm.collectives.transport.base import AllReduceApart, OwnShare, ReduceScatterApart
-from pycomm.collectives.transport.choice import Hosts
 from pycomm.collectives.transport.failure_notes import FailureNotes
 from pycomm.collectives.transport.hierarchical import HierarchicalCollectives
 from pycomm.collectives.transport.host_tensors import (
@@ -35,6 +34,7 @@ from pycomm.collectives.transport.host_tensors import (
     tensor_of,
 )
 from pycomm.collectives.transport.messages import run_program
+from pycomm.collectives.transport.rendezvous import Hosts
 from pycomm.collectives.transport.shared_memory import SharedMemoryTransport
 from pycomm.collectives.transport.torch_collectives import TorchCollectives, messages
 from pycomm.collectives.transport.torch_group import TorchGroup
