@@ -17,7 +17,7 @@ from torch.autograd import Function
 from pycomm.agreement import rows_of_all
 from pycomm.collectives.tensor_memory import has_no_memory
 from pycomm.parallel.mesh import agree
-from pycomm.torch_internals import backend_of
+from pycomm.torch_internals import all_gather_single, backend_of, reduce_scatter_single
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _DTYPES = (
@@ -185,10 +185,6 @@ def _shown(index: int, value: int) -> str:
 P = ParamSpec("P")
 Move = Callable[Concatenate[torch.Tensor, P], torch.Tensor]
 Group = dist.ProcessGroup
-all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""Under its newest name, as torch warns of the older one."""
-reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""Likewise."""
 
 
 def summed(x: torch.Tensor, group: Group) -> torch.Tensor:

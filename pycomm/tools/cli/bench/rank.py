@@ -25,6 +25,7 @@ from pycomm.collectives.communicator import Communicator
 from pycomm.errors import CommError
 from pycomm.tools.cli.bench.operations import COMMUNICATOR, Case
 from pycomm.tools.launching import connect
+from pycomm.torch_internals import all_gather_single, reduce_scatter_single
 
 Indices = npt.NDArray[np.uint32]
 
@@ -122,10 +123,6 @@ _REDUCTIONS: dict[str, Any] = {
 }
 _OWN_REDUCTIONS = {"sum": "sum", "max": "max", "min": "min", "avg": "mean"}
 
-# Newer releases of torch renamed them, and warn about the old names.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 
 class UnsupportedError(Exception):
     """The library does not have this collective, dtype or reduction; the message says which."""
@@ -191,8 +188,8 @@ class Library:
             "all_reduce": lambda x: dist.all_reduce(x, op, group=group),
             "reduce": lambda x: dist.reduce(x, root, op, group=group),
             "broadcast": lambda x: dist.broadcast(x, root, group=group),
-            "all_gather": lambda x: _all_gather(x, given, group=group),
-            "reduce_scatter": lambda x: _reduce_scatter(x, given, op, group=group),
+            "all_gather": lambda x: all_gather_single(x, given, group=group),
+            "reduce_scatter": lambda x: reduce_scatter_single(x, given, op, group=group),
             "all_to_all": lambda x: dist.all_to_all_single(x, given, group=group),
             "gather": lambda x: dist.gather(given, list(x.chunk(self.size)) if at_root else None, root, group=group),
             "scatter": lambda x: dist.scatter(x, parts, root, group=group),
