@@ -16,16 +16,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from torch.distributed import (
-    PrefixStore,  # type: ignore[attr-defined]
-    Store,  # type: ignore[attr-defined]
-)
 
 from pycomm.collectives.communicator import Communicator
 from pycomm.errors import CommError
 from pycomm.tools.cli.bench.operations import COMMUNICATOR, Case
 from pycomm.tools.launching import connect
-from pycomm.torch_internals import all_gather_single, reduce_scatter_single
+from pycomm.torch_internals import PrefixStore, Store, all_gather_single, reduce_scatter_single
 
 Indices = npt.NDArray[np.uint32]
 
