@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pycomm.tools.cli.arguments import Parser, later
-from pycomm.tools.cli.bench import settings as bench
+from pycomm.tools.cli.bench import command as bench
 from pycomm.tools.cli.demo import command as demo
 from pycomm.tools.cli.plan import command as plan
 from pycomm.tools.cli.trace import command as trace

@@ -1,4 +1,4 @@
-"""``pycomm bench``: a command for each collective, with nccl-tests' options and further ones."""
+"""Command line of a collective: nccl-tests' options, and further ones."""
 
 from __future__ import annotations
 
@@ -299,20 +299,3 @@ def _names(text: str) -> tuple[str, ...]:
     if not all(names):
         raise argparse.ArgumentTypeError(f"{text!r}, wanted names separated by commas")
     return names
-
-
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("bench", help="measure a collective against other libraries")
-    for one in add_collectives(parser.add_subparsers(dest="bench", required=True, metavar="WHAT")):
-        one.set_defaults(run=_measure)
-
-
-def _measure(arguments: argparse.Namespace) -> int:
-    try:
-        checked = settings_of(arguments, launched_ranks())
-    except UsageError as error:
-        arguments.parser.error(str(error))
-    load_package()
-    from pycomm.tools.cli.bench import measure
-
-    return measure.run(checked)
