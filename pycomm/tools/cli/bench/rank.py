@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
-import platform
 import socket
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from pycomm.collectives.communicator import Communicator
+from pycomm.descriptions import cpu_model
 from pycomm.errors import CommError
 from pycomm.tools.cli.bench.operations import COMMUNICATOR, Case
 from pycomm.tools.launching import connect
@@ -414,13 +413,3 @@ def _device_of(kind: str, rank: int) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
-
-
-def cpu_model() -> str:
-    """Return the name of this machine's CPU."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

@@ -16,8 +16,8 @@ import numpy
 import torch
 
 import pycomm
+from pycomm.descriptions import cpu_model
 from pycomm.tools.cli.bench.operations import Case
-from pycomm.tools.cli.bench.rank import cpu_model
 from pycomm.tools.cli.bench.settings import BenchSettings
 from pycomm.tools.cli.bench.timing import Samples, duration, times
 from pycomm.tools.cli.table import table
