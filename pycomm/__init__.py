@@ -22,135 +22,82 @@ except ModuleNotFoundError as error:
     ) from error
 
 from pycomm import logs as _logs  # noqa: F401  # prefixes log lines with the rank
-from pycomm.collectives import backend
+from pycomm.collectives import backend as backend
 from pycomm.deprecated import MovedModules
-from pycomm.errors import CommError
-from pycomm.worker import Work
+from pycomm.errors import CommError as CommError
+from pycomm.worker import Work as Work
 
 if TYPE_CHECKING:  # imported at first use: see _HOMES
-    from pycomm import compression, ddp, kernels, optim, parallel, schedule
-    from pycomm.collectives.broadcasting import broadcast_optimizer_state, broadcast_parameters
-    from pycomm.collectives.communicator import Communicator
-    from pycomm.collectives.transport.gpu import GpuWork
-    from pycomm.compression import (
-        BF16,
-        DGC,
-        FP8,
-        FP16,
-        QSGD,
-        ChunkTopK,
-        Int4,
-        Int8,
-        NoCompression,
-        OneBit,
-        PowerSGD,
-        RandomK,
-        TernGrad,
-        TopK,
-    )
-    from pycomm.optim import LAMB, LARS, FusedStep, LossScaler, MasterWeights, Muon, fuse, muon_groups
-    from pycomm.optim.master_weights import master_weights
-    from pycomm.tools.launching import RankError, launch, progress
-    from pycomm.tools.monitoring.monitor import Monitor, monitor
-    from pycomm.training import checkpoint
-    from pycomm.training.asynchronous.averager import Averager
-    from pycomm.training.asynchronous.averaging import elastic_averaging, local_sgd
-    from pycomm.training.asynchronous.decoupled import decoupled_sgd
-    from pycomm.training.asynchronous.fragment import DelayedNesterov, Nesterov
-    from pycomm.training.asynchronous.gossip import Gossip, gossip
-    from pycomm.training.asynchronous.local_averager import LocalAverager
-    from pycomm.training.asynchronous.modes import Async, DelayCompensation, SoftSync, StaleSynchronous, Sync
-    from pycomm.training.asynchronous.parameter_server import ParameterServer, parameter_server
-    from pycomm.training.checkpoint import load, save
-    from pycomm.training.cost.auto import Auto
-    from pycomm.training.dion import Dion
-    from pycomm.training.reducer import (
-        Reducer,
-        Sharding,
-        SignalStop,
-        StopRequest,
-        Survive,
-        Tuning,
-        stop_on_signal,
-    )
-    from pycomm.training.reducer.attach import attach, join
+    from pycomm import compression as compression
+    from pycomm import ddp as ddp
+    from pycomm import kernels as kernels
+    from pycomm import optim as optim
+    from pycomm import parallel as parallel
+    from pycomm import schedule as schedule
+    from pycomm.collectives.broadcasting import broadcast_optimizer_state as broadcast_optimizer_state
+    from pycomm.collectives.broadcasting import broadcast_parameters as broadcast_parameters
+    from pycomm.collectives.communicator import Communicator as Communicator
+    from pycomm.collectives.transport.gpu import GpuWork as GpuWork
+    from pycomm.compression import BF16 as BF16
+    from pycomm.compression import DGC as DGC
+    from pycomm.compression import FP8 as FP8
+    from pycomm.compression import FP16 as FP16
+    from pycomm.compression import QSGD as QSGD
+    from pycomm.compression import ChunkTopK as ChunkTopK
+    from pycomm.compression import Int4 as Int4
+    from pycomm.compression import Int8 as Int8
+    from pycomm.compression import NoCompression as NoCompression
+    from pycomm.compression import OneBit as OneBit
+    from pycomm.compression import PowerSGD as PowerSGD
+    from pycomm.compression import RandomK as RandomK
+    from pycomm.compression import TernGrad as TernGrad
+    from pycomm.compression import TopK as TopK
+    from pycomm.optim import LAMB as LAMB
+    from pycomm.optim import LARS as LARS
+    from pycomm.optim import FusedStep as FusedStep
+    from pycomm.optim import LossScaler as LossScaler
+    from pycomm.optim import MasterWeights as MasterWeights
+    from pycomm.optim import Muon as Muon
+    from pycomm.optim import fuse as fuse
+    from pycomm.optim import muon_groups as muon_groups
+    from pycomm.optim.master_weights import master_weights as master_weights
+    from pycomm.tools.launching import RankError as RankError
+    from pycomm.tools.launching import launch as launch
+    from pycomm.tools.launching import progress as progress
+    from pycomm.tools.monitoring.monitor import Monitor as Monitor
+    from pycomm.tools.monitoring.monitor import monitor as monitor
+    from pycomm.training import checkpoint as checkpoint
+    from pycomm.training.asynchronous.averager import Averager as Averager
+    from pycomm.training.asynchronous.averaging import elastic_averaging as elastic_averaging
+    from pycomm.training.asynchronous.averaging import local_sgd as local_sgd
+    from pycomm.training.asynchronous.decoupled import decoupled_sgd as decoupled_sgd
+    from pycomm.training.asynchronous.fragment import DelayedNesterov as DelayedNesterov
+    from pycomm.training.asynchronous.fragment import Nesterov as Nesterov
+    from pycomm.training.asynchronous.gossip import Gossip as Gossip
+    from pycomm.training.asynchronous.gossip import gossip as gossip
+    from pycomm.training.asynchronous.local_averager import LocalAverager as LocalAverager
+    from pycomm.training.asynchronous.modes import Async as Async
+    from pycomm.training.asynchronous.modes import DelayCompensation as DelayCompensation
+    from pycomm.training.asynchronous.modes import SoftSync as SoftSync
+    from pycomm.training.asynchronous.modes import StaleSynchronous as StaleSynchronous
+    from pycomm.training.asynchronous.modes import Sync as Sync
+    from pycomm.training.asynchronous.parameter_server import ParameterServer as ParameterServer
+    from pycomm.training.asynchronous.parameter_server import parameter_server as parameter_server
+    from pycomm.training.checkpoint import load as load
+    from pycomm.training.checkpoint import save as save
+    from pycomm.training.cost.auto import Auto as Auto
+    from pycomm.training.dion import Dion as Dion
+    from pycomm.training.reducer import Reducer as Reducer
+    from pycomm.training.reducer import Sharding as Sharding
+    from pycomm.training.reducer import SignalStop as SignalStop
+    from pycomm.training.reducer import StopRequest as StopRequest
+    from pycomm.training.reducer import Survive as Survive
+    from pycomm.training.reducer import Tuning as Tuning
+    from pycomm.training.reducer import stop_on_signal as stop_on_signal
+    from pycomm.training.reducer.attach import attach as attach
+    from pycomm.training.reducer.attach import join as join
 
 __version__: str = _native_build_info()["version"]
-
-__all__ = [
-    "BF16",
-    "DGC",
-    "FP8",
-    "FP16",
-    "LAMB",
-    "LARS",
-    "QSGD",
-    "Async",
-    "Auto",
-    "Averager",
-    "ChunkTopK",
-    "CommError",
-    "Communicator",
-    "DelayCompensation",
-    "DelayedNesterov",
-    "Dion",
-    "FusedStep",
-    "Gossip",
-    "GpuWork",
-    "Int4",
-    "Int8",
-    "LocalAverager",
-    "LossScaler",
-    "MasterWeights",
-    "Monitor",
-    "Muon",
-    "Nesterov",
-    "NoCompression",
-    "OneBit",
-    "ParameterServer",
-    "PowerSGD",
-    "RandomK",
-    "RankError",
-    "Reducer",
-    "Sharding",
-    "SignalStop",
-    "SoftSync",
-    "StaleSynchronous",
-    "StopRequest",
-    "Survive",
-    "Sync",
-    "TernGrad",
-    "TopK",
-    "Tuning",
-    "Work",
-    "attach",
-    "backend",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "build_info",
-    "checkpoint",
-    "compression",
-    "ddp",
-    "decoupled_sgd",
-    "elastic_averaging",
-    "fuse",
-    "gossip",
-    "join",
-    "kernels",
-    "launch",
-    "load",
-    "local_sgd",
-    "master_weights",
-    "monitor",
-    "muon_groups",
-    "optim",
-    "parallel",
-    "parameter_server",
-    "progress",
-    "save",
-    "schedule",
-    "stop_on_signal",
-]
 
 
 _GROUPS = {
@@ -230,6 +177,10 @@ _HOMES = {
     "collectives.transport.gpu": ("GpuWork",),
 }
 """Module of each name, imported at its first use: so ``import pycomm`` adds little to ``import torch``."""
+_PACKAGES = ("backend", "checkpoint", "compression", "ddp", "kernels", "optim", "parallel", "schedule")
+__all__ = sorted(
+    ["CommError", "Work", "build_info", *_PACKAGES, *(name for names in _HOMES.values() for name in names)]
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,9 +1,11 @@
-"""Texts for the ``repr`` of public objects: counts, sizes, and settings that are not the default."""
+"""Texts for the ``repr`` of public objects and for messages: counts, sizes, settings, and the CPU."""
 
 from __future__ import annotations
 
 import dataclasses
+import platform
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pycomm.checks import shown
@@ -53,3 +55,13 @@ def settings_text(value: Any) -> str:
     shown_fields = (field for field in dataclasses.fields(value) if field.repr)
     fields = [field.name for field in shown_fields if getattr(value, field.name) != field.default]
     return f"{type(value).__name__}({', '.join(f'{name}={getattr(value, name)!r}' for name in fields)})"
+
+
+def cpu_model() -> str:
+    """Return the name of this machine's CPU."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

@@ -40,9 +40,6 @@ def start(run: Callable[[], object], name: str, interrupt: Callable[[], object] 
         name: name of the thread.
         interrupt: called by the main thread at exit; ``run`` must return soon after. ``None`` if ``run`` waits for
             peers only, whose communicator is closed by then.
-
-    Raises:
-        RuntimeError: the thread cannot be started, or the process is exiting.
     """
     if _has_ended:
         raise RuntimeError("the process ends: no thread is started any more")

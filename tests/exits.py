@@ -30,7 +30,7 @@ import torch.distributed as dist
 import pycomm
 import pycomm.horovod as hvd
 from pycomm.collectives.transport import late_ranks, rendezvous
-from pycomm.tools.launching.local_group import connect
+from pycomm.tools.launching.processes import connect
 from pycomm.torch_internals import PrefixStore, Store
 from pycomm.training.elastic import join_requests, liveness
 from pycomm.worker import Worker

@@ -11,7 +11,7 @@ from typing import Any
 
 from pycomm.tools import launching
 from pycomm.tools.launching import PerRank, RankOutcome
-from pycomm.tools.launching.local_group import variables_of
+from pycomm.tools.launching.processes import variables_of
 
 __all__ = ["PRELOAD", "SLOWER", "PerRank", "RankOutcome", "RankPool", "free_port"]
 

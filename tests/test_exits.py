@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from pycomm import threads
-from pycomm.tools.launching.local_group import rendezvous
+from pycomm.tools.launching.processes import rendezvous
 from tests.exits import ENDS, IN_VAIN, KINDS, Ended, Request
 from tests.ranks import SLOWER
 

@@ -29,7 +29,6 @@ from pycomm.parallel import Plan
 from pycomm.parallel.planning.scaling import read_points
 from pycomm.schedule import NETWORKS, load
 from pycomm.tools.cli.main import build_parser
-from pycomm.tools.monitoring.writers import FileWriter
 from pycomm.training.asynchronous.journal import Journal, packed, read_events
 from pycomm.training.asynchronous.settings import Replay
 from pycomm.training.checkpoint.files import Reserve, read_report, write_json, write_sealed
@@ -197,17 +196,6 @@ def server_trace(folder: Path) -> Reader:
     return json_reader(folder / "trace.0", content, Replay)
 
 
-def rows(folder: Path) -> Reader:
-    path = folder / "rows.csv"
-
-    def read() -> None:
-        with pytest.warns(DeprecationWarning, match="pycomm.monitor"):
-            FileWriter(path).close()
-
-    read()
-    return Reader(read, folder, {path: None})
-
-
 def told(folder: Path) -> Reader:
     path = folder / "failed"
     Reserve(folder / "writing").report("OSError", "no room", "failed")
@@ -336,7 +324,6 @@ READERS = [
     calibration,
     step_trace,
     server_trace,
-    rows,
     told,
     torch_file,
     server,

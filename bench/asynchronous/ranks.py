@@ -16,8 +16,7 @@ import pycomm
 from bench.harness.learning_rate import learning_rate_rule
 from bench.harness.ranks import join_group
 from pycomm import kernels
-from pycomm.tools.cli.demo.corpus import Corpus, random_starts, read_corpus, windows
-from pycomm.tools.cli.demo.model import ByteGPT, loss_of
+from pycomm.tools.cli.demo.model import ByteGPT, Corpus, loss_of, random_starts, read_corpus, windows
 
 OURS, GLOO, REDUCE = "pycomm, push and pull", "Gloo, send and recv", "pycomm, all_reduce in empty"
 MODES: dict[str, dict[str, Any]] = {

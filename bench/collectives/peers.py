@@ -2,7 +2,7 @@
 
 Only what a rank's own library needs is loaded by it, but for torch, which comes with the package.
 
-The numbers are those of ``pycomm.tools.cli.bench.values``: ranks differ in every element, and all sums over the
+The numbers are those of ``pycomm.tools.cli.bench.rank``: ranks differ in every element, and all sums over the
 P ranks are exact in float32. Summing in place again and again multiplies by P each time, which stays
 exact where P is a power of two; each block of calls starts afresh, before it could overflow.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pycomm.tools.cli.bench.values import Indices, chunks, modulus, pattern
+from pycomm.tools.cli.bench.rank import Indices, chunks, modulus, pattern
 
 Floats = npt.NDArray[np.float32]
 
@@ -27,7 +27,7 @@ _LARGEST_EXPONENT = 126  # of two, in float32
 
 
 def starting_values(rank: int, size: int, index: Indices) -> Floats:
-    """Return the elements ``index`` of ``rank``'s input; see ``pycomm.tools.cli.bench.values``."""
+    """Return the elements ``index`` of ``rank``'s input; see ``pycomm.tools.cli.bench.rank``."""
     return pattern(rank, index, modulus(size)).astype(np.float32)
 
 

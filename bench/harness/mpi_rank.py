@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from pycomm.tools.cli.bench.libraries import Call, Library, UnsupportedError, through_scratch
 from pycomm.tools.cli.bench.operations import Case
-from pycomm.tools.cli.bench.rank import BenchRank
+from pycomm.tools.cli.bench.rank import BenchRank, Call, Library, UnsupportedError, through_scratch
 
 
 class MpiRank(BenchRank):

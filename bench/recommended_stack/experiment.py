@@ -24,7 +24,7 @@ import torch.distributed as dist
 import pycomm
 from bench import ROOT
 from bench.slow_network.ranks import bytes_sent, mean_over_ranks
-from pycomm.tools.cli.demo.trainee import first_difference
+from pycomm.tools.cli.demo.train import first_difference
 
 sys.path.append(str(ROOT / "examples"))
 example: Any = importlib.import_module("recommended_stack")

@@ -23,11 +23,9 @@ import torch.distributed as dist
 
 from bench.harness.learning_rate import learning_rate_rule
 from bench.slow_network.methods import COMPUTE, Knobs, Synchronised
-from pycomm.tools.cli.demo.corpus import Corpus, random_starts, read_corpus, windows
-from pycomm.tools.cli.demo.model import ByteGPT, loss_of
+from pycomm.tools.cli.demo.model import ByteGPT, Corpus, loss_of, random_starts, read_corpus, windows
 from pycomm.tools.cli.demo.settings import HEAD_WIDTH
-from pycomm.tools.cli.demo.train import validate
-from pycomm.tools.cli.demo.trainee import first_difference
+from pycomm.tools.cli.demo.train import first_difference, validate
 
 _COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 

@@ -336,9 +336,6 @@ def decode(node: Node, old: Any, owner: torch.Tensor, tensors: list[torch.Tensor
             "step"), and a new DTensor is sharded like the parameter.
         tensors: tensors to fill are appended here, in the order of ``encode``.
         where: path of the value, for errors.
-
-    Raises:
-        ValueError: ``old`` lacks an object that cannot be sent, or a DTensor is the state of a plain parameter.
     """
     kind, content = node[0], node[1]
     if kind == "tensor":

@@ -49,9 +49,6 @@ def calibrate(communicator: Communicator, sizes: Sequence[int] = SIZES, tell: Te
     Args:
         sizes: sizes in bytes at which algorithms are measured.
         tell: called with lines that report progress.
-
-    Raises:
-        ValueError: the group has one rank, or the hosts do not have equally many consecutive ranks each.
     """
     if communicator.size == 1:
         raise ValueError("the group has one rank, wanted at least two: there is nothing to measure")

@@ -53,11 +53,7 @@ NOTHING = Memory((), writable=False, text="without memory")
 
 
 def memory_of(tensor: torch.Tensor) -> Memory:
-    """Return the memory behind ``tensor``, or behind this rank's part of a DTensor. Plain memory is not copied.
-
-    Raises:
-        TypeError: ``tensor`` is a lazy parameter or buffer, which has no shape yet.
-    """
+    """Return the memory behind ``tensor``, or behind this rank's part of a DTensor. Plain memory is not copied."""
     if is_lazy(tensor):
         raise TypeError("is not initialised: run a forward, which gives lazy modules their shapes, first")
     tensor = local_of(tensor)

@@ -16,44 +16,27 @@ ranks. Custom methods derive from ``CodecMethod``, or from ``Method`` if they ke
 docs/extending/compression_method.md. ``pycomm.training.cost`` estimates what a method costs on a network.
 """
 
-from pycomm.compression.base import Compression, Exchange, Method
-from pycomm.compression.codec import Accumulated, BaseCodec
-from pycomm.compression.dense import NoCompression
-from pycomm.compression.feedback import CodecMethod
-from pycomm.compression.messages import GatheredMessages, SummedMessage
-from pycomm.compression.methods.chunktopk import ChunkTopK
-from pycomm.compression.methods.dgc import DGC
-from pycomm.compression.methods.half import BF16, FP16
-from pycomm.compression.methods.onebit import OneBit
-from pycomm.compression.methods.powersgd import PowerSGD
-from pycomm.compression.methods.quantized import FP8, QSGD, Int4, Int8, TernGrad
-from pycomm.compression.methods.randomk import RandomK
-from pycomm.compression.methods.topk import TopK
-from pycomm.compression.report import Report, Told
-
-__all__ = [
-    "BF16",
-    "DGC",
-    "FP8",
-    "FP16",
-    "QSGD",
-    "Accumulated",
-    "BaseCodec",
-    "ChunkTopK",
-    "CodecMethod",
-    "Compression",
-    "Exchange",
-    "GatheredMessages",
-    "Int4",
-    "Int8",
-    "Method",
-    "NoCompression",
-    "OneBit",
-    "PowerSGD",
-    "RandomK",
-    "Report",
-    "SummedMessage",
-    "TernGrad",
-    "Told",
-    "TopK",
-]
+from pycomm.compression.base import Compression as Compression
+from pycomm.compression.base import Exchange as Exchange
+from pycomm.compression.base import Method as Method
+from pycomm.compression.codec import Accumulated as Accumulated
+from pycomm.compression.codec import BaseCodec as BaseCodec
+from pycomm.compression.dense import NoCompression as NoCompression
+from pycomm.compression.feedback import CodecMethod as CodecMethod
+from pycomm.compression.messages import GatheredMessages as GatheredMessages
+from pycomm.compression.messages import SummedMessage as SummedMessage
+from pycomm.compression.methods.chunktopk import ChunkTopK as ChunkTopK
+from pycomm.compression.methods.dgc import DGC as DGC
+from pycomm.compression.methods.half import BF16 as BF16
+from pycomm.compression.methods.half import FP16 as FP16
+from pycomm.compression.methods.onebit import OneBit as OneBit
+from pycomm.compression.methods.powersgd import PowerSGD as PowerSGD
+from pycomm.compression.methods.quantized import FP8 as FP8
+from pycomm.compression.methods.quantized import QSGD as QSGD
+from pycomm.compression.methods.quantized import Int4 as Int4
+from pycomm.compression.methods.quantized import Int8 as Int8
+from pycomm.compression.methods.quantized import TernGrad as TernGrad
+from pycomm.compression.methods.randomk import RandomK as RandomK
+from pycomm.compression.methods.topk import TopK as TopK
+from pycomm.compression.report import Report as Report
+from pycomm.compression.report import Told as Told

@@ -20,11 +20,11 @@ from pycomm import kernels
 from pycomm.collectives.broadcasting import broadcast_optimizer_state, broadcast_parameters
 from pycomm.collectives.tensor_memory import hashable
 from pycomm.horovod.collectives import AllReduce, Submission, synchronize
+from pycomm.horovod.coordinator import ALLREDUCE
 from pycomm.horovod.execution import split_list
 from pycomm.horovod.names import Average, Compression, InvalidRequestError, ReduceOp, Sum, compressed
 from pycomm.horovod.operations import begin_sparse_allreduce
 from pycomm.horovod.process_sets import ProcessSet, members_of, world
-from pycomm.horovod.requests import ALLREDUCE
 from pycomm.optim.hyperparameters import Hyperparameters, Numbers
 from pycomm.optim.module_hooks import ZeroGradHook
 from pycomm.optim.wrappers import refuse_wrapped

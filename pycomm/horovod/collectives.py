@@ -13,6 +13,16 @@ from typing import Any, NoReturn
 import torch
 
 from pycomm.checks import shown
+from pycomm.horovod.coordinator import (
+    ALLGATHER,
+    ALLREDUCE,
+    ALLTOALL,
+    BROADCAST,
+    REDUCESCATTER,
+    Request,
+    RequestTerms,
+    terms_of,
+)
 from pycomm.horovod.engine import NegotiatingEngine
 from pycomm.horovod.names import (
     NAMES,
@@ -27,16 +37,6 @@ from pycomm.horovod.names import (
     compressed,
 )
 from pycomm.horovod.process_sets import Members, ProcessSet, global_process_set, known_set, members_of, world
-from pycomm.horovod.requests import (
-    ALLGATHER,
-    ALLREDUCE,
-    ALLTOALL,
-    BROADCAST,
-    REDUCESCATTER,
-    Request,
-    RequestTerms,
-    terms_of,
-)
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -471,11 +471,7 @@ def check_adasum(op: ReduceOp, process_set: ProcessSet, members: Members) -> Non
 
 
 def check_root(root_rank: Any, members: Members) -> int:
-    """Return the position of the global rank ``root_rank`` in the set.
-
-    Raises:
-        TypeError, ValueError: it is no rank of the set.
-    """
+    """Return the position of the global rank ``root_rank`` in the set."""
     if not isinstance(root_rank, int) or isinstance(root_rank, bool):
         raise TypeError(f"root_rank is {root_rank!r}, wanted a rank, which is an integer")
     if root_rank not in members.ranks:

@@ -317,11 +317,7 @@ class Survivors:
         self._membership = Membership.found(self._communicator, min_ranks, False)
 
     def begin_anew(self, error: Exception) -> None:
-        """Leave the world, and begin another one with the ranks that are left. Collective among these.
-
-        Raises:
-            CommError: too few ranks are left, or this rank was excluded, or the store of the agreement was lost.
-        """
+        """Leave the world, and begin another one with the ranks that are left. Collective among these."""
         rank = world().rank
         cause = _cause(error, rank, alone=len(world().sets) == 1)
         leave_world(f"it begins anew: {cause}")

@@ -19,10 +19,9 @@ from collections.abc import Sequence
 from pycomm import threads
 from pycomm.collectives.communicator import Communicator
 from pycomm.errors import CommError, reworded
-from pycomm.horovod.coordinator import Response, Rounds, full_name
+from pycomm.horovod.coordinator import ALLREDUCE, JOIN, Key, Request, RequestTerms, Response, Rounds, full_name, op_of
 from pycomm.horovod.execution import Execution, can_fuse
 from pycomm.horovod.names import HorovodInternalError, InvalidRequestError, LostPeerError
-from pycomm.horovod.requests import ALLREDUCE, JOIN, Key, Request, RequestTerms, op_of
 from pycomm.horovod.timeline import Timeline
 
 _SHORTEST_PAUSE = 5e-5
@@ -69,12 +68,7 @@ class NegotiatingEngine:
     # Callers.
 
     def submit(self, request: Request, wake: bool = True) -> None:
-        """Take ``request``. ``wake``: nobody is about to :meth:`wait` for it.
-
-        Raises:
-            ValueError: an operation of the same name is not done yet.
-            HorovodInternalError: the engine has stopped.
-        """
+        """Take ``request``. ``wake``: nobody is about to :meth:`wait` for it."""
         with self._lock:
             self._require_usable()
             if request.key in self._outstanding:

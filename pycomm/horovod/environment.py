@@ -25,8 +25,15 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pycomm import checks, threads
-from pycomm.collectives.transport.addresses import join_address, loopback, split_address, store_on_loopback
-from pycomm.collectives.transport.authentication import EXHAUSTED, own_folder, process_behind
+from pycomm.collectives.transport.authentication import (
+    EXHAUSTED,
+    join_address,
+    loopback,
+    own_folder,
+    process_behind,
+    split_address,
+    store_on_loopback,
+)
 from pycomm.torch_internals import PrefixStore, Store
 
 _LAUNCHERS = (
@@ -193,13 +200,7 @@ def first_node(nodes: str) -> str:
 
 
 def through_horovodrun(server: tuple[str, int], mine: str | None, patience: float) -> str:
-    """Return rank 0's address (there: ``mine``), by the key-value store that horovodrun serves over HTTP.
-
-    Raises:
-        TimeoutError: there is no whole answer within ``patience`` seconds.
-        ConnectionError: the server cannot be reached, or has ended.
-        ValueError: the answer is malformed.
-    """
+    """Return rank 0's address (there: ``mine``), by the key-value store that horovodrun serves over HTTP."""
     deadline = time.monotonic() + patience
     where = _named(server)
     while True:
@@ -262,11 +263,6 @@ def on_this_host(job: str, rank: int, mine: str, size: int, patience: float) -> 
         mine: the address, on rank 0.
         size: number of ranks.
         patience: seconds.
-
-    Raises:
-        TimeoutError: rank 0 does not arrive.
-        ValueError: another process is rank 0 of the job.
-        PermissionError: there is no such folder.
     """
     name = f"pycomm-horovod-{hashlib.sha256(job.encode()).hexdigest()[:32]}"
     with _in_own_folder(name) as path:

@@ -9,10 +9,9 @@ from typing import TypeVar
 
 import torch
 
-from pycomm.collectives.backend.tensors import reducible
+from pycomm.collectives.backend.engine import reducible
 from pycomm.collectives.communicator import Communicator
-from pycomm.horovod.coordinator import Response
-from pycomm.horovod.requests import (
+from pycomm.horovod.coordinator import (
     ALLGATHER,
     ALLREDUCE,
     ALLTOALL,
@@ -22,6 +21,7 @@ from pycomm.horovod.requests import (
     REDUCESCATTER,
     Request,
     RequestTerms,
+    Response,
     zeros_for,
 )
 

@@ -30,6 +30,7 @@ from pycomm.horovod.collectives import (
     synchronize_all,
     waited,
 )
+from pycomm.horovod.coordinator import ALLGATHER, BARRIER, JOIN, Request, RequestTerms
 from pycomm.horovod.engine import NegotiatingEngine, internal_error
 from pycomm.horovod.names import (
     NAMES,
@@ -41,7 +42,6 @@ from pycomm.horovod.names import (
     op_or_error,
 )
 from pycomm.horovod.process_sets import ProcessSet, global_process_set, world
-from pycomm.horovod.requests import ALLGATHER, BARRIER, JOIN, Request, RequestTerms
 from pycomm.training.reducer import Reducer
 
 P = ParamSpec("P")
@@ -395,9 +395,6 @@ def _absence(engine: NegotiatingEngine) -> Iterator[list[int]]:
 
     Yields:
         A list: on exit, the number of reductions of each optimizer that this rank was absent from.
-
-    Raises:
-        HorovodInternalError: a reduction has failed.
     """
     gc.collect()  # dropped Reducers must be freed on all ranks or on none
     counts: list[int] = []

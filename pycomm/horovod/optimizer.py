@@ -240,11 +240,7 @@ def _checked(
 
 
 def _named_parameters_of(optimizer: torch.optim.Optimizer, given: Iterable[Any] | None) -> Named:
-    """Return the names that are ``given``, or numbers made up by the position in the optimizer's groups.
-
-    Raises:
-        TypeError, ValueError: they are no names of parameters, two are equal, or a parameter has none.
-    """
+    """Return the names that are ``given``, or numbers made up by the position in the optimizer's groups."""
     own = [
         (f"allreduce.noname.{i}.{j}", param)
         for i, group in enumerate(optimizer.param_groups)

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.transport import late_ranks
 from pycomm.errors import attempt
+from pycomm.horovod.coordinator import BARRIER, Key, Request, RequestTerms
 from pycomm.horovod.engine import NegotiatingEngine
 from pycomm.horovod.environment import meeting_seconds
 from pycomm.horovod.names import InvalidRequestError
-from pycomm.horovod.requests import BARRIER, Key, Request, RequestTerms
 from pycomm.horovod.timeline import Timeline
 from pycomm.training.reducer import Reducer
 
@@ -186,11 +186,7 @@ def ranks_of_comm(comm: Any) -> list[int]:
 
 
 def members_of(process_set: ProcessSet) -> Members:
-    """Return the members of ``process_set``.
-
-    Raises:
-        TypeError, ValueError: it is none, or not in use.
-    """
+    """Return the members of ``process_set``."""
     if not isinstance(process_set, ProcessSet):
         raise TypeError(f"process_set is a {type(process_set).__name__}, wanted a ProcessSet")
     here = world()

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from pycomm.horovod.collectives import Submission, check_tensor
+from pycomm.horovod.coordinator import ALLGATHER
 from pycomm.horovod.names import Sum
 from pycomm.horovod.operations import allgather, allreduce
 from pycomm.horovod.process_sets import global_process_set, world
-from pycomm.horovod.requests import ALLGATHER
 
 
 class SyncBatchNorm(torch.nn.BatchNorm1d):
@@ -53,11 +53,7 @@ def _of_features(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _statistics(x: torch.Tensor, weight: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return ``x`` in the precision of the computation, its mean, and a row for other ranks: mean, squares, count.
-
-    Raises:
-        TypeError, ValueError: ``x`` is not a batch with one feature per weight.
-    """
+    """Return ``x`` in the precision of the computation, its mean, and a row for other ranks: mean, squares, count."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"input is a {type(x).__name__}, wanted a tensor")
     if x.dim() < 2:

@@ -40,12 +40,7 @@ _WRAPPERS_OWN = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_a
 
 
 def _split(base: Any, arguments: Mapping[str, Any], whose: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arguments for Lightning's strategy ``base``, and those for ``attach``.
-
-    Raises:
-        TypeError: some are for neither, such as those of DistributedDataParallel; or ``timeout`` is not a time.
-        ValueError: ``timeout`` is not positive.
-    """
+    """Return the arguments for Lightning's strategy ``base``, and those for ``attach``."""
     lightnings = set(inspect.signature(base.__init__).parameters) - {"self", *_WRAPPERS_OWN}
     check_options(arguments, lightnings | _OPTIONS | {"accumulate"}, whose)
     theirs = {name: value for name, value in arguments.items() if name in lightnings}
@@ -56,11 +51,7 @@ def _split(base: Any, arguments: Mapping[str, Any], whose: str) -> tuple[dict[st
 
 
 def _beside(path: str | os.PathLike[str], reducers: Sequence[Reducer]) -> Iterator[tuple[Averaging, Path, str]]:
-    """Yield the state of each Reducer, and the folder and prefix of its files beside the checkpoint ``path``.
-
-    Raises:
-        ValueError: the checkpoint is not in a file system, and there is state to keep.
-    """
+    """Yield the state of each Reducer, and the folder and prefix of its files beside the checkpoint ``path``."""
     for number, reducer in enumerate(reducers):
         if "://" in str(path):
             if Averaging(reducer).carries_state:

@@ -11,6 +11,7 @@ the GPU. With ``PYCOMM_SYNC=1`` in the environment each call does, and raises it
 
 from pycomm.kernels.absmax import absmax
 from pycomm.kernels.accumulate import Decay, Momentum, accumulate
+from pycomm.kernels.arrays import Scratch, cuda_devices, num_threads, set_num_threads
 from pycomm.kernels.chunks import Chunks, pack_chunks, unpack_chunks
 from pycomm.kernels.entries import EntryLayout, Gathered, Taken, add_entries, pack_entries, unpack_entries
 from pycomm.kernels.hashes import hashes
@@ -19,7 +20,6 @@ from pycomm.kernels.norms import squared_norms
 from pycomm.kernels.pack import pack, pack_flagged, unpack
 from pycomm.kernels.quantize import Quantization, dequantize, quantize, requantize
 from pycomm.kernels.reduce import reduce
-from pycomm.kernels.resources import Scratch, cuda_devices, num_threads, set_num_threads
 from pycomm.kernels.scatter_add import scatter_add
 from pycomm.kernels.signs import pack_signs, sign_words, unpack_signs
 from pycomm.kernels.sparsify import sparsify

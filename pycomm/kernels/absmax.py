@@ -7,8 +7,7 @@ from typing import Any
 
 import pycomm._native as _native
 from pycomm.checks import first_of
-from pycomm.kernels.arrays import empty
-from pycomm.kernels.resources import Scratch, num_threads
+from pycomm.kernels.arrays import Scratch, empty, num_threads
 
 
 def absmax(tensors: Sequence[Any], *, scratch: Scratch | None = None) -> Any:

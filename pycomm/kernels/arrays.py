@@ -4,14 +4,53 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
 import pycomm._native as _native
+from pycomm import checks
 from pycomm.checks import first_of
+
+_MOST_THREADS = 4096
+
+_chosen: int | None = None
+
+
+def num_threads() -> int:
+    """Return the number of threads per kernel call: as :func:`set_num_threads` chose, else torch's own number."""
+    return torch.get_num_threads() if _chosen is None else _chosen
+
+
+def set_num_threads(count: int | None) -> None:
+    """Use ``count`` threads per kernel call; ``None`` follows ``torch.get_num_threads()`` again.
+
+    Raises:
+        ValueError: ``count`` is not positive, or absurdly large. TypeError: it is not an int.
+    """
+    global _chosen
+    if count is not None:
+        count = checks.count("count", count, 1)
+        if count > _MOST_THREADS:
+            raise ValueError(f"count is {count}, wanted at most {_MOST_THREADS}")
+    _chosen = count
+
+
+def cuda_devices() -> tuple[int, str]:
+    """Return how many GPUs the kernels can use and, if none, why and what to install. Never raises."""
+    return _native.cuda_devices()
+
+
+class Scratch(_native.Scratch):
+    """Scratch memory on a GPU, kept from call to call; without one, every call allocates its own.
+
+    It is allocated at first use, in the library of the arrays at hand, and grows as needed. It also
+    remembers the arrays of the last call, so that their addresses are sent to the GPU only when they
+    change. Calls that share one must be on one stream. Calls on CPU arrays need none and ignore it.
+    """
+
 
 DTYPES = ("float32", "float16", "bfloat16", "float64", "int8", "uint8", "int32", "int64")
 """Names of the dtypes of kernels and reductions, in the order of csrc/base/dtype.h."""
@@ -126,3 +165,62 @@ def _empty_on_gpu(array: Any, shape: tuple[int, ...], dtype: str) -> Any:
         f"results cannot be made in the library of a {type(array).__name__}: pass torch or cupy arrays, or hand it "
         "over with torch.from_dlpack() or cupy.asarray()"
     )
+
+
+class PackScaling(NamedTuple):
+    """Scaling of gradients before a step. Arrays of one float32 are on the gradients' device.
+
+    Attributes:
+        factor: what they are multiplied by, a number or one float32.
+        divisor: one float32, which divides the factor first.
+        found: one float32: no step is taken if it is not 0 when the kernel runs.
+    """
+
+    factor: Any = 1.0
+    divisor: Any = None
+    found: Any = None
+
+
+class PreparedGroup(_native.PreparedGroup):
+    """Kernel calls of one parameter group, found again by its tensors; see csrc/bindings/prepared_step.h."""
+
+
+class PreparedStep(_native.PreparedStep):
+    """One kernel call of a step, on flat torch tensors of one dtype on one device.
+
+    Args:
+        rule: name of the kernel's rule; the two rules of LAMB may run on the same arrays.
+        weights, grads, copies: as in :mod:`pycomm.kernels.step`.
+        states: for each state of the rule, the arrays of all weights, or ``None``.
+        counts: ``None``, or for each weight one float32 on its device: the number of steps taken, which the
+            kernel then counts itself.
+        terms: lists of arrays, one for each weight. Their ``reduction``, "sum" or "mean", is the gradient, and
+            ``grads`` are not read.
+        mirrors: lists of arrays, one for each weight, which receive what is written to ``copies``, or to ``weights``
+            if there are no copies. Mirrors and terms are in CPU memory, which may be shared with other processes;
+            references to them are kept.
+
+    Attributes:
+        taken: number of steps, including this one.
+
+    Raises:
+        TypeError, ValueError: dtypes, sizes or devices do not match, or arrays overlap; the array is named.
+    """
+
+    def step(
+        self,
+        rule: str,
+        coefficients: _native.Coefficients,
+        scaling: PackScaling,
+        *,
+        rates: Any = None,
+        squares: Any = None,
+        scratch: Scratch | None = None,
+    ) -> None:
+        """Run the kernel ``rule``; the other arguments are as in :mod:`pycomm.kernels.step`."""
+        scale, divisor, found = scaling
+        self.run(rule, coefficients, rates, squares, scale, divisor, found, scratch, num_threads())
+
+    def squared_norms(self, squares: Any, scratch: Scratch | None = None) -> None:
+        """Write the squared norms of all weights, then of all gradients, to ``squares``, which is float64."""
+        self.norms(squares, scratch, num_threads())

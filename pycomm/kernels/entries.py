@@ -9,7 +9,7 @@ from typing import Any
 import pycomm._native as _native
 from pycomm._native import EntryLayout
 from pycomm.checks import instance, length, pair
-from pycomm.kernels.resources import Scratch, num_threads
+from pycomm.kernels.arrays import Scratch, num_threads
 
 __all__ = ["EntryLayout", "Gathered", "Taken", "add_entries", "pack_entries", "unpack_entries"]
 

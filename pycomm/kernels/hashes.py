@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pycomm._native as _native
-from pycomm.kernels.arrays import one_for_each
-from pycomm.kernels.resources import Scratch, num_threads
+from pycomm.kernels.arrays import Scratch, num_threads, one_for_each
 
 
 def hashes(tensors: Sequence[Any], *, out: Any = None, scratch: Scratch | None = None) -> Any:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pycomm._native as _native
-from pycomm.kernels.arrays import empty, look
-from pycomm.kernels.resources import Scratch
+from pycomm.kernels.arrays import Scratch, empty, look
 
 
 def packed_words(limit: int, count: int) -> int:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pycomm._native as _native
-from pycomm.kernels.arrays import empty
-from pycomm.kernels.resources import Scratch, num_threads
+from pycomm.kernels.arrays import Scratch, empty, num_threads
 
 
 def pack(

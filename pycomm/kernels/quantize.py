@@ -9,8 +9,7 @@ from typing import Any
 import pycomm._native as _native
 from pycomm import checks
 from pycomm.checks import instance, pair
-from pycomm.kernels.arrays import empty, look
-from pycomm.kernels.resources import Scratch, num_threads
+from pycomm.kernels.arrays import Scratch, empty, look, num_threads
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pycomm._native as _native
 from pycomm.checks import reduction
-from pycomm.kernels.resources import Scratch, num_threads
+from pycomm.kernels.arrays import Scratch, num_threads
 
 
 def reduce(out: Any, inputs: Sequence[Any], op: str = "sum", *, scratch: Scratch | None = None) -> None:

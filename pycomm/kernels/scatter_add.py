@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pycomm._native as _native
-from pycomm.kernels.resources import Scratch
+from pycomm.kernels.arrays import Scratch
 
 
 def scatter_add(out: Any, indices: Any, values: Any, scale: Any = 1.0, *, scratch: Scratch | None = None) -> None:

@@ -7,8 +7,7 @@ from typing import Any
 
 import pycomm._native as _native
 from pycomm import checks
-from pycomm.kernels.arrays import empty, look
-from pycomm.kernels.resources import Scratch, num_threads
+from pycomm.kernels.arrays import Scratch, empty, look, num_threads
 
 
 def sign_words(count: int) -> int:

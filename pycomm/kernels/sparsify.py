@@ -8,8 +8,7 @@ from typing import Any
 import pycomm._native as _native
 from pycomm.checks import length, pair
 from pycomm.kernels.accumulate import Decay, Momentum, arguments_of
-from pycomm.kernels.arrays import empty
-from pycomm.kernels.resources import Scratch, num_threads
+from pycomm.kernels.arrays import Scratch, empty, num_threads
 
 
 def sparsify(

@@ -23,8 +23,7 @@ from typing import Any
 
 import pycomm._native as _native
 from pycomm import checks
-from pycomm.kernels.arrays import empty
-from pycomm.kernels.resources import Scratch, num_threads
+from pycomm.kernels.arrays import Scratch, empty, num_threads
 
 Arrays = Sequence[Any]
 

@@ -8,8 +8,7 @@ import numpy as np
 
 import pycomm._native as _native
 from pycomm.checks import pair
-from pycomm.kernels.arrays import empty, look
-from pycomm.kernels.resources import Scratch, num_threads
+from pycomm.kernels.arrays import Scratch, empty, look, num_threads
 
 
 def topk(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from pycomm.collectives.layout import on_gpu, require_dense
-from pycomm.kernels.prepared import PackScaling
+from pycomm.kernels.arrays import PackScaling
 from pycomm.optim import update_rules
 from pycomm.optim.lamb import LAMB
 from pycomm.optim.lars import LARS

@@ -16,7 +16,7 @@ import torch
 
 from pycomm import kernels
 from pycomm.collectives.layout import laid_out_like
-from pycomm.kernels.prepared import PackScaling
+from pycomm.kernels.arrays import PackScaling
 from pycomm.optim.fused import RULES, KernelStep, rule_of
 from pycomm.optim.master_state import (
     KEY,

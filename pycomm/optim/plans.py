@@ -12,7 +12,7 @@ import torch
 
 from pycomm import kernels
 from pycomm.collectives.layout import require_dense
-from pycomm.kernels.prepared import PackScaling, PreparedGroup, PreparedStep
+from pycomm.kernels.arrays import PackScaling, PreparedGroup, PreparedStep
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.optim.partition import Partition
 from pycomm.optim.shards import Shards, matched

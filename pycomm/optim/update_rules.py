@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pycomm import kernels
-from pycomm.kernels.prepared import PackScaling
+from pycomm.kernels.arrays import PackScaling
 from pycomm.kernels.step import (
     adagrad_coefficients,
     adam_coefficients,

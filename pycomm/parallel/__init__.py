@@ -9,27 +9,16 @@ backend "pycomm". This package assigns the parts to devices, verifies schedules 
 time. See docs/parallel.md.
 """
 
-from pycomm.parallel import auto, functional
-from pycomm.parallel.branches import Branches, Exchange
-from pycomm.parallel.cut import cut
-from pycomm.parallel.experts import Experts, ExpertsOutput, parameters_by_group
-from pycomm.parallel.mesh import group_over, mesh
-from pycomm.parallel.pipeline import Pipeline
-from pycomm.parallel.plan import Plan
-from pycomm.parallel.split import split
-
-__all__ = [
-    "Branches",
-    "Exchange",
-    "Experts",
-    "ExpertsOutput",
-    "Pipeline",
-    "Plan",
-    "auto",
-    "cut",
-    "functional",
-    "group_over",
-    "mesh",
-    "parameters_by_group",
-    "split",
-]
+from pycomm.parallel import auto as auto
+from pycomm.parallel import functional as functional
+from pycomm.parallel.branches import Branches as Branches
+from pycomm.parallel.branches import Exchange as Exchange
+from pycomm.parallel.cut import cut as cut
+from pycomm.parallel.experts import Experts as Experts
+from pycomm.parallel.experts import ExpertsOutput as ExpertsOutput
+from pycomm.parallel.experts import parameters_by_group as parameters_by_group
+from pycomm.parallel.mesh import group_over as group_over
+from pycomm.parallel.mesh import mesh as mesh
+from pycomm.parallel.pipeline import Pipeline as Pipeline
+from pycomm.parallel.plan import Plan as Plan
+from pycomm.parallel.split import split as split

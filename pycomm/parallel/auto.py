@@ -15,8 +15,7 @@ from collections import Counter
 from torch import nn
 
 from pycomm.checks import count
-from pycomm.parallel.chains import CONVOLUTIONS, Chain, chains, inputs, outputs, passes
-from pycomm.parallel.styles import unfit
+from pycomm.parallel.styles import CONVOLUTIONS, Chain, chains, inputs, outputs, passes, unfit
 
 _FEWEST = 2**16
 """Fewest parameters of a layer without a partner for which gathering its output pays."""
@@ -31,19 +30,12 @@ def styles_of(model: nn.Module, devices: int) -> dict[str, str]:
     """Return the style of each module that can be split over ``devices``, by its name in ``model``.
 
     Works on the meta device too; nothing is communicated or changed.
-
-    Raises:
-        TypeError, ValueError: ``devices`` is no whole number of at least 1.
     """
     return _SplitSearch(model, devices).styles
 
 
 def explain(model: nn.Module, devices: int) -> dict[str, str]:
-    """Return for each layer with parameters that could be split, by its name, its style or why it stays whole.
-
-    Raises:
-        TypeError, ValueError: as from :func:`styles_of`.
-    """
+    """Return for each layer with parameters that could be split, by its name, its style or why it stays whole."""
     search = _SplitSearch(model, devices)
     return {**{name: f"stays whole: {why}" for name, why in search.reasons.items()}, **search.styles}
 

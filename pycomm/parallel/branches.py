@@ -14,9 +14,9 @@ from pycomm.checks import integer
 from pycomm.collectives.transport.own_group import found_group, group_of
 from pycomm.errors import attempt
 from pycomm.parallel.functional import all_gather, copy_to_group, reduce_from_group
-from pycomm.parallel.functional.announce import MOST_DIMENSIONS, agreed_rows, number_of, require_tensor
-from pycomm.parallel.functional.replicated import gather_along
-from pycomm.parallel.groups import GroupLike, agree
+from pycomm.parallel.functional.collectives import gather_along
+from pycomm.parallel.functional.moves import MOST_DIMENSIONS, agreed_rows, number_of, require_tensor
+from pycomm.parallel.mesh import GroupLike, agree
 
 _COMBINATIONS = ("list", "concatenate", "sum", "own")
 
@@ -92,11 +92,7 @@ class Branches(nn.Module):
         return gather_along(out, dim, [shape[dim] for shape in shapes], self._group)
 
     def _own_output(self, inputs: Sequence[Any]) -> tuple[Any, list[int], str]:
-        """Return this rank's output for ``inputs``, its dtype and shape as numbers, and a description of the inputs.
-
-        Raises:
-            TypeError, ValueError: the output cannot be combined. Branches raise errors of their own, too.
-        """
+        """Return this rank's output for ``inputs``, its dtype and shape as numbers, and a description of the inputs."""
         shared = [copy_to_group(x, self._group) if _has_gradient(x) else x for x in inputs]
         (branch,) = self.own.values()
         out = branch(*shared)

@@ -1,8 +1,10 @@
-"""Layer of experts over ranks: each token goes to the few experts that a gate chooses for it."""
+"""Layer of experts over ranks, with limited capacity: each token goes to the few experts that a gate chooses for it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +15,101 @@ from pycomm.checks import bounded, count, flag
 from pycomm.collectives.transport.own_group import found_group, group_of
 from pycomm.errors import attempt
 from pycomm.parallel.functional import all_to_all
-from pycomm.parallel.functional.announce import agreed_rows, fail_together, require_tensor
-from pycomm.parallel.groups import GroupLike, agree
-from pycomm.parallel.routing import Choices, TokenRoute, capacity_of, choose, counts_of, route
+from pycomm.parallel.functional.moves import agreed_rows, fail_together, require_tensor
+from pycomm.parallel.mesh import GroupLike, agree
+
+
+class Choices(NamedTuple):
+    """The gate's choices for this rank's T tokens.
+
+    Attributes:
+        experts: int64 of shape (T, k): each token's experts, the most probable first; of equals the lowest.
+        weights: of shape (T, k): what their outputs count.
+        probabilities: of shape (T, experts).
+    """
+
+    experts: torch.Tensor
+    weights: torch.Tensor
+    probabilities: torch.Tensor
+
+
+def choose(logits: torch.Tensor, top_k: int) -> Choices:
+    """Return the ``top_k`` experts of each token by ``logits`` of shape (T, experts).
+
+    With several, their probabilities are scaled to the sum 1 (Lepikhin et al., "GShard", arXiv:2006.16668, algorithm
+    1); a single one counts with its probability, so that the gate gets a gradient (Fedus et al., "Switch
+    Transformers", arXiv:2101.03961, section 2.1).
+    """
+    probabilities = logits.softmax(-1)
+    experts = probabilities.argsort(dim=-1, descending=True, stable=True)[:, :top_k]
+    weights = probabilities.gather(-1, experts)
+    if top_k > 1:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return Choices(experts, weights, probabilities)
+
+
+def counts_of(experts: torch.Tensor, number: int) -> torch.Tensor:
+    """Return how many tokens have each expert as their first, second, ... choice: int64 of shape (k, ``number``)."""
+    return torch.stack([torch.bincount(column, minlength=number) for column in experts.unbind(1)])
+
+
+def capacity_of(tokens: int, top_k: int, experts: int, factor: float | None) -> int:
+    """Return how many tokens each expert takes; as many as come if ``factor`` is ``None``."""
+    return tokens * top_k if factor is None else math.ceil(factor * tokens * top_k / experts)
+
+
+@dataclass(frozen=True)
+class TokenRoute:
+    """Route of this rank's tokens to the experts' ranks, and of other ranks' tokens to its own experts.
+
+    Attributes:
+        places: indices of accepted choices in this rank's choices, flattened choice by choice, in the order in which
+            they are sent: by expert.
+        sends: number of rows for each rank.
+        receives: number of rows from each rank.
+        by_expert: order that puts the received rows (by source, then by expert) by expert.
+        rows: number of received rows for each of this rank's experts.
+    """
+
+    places: torch.Tensor
+    sends: list[int]
+    receives: list[int]
+    by_expert: torch.Tensor
+    rows: list[int]
+
+
+def route(experts: torch.Tensor, counts: torch.Tensor, rank: int, capacity: int) -> TokenRoute:
+    """Return the route of this rank's choices ``experts`` of shape (T, k).
+
+    An expert takes the first ``capacity`` of its tokens: all first choices before all second ones, and among those by
+    the token's place on its rank and by rank. So the result does not depend on how many ranks share the tokens.
+
+    Args:
+        experts: see :class:`Choices`.
+        counts: :func:`counts_of` of every rank, of shape (ranks, k, experts).
+        rank: this rank.
+        capacity: number of tokens that an expert takes.
+    """
+    ranks, _, number = counts.shape
+    # Those before a rank's own, for the same expert: earlier choices of all ranks, the same choice of lower ranks.
+    earlier_choices = counts.sum(0).cumsum(0) - counts.sum(0)
+    before = earlier_choices + counts.cumsum(0) - counts
+    kept = (capacity - before).clamp(min=0).minimum(counts)  # (ranks, k, experts)
+    flat = experts.t().reshape(-1)  # choice by choice
+    order = flat.argsort(stable=True)
+    choice = torch.arange(experts.shape[1]).repeat_interleave(experts.shape[0])
+    first = counts[rank].cumsum(0) - counts[rank]  # in ``order``, within its expert, where a choice begins
+    starts = counts[rank].sum(0).cumsum(0) - counts[rank].sum(0)
+    position = torch.empty_like(flat)
+    position[order] = torch.arange(flat.numel()) - starts[flat[order]]
+    has_room = position - first[choice, flat] < kept[rank][choice, flat]
+    places = order[has_room[order]]
+    own = number // ranks
+    kept_by_rank = kept.sum(1)  # (ranks, experts)
+    sends = kept_by_rank[rank].view(ranks, own).sum(1).tolist()
+    received = kept_by_rank[:, rank * own : (rank + 1) * own]  # (sources, own experts)
+    labels = torch.arange(own).repeat(ranks).repeat_interleave(received.reshape(-1))
+    return TokenRoute(places, sends, received.sum(1).tolist(), labels.argsort(stable=True), received.sum(0).tolist())
 
 
 class ExpertsOutput(NamedTuple):
@@ -136,11 +230,7 @@ class Experts(nn.Module):
         return f"experts={self.num_experts}, top_k={self.top_k}, capacity_factor={self.capacity_factor}"
 
     def _chosen(self, x: Any) -> tuple[torch.Tensor, Choices, list[int]]:
-        """Return the tokens in ``x``, the gate's choices, and the numbers of tokens: of all, and of each expert.
-
-        Raises:
-            TypeError, ValueError: ``x`` is no tensor of tokens. The gate raises other errors, of a wrong dtype too.
-        """
+        """Return the tokens in ``x``, the gate's choices, and the numbers of tokens: of all, and of each expert."""
         if not isinstance(x, torch.Tensor) or not x.is_floating_point():
             kind = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
             raise TypeError(f"x is a {kind}, wanted a floating-point tensor")
@@ -242,11 +332,7 @@ class _ExpertsSettings(NamedTuple):
 
 
 def _made(make_expert: Callable[[], nn.Module], settings: _ExpertsSettings) -> tuple[nn.Linear, list[nn.Module]]:
-    """Return the gate and all experts.
-
-    Raises:
-        TypeError: what ``make_expert`` makes is no module. It raises errors of its own, too.
-    """
+    """Return the gate and all experts."""
     gate = nn.Linear(settings.width, settings.experts, bias=False)
     made = [make_expert() for _ in range(settings.experts)]
     for each in made:

@@ -19,9 +19,8 @@ from pycomm.descriptions import counted, tensors_text
 from pycomm.errors import attempt, text_of
 from pycomm.optim.attached import attached_to
 from pycomm.optim.shards import note_stages
-from pycomm.parallel.cut import require_parameters_apart
-from pycomm.parallel.groups import agree, all_gather_text, cpu_or, group_along
-from pycomm.parallel.routes import Route, Routed, Skip, chain
+from pycomm.parallel.cut import Route, Routed, Skip, chain, require_parameters_apart
+from pycomm.parallel.mesh import agree, all_gather_text, cpu_or, group_along
 from pycomm.schedule import pipeline as tables
 from pycomm.schedule.pipeline.table import LETTERS
 from pycomm.torch_internals import backend_of, make_process_group, number_process_group, store_of, timeout_of

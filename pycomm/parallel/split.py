@@ -21,9 +21,8 @@ from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.transport.own_group import found_group, group_of
 from pycomm.errors import attempt
 from pycomm.parallel import auto
-from pycomm.parallel.chains import WHOLE, layouts_of
 from pycomm.parallel.plan import STYLES, Plan
-from pycomm.parallel.styles import check_module, let_attention_be_split, padding, parallel_style
+from pycomm.parallel.styles import WHOLE, check_module, layouts_of, let_attention_be_split, padding, parallel_style
 
 _LOG = logging.getLogger("pycomm")
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -46,7 +45,7 @@ def split(
 
     - "columns" (Linear, Conv1d, Conv2d, Conv3d, Embedding): each rank computes 1/n of the output features or channels.
       The output is gathered, unless it goes to a "rows" layer that takes it split
-      (:func:`pycomm.parallel.chains.layouts_of` has the rule).
+      (:func:`pycomm.parallel.styles.layouts_of` has the rule).
     - "rows" (Linear, Conv1d, Conv2d, Conv3d): each rank computes what 1/n of the input features or channels
       contributes; the contributions are added up.
     - "vocabulary" (Embedding, Linear): each rank has 1/n of the entries of an embedding, or of the outputs of the head;

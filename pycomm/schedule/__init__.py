@@ -8,59 +8,35 @@
 See docs/algorithms.md for the algorithms, :meth:`pycomm.Communicator.all_reduce` for running them.
 """
 
-from pycomm.schedule import pipeline
-from pycomm.schedule.algorithms import (
-    binary_blocks,
-    by_name,
-    circulant,
-    direct,
-    double_tree,
-    halving_doubling,
-    hierarchical,
-    names,
-    recursive_doubling,
-    ring,
-    torus,
-)
-from pycomm.schedule.choose import Ranking, candidates, choose, rank_algorithms
-from pycomm.schedule.collective import Schedule, Stats
-from pycomm.schedule.mixing import Mixing, WeightedRound, mixing
-from pycomm.schedule.network import DEFAULT_NETWORK, NETWORKS, Link, Network, load
-from pycomm.schedule.simulate import simulate
-from pycomm.schedule.table import COPY, REDUCE, Round
-from pycomm.schedule.verify import ScheduleError, verify
-
-__all__ = [
-    "COPY",
-    "DEFAULT_NETWORK",
-    "NETWORKS",
-    "REDUCE",
-    "Link",
-    "Mixing",
-    "Network",
-    "Ranking",
-    "Round",
-    "Schedule",
-    "ScheduleError",
-    "Stats",
-    "WeightedRound",
-    "binary_blocks",
-    "by_name",
-    "candidates",
-    "choose",
-    "circulant",
-    "direct",
-    "double_tree",
-    "halving_doubling",
-    "hierarchical",
-    "load",
-    "mixing",
-    "names",
-    "pipeline",
-    "rank_algorithms",
-    "recursive_doubling",
-    "ring",
-    "simulate",
-    "torus",
-    "verify",
-]
+from pycomm.schedule import pipeline as pipeline
+from pycomm.schedule.algorithms import binary_blocks as binary_blocks
+from pycomm.schedule.algorithms import by_name as by_name
+from pycomm.schedule.algorithms import circulant as circulant
+from pycomm.schedule.algorithms import direct as direct
+from pycomm.schedule.algorithms import double_tree as double_tree
+from pycomm.schedule.algorithms import halving_doubling as halving_doubling
+from pycomm.schedule.algorithms import hierarchical as hierarchical
+from pycomm.schedule.algorithms import names as names
+from pycomm.schedule.algorithms import recursive_doubling as recursive_doubling
+from pycomm.schedule.algorithms import ring as ring
+from pycomm.schedule.algorithms import torus as torus
+from pycomm.schedule.choose import Ranking as Ranking
+from pycomm.schedule.choose import candidates as candidates
+from pycomm.schedule.choose import choose as choose
+from pycomm.schedule.choose import rank_algorithms as rank_algorithms
+from pycomm.schedule.collective import Schedule as Schedule
+from pycomm.schedule.collective import Stats as Stats
+from pycomm.schedule.mixing import Mixing as Mixing
+from pycomm.schedule.mixing import WeightedRound as WeightedRound
+from pycomm.schedule.mixing import mixing as mixing
+from pycomm.schedule.network import DEFAULT_NETWORK as DEFAULT_NETWORK
+from pycomm.schedule.network import NETWORKS as NETWORKS
+from pycomm.schedule.network import Link as Link
+from pycomm.schedule.network import Network as Network
+from pycomm.schedule.network import load as load
+from pycomm.schedule.simulate import simulate as simulate
+from pycomm.schedule.table import COPY as COPY
+from pycomm.schedule.table import REDUCE as REDUCE
+from pycomm.schedule.table import Round as Round
+from pycomm.schedule.verify import ScheduleError as ScheduleError
+from pycomm.schedule.verify import verify as verify

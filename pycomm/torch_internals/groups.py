@@ -13,6 +13,10 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
+# Newer releases of torch renamed them, and warn about the old names.
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def keeps_python_works() -> bool:
     """Return whether C++ that waits for a ``Work`` made in Python keeps the Python object.

@@ -17,7 +17,7 @@ from bench.kernels.case import Arrays, Calls
 from bench.kernels.command import make_cases
 from bench.kernels.resnet50 import parameter_shapes
 from pycomm import kernels
-from pycomm.kernels.prepared import PreparedStep
+from pycomm.kernels.arrays import PreparedStep
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pycomm.tools.cli.demo.corpus import Corpus, random_starts, read_corpus, source_files, windows
+from pycomm.tools.cli.demo.model import Corpus, random_starts, read_corpus, source_files, windows
 
 
 def library(root: Path, num_files: int) -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pycomm.tools.cli.main import main
-from pycomm.tools.cli.plan.arguments import modernized
+from pycomm.tools.cli.plan.command import modernized
 
 LAYERS = ["--devices", "2", "--memory", "10GB"]
 

@@ -12,11 +12,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from pycomm.tools.cli.demo.plot import save_plot
-from pycomm.tools.cli.demo.report import conclusions, link_name, show, title
+from pycomm.tools.cli.demo.report import conclusions, link_name, save_plot, show, title
 from pycomm.tools.cli.demo.results import Death, Results, RunOutcome, problems, smoothed, speed
 from pycomm.tools.cli.demo.settings import HOST_METHODS, LINK_METHODS, DemoSettings
-from pycomm.tools.cli.demo.trainee import first_difference
+from pycomm.tools.cli.demo.train import first_difference
 from pycomm.tools.launching.reporting import Bar, Progress
 from tests.ranks import RankPool
 

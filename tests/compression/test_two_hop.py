@@ -14,7 +14,7 @@ from torch import nn
 import pycomm
 from pycomm import Communicator, kernels
 from pycomm.collectives.bucket import Bucket
-from pycomm.collectives.transport.hosts import order_of
+from pycomm.collectives.transport.rendezvous import order_of
 from pycomm.collectives.transport.torch_group import TorchGroup
 from pycomm.compression.base import Scaling
 from pycomm.schedule.network import Link, Network

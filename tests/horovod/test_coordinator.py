@@ -7,8 +7,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pycomm.horovod.coordinator import Coordinator
-from pycomm.horovod.requests import op_of, zeros_for
+from pycomm.horovod.coordinator import Coordinator, op_of, zeros_for
 
 SUM = "allreduce op=sum float32[2]"
 

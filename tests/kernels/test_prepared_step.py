@@ -11,7 +11,7 @@ import torch
 
 from pycomm import kernels
 from pycomm.kernels import step as steps
-from pycomm.kernels.prepared import PackScaling, PreparedStep
+from pycomm.kernels.arrays import PackScaling, PreparedStep
 from tests.kernels.gpus import EMULATED, Gpu, gpu, requires_gpu
 from tests.kernels.reference import assert_same_bits, simd
 from tests.kernels.steps import KINDS, Given, Kind, clone, given

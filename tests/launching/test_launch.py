@@ -19,8 +19,8 @@ import torch
 import torch.multiprocessing as mp
 
 import pycomm
-from pycomm.tools.launching.failures import RankError
 from pycomm.tools.launching.pool import RankPool
+from pycomm.tools.launching.serving import RankError
 from tests.launching import functions
 from tests.ranks import PRELOAD
 

@@ -1,13 +1,11 @@
-"""pycomm.monitor: rows of figures in files, on the terminal, in TensorBoard, or for a function."""
+"""pycomm.monitor: rows of figures on the terminal, in TensorBoard, or for a function."""
 
 from __future__ import annotations
 
-import csv
 import io
-import json
 import logging
-import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +15,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
-from pycomm.tools.monitoring import FIELDS, writers
-from pycomm.tools.monitoring.writers import row_between
+from pycomm.tools.monitoring import FIELDS
+from pycomm.tools.monitoring.monitor import row_between
 from tests.on_ranks import on_ranks
 from tests.reducer.models import loss_of, make_model, sgd
 
 Rows = list[dict[str, Any]]
-
-
-def deprecated() -> Any:
-    return pytest.warns(DeprecationWarning, match="of pycomm.monitor is deprecated")
+MODULE = sys.modules[pycomm.Monitor.__module__]  # the package has a function of its name
 
 
 class Summary:
@@ -47,28 +42,19 @@ def train(reducer: pycomm.Reducer, model: Any, steps: int) -> None:
 
 
 @on_ranks(2)
-def test_rows_are_written_wherever_they_are_wanted(tmp_path: Path) -> None:
-    rank, model = dist.get_rank(), make_model()
+def test_rows_are_written_wherever_they_are_wanted() -> None:
+    model = make_model()
     reducer = pycomm.attach(sgd(model), model, compression=pycomm.TopK(0.1))
     rows: Rows = []
     summary = Summary()
-    table, lines = tmp_path / "run" / "rows.csv", str(tmp_path / "rank{rank}.jsonl")
-    with pytest.warns(DeprecationWarning, match="pass a function that is called with each row") as warned:
-        monitor = pycomm.monitor(reducer, every=2, to=[table, lines, summary, rows.append])
-    assert [(each.filename, str(each.message).split("'")[1]) for each in warned] == [
-        (__file__, str(path)) for path in ([table] if rank == 0 else []) + [lines.replace("{rank}", str(rank))]
-    ]
+    monitor = pycomm.monitor(reducer, every=2, to=[summary, rows.append])
     train(reducer, model, 5)
     assert [row["step"] for row in rows] == [2, 4]
     monitor.close()
     monitor.close()
     train(reducer, model, 3)
     assert [row["step"] for row in rows] == [2, 4, 5]  # the last one when it was closed
-    assert [json.loads(line) for line in Path(lines.replace("{rank}", str(rank))).read_text().splitlines()] == rows
-    dist.barrier()
-    written = list(csv.DictReader(io.StringIO(table.read_text())))
-    assert [int(row["step"]) for row in written] == [2, 4, 5]  # rank 0's alone
-    assert tuple(written[0]) == FIELDS
+    assert all(tuple(row) == FIELDS for row in rows)
     assert {tag for tag, _, _ in summary.written} >= {"pycomm/seconds", "pycomm/bytes_sent", "pycomm/compression_error"}
     assert {step for _, _, step in summary.written} == {2, 4, 5}
     row = rows[1]
@@ -80,19 +66,6 @@ def test_rows_are_written_wherever_they_are_wanted(tmp_path: Path) -> None:
     assert 0 < row["compression_error"] < 1
     assert row["compression_ratio"] == pytest.approx(reducer.stats()["compression_ratio"])
     assert row["waited_for_rank"] in (0, 1)
-    reducer.detach()
-
-
-@on_ranks(2)
-def test_a_file_is_continued(tmp_path: Path) -> None:
-    model = make_model()
-    reducer = pycomm.attach(sgd(model), model)
-    path = tmp_path / "rows{rank}.csv"
-    for _ in range(2):
-        with deprecated(), pycomm.monitor(reducer, every=1, to=path):
-            train(reducer, model, 2)
-    lines = Path(str(path).replace("{rank}", str(dist.get_rank()))).read_text().splitlines()
-    assert [line.split(",")[0] for line in lines] == ["step", "1", "2", "3", "4"]
     reducer.detach()
 
 
@@ -162,7 +135,7 @@ def test_figures_that_fail_stop_the_monitor_and_not_the_training(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     counted, writer = Counted(sgd(make_model())), Closable()
-    monkeypatch.setattr(writers, "_writer_of", lambda target, _: target)
+    monkeypatch.setattr(MODULE, "_writer_of", lambda target, _: target)
     with pycomm.monitor(counted, every=1, to=[writer]):
         counted.figures = None
         counted.optimizer.step()
@@ -200,7 +173,7 @@ def test_what_cannot_be_closed_keeps_nothing_else_open(
     model = make_model()
     reducer = pycomm.attach(sgd(model), model)
     good = Closable()
-    monkeypatch.setattr(writers, "_writer_of", lambda target, _: target)
+    monkeypatch.setattr(MODULE, "_writer_of", lambda target, _: target)
     with pycomm.monitor(reducer, to=[Unclosable(), good]):
         assert good.closed == 0
     assert good.closed == 1
@@ -209,33 +182,15 @@ def test_what_cannot_be_closed_keeps_nothing_else_open(
 
 
 def test_a_target_that_is_wrong_leaves_none_before_it_open(
-    one_rank_group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    one_rank_group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = Closable()
-    monkeypatch.setattr(writers, "FileWriter", lambda _: made)
+    monkeypatch.setattr(MODULE, "_live_table", lambda: made)
     model = make_model()
     reducer = pycomm.attach(sgd(model), model)
     with pytest.raises(TypeError, match="to is 7"):
-        pycomm.monitor(reducer, to=[tmp_path / "rows.csv", 7])
+        pycomm.monitor(reducer, to=["table", 7])
     assert made.closed == 1
-    reducer.detach()
-
-
-def test_a_file_with_other_columns_is_left_alone(one_rank_group: None, tmp_path: Path) -> None:
-    model = make_model()
-    reducer = pycomm.attach(sgd(model), model)
-    path = tmp_path / "rows.csv"
-    path.write_text("step,loss\n1,0.5\n")
-    with deprecated(), pytest.raises(ValueError, match=r"a file with other columns than these rows: step, loss\."):
-        pycomm.monitor(reducer, to=path)
-    assert path.read_text() == "step,loss\n1,0.5\n"
-    path.write_text("")  # as if it had been made beforehand
-    with deprecated():
-        pycomm.monitor(reducer, to=path).close()
-    assert path.read_text().splitlines() == [",".join(FIELDS)]
-    os.mkfifo(tmp_path / "rows.jsonl")
-    with deprecated(), pytest.raises(ValueError, match=r"rows\.jsonl is a FIFO, wanted a regular file"):
-        pycomm.monitor(reducer, to=tmp_path / "rows.jsonl")
     reducer.detach()
 
 
@@ -246,7 +201,7 @@ def test_wrong_arguments(one_rank_group: None, tmp_path: Path) -> None:
         (TypeError, "every is 1.5, wanted an int", {"every": 1.5}),
         (ValueError, "every is 0, wanted at least 1", {"every": 0}),
         (TypeError, "to is 7, wanted 'table', the path", {"to": 7}),
-        (ValueError, "wanted a path that ends in .csv or .jsonl", {"to": tmp_path / "rows.txt"}),
+        (ValueError, "wanted a folder for TensorBoard; a function writes a file", {"to": tmp_path / "rows.csv"}),
         (TypeError, "optimizer is 3", {"optimizer": 3}),
     ]
     for kind, text, arguments in wrong:

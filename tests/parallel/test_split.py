@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from pycomm import parallel
-from pycomm.parallel.chains import PART, SHARDED, WHOLE, layouts_of
+from pycomm.parallel.styles import PART, SHARDED, WHOLE, layouts_of
 from tests.backend.worlds import on_world
 from tests.parallel.models import MODELS, Attention, D, GatedMLP, Words, assert_equal, make, random, train, whole, words
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pycomm.collectives.transport import addresses
-from pycomm.collectives.transport.addresses import (
+from pycomm.collectives.transport import authentication
+from pycomm.collectives.transport.authentication import (
     address_towards,
     family_of,
     is_ipv6,
@@ -94,7 +94,7 @@ def test_this_hosts_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert address_towards("::1") == "::1"
     assert address_towards("localhost") == "127.0.0.1"  # of IPv4, if it has both
     loopback.cache_clear()
-    monkeypatch.setattr(vars(addresses)["socket"], "socket", OnlyIpv6)
+    monkeypatch.setattr(vars(authentication)["socket"], "socket", OnlyIpv6)
     assert loopback() == "::1"
     assert address_towards("::1") == "::1"
     with pytest.raises(OSError, match="not supported by protocol"):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from pycomm import CommError, Communicator
 from pycomm.collectives.transport import rendezvous
 from pycomm.collectives.transport.base import Message
-from pycomm.collectives.transport.hosts import hosts_of, log_isolation
+from pycomm.collectives.transport.rendezvous import hosts_of, log_isolation
 from pycomm.collectives.transport.torch_group import TorchGroup
 from tests.hosts import on_hosts
 from tests.on_ranks import Pools, on_ranks

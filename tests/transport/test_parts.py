@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pycomm import Communicator
-from pycomm.collectives.transport.hosts import order_of
+from pycomm.collectives.transport.rendezvous import order_of
 from pycomm.collectives.transport.torch_group import TorchGroup
 from tests.hosts import on_hosts
 from tests.on_ranks import on_ranks

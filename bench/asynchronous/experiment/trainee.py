@@ -12,8 +12,7 @@ import torch.distributed as dist
 import pycomm
 from bench.asynchronous.experiment.methods import METHODS, SLOWNESS, Method, Outcome, Run
 from bench.harness.ranks import join_group
-from pycomm.tools.cli.demo.corpus import random_starts, read_corpus, windows
-from pycomm.tools.cli.demo.model import ByteGPT, loss_of
+from pycomm.tools.cli.demo.model import ByteGPT, loss_of, random_starts, read_corpus, windows
 
 BATCH, CONTEXT, WIDTH, LAYERS, HEADS = 8, 64, 64, 2, 2
 _WINDOWS, _SEED = 256, 1

@@ -9,8 +9,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from pycomm.collectives.backend.engine import GroupEngine
-from pycomm.collectives.backend.tensors import name_of
+from pycomm.collectives.backend.engine import GroupEngine, name_of
 from pycomm.torch_internals import PrefixStore
 
 
@@ -23,9 +22,6 @@ class GpuSide:
 
     Attributes:
         target: torch's backend for NCCL, or :class:`OwnNccl`.
-
-    Raises:
-        RuntimeError: neither torch nor this machine has NCCL, or ``device`` is no NVIDIA GPU.
     """
 
     def __init__(self, engine: GroupEngine, device: torch.device) -> None:

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from pycomm.collectives.backend.calls import METHODS, Calls, Planned, operation, raise_timed
-from pycomm.collectives.backend.engine import GroupEngine
-from pycomm.collectives.backend.tensors import known_name, name_of
+from pycomm.collectives.backend.engine import GroupEngine, known_name, name_of
 from pycomm.collectives.backend.work import BackendWork
 from pycomm.collectives.transport.torch_messages import TAG_END
 from pycomm.errors import CommError
@@ -263,9 +262,6 @@ def monitored_barrier(calls: Calls, timeout: float, wait_all_ranks: bool) -> Non
         calls: the group's.
         timeout: seconds.
         wait_all_ranks: whether rank 0 names all missing ranks instead of the first.
-
-    Raises:
-        RuntimeError: on rank 0, ranks are missing; on the others, rank 0 did not release them.
     """
     engine, deadline = calls.engine, time.monotonic() + timeout
     number, calls.num_barriers = calls.num_barriers, calls.num_barriers + 1

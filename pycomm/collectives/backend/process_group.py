@@ -111,9 +111,6 @@ class PycommProcessGroup(dist.ProcessGroup):
         Args:
             timeout: as a ``timedelta``, in seconds, or in the options of a barrier: releases of torch differ.
             wait_all_ranks: whether rank 0 names all ranks that did not come, instead of the first of them.
-
-        Raises:
-            RuntimeError: a rank did not come.
         """
         limit = getattr(timeout, "timeout", timeout)
         seconds = limit.total_seconds() if isinstance(limit, timedelta) else limit
@@ -145,10 +142,6 @@ class PycommProcessGroup(dist.ProcessGroup):
         """Return a flat tensor of ``size`` elements, uninitialised, which collectives reach without a copy.
 
         FSDP2 asks for it after ``set_allocate_memory_from_process_group_for_comm(True)``.
-
-        Raises:
-            ValueError: ``device`` is not the CPU.
-            MemoryError: there is too little memory.
         """
         if torch.device(device).type != "cpu":
             raise ValueError(f"device is {device}, wanted the CPU")
@@ -191,11 +184,6 @@ class PycommProcessGroup(dist.ProcessGroup):
 
         Returns:
             Work that has ended.
-
-        Raises:
-            ValueError: ``opts.handles`` lacks this rank's, or has one twice.
-            RuntimeError: ``opts.uuid`` was used before.
-            CommError: a rank did not come in time, or failed.
         """
         handles, mine = _in_order(opts.handles), self.get_reconfigure_handle()
         if mine not in handles or len(set(handles)) < len(handles):

@@ -4,18 +4,13 @@ The last operations of every communicator are kept, with when they began and end
 operation fails because of another rank, and on SIGUSR2. ``pycomm explain`` reads the files of all ranks side by side.
 """
 
-from pycomm.collectives.recorder.dump import DIRECTORY, FORMAT, dump, dump_on_signal, folder
-from pycomm.collectives.recorder.ring import Recorder, from_here, labelled, listened_to, recorders
-
-__all__ = [
-    "DIRECTORY",
-    "FORMAT",
-    "Recorder",
-    "dump",
-    "dump_on_signal",
-    "folder",
-    "from_here",
-    "labelled",
-    "listened_to",
-    "recorders",
-]
+from pycomm.collectives.recorder.dump import DIRECTORY as DIRECTORY
+from pycomm.collectives.recorder.dump import FORMAT as FORMAT
+from pycomm.collectives.recorder.dump import dump as dump
+from pycomm.collectives.recorder.dump import dump_on_signal as dump_on_signal
+from pycomm.collectives.recorder.dump import folder as folder
+from pycomm.collectives.recorder.ring import Recorder as Recorder
+from pycomm.collectives.recorder.ring import from_here as from_here
+from pycomm.collectives.recorder.ring import labelled as labelled
+from pycomm.collectives.recorder.ring import listened_to as listened_to
+from pycomm.collectives.recorder.ring import recorders as recorders

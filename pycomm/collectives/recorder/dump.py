@@ -100,11 +100,7 @@ def _on_signal(_number: int, _frame: FrameType | None) -> None:
 
 
 def _check(place: Path) -> None:
-    """Refuse a folder that is not this user's alone: in /tmp, any user may have created one of this name.
-
-    Raises:
-        PermissionError: it is a link, or of another user, or others may write to it.
-    """
+    """Refuse a folder that is not this user's alone: in /tmp, any user may have created one of this name."""
     found = place.lstat()
     if not stat.S_ISDIR(found.st_mode):
         raise PermissionError("it is no folder, or a link to one")

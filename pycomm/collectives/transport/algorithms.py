@@ -90,11 +90,7 @@ class AlgorithmSelector:
         return ("native",) if self._choices else ("auto", "native")
 
     def find(self, algorithm: str | Table, x: Any) -> Program | None:
-        """Return this rank's program for the array ``x``; ``None``: the transport's own algorithm.
-
-        Raises:
-            ValueError: there is no such algorithm for this number of ranks, or the schedule is not correct.
-        """
+        """Return this rank's program for the array ``x``; ``None``: the transport's own algorithm."""
         if algorithm == "auto" and self._choices:
             num_bytes = _bytes_of(x)
             algorithm = [name for size, name in self._choices if size <= num_bytes][-1]

@@ -70,11 +70,7 @@ class OperationComparison:
             self._sends[p] = group.begin_message(dist.isend, p, self._rows[group.rank], kind)
 
     def agrees_with(self, rank: int) -> bool:
-        """Wait for the announcement of ``rank``; return whether it is the same as this rank's.
-
-        Raises:
-            CommError: it is invalid, or did not come.
-        """
+        """Wait for the announcement of ``rank``; return whether it is the same as this rank's."""
         row, mine = self._row(rank), self._row(self._group.rank)
         return row[:-1] == mine[:-1]
 

@@ -25,10 +25,112 @@ import tempfile
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
 from pycomm.untrusted import read_file
+
+_DISCARD = 9  # a port to which nothing is sent
+_LAST_PORT = 65535
+
+
+def split_address(address: str, name: str, whose: str) -> tuple[str, int]:
+    """Return host and port of "host:port". An IPv6 address may be in brackets: "[fe80::1%eth0]:29500".
+
+    Args:
+        address: the text.
+        name, whose: for errors: the argument ("join"), and its owner ("the process group's store").
+    """
+    wanted = f'wanted the address of {whose}, "host:port" ("[::1]:29500" for one of IPv6)'
+    if not isinstance(address, str):
+        raise TypeError(f"{name} is {address!r}, {wanted}")
+    host, _, port = address.rpartition(":")
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    host = host[1:-1] if is_bracketed else host
+    is_host = is_ipv6(host) if is_bracketed or ":" in host else host.strip() == host != ""
+    if not is_host or not (port.isascii() and port.isdigit()) or not 0 < int(port) <= _LAST_PORT:
+        raise ValueError(f"{name} is {address!r}, {wanted}")
+    return host, int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    """Return "host:port", the inverse of :func:`split_address`."""
+    return f"[{host}]:{port}" if is_ipv6(host) else f"{host}:{port}"
+
+
+def is_ipv6(host: str) -> bool:
+    """Return whether ``host`` is a numeric IPv6 address, perhaps with an interface ("fe80::1%eth0")."""
+    try:
+        return ipaddress.ip_address(host).version == 6
+    except ValueError:
+        return False
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """Return the family of a numeric address."""
+    return socket.AF_INET6 if is_ipv6(host) else socket.AF_INET
+
+
+def socket_address(host: str, port: int, family: socket.AddressFamily) -> Any:
+    """Return the whole address of a socket: that of ("fe80::1%eth0", 80) has the interface's number, its scope."""
+    return socket.getaddrinfo(host, port, family)[0][4]
+
+
+def _with_scope(host: str, port: int, flow: int = 0, scope: int = 0) -> str:
+    return f"{host}%{socket.if_indextoname(scope)}" if scope else host
+
+
+def with_scope_of(address: str, mine: str) -> str:
+    """Return another host's link-local ``address`` with the interface of ``mine``, this host's on the same link."""
+    host, is_scoped, _ = address.partition("%")
+    _, _, interface = mine.partition("%")
+    return f"{host}%{interface}" if is_scoped and interface else address
+
+
+def address_towards(host: str) -> str:
+    """Return this host's address as ``host`` sees it, preferably IPv4; with the interface if it is link-local.
+
+    Raises OSError if there is no route.
+    """
+    problem: OSError | None = None
+    for family in (socket.AF_INET, socket.AF_INET6):
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as one:
+                one.connect(socket_address(host, _DISCARD, family))
+                return _with_scope(*one.getsockname())
+        except OSError as error:  # socket.gaierror is one
+            problem = problem or error
+    assert problem is not None
+    raise problem
+
+
+@functools.cache
+def loopback() -> str:
+    """Return the loopback address of this host: IPv6 only where there is no IPv4."""
+    for host in ("127.0.0.1", "::1"):
+        try:
+            with socket.socket(family_of(host), socket.SOCK_STREAM) as one:
+                one.bind((host, 0))
+                return host
+        except OSError:
+            continue
+    raise OSError("this host has no loopback device: neither 127.0.0.1 nor ::1 can be bound")
+
+
+def store_on_loopback(patience: timedelta) -> TCPStore:
+    """Return a new store that listens on the loopback device only, at the free port ``store.port``.
+
+    A plain ``TCPStore`` listens on all devices, whatever its address.
+    """
+    with socket.create_server((loopback(), 0), family=family_of(loopback())) as server:
+        port = server.getsockname()[1]
+        # Without libuv, whose stores accept no listening socket in torch 2.4.
+        options: dict[str, Any] = {"wait_for_workers": False, "timeout": patience, "use_libuv": False}
+        return TCPStore(loopback(), port, is_master=True, master_listen_fd=server.detach(), **options)
+
 
 SECRET, SECRET_FILE = "PYCOMM_SECRET", "PYCOMM_SECRET_FILE"
 TLS = "PYCOMM_TLS_CERTIFICATE", "PYCOMM_TLS_KEY", "PYCOMM_TLS_AUTHORITY"
@@ -55,9 +157,6 @@ def own_folder() -> Path:
     """Return a folder that only this user can read or write, creating it if necessary.
 
     It is the login session's (``XDG_RUNTIME_DIR``), or ``pycomm-<user number>`` in the folder for temporary files.
-
-    Raises:
-        PermissionError: the latter belongs to another user, or others may use it.
     """
     session = os.environ.get("XDG_RUNTIME_DIR", "")
     if session and _is_private(session):
@@ -79,12 +178,7 @@ def _is_private(folder: str | Path) -> bool:
 
 
 def secret() -> bytes | None:
-    """Return the secret of this job, from ``PYCOMM_SECRET`` or the file ``PYCOMM_SECRET_FILE``; ``None`` without one.
-
-    Raises:
-        ValueError: the secret is too short, or both variables are set; or the file cannot be read, belongs to another
-            user, can be read by others, or is no regular file.
-    """
+    """Return the secret of this job, of ``PYCOMM_SECRET`` or the file ``PYCOMM_SECRET_FILE``; ``None`` without one."""
     path, text = os.environ.get(SECRET_FILE), os.environ.get(SECRET)
     if path and text:
         raise ValueError(f"{SECRET} and {SECRET_FILE} are both set: unset one of them")
@@ -109,12 +203,7 @@ def secret() -> bytes | None:
 
 
 def tls(server: bool) -> ssl.SSLContext | None:
-    """Return the TLS context of the listening (``server``) or connecting side; ``None`` without certificates.
-
-    Raises:
-        ValueError: only some of the three variables are set.
-        OSError: a file cannot be read, or is no certificate or key.
-    """
+    """Return the TLS context of the listening (``server``) or connecting side; ``None`` without certificates."""
     values = [os.environ.get(name, "") for name in TLS]
     if not any(values):
         return None

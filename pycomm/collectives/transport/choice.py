@@ -15,10 +15,16 @@ from pycomm.collectives.recorder import dump_on_signal
 from pycomm.collectives.recorder.watch import watch
 from pycomm.collectives.transport.base import Transport
 from pycomm.collectives.transport.failure_notes import FailureNotes
-from pycomm.collectives.transport.hosts import Hosts, hosts_of, log_isolation
 from pycomm.collectives.transport.meeting import Meeting
 from pycomm.collectives.transport.own_group import OWN, Place, cpu_backend_of, own_group
-from pycomm.collectives.transport.rendezvous import exchange_memory, introduction, listen
+from pycomm.collectives.transport.rendezvous import (
+    Hosts,
+    exchange_memory,
+    hosts_of,
+    introduction,
+    listen,
+    log_isolation,
+)
 from pycomm.collectives.transport.shared_memory import SharedMemoryTransport
 from pycomm.collectives.transport.torch_distributed import TorchTransport
 from pycomm.errors import CommError
@@ -43,12 +49,6 @@ def choose_transport(place: Place, wanted: str, timeout: float, problem: Excepti
         wanted: one of ``TRANSPORTS``.
         timeout: limit of the whole rendezvous, in seconds, unless ``place`` has a shorter one; and of operations.
         problem: error in this rank's arguments, if any; raised once the other ranks know, which get a ValueError.
-
-    Raises:
-        ValueError: ``wanted`` does not suit the hosts of the ranks; or the group's backend cannot make a second
-            group; or the ranks differ in ``wanted``, in the version of pycomm or in the backend of the group.
-        CommError: a rank did not arrive in time, or failed.
-        OSError, MemoryError: this machine refused sockets or memory.
     """
     patience = min(timeout, place.patience)
     with (

@@ -29,9 +29,6 @@ class GpuProgram:
         x: array, reduced in place.
         op: reduction of :func:`pycomm.kernels.reduce`.
         scratch: scratch memory of the stream.
-
-    Raises:
-        TypeError, ValueError: ``op`` is unknown or not defined for the dtype, or ``x`` is not contiguous.
     """
 
     def __init__(self, program: Program, x: Any, op: str, scratch: kernels.Scratch) -> None:
@@ -104,11 +101,7 @@ class GpuProgram:
 
 
 def all_to_all(transport: NcclTransport, out: Any, x: Any, stream: int, timeout: float) -> None:
-    """Enqueue on ``stream``: part p of ``x`` goes to rank p, where it becomes part ``rank`` of ``out``.
-
-    Raises:
-        TypeError, ValueError: the arrays are not contiguous, or are not as many equal parts as there are ranks.
-    """
+    """Enqueue on ``stream``: part p of ``x`` goes to rank p, where it becomes part ``rank`` of ``out``."""
     size, count = transport.size, _require_contiguous(x)
     dtypes = dtype_of(x), dtype_of(out)
     if dtypes[0] not in DTYPES or dtypes[0] != dtypes[1]:

@@ -13,7 +13,7 @@ In collectives of parts of any lengths, one per rank, rank p exchanges data with
 its carrier. The carrier has the same index on its host as p on its own, modulo the number of ranks there. So a link
 between two hosts carries each part once, and all ranks of a host share the work. Parts that a rank carries need no copy
 if they are adjacent: if hosts have equally many ranks, and parts the order of
-:func:`pycomm.collectives.transport.hosts.order_of`.
+:func:`pycomm.collectives.transport.rendezvous.order_of`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 
 from pycomm import kernels
 from pycomm.collectives.transport.base import Message
-from pycomm.collectives.transport.hosts import Hosts
+from pycomm.collectives.transport.rendezvous import Hosts
 from pycomm.collectives.transport.shared_memory import SharedMemoryTransport
 from pycomm.collectives.transport.torch_collectives import BetweenHosts, TorchCollectives
 from pycomm.collectives.transport.torch_group import TorchGroup

@@ -51,11 +51,7 @@ def rank_of(value: object, name: str, size: int) -> int:
 
 
 def reducible(name: str, x: Any, op: object, writes: bool) -> torch.Tensor:
-    """Return ``x`` as a flat tensor for the reduction ``op``.
-
-    Raises:
-        TypeError, ValueError: no reduction can use ``x``, or not this one.
-    """
+    """Return ``x`` as a flat tensor for the reduction ``op``."""
     array = _native.HostArray(x, name, writes, False)
     require_op(op, array.dtype, name)
     return tensor_of(array)
@@ -77,9 +73,6 @@ def pair_for(kind: str, out: Any, x: Any, rank: int, size: int, ops: tuple[Any, 
         rank: this rank.
         size: number of ranks.
         ops: reductions that must be defined for the dtype; none if bytes are only moved.
-
-    Raises:
-        TypeError, ValueError: the operation cannot use them, or they do not match each other.
     """
     moves = not ops
     target, source = _native.HostArray(out, "out", True, moves), _native.HostArray(x, "x", False, moves)
@@ -130,9 +123,6 @@ def parts_apart(outs: object, xs: object, rank: int, size: int) -> tuple[list[to
     """Return the arrays to write and those to read as flat tensors of bytes, empty where there is ``None``.
 
     No array to write may overlap another one, or one to read, but that ``outs[rank]`` may be ``xs[rank]``.
-
-    Raises:
-        TypeError, ValueError: ``outs`` or ``xs`` is no sequence of an array for each rank, or they overlap.
     """
     targets = [_bytes_of(array) for array in _one_each("outs", outs, size, True)]
     sources = [_bytes_of(array) for array in _one_each("xs", xs, size, False)]
@@ -147,11 +137,7 @@ def parts_apart(outs: object, xs: object, rank: int, size: int) -> tuple[list[to
 
 
 def contributions(out: Any, xs: object, op: object, rank: int, size: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return ``out`` as a flat tensor, and what each rank gets of this one, which has ``out``'s dtype.
-
-    Raises:
-        TypeError, ValueError: ``op`` cannot reduce them, ``out`` has another length than ``xs[rank]``, or they overlap.
-    """
+    """Return ``out`` as a flat tensor, and what each rank gets of this one, which has ``out``'s dtype."""
     target = reducible("out", out, op, writes=True)
     sources = []
     for p, array in enumerate(_one_each("xs", xs, size, False)):

@@ -89,10 +89,6 @@ class Meeting:
         Args:
             mine: this rank's greeting; an error in its arguments is stored under "problem".
             shape: shape of a greeting without a problem, see :func:`pycomm.untrusted.parse`.
-
-        Raises:
-            CommError: a rank did not arrive in time, or the store failed or holds something else.
-            ValueError: another rank has a problem, or will never arrive.
         """
         key = f"hello/{self.rank}"
         mine = {**mine, "nonce": secrets.token_hex(16)}
@@ -146,11 +142,7 @@ class Meeting:
             raise self.failed(int(rank) if rank.isdigit() else None, f"rank {rank} could not take part: {text}")
 
     def back_off(self, rank: int) -> None:
-        """Sleep for a moment before polling ``rank`` again.
-
-        Raises:
-            CommError: the deadline has passed, or a rank has failed.
-        """
+        """Sleep for a moment before polling ``rank`` again."""
         self.check()
         self._require_not_lost(rank)
         if time.monotonic() >= self._deadline:
@@ -244,11 +236,7 @@ class Meeting:
         return not changed
 
     def _poll(self, missing: Callable[[], int | None]) -> None:
-        """Call ``missing``, which asks the store, until it names no more ranks.
-
-        Raises:
-            CommError: the deadline has passed.
-        """
+        """Call ``missing``, which asks the store, until it names no more ranks."""
         began = time.monotonic()
         named_at = began + late_ranks.NAMED_AFTER
         while (rank := self._ask("a rank", missing)) is not None:
@@ -278,9 +266,6 @@ class Meeting:
             about: subject of the question, for messages.
             question: calls the store.
             patience: seconds to wait for the answer; up to the deadline if ``None``.
-
-        Raises:
-            CommError: the store failed, or did not answer in time.
         """
         work = self._store_worker.submit(question)
         if not work.ends_within(max(_SLOWEST_ANSWER, self.left()) if patience is None else patience):

@@ -25,9 +25,6 @@ class Messenger(Protocol):
         """Send and receive all messages at once, and return when all is done.
 
         Messages between the same two ranks arrive in the order of the lists.
-
-        Raises:
-            CommError: a peer failed, or did not take part within ``timeout`` seconds.
         """
 
 

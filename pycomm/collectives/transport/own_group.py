@@ -84,11 +84,7 @@ def place_of(group: dist.ProcessGroup) -> Place:
 
 
 def group_of(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
-    """Return the process group that the user's argument stands for; the default group for ``None``.
-
-    Raises:
-        ValueError: it is a ``DeviceMesh`` of several dimensions, or a group without this rank.
-    """
+    """Return the process group that the user's argument stands for; the default group for ``None``."""
     if isinstance(process_group, DeviceMesh):
         if process_group.ndim != 1:
             raise ValueError(
@@ -122,9 +118,6 @@ def timeout_seconds(
     """Return the user's ``timeout`` in seconds; for ``None`` that of ``process_group``.
 
     Without a group (a process that joins others): torch's default, half an hour.
-
-    Raises:
-        TypeError, ValueError: see :func:`pycomm.checks.seconds_of` and :func:`group_of`.
     """
     if timeout is not None:
         return seconds_of(timeout)
@@ -134,11 +127,7 @@ def timeout_seconds(
 
 
 def cpu_backend_of(place: Place) -> str:
-    """Return the name of the backend for CPU tensors of a second group at ``place``.
-
-    Raises:
-        ValueError: the group has no such backend; or it is MPI's, whose sub-groups only all ranks together can make.
-    """
+    """Return the name of the backend for CPU tensors of a second group at ``place``."""
     names = dict(part.split(":", 1) for part in place.backends.split(",") if ":" in part)
     if "cpu" not in names:
         raise ValueError(

@@ -14,9 +14,8 @@ from pycomm.collectives.transport.messages import HALVES, run_program
 from pycomm.collectives.transport.torch_group import DIRECT_RANKS, TorchGroup
 from pycomm.schedule.network import Link, Network
 from pycomm.schedule.program import Program, program_of
+from pycomm.torch_internals import reduce_scatter_single
 
-# Newer releases of torch renamed it, and warn about the old name.
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 # Small tensors are gathered, then reduced by every rank, as long as a rank receives at most this many bytes.
 _GATHERED_BYTES = 256 << 10
 _REDUCTIONS = {
@@ -112,7 +111,9 @@ class TorchCollectives:
         """Write part ``rank`` of the reduction of ``x`` into ``out``."""
         group = self._group.group
         self._run(
-            "reduce_scatter", lambda: _reduce_scatter(out, x, _REDUCTIONS[op], group=group, async_op=True), timeout
+            "reduce_scatter",
+            lambda: reduce_scatter_single(out, x, _REDUCTIONS[op], group=group, async_op=True),
+            timeout,
         )
         if op == "mean":
             out.mul_(1.0 / self._size)

@@ -33,8 +33,8 @@ from pycomm.collectives.transport.host_tensors import (
     require,
     tensor_of,
 )
-from pycomm.collectives.transport.hosts import Hosts
 from pycomm.collectives.transport.messages import run_program
+from pycomm.collectives.transport.rendezvous import Hosts
 from pycomm.collectives.transport.shared_memory import SharedMemoryTransport
 from pycomm.collectives.transport.torch_collectives import TorchCollectives, messages
 from pycomm.collectives.transport.torch_group import TorchGroup

@@ -17,11 +17,10 @@ from pycomm.collectives.transport.base import Message
 from pycomm.collectives.transport.failure_notes import FailureNotes
 from pycomm.collectives.transport.own_group import destroy_group
 from pycomm.errors import CommError
+from pycomm.torch_internals import all_gather_single
 
 T = TypeVar("T")
 
-# Newer releases of torch renamed it, and warn about the old name.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # Up to this many ranks and bytes per rank, messages go directly to every rank. Over Gloo that takes at most half as
 # long as its ring, each step of which waits for a process to wake up.
 DIRECT_RANKS = 16
@@ -72,11 +71,7 @@ class TorchGroup:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Process group to use.
-
-        Raises:
-            CommError: it is closed, broken, or was inherited by a fork.
-        """
+        """Process group to use."""
         if os.getpid() != self._pid:
             raise self._error(
                 f"this communicator belongs to process {self._pid} and was inherited by a fork; make one in the new "
@@ -141,7 +136,7 @@ class TorchGroup:
         """Write the ``x`` of all ranks into ``out`` in rank order; both are flat."""
         if self.size > DIRECT_RANKS or x.nbytes > _DIRECT_BYTES:
             group = self.group
-            work = self.begin(operation, lambda: _all_gather(out, x, group=group, async_op=True))
+            work = self.begin(operation, lambda: all_gather_single(out, x, group=group, async_op=True))
             self.wait(operation, work, timeout)
             return
         by_rank = out.view(self.size, -1)

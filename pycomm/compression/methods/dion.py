@@ -31,9 +31,6 @@ class DionFactors(CodecMethod):
     Args:
         rank, momentum, seed: see there.
         optimizer: the optimizer, whose groups say which parameters are matrices.
-
-    Raises:
-        TypeError, ValueError: a number is out of range.
     """
 
     rank: int

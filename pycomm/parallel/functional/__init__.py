@@ -30,16 +30,14 @@ from pycomm.parallel.functional.collectives import (
     all_reduce,
     all_to_all,
     broadcast,
-    reduce,
-    reduce_scatter,
-)
-from pycomm.parallel.functional.messages import recv, send, tie
-from pycomm.parallel.functional.replicated import (
     copy_to_group,
     gather_from_group,
+    reduce,
     reduce_from_group,
+    reduce_scatter,
     scatter_to_group,
 )
+from pycomm.parallel.functional.messages import recv, send, tie
 
 __all__ = [
     "all_gather",

@@ -28,8 +28,8 @@ from torch.autograd import Function
 
 from pycomm.checks import count
 from pycomm.collectives.transport.own_group import group_of
-from pycomm.parallel.functional.announce import require_tensor
-from pycomm.parallel.groups import GroupLike
+from pycomm.parallel.functional.moves import require_tensor
+from pycomm.parallel.mesh import GroupLike
 
 _TAGS = 2**14
 """Tags of users are smaller; the gradient of a message has its tag plus this number."""

@@ -8,33 +8,24 @@
 ``sizes`` uses only the layers' sizes. ``scaling`` predicts the throughput of more devices: T = S N e.
 """
 
-from pycomm.parallel.planning.candidates import OPTIMIZERS, Candidate, Device, Task, measure_device
-from pycomm.parallel.planning.choose import Option, Ranking, Refusal, choose
-from pycomm.parallel.planning.layers import Layer, Part, Profile, with_seconds
-from pycomm.parallel.planning.price import Memory, Price, Pricer, Times
-from pycomm.parallel.planning.profile import make_without_memory, profile
-from pycomm.parallel.planning.sizes import Layout, place
-
-__all__ = [
-    "OPTIMIZERS",
-    "Candidate",
-    "Device",
-    "Layer",
-    "Layout",
-    "Memory",
-    "Option",
-    "Part",
-    "Price",
-    "Pricer",
-    "Profile",
-    "Ranking",
-    "Refusal",
-    "Task",
-    "Times",
-    "choose",
-    "make_without_memory",
-    "measure_device",
-    "place",
-    "profile",
-    "with_seconds",
-]
+from pycomm.parallel.planning.candidates import OPTIMIZERS as OPTIMIZERS
+from pycomm.parallel.planning.candidates import Candidate as Candidate
+from pycomm.parallel.planning.candidates import Device as Device
+from pycomm.parallel.planning.candidates import Layer as Layer
+from pycomm.parallel.planning.candidates import Part as Part
+from pycomm.parallel.planning.candidates import Profile as Profile
+from pycomm.parallel.planning.candidates import Task as Task
+from pycomm.parallel.planning.candidates import measure_device as measure_device
+from pycomm.parallel.planning.candidates import with_seconds as with_seconds
+from pycomm.parallel.planning.choose import Option as Option
+from pycomm.parallel.planning.choose import Ranking as Ranking
+from pycomm.parallel.planning.choose import Refusal as Refusal
+from pycomm.parallel.planning.choose import choose as choose
+from pycomm.parallel.planning.price import Memory as Memory
+from pycomm.parallel.planning.price import Price as Price
+from pycomm.parallel.planning.price import Pricer as Pricer
+from pycomm.parallel.planning.price import Times as Times
+from pycomm.parallel.planning.profile import make_without_memory as make_without_memory
+from pycomm.parallel.planning.profile import profile as profile
+from pycomm.parallel.planning.sizes import Layout as Layout
+from pycomm.parallel.planning.sizes import place as place

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from pycomm.parallel.plan import Plan
-from pycomm.parallel.planning.candidates import Candidate, Task, candidates, meshes
-from pycomm.parallel.planning.layers import Profile
+from pycomm.parallel.planning.candidates import Candidate, Profile, Task, candidates, meshes
 from pycomm.parallel.planning.price import Price, Pricer, Rows
 from pycomm.parallel.planning.profile import shared_parameter
 from pycomm.training.cost.planning import METHODS

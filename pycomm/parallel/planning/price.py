@@ -20,8 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pycomm.compression.base import Operation
-from pycomm.parallel.planning.candidates import OPTIMIZERS, Candidate, Device, Task
-from pycomm.parallel.planning.layers import Layer
+from pycomm.parallel.planning.candidates import OPTIMIZERS, Candidate, Device, Layer, Task
 from pycomm.schedule import Network, Ranking, pipeline, rank_algorithms
 from pycomm.schedule.choose import SIZES
 from pycomm.training.cost.planning import SimulatedLink, per_host_of

@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from pycomm import checks
-from pycomm.parallel.chains import WHOLE, layouts_of
-from pycomm.parallel.planning.layers import Layer, Part, Profile
+from pycomm.parallel.planning.candidates import Layer, Part, Profile
+from pycomm.parallel.styles import WHOLE, layouts_of
 from pycomm.torch_internals import attention_flops, fake_tensors, storage_identity
 
 MakeModel = Callable[[], nn.Module]
@@ -45,11 +45,6 @@ def profile(
         make_batch: takes a number of samples and returns the model's arguments for them: a tensor, or a tuple.
         loss: takes the model's output and returns a scalar; by default the sum of all its elements.
         split: style of each module that is split over devices, by name.
-
-    Raises:
-        ValueError: the model cannot be made or run without values, has no layers with parameters, or runs different
-            layers for batches of two sizes.
-        TypeError: one of the functions returns a wrong type.
     """
     first, second = (_trace(make_model, make_batch, loss, split or {}, size) for size in _SIZES)
     if [each.modules for each in first] != [each.modules for each in second]:
@@ -58,11 +53,7 @@ def profile(
 
 
 def make_without_memory(make_model: MakeModel) -> nn.Module:
-    """Return the model with parameters that have no memory.
-
-    Raises:
-        ValueError, TypeError: as from :func:`profile`.
-    """
+    """Return the model with parameters that have no memory."""
     with fake_tensors():
         return _called("make_model()", make_model)
 
@@ -225,11 +216,7 @@ def in_a_line(error: BaseException) -> str:
 
 
 def make_inputs(make_batch: MakeBatch, samples: int) -> tuple[Any, ...]:
-    """Return the model's arguments for ``samples`` samples.
-
-    Raises:
-        ValueError, TypeError: ``make_batch`` fails, or returns no tensor with that many samples.
-    """
+    """Return the model's arguments for ``samples`` samples."""
     try:
         made = make_batch(samples)
     except Exception as error:  # the user's code may raise anything
@@ -245,11 +232,7 @@ def make_inputs(make_batch: MakeBatch, samples: int) -> tuple[Any, ...]:
 
 
 def scalar(output: Any, loss: Loss | None) -> torch.Tensor:
-    """Return a scalar to run backward from: ``loss`` of the output, or the sum of its elements.
-
-    Raises:
-        ValueError, TypeError: no output has a gradient, or the loss is not a scalar.
-    """
+    """Return a scalar to run backward from: ``loss`` of the output, or the sum of its elements."""
     if loss is not None:
         total: Any = loss(output)
         if not isinstance(total, torch.Tensor) or total.numel() != 1:

@@ -120,9 +120,6 @@ def predict(step: float, communication: Communication, overlap: float = 0.0) -> 
     Args:
         step: seconds that one device computes.
         overlap: fraction of the communication that computation hides, from 0 to 1.
-
-    Raises:
-        ValueError, TypeError: ``step`` is not positive, ``overlap`` is no fraction.
     """
     step = checks.bounded("step", step, "a positive number of seconds", lambda s: 0 < s < math.inf)
     overlap = checks.bounded("overlap", overlap, "from 0 to 1", lambda share: 0 <= share <= 1)
@@ -135,9 +132,6 @@ def fit(points: Mapping[int, float], communication: Communication | None = None)
     Args:
         points: throughput by number of devices, at least two.
         communication: seconds of communication by number of devices, for the form ``network``.
-
-    Raises:
-        ValueError, TypeError: as from :func:`checked`.
     """
     points = checked(points)
     forms: dict[str, tuple[Efficiency, Sequence[float]]] = {
@@ -181,12 +175,7 @@ def _scaled(points: Mapping[int, float], efficiency: Efficiency, parameter: floa
 
 
 def checked(points: Mapping[int, float]) -> dict[int, float]:
-    """Return ``points``, sorted by the number of devices.
-
-    Raises:
-        ValueError, TypeError: fewer than two, a number of devices that is not whole or not from 1 to ``MOST_DEVICES``,
-            a throughput that is not a positive number.
-    """
+    """Return ``points``, sorted by the number of devices."""
     for devices, throughput in points.items():
         checks.integer("number of devices", devices, 1, MOST_DEVICES)
         name = f"throughput of {devices} devices"
@@ -198,11 +187,7 @@ def checked(points: Mapping[int, float]) -> dict[int, float]:
 
 
 def read_points(path: Path) -> dict[int, float]:
-    """Read measured throughputs from a JSON file: ``[[1, 100.0], [2, 190.0]]``, devices and throughput.
-
-    Raises:
-        ValueError: the file cannot be read, is no such JSON, or as from :func:`collected` and :func:`checked`.
-    """
+    """Read measured throughputs from a JSON file: ``[[1, 100.0], [2, 190.0]]``, devices and throughput."""
     try:
         data = untrusted.read_json(path, untrusted.ANYTHING, most=_LARGEST_FILE)
     except (OSError, ValueError) as error:
@@ -216,12 +201,7 @@ def read_points(path: Path) -> dict[int, float]:
 
 
 def collected(pairs: Sequence[tuple[int, float]]) -> dict[int, float]:
-    """Return pairs of devices and throughput as a mapping.
-
-    Raises:
-        ValueError: a number of devices has two throughputs.
-        TypeError: a number of devices is no int.
-    """
+    """Return pairs of devices and throughput as a mapping."""
     points: dict[int, float] = {}
     for devices, throughput in pairs:
         checks.integer("number of devices", devices, 1, MOST_DEVICES)

@@ -114,10 +114,6 @@ def place(sizes: Sequence[float], devices: int, memory: float) -> Choice:
     """Choose the layout of layers of ``sizes`` bytes on ``devices`` devices with room for ``memory`` bytes each.
 
     A size includes whatever the caller counts, such as parameters and activations. See the module for the rule.
-
-    Raises:
-        ValueError, TypeError: no sizes or more than 256, one that is not positive or not finite, ``memory`` likewise;
-            ``devices`` is no whole number from 1 to 65,536.
     """
     sizes = [_size(f"size of layer {number}", size) for number, size in enumerate(sizes, start=1)]
     if not 1 <= len(sizes) <= _MOST_LAYERS:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from pycomm.schedule.algorithms.binary_blocks import binary_blocks
-from pycomm.schedule.algorithms.circulant import circulant
-from pycomm.schedule.algorithms.direct import direct
-from pycomm.schedule.algorithms.double_tree import double_tree
-from pycomm.schedule.algorithms.halving_doubling import halving_doubling
-from pycomm.schedule.algorithms.hierarchical import hierarchical
-from pycomm.schedule.algorithms.recursive_doubling import recursive_doubling
-from pycomm.schedule.algorithms.ring import ring
-from pycomm.schedule.algorithms.torus import torus
+from pycomm.schedule.algorithms.binary_blocks import binary_blocks as binary_blocks
+from pycomm.schedule.algorithms.circulant import circulant as circulant
+from pycomm.schedule.algorithms.direct import direct as direct
+from pycomm.schedule.algorithms.double_tree import double_tree as double_tree
+from pycomm.schedule.algorithms.halving_doubling import halving_doubling as halving_doubling
+from pycomm.schedule.algorithms.hierarchical import hierarchical as hierarchical
+from pycomm.schedule.algorithms.recursive_doubling import recursive_doubling as recursive_doubling
+from pycomm.schedule.algorithms.ring import ring as ring
+from pycomm.schedule.algorithms.torus import torus as torus
 from pycomm.schedule.collective import Schedule
 from pycomm.schedule.table import require_ranks
 
@@ -103,19 +103,3 @@ def _number(word: str, name: str) -> int:
     if not re.fullmatch("[0-9]{1,9}", word) or int(word) < 1:
         raise ValueError(f"algorithm is {name!r}: {word!r} is no whole number of at least 1")
     return int(word)
-
-
-__all__ = [
-    "binary_blocks",
-    "by_name",
-    "circulant",
-    "direct",
-    "double_tree",
-    "halving_doubling",
-    "hierarchical",
-    "most_square",
-    "names",
-    "recursive_doubling",
-    "ring",
-    "torus",
-]

@@ -38,20 +38,12 @@ def halving_doubling(num_ranks: int) -> Schedule:
 
 
 def halving_reduce_scatter(num_ranks: int) -> Schedule:
-    """Make the first half: rank r ends with the sum of the chunk whose number is r with its bits reversed.
-
-    Raises:
-        ValueError: ``num_ranks`` is not a power of two.
-    """
+    """Make the first half: rank r ends with the sum of the chunk whose number is r with its bits reversed."""
     return phase("halving_reduce_scatter", "reduce_scatter", num_ranks, halving, _bit_reversed(num_ranks))
 
 
 def doubling_all_gather(num_ranks: int) -> Schedule:
-    """Make the second half: the chunk whose number is r with its bits reversed goes from rank r to all.
-
-    Raises:
-        ValueError: ``num_ranks`` is not a power of two.
-    """
+    """Make the second half: the chunk whose number is r with its bits reversed goes from rank r to all."""
     return phase("doubling_all_gather", "all_gather", num_ranks, doubling, _bit_reversed(num_ranks))
 
 

@@ -12,14 +12,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from pycomm.schedule.pipeline.build import dualpipe_v, gpipe, interleaved, one_f_one_b, zero_bubble_h1, zero_bubble_v
 from pycomm.schedule.pipeline.cells import from_csv, picture, to_csv
-from pycomm.schedule.pipeline.dualpipe import dualpipe_v
-from pycomm.schedule.pipeline.interleaved import interleaved
-from pycomm.schedule.pipeline.one_f_one_b import gpipe, one_f_one_b
 from pycomm.schedule.pipeline.simulate import Simulation, simulate
 from pycomm.schedule.pipeline.table import BACKWARD, BACKWARD_INPUT, FORWARD, WEIGHTS, Action, Pipeline
 from pycomm.schedule.pipeline.verify import Proof, verify
-from pycomm.schedule.pipeline.zero_bubble import zero_bubble_h1, zero_bubble_v
 from pycomm.schedule.verify import ScheduleError
 
 _MAKERS: dict[str, Callable[..., Pipeline]] = {

@@ -16,11 +16,10 @@ import torch.distributed as dist
 from pycomm import checks
 from pycomm.collectives.transport.authentication import SECRET, SECRET_FILE
 from pycomm.tools.launching import reporting
-from pycomm.tools.launching.failures import UNGUARDED, RankError
 from pycomm.tools.launching.pool import OnMessage, RankPool
 from pycomm.tools.launching.processes import is_being_started
 from pycomm.tools.launching.serialize import Sources, add_sources, deserialize, interactive_sources, serialize
-from pycomm.tools.launching.serving import send
+from pycomm.tools.launching.serving import UNGUARDED, RankError, send
 
 _INSIDE = "PYCOMM_LAUNCHED"
 """Environment variable of ranks, which the processes that they start inherit."""

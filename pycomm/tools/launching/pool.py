@@ -1,11 +1,13 @@
-"""Pool of ranks: processes that run functions, all at once, until the pool is closed."""
+"""Pool of ranks: processes that run functions, all at once, until the pool is closed. Their output is passed on."""
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import functools
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,12 +18,98 @@ from typing import Any, Protocol
 
 import torch
 
-from pycomm.tools.launching import local_group
-from pycomm.tools.launching.failures import UNKNOWN, Failure, RankError, explain
-from pycomm.tools.launching.output import Stream, streams_of
-from pycomm.tools.launching.processes import Outputs, Pipe, RankProcesses
+from pycomm.tools.launching.processes import PATIENCE, Outputs, Pipe, RankProcesses, join, rendezvous, variables_of
 from pycomm.tools.launching.serialize import deserialize, serialize
-from pycomm.tools.launching.serving import WHERE, RankCall, Returned, serve_and_end
+from pycomm.tools.launching.serving import (
+    UNKNOWN,
+    WHERE,
+    Failure,
+    RankCall,
+    RankError,
+    Returned,
+    explain,
+    serve_and_end,
+)
+
+_PIECE_BYTES = 1 << 16
+_KEPT = 4000  # last characters, for the error if the rank dies
+
+
+class Stream:
+    """Standard output or standard error of one rank.
+
+    Args:
+        pipe: read end of the stream.
+        show: called with text as it arrives; ``None``: nothing is shown.
+        whole: show whole lines only.
+    """
+
+    def __init__(self, pipe: Pipe, show: Callable[[str], None] | None, whole: bool) -> None:
+        self.pipe = pipe
+        self.last = ""
+        self._show, self._whole = show, whole
+        self._begun = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def read(self) -> bool:
+        """Pass on text that has arrived; return False at the end of the stream."""
+        try:
+            piece = os.read(self.pipe.fileno(), _PIECE_BYTES)
+        except OSError:  # closed meanwhile
+            piece = b""
+        self._pass_on(self._decoder.decode(piece, final=not piece))
+        if not piece and self._begun:
+            self._pass_on("\n")
+        return bool(piece)
+
+    def finish(self) -> None:
+        """Pass on the rest after the rank has ended, even if its children hold the stream open."""
+        while self.pipe.poll(0) and self.read():
+            pass
+        if self._begun:
+            self._pass_on("\n")
+
+    def _pass_on(self, text: str) -> None:
+        self.last = (self.last + text)[-_KEPT:]
+        if self._show is None or not text:
+            return
+        if self._whole:
+            lines, end, self._begun = (self._begun + text).rpartition("\n")
+            text = lines + end
+        if text:
+            self._show(text)
+
+
+def streams_of(rank: int, pipes: tuple[Pipe, Pipe], chosen: str | int | None) -> list[Stream]:
+    """Return the two streams of a rank.
+
+    Args:
+        chosen: "all": lines of all ranks, each with its rank's number; a rank: its output, unchanged; ``None``:
+            nothing is shown.
+    """
+    shown = chosen in ("all", rank)
+    prefix = f"[rank {rank}] " if chosen == "all" else ""
+    shows = (_writer(1, prefix), _writer(2, prefix)) if shown else (None, None)
+    return [Stream(pipe, show, whole=chosen == "all") for pipe, show in zip(pipes, shows, strict=True)]
+
+
+def _writer(descriptor: int, prefix: str) -> Callable[[str], None]:
+    def write(text: str) -> None:
+        # Looked up each time, since notebooks and progress bars replace these streams.
+        stream = sys.stdout if descriptor == 1 else sys.stderr
+        if prefix:
+            text = "".join(f"{prefix}{line}\n" for line in _lines_of(text))
+        stream.write(text)
+        stream.flush()
+
+    return write
+
+
+def _lines_of(text: str) -> list[str]:
+    """Return lines without their ends; of a progress bar that overwrites itself, only the last state."""
+    # Not by splitlines(), which splits at further characters.
+    return [line.rpartition("\r")[2] for line in text.replace("\r\n", "\n").split("\n")[:-1]]
+
 
 OnMessage = Callable[[Any], None]
 
@@ -103,7 +191,7 @@ class RankPool:
         threads: torch's threads in each rank.
         environment: variables that are added to this process's.
         output: "inherit": ranks write where this process writes; otherwise what to show of their output, see
-            :func:`pycomm.tools.launching.output.streams_of`.
+            :func:`pycomm.tools.launching.pool.streams_of`.
         mortal: ranks that may be killed. The others continue, and only these are waited for.
         limit: seconds that all calls may take together, from now on.
         preload: see :class:`RankProcesses`.
@@ -111,9 +199,6 @@ class RankPool:
 
     Attributes:
         port: of the ranks' store.
-
-    Raises:
-        RankError: a rank did not start.
     """
 
     def __init__(
@@ -121,7 +206,7 @@ class RankPool:
         size: int,
         *,
         backend: str | None = "gloo",
-        patience: timedelta = local_group.PATIENCE,
+        patience: timedelta = PATIENCE,
         threads: int = 1,
         environment: Mapping[str, str] | None = None,
         output: str | int | None = "inherit",
@@ -135,7 +220,7 @@ class RankPool:
         self._on_message: OnMessage = lambda _: None
         self._finishing = False
         with contextlib.ExitStack() as stack:
-            self.port = stack.enter_context(local_group.rendezvous()) if start is None else None
+            self.port = stack.enter_context(rendezvous()) if start is None else None
             captured, variables = output != "inherit", environment or {}
             self._started: StartedRanks
             if start is not None:
@@ -217,11 +302,7 @@ class RankPool:
         return {rank.number: rank.outcome() for rank in chosen if not rank.is_busy}
 
     def finish(self) -> None:
-        """Let the ranks end as programs do, with exit handlers.
-
-        Raises:
-            RankError: a rank failed meanwhile, or they have not ended in time.
-        """
+        """Let the ranks end as programs do, with exit handlers."""
         self._ask_to_finish()
         self._wait_or_raise(math.inf, lambda: not self._sources)
 
@@ -304,11 +385,7 @@ class RankPool:
     # The outcome of a call.
 
     def _wait_or_raise(self, timeout: float, is_done: Callable[[], bool]) -> None:
-        """Listen until ``is_done()``.
-
-        Raises:
-            RankError: a rank failed, or it was not done in time.
-        """
+        """Listen until ``is_done()``."""
         deadline = late = min(time.monotonic() + timeout, self._begun + self._limit)
         while not is_done() and (left := deadline - time.monotonic()) > 0:
             self._listen(left)
@@ -370,10 +447,10 @@ def _exception_of(failure: Failure) -> BaseException | None:
 
 def _set_up_rank(rank: int, size: int, port: int, backend: str | None, patience: timedelta, threads: int) -> None:
     """Set up a rank: its environment, threads and process group."""
-    os.environ.update(local_group.variables_of(port, rank, size))
+    os.environ.update(variables_of(port, rank, size))
     if backend is None:
         torch.set_num_threads(threads)
         return
     if "nccl" in backend:
         torch.cuda.set_device(rank)
-    local_group.join(port, rank, size, patience, backend, threads)
+    join(port, rank, size, patience, backend, threads)

@@ -16,12 +16,19 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext, ForkServerContext
 from multiprocessing.process import BaseProcess
 from types import ModuleType
 from typing import Any, TextIO, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+
+from pycomm.collectives.transport.authentication import loopback, store_on_loopback
 
 Pipe: TypeAlias = "Connection[Any, Any]"
 Outputs: TypeAlias = "tuple[Pipe, Pipe]"
@@ -287,3 +294,52 @@ def _opened(descriptor: int, written: Pipe) -> TextIO:
     with written:
         os.dup2(written.fileno(), descriptor)
     return open(descriptor, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
+
+
+PATIENCE = timedelta(seconds=120)
+"""Default limit of a rank's wait for another that hangs; one that dies is noticed at once."""
+
+
+@contextlib.contextmanager
+def rendezvous() -> Iterator[int]:
+    """Keep a store for ranks of this host; yield its port for :func:`join`. Other hosts cannot reach it."""
+    store = store_on_loopback(PATIENCE)
+    yield store.port
+    del store
+
+
+def join(
+    port: int,
+    rank: int,
+    size: int,
+    patience: timedelta = PATIENCE,
+    backend: str = "gloo",
+    threads: int = 1,
+) -> None:
+    """Join the default process group of the ranks that meet at ``port``, over the loopback device.
+
+    Args:
+        patience: limit of every wait of a rank for another.
+        threads: torch's threads in this rank; ranks with more would compete for cores.
+    """
+    torch.set_num_threads(threads)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group(backend, store=connect(port, patience), rank=rank, world_size=size, timeout=patience)
+
+
+def connect(port: int, patience: timedelta = PATIENCE) -> Store:
+    """Connect to the store at ``port``."""
+    return TCPStore(loopback(), port, is_master=False, timeout=patience)
+
+
+def variables_of(port: int, rank: int, size: int) -> dict[str, str]:
+    """Return torchrun's environment variables, through which a script's ``init_process_group()`` finds the others."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0}
+    return {
+        **{name: str(value) for name, value in place.items()},
+        "MASTER_ADDR": loopback(),
+        "MASTER_PORT": str(port),
+        # The store exists: rank 0 must not make one.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }

@@ -33,9 +33,6 @@ def serialize(what: str, things: Any) -> bytes:
 
     Args:
         what: names ``things`` in errors.
-
-    Raises:
-        SerializationError: they cannot be pickled, or only by cloudpickle, which is not installed.
     """
     file = io.BytesIO()
     try:

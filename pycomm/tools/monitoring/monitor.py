@@ -3,17 +3,186 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 import weakref
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from pycomm import checks
 from pycomm.optim.parameters import unwrapped
-from pycomm.tools.monitoring.writers import TABLE, Row, Writer, row_between, writers_of
+
+Row = dict[str, Any]
+
+_PER_STEP = ("wait_seconds", "pack_seconds", "wire_seconds", "unpack_seconds")
+_AS_IT_IS = (
+    "compression_ratio",
+    "compression_error",
+    "residual_norm",
+    "miss_rate",
+    "nonfinite_steps",
+    "last_nonfinite",
+)
+
+FIELDS = (
+    "step",
+    "time",
+    "seconds",
+    *_PER_STEP,
+    "hidden_share",
+    "bytes_sent",
+    *_AS_IT_IS,
+    "waited_for_rank",
+    "waited_for_seconds",
+)
+"""Keys of a row, in the order of columns."""
+
+TABLE = "table"
+_TAG = "pycomm/"
+
+
+def row_between(earlier: Mapping[str, Any], now: Mapping[str, Any], seconds: float, time: float) -> Row:
+    """Return the row for the steps between two results of ``Reducer.stats``, ``seconds`` apart; see :func:`monitor`.
+
+    Keys that ``now`` lacks are ``None``; counters that only ``earlier`` lacks began at 0.
+    """
+    steps = now["steps"] - earlier.get("steps", 0)
+    row: Row = dict.fromkeys(FIELDS)
+    row["step"], row["time"], row["seconds"] = now["steps"], time, seconds / steps
+    for key in (*_PER_STEP, "bytes_sent"):
+        row[key] = (now[key] - earlier.get(key, 0)) / steps if key in now else None
+    for key in _AS_IT_IS:
+        row[key] = now.get(key)
+    row["hidden_share"] = _hidden(row)
+    row["waited_for_rank"], row["waited_for_seconds"] = _waited_for(earlier, now, steps)
+    return row
+
+
+def _hidden(row: Row) -> float | None:
+    if row["pack_seconds"] is None or row["wait_seconds"] is None:
+        return None
+    busy = row["pack_seconds"] + row["wire_seconds"]
+    exposed = max(0.0, row["wait_seconds"] - row["unpack_seconds"])
+    return max(0.0, 1.0 - exposed / busy) if busy > 0.0 else None
+
+
+def _waited_for(earlier: Mapping[str, Any], now: Mapping[str, Any], steps: int) -> tuple[int | None, float | None]:
+    """Return the rank that the others have waited for longest, and for how long per step."""
+    before = earlier.get("waits", {}).get("by_rank", {})
+    costs = {
+        rank: account["seconds"] - before.get(rank, {"seconds": 0.0})["seconds"]
+        for rank, account in now.get("waits", {}).get("by_rank", {}).items()
+    }
+    if not costs:
+        return None, None
+    slowest = max(costs, key=costs.__getitem__)
+    return slowest, costs[slowest] / steps
+
+
+class Writer(Protocol):
+    """Writer of rows."""
+
+    def write(self, row: Row) -> None:
+        """Write one row."""
+
+    def close(self) -> None:
+        """Finish what has been written."""
+
+
+class ScalarsWriter:
+    """Writer of numbers to a ``SummaryWriter`` of TensorBoard's, or what has its ``add_scalar``."""
+
+    def __init__(self, summary: Any, owned: bool) -> None:
+        self._summary, self._owned = summary, owned
+
+    def write(self, row: Row) -> None:
+        for name, value in row.items():
+            if name not in ("step", "time") and isinstance(value, (int, float)):
+                self._summary.add_scalar(_TAG + name, value, row["step"])
+
+    def close(self) -> None:
+        if self._owned:
+            self._summary.close()
+
+
+class CallWriter:
+    """Writer that calls a function with each row."""
+
+    def __init__(self, function: Callable[[Row], object]) -> None:
+        self._function = function
+
+    def write(self, row: Row) -> None:
+        self._function(row)
+
+    def close(self) -> None:
+        pass
+
+
+def writers_of(to: Any, rank: int) -> list[Writer]:
+    """Return the writers that the argument ``to`` of :func:`pycomm.monitor` stands for, on this rank."""
+    targets: Iterable[Any] = to if isinstance(to, (list, tuple)) else [to]
+    made: list[Writer] = []
+    try:
+        for target in targets:
+            writer = _writer_of(target, rank)
+            if writer is not None:
+                made.append(writer)
+    except BaseException:
+        for writer in made:
+            writer.close()
+        raise
+    return made
+
+
+def _writer_of(target: Any, rank: int) -> Writer | None:
+    if isinstance(target, (str, os.PathLike)):
+        return _writer_at(os.fspath(target), rank)
+    if hasattr(target, "add_scalar"):
+        return ScalarsWriter(target, owned=False)
+    if callable(target):
+        return CallWriter(target)
+    raise TypeError(
+        f"to is {target!r}, wanted {TABLE!r}, the path of TensorBoard's folder, a SummaryWriter, a function, or a list "
+        "of these"
+    )
+
+
+def _writer_at(text: str, rank: int) -> Writer | None:
+    """Return the writer for a path: on rank 0, unless each rank has its own."""
+    if rank != 0 and "{rank}" not in text:
+        return None
+    if text == TABLE:
+        return _live_table()
+    path = Path(text.replace("{rank}", str(rank)))
+    if path.suffix:
+        raise ValueError(
+            f"to is {text!r}, wanted a folder for TensorBoard; a function writes a file, see docs/seeing.md"
+        )
+    return ScalarsWriter(_summary_writer(path), owned=True)
+
+
+def _summary_writer(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ImportError(
+            f"to is {str(folder)!r}, a folder for TensorBoard, which requires: pip install tensorboard"
+        ) from error
+    writer: Any = SummaryWriter
+    return writer(str(folder))
+
+
+def _live_table() -> Writer:
+    try:
+        from pycomm.tools.monitoring.live import LiveTable
+    except ImportError as error:
+        raise ImportError(f"to is {TABLE!r}, which requires: pip install 'pycomm-torch[demo]'") from error
+    return LiveTable()
+
 
 _LOG = logging.getLogger("pycomm")
 
@@ -101,8 +270,7 @@ def monitor(
         reducer: what ``attach`` or ``pycomm.ddp.register`` has returned, or another object with their ``stats()``.
         every: number of steps from one row to the next.
         to: "table" shows the last rows on the terminal (stderr; extra ``[demo]``); a function that is called with each
-            row, a dict; a ``SummaryWriter``; the path of a folder for TensorBoard; or a list of these. Deprecated: the
-            path of a ``.csv`` or ``.jsonl`` file, which is continued if it has the same columns.
+            row, a dict; a ``SummaryWriter``; the path of a folder for TensorBoard; or a list of these.
         optimizer: whose steps are counted; that of ``reducer``, unless it has none.
 
     Returns:

@@ -309,12 +309,7 @@ class StateSpec:
     push_bytes: int | None
 
     def check(self, state: Any, what: str) -> None:
-        """Check ``state``; ``what`` names it in errors.
-
-        Raises:
-            ValueError: it is of another model, of another optimizer, or of other settings.
-            DamagedError: it is malformed.
-        """
+        """Check ``state``; ``what`` names it in errors."""
         checked(state, {"settings": str, "shard": {"memory": torch.Tensor}}, what)
         if state["settings"] != self.settings:
             raise ValueError(
@@ -420,11 +415,7 @@ class Core:
         return self.shard.num_updates
 
     def gradient_of(self, worker: int, number: int, sent: torch.Tensor) -> torch.Tensor:
-        """Return the gradients in the data ``sent`` with a push, flat. They may share its memory.
-
-        Raises:
-            ValueError: the message is malformed.
-        """
+        """Return the gradients in the data ``sent`` with a push, flat. They may share its memory."""
         if self.unpackers is not None:
             return self.unpackers.unpack(worker, number, sent)
         return sent.view(self.wire).to(self.shard.memory.dtype)

@@ -45,12 +45,7 @@ class ElasticGroup:
 
     @classmethod
     def join(cls, address: str, lines: Lines, timeout: float) -> ElasticGroup:
-        """Join the group whose store listens at ``address``; ask again if a rank is lost meanwhile.
-
-        Raises:
-            ValueError: the group refuses, or ``address`` is malformed.
-            CommError: the group does not answer, or has failed.
-        """
+        """Join the group whose store listens at ``address``; ask again if a rank is lost meanwhile."""
         client = JoinClient(address, f"averager/{next(_numbers)}", timeout)
         while True:
             answer = client.ask(this_process(), lines)

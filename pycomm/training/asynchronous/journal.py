@@ -79,12 +79,7 @@ def packed(event: dict[str, Any], data: memoryview) -> list[bytes | memoryview]:
 
 
 def read_events(path: Path, wanted: StateSpec) -> Iterator[Event]:
-    """Yield the events in the journal at ``path``, up to an incomplete or damaged one.
-
-    Raises:
-        ValueError: an event is malformed although its checksum is right, or the file is no regular file.
-        OSError: the file cannot be read.
-    """
+    """Yield the events in the journal at ``path``, up to an incomplete or damaged one."""
     with reading(path) as file:
         size = os.fstat(file.fileno()).st_size
         begin = 0
@@ -175,11 +170,6 @@ class Recovery:
         base: number of the checkpoint to load; 0 if there is none yet.
         last: number of the last valid journal.
         end: number of its valid bytes.
-
-    Raises:
-        ValueError: a file is of another model, of another optimizer, or of other settings; no checkpoint can be used;
-            or the events of a journal contradict each other. The error names the file.
-        OSError: a file cannot be read, or the folder cannot be written to.
     """
 
     def __init__(self, folder: Path, wanted: StateSpec) -> None:
@@ -308,9 +298,6 @@ class Journal:
         folder: folder of this server alone.
         core: the server's core, to which the saved state and events are applied.
         recovery: the checked content of the folder, if it was read before.
-
-    Raises:
-        ValueError, OSError: as from :class:`Recovery`; or the optimizer does not take its saved state.
     """
 
     def __init__(self, folder: Path, core: Core, recovery: Recovery | None = None) -> None:

@@ -173,11 +173,7 @@ def checked_mode(mode: Any) -> Mode:
 def mode_of(
     mode: Any = "async", staleness: Any = None, compensation: Any = None, quorum: Any = None, backup: Any = 0
 ) -> Mode:
-    """Return the mode for the deprecated keywords of ``parameter_server``.
-
-    Raises:
-        TypeError, ValueError: they do not go together, or one is wrong.
-    """
+    """Return the mode for the deprecated keywords of ``parameter_server``."""
     for name, value, wanted in (("staleness", staleness, "ssp"), ("quorum", quorum, "softsync")):
         if (value is not None) != (mode == wanted):
             raise ValueError(f'{name}={value} with mode="{mode}": it is for mode="{wanted}", which requires it')

@@ -241,12 +241,7 @@ class ParameterServer:
         self._num_steps += 1
 
     def _load(self) -> None:
-        """Prepare a push to all servers; prepare none before an error.
-
-        Raises:
-            RuntimeError: no parameter has a gradient.
-            ValueError: a gradient is sparse or not finite.
-        """
+        """Prepare a push to all servers; prepare none before an error."""
         gradients = [p.grad for p in self._params]
         if all(gradient is None for gradient in gradients):  # zeros would let momentum and weight decay step
             raise RuntimeError(

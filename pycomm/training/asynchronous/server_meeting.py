@@ -22,8 +22,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from pycomm import checks
 from pycomm.agreement import Words, exchanged, require_same, results_in
 from pycomm.collectives.transport import rendezvous
-from pycomm.collectives.transport.addresses import address_towards, loopback
-from pycomm.collectives.transport.authentication import SECRET, SECRET_FILE, Access
+from pycomm.collectives.transport.authentication import SECRET, SECRET_FILE, Access, address_towards, loopback
 from pycomm.collectives.transport.own_group import timeout_seconds
 from pycomm.errors import CommError, text_of
 from pycomm.torch_internals import PrefixStore, Store, root_store, store_of
@@ -78,9 +77,6 @@ class ServerMeeting:
         is_late: whether the others met before this process started.
         timeout: limit of every wait for a rank, in seconds.
         access: credentials for connections between hosts.
-
-    Raises:
-        RuntimeError: there is neither a process group nor the environment of torchrun.
     """
 
     def __init__(self, timeout: timedelta | float | None) -> None:
@@ -191,11 +187,7 @@ class ServerMeeting:
                 time.sleep(_POLL)
 
     def address_of(self, server: int) -> ServerPlace | None:
-        """Return the last address of ``server``; ``None`` if there is none yet.
-
-        Raises:
-            CommError: the server could not begin or go on, or the store has ended.
-        """
+        """Return the last address of ``server``; ``None`` if there is none yet."""
         try:
             if not self._store.check([f"server/{server}"]):
                 return None

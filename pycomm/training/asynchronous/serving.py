@@ -189,11 +189,7 @@ class Serving:
             journal.checkpoint()
 
     def run(self) -> None:
-        """Serve until no worker is left.
-
-        Raises:
-            CommError: no worker came within the timeout.
-        """
+        """Serve until no worker is left."""
         try:
             self._serve()
         finally:  # at once, even if a traceback keeps the connections alive

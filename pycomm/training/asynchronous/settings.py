@@ -33,12 +33,7 @@ _LARGEST = 512 << 20  # bytes: ten million events
 
 
 class Trace:
-    """Trace written to ``path``, one event per line. The file keeps its old content until :meth:`begin`.
-
-    Raises:
-        ValueError: it is no regular file.
-        OSError: it cannot be written.
-    """
+    """Trace written to ``path``, one event per line. The file keeps its old content until :meth:`begin`."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._file = path, open_output(path)
@@ -58,12 +53,7 @@ class Trace:
 
 
 class Replay:
-    """Order of events to repeat, read from a trace at ``path``.
-
-    Raises:
-        ValueError: the file is no trace.
-        OSError: it cannot be read.
-    """
+    """Order of events to repeat, read from a trace at ``path``."""
 
     def __init__(self, path: Path) -> None:
         with reading(path) as file:
@@ -197,10 +187,6 @@ class ServerFiles:
     Attributes:
         trace: trace to write, or ``None``.
         replay: order of events to repeat, or ``None``.
-
-    Raises:
-        ValueError: a file is damaged, or of another model or of other settings. The error names it.
-        OSError: a file cannot be read or written.
     """
 
     def __init__(self, settings: ServerSettings, server: int, wanted: StateSpec) -> None:

@@ -26,14 +26,16 @@ from typing import Any
 import torch
 
 from pycomm import threads
-from pycomm.collectives.transport.addresses import family_of, join_address, socket_address
 from pycomm.collectives.transport.authentication import (
     EXHAUSTED,
     Proof,
     Step,
+    family_of,
+    join_address,
     patiently,
     process_behind,
     prove_as_client,
+    socket_address,
 )
 from pycomm.collectives.transport.rendezvous import anonymous_memory, is_sealed_memory
 from pycomm.untrusted import ANYTHING, MapOf, parse
@@ -50,10 +52,6 @@ class SharedMemory:
 
     Attributes:
         path: path by which other processes of this host can open the memory until :meth:`close`.
-
-    Raises:
-        OSError: there is no memory at ``path``.
-        ValueError: it is not sealed, or has another size.
     """
 
     def __init__(self, num_bytes: int, path: str | None = None) -> None:
@@ -241,11 +239,7 @@ def receive_array(connection: Connection, out: torch.Tensor) -> None:
 
 
 def connect(address: Address, key: bytes, context: ssl.SSLContext | None = None) -> Connection:
-    """Return a connection to the server of another host at ``address``, after mutual authentication with ``key``.
-
-    Raises:
-        OSError: no process answers there, or it does not know the secret.
-    """
+    """Return a connection to the server of another host at ``address``, after mutual authentication with ``key``."""
     proof = Proof(socket.create_connection(address, _PROOF_LIMIT), key, context)
     try:
         prove_as_client(proof, _PROOF_LIMIT)

@@ -13,7 +13,7 @@ import torch
 
 from pycomm import kernels
 from pycomm.collectives.transport import rendezvous
-from pycomm.collectives.transport.addresses import with_scope_of
+from pycomm.collectives.transport.authentication import with_scope_of
 from pycomm.errors import CommError
 from pycomm.training.asynchronous.core import Piece, shard_dtype
 from pycomm.training.asynchronous.packing import Packer

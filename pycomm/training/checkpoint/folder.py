@@ -109,10 +109,6 @@ class Checkpoint:
     Attributes:
         path: the directory.
         parts: what each rank has saved, without tensors.
-
-    Raises:
-        DamagedError: it is incomplete or damaged.
-        ValueError: it has another format.
     """
 
     def __init__(self, path: Path) -> None:
@@ -187,9 +183,6 @@ class Saved:
         Args:
             name: name of the section.
             old: this process's present value, which supplies objects that cannot be saved.
-
-        Raises:
-            ValueError: ranks had models of their own, and their number has changed.
         """
         if name in self._shared():
             return self._decoded(name, self._shared()[name], None, old)

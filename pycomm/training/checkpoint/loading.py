@@ -138,11 +138,7 @@ def _last_whole(folder: Path, reducer: Reducer, more: Mapping[str, Any]) -> tupl
 
 
 def _damage(path: Path, reducer: Reducer, more: Mapping[str, Any], found: list[_Plan]) -> str:
-    """Return the damage of a checkpoint, or "" after appending this rank's plan for it to ``found``.
-
-    Raises:
-        ValueError: the checkpoint is complete, but does not fit.
-    """
+    """Return the damage of a checkpoint, or "" after appending this rank's plan for it to ``found``."""
     communicator = reducer.attached.communicator
     try:
         checkpoint = Checkpoint(path)
@@ -162,10 +158,6 @@ class _Plan:
 
     Attributes:
         plain: the values to return.
-
-    Raises:
-        ValueError: the checkpoint does not fit.
-        DamagedError: its values are not those of a training state.
     """
 
     def __init__(self, checkpoint: Checkpoint, reducer: Reducer, more: Mapping[str, Any]) -> None:

@@ -128,9 +128,6 @@ def exchanged(communicator: Communicator, what: str, job: Callable[[], Any]) -> 
         communicator: the ranks.
         what: verb for the message that another rank "could not" do it.
         job: function to run.
-
-    Raises:
-        Exception: ``job`` has raised it on this rank; or an error of the same kind that quotes another rank's.
     """
     return agreement.exchanged(communicator.channel.all_gather_bytes, attempt(job), what, words=_WORDS)
 

@@ -46,12 +46,7 @@ Index = dict[str, Any]
 
 
 def load_values(path: str | Path) -> Any:
-    """Return what ``torch.save`` has written to the file ``path``, with all tensors in CPU memory.
-
-    Raises:
-        DamagedError: the file is damaged, or holds more than plain values; it is named.
-        OSError: it cannot be read.
-    """
+    """Return what ``torch.save`` has written to the file ``path``, with all tensors in CPU memory."""
     try:
         with reading(path) as stream:
             return read_values(stream, 0, stream.seek(0, os.SEEK_END), str(path))

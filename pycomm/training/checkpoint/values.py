@@ -47,9 +47,6 @@ def encode(value: Any, tensors: list[torch.Tensor], where: str, *, lenient: bool
         tensors: appended to, not copied.
         where: name of the value, for messages.
         lenient: record only the type of any other object; :func:`decode` then requires one to keep.
-
-    Raises:
-        TypeError: a value has another type; it is named.
     """
     if isinstance(value, torch.Tensor):
         return ["tensor", _position(_plain_tensor(value, where), tensors)]
@@ -87,9 +84,6 @@ def decode(node: Node, tensors: Sequence[torch.Tensor], where: str, old: Any = _
         tensors: tensors that it appended.
         where: name of the value, for messages.
         old: this process's present value, which supplies objects that cannot be saved.
-
-    Raises:
-        ValueError: there is no such object, or ``node`` is malformed.
     """
     kind, content = node[0], node[1]
     if kind == "tensor":

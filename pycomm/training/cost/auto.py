@@ -279,12 +279,7 @@ class Auto(StatefulMethod):
 
 
 def checked_method(compression: Any) -> Compression:
-    """Return the method that ``compression`` means: an object, a name or ``None``.
-
-    Raises:
-        ValueError: it is another name.
-        TypeError: it is something else.
-    """
+    """Return the method that ``compression`` means: an object, a name or ``None``."""
     if compression is None:
         return NoCompression()
     if isinstance(compression, str):

@@ -60,11 +60,7 @@ class AgreementStore:
         )
 
     def ask(self, question: Callable[[], T]) -> T:
-        """Return the result of ``question``, which reads or writes the store.
-
-        Raises:
-            CommError: the store failed, or did not answer.
-        """
+        """Return the result of ``question``, which reads or writes the store."""
         start = time.monotonic()
         work = self._worker.submit(question)
         problem = "did not answer"
@@ -135,12 +131,7 @@ def shared_file(communicator: Communicator, name: str, otherwise: str, num_bytes
 
 
 def open_file(path: str) -> int:
-    """Return a descriptor of another process's memory file, by the ``path`` that this process sent.
-
-    Raises:
-        OSError: the file cannot be opened, or ``path`` is not that of such a file.
-        ValueError: it is a FIFO, a device or a folder.
-    """
+    """Return a descriptor of another process's memory file, by the ``path`` that this process sent."""
     if not _PATH.fullmatch(path):
         raise OSError(f"{path[:80]!r} is no memory of a process")
     return untrusted.opened(path, os.O_RDWR)
@@ -201,11 +192,7 @@ class ReadyCount:
         self._store = PrefixStore(f"ready/{name}", agreement.store)
 
     def add(self, step: int) -> None:
-        """Count this rank as ready in ``step``.
-
-        Raises:
-            CommError: the store does not answer.
-        """
+        """Count this rank as ready in ``step``."""
         if self._page is not None:
             self._page.write(step)
             return

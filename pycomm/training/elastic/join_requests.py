@@ -22,8 +22,7 @@ from typing import Any, TypeVar
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pycomm.collectives.transport import processes, rendezvous
-from pycomm.collectives.transport.addresses import split_address
-from pycomm.collectives.transport.authentication import SECRET, Signer, secret
+from pycomm.collectives.transport.authentication import SECRET, Signer, secret, split_address
 from pycomm.errors import CommError
 from pycomm.torch_internals import PrefixStore, Store, root_store
 from pycomm.training.elastic.liveness import PROCESS
@@ -213,12 +212,7 @@ class JoinClient:
         self._requests, self._signer = _requests_in(self.store, index), Signer(secret())
 
     def ask(self, process: dict[str, Any], lines: Sequence[tuple[str, str]]) -> dict[str, Any]:
-        """Return the ranks' answer, with the number of the request under "request".
-
-        Raises:
-            ValueError: they refuse, or do not know this process's secret.
-            CommError: they do not answer, or have ended.
-        """
+        """Return the ranks' answer, with the number of the request under "request"."""
         nonce, content = secrets.token_hex(16), [process, [list(line) for line in lines]]
         try:
             number = self._requests.add("requests", 1)

@@ -203,9 +203,6 @@ class Membership:
             committed: number of steps that this rank has committed.
             silent: ranks that this one has waited for in vain, with reasons; excluded unless they report.
             why: what happened, for ranks that are excluded.
-
-        Raises:
-            CommError: this rank is excluded, too few remain, or the store does not answer.
         """
         self._round += 1
         if self._heartbeat is not None:
@@ -295,11 +292,7 @@ class Membership:
     def accept(
         cls, invitation: Mapping[str, Any], store: Store, min_ranks: int, timeout: float, counts_ready: bool
     ) -> tuple[Membership, Place]:
-        """Return a newcomer's membership after an :meth:`invitation`, and the place where its ranks meet.
-
-        Raises:
-            CommError: the inviting rank has died.
-        """
+        """Return a newcomer's membership after an :meth:`invitation`, and the place where its ranks meet."""
         name, path = invitation["agreement"]
         world = tuple(invitation["world"])
         try:
@@ -404,9 +397,6 @@ def reconvene(
         catch_up: called with the ranks' number if it is larger, to take over the results of those operations.
         open_again: opens further communicators over the moved one; called again if another rank is lost meanwhile.
         nobody_waits: whether no rank waits for this one on the communicator, so that it need not be closed early.
-
-    Raises:
-        CommError: this rank is excluded, or too few remain.
     """
     start = time.monotonic()
     while True:

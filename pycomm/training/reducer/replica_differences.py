@@ -6,7 +6,6 @@ import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 from pycomm import kernels
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.tensor_memory import hashable, is_plain
-from pycomm.descriptions import name_ranks
+from pycomm.descriptions import cpu_model, name_ranks
 from pycomm.errors import CommError
 from pycomm.training.reducer.buckets import Slot
 
@@ -296,10 +295,5 @@ class ReplicaDifferences:
 
 def _processor() -> str:
     """Return the names of this rank's CPU and GPU, which determine floating-point rounding."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
-    return f"{model}, {torch.backends.cpu.get_cpu_capability()}{gpu}"
+    return f"{cpu_model()}, {torch.backends.cpu.get_cpu_capability()}{gpu}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from pycomm.tools.cli.bench.launched import LaunchedWorkers
+from pycomm.tools.cli.bench.workers import LaunchedWorkers
 
 
 @pytest.mark.timeout(60)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pycomm.tools.cli.bench.operations import DTYPES, OPERATIONS, REDUCTIONS, Case
-from pycomm.tools.cli.bench.values import chunks, count_wrong, fill, modulus, pattern
+from pycomm.tools.cli.bench.rank import chunks, count_wrong, fill, modulus, pattern
 
 RANKS = 3
 

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pycomm.parallel.planning.candidates import Candidate, Device, Task, candidates, meshes
-from pycomm.parallel.planning.layers import Layer, Part
+from pycomm.parallel.planning.candidates import Candidate, Device, Layer, Part, Task, candidates, meshes
 from pycomm.parallel.planning.price import Price, Pricer, Rows, cheapest_cut, maxima, sums, sweeps
 from pycomm.schedule import Link, Network
 

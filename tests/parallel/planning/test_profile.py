@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from pycomm.parallel.auto import styles_of
-from pycomm.parallel.planning.candidates import measure_device
-from pycomm.parallel.planning.layers import Part, with_seconds
+from pycomm.parallel.planning.candidates import Part, measure_device, with_seconds
 from pycomm.parallel.planning.profile import make_without_memory, profile, shared_parameter, units
 from pycomm.tools.cli.demo.model import ByteGPT, loss_of
 

@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from pycomm.tools.cli.bench import report, table
-from pycomm.tools.cli.bench.launched import LaunchedWorkers
+from pycomm.tools.cli.bench import table
 from pycomm.tools.cli.bench.operations import Case
 from pycomm.tools.cli.bench.rank import BenchRank
 from pycomm.tools.cli.bench.settings import BenchSettings
 from pycomm.tools.cli.bench.table import PLACES, TableLine, Timed
 from pycomm.tools.cli.bench.timing import Samples
-from pycomm.tools.cli.bench.workers import WorkerGroup
+from pycomm.tools.cli.bench.workers import LaunchedWorkers, WorkerGroup
 from pycomm.tools.launching import RankError, rendezvous
 
 _WRONG = 7  # nccl-tests' exit code for wrong results or too little bandwidth
@@ -122,7 +121,7 @@ def _among_launched(settings: BenchSettings) -> int:
 
 def _conclude(settings: BenchSettings, contenders: Sequence[Contender]) -> int:
     """Measure, print and write; return the exit code."""
-    started = report.now()
+    started = table.now()
     ours, *peers = contenders
     devices = ours.team.call("describe")
     print(table.preamble(settings, devices))
@@ -136,10 +135,10 @@ def _conclude(settings: BenchSettings, contenders: Sequence[Contender]) -> int:
         print(f"pycomm bench: {missing[0]}", file=sys.stderr)
         return 2
     failed = sum(bool(line.ours[place].wrong) for line in found for place in PLACES)
-    verdict = report.verdict_of(failed, table.average_busbw(found), settings.min_busbw, missing)
+    verdict = table.verdict_of(failed, table.average_busbw(found), settings.min_busbw, missing)
     print(table.below(settings, found, verdict))
     if settings.output is not None:
-        report.write(settings.output, report.report(settings, found, devices, verdict, started))
+        table.write(settings.output, table.report(settings, found, devices, verdict, started))
         print(f"# JSON output written to {settings.output}")
     return _WRONG if failed or verdict["average_bus_bandwidth"]["okay"] == "false" else 0
 

@@ -2,23 +2,273 @@
 
 from __future__ import annotations
 
+import functools
 import os
-import platform
 import socket
 import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+import torch.distributed as dist
 
+from pycomm.collectives.communicator import Communicator
+from pycomm.descriptions import cpu_model
 from pycomm.errors import CommError
-from pycomm.tools.cli.bench.libraries import Call, CommunicatorLibrary, Library, UnsupportedError
 from pycomm.tools.cli.bench.operations import COMMUNICATOR, Case
-from pycomm.tools.cli.bench.values import count_wrong, fill
 from pycomm.tools.launching import connect
+from pycomm.torch_internals import PrefixStore, Store, all_gather_single, reduce_scatter_single
+
+Indices = npt.NDArray[np.uint32]
+
+# Test data. Element i of rank r is (7919 i + 1000003 r) mod M. M is a power of two, so small that all sums over the
+# ranks are exact in the dtype. Any M consecutive elements differ, and so do the same elements of any M ranks. For
+# products, elements are 1 or 2 by the same rule.
+
+_CHUNK = 1 << 16
+_SIGNIFICANT_BITS = {"half": 11, "bfloat16": 8, "float": 24, "double": 24, "int8": 7, "uint8": 8}
+_BITS = 24  # for all others: more would test no more
+
+
+def modulus(ranks: int, bits: int = _BITS) -> int:
+    """Return M: the largest power of two whose sum over the ranks has at most ``bits`` bits, at least 2."""
+    return 1 << max(1, bits - (ranks - 1).bit_length())
+
+
+def pattern(rank: int | Indices, index: Indices, modulus: int) -> Indices:
+    """Return elements ``index`` of ``rank`` as integers; ``rank`` may be an array with a rank for each element."""
+    offset = np.atleast_1d(np.asarray(rank, np.uint32)) * np.uint32(1000003)
+    # Overflow wraps around at 2^32, a multiple of the modulus.
+    return (index * np.uint32(7919) + offset) & np.uint32(modulus - 1)
+
+
+def chunks(num_elements: int, begin: int = 0) -> Iterator[tuple[slice, Indices]]:
+    """Yield slices of all elements with their indices, counted from ``begin``. This bounds temporary memory."""
+    for start in range(0, num_elements, _CHUNK):
+        piece = slice(start, min(start + _CHUNK, num_elements))
+        yield piece, np.arange(begin + piece.start, begin + piece.stop, dtype=np.uint32)
+
+
+def fill(case: Case, rank: int, target: torch.Tensor) -> None:
+    """Write the input of ``rank`` to ``target``."""
+    for piece, index in chunks(target.numel()):
+        target[piece] = _given(case, rank, index)
+
+
+def count_wrong(case: Case, rank: int, got: torch.Tensor) -> int:
+    """Return the number of wrong elements in the result ``got`` of ``rank``."""
+    tolerance, wrong = _tolerance(case), 0
+    for piece, index in chunks(got.numel()):
+        found, wanted = got[piece].cpu(), _wanted(case, rank, index)
+        same = found == wanted if tolerance == 0.0 else torch.isclose(found, wanted, rtol=tolerance, atol=0.0)
+        wrong += int((~same).sum())
+    return wrong
+
+
+def _given(case: Case, rank: int | Indices, index: Indices) -> torch.Tensor:
+    return torch.from_numpy(_integers(case, rank, index)).to(case.torch_dtype)
+
+
+def _integers(case: Case, rank: int | Indices, index: Indices) -> npt.NDArray[np.int64]:
+    if case.redop == "prod":
+        return 1 + ((pattern(rank, index, 1 << _BITS) >> np.uint32(7)) & np.uint32(1)).astype(np.int64)
+    return pattern(rank, index, modulus(case.ranks, _SIGNIFICANT_BITS.get(case.dtype, _BITS))).astype(np.int64)
+
+
+def _wanted(case: Case, rank: int, index: Indices) -> torch.Tensor:
+    """Return elements ``index`` of the right result of ``rank``."""
+    own_part = np.uint32(rank * case.count)
+    if case.spec.reduces:
+        return _reduced(case, index + own_part if case.spec.writes == "part" else index)
+    if case.operation in ("all_gather", "gather", "all_to_all"):
+        source, within = index // np.uint32(case.count), index % np.uint32(case.count)
+        return _given(case, source, within + own_part if case.operation == "all_to_all" else within)
+    if case.operation == "scatter":
+        return _given(case, case.root, index + own_part)
+    return _given(case, case.root if case.operation == "broadcast" else (rank - 1) % case.ranks, index)
+
+
+def _reduced(case: Case, index: Indices) -> torch.Tensor:
+    """Return elements ``index`` of the reduction; integers wrap around as in the dtype."""
+    by_rank = [_integers(case, rank, index) for rank in range(case.ranks)]
+    reduce = {"sum": np.add, "avg": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}[case.redop]
+    reduced = torch.from_numpy(functools.reduce(reduce, by_rank))
+    return (reduced.double() / case.ranks if case.redop == "avg" else reduced).to(case.torch_dtype)
+
+
+def _tolerance(case: Case) -> float:
+    """Return the relative error allowed in an average: each rank's term and the sum may be rounded once."""
+    exact = case.redop != "avg" or case.ranks & (case.ranks - 1) == 0
+    return 0.0 if exact else 2 * torch.finfo(case.torch_dtype).eps
+
+
+Call = Callable[[], object]
+Into = Callable[[torch.Tensor], object]
+"""A collective that writes its result to its argument."""
+
+_REDUCTIONS: dict[str, Any] = {
+    "sum": dist.ReduceOp.SUM,
+    "prod": dist.ReduceOp.PRODUCT,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "avg": dist.ReduceOp.AVG,
+}
+_OWN_REDUCTIONS = {"sum": "sum", "max": "max", "min": "min", "avg": "mean"}
+
+
+class UnsupportedError(Exception):
+    """The library does not have this collective, dtype or reduction; the message says which."""
+
+
+def through_scratch(call: Into, result: torch.Tensor) -> Call:
+    """Return ``call`` into a scratch tensor, then a copy to ``result``, for libraries that cannot work in place."""
+    scratch = torch.empty_like(result)
+
+    def then_copy() -> None:
+        call(scratch)
+        result.copy_(scratch)
+
+    return then_copy
+
+
+class Library:
+    """Collectives of torch.distributed by ``backend``, in the default group, or in a new one if that exists already.
+
+    Attributes:
+        rank, size: of this process.
+        in_place: the collectives of two arrays whose input may lie inside the result.
+    """
+
+    in_place: tuple[str, ...] = ("all_gather",)
+
+    def __init__(
+        self, backend: str, store: Store, rank: int, size: int, device: torch.device, timeout: timedelta
+    ) -> None:
+        self.rank, self.size, self.device = rank, size, device
+        self._group: Any = None
+        if dist.is_initialized():
+            self._group = dist.new_group(backend=backend, timeout=timeout)
+        else:
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+
+    def bind(self, case: Case, given: torch.Tensor, result: torch.Tensor) -> Call:
+        """Return the call for ``case`` that reads ``given`` and leaves the result in ``result``.
+
+        If the two share memory, the call works in place. If the library supports only the other way, the call
+        includes a copy, as the user would need one, too. An array that only the root needs may serve as scratch on
+        other ranks.
+        """
+        if case.operation == "barrier":
+            return self.barrier
+        call, away = self.collective(case, given), case.spec.rooted and self.rank != case.root
+        if case.operation in ("all_reduce", "reduce", "broadcast"):  # of one array
+            # Ranks other than the root of a reduction copy, too: it leaves partial sums in their array.
+            if given.data_ptr() == result.data_ptr() or (away and case.operation == "broadcast"):
+                return lambda: call(result)
+            return lambda: call(result.copy_(given))
+        shared = given.untyped_storage().data_ptr() == result.untyped_storage().data_ptr()
+        if not shared or away or case.operation in self.in_place:
+            return lambda: call(result)
+        return through_scratch(call, result)
+
+    def collective(self, case: Case, given: torch.Tensor) -> Into:
+        """Return the library's own function. Collectives of one array take it as the result."""
+        group, root, op = self._group, case.root, _REDUCTIONS.get(case.redop)
+        at_root = self.rank == root
+        parts = list(given.chunk(self.size)) if case.operation == "scatter" and at_root else None
+        of: dict[str, Into] = {
+            "all_reduce": lambda x: dist.all_reduce(x, op, group=group),
+            "reduce": lambda x: dist.reduce(x, root, op, group=group),
+            "broadcast": lambda x: dist.broadcast(x, root, group=group),
+            "all_gather": lambda x: all_gather_single(x, given, group=group),
+            "reduce_scatter": lambda x: reduce_scatter_single(x, given, op, group=group),
+            "all_to_all": lambda x: dist.all_to_all_single(x, given, group=group),
+            "gather": lambda x: dist.gather(given, list(x.chunk(self.size)) if at_root else None, root, group=group),
+            "scatter": lambda x: dist.scatter(x, parts, root, group=group),
+            "sendrecv": lambda x: self._send_on(given, x),
+        }
+        return of[case.operation]
+
+    def _send_on(self, given: torch.Tensor, result: torch.Tensor) -> None:
+        """Send to the next rank and receive from the previous one."""
+        if self.size == 1:
+            result.copy_(given)
+            return
+        after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        send = dist.P2POp(dist.isend, given, after, self._group)
+        for work in dist.batch_isend_irecv([send, dist.P2POp(dist.irecv, result, before, self._group)]):
+            work.wait()
+
+    def barrier(self) -> None:
+        dist.barrier(group=self._group)
+
+    def empty(self, num_bytes: int) -> torch.Tensor:
+        """Return an uninitialized uint8 tensor."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def synchronize(self) -> None:
+        """Wait for work enqueued on a GPU."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def close(self) -> None:
+        """Leave the group, after the last call."""
+        if dist.is_initialized():
+            dist.destroy_process_group()  # and all other groups
+
+
+class CommunicatorLibrary(Library):
+    """Collectives of a :class:`Communicator` over the default group; creates a Gloo group if there is none.
+
+    Args:
+        registered: whether :meth:`empty` returns memory of ``Communicator.empty``, which all ranks of the host reach.
+    """
+
+    in_place = ()
+
+    def __init__(
+        self, store: Store, rank: int, size: int, device: torch.device, timeout: timedelta, registered: bool
+    ) -> None:
+        self.rank, self.size, self.device, self._registered = rank, size, device, registered
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+        self._communicator = Communicator(timeout=timeout)
+
+    def collective(self, case: Case, given: torch.Tensor) -> Into:
+        ours, op = self._communicator, _OWN_REDUCTIONS.get(case.redop, "")
+        of: dict[str, Into] = {
+            "all_reduce": lambda x: ours.all_reduce(x, op),
+            "broadcast": lambda x: ours.broadcast(x, case.root),
+            "all_gather": lambda x: ours.all_gather(x, given),
+            "reduce_scatter": lambda x: ours.reduce_scatter(x, given, op),
+            "all_to_all": lambda x: ours.all_to_all(x, given),
+        }
+        if case.operation not in of:
+            raise UnsupportedError(f"pycomm.Communicator has no {case.operation}")
+        if case.spec.reduces and not op:
+            raise UnsupportedError(f"pycomm.Communicator has no reduction {case.redop!r}")
+        return of[case.operation]
+
+    def barrier(self) -> None:
+        self._communicator.barrier()
+
+    def empty(self, num_bytes: int) -> torch.Tensor:
+        if self._registered:
+            return self._communicator.empty(num_bytes, torch.uint8, self.device)
+        return super().empty(num_bytes)
+
+    def synchronize(self) -> None:
+        super().synchronize()
+        if self.device.type == "cuda":
+            self._communicator.check()
+
+    def close(self) -> None:
+        self._communicator.close()
+        super().close()
+
 
 _NAN = 255  # each byte of a NaN in every floating-point dtype, and of -1 or the largest number in the others
 
@@ -163,13 +413,3 @@ def _device_of(kind: str, rank: int) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
-
-
-def cpu_model() -> str:
-    """Return the name of this machine's CPU."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

@@ -146,11 +146,7 @@ def _collective(benches: Any, operation: BenchOperation) -> argparse.ArgumentPar
 
 
 def launched_ranks(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return the number of ranks if a launcher has started this process, else ``None``.
-
-    Raises:
-        UsageError: WORLD_SIZE is not a positive number.
-    """
+    """Return the number of ranks if a launcher has started this process, else ``None``."""
     size = environment.get("WORLD_SIZE")
     if size is None or "RANK" not in environment:
         return None
@@ -186,9 +182,6 @@ def settings_of(
     Args:
         launched: the number of ranks that a launcher has started.
         why_not: returns why a library cannot be used.
-
-    Raises:
-        UsageError: an argument is invalid, or a library is unavailable here.
     """
     operation: BenchOperation = arguments.operation
     ranks = launched or arguments.ranks or 2

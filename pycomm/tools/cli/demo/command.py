@@ -94,8 +94,7 @@ def _run_and_report(settings: DemoSettings) -> int:
     load_package()  # late: it takes seconds, and become_root() may restart this process
     from rich.console import Console
 
-    from pycomm.tools.cli.demo.plot import save_plot
-    from pycomm.tools.cli.demo.report import link_name, show, title
+    from pycomm.tools.cli.demo.report import link_name, save_plot, show, title
     from pycomm.tools.cli.demo.results import problems
     from pycomm.tools.launching import RankError
 
@@ -111,7 +110,7 @@ def _run_and_report(settings: DemoSettings) -> int:
 
 
 def _train(settings: DemoSettings) -> Any:
-    from pycomm.tools.cli.demo.corpus import source_files
+    from pycomm.tools.cli.demo.model import source_files
     from pycomm.tools.cli.demo.train import train, train_with_a_death
 
     source_files()

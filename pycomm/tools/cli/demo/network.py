@@ -53,11 +53,7 @@ def become_root() -> str | None:
 
 @contextlib.contextmanager
 def hosts(count: int, megabits: float) -> Iterator[list[str]]:
-    """Make ``count`` hosts with links of ``megabits`` Mbit/s; yield a path for each, for :func:`move_to`.
-
-    Raises:
-        OSError: this user may not make namespaces, or this kernel lacks a feature that they require.
-    """
+    """Make ``count`` hosts with links of ``megabits`` Mbit/s; yield a path for each, for :func:`move_to`."""
     with contextlib.ExitStack() as made:
         descriptors = []
         for _ in range(1 + count):

@@ -1,8 +1,9 @@
-"""Program of each rank: trains by every method in turns, on this host and then over the slow link."""
+"""Program of each rank: trains a model by every method in turns, on this host and then over the slow link."""
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import logging
 import os
 import signal
@@ -15,15 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
+from pycomm.compression import Compression
 from pycomm.schedule.network import Link, Network
 from pycomm.tools.cli.demo import network
-from pycomm.tools.cli.demo.corpus import Corpus, random_starts, read_corpus, windows
-from pycomm.tools.cli.demo.model import ByteGPT, loss_of
+from pycomm.tools.cli.demo.model import ByteGPT, Corpus, loss_of, random_starts, read_corpus, windows
 from pycomm.tools.cli.demo.results import Death, Results, RunOutcome, smoothed
-from pycomm.tools.cli.demo.settings import HEAD_WIDTH, HOST_METHODS, LINK_METHODS, DemoMethod, DemoSettings
-from pycomm.tools.cli.demo.trainee import Trainee, compression_of, first_difference, make_optimizer
+from pycomm.tools.cli.demo.settings import HEAD_WIDTH, HOST_METHODS, LINK_METHODS, MOMENTUM, DemoMethod, DemoSettings
 from pycomm.tools.launching import PATIENCE, Send
 from pycomm.tools.launching.reporting import Progress
 from pycomm.training.cost.planning import SimulatedLink
@@ -171,11 +173,7 @@ def validate(model: nn.Module, corpus: Corpus, context: int) -> float:
 
 
 def train_with_a_death(settings: DemoSettings, send: Send) -> None:
-    """Train; half-way, kill the last rank in the middle of a backward pass. Collective among the others.
-
-    Raises:
-        RuntimeError: the others did not continue together.
-    """
+    """Train; half-way, kill the last rank in the middle of a backward pass. Collective among the others."""
     corpus, model = read_corpus(), make_model(settings)
     rank, size = dist.get_rank(), dist.get_world_size()
     if rank > 0:
@@ -210,3 +208,80 @@ def train_with_a_death(settings: DemoSettings, send: Send) -> None:
 
 def _die(_parameter: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+_ADAM_RATE, _SGD_RATE = 1e-3, 0.01
+_RAMP_STEPS = 10
+
+
+def make_optimizer(model: nn.Module, momentum: float | None) -> torch.optim.Optimizer:
+    """Return AdamW, or SGD with ``momentum``."""
+    if momentum is None:
+        return torch.optim.AdamW(model.parameters(), lr=_ADAM_RATE, betas=(0.9, 0.99), fused=True)
+    return torch.optim.SGD(model.parameters(), lr=_SGD_RATE, momentum=momentum, fused=True)
+
+
+def compression_of(method: DemoMethod) -> Compression:
+    """Return pycomm's equivalent of the method's compression."""
+    if method.dgc is not None:
+        return pycomm.DGC(method.dgc, momentum=MOMENTUM)
+    return pycomm.FP16() if method.fp16_hook else pycomm.NoCompression()
+
+
+def _ramp(step: int) -> float:
+    return min(1.0, (step + 1) / _RAMP_STEPS)
+
+
+class Trainee:
+    """Trains ``model`` by ``method``, with SGD if ``sgd``, else with AdamW."""
+
+    def __init__(self, model: nn.Module, method: DemoMethod, sgd: bool) -> None:
+        self.model, self._forward = model, model
+        compression = compression_of(method)
+        momentum = 0.0 if isinstance(compression, pycomm.DGC) else MOMENTUM  # DGC applies momentum itself
+        self._optimizer = make_optimizer(model, momentum if sgd else None)
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, _ramp)
+        self._reducer: pycomm.Reducer | None = None
+        if method.ddp:
+            # DDP at its best: its default copies every gradient once more.
+            self._forward = DistributedDataParallel(model, gradient_as_bucket_view=True)
+            if method.fp16_hook:
+                self._forward.register_comm_hook(None, fp16_compress_hook)
+        else:
+            self._reducer = pycomm.attach(
+                self._optimizer,
+                model,
+                compression=compression,
+                shard=method.shard,
+                tuning=pycomm.Tuning(timeout=PATIENCE),
+            )
+
+    def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[float, float]:
+        """Do an ordinary training step; return its seconds and its loss."""
+        start = time.perf_counter()
+        loss = loss_of(self._forward(inputs), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        self._schedule.step()
+        self._optimizer.zero_grad()
+        return time.perf_counter() - start, loss.item()
+
+    def close(self) -> None:
+        """Stop averaging."""
+        if self._reducer is not None:
+            self._reducer.detach()
+        self._forward, self._reducer = self.model, None
+
+
+def first_difference(model: nn.Module) -> str | None:
+    """Name the first parameter or buffer that is not bitwise equal on all ranks, or return ``None``. Collective."""
+    state = model.state_dict()
+    digests = [hashlib.sha256(tensor.contiguous().numpy().tobytes()).digest() for tensor in state.values()]
+    mine = torch.tensor([list(digest) for digest in digests], dtype=torch.uint8)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    for i, name in enumerate(state):
+        for rank, theirs in enumerate(everyone):
+            if not torch.equal(theirs[i], everyone[0][i]):
+                return f"{name!r} differs between ranks 0 and {rank}"
+    return None

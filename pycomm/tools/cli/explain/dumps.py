@@ -144,9 +144,6 @@ def read(path: Path, *, own: bool = False) -> Content:
 
     Args:
         own: whether it must belong to this user, see :func:`pycomm.untrusted.open_file`.
-
-    Raises:
-        NoDumpError: it cannot be read, or is not a dump.
     """
     try:
         text = untrusted.read_file(path, most=_LARGEST, own=own)

@@ -19,11 +19,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def print_layers(sizes: Sequence[float], devices: int, memory: float) -> bool:
-    """Print a layout of layers of ``sizes`` bytes on ``devices`` devices of ``memory`` bytes; return whether one fits.
-
-    Raises:
-        ValueError: as from :func:`pycomm.parallel.planning.sizes.place`.
-    """
+    """Print a layout of layers of ``sizes`` bytes on devices of ``memory`` bytes; return whether one fits."""
     choice = place(sizes, devices, memory)
     total = math.fsum(sizes)
     if choice.chosen is None:

@@ -43,11 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def scale(arguments: argparse.Namespace) -> tuple[list[Fit], dict[int, float]]:
-    """Print fits and a table; return the fits, the best first, and the measured points.
-
-    Raises:
-        ValueError: the points, the network or another argument is invalid.
-    """
+    """Print fits and a table; return the fits, the best first, and the measured points."""
     network = schedule.load(arguments.network) if arguments.network or arguments.points is None else None
     if network is not None:
         network = network.with_hosts_of(arguments.per_host)

@@ -97,11 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _outputs(out: Path) -> tuple[Path, Path]:
-    """Return the paths of the picture and the JSON file; make their folder. ``out`` may have either suffix.
-
-    Raises:
-        OSError, ValueError: they cannot be written.
-    """
+    """Return the paths of the picture and the JSON file; make their folder. ``out`` may have either suffix."""
     name = out.stem if out.suffix in _SUFFIXES else out.name
     picture, events = (out.with_name(name + suffix) for suffix in _SUFFIXES)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -55,11 +55,7 @@ class RankTrace:
 
 
 def read_traces(paths: Iterable[Path]) -> list[RankTrace]:
-    """Return the traces at ``paths``, by rank and optimizer.
-
-    Raises:
-        NoTraceError: a file cannot be read or is not a trace, or the files are of different steps.
-    """
+    """Return the traces at ``paths``, by rank and optimizer."""
     found = sorted((_read(path) for path in paths), key=lambda trace: (trace.rank, trace.optimizer))
     if len({trace.step for trace in found}) > 1:
         raise NoTraceError("the files are of different steps: " + ", ".join(str(trace.step) for trace in found))

@@ -26,7 +26,7 @@ from pycomm.collectives.channel import Channel
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import view_like
 from pycomm.collectives.transport.gpu import GpuWork
-from pycomm.collectives.transport.hosts import order_of
+from pycomm.collectives.transport.rendezvous import order_of
 from pycomm.errors import CommError
 from pycomm.optim.module_hooks import BeforeForward
 from pycomm.optim.parameters import optimizer_parameters
