@@ -39,7 +39,7 @@ from pycomm.training.reducer.backup import BackupPolicy
 from pycomm.training.reducer.buckets import check_sharding
 from pycomm.training.reducer.engine import Engine, StepPolicy
 from pycomm.training.reducer.lanes import open_lanes
-from pycomm.training.reducer.newcomers import Carried, lines_of, share_state
+from pycomm.training.reducer.newcomers import lines_of, share_state
 from pycomm.training.reducer.parameters import ParameterTable, table_of
 from pycomm.training.reducer.partition.on_host import HostPartition, memory_of_all
 from pycomm.training.reducer.partition.partition import settings_of
@@ -472,11 +472,12 @@ def _join(
         policy = _policy(settings, survival)
         engine = Engine(table, lanes, settings, policy)
         engine.statistics.waits = Waits(ranks=engine)
-        plain = share_state(communicator, Carried.of(engine), newcomer=True)
+        state = share_state(engine, newcomer=True)
         until_joined.pop_all()
     table.ranks = membership.world
     reducer = Reducer(engine)
-    Carried.of(engine).take_compression(plain)
+    for flight in table.flights:
+        flight.exchange.load_state(state)
     engine.reported_world = membership.world[:-1]
     survival.note_join(engine.progress.num_reductions, 0.0)
     register(reducer)

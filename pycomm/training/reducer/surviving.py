@@ -24,9 +24,9 @@ from pycomm.errors import CommError
 from pycomm.training.elastic.join_requests import JoinListener
 from pycomm.training.elastic.membership import Decision, Membership, reconvene
 from pycomm.training.reducer.buckets import BucketInFlight
-from pycomm.training.reducer.engine import Grads, Launch, StepPolicy
+from pycomm.training.reducer.engine import Engine, Grads, Launch, StepPolicy
 from pycomm.training.reducer.lanes import open_lanes
-from pycomm.training.reducer.newcomers import Carried, share_state
+from pycomm.training.reducer.newcomers import share_state
 from pycomm.training.reducer.parameters import ParameterTable
 from pycomm.training.reducer.replica_differences import DamageError
 from pycomm.training.reducer.settings import AttachSettings
@@ -163,7 +163,7 @@ class Survival:
 
     # Gaining ranks.
 
-    def let_in(self, carried: Carried) -> list[Communicator]:
+    def let_in(self, engine: Engine) -> list[Communicator]:
         """Admit the announced newcomer; return the new lanes. Collective, including the newcomer.
 
         Raises:
@@ -181,11 +181,11 @@ class Survival:
             lanes = open_lanes(self._communicator, self._settings, self._table.on_gpu)
             self.membership.settle(self._communicator)
             self._rebuild(lanes, adopt=False)
-            share_state(self._communicator, carried, newcomer=False)
+            share_state(engine, newcomer=False)
         except BaseException:
             self.membership.dismiss()
             raise
-        self.note_join(carried.progress.num_reductions, time.monotonic() - start)
+        self.note_join(engine.progress.num_reductions, time.monotonic() - start)
         return lanes
 
     def note_join(self, step: int, seconds: float) -> None:
@@ -338,7 +338,7 @@ class SurvivingPolicy(StepPolicy):
         if self.survival.invited == 0:
             return
         try:
-            self.continue_over(self.survival.let_in(Carried.of(self.engine)))
+            self.continue_over(self.survival.let_in(self.engine))
         except (RuntimeError, ValueError) as error:  # CommError and the store's errors are RuntimeErrors
             what = f"the newcomer was not let in: {error}"
             self.recover(CommError.during("join", what, rank=self.engine.communicator.rank))
