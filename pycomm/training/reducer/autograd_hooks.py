@@ -6,7 +6,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -21,14 +21,6 @@ from pycomm.torch_internals import (
     current_node,
     queue_final_callback,
 )
-
-
-class StepProgress(Protocol):
-    """Counters of steps; see :class:`pycomm.training.reducer.window.TrainingProgress`."""
-
-    def enter_step(self) -> bool: ...
-    def stepped(self) -> None: ...
-    def run_closure(self, closure: Callable[[], Any]) -> Any: ...
 
 
 class Uncovered:
@@ -95,36 +87,6 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
             bound(*args)
 
     return call
-
-
-def step_hook(progress: StepProgress, require_averaged: Callable[[], None]) -> Callable[..., Any]:
-    """Return a pre-hook for ``optimizer.step`` that calls ``require_averaged``, after each run of a closure if any.
-
-    A closure runs the last backward pass of a window itself. ``progress.stepped`` is called before its first run,
-    because some optimizers (SAM) use the existing gradients before they ask for new ones. ``progress.enter_step``
-    returns whether this step is the outermost one: a class that calls its base class's step runs the hooks twice.
-    """
-
-    def hook(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not progress.enter_step():
-            return None
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if not callable(closure):
-            require_averaged()
-            return None
-        progress.stepped()
-        evaluate: Callable[[], Any] = closure
-
-        def checked_closure() -> Any:
-            loss = progress.run_closure(evaluate)
-            require_averaged()
-            return loss
-
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": checked_closure}
-        return (args[0], checked_closure, *args[2:]), kwargs
-
-    return hook
 
 
 class BackwardWatch:

@@ -17,7 +17,7 @@ from pycomm.optim.module_hooks import BeforeForward, ForwardWatch, ZeroGradHook,
 from pycomm.optim.wrappers import refuse_active_wrapper
 from pycomm.torch_internals import current_graph_task
 from pycomm.training.reducer.arrival import ArrivalOrder
-from pycomm.training.reducer.autograd_hooks import BackwardWatch, GradientHook, Uncovered, step_hook
+from pycomm.training.reducer.autograd_hooks import BackwardWatch, GradientHook, Uncovered
 from pycomm.training.reducer.buckets import Slot, forget_passes
 from pycomm.training.reducer.engine import Engine
 from pycomm.training.reducer.parameter_changes import ParameterChanges, require_provenance
@@ -112,7 +112,7 @@ class Passes:
         self._owner = owner
         optimizer, module = self._table.optimizer, self._table.module
         self._handles = [
-            optimizer.register_step_pre_hook(step_hook(self._progress, self.require_averaged)),
+            optimizer.register_step_pre_hook(self._progress.step_hook(self.require_averaged)),
             optimizer.register_step_post_hook(lambda *_: self.stepped()),
             ZeroGradHook(optimizer, self.note_zero_grad),
         ]

@@ -96,24 +96,43 @@ class TrainingProgress:
         """Return whether there was a reduction since the last step; in a closure, since the step before this one."""
         return self._had_averages or not self._used
 
-    def enter_step(self) -> bool:
-        """Note that ``step()`` begins; return whether it is the outermost one."""
-        self._step_depth += 1
-        if self._step_depth == 1:
+    def step_hook(self, require_averaged: Callable[[], None]) -> Callable[..., Any]:
+        """Return a pre-hook for ``optimizer.step`` that calls ``require_averaged``, after each run of a closure if any.
+
+        A closure runs the last backward pass of a window itself. Averages count as used before its first run, because
+        some optimizers (SAM) use the existing gradients before they ask for new ones. A class that calls its base
+        class's step runs the hooks twice, of which only the outermost counts.
+        """
+
+        def hook(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            self._step_depth += 1
+            if self._step_depth > 1:
+                return None
             self._had_averages = not self._used
-        return self._step_depth == 1
+            closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+            if not callable(closure):
+                require_averaged()
+                return None
+            self.stepped()
+            evaluate: Callable[[], Any] = closure
+
+            def checked_closure() -> Any:
+                depth = self._step_depth
+                loss = evaluate()
+                self._step_depth = depth  # its reductions do not mean that the step has failed
+                require_averaged()
+                return loss
+
+            if "closure" in kwargs:
+                return args, {**kwargs, "closure": checked_closure}
+            return (args[0], checked_closure, *args[2:]), kwargs
+
+        return hook
 
     def leave_step(self) -> bool:
         """Note that ``step()`` has returned; return whether it was the outermost one."""
         self._step_depth = max(self._step_depth - 1, 0)
         return self._step_depth == 0
-
-    def run_closure(self, closure: Callable[[], Any]) -> Any:
-        """Return the result of a step's ``closure``, whose reductions do not mean that the step has failed."""
-        depth = self._step_depth
-        result = closure()
-        self._step_depth = depth
-        return result
 
     def stepped(self) -> None:
         """Note that ``step()`` uses the last averages."""
