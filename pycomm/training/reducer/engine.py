@@ -448,7 +448,7 @@ class Engine:
     def reduce(self) -> None:
         """Launch the remaining buckets, wait for all, and hand out the averages."""
         self.launch_rest()
-        self.statistics.phases.end_backward()
+        self.statistics.phases.trace.end_backward()
         self.statistics.waits.begin()
         self._late = None
         try:
@@ -466,7 +466,7 @@ class Engine:
             self.window.close()
             self.statistics.waits.end()
             self.policy.ended()
-        self.statistics.phases.end_reduction()
+        self.statistics.phases.trace.end_reduction()
         self.hash_state()
         old, self.reported_world = self.reported_world, self.world
         if old != self.reported_world:
@@ -497,7 +497,7 @@ class Engine:
             self.submit(self.communicator, taken.take, ahead=True)  # before the packing that compares them
 
     def _await_results(self, then: Callable[[], None]) -> None:
-        with self.statistics.phases.waiting():
+        with self.statistics.phases.timed("wait"):
             for flight in self.table.flights:
                 assert flight.work is not None
                 flight.work.wait()
@@ -506,7 +506,7 @@ class Engine:
             then()
 
     def hand_out(self) -> None:
-        with self.statistics.phases.unpacking():
+        with self.statistics.phases.timed("unpack"):
             self.outcome.hand_out(has_sent=self._has_sent)
 
     # State that is carried from step to step.

@@ -218,7 +218,7 @@ class Passes:
 
     def stepped(self) -> None:
         """Note that ``optimizer.step()`` has returned."""
-        self._engine.statistics.phases.end_step()
+        self._engine.statistics.phases.trace.end_step()
         if not self._progress.leave_step():
             return
         with self._stopping():
@@ -283,7 +283,7 @@ class Passes:
         if self._window.sending:
             self.reduce()
         else:
-            self._engine.statistics.phases.end_backward()
+            self._engine.statistics.phases.trace.end_backward()
         if self._uncovered is not None:
             self._uncovered.warn()
 

@@ -73,34 +73,19 @@ class Phases:
     ``backward()`` waits for it, and unpacks: hands out the gradients and commits compression's state.
 
     Attributes:
+        seconds: time of each phase: "pack", "wire", "wait" and "unpack".
         trace: records the spans of one step, if requested.
     """
 
     def __init__(self) -> None:
-        self.pack = self.wire = self.wait = self.unpack = 0.0
-        self.trace: StepTrace | None = None
+        self.seconds = dict.fromkeys(("pack", "wire", "wait", "unpack"), 0.0)
+        self.trace = StepTrace()
         self._profiling = False
 
     def begin(self) -> None:
         """Note that a backward pass begins."""
         self._profiling = is_profiling()
-        if self.trace is not None:
-            self.trace.begin_backward()
-
-    def end_backward(self) -> None:
-        """Note that a backward pass has ended."""
-        if self.trace is not None:
-            self.trace.end_backward()
-
-    def end_reduction(self) -> None:
-        """Note that gradients have been handed out."""
-        if self.trace is not None:
-            self.trace.end_reduction()
-
-    def end_step(self) -> None:
-        """Note that ``optimizer.step()`` has returned."""
-        if self.trace is not None:
-            self.trace.end_step()
+        self.trace.begin_backward()
 
     def exchange(self, number: int, recorder: Recorder | None, job: Callable[[], None]) -> None:
         """Run the ``job`` that exchanges the bucket launched as ``number``; without ``recorder``, only enqueue it."""
@@ -113,50 +98,28 @@ class Phases:
             return
         ended = time.monotonic()
         wire = recorder.seconds - before
-        self.wire += wire
-        self.pack += ended - began - wire
-        if self.trace is not None:
-            self.trace.add("communication", label, began, ended)
-            self.trace.add_operations(recorder, label, began)
+        self.seconds["wire"] += wire
+        self.seconds["pack"] += ended - began - wire
+        self.trace.add("communication", label, began, ended)
+        self.trace.add_operations(recorder, label, began)
 
     @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count the time inside as waiting."""
+    def timed(self, phase: str) -> Iterator[None]:
+        """Count the time inside as that of ``phase``, on the thread of ``backward()``."""
         began = time.monotonic()
         try:
-            with self._range("wait"):
+            with profiled_range(f"pycomm::{phase}") if self._profiling else contextlib.nullcontext():
                 yield
         finally:
-            self.wait += self._note("wait", began)
-
-    @contextlib.contextmanager
-    def unpacking(self) -> Iterator[None]:
-        """Count the time inside as unpacking."""
-        began = time.monotonic()
-        try:
-            with self._range("unpack"):
-                yield
-        finally:
-            self.unpack += self._note("unpack", began)
-
-    def _note(self, name: str, began: float) -> float:
-        ended = time.monotonic()
-        if self.trace is not None:
-            self.trace.add("training", name, began, ended)
-        return ended - began
-
-    def _range(self, name: str) -> contextlib.AbstractContextManager[Any]:
-        return profiled_range(f"pycomm::{name}") if self._profiling else contextlib.nullcontext()
+            ended = time.monotonic()
+            self.seconds[phase] += ended - began
+            self.trace.add("training", phase, began, ended)
 
     def report(self) -> dict[str, float | None]:
         """Return the times; see ``Reducer.stats``."""
-        busy = self.pack + self.wire
-        return {
-            "pack_seconds": self.pack,
-            "wire_seconds": self.wire,
-            "unpack_seconds": self.unpack,
-            "hidden_share": max(0.0, 1.0 - self.wait / busy) if busy > 0.0 else None,
-        }
+        busy = self.seconds["pack"] + self.seconds["wire"]
+        times = {f"{phase}_seconds": self.seconds[phase] for phase in ("pack", "wire", "unpack")}
+        return {**times, "hidden_share": max(0.0, 1.0 - self.seconds["wait"] / busy) if busy > 0.0 else None}
 
 
 @contextlib.contextmanager

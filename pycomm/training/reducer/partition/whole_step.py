@@ -25,6 +25,7 @@ from pycomm.agreement import exchanged
 from pycomm.collectives.broadcasting import broadcast_tensors, decode
 from pycomm.collectives.communicator import Communicator
 from pycomm.errors import CommError, attempt
+from pycomm.optim.master_weights import WholeMasters
 from pycomm.optim.parameters import gradients_of, optimizer_parameters
 from pycomm.optim.pending_factor import FactorStep, refuse_closure
 from pycomm.optim.step_override import Factor, own_step
@@ -35,32 +36,8 @@ from pycomm.training.reducer.partition.trial import StepTrial, costs_of, encoded
 _LOG = logging.getLogger("pycomm")
 
 
-class Stepping(Protocol):
-    """Override of an optimizer's step that leaves it to ranks together, and the tensors that the optimizer steps."""
-
-    def take_together(self, take: Callable[[Factor, bool], None] | None) -> None:
-        """Call ``take`` with the factor of the gradients, and whether the step is to be skipped, from now on."""
-
-    def tried(self, factor: Factor) -> AbstractContextManager[Factor]:
-        """Return a context for steps of copies, which yields the factor of the gradients there."""
-
-    def stepped(self, factor: Factor) -> AbstractContextManager[None]:
-        """Return a context for the optimizer's own step, in which the gradients are multiplied by ``factor``."""
-
-    def entry_of(self, param: torch.Tensor) -> dict[str, Any]:
-        """Return the state of ``param``, with its master."""
-
-    def keep_only(self, is_kept: Callable[[torch.Tensor], bool]) -> None:
-        """Keep only masters for which the function returns true."""
-
-    def add_entries(self, entries: Mapping[torch.Tensor, dict[str, Any]]) -> None:
-        """Add such state of more parameters."""
-
-    def detach(self) -> None: ...
-
-
 class OwnSteps(FactorStep):
-    """Override for parameters that the optimizer steps as they are."""
+    """Override for parameters that the optimizer steps as they are; its interface is that of WholeMasters, too."""
 
     _take: Callable[[Factor, bool], None] | None = None
 
@@ -70,26 +47,32 @@ class OwnSteps(FactorStep):
         self._take(self._pending.take(), False)
 
     def take_together(self, take: Callable[[Factor, bool], None] | None) -> None:
+        """Call ``take`` with the factor of the gradients, and whether the step is to be skipped, from now on."""
         self._take = take
 
     @contextlib.contextmanager
     def tried(self, factor: Factor) -> Iterator[Factor]:
+        """Return a context for steps of copies, which yields the factor of the gradients there."""
         yield factor
 
     @contextlib.contextmanager
     def stepped(self, factor: Factor) -> Iterator[None]:
+        """Return a context for the optimizer's own step, in which the gradients are multiplied by ``factor``."""
         grads = gradients_of(self.optimizer)
         if grads and not (isinstance(factor, float) and factor == 1.0):
             torch._foreach_mul_(grads, factor)
         yield
 
     def entry_of(self, param: torch.Tensor) -> dict[str, Any]:
+        """Return the state of ``param``, with its master if there is one."""
         entry: dict[str, Any] = self.optimizer.state.get(param, {})
         return entry
 
-    def keep_only(self, is_kept: Callable[[torch.Tensor], bool]) -> None: ...
+    def keep_only(self, is_kept: Callable[[torch.Tensor], bool]) -> None:
+        """Keep only masters for which the function returns true."""
 
     def add_entries(self, entries: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+        """Add such state of more parameters."""
         self.optimizer.state.update(entries)
 
 
@@ -116,7 +99,9 @@ class WholeStep:
         is_dealt: whether the buckets are sorted by the parameters' owners.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, stepping: Stepping, communicator: Communicator) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, stepping: OwnSteps | WholeMasters, communicator: Communicator
+    ) -> None:
         self.optimizer, self._stepping, self._communicator = optimizer, stepping, communicator
         self._partition: SteppingRanks | None = None
         self._places: dict[torch.Tensor, torch.Tensor] = {}
