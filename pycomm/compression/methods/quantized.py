@@ -10,7 +10,7 @@ import torch
 from pycomm import checks, kernels
 from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
-from pycomm.compression.codec import Codec
+from pycomm.compression.codec import BaseCodec
 from pycomm.compression.feedback import CodecMethod
 from pycomm.compression.two_hop import Arrays, summing_codec
 
@@ -51,7 +51,7 @@ def _check_blocks(block: int, error_feedback: bool) -> None:
 
 def _quantized(
     bucket: Bucket, communicator: Communicator, config: kernels.Quantization, seed: int | None = None
-) -> Codec:
+) -> BaseCodec:
     return summing_codec(bucket, communicator, lambda begin, end: QuantizedForm(config, end - begin), seed)
 
 
@@ -88,7 +88,7 @@ class Int8(CodecMethod):
         """The form of elements in a message."""
         return kernels.Quantization(block=self.block)
 
-    def codec(self, bucket: Bucket, communicator: Communicator) -> Codec:
+    def codec(self, bucket: Bucket, communicator: Communicator) -> BaseCodec:
         return _quantized(bucket, communicator, self.config)
 
 
@@ -121,7 +121,7 @@ class Int4(CodecMethod):
         """The form of elements in a message."""
         return kernels.Quantization(block=self.block, levels=7, bits=4)
 
-    def codec(self, bucket: Bucket, communicator: Communicator) -> Codec:
+    def codec(self, bucket: Bucket, communicator: Communicator) -> BaseCodec:
         return _quantized(bucket, communicator, self.config)
 
 
@@ -160,7 +160,7 @@ class FP8(CodecMethod):
         """The form of elements in a message."""
         return kernels.Quantization(block=self.block, element=self.format)
 
-    def codec(self, bucket: Bucket, communicator: Communicator) -> Codec:
+    def codec(self, bucket: Bucket, communicator: Communicator) -> BaseCodec:
         return _quantized(bucket, communicator, self.config)
 
 
@@ -198,7 +198,7 @@ class QSGD(CodecMethod):
     def error_feedback(self) -> bool:
         return False
 
-    def codec(self, bucket: Bucket, communicator: Communicator) -> Codec:
+    def codec(self, bucket: Bucket, communicator: Communicator) -> BaseCodec:
         bits = 2 if self.levels == 1 else 4 if self.levels <= 7 else 8
         config = kernels.Quantization(block=512, levels=self.levels, bits=bits, norm="euclidean")
         return _quantized(bucket, communicator, config, self.seed)
@@ -231,6 +231,6 @@ class TernGrad(CodecMethod):
     def error_feedback(self) -> bool:
         return False
 
-    def codec(self, bucket: Bucket, communicator: Communicator) -> Codec:
+    def codec(self, bucket: Bucket, communicator: Communicator) -> BaseCodec:
         config = kernels.Quantization(block=1024, levels=1, bits=2, norm="max")
         return _quantized(bucket, communicator, config, self.seed)
