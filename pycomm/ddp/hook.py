@@ -22,7 +22,7 @@ from pycomm.compression.saved_state import gather_state, select_state
 from pycomm.ddp.exchanges import Sorting
 from pycomm.ddp.flags import HookFlags, ReplicaCheck, SteppedOptimizers, TrainingLoop
 from pycomm.ddp.progress import HookProgress, HookSettings, checked_settings
-from pycomm.ddp.steps import Steps, weighting_of
+from pycomm.ddp.steps import Steps
 from pycomm.errors import attempt
 from pycomm.optim.copies import training_alone
 from pycomm.optim.module_hooks import watch_copies
@@ -219,9 +219,9 @@ class HookHandle:
         assert model is not None, "the hook is called by its model"
         if model.process_group is not self._group:
             raise RuntimeError("the model has another process group now: remove() this handle and register again")
-        weighting = weighting_of(divides_by_active_ranks(model))
         # A gradient that was not computed is one of zeros in the bucket.
-        return self._steps.take(bucket, weighting, model.find_unused_parameters or model.static_graph)
+        zeros_are_unused = model.find_unused_parameters or model.static_graph
+        return self._steps.take(bucket, divides_by_active_ranks(model), zeros_are_unused)
 
     def stats(self) -> dict[str, Any]:
         """Return the counters since :func:`pycomm.ddp.register`.
