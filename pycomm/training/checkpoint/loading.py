@@ -208,30 +208,22 @@ class _Plan:
 
     def restore(self, undo: Undo) -> None:
         """Restore everything that may still fail; append functions that undo it to ``undo``."""
-        with _of(self._path):
-            self._restore(undo)
-
-    def _restore(self, undo: Undo) -> None:
-        for name, state in self._states.items():
-            self._restore_one(name, self._more[name], state, undo)
+        own = [(name, self._more[name], state) for name, state in self._states.items()]
         if self._scaler is not None:
-            self._restore_one("loss_scaler", self._scaler, self._scaler_state, undo)
-        for name, module in self._modules.items():
-            old = copy.deepcopy(module.get_extra_state())
-            undo.append(functools.partial(module.set_extra_state, old))
-            with _named(f"module {name!r}"):
-                module.set_extra_state(self._extra[name])
-        with _named("the optimizer"):
-            undone = contents.restore_optimizer(self._reducer.optimizer, self._optimizer)
-        if undone is not None:
-            undo.append(undone)
-
-    @staticmethod
-    def _restore_one(name: str, value: Any, state: Any, undo: Undo) -> None:
-        old = copy.deepcopy(contents.state_of(value))
-        undo.append(lambda: contents.restore(value, old))
-        with _named(name):
-            contents.restore(value, state)
+            own.append(("loss_scaler", self._scaler, self._scaler_state))
+        with _of(self._path):
+            for name, value, state in own:
+                undo.append(functools.partial(contents.restore, value, copy.deepcopy(contents.state_of(value))))
+                with _named(name):
+                    contents.restore(value, state)
+            for name, module in self._modules.items():
+                undo.append(functools.partial(module.set_extra_state, copy.deepcopy(module.get_extra_state())))
+                with _named(f"module {name!r}"):
+                    module.set_extra_state(self._extra[name])
+            with _named("the optimizer"):
+                undone = contents.restore_optimizer(self._reducer.optimizer, self._optimizer)
+            if undone is not None:
+                undo.append(undone)
 
     @torch.no_grad()
     def finish(self) -> None:
