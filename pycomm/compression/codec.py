@@ -46,15 +46,11 @@ class Outcome:
     """Arguments of :meth:`RankSum.settle`, once it is known whether the step is finite on all ranks.
 
     Attributes:
-        bucket: receives the averages.
         sums: flat memory of the sums' dtype that may be overwritten; the bucket's own, if ``in_bucket``.
-        factor: see :class:`Accumulated`.
         states: pairs of flat state: after this step, and before it.
         finite: on the CPU true; on a GPU a tensor: if it is false, state is restored.
         used: for each parameter, whether its change of state stays; ``None``: all do.
-        report: the step's report.
         last_sources: receives the report's sources if ``finite`` is a false tensor; int64.
-        scratch: for the kernels.
     """
 
     bucket: Bucket

@@ -222,7 +222,6 @@ class TwoHopCodec(BaseCodec):
     """Codec of messages that are gathered, or added up in two hops; see the module's docstring.
 
     Args:
-        form: makes the form of a part.
         seed: round stochastically, by numbers that follow from it, the rank, the part and the step; ``None``: to the
             nearest.
     """

@@ -18,13 +18,7 @@ Gradients = Sequence[torch.Tensor | None]
 
 @dataclass(frozen=True)
 class HookPart:
-    """Parameters of one of torch's buckets that use the same method.
-
-    Attributes:
-        indices: their positions in torch's bucket.
-        bucket: memory of their averages.
-        exchange: exchange of their gradients.
-    """
+    """Parameters of one of torch's buckets that use the same method."""
 
     indices: list[int]
     bucket: Bucket
@@ -37,9 +31,6 @@ class BucketExchanges:
     Args:
         names: names of ``params``, by which state is kept.
         params: the bucket's parameters, in the order in which its buffer holds their gradients.
-        method: compression method.
-        communicator: the ranks to average over.
-        algorithm: name of the algorithm of dense sums.
     """
 
     def __init__(
@@ -112,7 +103,6 @@ class Sorting:
 
     Args:
         names: the parameters' names, by ``id``.
-        method, communicator, algorithm: see :class:`BucketExchanges`.
     """
 
     def __init__(

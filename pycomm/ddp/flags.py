@@ -50,9 +50,7 @@ class SteppedOptimizers:
     shard of one rank).
 
     Args:
-        params: the model's parameters, by name.
         given: an optimizer that is known; ``None`` without one.
-        per_rank: keys of groups whose numbers may differ between ranks.
 
     Attributes:
         counts: number of steps since the last :meth:`restart`, by the name of the optimizer's first parameter. An
@@ -176,12 +174,7 @@ class SentFlags:
 
 
 class TrainingLoop:
-    """What this rank has done since ranks were compared last: forwards, and steps of optimizers.
-
-    Args:
-        model: the model.
-        optimizers: optimizers of its parameters; also an attribute.
-    """
+    """What this rank has done since ranks were compared last: forwards, and steps of optimizers."""
 
     def __init__(self, model: torch.nn.Module, optimizers: SteppedOptimizers) -> None:
         self.optimizers, self._index, self._model = optimizers, LoopIndex(), weakref.ref(model)
@@ -242,9 +235,6 @@ class ReplicaCheck:
     """Comparison of the parameters, after 1, 2, 4, 8, ... passes up to ``interval``, and then at that interval.
 
     Args:
-        params: the parameters by name.
-        communicator: the ranks.
-        device: of the parameters to compare.
         interval: number of passes; 0 to compare nothing.
     """
 
@@ -272,12 +262,7 @@ class ReplicaCheck:
         return sum(1 << i for i, bit in enumerate(self.bits().tolist()) if bit)
 
     def report(self, num_passes: int, joined: Sequence[bool]) -> None:
-        """Raise an error, or warn, if parameters differ. Collective.
-
-        Args:
-            num_passes: number of passes that were averaged.
-            joined: ranks that are not compared.
-        """
+        """Raise an error, or warn, if parameters differ. Collective."""
         if self._differences.find(self._hashes, joined)[0]:
             self._differences.report(self._hashes, num_passes, joined)
 

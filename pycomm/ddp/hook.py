@@ -120,7 +120,6 @@ class _Slot:
 
     Attributes:
         handle: handle that averages; ``None`` after its removal, for DistributedDataParallel's own all-reduce.
-        group: the process group of the model.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:

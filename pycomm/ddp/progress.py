@@ -65,8 +65,6 @@ class HookProgress:
 
     Args:
         communicators: communicators that this rank leaves after an error; the first one averages gradients.
-        settings: settings of the registration.
-        device: device of the gradients.
 
     Attributes:
         committed, nonfinite: numbers of steps that changed state, and of those that were not finite: 0-d int64 tensors

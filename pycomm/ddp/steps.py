@@ -27,7 +27,6 @@ class TakenStep:
     """Bucket from DistributedDataParallel, and the future that it waits for.
 
     Attributes:
-        params: its parameters.
         grads: views of ``buffer``, one for each parameter.
     """
 
@@ -44,12 +43,6 @@ class Steps:
     committed if all buckets are finite on all ranks, and every future gets its average. A final callback of the
     backward pass, called before the model's own, waits for all of it. An error raised there leaves ``backward()``
     unchanged, whereas an error in a future would lose its type.
-
-    Args:
-        sorting: exchanges by bucket.
-        communicator: the ranks.
-        progress: counters of this registration.
-        flags: flags that travel with each step.
     """
 
     def __init__(self, sorting: Sorting, communicator: Communicator, progress: HookProgress, flags: HookFlags) -> None:

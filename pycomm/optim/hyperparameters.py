@@ -29,8 +29,6 @@ class Hyperparameters:
     Text, functions, and tensors on a GPU (for which the host would wait) are not read. The number of parameters is.
 
     Args:
-        optimizer: owner of the groups.
-        per_rank: keys that may differ between ranks.
         ignores: returns whether a parameter is local to its rank; groups of only such parameters are not read, and
             parameters not counted.
 

@@ -85,7 +85,6 @@ class ForwardWatch:
     evaluation mode, by a compiled module, or by calling parts of the module. Then the hooks move there.
 
     Args:
-        module: the module.
         note: called with the output of each forward, and the name of the part that was called; "" for all of it.
         before: called before the first forward of a step, if that is no forward of the module itself.
     """

@@ -22,7 +22,6 @@ class PendingFactor:
     ``.data`` and NumPy's views do not change them, and are not found.
 
     Args:
-        optimizer: owner of the parameters.
         masters: masters by parameter, which may have gradients of their own.
 
     Attributes:

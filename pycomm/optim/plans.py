@@ -63,9 +63,6 @@ class PlanPart:
     """Targets that are stepped by the same kernel calls.
 
     Attributes:
-        key: their common properties.
-        arrays: their arrays.
-        size: their number.
         label: name that is unique within the optimizer.
     """
 
@@ -116,7 +113,6 @@ class Rule:
     Attributes:
         kernel: name of the (first) kernel.
         keys: returns the names of a group's states, with ``None`` for unused ones.
-        run: steps a part.
         kind: returns a property that targets of the same calls must share.
         has_counts: whether steps are counted, under "step".
         same_counts: whether targets of the same calls must have the same count, unless the kernels count.
@@ -321,8 +317,6 @@ def step_by_rule(
     """Take one step of every parameter that has a gradient.
 
     Args:
-        optimizer: owner of the parameters, hyperparameters and state.
-        rule: rule of the optimizer's class.
         scaling: scaling of the gradients. With ``found``, the kernels count steps, on the device.
         masters: masters of half-precision parameters, which are updated and cast back.
         grads: gradients to use instead of ``.grad``, by parameter.

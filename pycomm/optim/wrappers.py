@@ -54,7 +54,6 @@ def refuse_wrapped(names: Mapping[str, torch.Tensor], model: Any, hint: str = ""
     """Raise ValueError if a living wrapper has one of the parameters. May look at every object in the process.
 
     Args:
-        names: the parameters by name.
         model: what ``attach`` was given; only modules are searched.
         hint: advice for the message, in place of the general one.
     """

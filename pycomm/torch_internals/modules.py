@@ -192,7 +192,6 @@ class ShardedGroup(NamedTuple):
     Attributes:
         params: this rank's parameters, DTensors, in the order of their gradients in the reduced buffer.
         shapes: shapes of their shards in that buffer, the same on all ranks.
-        dtype: dtype of the reduction.
         shard_group: the ranks that the parameters are sharded over.
         division: returns torch's divisor after the hook.
         replicates: whether it averages replicas itself.

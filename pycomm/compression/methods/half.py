@@ -30,9 +30,7 @@ class HalfExchange(DenseExchange):
     """Exchange that casts to a half type, all-reduces the sum in it, casts back and divides.
 
     Args:
-        half_dtype: the dtype that travels.
         scaled: multiply by a power of two that all ranks agree on, to use the range of that dtype.
-        sums: see :class:`FP16`.
     """
 
     def __init__(

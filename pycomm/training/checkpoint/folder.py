@@ -107,7 +107,6 @@ class Checkpoint:
     """Checkpoint on disk. The constructor reads its manifest and parts, and compares the files' sizes.
 
     Attributes:
-        path: the directory.
         parts: what each rank has saved, without tensors.
 
     Raises:
@@ -186,7 +185,6 @@ class Saved:
         """Return the value of section ``name``: this rank's, or rank 0's if no rank of that number has saved it.
 
         Args:
-            name: name of the section.
             old: this process's present value, which supplies objects that cannot be saved.
 
         Raises:

@@ -160,9 +160,6 @@ def _damage(path: Path, reducer: Reducer, more: Mapping[str, Any], found: list[_
 class _Plan:
     """Values of a checkpoint for this rank, read into memory and checked.
 
-    Attributes:
-        plain: the values to return.
-
     Raises:
         ValueError: the checkpoint does not fit.
         DamagedError: its values are not those of a training state.

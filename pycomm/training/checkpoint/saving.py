@@ -125,9 +125,7 @@ def exchanged(communicator: Communicator, what: str, job: Callable[[], Any]) -> 
     """Run ``job`` on all ranks; return all results, sent as JSON, in rank order. Collective.
 
     Args:
-        communicator: the ranks.
         what: verb for the message that another rank "could not" do it.
-        job: function to run.
 
     Raises:
         Exception: ``job`` has raised it on this rank; or an error of the same kind that quotes another rank's.
@@ -269,14 +267,9 @@ class WriteJob:
     """Input of the thread that writes one checkpoint.
 
     Attributes:
-        folder, number: path of the checkpoint.
         name: unique name of its directory while it is written, unknown to ranks that were excluded meanwhile.
-        rank, size: this rank and the number of ranks.
-        world: numbers of the ranks; see ``Reducer.world``.
-        keep: number of checkpoints to keep.
         part: content of ``part.json``, without the indexes of tensors.
         own, shared: copies of the tensors that this rank writes.
-        watch: the ranks' processes.
         patience: seconds without progress after which another rank counts as lost.
         reducer: asked which ranks still belong to the world.
     """

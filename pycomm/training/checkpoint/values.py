@@ -45,7 +45,6 @@ def encode(value: Any, tensors: list[torch.Tensor], where: str, *, lenient: bool
     Args:
         value: numbers, strings, bytes, dtypes, tensors, numpy's arrays and scalars; lists, tuples and dicts of them.
         tensors: appended to, not copied.
-        where: name of the value, for messages.
         lenient: record only the type of any other object; :func:`decode` then requires one to keep.
 
     Raises:
@@ -83,9 +82,6 @@ def decode(node: Node, tensors: Sequence[torch.Tensor], where: str, old: Any = _
     """Return the value that :func:`encode` encoded.
 
     Args:
-        node: result of :func:`encode`.
-        tensors: tensors that it appended.
-        where: name of the value, for messages.
         old: this process's present value, which supplies objects that cannot be saved.
 
     Raises:

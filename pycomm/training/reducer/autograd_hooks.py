@@ -27,7 +27,6 @@ class Uncovered:
     """Watch over the parameters of ``module`` that no Reducer covers; warns once if one of them gets a gradient.
 
     Args:
-        module: the module whose parameters are watched.
         covers: returns whether the new Reducer averages or ignores a parameter.
     """
 
@@ -179,7 +178,6 @@ class FinalCallback:
     """Final callback of the graph task that is running. Autograd drops it without a call if the task fails.
 
     Args:
-        action: called at the end of the task.
         failed: called if the task fails; a bound method, held weakly.
     """
 

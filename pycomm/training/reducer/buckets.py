@@ -282,12 +282,7 @@ def make_buckets(
     CPU the bytes of the gradients, since the work on one bucket is hidden behind that on the next.
 
     Args:
-        slots: parameters to sort.
-        compression: compression method.
         lanes: communicators that buckets use in turn.
-        bucket_bytes: see above.
-        algorithm: name of the algorithm of dense sums.
-        num_earlier: number of existing buckets.
         first_bytes: size of the very first bucket, from which the next ones grow; ``bucket_bytes`` if ``None``.
         place: sort key of a parameter in its bucket, before any other.
         divide: gives each rank its share of a bucket of parameters, if ranks are to have shares.
@@ -423,12 +418,7 @@ class LocalGradient:
 
 
 def check_sharding(names: Mapping[str, torch.Tensor], ranks: Sequence[int]) -> None:
-    """Raise TypeError if a DTensor is distributed over the process group's ``ranks``, or belongs to FSDP2.
-
-    Args:
-        names: parameters by name.
-        ranks: global ranks of the process group.
-    """
+    """Raise TypeError if a DTensor is distributed over the process group's ``ranks``, or belongs to FSDP2."""
     for name, param in names.items():
         if is_dtensor(param):
             _check_placements(name, param, set(ranks))

@@ -49,11 +49,6 @@ def require_sendable(slot: Slot) -> None:
 def gradients_of(flight: BucketInFlight, settings: AttachSettings, is_first_pass: bool) -> list[torch.Tensor | None]:
     """Return the gradients of the parameters of ``flight``, checked here as the counting hooks check nothing.
 
-    Args:
-        flight: bucket that is about to be sent.
-        settings: arguments of ``attach``.
-        is_first_pass: whether this is the first pass of the window.
-
     Raises:
         RuntimeError, ValueError: see :func:`require_sendable` and :func:`require_no_average`; or an earlier sum would
             be summed again.
@@ -192,19 +187,11 @@ class Engine:
     the host waits only where this rank lacks a gradient that others may have.
 
     Attributes:
-        table: parameters and their buckets.
-        communicator: the ranks to average over.
         lanes: communicators that buckets use in turn; ``communicator`` is the first.
-        settings: arguments of ``attach``.
-        policy: hooks for ranks that may be lost, join, or be late.
         window: accumulation window, the passes that make up a step.
-        progress: counts of reductions and steps.
         firing: slot of the parameter whose hooks are running, if any.
-        num_launched: number of buckets launched in this reduction.
         callbacks, reported_world: called with the old and new world after a change; the world of their last call.
         buffers: synchronisation of the module's buffers, if they are kept equal.
-        outcome: outcome of the last reduction.
-        statistics: waits, times, and what compression leaves out.
         comparison, flags: bits that ranks send each other with each reduction.
         admit_new: called when all ranks have announced new parameters; creates buckets for them.
     """

@@ -79,7 +79,6 @@ class BufferSync:
     Args:
         module: owner of the buffers, also in its submodules.
         mode: "broadcast" or "average".
-        communicator: the ranks that share the buffers.
         leaves_out: returns whether a buffer, given by name, is ignored.
         keeps: whether to keep old contents, so that :meth:`restore` can undo a failed run.
     """

@@ -88,13 +88,6 @@ def spread_failure(flights: Sequence[BucketInFlight], shards: Shards, loss_scale
 class ReductionOutcome:
     """Outcome of the last reduction, and counts of all of them.
 
-    Args:
-        table: parameters and their buckets.
-        settings: arguments of ``attach``.
-        flags: requests that the ranks have announced.
-        progress: counts of reductions and steps.
-        communicator: the ranks.
-
     Attributes:
         finite: whether the last step was finite; ``None`` if that was not computed.
         not_finite: name of the first non-finite gradient of any rank, if each rank has only its own part.

@@ -41,10 +41,8 @@ def require_provenance(table: ParameterTable, has_averages: bool, unused: Set[in
     """Raise RuntimeError if a parameter of the optimizer has a gradient that has not been averaged since the last step.
 
     Args:
-        table: parameters that are averaged.
         has_averages: whether there was a reduction since the last step.
         unused: ids of the parameters without a gradient on any rank in that reduction.
-        rank: this rank, for the message.
     """
     if has_averages and not unused and not table.has_new():
         return
@@ -128,7 +126,6 @@ class ParameterPlaces:
     when backward gives it a gradient.
 
     Args:
-        table: parameters that are averaged.
         refuse: called with the name of such a parameter; raises the error.
     """
 
@@ -221,7 +218,6 @@ class ParameterChanges:
     gradients, and exchange them after these.
 
     Args:
-        engine: engine of the attach.
         hook_parameters: method that hooks the parameters of slots.
         stop: method that stops this rank, with an error for the other ranks.
     """

@@ -137,16 +137,12 @@ class ParameterTable:
 
     Args:
         optimizer: the optimizer, watched for parameters that are added later.
-        names: the parameters by name.
         module: the module, if ``attach`` was given one; it names parameters that are added later.
         ignored: tensors that take no part.
 
     Attributes:
-        flights: the buckets.
-        device: device of all parameters.
         ranks: global ranks that gradients are averaged over; ``attach`` sets it.
         shards: the trainable parameters that are DTensors, with the ranks that their parts are on.
-        on_gpu: whether that is a GPU.
         partition: partition of a sharded step; ``None`` without one.
         rank_local: names of the module's other parameters that differ between ranks and stay so.
     """

@@ -25,11 +25,7 @@ from pycomm.training.reducer.replica_differences import DamageError
 
 
 class LocalPasses:
-    """Record of the gradients that paused passes have left in ``.grad``.
-
-    Attributes:
-        depth: number of open ``paused()`` contexts.
-    """
+    """Record of the gradients that paused passes have left in ``.grad``."""
 
     def __init__(self) -> None:
         self.depth = 0

@@ -158,12 +158,9 @@ class RankFlags:
     """Bits 32 to 63 of this rank, and what the other ranks have announced.
 
     Args:
-        hyperparameters: the optimizer's hyperparameters, which are compared.
-        device: device of the gradients.
         check: called when a hyperparameter has changed; raises ValueError if compression does not support it.
 
     Attributes:
-        loop: counts since the last reduction.
         takes_new: whether new parameters are announced by a flag; otherwise the ranks meet to add them.
         compares_loop: whether loop index and groups are compared; false where ranks may be a step behind.
         veto, stop: reasons of this rank's requests, until all ranks have received them.
@@ -216,12 +213,7 @@ class RankFlags:
             self._check()
 
     def fix(self, num_reductions: int, frozen: tuple[str, ...], new: tuple[str, ...], modes: int) -> torch.Tensor:
-        """Fix this rank's record for the reduction that follows ``num_reductions`` others; return its bits.
-
-        Args:
-            num_reductions: number of reductions before this one.
-            frozen, new, modes: see :class:`Record`.
-        """
+        """Fix this rank's record for the reduction that follows ``num_reductions`` others; return its bits."""
         loop, compared = self.loop, self.compares_loop
         has_pass = compared and self.has_pass
         fields = (
@@ -285,10 +277,7 @@ def raise_left_out(counts: Mapping[int, int], expected: int, what: str, advice: 
     """Raise RuntimeError if the ranks' ``counts`` differ: those other than ``expected`` have left out a batch.
 
     Args:
-        counts: numbers of ``what``, by rank.
         expected: the number on ranks that have left out none.
-        what: describes the numbers.
-        advice: sentences at the end of the message.
         whose: what the ranks are counted among.
     """
     odd = [rank for rank, count in counts.items() if count != expected]

@@ -89,7 +89,6 @@ def is_comparison_due(num_reductions: int, interval: int, *, looks_soon: bool = 
     """Return whether all parameters are compared in the reduction that follows ``num_reductions`` others.
 
     Args:
-        num_reductions: number of reductions before this one.
         interval: they are compared after the first one, and then once in so many; 0: never.
         looks_soon: also in the 3rd, 5th, 9th, ... one, as most differences show soon after the first step.
     """
@@ -189,9 +188,7 @@ class ReplicaDifferences:
     """Reports of differences between the ranks' tensors. All methods are collective, and do the same on all ranks.
 
     Args:
-        communicator: the ranks to compare.
         parameters: returns the tensors that must be equal on all ranks, by name.
-        world: returns the numbers by which the ranks are called.
 
     Attributes:
         warned: whether a difference has been explained by the ranks' processors, which will not be the last.

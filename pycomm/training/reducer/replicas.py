@@ -168,14 +168,6 @@ _logger = logging.getLogger("pycomm")
 class RankComparison:
     """Comparison between ranks of their replicas, and of what else they must do alike, by bits sent with gradients.
 
-    Args:
-        communicator: the ranks.
-        table: parameters and their buckets.
-        settings: arguments of ``attach``.
-        progress: counts of reductions and steps.
-        buffers: returns the module's buffers to compare, by name.
-        world: returns the numbers of the ranks.
-
     Attributes:
         flags: further bits of this rank, and what the other ranks have announced.
         looks_soon: whether parameters are compared more often at the beginning; false where steps do not wait for all.

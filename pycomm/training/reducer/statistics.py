@@ -177,12 +177,8 @@ class Waits:
     ranks had arrived, so that neither another late rank nor an early one changes it.
 
     Args:
-        page: page of the ranks' arrivals, if they have one.
         ranks: ranks that reduce together, not kept alive. While this rank waits for some, the log names them (see
             :mod:`pycomm.collectives.transport.late_ranks`).
-
-    Attributes:
-        seconds: time that this rank has waited, for any reason.
     """
 
     def __init__(self, page: ReadyPage | None = None, ranks: ReducingRanks | None = None) -> None:
@@ -288,13 +284,7 @@ class Waits:
 
 
 class Statistics:
-    """Statistics of all reductions of a rank.
-
-    Attributes:
-        waits: ranks that were waited for.
-        phases: times of the phases.
-        figures: error of compression.
-    """
+    """Statistics of all reductions of a rank."""
 
     def __init__(self) -> None:
         self.waits, self.phases, self.figures = Waits(), Phases(), CompressionFigures()

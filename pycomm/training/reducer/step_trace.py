@@ -29,8 +29,6 @@ class StepTrace:
         folder: folder for the file ``rank<rank>.json`` (``rank<rank>-2.json`` for a second optimizer, and so on). It is
             written after the optimizer's step, or when the next backward pass begins without one.
         step: number of the reduction, from 1; 0: there is no trace.
-        rank: global rank.
-        size: number of ranks that average together.
     """
 
     def __init__(self, folder: Path = Path(), step: int = 0, rank: int = 0, size: int = 1) -> None:

@@ -41,11 +41,7 @@ class Survival:
     """Commit, recovery and admission of ranks that may be lost and may gain newcomers.
 
     Args:
-        membership: membership of the group.
         communicator: the ranks' communicator, which is moved when they change.
-        table: parameters and their buckets.
-        settings: arguments of ``attach``.
-        listener: reads and answers the requests of newcomers.
 
     Attributes:
         recoveries, joins: one dict per event; see ``Reducer.stats``.
@@ -130,8 +126,6 @@ class Survival:
         """Continue with the remaining ranks. Collective among them.
 
         Args:
-            error: error of the operation that failed.
-            num_committed: number of steps that this rank has committed.
             complete: hands out the results of the present step, if another rank has committed it.
 
         Returns:

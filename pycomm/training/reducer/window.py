@@ -282,7 +282,6 @@ class AccumulationWindow:
         sending: whether the current (or latest) pass is the last of its window.
         complete: whether a full window has ended, and nothing has happened since.
         num_idle: number of ranks that take part in this step without gradients, as newcomers do.
-        weights: weights by the number of samples behind each pass.
         scaling: scales of the window that is being sent, except for this rank's relative weight, which
             is known only to a job on the communication thread.
         streams: on a GPU, the streams (as integers) on which the scales were computed.

@@ -47,7 +47,6 @@ class ChangedParts:
     """Parts of parameters, one for each rank, whose changes are sent.
 
     Args:
-        communicator: the ranks.
         parts: the parts, flat float32.
         unsent: what rounding has left of the changes of this rank's own part; is updated.
         form: makes the form of that many elements in a message.

@@ -17,13 +17,7 @@ _UNEVEN = 1.5
 
 
 class Owners:
-    """Owners of the parameters of ``optimizer``, the same on all ranks.
-
-    Args:
-        optimizer: the optimizer.
-        rank: this rank.
-        size: number of ranks.
-    """
+    """Owners of the parameters of ``optimizer``, the same on all ranks."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, rank: int, size: int) -> None:
         self._optimizer, self._rank = optimizer, rank

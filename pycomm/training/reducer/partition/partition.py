@@ -95,13 +95,10 @@ class StepPartition:
     By default gradients are reduced before the step, and all parameters have arrived when it ends.
 
     Args:
-        communicator: the ranks.
         optimizer: the attached optimizer. If kernels step it, ranks have equal parts of every bucket, else, and on
             GPUs, whole parameters (see :class:`WholeStep`).
-        module: the attached module, if there is one.
         settings: arguments of ``attach``, with ``shard``.
         order: ranks in the order in which their parts of a bucket lie.
-        on_gpu: whether the parameters are on a GPU.
 
     Attributes:
         has_full_grad: whether every rank gets all averages also when the step is divided.
@@ -385,17 +382,11 @@ class Segment(ABC):
     """Parameters of ``bucket``, laid out as the gradients are.
 
     Args:
-        bucket: the gradients.
-        params: the parameters.
-        shares: the part of each rank.
-        rank: this rank.
-        own: memory that the parameters are to be in.
         alignment: number of elements of which each parameter begins at a multiple; other than 1 only if ``shares`` cut
             no parameter.
 
     Attributes:
         shares: the part of each rank in memory that is laid out so.
-        places: where each parameter is to be.
         spans: this rank's own elements of each.
     """
 

@@ -48,7 +48,6 @@ class StepTrial:
     """Trial of whether ``optimizer`` steps ``own`` parameters without the others as it does with them.
 
     Args:
-        optimizer: the optimizer.
         own: parameters that a copy of it steps, with the same gradients.
         newcomers: parameters whose gradients may change the step of ``own``, and whose steps count; ``None``: all.
 
@@ -74,9 +73,6 @@ class StepTrial:
 
     def before_step(self, factor: Factor = 1.0) -> None:
         """Step copies, before the optimizer steps: with all gradients, with others than those of ``own``, with these.
-
-        Args:
-            factor: factor of the gradients.
 
         Raises:
             ValueError: they differ.
@@ -318,7 +314,6 @@ def costs_of(trial: StepTrial, estimates: Sequence[float]) -> list[float]:
     One parameter of each shape and dtype in a group is measured, by a step of it alone.
 
     Args:
-        trial: a trial that is over.
         estimates: cost of each parameter in any unit, for those that there is no time to measure.
     """
     made = trial.copy

@@ -88,13 +88,7 @@ class SteppingRanks(Protocol):
 class WholeStep:
     """Step of ``optimizer`` by its own class, on each rank for the parameters that it owns.
 
-    Args:
-        optimizer: the optimizer.
-        stepping: the override of its step.
-        communicator: the ranks.
-
     Attributes:
-        owners: which rank steps which parameter.
         on_trial: whether all ranks step all parameters.
         is_dealt: whether the buckets are sorted by the parameters' owners.
     """
