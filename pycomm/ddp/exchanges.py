@@ -145,7 +145,6 @@ class Sorting:
             ) from None
 
     def parts(self) -> Iterator[HookPart]:
-        """Yield the parts of all buckets."""
         for exchanges in self._by_index.values():
             yield from exchanges.parts
 
@@ -171,6 +170,5 @@ class Sorting:
             exchanges.load_state(state)
 
     def clear(self) -> None:
-        """Forget all exchanges, and release their memory."""
         self._by_index.clear()
         self._homeless.clear()

@@ -131,7 +131,6 @@ class SteppedOptimizers:
         return readers
 
     def restart(self) -> None:
-        """Count from zero."""
         self._stepped.clear()
         self.counts = {}
 
@@ -187,7 +186,6 @@ class TrainingLoop:
             self.optimizers.requires_passes = False
 
     def remove(self) -> None:
-        """Remove the hooks."""
         self._forwards.remove()
 
     def fix(self, record: Record, compares: int) -> SentFlags:

@@ -154,7 +154,6 @@ class HookProgress:
         }
 
     def close(self) -> None:
-        """Close the communicators."""
         for communicator in self._communicators:
             communicator.close(self.stopped or None)
 

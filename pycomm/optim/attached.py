@@ -43,7 +43,6 @@ def register(reducer: Attached) -> None:
 
 
 def forget(reducer: Attached) -> None:
-    """Undo :func:`register`."""
     _reducers.discard(reducer)
 
 
@@ -81,7 +80,6 @@ def register_averaged(averaged: Averaged) -> None:
 
 
 def forget_averaged(averaged: Averaged) -> None:
-    """Undo :func:`register_averaged`."""
     _averaged.discard(averaged)
 
 

@@ -127,7 +127,6 @@ class MarkedParts:
         _watch_steps()
 
     def remove(self) -> None:
-        """Remove the marks."""
         for part in self._parts:
             vars(part).pop(_MARK, None)
 

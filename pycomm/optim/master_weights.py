@@ -106,7 +106,6 @@ class MasterWeights(KernelStep):
         return [master for param, master in self._masters.items() if not leaves_out(param)]
 
     def restore(self) -> None:
-        """Cast all masters back to their parameters, after the masters were written to."""
         self._masters.restore()
 
     def detach(self) -> None:

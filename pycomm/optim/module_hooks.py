@@ -128,7 +128,6 @@ class ForwardWatch:
             self._handles.append(part.register_forward_hook(_AfterForward(self, name)))
 
     def remove(self) -> None:
-        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -200,7 +199,6 @@ class StepWatch:
             method(optimizer)
 
     def remove(self) -> None:
-        """Watch no longer."""
         _watches.discard(self)
 
 

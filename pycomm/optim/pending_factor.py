@@ -51,7 +51,6 @@ class PendingFactor:
         return value
 
     def drop(self) -> None:
-        """Drop all factors."""
         self.value = 1.0
         self._seen, self._grads, self._versions = [], [], []
 

@@ -282,7 +282,6 @@ class _Memory:
         self._shards: tuple[tuple[int, ...], Shards] = (), Shards([])
 
     def shards(self, optimizer: torch.optim.Optimizer) -> Shards:
-        """Return the :class:`Shards` of the optimizer's parameters."""
         params = list(optimizer_parameters(optimizer))
         ids = tuple(map(id, params))
         if ids != self._shards[0]:

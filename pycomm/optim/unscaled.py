@@ -60,7 +60,6 @@ class UnscaledGradients:
         return {param: entry.grad for param, entry in found.items()}
 
     def clear(self) -> None:
-        """Forget all of them."""
         self._entries.clear()
         self._hashes = {}
 

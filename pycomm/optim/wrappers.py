@@ -107,7 +107,6 @@ def watch_constructions(owner: Owner) -> None:
 
 
 def unwatch_constructions(owner: Owner) -> None:
-    """Undo :func:`watch_constructions`."""
     _owners.discard(owner)
     if not _owners:
         while _watch:

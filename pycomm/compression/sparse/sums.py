@@ -75,7 +75,6 @@ class Entries:
         self._scratch = kernels.Scratch()
 
     def num_bytes(self) -> int:
-        """Return the size of all arrays."""
         return sum(dtype.itemsize * count for dtype, count in self.arrays)
 
     def put(self, values: torch.Tensor, indices: torch.Tensor, arrays: list[torch.Tensor]) -> torch.Tensor:

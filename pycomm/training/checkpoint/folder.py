@@ -50,7 +50,6 @@ def numbers_in(folder: Path) -> list[int]:
 
 
 def whole(folder: Path, number: int) -> Path:
-    """Return the path of checkpoint ``number``."""
     return folder / f"checkpoint-{number:08d}"
 
 
@@ -60,7 +59,6 @@ def unfinished(folder: Path, name: str) -> Path:
 
 
 def part_of(checkpoint: Path, rank: int) -> Path:
-    """Return the path of the part of ``rank``."""
     return checkpoint / f"rank-{rank}"
 
 

@@ -526,7 +526,6 @@ def _kind(error: BaseException) -> str:
 
 
 def _error(job: WriteJob, rank: int, kind: str, text: str) -> Exception:
-    """Return the error that ``rank`` has reported."""
     if kind == "CommError":
         return _lost(job, rank, f"gave it up: {text}")
     what = f"rank {rank} could not save: {text}"

@@ -244,7 +244,6 @@ class GradientHook:
 
     @property
     def orphaned(self) -> bool:
-        """Return whether the owner no longer exists."""
         return self._owner() is None
 
     def is_first(self, param: torch.Tensor) -> bool:
@@ -257,7 +256,6 @@ class GradientHook:
         return len(hooks) == 1 or next(reversed(hooks)) == self._handle.id
 
     def remove(self) -> None:
-        """Remove the hook from its parameter."""
         self._handle.remove()
 
 

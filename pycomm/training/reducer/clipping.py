@@ -156,7 +156,6 @@ class LoneFactor:
         self._handles: WeakKeyDictionary[Slot, RemovableHandle] = WeakKeyDictionary()
 
     def note(self) -> None:
-        """Note that a factor has been left."""
         self._is_left = True
         for slot in self._table.slots():
             if slot not in self._handles:
@@ -170,7 +169,6 @@ class LoneFactor:
             self._table.stepper.drop_factor()
 
     def remove(self) -> None:
-        """Remove all hooks."""
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()

@@ -230,7 +230,6 @@ class Engine:
 
     @property
     def world(self) -> tuple[int, ...]:
-        """Numbers of the ranks that take part, given to them as they joined."""
         return self.policy.world
 
     def _named_buffers(self) -> list[tuple[str, torch.Tensor]]:
@@ -328,7 +327,6 @@ class Engine:
     # Launching.
 
     def forget_launched(self) -> None:
-        """Forget which buckets have been launched."""
         self.num_launched = self._num_left_out = 0
 
     def _launch_ready(self) -> None:
@@ -514,7 +512,6 @@ class Engine:
         self.hash_state()  # replaces hashes of the old state
 
     def stats(self) -> dict[str, Any]:
-        """Return the counters of ``Reducer.stats``."""
         transport = "nccl" if self.table.on_gpu else self.communicator.transport
         counters = self.statistics.report(self.table, self.progress.num_reductions, self.world)
         return {**counters, "transport": transport, **self.outcome.stats(), **self.policy.stats()}

@@ -137,7 +137,6 @@ class ParameterPlaces:
         self.find(table)
 
     def find(self, table: ParameterTable) -> None:
-        """Find the places anew."""
         self._params, self._parts = _Places(), _Places()
         if table.module is None:
             return
@@ -187,7 +186,6 @@ class ParameterPlaces:
 
 
 def _is(found: Mapping[int, weakref.ref[torch.Tensor]], param: torch.Tensor) -> bool:
-    """Return whether ``param`` is in ``found``."""
     reference = found.get(id(param))
     return reference is not None and reference() is param
 
@@ -296,7 +294,6 @@ class ParameterChanges:
             self._rebuild()
 
     def _rebuild(self) -> None:
-        """Make all buckets again."""
         self._engine.outcome.source.keep(self._table.flights)
         self._table.rebuild(self._engine.lanes, self._engine.settings, adopt=True)
         self._engine.hash_state()

@@ -121,7 +121,6 @@ class Passes:
             self._handles += [self._forwards, MarkedParts(module), self.changes.watch_other_optimizers()]
 
     def unhook(self) -> None:
-        """Remove all hooks."""
         for slot in self._table.slots():
             if slot.hook is not None:
                 slot.hook.remove()
@@ -213,7 +212,6 @@ class Passes:
         raise error
 
     def stepped(self) -> None:
-        """Note that ``optimizer.step()`` has returned."""
         self._engine.statistics.phases.trace.end_step()
         if not self._progress.leave_step():
             return

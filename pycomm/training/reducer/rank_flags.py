@@ -247,7 +247,6 @@ class RankFlags:
         return differing
 
     def record_of(self, num_reductions: int) -> Record:
-        """Return this rank's record of reduction ``num_reductions``."""
         return next((record for number, record, _ in self._records if number == num_reductions), Record())
 
     def reduced(self) -> None:

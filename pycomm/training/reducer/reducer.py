@@ -413,7 +413,6 @@ def _has_nothing_to_do(engine: Engine) -> bool:
 
 
 def _release(engine: Engine) -> None:
-    """Release memory that ``engine`` shares with others."""
     engine.policy.stand_down()
     engine.comparison.release()
     engine.statistics.waits.close()
@@ -439,12 +438,10 @@ class AttachedTraining:
 
     @property
     def communicator(self) -> Communicator:
-        """Communicator of the ranks."""
         return self._engine.communicator
 
     @property
     def method(self) -> Compression:
-        """Compression method."""
         return self._engine.settings.compression
 
     @property
@@ -454,7 +451,6 @@ class AttachedTraining:
 
     @property
     def survives(self) -> bool:
-        """Whether training continues when ranks are lost."""
         return self._engine.settings.survive is not None
 
     @property

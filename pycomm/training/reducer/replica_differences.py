@@ -287,7 +287,6 @@ class ReplicaDifferences:
         return self._world()[self._communicator.rank]
 
     def all_gather_text(self, text: str) -> list[str]:
-        """Return the ``text`` of every rank."""
         return [data.decode() for data in self._communicator.channel.all_gather_bytes(text.encode())]
 
 

@@ -86,7 +86,6 @@ class TakenHashes:
         """Whether each has changed; bools, once compared."""
 
     def take(self) -> None:
-        """Take the hashes."""
         if self._tensors:
             self._then = kernels.hashes(self._tensors, scratch=self._scratch, out=self._room())
 

@@ -83,7 +83,6 @@ class Phases:
         self._profiling = False
 
     def begin(self) -> None:
-        """Note that a backward pass begins."""
         self._profiling = is_profiling()
         self.trace.begin_backward()
 
@@ -212,7 +211,6 @@ class Waits:
         return {} if page is None or reduction is None else page.read(reduction)
 
     def begin(self) -> None:
-        """Note that this rank begins to wait."""
         self._began = (time.monotonic(), time.time())
 
     def end(self) -> None:

@@ -61,7 +61,6 @@ class StepTrace:
         return not self.done and self._reductions + 1 == self._step
 
     def begin_backward(self) -> None:
-        """Note that a backward pass begins."""
         if not self.done and self._spans and self._reductions >= self._step:
             self._write()  # the optimizer's step was skipped, as by GradScaler for non-finite gradients
         self._backward_began = time.monotonic()
@@ -89,7 +88,6 @@ class StepTrace:
                 self._append("wire", f"{entry.operation}, {label}", entry.began, entry.ended)
 
     def end_reduction(self) -> None:
-        """Note that gradients have been handed out."""
         self._step_began = self._forward_began = time.monotonic()
         self._reductions += 1
 

@@ -67,7 +67,6 @@ class Survival:
         self.arrivals: dict[int, float] = {}
 
     def stats(self) -> dict[str, Any]:
-        """Return the events so far."""
         return {"recoveries": list(self.recoveries), "joins": list(self.joins)}
 
     def forget_newcomers(self) -> None:
@@ -221,7 +220,6 @@ class SurvivingPolicy(StepPolicy):
 
     @property
     def world(self) -> tuple[int, ...]:
-        """Ranks that take part, by the numbers that they got when they came."""
         return self.survival.membership.world
 
     def turn(self) -> AbstractContextManager[bool]:
@@ -243,7 +241,6 @@ class SurvivingPolicy(StepPolicy):
         return grads
 
     def launched(self) -> None:
-        """Launch the commit."""
         if self._commit_work is None:
             self.launch_commit()
 
@@ -291,7 +288,6 @@ class SurvivingPolicy(StepPolicy):
         self.engine.hand_out()
 
     def ended(self) -> None:
-        """Forget the step, which has been handed out or has failed."""
         self._commit_work = None
         if self._is_idle:
             self._is_idle, self.lets_count = False, True
@@ -350,13 +346,10 @@ class SurvivingPolicy(StepPolicy):
         engine.launch_rest()
 
     def leave(self, reason: str) -> None:
-        """Announce to the others that this rank no longer takes part."""
         self.survival.leave(reason)
 
     def close(self, reason: str) -> None:
-        """Leave, and release the membership."""
         self.survival.close(reason)
 
     def stats(self) -> dict[str, Any]:
-        """Return the changes of the world."""
         return self.survival.stats()

@@ -316,7 +316,6 @@ class AccumulationWindow:
         self.sending = self._settings.is_last(self.num_passes)
 
     def end_pass(self) -> None:
-        """Note that a pass has ended."""
         self.num_passes += 1
         if not self.sending:
             self.weights.note_pass()

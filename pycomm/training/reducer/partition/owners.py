@@ -49,11 +49,9 @@ class Owners:
         return self._owners.get(param) == self._rank
 
     def own(self) -> list[torch.Tensor]:
-        """Return this rank's own parameters."""
         return [param for param, owner in self._owners.items() if owner == self._rank]
 
     def others(self) -> list[torch.Tensor]:
-        """Return the other ranks' parameters."""
         return [param for param, owner in self._owners.items() if owner != self._rank]
 
     def shares_of(self, slots: Iterable[Slot], order: Sequence[int]) -> list[slice]:

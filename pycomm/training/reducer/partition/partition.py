@@ -178,7 +178,6 @@ class StepPartition:
         raise NotImplementedError
 
     def _settle_in(self, flight: BucketInFlight, segment: Segment) -> None:
-        """Move the parameters of ``flight`` to ``segment``."""
         for index, slot in enumerate(flight.slots):
             param, place = slot.param, segment.places[index]
             self._places[param] = segment, index
@@ -189,7 +188,6 @@ class StepPartition:
         self._flights.append(flight)
 
     def _fill(self, place: torch.Tensor, param: torch.Tensor, span: Span) -> None:
-        """Copy ``param`` to its place."""
         place.copy_(param.detach())
 
     def span_of(self, param: torch.Tensor) -> Span:

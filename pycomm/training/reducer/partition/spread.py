@@ -264,7 +264,6 @@ class ParameterArrivals:
             self.wait()  # torch's fast paths of evaluation check the class
 
     def close(self) -> None:
-        """Remove the hooks."""
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()

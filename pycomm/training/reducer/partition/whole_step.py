@@ -225,7 +225,6 @@ class WholeStep:
         """State has been gathered by :meth:`step_alone`."""
 
     def detach(self) -> None:
-        """Give the optimizer its own ``step`` back."""
         self._stepping.detach()
 
     def step_alone(self) -> None:
