@@ -153,13 +153,8 @@ def counts_of(targets: Sequence[StepTarget]) -> list[torch.Tensor]:
     return [target.state["step"] for target in targets]
 
 
-def next_step(target: StepTarget) -> int:
-    """Increment the target's step count, stored as torch does in a float32 tensor on the CPU, and return it."""
-    return next_steps([target])[0]
-
-
 def next_steps(targets: Sequence[StepTarget]) -> list[int]:
-    """Increment the step counts of many targets together, which is faster, and return them."""
+    """Increment the step counts, stored as torch does in float32 tensors on the CPU, together; return them."""
     if not targets:
         return []
     steps = []

@@ -17,19 +17,12 @@ from torch.utils.hooks import RemovableHandle
 from pycomm import kernels
 from pycomm.collectives.layout import flat_alias
 from pycomm.compression.dense import method_text
-from pycomm.optim.loss_scaler import loss_scale_of
+from pycomm.optim.loss_scaler import scale_left
 from pycomm.optim.shards import Shards, locals_of
 from pycomm.training.reducer.autograd_hooks import weakly
 from pycomm.training.reducer.buckets import Slot
 from pycomm.training.reducer.parameters import ParameterTable
-from pycomm.training.reducer.partition import StepPartition
 from pycomm.training.reducer.settings import AttachSettings
-
-
-def squared_norm_of_parts(slots: Sequence[Slot], partition: StepPartition) -> torch.Tensor:
-    """Return :func:`squared_norm` of gradients of which each rank has its own part. Collective."""
-    parts = [partition.own_part(slot.param, grad) for slot in slots if (grad := slot.owner.grad) is not None]
-    return partition.add_up(_total(parts).view(1))[0]
 
 
 def squared_norm(slots: Sequence[Slot], shards: Shards) -> torch.Tensor:
@@ -111,8 +104,7 @@ def unscaled_norm(table: ParameterTable, settings: AttachSettings) -> torch.Tens
             f"clip_grad_norm finds directions of {method_text(settings.compression)} in .grad, wanted averages: leave "
             "it out, or clip each rank's own gradient by attach(clip_local_norm=...)"
         )
-    scale = loss_scale_of(settings.loss_scaler).left_in(table.optimizer)
-    return _norm(table) * table.stepper.factor_left() / scale
+    return _norm(table) * table.stepper.factor_left() / scale_left(settings.loss_scaler, table.optimizer)
 
 
 def _norm(table: ParameterTable) -> torch.Tensor:
@@ -120,11 +112,9 @@ def _norm(table: ParameterTable) -> torch.Tensor:
     unscaled, partial = table.stepper.unscaled(), table.partial
     if partial is not None:
         partial.terms.reduce_early()
-    if unscaled is not None and partial is not None:
-        squares = kernels.squared_norms([partial.own_part(param, grad) for param, grad in unscaled.items()])
-        return partial.add_up(squares.sum().view(1))[0].sqrt()
-    if partial is not None:
-        return squared_norm_of_parts(table.slots(), partial).sqrt()
+        plain = {slot.param: grad for slot in table.slots() if (grad := slot.owner.grad) is not None}
+        parts = [partial.own_part(param, grad) for param, grad in (unscaled or plain).items()]
+        return partial.add_up(_total(parts).view(1))[0].sqrt()
     if unscaled is not None:
         squares = kernels.squared_norms(locals_of(unscaled.values()))
         return table.shards.total(table.shards.add_up(squares, list(unscaled))).sqrt()

@@ -26,13 +26,6 @@ from pycomm.training.reducer.settings import AttachSettings
 from pycomm.training.reducer.window import TrainingProgress
 
 
-def needs_verdict(flights: Sequence[BucketInFlight], shards: Shards, settings: AttachSettings) -> bool:
-    """Return whether the hand-out requires the verdict on whether the step is finite."""
-    # "auto" may choose differently for other parts of DTensors, whose ranks wait for this rank's verdict.
-    transactional = bool(shards) and settings.compression.transactional
-    return transactional or any(flight.exchange.transactional for flight in flights)
-
-
 def all_finite(flights: Sequence[BucketInFlight], shards: Shards) -> torch.Tensor:
     """Return whether all received gradients are finite, on all ranks of ``shards``: 0-d bool.
 
@@ -135,7 +128,14 @@ class ReductionOutcome:
 
     def _hand_out(self) -> None:
         table, flights = self._table, self._table.flights
-        self.finite = self._count_step() if needs_verdict(flights, table.shards, self._settings) else None
+        # "auto" may choose differently for other parts of DTensors, whose ranks wait for this rank's verdict.
+        waits = bool(table.shards) and self._settings.compression.transactional
+        self.finite = None
+        if waits or any(flight.exchange.transactional for flight in flights):
+            verdict = all_finite(flights, table.shards)
+            self.nonfinite_steps += ~verdict
+            self.committed_steps += verdict
+            self.finite = verdict if table.on_gpu else bool(verdict)
         self.source.count(self.finite)
         finite: Flag = True if self.finite is None else self.finite
         for flight in flights:
@@ -146,13 +146,6 @@ class ReductionOutcome:
         if table.partial is not None:
             self.not_finite = spread_failure_of_parts(flights, table.partial, self._settings.loss_scaler)
         self._progress.reduced(False if self.finite is None else self.finite)
-
-    def _count_step(self) -> Flag:
-        """Return whether the step is finite; all ranks agree."""
-        finite = all_finite(self._table.flights, self._table.shards)
-        self.nonfinite_steps += ~finite
-        self.committed_steps += finite
-        return finite if self._table.on_gpu else bool(finite)
 
     def _leave_out_skipping(self) -> None:
         """Turn the mean over all ranks into the mean over the ranks with a batch."""

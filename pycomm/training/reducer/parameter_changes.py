@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any, NoReturn
@@ -22,7 +21,7 @@ from pycomm.descriptions import name_ranks
 from pycomm.optim.attached import is_covered
 from pycomm.optim.module_hooks import StepWatch
 from pycomm.optim.parameters import optimizer_parameters
-from pycomm.torch_internals import children_of, local_of, own_parameters
+from pycomm.torch_internals import Places, children_of, local_of, own_parameters
 from pycomm.training.reducer.buckets import Slot
 from pycomm.training.reducer.engine import Engine
 from pycomm.training.reducer.parameters import ParameterTable
@@ -82,42 +81,6 @@ def require_written(table: ParameterTable, settings: AttachSettings) -> None:
             )
 
 
-class _Places:
-    """Objects in dicts, and whether they are still there. Checked in every forward, so without a Python loop."""
-
-    def __init__(self) -> None:
-        self._dicts: list[dict[str, Any]] = []
-        self._size = 0
-        self._holders: list[dict[str, Any]] = []  # one per object
-        self._keys: list[str] = []
-        self._objects: list[Any] = []
-
-    def add(self, holder: Mapping[str, Any], wanted: Callable[[Any], bool]) -> None:
-        """Note the ``wanted`` objects in ``holder``, if it is a dict, as it is not in TorchScript's modules."""
-        if isinstance(holder, dict):
-            self._dicts.append(holder)
-            self._size += len(holder)
-            for key, value in holder.items():
-                if value is not None and wanted(value):
-                    self._holders.append(holder)
-                    self._keys.append(key)
-                    self._objects.append(value)
-
-    def are_unchanged(self) -> bool:
-        """Return whether each object is where it was, and none was added."""
-        found = map(dict.get, self._holders, self._keys)
-        return not self.has_others_beside() and all(map(operator.is_, found, self._objects))
-
-    def has_others_beside(self) -> bool:
-        """Return whether the dicts' sizes have changed."""
-        return sum(map(len, self._dicts)) != self._size
-
-    def others(self) -> list[Any]:
-        """Return what is in the place of the objects that were replaced."""
-        found = zip(map(dict.get, self._holders, self._keys), self._objects, strict=True)
-        return [now for now, before in found if now is not before]
-
-
 class ParameterPlaces:
     """Places of parameters in their modules, which show when a module's parameters are replaced.
 
@@ -130,21 +93,18 @@ class ParameterPlaces:
     """
 
     def __init__(self, table: ParameterTable, refuse: Callable[[str], None]) -> None:
-        self._params, self._parts = _Places(), _Places()
         self._found: dict[int, weakref.ref[torch.Tensor]] = {}  # by id; a WeakSet would compare tensors by ==
         self._watched: dict[int, weakref.ref[torch.Tensor]] = {}
         self._refuse = weakref.WeakMethod(refuse)
         self.find(table)
 
     def find(self, table: ParameterTable) -> None:
-        self._params, self._parts = _Places(), _Places()
-        if table.module is None:
-            return
+        owners = [] if table.module is None else list(table.module.modules())
         known = {id(param) for _, param in table.named()}
-        for owner in table.module.modules():
-            self._params.add(own_parameters(owner), lambda param: id(param) in known)
-            self._parts.add(children_of(owner), lambda _: True)
-        self._found = {id(param): weakref.ref(param) for param in table.module.parameters()}
+        self._params = Places(map(own_parameters, owners), lambda param: id(param) in known)
+        self._parts = Places(map(children_of, owners))
+        params = () if table.module is None else table.module.parameters()
+        self._found = {id(param): weakref.ref(param) for param in params}
 
     def look(self, table: ParameterTable) -> bool:
         """Watch parameters that have replaced others; return whether parameters were added to the module."""

@@ -15,7 +15,7 @@ from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import is_capturing
 from pycomm.compression import DGC
 from pycomm.compression.base import Flag, Scaling
-from pycomm.optim.loss_scaler import loss_scale_of
+from pycomm.optim.loss_scaler import scale_of
 from pycomm.optim.shards import Shards
 from pycomm.training.reducer import clipping as norms
 from pycomm.training.reducer.buckets import Slot
@@ -293,7 +293,6 @@ class AccumulationWindow:
     ) -> None:
         self._communicator, self._settings = communicator, settings
         self._device, self._on_gpu = device, on_gpu
-        self._loss_scale = loss_scale_of(settings.loss_scaler)
         # DGC clips by parameter, as it packs them; it sees only this rank's part of a DTensor.
         self._part_norm = settings.compression.clip_norm if isinstance(settings.compression, DGC) else None
         self.num_passes = 0
@@ -333,7 +332,7 @@ class AccumulationWindow:
         """
         if self.weights.in_use:
             self.weights.start_sum(self.num_passes, with_next)
-        loss_scale = self._loss_scale.current(self._device, self._on_gpu)
+        loss_scale = scale_of(self._settings.loss_scaler, self._device, self._on_gpu)
         if self._on_gpu and isinstance(loss_scale, torch.Tensor):
             self.streams = {self.current_stream()}
         # A copy: the count may be incremented before the GPU has read it for this step.
