@@ -92,7 +92,9 @@ class SteppedOptimizers:
         name = self._name_of(optimizer)
         if not name:
             self._unconcerned[optimizer] = size
-        elif self._is_real(optimizer):
+        elif any(True for _ in self._gradients(optimizer)) and any(
+            not _is_zero(group.get("lr")) for group in optimizer.param_groups
+        ):
             self.counts[name] = self.counts.get(name, 0) + 1
             if all(ref() is not optimizer for ref in self._stepped):
                 self._stepped.append(weakref.ref(optimizer))
@@ -113,10 +115,6 @@ class SteppedOptimizers:
 
     def _gradients(self, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
         return (p.grad for p in optimizer_parameters(optimizer) if p.grad is not None and id(p) in self._names)
-
-    def _is_real(self, optimizer: torch.optim.Optimizer) -> bool:
-        has_gradient = any(True for _ in self._gradients(optimizer))
-        return has_gradient and any(not _is_zero(group.get("lr")) for group in optimizer.param_groups)
 
     def readers(self) -> dict[str, Hyperparameters]:
         """Return readers of the given optimizer, and of those that have stepped since the last :meth:`restart`."""

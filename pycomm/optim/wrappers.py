@@ -60,7 +60,8 @@ def refuse_wrapped(names: Mapping[str, torch.Tensor], model: Any, hint: str = ""
     if isinstance(model, torch.nn.Module):
         for module in model.modules():
             if wrapper_of(type(module)) is not None:
-                raise ValueError(_message(module, next(iter(names), "?"), _around(module, model), hint))
+                outer = None if module is model else model
+                raise ValueError(_message(module, next(iter(names), "?"), outer, hint))
     found = _first_conflict(names)
     if found is not None:
         gc.collect()  # it may be garbage
@@ -171,10 +172,6 @@ def _common(module: torch.nn.Module, names: Mapping[str, torch.Tensor]) -> str |
 
 def _share_modules(a: torch.nn.Module, b: torch.nn.Module | None) -> bool:
     return b is not None and (any(m is a for m in parts_of(b)) or any(m is b for m in parts_of(a)))
-
-
-def _around(wrapper: torch.nn.Module, model: torch.nn.Module) -> torch.nn.Module | None:
-    return None if wrapper is model else model
 
 
 def _parent_of(wrapper: torch.nn.Module) -> torch.nn.Module | None:

@@ -240,7 +240,7 @@ class GradientHook:
 
     def count_with(self, counter: GradientCounter | None) -> None:
         """Count with ``counter`` from now on, as the parameter has another place."""
-        self._count = counter.count if counter is not None else _never
+        self._count = counter.count if counter is not None else (lambda: False)
 
     @property
     def orphaned(self) -> bool:
@@ -257,10 +257,6 @@ class GradientHook:
 
     def remove(self) -> None:
         self._handle.remove()
-
-
-def _never() -> bool:
-    return False
 
 
 def _drop_orphans(param: torch.Tensor) -> None:

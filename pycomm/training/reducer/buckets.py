@@ -188,12 +188,6 @@ def round_gradients(slots: Iterable[Slot]) -> None:
         slot.round()
 
 
-def forget_passes(slots: Iterable[Slot]) -> None:
-    """Discard float32 sums of earlier passes, as the user has cleared ``.grad``."""
-    for slot in slots:
-        slot.has_wide = False
-
-
 @dataclass(eq=False)
 class BucketInFlight:
     """Bucket with its parameters, the exchange that sends it, and its progress in this pass."""

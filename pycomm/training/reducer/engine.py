@@ -209,7 +209,7 @@ class Engine:
         self.window = AccumulationWindow(self.communicator, settings, table.device, table.on_gpu)
         self.progress = TrainingProgress(table.device if table.on_gpu else None)
         self.comparison = RankComparison(
-            self.communicator, table, settings, self.progress, self._named_buffers, lambda: self.world
+            self.communicator, table, settings, self.progress, self._compared_buffers, lambda: self.world
         )
         self.flags = self.comparison.flags
         self.admit_new: Callable[[], None] = lambda: None
@@ -232,9 +232,8 @@ class Engine:
     def world(self) -> tuple[int, ...]:
         return self.policy.world
 
-    def _named_buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the buffers to compare; none if they are synchronised, which happens only after the comparison."""
-        return [] if self.buffers is not None else self.table.named_buffers()
+    def _compared_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        return [] if self.buffers is not None else self.table.named_buffers()  # synchronised only after the comparison
 
     def has_launched(self) -> bool:
         """Return whether some of this pass's gradients have been sent."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -409,22 +409,13 @@ def table_of(optimizer: Any, model_or_named_parameters: Any, all_parameters: boo
     """
     optimizer = checked_optimizer(optimizer, model_or_named_parameters, "attach")
     module = model_or_named_parameters if isinstance(model_or_named_parameters, torch.nn.Module) else None
-    pairs = list(_pairs_of(model_or_named_parameters))
+    pairs = list(map(_pair, model_or_named_parameters) if module is None else module.named_parameters())
     ignored = ignored_of(ignore, pairs, [] if module is None else list(module.named_buffers()))
     names = _names_of(optimizer, pairs, all_parameters, ignored)
     if ignored and not any(param.requires_grad for param in names.values()):
         raise ValueError(f"ignore={list(ignored.patterns)} leaves no parameter of the optimizer to average")
     check_parameters(names)
     return ParameterTable(optimizer, names, module, ignored)
-
-
-def _pairs_of(
-    model_or_named_parameters: torch.nn.Module | Iterable[tuple[str, torch.Tensor]],
-) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(model_or_named_parameters, torch.nn.Module):
-        yield from model_or_named_parameters.named_parameters()
-    else:
-        yield from map(_pair, model_or_named_parameters)
 
 
 def _names_of(

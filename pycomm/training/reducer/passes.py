@@ -18,7 +18,7 @@ from pycomm.optim.wrappers import refuse_active_wrapper
 from pycomm.torch_internals import current_graph_task
 from pycomm.training.reducer.arrival import ArrivalOrder
 from pycomm.training.reducer.autograd_hooks import BackwardWatch, GradientHook, Uncovered
-from pycomm.training.reducer.buckets import Slot, forget_passes
+from pycomm.training.reducer.buckets import Slot
 from pycomm.training.reducer.engine import Engine
 from pycomm.training.reducer.parameter_changes import ParameterChanges, require_provenance
 from pycomm.training.reducer.replica_differences import DamageError
@@ -157,7 +157,8 @@ class Passes:
         if not self._local.depth:
             self._engine.flags.loop.num_zero_grads += 1
         if self._window.is_open:
-            forget_passes(self._table.slots())
+            for slot in self._table.slots():
+                slot.has_wide = False  # the user has cleared .grad
 
     # Passes of this rank alone.
 

@@ -45,6 +45,7 @@ class Survival:
 
     Attributes:
         recoveries, joins: one dict per event; see ``Reducer.stats``.
+        newcomers: ranks whose first step the present one is.
         invited: number of the newcomer's request that the last commit has announced; 0 for none.
         arrivals: times at which ranks had all their gradients of the last step, in seconds relative to its commit.
     """
@@ -59,7 +60,7 @@ class Survival:
     ) -> None:
         self.membership, self.invited = membership, 0
         self._listener = listener
-        self._newcomers: set[int] = set()  # of the present step
+        self.newcomers: set[int] = set()
         self._communicator, self._table, self._settings = communicator, table, settings
         self.recoveries: list[dict[str, Any]] = []
         self.joins: list[dict[str, Any]] = []
@@ -68,10 +69,6 @@ class Survival:
 
     def stats(self) -> dict[str, Any]:
         return {"recoveries": list(self.recoveries), "joins": list(self.joins)}
-
-    def forget_newcomers(self) -> None:
-        """Treat newcomers like the other ranks, as their first step is over."""
-        self._newcomers.clear()
 
     def commit(self, microseconds_here: int = 0) -> None:
         """Return once all ranks have the results of this step. Called on the communication thread, after all results.
@@ -88,11 +85,6 @@ class Survival:
         self.invited = int(words[0])
         here = zip(self.membership.world, words[1:].tolist(), strict=True)
         self.arrivals = {rank: -1e-6 * microseconds for rank, microseconds in here if microseconds > 0}
-
-    def take_arrivals(self) -> dict[int, float]:
-        """Return the :attr:`arrivals` of the last step, and clear them."""
-        arrivals, self.arrivals = self.arrivals, {}
-        return arrivals
 
     # Losing ranks.
 
@@ -150,7 +142,7 @@ class Survival:
             nobody_waits=isinstance(error, DamageError),  # slower ranks must still find the damage themselves
         )
         is_complete = found.committed > num_committed
-        self._rebuild(found.opened, is_complete)
+        self._table.rebuild(found.opened, self._settings, adopt=is_complete)
         self._note(old, found.decision, num_committed, time.monotonic() - start)
         return is_complete, found.opened
 
@@ -173,7 +165,7 @@ class Survival:
             self._communicator.move(place)
             lanes = open_lanes(self._communicator, self._settings, self._table.on_gpu)
             self.membership.settle(self._communicator)
-            self._rebuild(lanes, adopt=False)
+            self._table.rebuild(lanes, self._settings, adopt=False)
             share_state(engine, newcomer=False)
         except BaseException:
             self.membership.dismiss()
@@ -184,18 +176,14 @@ class Survival:
     def note_join(self, step: int, seconds: float) -> None:
         """Record and log that the newest rank has joined."""
         newcomer = self.membership.world[-1]
-        self._newcomers.add(newcomer)
+        self.newcomers.add(newcomer)
         self.joins.append({"seconds": seconds, "step": step, "rank": newcomer, "world": self.membership.world})
         if self.membership.is_first:
             _LOG.warning("rank %d has come: %d ranks go on at step %d", newcomer, len(self.membership.world), step)
 
     def num_newcomers(self) -> int:
         """Return the number of newcomers, which take part in the present step without gradients."""
-        return len(self._newcomers.intersection(self.membership.world))
-
-    def _rebuild(self, lanes: list[Communicator], adopt: bool) -> None:
-        """Sort all parameters into new buckets with the old ones' state, and with their gradients if ``adopt``."""
-        self._table.rebuild(lanes, self._settings, adopt=adopt)
+        return len(self.newcomers.intersection(self.membership.world))
 
     def _note(self, old: World, decision: Decision, step: int, seconds: float) -> None:
         left = {rank: decision.gone.get(rank, "was lost while the others met") for rank in old}
@@ -276,9 +264,10 @@ class SurvivingPolicy(StepPolicy):
                     continue
             else:
                 self.hand_out()
-            self.survival.forget_newcomers()
+            self.survival.newcomers.clear()
             engine.window.num_idle = 0
-            return self.survival.take_arrivals()
+            arrivals, self.survival.arrivals = self.survival.arrivals, {}
+            return arrivals
 
     def _wait(self) -> None:
         assert self._commit_work is not None

@@ -290,7 +290,11 @@ class StepPartition:
 
     def _prepare(self) -> None:
         """Raise RuntimeError or ValueError if parameters were moved, or gradients written to, or in a CUDA graph."""
-        _require_no_capture()
+        if is_capturing():
+            raise RuntimeError(
+                "optimizer.step() with attach(shard=...) is being captured into a CUDA graph, and the ranks agree on "
+                "each step on the host: capture forward and backward, and keep step() outside the graph"
+            )
         for param, address in self._addresses:
             if param.data_ptr() != address and param.numel() > 0:
                 raise RuntimeError(
@@ -325,14 +329,6 @@ class StepPartition:
         if moved and not skips:
             self.terms.open()
         return not skips
-
-
-def _require_no_capture() -> None:
-    if is_capturing():
-        raise RuntimeError(
-            "optimizer.step() with attach(shard=...) is being captured into a CUDA graph, and the ranks agree on each "
-            "step on the host: capture forward and backward, and keep step() outside the graph"
-        )
 
 
 def _whole_step(
@@ -420,7 +416,8 @@ class Segment(ABC):
 
     def like(self, param: torch.Tensor, index: int, memory: Memory, dtype: torch.dtype) -> torch.Tensor:
         """Return the place of the ``index``-th parameter, which is ``param``, in memory laid out so."""
-        return tensor_like(param, memory, dtype, self._begins[index])
+        begin = self._begins[index]
+        return view_like(tensor_in(memory, dtype, begin, begin + param.numel()), param)
 
     @abstractmethod
     def mirrors_of(self, index: int) -> list[torch.Tensor]:
@@ -484,8 +481,3 @@ def tensor_in(memory: Memory, dtype: torch.dtype, begin: int, end: int) -> torch
     if begin == end:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=end - begin, offset=begin * dtype.itemsize)
-
-
-def tensor_like(param: torch.Tensor, memory: Memory, dtype: torch.dtype, begin: int) -> torch.Tensor:
-    """Return elements of ``memory``, from ``begin`` on, in the shape and memory order of ``param``."""
-    return view_like(tensor_in(memory, dtype, begin, begin + param.numel()), param)

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.channel import Channel
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import view_like
@@ -320,13 +319,6 @@ _GPU_ALIGNMENT = 256
 """Alignment of parameters on GPUs in bytes. Matrix products are slow, or kernels fail, where it is less than 16."""
 
 
-def _memory_of(communicator: Communicator, bucket: Bucket, alignment: int) -> Memory:
-    """Return memory for the parameters of ``bucket``, each of which begins at a multiple of ``alignment`` elements."""
-    num_bytes = begins_of(bucket.numels, alignment)[-1] * bucket.dtype.itemsize
-    own = communicator.empty(num_bytes, torch.uint8, bucket.device)
-    return GpuMemory(own, 0, num_bytes) if own.is_cuda else own.numpy()
-
-
 class SpreadPartition(StepPartition):
     """Partition over ranks that reach each other by messages; on GPUs it is by whole parameters."""
 
@@ -354,7 +346,9 @@ class SpreadPartition(StepPartition):
             bucket, params = flight.bucket, [slot.param for slot in flight.slots]
             shares = self._shares_of(bucket, flight.slots)
             alignment = _GPU_ALIGNMENT // bucket.dtype.itemsize if self._on_gpu else 1
-            own = _memory_of(self._communicator, bucket, alignment)
+            num_bytes = begins_of(bucket.numels, alignment)[-1] * bucket.dtype.itemsize
+            room = self._communicator.empty(num_bytes, torch.uint8, bucket.device)
+            own = GpuMemory(room, 0, num_bytes) if room.is_cuda else room.numpy()
             segment = self._segments[flight] = SpreadSegment(bucket, params, shares, rank, own, alignment)
             self._settle_in(flight, segment)
             self._changes.adopt(flight, segment)

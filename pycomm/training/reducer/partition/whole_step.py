@@ -133,8 +133,8 @@ class WholeStep:
                     self._try()
             else:
                 changed = self._step_own(factor)
-        if self._newcomers:
-            self._count_newcomers(changed)
+        if self._trial is not None and self._newcomers and not self._trial.count(self._exchanged(changed)):
+            self._newcomers, self._trial = [], None
 
     def _step_own(self, factor: Factor) -> Any:
         """Step this rank's own parameters; return what the trial of newcomers says of the step, if there is one."""
@@ -201,12 +201,6 @@ class WholeStep:
                 trial.before_step(left)
 
         self._exchanged(attempt(before_step))
-
-    def _count_newcomers(self, changed: Any) -> None:
-        """Count a step with newcomers, of which ``StepTrial.after_step`` says ``changed``. Collective."""
-        assert self._trial is not None
-        if not self._trial.count(self._exchanged(changed)):
-            self._newcomers, self._trial = [], None
 
     # As the steps by kernels.
 
