@@ -13,16 +13,7 @@ import torch
 
 from pycomm import kernels
 from pycomm.agreement import agreed
-from pycomm.collectives.broadcasting import (
-    broadcast_parts,
-    decode,
-    encode,
-    group_sizes,
-    restructure_state,
-    shared_parameters,
-    signature,
-    state_nodes,
-)
+from pycomm.collectives import broadcasting
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.tensor_memory import shared_parts
 from pycomm.collectives.transport.choice import version
@@ -40,8 +31,10 @@ from pycomm.untrusted import ANYTHING, ListOf, parse
 def lines_of(settings: AttachSettings, table: ParameterTable) -> list[tuple[str, str]]:
     """Return what a newcomer must have in common with the ranks, as kinds and texts."""
     names = dict(table.named())
-    parameters = [f"{name}: {signature(p)}{'' if p.requires_grad else ' frozen'}" for name, p in names.items()]
-    sizes = group_sizes(table.optimizer, table.ignored.covers)
+    parameters = [
+        f"{name}: {broadcasting.signature(p)}{'' if p.requires_grad else ' frozen'}" for name, p in names.items()
+    ]
+    sizes = broadcasting.group_sizes(table.optimizer, table.ignored.covers)
     return [
         ("the version of pycomm", version()),
         ("the optimizer", type(table.optimizer).__name__),
@@ -99,23 +92,23 @@ def share_state(engine: Engine, newcomer: bool) -> State:
     """
     table, communicator = engine.table, engine.communicator
     optimizer, stepper = table.optimizer, table.stepper
-    params = shared_parameters(optimizer, table.ignored.covers)
+    params = broadcasting.shared_parameters(optimizer, table.ignored.covers)
     tensors: list[torch.Tensor] = []
-    nodes = [*state_nodes(optimizer, params, tensors), encode(plain_state(engine), tensors)]
+    nodes = [*broadcasting.state_nodes(optimizer, params, tensors), broadcasting.encode(plain_state(engine), tensors)]
     mine = json.dumps(nodes).encode() if communicator.rank == 0 else b""
     nodes = parse(communicator.channel.all_gather_bytes(mine)[0], ListOf(ANYTHING), "the state of rank 0")
 
     def restructured() -> tuple[Any, list[torch.Tensor]]:
         if not newcomer:
             return {}, tensors
-        found = restructure_state(optimizer, params, nodes[:-1])
-        return decode(nodes[-1], plain_state(engine), torch.empty(0), found), found
+        found = broadcasting.restructure_state(optimizer, params, nodes[:-1])
+        return broadcasting.decode(nodes[-1], plain_state(engine), torch.empty(0), found), found
 
     plain, tensors = agreed(communicator.channel.all_gather_bytes, attempt(restructured), "take the state of rank 0")
     everything = dict(table.named()) | module_tensors(table)
     masters = stepper.masters(table.ignored.covers)
     parts = [*shared_parts(list(everything.values())), *masters, *tensors]
-    broadcast_parts(communicator, [part.detach() for part in parts], 0, writes=newcomer)
+    broadcasting.broadcast_parts(communicator, [part.detach() for part in parts], 0, writes=newcomer)
     if newcomer:
         stepper.restore()
         _take(engine, plain)
