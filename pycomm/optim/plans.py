@@ -146,7 +146,7 @@ class Step:
     def settings(self, group: Group) -> Hashable:
         """Return the settings that a plan of ``group`` depends on, besides its tensors."""
         partition = self.partition
-        shared = None if partition is None else (ref(partition), partition.terms.version)
+        shared = None if partition is None else (ref(partition), partition.terms and partition.terms.version)
         return self.rule, self.rule.keys(group), group.get("exclude"), self.counted_by_kernels, shared
 
 

@@ -128,9 +128,10 @@ def copies_of(targets: Sequence[StepTarget]) -> list[torch.Tensor] | None:
 def terms_of(targets: Sequence[StepTarget]) -> list[list[torch.Tensor]]:
     """Return each rank's gradients, if the step reduces them."""
     partition = targets[0].partition
-    if partition is None or partition.terms.version == 0:
+    terms = None if partition is None else partition.terms
+    if terms is None or terms.version == 0:
         return []
-    return [list(of) for of in zip(*(partition.terms.of(t.param) for t in targets), strict=True)]
+    return [list(of) for of in zip(*(terms.of(t.param) for t in targets), strict=True)]
 
 
 def mirrors_of(targets: Sequence[StepTarget]) -> list[list[torch.Tensor]]:

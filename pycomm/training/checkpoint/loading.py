@@ -74,7 +74,11 @@ def load(path: str | os.PathLike[str], reducer: Reducer, /, **more: Any) -> dict
         together(communicator, f"load {found}", lambda: plan.restore(undo))
     except Exception:
         for step in reversed(undo):
-            _take_back(step)
+            try:
+                step()
+            except Exception as error:  # a foreign object may raise anything; the others are still undone
+                what = f"{type(error).__name__}: {error}"
+                _LOG.warning("what was loaded before the error could not be taken back: %s", what)
         raise
     plan.finish()
     return plan.plain
@@ -91,13 +95,6 @@ def _of(path: Path) -> Iterator[None]:
         if str(path) in str(error):
             raise
         raise ValueError(f"{path}: {error}") from error
-
-
-def _take_back(step: Callable[[], Any]) -> None:
-    try:
-        step()
-    except Exception as error:  # a foreign object may raise anything; the others are still undone
-        _LOG.warning("what was loaded before the error could not be taken back: %s: %s", type(error).__name__, error)
 
 
 def _checked_folder(path: str | os.PathLike[str], reducer: Reducer, more: Mapping[str, Any]) -> Path:

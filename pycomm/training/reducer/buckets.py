@@ -198,8 +198,6 @@ class BucketInFlight:
     communicator: Communicator
     """Communicator that sends it."""
     work: Work | GpuWork | None = None
-    unused: Sequence[Slot] = ()
-    """Slots without a gradient on any rank in the last reduction."""
     counts: GradientCounts = field(init=False)
     """How often each gradient has been accumulated in this pass, and on which streams of a GPU."""
 
@@ -230,12 +228,11 @@ class BucketInFlight:
         """Return whether all gradients have arrived; never in the first pass, which only counts them."""
         return self.counts.is_complete()
 
-    def hand_out(self, finite: Flag) -> None:
-        """Commit the exchange's state if ``finite``, and make the averages ``.grad``."""
+    def hand_out(self, finite: Flag) -> list[Slot]:
+        """Commit the exchange's state if ``finite``; make the averages ``.grad``, and return slots that have none."""
         self.exchange.finish(finite)
         self.bucket.repair()
         used_here = self.exchange.used()
-        self.unused = () if all(used_here) else [s for s, used in zip(self.slots, used_here, strict=True) if not used]
         for slot, view, used in zip(self.slots, self.bucket.views, used_here, strict=True):
             if not used:
                 slot.owner.grad = None
@@ -243,6 +240,7 @@ class BucketInFlight:
                 slot.owner.grad = view
             slot.version = version_of(view)
         self.bucket.note_handed_out()
+        return [slot for slot, used in zip(self.slots, used_here, strict=True) if not used]
 
 
 _GROWTH = 4

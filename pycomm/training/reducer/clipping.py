@@ -111,7 +111,8 @@ def _norm(table: ParameterTable) -> torch.Tensor:
     """Return the norm of all gradients together; of unscaled copies, if the optimizer has them."""
     unscaled, partial = table.stepper.unscaled(), table.partial
     if partial is not None:
-        partial.terms.reduce_early()
+        if partial.terms is not None:
+            partial.terms.reduce_early()
         plain = {slot.param: grad for slot in table.slots() if (grad := slot.owner.grad) is not None}
         parts = [partial.own_part(param, grad) for param, grad in (unscaled or plain).items()]
         return partial.add_up(_total(parts).view(1))[0].sqrt()

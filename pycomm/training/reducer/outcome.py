@@ -53,7 +53,8 @@ def spread_failure_of_parts(
         return None
     if all(bool(flight.exchange.finite()) for flight in flights):
         return None
-    partition.terms.require_reduced()
+    if partition.terms is not None:
+        partition.terms.require_reduced()
     parts = [(slot.name, part) for f in flights for slot, part in zip(f.slots, f.bucket.own_parts(), strict=True)]
     found = next((i for i, (_, part) in enumerate(parts) if not bool(torch.isfinite(part).all())), len(parts))
     first = partition.first_of(found)
@@ -138,9 +139,7 @@ class ReductionOutcome:
             self.finite = verdict if table.on_gpu else bool(verdict)
         self.source.count(self.finite)
         finite: Flag = True if self.finite is None else self.finite
-        for flight in flights:
-            flight.hand_out(finite)
-        self.unused = {id(slot.param) for flight in flights for slot in flight.unused}
+        self.unused = {id(slot.param) for flight in flights for slot in flight.hand_out(finite)}
         self._leave_out_skipping()
         spread_failure(flights, table.shards, self._settings.loss_scaler)
         if table.partial is not None:

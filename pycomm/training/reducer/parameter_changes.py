@@ -19,7 +19,6 @@ import torch
 
 from pycomm.descriptions import name_ranks
 from pycomm.optim.attached import is_covered
-from pycomm.optim.module_hooks import StepWatch
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.torch_internals import Places, children_of, local_of, own_parameters
 from pycomm.training.reducer.buckets import Slot
@@ -185,7 +184,7 @@ class ParameterChanges:
     ) -> None:
         self._engine, self._table, self._communicator = engine, engine.table, engine.communicator
         self._hook_parameters, self._stop = weakref.WeakMethod(hook_parameters), weakref.WeakMethod(stop)
-        self._places = ParameterPlaces(engine.table, self._refuse)
+        self.places = ParameterPlaces(engine.table, self._refuse)
         self._has_weights = False
         self._steps_of_others = WeakKeyDictionary[torch.optim.Optimizer, int]()  # reductions before the last one
         self._keys = f"pycomm/{self._communicator.place.name}/{next(_numbers)}"
@@ -197,7 +196,7 @@ class ParameterChanges:
         """Put ``slots`` into buckets, and hook their parameters."""
         self._table.make_buckets(slots, self._engine.lanes, self._engine.settings)
         self._hook(slots)
-        self._places.find(self._table)
+        self.places.find(self._table)
 
     def _hook(self, slots: list[Slot]) -> None:
         hook_parameters = self._hook_parameters()
@@ -304,25 +303,18 @@ class ParameterChanges:
 
     # Parameters of the module that the optimizer does not have.
 
-    def look_at_module(self) -> bool:
-        """Watch replaced parameters of the module, before a forward; return whether any were added."""
-        return self._places.look(self._table)
-
-    def watch_other_optimizers(self) -> StepWatch:
-        """Make it an error that another optimizer steps what has replaced attached parameters; return a handle.
+    def before_other_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise RuntimeError if another optimizer is about to step what has replaced attached parameters.
 
         Without a call of the module, nothing else shows them.
         """
-        return StepWatch(self._before_other_step)
-
-    def _before_other_step(self, optimizer: torch.optim.Optimizer) -> None:
         table = self._table
         if optimizer is table.optimizer or self._communicator.size == 1:
             return
         self._require_reduced(optimizer)
-        if self._places.are_unchanged():
+        if self.places.are_unchanged():
             return
-        lost, new = self._places.exchanged(table)
+        lost, new = self.places.exchanged(table)
         params = set(map(id, optimizer_parameters(optimizer))) if lost else set()
         for name, param in new.items():
             if id(param) in params and param.grad is not None and not is_covered(param):

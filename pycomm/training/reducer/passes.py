@@ -13,7 +13,7 @@ import torch
 from pycomm.collectives.counting import PassGate
 from pycomm.errors import HALF_SENT, CommError
 from pycomm.optim.copies import MarkedParts, training_alone
-from pycomm.optim.module_hooks import BeforeForward, ForwardWatch, ZeroGradHook, forget_original
+from pycomm.optim.module_hooks import BeforeForward, ForwardWatch, StepWatch, ZeroGradHook, forget_original
 from pycomm.optim.wrappers import refuse_active_wrapper
 from pycomm.torch_internals import current_graph_task
 from pycomm.training.reducer.arrival import ArrivalOrder
@@ -118,7 +118,7 @@ class Passes:
             before = BeforeForward(self.before_forward, watches_copies=True)
             self._handles.append(module.register_forward_pre_hook(before))
             self._forwards = ForwardWatch(module, self.note_forward, self.before_forward)
-            self._handles += [self._forwards, MarkedParts(module), self.changes.watch_other_optimizers()]
+            self._handles += [self._forwards, MarkedParts(module), StepWatch(self.changes.before_other_step)]
 
     def unhook(self) -> None:
         for slot in self._table.slots():
@@ -143,7 +143,12 @@ class Passes:
                 self.hook_parameters(slots)
             self.changes.find_new()
             module = self._table.module
-            if torch.is_grad_enabled() and self.changes.look_at_module() and module is not None and self._uncovered:
+            if (
+                torch.is_grad_enabled()
+                and self.changes.places.look(self._table)
+                and module is not None
+                and self._uncovered
+            ):
                 self._uncovered.watch(module)
 
     def note_forward(self, output: Any, called: str) -> None:

@@ -39,7 +39,7 @@ from pycomm.torch_internals import (
 )
 from pycomm.training.reducer.buckets import BucketInFlight
 from pycomm.training.reducer.partition.changes import SentChanges, add_unsent
-from pycomm.training.reducer.partition.partition import GpuMemory, Memory, Segment, StepPartition, begins_of, tensor_in
+from pycomm.training.reducer.partition.partition import GpuMemory, Memory, Segment, StepPartition, begins_of
 from pycomm.training.reducer.replica_differences import DamageError
 from pycomm.training.reducer.settings import AttachSettings
 from pycomm.worker import Work
@@ -286,22 +286,10 @@ class SpreadSegment(Segment):
     def _zeros(self, num_bytes: int) -> Memory:
         return mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
-    def own_parts(self) -> list[torch.Tensor]:
-        """Return the parameters as one flat part for each rank."""
-        return self.parts_in(self.own, self.dtype)
-
     def gather(self, channel: Channel) -> None:
         """Overwrite each part of the parameters with that of its rank. Collective."""
-        parts = self.own_parts()
+        parts = self.parts_in(self.own, self.dtype)
         channel.all_gather_v(parts, parts[self._rank])
-
-    def parts_in(self, memory: Memory, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Return the parts of the ranks in memory that is laid out as the bucket."""
-        return [tensor_in(memory, dtype, share.start, share.stop) for share in self.shares]
-
-    def own_state(self, key: str) -> torch.Tensor:
-        """Return this rank's own elements of a float32 state that has a home."""
-        return self.parts_in(self._states[key, torch.float32], torch.float32)[self._rank]
 
     def whole_states(self, flight: BucketInFlight) -> States:
         """Return all state of the parameters of ``flight``, gathered in new memory. Collective."""

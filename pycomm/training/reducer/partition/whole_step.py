@@ -16,8 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -27,6 +26,7 @@ from pycomm.collectives.communicator import Communicator
 from pycomm.errors import CommError, attempt
 from pycomm.optim.master_weights import WholeMasters
 from pycomm.optim.parameters import gradients_of, optimizer_parameters
+from pycomm.optim.partition import Partition
 from pycomm.optim.pending_factor import FactorStep, refuse_closure
 from pycomm.optim.step_override import Factor, own_step
 from pycomm.training.reducer.buckets import BucketInFlight
@@ -76,15 +76,6 @@ class OwnSteps(FactorStep):
         self.optimizer.state.update(entries)
 
 
-class SteppingRanks(Protocol):
-    """Ranks that step together; see :class:`pycomm.training.reducer.partition.StepPartition`."""
-
-    def step(
-        self, optimizer: torch.optim.Optimizer, *, is_skipped: bool, needs_gradients: bool
-    ) -> AbstractContextManager[bool]: ...
-    def writing(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]: ...
-
-
 class WholeStep:
     """Step of ``optimizer`` by its own class, on each rank for the parameters that it owns.
 
@@ -97,7 +88,7 @@ class WholeStep:
         self, optimizer: torch.optim.Optimizer, stepping: OwnSteps | WholeMasters, communicator: Communicator
     ) -> None:
         self.optimizer, self._stepping, self._communicator = optimizer, stepping, communicator
-        self._partition: SteppingRanks | None = None
+        self._partition: Partition | None = None
         self._places: dict[torch.Tensor, torch.Tensor] = {}
         self.owners = Owners(optimizer, communicator.rank, communicator.size)
         self._trial = StepTrial(optimizer, self.owners.own()) if communicator.size > 1 else None
@@ -204,7 +195,7 @@ class WholeStep:
 
     # As the steps by kernels.
 
-    def share(self, partition: SteppingRanks) -> None:
+    def share(self, partition: Partition) -> None:
         """Take later steps in the context of ``partition``."""
         self._partition = partition
         self._stepping.take_together(self.take)
