@@ -92,20 +92,16 @@ class Steps:
         return TakenStep(bucket.parameters(), bucket.gradients(), buffer, future)
 
     def _begin(self, divides_by_active: bool) -> None:
-        if self._progress.is_open:
-            self._require_alone()
+        if self._progress.is_open:  # a failed pass, from which only a rank without others recovers
+            if self._communicator.size > 1:
+                self._progress.stop(RuntimeError(HALF_SENT))
+                raise RuntimeError(HALF_SENT)
+            self._submit(lambda: None, []).wait()
         self._flags.receive_late()
         self._progress.is_open, self._error = True, None
         self._taken = []
         self._scaling, self._divides_by_active = self._progress.scaling(), divides_by_active
         self._has_joined = current_graph_task() == -1  # it has no more inputs: its hook runs outside of any backward
-
-    def _require_alone(self) -> None:
-        """Recover from a failed pass if there are no other ranks; else stop, and raise RuntimeError."""
-        if self._communicator.size > 1:
-            self._progress.stop(RuntimeError(HALF_SENT))
-            raise RuntimeError(HALF_SENT)
-        self._submit(lambda: None, []).wait()
 
     def _submit(self, job: Callable[[], None], reads: Sequence[torch.Tensor | None]) -> Work | GpuWork:
         channel = self._communicator.channel

@@ -129,7 +129,9 @@ def _conflict(child: torch.nn.Module) -> str | None:
     for owner in _owners:
         if any(owner.knows(param) for param in params):
             return _common(child, owner.named_parameters()) or "?"
-        if _share_modules(child, owner.module):  # FSDP has already replaced its parameters
+        there = owner.module
+        if there is not None and (any(m is child for m in parts_of(there)) or any(m is there for m in parts_of(child))):
+            # FSDP has already replaced its parameters.
             return next(iter(owner.named_parameters()), "?")
     return None
 
@@ -168,10 +170,6 @@ def _common(module: torch.nn.Module, names: Mapping[str, torch.Tensor]) -> str |
     """Return the first of ``names`` whose parameter belongs to ``module``, or ``None``."""
     ids = {id(p) for p in parameters_of(module)}
     return next((name for name, p in names.items() if id(p) in ids), None)
-
-
-def _share_modules(a: torch.nn.Module, b: torch.nn.Module | None) -> bool:
-    return b is not None and (any(m is a for m in parts_of(b)) or any(m is b for m in parts_of(a)))
 
 
 def _parent_of(wrapper: torch.nn.Module) -> torch.nn.Module | None:

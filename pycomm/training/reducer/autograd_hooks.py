@@ -223,7 +223,9 @@ class GradientHook:
         self.count_with(counter)
         self._owner, self._slot, self._method = weakref.ref(owner), weakref.ref(slot), method
         self._name = slot.name
-        _drop_orphans(param)
+        for hook in list(accumulation_hooks(param).values()):
+            if isinstance(hook, GradientHook) and hook.orphaned:  # of an optimizer that no longer exists
+                hook.remove()
         register: Any = param.register_post_accumulate_grad_hook
         self._handle = register(self)
 
@@ -257,10 +259,3 @@ class GradientHook:
 
     def remove(self) -> None:
         self._handle.remove()
-
-
-def _drop_orphans(param: torch.Tensor) -> None:
-    """Remove the hooks of optimizers that no longer exist from ``param``, which is about to be attached again."""
-    for hook in list(accumulation_hooks(param).values()):
-        if isinstance(hook, GradientHook) and hook.orphaned:
-            hook.remove()

@@ -17,7 +17,7 @@ from pycomm.collectives.counting import GradientCounter, GradientCounts, PassGat
 from pycomm.collectives.layout import on_gpu
 from pycomm.collectives.transport.gpu import GpuWork
 from pycomm.compression import Compression, NoCompression
-from pycomm.compression.base import Exchange, Flag, State, method_stats
+from pycomm.compression.base import Exchange, Flag, State
 from pycomm.optim.shards import dimensions_of, is_split_in, matched
 from pycomm.optim.step_override import HALF
 from pycomm.torch_internals import Sharded, dtensor_around, is_dtensor, local_of, version_of
@@ -340,14 +340,6 @@ def _groups(
         open_[key].append(slot)
         sizes[key] += num_bytes
     return closed + [(members, compressed) for (_, compressed), members in open_.items()]
-
-
-def add_counts(total: dict[str, float], exchanges: Sequence[Exchange]) -> None:
-    """Add the counters of ``exchanges``, which are about to be replaced, to ``total``."""
-    for counts in (method_stats(exchanges), {"bytes_sent": sum(each.bytes_sent for each in exchanges)}):
-        for key, value in counts.items():
-            if key != "miss_rate":
-                total[key] = total.get(key, 0) + value
 
 
 def state_of(flights: Iterable[BucketInFlight]) -> State:

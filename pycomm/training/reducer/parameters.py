@@ -13,6 +13,7 @@ from pycomm.agreement import agreed
 from pycomm.collectives.broadcasting import share_tensors, signature
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import on_gpu
+from pycomm.compression.base import method_stats
 from pycomm.optim.parameter_checks import check_parameters
 from pycomm.optim.parameters import checked_optimizer, optimizer_parameters, parameter_ids
 from pycomm.optim.shards import Shards, labels_of
@@ -21,7 +22,6 @@ from pycomm.torch_internals import local_of
 from pycomm.training.reducer.buckets import (
     BucketInFlight,
     Slot,
-    add_counts,
     check_sharding,
     make_buckets,
     state_of,
@@ -279,7 +279,9 @@ class ParameterTable:
 
         ``order`` replaces the order of :meth:`slots`.
         """
-        add_counts(self.earlier, [flight.exchange for flight in self.flights])
+        exchanges = [flight.exchange for flight in self.flights]
+        sent = sum(exchange.bytes_sent for exchange in exchanges) + self.earlier.get("bytes_sent", 0)
+        self.earlier = {**method_stats(exchanges, self.earlier), "bytes_sent": sent}
         state, slots = state_of(self.flights), self.slots() if order is None else list(order)
         self._slots = {id(slot.param): slot for slot in slots}
         expected = {slot: slot.expected for slot in slots}

@@ -293,7 +293,8 @@ class Statistics:
         sent = sum(exchange.bytes_sent for exchange in exchanges)
         gradients = sum(flight.bucket.flat.nbytes for flight in table.flights) * num_reductions
         stats: dict[str, Any] = {
-            "bytes_sent": sent,
+            **method_stats(exchanges, table.earlier),
+            "bytes_sent": sent + table.earlier.get("bytes_sent", 0),
             "steps": num_reductions,
             "wait_seconds": self.waits.seconds,
             "waits": self.waits.report(world),
@@ -301,12 +302,7 @@ class Statistics:
             **self.phases.report(),
             "compression_ratio": gradients / sent if sent else None,
             **self.figures.report(exchanges, num_reductions),
-            **method_stats(exchanges),
         }
-        for key, value in table.earlier.items():
-            stats[key] = stats.get(key, 0) + value
         if table.partition is not None and table.partition.whole is not None:
             stats["step_shares"] = table.partition.whole.owners.stats()
-        if stats.get("selections"):
-            stats["miss_rate"] = stats["selections_missed"] / stats["selections"]
         return stats
