@@ -185,11 +185,7 @@ def join_parts(ranks: Sequence[tuple[int, State]]) -> list[tuple[int, State]]:
 
 
 def select_parts(saved: State, wanted: State, strict: bool) -> State:
-    """Return ``saved`` without the parts of other ranks.
-
-    Raises:
-        ValueError: ``strict``, and a parameter was saved in other parts than those that ``wanted`` names.
-    """
+    """Return ``saved`` without the parts of other ranks."""
     own = dict(map(_split_label, wanted))
     by_name: dict[str, list[str]] = {}
     for label in saved:

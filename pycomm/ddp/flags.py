@@ -284,11 +284,7 @@ class HookFlags:
         self.requested = StopRequest()
 
     def request(self, reason: str) -> None:
-        """Ask all ranks to stop.
-
-        Raises:
-            ValueError: on a GPU, where the host does not wait for other ranks' flags.
-        """
+        """Ask all ranks to stop."""
         if self._on_gpu:
             raise ValueError("request_stop() on a GPU requires pycomm.attach() in place of pycomm.ddp.register()")
         if self._mine is None:

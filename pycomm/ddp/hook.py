@@ -89,11 +89,7 @@ def register(
 def _checked(
     ddp_model: Any, compression: Any, loss_scaler: Any, optimizer: Any, algorithm: Any, **comparison: Any
 ) -> tuple[HookSettings, dict[str, torch.Tensor]]:
-    """Return the settings, and by name the parameters that DistributedDataParallel does not ignore.
-
-    Raises:
-        TypeError, ValueError: an argument is wrong.
-    """
+    """Return the settings, and by name the parameters that DistributedDataParallel does not ignore."""
     if not isinstance(ddp_model, DistributedDataParallel):
         raise TypeError(
             f"ddp_model is a {type(ddp_model).__name__}, wanted a DistributedDataParallel; for a plain module, use "
@@ -138,11 +134,7 @@ def _pycomm_hook(slot: _Slot, bucket):  # type: ignore[no-untyped-def]  # torch 
 
 
 def _slot_of(ddp_model: DistributedDataParallel) -> _Slot | None:
-    """Return the slot of an earlier, removed handle; ``None`` if the model never had a hook.
-
-    Raises:
-        ValueError: there is a hook.
-    """
+    """Return the slot of an earlier, removed handle; ``None`` if the model never had a hook."""
     for hook, state in communication_hooks(ddp_model):
         if not isinstance(state, _Slot):
             name = getattr(hook, "__qualname__", type(hook).__name__)

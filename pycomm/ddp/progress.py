@@ -44,11 +44,7 @@ class HookSettings:
 def checked_settings(
     compression: Any, loss_scaler: Any, optimizer: Any, algorithm: Any, **comparison: Any
 ) -> HookSettings:
-    """Return the arguments of a registration as checked settings; ``comparison``: those of ``Tuning``.
-
-    Raises:
-        TypeError, ValueError: an argument is wrong, or the method does not suit the optimizer.
-    """
+    """Return the arguments of a registration as checked settings; ``comparison``: those of ``Tuning``."""
     if not isinstance(algorithm, str):
         raise TypeError(f"algorithm is {algorithm!r}, wanted a name")
     method = checked_method(compression)

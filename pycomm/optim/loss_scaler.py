@@ -299,11 +299,7 @@ def scale_of(scaler: Any, device: torch.device, on_gpu: bool) -> Factor:
 
 
 def scale_left(scaler: Any, optimizer: torch.optim.Optimizer) -> float:
-    """Return the factor by which the gradients of ``optimizer`` still have to be divided, as only LossScaler knows.
-
-    Raises:
-        RuntimeError: the optimizer has master weights, whose gradients only LossScaler unscales.
-    """
+    """Return the factor by which the gradients of ``optimizer`` still have to be divided, as only LossScaler knows."""
     if isinstance(scaler, LossScaler):
         return 1.0 if scaler.is_unscaled(optimizer) else scaler.get_scale()
     if scaler is not None and stepper_of(optimizer).has_masters:

@@ -32,11 +32,7 @@ def whole_masters(
 def without_masters(
     saved: Mapping[str, Any], params: Sequence[torch.Tensor], masters: Mapping[torch.Tensor, torch.Tensor]
 ) -> tuple[list[int], dict[int, Any], dict[torch.Tensor, torch.Tensor]]:
-    """Return the numbers of saved parameters, their state without masters, and the masters by parameter.
-
-    Raises:
-        ValueError: a master is missing, or of another shape.
-    """
+    """Return the numbers of saved parameters, their state without masters, and the masters by parameter."""
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     found: dict[torch.Tensor, torch.Tensor] = {}
     state = dict(saved["state"])

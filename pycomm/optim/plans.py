@@ -323,9 +323,6 @@ def step_by_rule(
 
     Norms of DTensors, and those of a partition, are of whole parameters: one message for all of them, collective over
     the ranks that have parts.
-
-    Raises:
-        ValueError: a gradient is sparse, or a parameter has gaps or overlaps in memory.
     """
     memory = _memories.get(optimizer)
     if memory is None:

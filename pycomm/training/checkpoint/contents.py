@@ -64,11 +64,7 @@ class Section:
 
 
 def collect(reducer: Reducer, more: Mapping[str, Any]) -> list[Section]:
-    """Return the sections of a checkpoint of ``reducer`` and ``more``.
-
-    Raises:
-        TypeError: something cannot be saved; it is named.
-    """
+    """Return the sections of a checkpoint of ``reducer`` and ``more``."""
     parameters, buffers = parameters_of(reducer), buffers_of(reducer)
     refuse_parts(parameters | buffers)
     sections = [
@@ -183,12 +179,7 @@ def optimizer_state(reducer: Reducer) -> dict[str, Any]:
 
 
 def check_optimizer(saved: dict[str, Any], here: dict[str, Any], has_masters: bool) -> None:
-    """Compare two results of :func:`optimizer_state`.
-
-    Raises:
-        ValueError: ``saved`` belongs to another optimizer than ``here``.
-        DamagedError: an option of it has another kind of value.
-    """
+    """Compare two results of :func:`optimizer_state`."""
     if saved["class"] != here["class"]:
         raise ValueError(f"it was saved with a {saved['class']}, and the optimizer here is a {here['class']}")
     groups, now = ([g["params"] for g in each["state_dict"]["param_groups"]] for each in (saved, here))

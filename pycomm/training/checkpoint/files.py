@@ -55,11 +55,7 @@ def sum_of(data: bytes) -> dict[str, Any]:
 
 
 def read_json(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
-    """Return the content that :func:`write_json` wrote to ``path`` when it returned ``wanted``.
-
-    Raises:
-        DamagedError: the file has another size or digest.
-    """
+    """Return the content that :func:`write_json` wrote to ``path`` when it returned ``wanted``."""
     check_size(path, wanted["bytes"])
     data = read_part(path)
     if _digest(data) != wanted["blake2b"]:

@@ -184,9 +184,6 @@ class Saved:
 
         Args:
             old: this process's present value, which supplies objects that cannot be saved.
-
-        Raises:
-            ValueError: ranks had models of their own, and their number has changed.
         """
         if name in self._parts[0][SHARED]:
             return self._decoded(name, self._parts[0][SHARED][name], None, old)

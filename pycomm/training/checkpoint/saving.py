@@ -118,9 +118,6 @@ def exchanged(communicator: Communicator, what: str, job: Callable[[], Any]) -> 
 
     Args:
         what: verb for the message that another rank "could not" do it.
-
-    Raises:
-        Exception: ``job`` has raised it on this rank; or an error of the same kind that quotes another rank's.
     """
     return agreement.exchanged(communicator.channel.all_gather_bytes, attempt(job), what, words=_WORDS)
 

@@ -42,12 +42,7 @@ class AttachedTensors:
         self._others = [broadcasting.line_of(name, tensor, self._memories[name]) for name, tensor in others.items()]
 
     def make_equal(self, communicator: Communicator) -> None:
-        """Send rank 0's tensors to all ranks, and compare what cannot be sent. Collective.
-
-        Raises:
-            ValueError: the ranks' tensors differ in names, order, shapes, dtypes or kinds; or contents do that cannot
-                be sent. On every rank, naming the first difference.
-        """
+        """Send rank 0's tensors to all ranks, and compare what cannot be sent. Collective."""
         gather = communicator.channel.all_gather_bytes
         check_same_lines(gather, self._averaged, "parameter")
         check_same_lines(gather, self._others, "parameter or buffer outside the optimizer", f"; {broadcasting.OWN}")

@@ -381,11 +381,7 @@ class LocalGradient:
         return version_of(grad) + version_of(local_of(grad))
 
     def match(self, name: str) -> None:
-        """Give ``.grad`` the placements of the parameter; see :func:`pycomm.optim.shards.matched`.
-
-        Raises:
-            RuntimeError: the local gradient has another shape than the local parameter.
-        """
+        """Give ``.grad`` the placements of the parameter; see :func:`pycomm.optim.shards.matched`."""
         param = self._param
         grad = param.grad
         if grad is None or not is_dtensor(grad):

@@ -95,9 +95,6 @@ def unscaled_norm(table: ParameterTable, settings: AttachSettings) -> torch.Tens
     """Return the norm of all gradients together without the loss scale, as a 0-d float64 tensor on their device.
 
     It includes clipping since ``backward()``, as the next step will.
-
-    Raises:
-        RuntimeError: the scaler leaves gradients of half-precision parameters scaled, or compression no averages.
     """
     if not settings.makes_averages:
         raise RuntimeError(

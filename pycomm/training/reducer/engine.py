@@ -47,12 +47,7 @@ def require_sendable(slot: Slot) -> None:
 
 
 def gradients_of(flight: BucketInFlight, settings: AttachSettings, is_first_pass: bool) -> list[torch.Tensor | None]:
-    """Return the gradients of the parameters of ``flight``, checked here as the counting hooks check nothing.
-
-    Raises:
-        RuntimeError, ValueError: see :func:`require_sendable` and :func:`require_no_average`; or an earlier sum would
-            be summed again.
-    """
+    """Return the gradients of the parameters of ``flight``, checked here as the counting hooks check nothing."""
     grads = [slot.owner.grad for slot in flight.slots]
     for slot, grad in zip(flight.slots, grads, strict=True):
         if (grad is None and slot.fired > 0) or (grad is not None and grad.is_sparse):

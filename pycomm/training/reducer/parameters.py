@@ -80,12 +80,7 @@ class Ignored:
 def ignored_of(
     ignore: Any, pairs: Sequence[tuple[str, torch.Tensor]], buffers: Sequence[tuple[str, torch.Tensor]]
 ) -> Ignored:
-    """Resolve ``ignore`` among the named parameters ``pairs`` and ``buffers``.
-
-    Raises:
-        TypeError: ``ignore`` is not an iterable of names, patterns, tensors and modules.
-        ValueError: an item matches nothing; it is named.
-    """
+    """Resolve ``ignore`` among the named parameters ``pairs`` and ``buffers``."""
     named = dict([*pairs, *buffers])
     names = {id(tensor): name for name, tensor in reversed([*pairs, *buffers])}
     patterns: list[str] = []
@@ -403,12 +398,7 @@ class ParameterTable:
 
 
 def table_of(optimizer: Any, model_or_named_parameters: Any, all_parameters: bool, ignore: Any = ()) -> ParameterTable:
-    """Return the parameters of ``optimizer``, checked, with the names that the model gives them.
-
-    Raises:
-        TypeError, ValueError: ``optimizer`` is not one, a parameter has no name or cannot be averaged, or ``ignore``
-            matches nothing or everything.
-    """
+    """Return the parameters of ``optimizer``, checked, with the names that the model gives them."""
     optimizer = checked_optimizer(optimizer, model_or_named_parameters, "attach")
     module = model_or_named_parameters if isinstance(model_or_named_parameters, torch.nn.Module) else None
     pairs = list(map(_pair, model_or_named_parameters) if module is None else module.named_parameters())
@@ -426,9 +416,6 @@ def _names_of(
     """Return the optimizer's parameters, or with ``all_parameters`` all, by name in the model's order.
 
     Ignored ones are left out.
-
-    Raises:
-        TypeError, ValueError: the names are missing or ambiguous, or a parameter of the optimizer has none.
     """
     wanted = {id(p) for p in optimizer_parameters(optimizer)}
     names: dict[str, torch.Tensor] = {}

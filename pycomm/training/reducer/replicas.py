@@ -297,9 +297,6 @@ class RankComparison:
         """Report parameters that differ between the ranks now. Collective, and waits for a GPU.
 
         Does nothing where reductions do not compare them more often at the beginning either.
-
-        Raises:
-            RuntimeError, DamageError: parameters differ.
         """
         num_reductions = self._progress.num_reductions
         if self._interval == 0 or num_reductions == 0 or not self.looks_soon:

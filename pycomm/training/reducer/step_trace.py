@@ -43,11 +43,7 @@ class StepTrace:
 
     @staticmethod
     def wanted(rank: int, size: int) -> StepTrace:
-        """Return the trace that the environment requests, if it does.
-
-        Raises:
-            ValueError: the requested step is not a positive number.
-        """
+        """Return the trace that the environment requests, if it does."""
         folder = os.environ.get(FOLDER)
         if not folder:
             return StepTrace()

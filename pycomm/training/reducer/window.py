@@ -202,9 +202,6 @@ class SampleWeights:
         Args:
             num_samples: finite and not negative.
             num_passes: number of passes that the open window has had.
-
-        Raises:
-            TypeError, ValueError: ``num_samples`` is not such a number, or not allowed at this point.
         """
         wanted = "a finite number that is not negative"
         before, unit = self._unit, bounded("num_samples", num_samples, wanted, lambda n: 0 <= n < math.inf)
@@ -263,9 +260,6 @@ class SampleWeights:
         """Return the weight of the gradients accumulated here relative to the ranks' mean weight. Waits for the sum.
 
         Multiplied by it, they are averaged correctly by a plain mean over the ranks.
-
-        Raises:
-            ValueError: the weights of all ranks sum to zero; on every rank.
         """
         assert self._sum is not None
         total, _ = self._sum.wait()

@@ -145,11 +145,7 @@ class StepTrial:
         return [(copies[p].detach(), _numbers(made.state.get(copies[p], {}), {})) for p in self._own]
 
     def after_step(self) -> list[bool]:
-        """Return whether the optimizer has changed a parameter of ``own``, and visibly one that counts.
-
-        Raises:
-            ValueError: it has stepped otherwise than its copy, or state cannot be sent.
-        """
+        """Return whether the optimizer has changed a parameter of ``own``, and visibly one that counts."""
         pairs = list(zip(self._own, self._before, strict=True))
         for (param, before), wanted in zip(pairs, self._wanted, strict=True):
             if not _is_near(param, wanted, _COUPLING * (wanted.double() - before.double()).norm()):
@@ -265,11 +261,7 @@ def _random_numbers_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def encoded_state(entry: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return the state ``entry`` of a parameter, encoded for other ranks; its tensors are appended to ``tensors``.
-
-    Raises:
-        ValueError: it has an object that cannot be sent.
-    """
+    """Return the state ``entry`` of a parameter, encoded for other ranks; its tensors are appended to ``tensors``."""
     if not isinstance(entry, dict):
         raise ValueError(f"its state of a parameter is a {type(entry).__name__}, wanted a dict")
     for key, value in entry.items():
@@ -279,11 +271,7 @@ def encoded_state(entry: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def copy_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return a copy of ``optimizer`` with copies of its parameters and state, without hooks.
-
-    Raises:
-        ValueError: an attribute cannot be copied.
-    """
+    """Return a copy of ``optimizer`` with copies of its parameters and state, without hooks."""
     memo: dict[int, Any] = {}
     for param in optimizer_parameters(optimizer):
         copied = torch.nn.Parameter(param.detach().clone(memory_format=torch.preserve_format), param.requires_grad)
