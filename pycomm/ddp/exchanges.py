@@ -90,9 +90,7 @@ class BucketExchanges:
     def load_state(self, state: State) -> None:
         """Load a result of :meth:`state`; missing parameters keep their state."""
         for part in self.parts:
-            known = {name: state[name] for name in part.bucket.names if name in state}
-            if known:
-                part.exchange.load_state(known)
+            part.exchange.load_state(state)
 
 
 class Sorting:

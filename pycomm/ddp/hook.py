@@ -260,15 +260,7 @@ class HookHandle:
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]], *, strict: bool = True) -> None:
         """Load state that :meth:`state_dict`, or ``Reducer.state_dict``, returned.
 
-        Args:
-            state: this rank's own dict, one dict with the ``ranks`` of all, or the list of all ranks'
-                dicts. If it comes from a different number of ranks, residuals and velocities are
-                redistributed so that their sums over the ranks are kept.
-            strict: raise ValueError for missing or unknown parameters and for another method's state,
-                instead of loading what fits.
-
-        Raises:
-            ValueError: a single dict is of another rank or world size, or method, names or shapes do not match.
+        Arguments and errors are those of :meth:`pycomm.Reducer.load_state_dict`.
         """
         self._progress.require_between_steps("load_state_dict", self._is_removed)
         given = state if isinstance(state, dict) else list(state)

@@ -29,7 +29,7 @@ from pycomm.optim.fused import FusedStep, has_rule, rule_of
 from pycomm.optim.master_weights import MasterWeights
 from pycomm.optim.parameters import optimizer_parameters, wrapper_of_unknown_step
 from pycomm.optim.step_override import HALF, Stepper
-from pycomm.optim.wrappers import refuse_wrapped, watch_constructions
+from pycomm.optim.wrappers import refuse_wrapped
 from pycomm.torch_internals import Store, is_dtensor
 from pycomm.training.elastic.join_requests import JoinClient, JoinListener
 from pycomm.training.elastic.liveness import this_process
@@ -383,7 +383,6 @@ def _attach_over(lanes: Sequence[Communicator], settings: AttachSettings, table:
     try:
         reducer = agreed(lanes[0].channel.all_gather_bytes, made)
         register(reducer)
-        watch_constructions(reducer)
         return reducer
     except BaseException:
         if isinstance(made, Reducer):
@@ -461,6 +460,5 @@ def _join(
     engine.reported_world = membership.world[:-1]
     survival.note_join(engine.progress.num_reductions, 0.0)
     register(reducer)
-    watch_constructions(reducer)
     policy.enter()
     return reducer

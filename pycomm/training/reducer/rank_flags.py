@@ -36,7 +36,7 @@ from typing import Any, Protocol
 import torch
 
 from pycomm.collectives.bucket import FingerprintBits
-from pycomm.descriptions import counts_text, name_ranks
+from pycomm.descriptions import counts_text, name_ranks, ranks_by_value
 from pycomm.optim.hyperparameters import Hyperparameters, Numbers
 from pycomm.optim.loop_index import LoopIndex
 from pycomm.untrusted import ANYTHING, COUNT, ListOf, MapOf, OneOf, parse
@@ -314,16 +314,13 @@ def raise_removed(names: Mapping[int, list[str]]) -> None:
         )
 
 
-def _on_ranks(ranks_by_value: Mapping[str, list[int]]) -> str:
-    return ", ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in ranks_by_value.items())
+def _on_ranks(by_value: Mapping[str, list[int]]) -> str:
+    return ", ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in by_value.items())
 
 
 def raise_different_scales(records: Mapping[int, Record]) -> None:
     """Raise ValueError if the ranks' loss scales differ."""
-    by_value: dict[str, list[int]] = {}
-    for rank, of in records.items():
-        if of.loop is not None:
-            by_value.setdefault(repr(of.loss_scale), []).append(rank)
+    by_value = ranks_by_value({rank: repr(of.loss_scale) for rank, of in records.items() if of.loop is not None})
     if len(by_value) > 1:
         raise ValueError(
             f"the ranks' loss scalers differ: the scale is {_on_ranks(by_value)}. Make the scaler alike on all ranks, "
@@ -349,10 +346,7 @@ def raise_different_modes(modes: Mapping[int, Mapping[str, bool]]) -> None:
 
 def different_windows(records: Mapping[int, Record]) -> str:
     """Return a warning about windows of which a function has made different numbers of passes; "" without any."""
-    by_value: dict[str, list[int]] = {}
-    for rank, of in records.items():
-        if of.num_passes:
-            by_value.setdefault(str(of.num_passes), []).append(rank)
+    by_value = ranks_by_value({rank: str(of.num_passes) for rank, of in records.items() if of.num_passes})
     if len(by_value) < 2:
         return ""
     return (

@@ -15,7 +15,7 @@ import torch
 from pycomm import kernels
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.tensor_memory import hashable, is_plain
-from pycomm.descriptions import name_ranks
+from pycomm.descriptions import name_ranks, ranks_by_value
 from pycomm.errors import CommError
 from pycomm.training.reducer.buckets import Slot
 
@@ -57,14 +57,6 @@ def outvoted(by_rank: np.ndarray) -> list[int]:
             return []
         odd |= {rank for rank, value in enumerate(values) if value != usual}
     return sorted(odd) if len(odd) < size else []
-
-
-def alike(column: Sequence[int], ranks: Sequence[int]) -> list[list[int]]:
-    """Group ``ranks`` by equal values in ``column``."""
-    groups: dict[int, list[int]] = {}
-    for rank, value in zip(ranks, column, strict=True):
-        groups.setdefault(value, []).append(rank)
-    return list(groups.values())
 
 
 _LAST_BITS = 1e-3
@@ -279,7 +271,7 @@ class ReplicaDifferences:
         odd = [self._world()[rank] for rank in outvoted(first)]
         if odd:
             return f"on {name_ranks(odd)} differs from the other ranks"
-        groups = alike(first[:, 0].tolist(), self._world())
+        groups = list(ranks_by_value(dict(zip(self._world(), first[:, 0].tolist(), strict=True))).values())
         return f"differs between {' and '.join(map(name_ranks, groups)) if len(groups) < 4 else 'the ranks'}"
 
     @property
