@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from pycomm.optim.copies import CopyWatch, MarkedParts
+from pycomm.optim.copies import MarkedParts, watch_copy
 from pycomm.torch_internals import (
     called_parts,
     children_of,
@@ -136,11 +136,11 @@ class OfCopy(ForwardHook):
     """Pre-hook of a copy of an attached module."""
 
     def __init__(self) -> None:
-        self._watch = CopyWatch()
+        self._hooked: set[int] = set()
 
     def __call__(self, module: torch.nn.Module, *_: Any) -> None:
         if not torch.compiler.is_compiling() and not is_recording():
-            self._watch.before_forward(module)
+            watch_copy(module, self._hooked)
 
     def of_copy(self) -> ForwardHook:
         return OfCopy()

@@ -147,9 +147,8 @@ class Slot:
     def leave_bucket(self) -> None:
         """Copy ``.grad`` to memory of its own if it is a view into the bucket."""
         self.round()
-        owner = self.owner
-        if self.flight is not None and owner.grad is not None and owner.grad is self.flight.bucket.views[self.index]:
-            owner.grad = owner.grad.clone(memory_format=torch.preserve_format)
+        if (grad := self.owner.grad) is not None and self.holds_average():
+            self.owner.grad = grad.clone(memory_format=torch.preserve_format)
 
     def holds_average(self) -> bool:
         """Return whether ``.grad`` is the view into the bucket, even if it was written to."""
@@ -169,9 +168,8 @@ class Slot:
         grad = self.owner.grad
         if grad is None or self.flight is None:
             return grad is None
-        bucket = self.flight.bucket
-        same = grad is bucket.views[self.index] and self.grad_version() == self.version
-        return same and bucket.holds(self.index, grad)  # .grad.data may have been replaced
+        same = self.holds_average() and self.grad_version() == self.version
+        return same and self.flight.bucket.holds(self.index, grad)  # .grad.data may have been replaced
 
 
 def scale_gradients(slots: Iterable[Slot], factor: float) -> None:

@@ -71,12 +71,7 @@ def require_no_average(slot: Slot, settings: AttachSettings) -> None:
 
     The mean over the ranks of an average plus a new gradient is correct; a sum, or error feedback, is not.
     """
-    if settings.is_linear:
-        return
-    grad, flight = slot.owner.grad, slot.flight
-    assert grad is not None
-    assert flight is not None
-    if grad is flight.bucket.views[slot.index] and slot.grad_version() == slot.version + slot.fired:
+    if not settings.is_linear and slot.holds_average() and slot.grad_version() == slot.version + slot.fired:
         raise RuntimeError(
             f"backward() ran again on the averaged gradient of {slot.name!r}. Several passes of one step need "
             "attach(..., accumulate=n); a pass that is not a step of this optimizer (a generator's through its "

@@ -225,12 +225,10 @@ class ReplicaDifferences:
                 f"memory or in a processor. If it was not that, something {_DRIFT}"
             )
         if odd:
-            raise DamageError.of(odd, f"{message}. {why}", rank=self._me)
+            raise DamageError.of(odd, f"{message}. {why}", rank=self.me)
         if is_flip:
             ranks = name_ranks(self._world())
-            raise DamageError.of(
-                [], f"{message}. One of {ranks} is wrong, no majority says which. {why}", rank=self._me
-            )
+            raise DamageError.of([], f"{message}. One of {ranks} is wrong, no majority says which. {why}", rank=self.me)
         raise RuntimeError(f"{message}. {why}")
 
     def _distance(self) -> tuple[float, float, int, int]:
@@ -275,7 +273,8 @@ class ReplicaDifferences:
         return f"differs between {' and '.join(map(name_ranks, groups)) if len(groups) < 4 else 'the ranks'}"
 
     @property
-    def _me(self) -> int:
+    def me(self) -> int:
+        """Number of this rank."""
         return self._world()[self._communicator.rank]
 
     def all_gather_text(self, text: str) -> list[str]:

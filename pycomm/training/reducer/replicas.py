@@ -408,12 +408,8 @@ class RankComparison:
                 list(damaged),
                 f"{where} is not what the last step left there, and nothing but pycomm writes to it: the memory is "
                 "damaged, or something wrote beyond its own",
-                rank=self._me,
+                rank=self._differences.me,
             )
-
-    @property
-    def _me(self) -> int:
-        return self._world()[self._communicator.rank]
 
 
 def _out_of_step(steps: Mapping[int, int]) -> str:

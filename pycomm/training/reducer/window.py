@@ -56,12 +56,13 @@ class TrainingProgress:
     Attributes:
         num_reductions: number of reductions that have been handed out.
         num_steps: number of reductions that ``optimizer.step()`` has used.
+        is_used: whether no averages wait for a ``step()``.
     """
 
     def __init__(self, device: torch.device | None) -> None:
         self.num_reductions = 0
         self.num_steps = 0
-        self._used = True
+        self.is_used = True
         self._step_depth = 0  # number of nested step() calls
         self._had_averages = False  # as the step began whose closure runs
         # Whether compression committed state in the last reduction; None if only the device knows.
@@ -75,7 +76,7 @@ class TrainingProgress:
     def reduced(self, committed: Flag) -> None:
         """Note that averages have been handed out, and whether compression ``committed`` state with them."""
         self.num_reductions += 1
-        self._used = False
+        self.is_used = False
         self._step_depth = 0  # a step that raised has left it
         if isinstance(committed, torch.Tensor) and is_capturing():
             self._committed = False  # the host does not see what launches of the graph commit
@@ -87,14 +88,9 @@ class TrainingProgress:
             self._committed = committed
 
     @property
-    def is_used(self) -> bool:
-        """Return whether no averages wait for a ``step()``."""
-        return self._used
-
-    @property
     def has_averages(self) -> bool:
         """Return whether there was a reduction since the last step; in a closure, since the step before this one."""
-        return self._had_averages or not self._used
+        return self._had_averages or not self.is_used
 
     def step_hook(self, require_averaged: Callable[[], None]) -> Callable[..., Any]:
         """Return a pre-hook for ``optimizer.step`` that calls ``require_averaged``, after each run of a closure if any.
@@ -108,7 +104,7 @@ class TrainingProgress:
             self._step_depth += 1
             if self._step_depth > 1:
                 return None
-            self._had_averages = not self._used
+            self._had_averages = not self.is_used
             closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
             if not callable(closure):
                 require_averaged()
@@ -136,13 +132,13 @@ class TrainingProgress:
 
     def stepped(self) -> None:
         """Note that ``step()`` uses the last averages."""
-        if not self._used:
-            self._used = True
+        if not self.is_used:
+            self.is_used = True
             self.num_steps += 1
 
     def skipped(self) -> None:
         """Note that the step for the last averages is skipped on purpose."""
-        self._used = True
+        self.is_used = True
 
     def require_used(self) -> None:
         """Raise RuntimeError if compression has counted the last gradients as applied, but no step has applied them.
@@ -150,7 +146,7 @@ class TrainingProgress:
         Never raises before the first step, as some loops update parameters without ``step()``. Waits for a
         GPU if the last step was skipped, as by a loss scaler.
         """
-        if self._used or self.num_steps == 0:
+        if self.is_used or self.num_steps == 0:
             return
         committed = self._committed
         if committed is None:
