@@ -6,9 +6,11 @@ import dataclasses
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pycomm.checks import shown
+
+T = TypeVar("T")
 
 if TYPE_CHECKING:  # `pycomm plan` does without
     import torch
@@ -22,6 +24,14 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
 def name_ranks(ranks: Sequence[int]) -> str:
     """Return "rank 1", or "ranks 1, 2"."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def ranks_by_value(values: Mapping[int, T]) -> dict[T, list[int]]:
+    """Return the ranks that have each of the ``values``, which are by rank."""
+    found: dict[T, list[int]] = {}
+    for rank, value in values.items():
+        found.setdefault(value, []).append(rank)
+    return found
 
 
 def counts_text(counts: Mapping[int, int]) -> str:

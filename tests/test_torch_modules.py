@@ -47,11 +47,11 @@ def test_memory_behind_lazy_conjugation() -> None:
 
 def test_places_of_parameters() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    places = torch_internals.Places(model)
+    places = torch_internals.Places(map(torch_internals.own_parameters, model.modules()))
     assert places.are_unchanged()
     model[1].bias = nn.Parameter(torch.zeros(2))
     assert not places.are_unchanged()
-    places = torch_internals.Places(model)
+    places = torch_internals.Places(map(torch_internals.own_parameters, model.modules()))
     model[0].register_parameter("extra", nn.Parameter(torch.zeros(2)))
     assert not places.are_unchanged()
 

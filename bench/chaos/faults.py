@@ -19,6 +19,7 @@ import numpy as np
 from pycomm.collectives.communicator import Communicator
 from pycomm.training.elastic.membership import Membership
 from pycomm.training.reducer.engine import Engine
+from pycomm.training.reducer.parameters import ParameterTable
 from pycomm.training.reducer.surviving import Survival
 
 _HUGE = 4 << 30  # bytes, more than the limit leaves
@@ -192,7 +193,10 @@ def lay(trap: Trap, told: Callable[..., None]) -> None:
     _wrap(Survival, "recover", lambda: region("recovery"))
     _wrap(Survival, "let_in", lambda: region("join"))
     _wrap(Survival, "commit", lambda: moment("commit"))
-    for owner, name in ((Membership, "agree"), (Communicator, "move"), (Membership, "settle"), (Survival, "_rebuild")):
+    for owner, name in (
+        *((Membership, "agree"), (Communicator, "move"), (Membership, "settle")),
+        (ParameterTable, "rebuild"),
+    ):
         _wrap(owner, name, moment)
     exchange_of = Engine._exchange_of
 

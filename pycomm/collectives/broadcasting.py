@@ -165,27 +165,32 @@ def broadcast_tensors(communicator: Communicator, tensors: Iterable[torch.Tensor
     broadcast_parts(communicator, shared_parts(tensors), src)
 
 
-def broadcast_parts(communicator: Communicator, parts: Iterable[torch.Tensor], src: int) -> None:
-    """Broadcast :attr:`Memory.parts` in place, packed into few messages. Collective."""
+def broadcast_parts(
+    communicator: Communicator, parts: Iterable[torch.Tensor], src: int, *, writes: bool = True
+) -> None:
+    """Broadcast :attr:`Memory.parts` in place, packed into few messages. Collective.
+
+    ``writes``: whether this rank's parts are overwritten, if it is not rank ``src``.
+    """
     chunk: list[torch.Tensor] = []
     num_bytes = 0
     for part in parts:
         if chunk and (chunk[0].device != part.device or num_bytes >= _CHUNK_BYTES):
-            _broadcast_chunk(communicator, chunk, src)
+            _broadcast_chunk(communicator, chunk, src, writes)
             chunk, num_bytes = [], 0
         chunk.append(part)
         num_bytes += part.nbytes
     if chunk:
-        _broadcast_chunk(communicator, chunk, src)
+        _broadcast_chunk(communicator, chunk, src, writes)
 
 
-def _broadcast_chunk(communicator: Communicator, tensors: list[torch.Tensor], src: int) -> None:
+def _broadcast_chunk(communicator: Communicator, tensors: list[torch.Tensor], src: int, writes: bool) -> None:
     flat = torch.cat(
         [t.contiguous().view(-1).view(torch.uint8) for t in tensors if t.numel() > 0]
         or [torch.empty(0, dtype=torch.uint8, device=tensors[0].device)]
     )
     communicator.broadcast(flat, src)
-    if communicator.rank == src:
+    if communicator.rank == src or not writes:
         return
     offset = 0
     for t in tensors:

@@ -6,7 +6,7 @@ Four parts turn gradients into bytes:
 - ``Exchange`` (base.py): the reduction of one bucket, with the state it keeps between steps. It sends the
   gradients as they are (``DenseExchange``, dense.py), or adds them to the residual of earlier steps and
   sends a part of the sum (``CodecExchange``, feedback.py).
-- ``Codec`` (codec.py): the form in which that part is sent.
+- ``BaseCodec`` (codec.py): the form in which that part is sent.
 - ``Messages`` (messages.py): the bytes, gathered from all ranks (``GatheredMessages``) or summed over
   them (``SummedMessage``). Quantized ones are summed by ``TwoHopCodec`` (two_hop.py).
 

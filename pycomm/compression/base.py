@@ -7,7 +7,7 @@ been exchanged and it is known whether the step is finite on all ranks; only ``f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol, runtime_checkable
@@ -236,9 +236,9 @@ def as_flag(finite: torch.Tensor, bucket: Bucket) -> Flag:
     return finite if bucket.on_gpu else bool(finite)
 
 
-def method_stats(exchanges: Iterable[Exchange]) -> dict[str, float]:
-    """Return the sums of the exchanges' counters, and the miss rate of selection."""
-    total: dict[str, float] = {}
+def method_stats(exchanges: Iterable[Exchange], earlier: Mapping[str, float] | None = None) -> dict[str, float]:
+    """Return the sums of the exchanges' counters, and of ``earlier`` ones, and the miss rate of selection."""
+    total = dict(earlier or {})
     for exchange in exchanges:
         for key, value in exchange.stats().items():
             total[key] = total.get(key, 0) + value

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from pycomm import kernels
 from pycomm.collectives.bucket import Bucket
-from pycomm.compression.base import Defaults, Flag, Operation, State
+from pycomm.compression.base import Defaults, Flag
 from pycomm.compression.report import Report, Told
 
 _HALF_EXPONENT = 15  # 2**15 is half of float16's range: room for roundings on the way
@@ -43,18 +43,14 @@ class Accumulated:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Arguments of :meth:`Codec.settle`, once it is known whether the step is finite on all ranks.
+    """Arguments of :meth:`RankSum.settle`, once it is known whether the step is finite on all ranks.
 
     Attributes:
-        bucket: receives the averages.
         sums: flat memory of the sums' dtype that may be overwritten; the bucket's own, if ``in_bucket``.
-        factor: see :class:`Accumulated`.
         states: pairs of flat state: after this step, and before it.
         finite: on the CPU true; on a GPU a tensor: if it is false, state is restored.
         used: for each parameter, whether its change of state stays; ``None``: all do.
-        report: the step's report.
         last_sources: receives the report's sources if ``finite`` is a false tensor; int64.
-        scratch: for the kernels.
     """
 
     bucket: Bucket
@@ -69,57 +65,11 @@ class Outcome:
     scratch: kernels.Scratch
 
 
-class Codec(Protocol):
-    """Form in which a part of a bucket's accumulated gradients is sent. On a GPU only ``stats`` waits."""
-
-    @property
-    def packs_apart(self) -> bool:
-        """See :attr:`pycomm.compression.base.Exchange.packs_apart`."""
-
-    @property
-    def bytes_sent(self) -> int: ...
-
-    def begin(self, step: int | torch.Tensor) -> None:
-        """Prepare for the step of that number (see :class:`Scaling`)."""
-
-    def accumulate(self, acc: torch.Tensor, residual: torch.Tensor | None, *args: Any, **options: Any) -> torch.Tensor:
-        """Run :func:`pycomm.kernels.accumulate`, and whatever the codec does in the same pass."""
-
-    def send(self, accumulated: Accumulated, told: Told) -> Report:
-        """Take a part out of ``accumulated``, send it with what is ``told``, and receive every rank's."""
-
-    def finite(self, report: Report, accumulated: Accumulated) -> torch.Tensor:
-        """Return whether all that was sent is finite, and its sum over the ranks fits: a 0-d bool."""
-
-    def settle(self, outcome: Outcome) -> None:
-        """Write the sum over the ranks of what they sent to the bucket; restore state where ``outcome`` says so."""
-
-    def commit(self, finite: Flag) -> None:
-        """Keep this step's state for the next one, if ``finite``."""
-
-    def operations_among(self, size: int, per_host: int = 1) -> list[Operation] | None:
-        """See :meth:`pycomm.compression.base.Exchange.operations_among`."""
-
-    def stats(self) -> dict[str, int]: ...
-
-    def state(self) -> State: ...
-
-
-class BaseCodec(Defaults):
-    """Base of codecs: accumulates, and has nothing to prepare or to commit."""
+class RankSum(Defaults):
+    """Sum over the ranks of what each has sent of its accumulated gradients. On a GPU only ``stats`` waits."""
 
     def __init__(self) -> None:
         self.bytes_sent = 0
-
-    def begin(self, step: int | torch.Tensor) -> None:
-        pass
-
-    def accumulate(self, acc: torch.Tensor, residual: torch.Tensor | None, *args: Any, **options: Any) -> torch.Tensor:
-        finite: torch.Tensor = kernels.accumulate(acc, residual, *args, **options)
-        return finite
-
-    def commit(self, finite: Flag) -> None:
-        pass
 
     def largest(self) -> torch.Tensor:
         """Return a bound on the magnitudes that :meth:`write` would give with factor 1; 0-d float64."""
@@ -130,29 +80,42 @@ class BaseCodec(Defaults):
         raise NotImplementedError
 
     def finite(self, report: Report, accumulated: Accumulated) -> torch.Tensor:
+        """Return whether all that was sent is finite, and its sum over the ranks fits: a 0-d bool."""
         # Finite terms can still overflow in the sum, or once the loss scale is back: no rank may commit then.
         return report.finite() & accumulated.fits(self.largest())
 
     def settle(self, outcome: Outcome) -> None:
-        settle_by(self.write, outcome)
+        """Write the sum over the ranks of what they sent to the bucket; restore state where ``outcome`` says so."""
+        for now, before in outcome.states:
+            _put_back(outcome, now, before)
+        factor = outcome.factor
+        if isinstance(outcome.finite, torch.Tensor):
+            finite, last = outcome.finite, outcome.last_sources
+            last.copy_(torch.where(finite, last, outcome.report.nonfinite_sources()))
+            one = torch.ones((), dtype=torch.float64, device=finite.device)  # two numbers would get the default dtype
+            factor = torch.where(finite, one * factor, math.nan).float()  # what was sent comes out as NaN
+        self.write(outcome.sums, factor)
+        if not outcome.in_bucket:
+            kernels.unpack(outcome.sums, [outcome.bucket.flat])
+
+    def commit(self, finite: Flag) -> None:
+        """Keep this step's state for the next one, if ``finite``."""
 
 
-Write = Callable[[torch.Tensor, float | torch.Tensor], None]
+class BaseCodec(RankSum):
+    """Form in which a part of a bucket's accumulated gradients is sent."""
 
+    def begin(self, step: int | torch.Tensor) -> None:
+        """Prepare for the step of that number (see :class:`Scaling`)."""
 
-def settle_by(write: Write, outcome: Outcome) -> None:
-    """Do what :meth:`Codec.settle` says; ``write(out, factor)`` writes the sum over the ranks."""
-    for now, before in outcome.states:
-        _put_back(outcome, now, before)
-    factor = outcome.factor
-    if isinstance(outcome.finite, torch.Tensor):
-        finite, last = outcome.finite, outcome.last_sources
-        last.copy_(torch.where(finite, last, outcome.report.nonfinite_sources()))
-        one = torch.ones((), dtype=torch.float64, device=finite.device)  # two numbers would get the default dtype
-        factor = torch.where(finite, one * factor, math.nan).float()  # what was sent comes out as NaN
-    write(outcome.sums, factor)
-    if not outcome.in_bucket:
-        kernels.unpack(outcome.sums, [outcome.bucket.flat])
+    def accumulate(self, acc: torch.Tensor, residual: torch.Tensor | None, *args: Any, **options: Any) -> torch.Tensor:
+        """Run :func:`pycomm.kernels.accumulate`, and whatever the codec does in the same pass."""
+        finite: torch.Tensor = kernels.accumulate(acc, residual, *args, **options)
+        return finite
+
+    def send(self, accumulated: Accumulated, told: Told) -> Report:
+        """Take a part out of ``accumulated``, send it with what is ``told``, and receive every rank's."""
+        raise NotImplementedError
 
 
 def _put_back(outcome: Outcome, now: torch.Tensor, before: torch.Tensor) -> None:

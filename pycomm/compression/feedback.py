@@ -1,7 +1,7 @@
 """Exchange with error feedback and momentum correction, around any codec.
 
 The gradient, as this rank's contribution to the average, is added to the residual of earlier steps. A
-``Codec`` sends a part of the sum; the rest is the next residual (Seide et al. 2014; Stich et al.,
+codec sends a part of the sum; the rest is the next residual (Seide et al. 2014; Stich et al.,
 "Sparsified SGD with Memory", 2018; Karimireddy et al., "Error Feedback Fixes SignSGD", 2019). With
 momentum correction (Lin et al., "Deep Gradient Compression", 2018, section 3.1) a second state, the
 velocity, is added instead of the gradient.
@@ -29,7 +29,7 @@ from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import is_capturing, laid_out_like
 from pycomm.compression.base import Flag, Method, Operation, Scaling, State, as_flag
-from pycomm.compression.codec import Accumulated, Codec, Outcome, wide_dtype
+from pycomm.compression.codec import Accumulated, BaseCodec, Outcome, wide_dtype
 from pycomm.compression.report import Report, Told
 
 
@@ -56,7 +56,7 @@ class CodecExchange:
         self,
         bucket: Bucket,
         communicator: Communicator,
-        codec: Codec,
+        codec: BaseCodec,
         keep_residual: bool = True,
         correction: Correction | None = None,
     ) -> None:
@@ -283,7 +283,7 @@ class CodecMethod(StatefulMethod):
         """Whether what was not sent is kept, and added to the next gradient."""
         return True
 
-    def codec(self, bucket: Bucket, communicator: Communicator) -> Codec:
+    def codec(self, bucket: Bucket, communicator: Communicator) -> BaseCodec:
         """Make the codec of ``bucket``."""
         raise NotImplementedError
 

@@ -24,7 +24,6 @@ class Layout:
     arrays: tuple[tuple[torch.dtype, int], ...]
 
     def num_bytes(self) -> int:
-        """Return the size of the whole message."""
         return self._begins()[-1]
 
     def _begins(self) -> list[int]:
@@ -34,7 +33,6 @@ class Layout:
         return begins
 
     def arrays_in(self, message: torch.Tensor) -> list[torch.Tensor]:
-        """Return views of the arrays in ``message``."""
         begins = self._begins()
         return [
             message[begin : begin + dtype.itemsize * count].view(dtype)

@@ -31,8 +31,6 @@ def gather_state(
 
     Args:
         current: state of all parameters (not copied yet).
-        method: its compression method.
-        steps: number of committed steps.
         labels: key of each parameter's state, by name: parts of a DTensor on different ranks have different keys.
             The names themselves if ``None``.
     """

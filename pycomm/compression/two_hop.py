@@ -218,21 +218,34 @@ def _float32_of(out: torch.Tensor) -> Iterator[torch.Tensor]:
         out.copy_(into)
 
 
-class TwoHopCodec(BaseCodec):
-    """Codec of messages that are gathered, or added up in two hops; see the module's docstring.
+class _DividedCodec(BaseCodec):
+    """Base of codecs of a division.
 
     Args:
-        form: makes the form of a part.
         seed: round stochastically, by numbers that follow from it, the rank, the part and the step; ``None``: to the
             nearest.
+        num_sums: number of sums that are rounded as well.
     """
 
-    def __init__(self, bucket: Bucket, communicator: Communicator, form: FormOf, seed: int | None = None) -> None:
+    def __init__(
+        self, bucket: Bucket, communicator: Communicator, form: FormOf, seed: int | None, num_sums: int
+    ) -> None:
         super().__init__()
-        self._communicator, self._form, self._bucket = communicator, form, bucket
-        self._division = division = Division(
-            _hosts_of(communicator, bucket), communicator.rank, bucket.num_elements, form
-        )
+        self._bucket, self._communicator, self._form = bucket, communicator, form
+        hosts = _hosts_of(communicator, bucket)
+        self._division = Division(hosts, communicator.rank, bucket.num_elements, form, bucket.shares)
+        self._seeds = _Seeds(bucket, communicator, seed, self._division.per_lane + num_sums)
+
+    def begin(self, step: int | torch.Tensor) -> None:
+        self._seeds.begin(step)
+
+
+class TwoHopCodec(_DividedCodec):
+    """Codec of messages that are gathered, or added up in two hops; see the module's docstring."""
+
+    def __init__(self, bucket: Bucket, communicator: Communicator, form: FormOf, seed: int | None = None) -> None:
+        super().__init__(bucket, communicator, form, seed, num_sums=1)
+        division = self._division
         longest = max(division.sizes)
         self._messages = GatheredMessages(bucket, communicator, [(torch.uint8, longest)])
         self._mine = division.arrays_in(division.own, self._messages.mine[0])
@@ -240,13 +253,9 @@ class TwoHopCodec(BaseCodec):
         self._sums = [
             [division.arrays_in(part, everyones[p]) for p in owners] for part, owners in enumerate(division.owners)
         ]
-        self._seeds = _Seeds(bucket, communicator, seed, division.per_lane + 1)  # of its messages, and of its sums
         self._hop: FirstHop | None = None
         if division.per_lane > 1:
             self._hop = FirstHop(bucket, communicator, division, [longest] * division.per_lane, self._seeds)
-
-    def begin(self, step: int | torch.Tensor) -> None:
-        self._seeds.begin(step)
 
     def send(self, accumulated: Accumulated, told: Told) -> Report:
         division, hop = self._division, self._hop
@@ -284,25 +293,18 @@ class TwoHopCodec(BaseCodec):
         return [*found, Operation("all_gather", longest)]
 
 
-class OwnPartCodec(BaseCodec):
+class OwnPartCodec(_DividedCodec):
     """Codec of messages that are added up by the owners of the bucket's shares, who keep the sums: the first hop alone.
 
-    Of the other ranks' parts, zeros are written. Arguments as of :class:`TwoHopCodec`.
+    Of the other ranks' parts, zeros are written.
     """
 
     def __init__(self, bucket: Bucket, communicator: Communicator, form: FormOf, seed: int | None = None) -> None:
-        super().__init__()
-        self._communicator = communicator
-        self._division = division = Division(
-            _hosts_of(communicator, bucket), communicator.rank, bucket.num_elements, form, bucket.shares
-        )
-        self._seeds = _Seeds(bucket, communicator, seed, division.per_lane)
+        super().__init__(bucket, communicator, form, seed, num_sums=0)
+        division = self._division
         numbers = division.of_lane(division.lane)
         self._hop = FirstHop(bucket, communicator, division, [division.sizes[i] for i in numbers], self._seeds)
         self._bounds = GatheredMessages(bucket, communicator, [(torch.float64, 1)])  # of all parts, with the reports
-
-    def begin(self, step: int | torch.Tensor) -> None:
-        self._seeds.begin(step)
 
     def send(self, accumulated: Accumulated, told: Told) -> Report:
         with _sent_of(accumulated.flat, self._communicator, self._division) as x:

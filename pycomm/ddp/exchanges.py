@@ -18,13 +18,7 @@ Gradients = Sequence[torch.Tensor | None]
 
 @dataclass(frozen=True)
 class HookPart:
-    """Parameters of one of torch's buckets that use the same method.
-
-    Attributes:
-        indices: their positions in torch's bucket.
-        bucket: memory of their averages.
-        exchange: exchange of their gradients.
-    """
+    """Parameters of one of torch's buckets that use the same method."""
 
     indices: list[int]
     bucket: Bucket
@@ -37,9 +31,6 @@ class BucketExchanges:
     Args:
         names: names of ``params``, by which state is kept.
         params: the bucket's parameters, in the order in which its buffer holds their gradients.
-        method: compression method.
-        communicator: the ranks to average over.
-        algorithm: name of the algorithm of dense sums.
     """
 
     def __init__(
@@ -99,9 +90,7 @@ class BucketExchanges:
     def load_state(self, state: State) -> None:
         """Load a result of :meth:`state`; missing parameters keep their state."""
         for part in self.parts:
-            known = {name: state[name] for name in part.bucket.names if name in state}
-            if known:
-                part.exchange.load_state(known)
+            part.exchange.load_state(state)
 
 
 class Sorting:
@@ -112,7 +101,6 @@ class Sorting:
 
     Args:
         names: the parameters' names, by ``id``.
-        method, communicator, algorithm: see :class:`BucketExchanges`.
     """
 
     def __init__(
@@ -155,7 +143,6 @@ class Sorting:
             ) from None
 
     def parts(self) -> Iterator[HookPart]:
-        """Yield the parts of all buckets."""
         for exchanges in self._by_index.values():
             yield from exchanges.parts
 
@@ -181,6 +168,5 @@ class Sorting:
             exchanges.load_state(state)
 
     def clear(self) -> None:
-        """Forget all exchanges, and release their memory."""
         self._by_index.clear()
         self._homeless.clear()

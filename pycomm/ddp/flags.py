@@ -50,9 +50,7 @@ class SteppedOptimizers:
     shard of one rank).
 
     Args:
-        params: the model's parameters, by name.
         given: an optimizer that is known; ``None`` without one.
-        per_rank: keys of groups whose numbers may differ between ranks.
 
     Attributes:
         counts: number of steps since the last :meth:`restart`, by the name of the optimizer's first parameter. An
@@ -94,7 +92,9 @@ class SteppedOptimizers:
         name = self._name_of(optimizer)
         if not name:
             self._unconcerned[optimizer] = size
-        elif self._is_real(optimizer):
+        elif any(True for _ in self._gradients(optimizer)) and any(
+            not _is_zero(group.get("lr")) for group in optimizer.param_groups
+        ):
             self.counts[name] = self.counts.get(name, 0) + 1
             if all(ref() is not optimizer for ref in self._stepped):
                 self._stepped.append(weakref.ref(optimizer))
@@ -116,10 +116,6 @@ class SteppedOptimizers:
     def _gradients(self, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
         return (p.grad for p in optimizer_parameters(optimizer) if p.grad is not None and id(p) in self._names)
 
-    def _is_real(self, optimizer: torch.optim.Optimizer) -> bool:
-        has_gradient = any(True for _ in self._gradients(optimizer))
-        return has_gradient and any(not _is_zero(group.get("lr")) for group in optimizer.param_groups)
-
     def readers(self) -> dict[str, Hyperparameters]:
         """Return readers of the given optimizer, and of those that have stepped since the last :meth:`restart`."""
         readers = {}
@@ -133,7 +129,6 @@ class SteppedOptimizers:
         return readers
 
     def restart(self) -> None:
-        """Count from zero."""
         self._stepped.clear()
         self.counts = {}
 
@@ -176,12 +171,7 @@ class SentFlags:
 
 
 class TrainingLoop:
-    """What this rank has done since ranks were compared last: forwards, and steps of optimizers.
-
-    Args:
-        model: the model.
-        optimizers: optimizers of its parameters; also an attribute.
-    """
+    """What this rank has done since ranks were compared last: forwards, and steps of optimizers."""
 
     def __init__(self, model: torch.nn.Module, optimizers: SteppedOptimizers) -> None:
         self.optimizers, self._index, self._model = optimizers, LoopIndex(), weakref.ref(model)
@@ -194,7 +184,6 @@ class TrainingLoop:
             self.optimizers.requires_passes = False
 
     def remove(self) -> None:
-        """Remove the hooks."""
         self._forwards.remove()
 
     def fix(self, record: Record, compares: int) -> SentFlags:
@@ -242,9 +231,6 @@ class ReplicaCheck:
     """Comparison of the parameters, after 1, 2, 4, 8, ... passes up to ``interval``, and then at that interval.
 
     Args:
-        params: the parameters by name.
-        communicator: the ranks.
-        device: of the parameters to compare.
         interval: number of passes; 0 to compare nothing.
     """
 
@@ -272,12 +258,7 @@ class ReplicaCheck:
         return sum(1 << i for i, bit in enumerate(self.bits().tolist()) if bit)
 
     def report(self, num_passes: int, joined: Sequence[bool]) -> None:
-        """Raise an error, or warn, if parameters differ. Collective.
-
-        Args:
-            num_passes: number of passes that were averaged.
-            joined: ranks that are not compared.
-        """
+        """Raise an error, or warn, if parameters differ. Collective."""
         if self._differences.find(self._hashes, joined)[0]:
             self._differences.report(self._hashes, num_passes, joined)
 
@@ -303,11 +284,7 @@ class HookFlags:
         self.requested = StopRequest()
 
     def request(self, reason: str) -> None:
-        """Ask all ranks to stop.
-
-        Raises:
-            ValueError: on a GPU, where the host does not wait for other ranks' flags.
-        """
+        """Ask all ranks to stop."""
         if self._on_gpu:
             raise ValueError("request_stop() on a GPU requires pycomm.attach() in place of pycomm.ddp.register()")
         if self._mine is None:

@@ -22,7 +22,7 @@ from pycomm.compression.saved_state import gather_state, select_state
 from pycomm.ddp.exchanges import Sorting
 from pycomm.ddp.flags import HookFlags, ReplicaCheck, SteppedOptimizers, TrainingLoop
 from pycomm.ddp.progress import HookProgress, HookSettings, checked_settings
-from pycomm.ddp.steps import Steps, weighting_of
+from pycomm.ddp.steps import Steps
 from pycomm.errors import attempt
 from pycomm.optim.copies import training_alone
 from pycomm.optim.module_hooks import watch_copies
@@ -116,7 +116,6 @@ class _Slot:
 
     Attributes:
         handle: handle that averages; ``None`` after its removal, for DistributedDataParallel's own all-reduce.
-        group: the process group of the model.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -211,9 +210,9 @@ class HookHandle:
         assert model is not None, "the hook is called by its model"
         if model.process_group is not self._group:
             raise RuntimeError("the model has another process group now: remove() this handle and register again")
-        weighting = weighting_of(divides_by_active_ranks(model))
         # A gradient that was not computed is one of zeros in the bucket.
-        return self._steps.take(bucket, weighting, model.find_unused_parameters or model.static_graph)
+        zeros_are_unused = model.find_unused_parameters or model.static_graph
+        return self._steps.take(bucket, divides_by_active_ranks(model), zeros_are_unused)
 
     def stats(self) -> dict[str, Any]:
         """Return the counters since :func:`pycomm.ddp.register`.
@@ -261,15 +260,7 @@ class HookHandle:
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]], *, strict: bool = True) -> None:
         """Load state that :meth:`state_dict`, or ``Reducer.state_dict``, returned.
 
-        Args:
-            state: this rank's own dict, one dict with the ``ranks`` of all, or the list of all ranks'
-                dicts. If it comes from a different number of ranks, residuals and velocities are
-                redistributed so that their sums over the ranks are kept.
-            strict: raise ValueError for missing or unknown parameters and for another method's state,
-                instead of loading what fits.
-
-        Raises:
-            ValueError: a single dict is of another rank or world size, or method, names or shapes do not match.
+        Arguments and errors are those of :meth:`pycomm.Reducer.load_state_dict`.
         """
         self._progress.require_between_steps("load_state_dict", self._is_removed)
         given = state if isinstance(state, dict) else list(state)

@@ -15,7 +15,7 @@ from pycomm.collectives.communicator import Communicator
 from pycomm.compression import Compression
 from pycomm.compression.base import Exchange, Flag, Scaling, method_stats
 from pycomm.compression.nonfinite import NonfiniteSource, Sent
-from pycomm.optim.loss_scaler import checked_scaler, loss_scale_of
+from pycomm.optim.loss_scaler import checked_scaler, scale_of
 from pycomm.optim.parameters import unwrapped
 from pycomm.training.cost.auto import checked_method
 from pycomm.training.reducer import Tuning
@@ -61,8 +61,6 @@ class HookProgress:
 
     Args:
         communicators: communicators that this rank leaves after an error; the first one averages gradients.
-        settings: settings of the registration.
-        device: device of the gradients.
 
     Attributes:
         committed, nonfinite: numbers of steps that changed state, and of those that were not finite: 0-d int64 tensors
@@ -76,7 +74,7 @@ class HookProgress:
 
     def __init__(self, communicators: Sequence[Communicator], settings: HookSettings, device: torch.device) -> None:
         self._communicators, self.device, self.on_gpu = communicators, device, device.type == "cuda"
-        self._loss_scale = loss_scale_of(settings.loss_scaler)
+        self._scaler = settings.loss_scaler
         self.committed = torch.zeros((), dtype=torch.int64, device=device)
         self.nonfinite = torch.zeros((), dtype=torch.int64, device=device)
         self.source = NonfiniteSource()
@@ -97,7 +95,7 @@ class HookProgress:
         """Return the scaling of the step that begins."""
         # A copy on a GPU: the count may be incremented before the GPU has read it for this step.
         step = self.committed.clone() if self.on_gpu else int(self.committed)
-        loss_scale = self._loss_scale.current(self.device, self.on_gpu)
+        loss_scale = scale_of(self._scaler, self.device, self.on_gpu)
         return Scaling(self._communicators[0].size, loss_scale=loss_scale, step=step)
 
     def count(self, finite: Flag) -> None:
@@ -152,7 +150,6 @@ class HookProgress:
         }
 
     def close(self) -> None:
-        """Close the communicators."""
         for communicator in self._communicators:
             communicator.close(self.stopped or None)
 

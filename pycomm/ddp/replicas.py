@@ -22,12 +22,7 @@ _END = -1
 
 
 class ShardedReplicas:
-    """Shards of one module's parameters on this rank, and their exchange between the replicas.
-
-    Args:
-        group: torch's description of the module's shards.
-        names: names of its parameters.
-    """
+    """Shards of one module's parameters on this rank, and their exchange between the replicas."""
 
     def __init__(
         self, group: ShardedGroup, names: Sequence[str], communicator: Communicator, settings: HookSettings
@@ -106,12 +101,7 @@ class ReplicaSteps:
 
     Args:
         modules: shards of all modules, in the same order on all ranks.
-        loop: what this rank has done since the last pass.
-        replicas: comparison of the parameters.
-        communicator: this rank's replicas.
         shard_communicator: the ranks that the parameters are sharded over, whose verdicts count too.
-        progress: of this registration.
-        transactional: whether the method carries state.
     """
 
     def __init__(

@@ -27,7 +27,6 @@ class TakenStep:
     """Bucket from DistributedDataParallel, and the future that it waits for.
 
     Attributes:
-        params: its parameters.
         grads: views of ``buffer``, one for each parameter.
     """
 
@@ -37,19 +36,6 @@ class TakenStep:
     future: torch.futures.Future[Any]
 
 
-@dataclass(frozen=True)
-class Weighting:
-    """Share of this rank in the average.
-
-    Attributes:
-        by_active: whether to divide by the number of ranks that still have inputs, not by the group's size.
-        joined: whether this rank has no more inputs, as inside ``join()``.
-    """
-
-    by_active: bool = False
-    joined: bool = False
-
-
 class Steps:
     """Steps of one model. Methods named ``_on_...`` run on the communication thread.
 
@@ -57,40 +43,35 @@ class Steps:
     committed if all buckets are finite on all ranks, and every future gets its average. A final callback of the
     backward pass, called before the model's own, waits for all of it. An error raised there leaves ``backward()``
     unchanged, whereas an error in a future would lose its type.
-
-    Args:
-        sorting: exchanges by bucket.
-        communicator: the ranks.
-        progress: counters of this registration.
-        flags: flags that travel with each step.
     """
 
     def __init__(self, sorting: Sorting, communicator: Communicator, progress: HookProgress, flags: HookFlags) -> None:
         self._sorting, self._communicator, self._progress, self._flags = sorting, communicator, progress, flags
         self._device, self._on_gpu = progress.device, progress.on_gpu
         self._scaling = Scaling(communicator.size)
-        self._weighting = Weighting()
+        self._divides_by_active = self._has_joined = False
         self._taken: list[TakenStep] = []
         self._error: BaseException | None = None
 
     def take(
-        self, bucket: GradBucket, weighting: Weighting, zeros_are_unused: bool
+        self, bucket: GradBucket, divides_by_active: bool, zeros_are_unused: bool
     ) -> torch.futures.Future[torch.Tensor]:
         """Begin to exchange ``bucket``; return the future of its average, a flat tensor.
 
         Args:
             bucket: argument of DistributedDataParallel's hook; buckets come in the order of their numbers.
-            weighting: share of this rank; used with the first bucket of a step.
+            divides_by_active: whether to divide by the number of ranks that still have inputs, not by the
+                group's size; used with the first bucket of a step.
             zeros_are_unused: whether a gradient of zeros may belong to an unused parameter.
         """
         index, is_last = bucket.index(), bucket.is_last()
         taken = self._taken_over(bucket)
         if index == 0:
-            self._begin(weighting)
+            self._begin(divides_by_active)
         elif not self._progress.is_open or index != len(self._taken):
             raise RuntimeError(f"bucket {index} came after {len(self._taken)} others of its step, wanted all in order")
         self._taken.append(taken)
-        flags = self._flags.fix(self._weighting.joined, self._progress.num_steps) if is_last else None
+        flags = self._flags.fix(self._has_joined, self._progress.num_steps) if is_last else None
         self._submit(lambda: self._on_bucket(index, taken, zeros_are_unused, flags), [taken.buffer])
         end = self._submit(self._on_end, []) if is_last else None
         if current_node() is not None:
@@ -110,20 +91,17 @@ class Steps:
         # The bucket itself is invalid once the hook has returned.
         return TakenStep(bucket.parameters(), bucket.gradients(), buffer, future)
 
-    def _begin(self, weighting: Weighting) -> None:
-        if self._progress.is_open:
-            self._require_alone()
+    def _begin(self, divides_by_active: bool) -> None:
+        if self._progress.is_open:  # a failed pass, from which only a rank without others recovers
+            if self._communicator.size > 1:
+                self._progress.stop(RuntimeError(HALF_SENT))
+                raise RuntimeError(HALF_SENT)
+            self._submit(lambda: None, []).wait()
         self._flags.receive_late()
         self._progress.is_open, self._error = True, None
         self._taken = []
-        self._weighting, self._scaling = weighting, self._progress.scaling()
-
-    def _require_alone(self) -> None:
-        """Recover from a failed pass if there are no other ranks; else stop, and raise RuntimeError."""
-        if self._communicator.size > 1:
-            self._progress.stop(RuntimeError(HALF_SENT))
-            raise RuntimeError(HALF_SENT)
-        self._submit(lambda: None, []).wait()
+        self._scaling, self._divides_by_active = self._progress.scaling(), divides_by_active
+        self._has_joined = current_graph_task() == -1  # it has no more inputs: its hook runs outside of any backward
 
     def _submit(self, job: Callable[[], None], reads: Sequence[torch.Tensor | None]) -> Work | GpuWork:
         channel = self._communicator.channel
@@ -169,11 +147,11 @@ class Steps:
 
     def _weigh(self) -> None:
         """Count the ranks with inputs, if sums are divided by their number. Collective in that case."""
-        if not self._weighting.by_active:
+        if not self._divides_by_active:
             return
-        active = torch.tensor([0.0 if self._weighting.joined else 1.0])
+        active = torch.tensor([0.0 if self._has_joined else 1.0])
         self._communicator.all_reduce(active)
-        relative = 0.0 if self._weighting.joined else self._communicator.size / float(active)
+        relative = 0.0 if self._has_joined else self._communicator.size / float(active)
         self._scaling = replace(self._scaling, relative=relative)
 
     def _on_end(self) -> None:
@@ -212,8 +190,3 @@ def _average_or_error(future: torch.futures.Future[Any]) -> Any:
     if isinstance(value, BaseException):
         raise value
     return value
-
-
-def weighting_of(by_active: bool) -> Weighting:
-    """Return the share of this rank. A rank that has joined runs its hook outside of any backward pass."""
-    return Weighting(by_active, joined=current_graph_task() == -1)

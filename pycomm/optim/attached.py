@@ -11,6 +11,7 @@ from typing import NoReturn, Protocol
 import torch
 
 from pycomm.optim.parameters import unwrapped
+from pycomm.optim.wrappers import Owner, unwatch_constructions, watch_constructions
 
 
 class Refusing(Protocol):
@@ -19,7 +20,7 @@ class Refusing(Protocol):
     def refuse_gradient(self, param: torch.Tensor, problem: str) -> NoReturn: ...
 
 
-class Attached(Protocol):
+class Attached(Owner, Protocol):
     """Interface of a Reducer to optimizers and loss scalers."""
 
     optimizer: torch.optim.Optimizer
@@ -28,7 +29,6 @@ class Attached(Protocol):
     def is_vetoed(self) -> bool: ...
     @property
     def attached(self) -> Refusing: ...
-    def knows(self, param: torch.Tensor) -> bool: ...
     def paused(self) -> AbstractContextManager[None]: ...
     def settle(self) -> bool: ...
     def name_of_not_finite(self) -> str | None: ...
@@ -38,13 +38,17 @@ _reducers: weakref.WeakSet[Attached] = weakref.WeakSet()
 
 
 def register(reducer: Attached) -> None:
-    """Register ``reducer``, to be found by its optimizer and parameters for as long as it lives."""
+    """Register ``reducer``, to be found by its optimizer and parameters for as long as it lives.
+
+    The constructors of wrappers refuse its parameters from now on.
+    """
     _reducers.add(reducer)
+    watch_constructions(reducer)
 
 
 def forget(reducer: Attached) -> None:
-    """Undo :func:`register`."""
     _reducers.discard(reducer)
+    unwatch_constructions(reducer)
 
 
 def reducer_of(optimizer: torch.optim.Optimizer) -> Attached | None:
@@ -81,7 +85,6 @@ def register_averaged(averaged: Averaged) -> None:
 
 
 def forget_averaged(averaged: Averaged) -> None:
-    """Undo :func:`register_averaged`."""
     _averaged.discard(averaged)
 
 

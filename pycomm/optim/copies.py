@@ -8,6 +8,7 @@ parts carry marks, which note a ``deepcopy``: so an optimizer that steps a copy 
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -35,25 +36,19 @@ def training_alone() -> Iterator[None]:
         _paused[0] -= 1
 
 
-class CopyWatch:
-    """Watches the parameters of a copy from its first forward in training mode.
+def watch_copy(module: torch.nn.Module, hooked: set[int]) -> None:
+    """Hook the parameters of the copy ``module``, if it is about to be trained, but for those whose ids are ``hooked``.
 
     A copy may exist (a moving average, a teacher, a target network), but must not get gradients. With a single rank
     anything is allowed.
     """
-
-    def __init__(self) -> None:
-        self._hooked: set[int] = set()
-
-    def before_forward(self, module: torch.nn.Module) -> None:
-        """Hook the parameters of the copy ``module``, if it is about to be trained."""
-        if not (module.training and torch.is_grad_enabled()) or not _has_others():
-            return
-        for name, param in module.named_parameters():
-            if param.requires_grad and id(param) not in self._hooked:
-                self._hooked.add(id(param))
-                register: Any = param.register_post_accumulate_grad_hook
-                register(_Refusal(name))
+    if not (module.training and torch.is_grad_enabled()) or not _has_others():
+        return
+    for name, param in module.named_parameters():
+        if param.requires_grad and id(param) not in hooked:
+            hooked.add(id(param))
+            register: Any = param.register_post_accumulate_grad_hook
+            register(_Refusal(name))
 
 
 class _Refusal:
@@ -127,15 +122,13 @@ class MarkedParts:
         _watch_steps()
 
     def remove(self) -> None:
-        """Remove the marks."""
         for part in self._parts:
             vars(part).pop(_MARK, None)
 
 
-def _watch_steps(installed: list[bool] = []) -> None:  # noqa: B006  # of the whole process
-    if not installed:
-        register_optimizer_step_pre_hook(_refuse_copies)
-        installed.append(True)
+@functools.cache
+def _watch_steps() -> None:
+    register_optimizer_step_pre_hook(_refuse_copies)
 
 
 def _refuse_copies(optimizer: torch.optim.Optimizer, *_: Any) -> None:

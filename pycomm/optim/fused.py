@@ -160,11 +160,7 @@ def has_rule(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
-    """Return the rule by which the kernels step for ``optimizer``.
-
-    Raises:
-        TypeError, ValueError: they have none for its class, or one of its options is not supported.
-    """
+    """Return the rule by which the kernels step for ``optimizer``."""
     rule = RULES.get(type(optimizer))
     if rule is None:
         known = ", ".join(sorted(known.__name__ for known in RULES))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pycomm.descriptions import name_ranks
+from pycomm.descriptions import name_ranks, ranks_by_value
 
 _NOT_COMPARED = frozenset(("params", "param_names", "foreach", "fused", "capturable", "differentiable"))
 """Keys that are not numbers, or that select an implementation with the same result."""
@@ -29,8 +29,6 @@ class Hyperparameters:
     Text, functions, and tensors on a GPU (for which the host would wait) are not read. The number of parameters is.
 
     Args:
-        optimizer: owner of the groups.
-        per_rank: keys that may differ between ranks.
         ignores: returns whether a parameter is local to its rank; groups of only such parameters are not read, and
             parameters not counted.
 
@@ -179,10 +177,8 @@ def require_equal_groups(
     if found is None:
         return
     index, key, values = found
-    by_value: dict[str, list[int]] = {}
-    for (rank, group), value in zip(groups.items(), values, strict=True):
-        if group is not None:
-            by_value.setdefault("missing" if value is None else repr(value), []).append(rank)
+    counting = {rank: value for (rank, group), value in zip(groups.items(), values, strict=True) if group is not None}
+    by_value = ranks_by_value({rank: "missing" if value is None else repr(value) for rank, value in counting.items()})
     described = ", ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in by_value.items())
     if key == NUM_PARAMETERS:
         raise ValueError(

@@ -8,7 +8,7 @@ import torch
 
 from pycomm.optim import plans, update_rules
 from pycomm.optim.layerwise import LayerwiseOptimizer, adapts, require_not_negative
-from pycomm.optim.targets import Group, StepTarget, next_step
+from pycomm.optim.targets import Group, StepTarget, next_steps
 
 
 class LAMB(LayerwiseOptimizer):
@@ -70,7 +70,7 @@ class LAMB(LayerwiseOptimizer):
 
     def direction(self, group: Group, target: StepTarget) -> torch.Tensor:
         w, g = target.weight, target.grad * (-1.0 if group["maximize"] else 1.0)
-        t, (beta1, beta2) = next_step(target), group["betas"]
+        t, (beta1, beta2) = next_steps([target])[0], group["betas"]
         m = target.buffer("exp_avg").lerp_(g, 1.0 - beta1)
         v = target.buffer("exp_avg_sq").mul_(beta2).addcmul_(g, g, value=1.0 - beta2)
         if group["bias_correction"]:

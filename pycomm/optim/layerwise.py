@@ -98,11 +98,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
                 note_writes([target.param])
 
     def _uses_kernels(self) -> bool:
-        """Return whether the kernels do the step.
-
-        Raises:
-            TypeError: ``fused`` is true, and a parameter has a dtype that they do not support.
-        """
+        """Return whether the kernels do the step."""
         if self._fused is False:
             return False
         for p in optimizer_parameters(self):

@@ -80,7 +80,6 @@ class LoopIndex:
 
     @property
     def has_forwards(self) -> bool:
-        """Return whether a forward has been noted."""
         return bool(self._forwards)
 
     @property

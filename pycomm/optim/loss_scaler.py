@@ -285,59 +285,29 @@ class LossScaler:
         )
 
 
-class LossScale:
-    """Factor by which the loss, and so every gradient, was multiplied; this base class is for no scaler: 1."""
+def scale_of(scaler: Any, device: torch.device, on_gpu: bool) -> Factor:
+    """Return the factor by which ``scaler`` multiplies the loss in the current step; 1 without one.
 
-    def current(self, device: torch.device, on_gpu: bool) -> Factor:
-        """Return the scale of the current step; a 0-d float32 tensor on the GPU if only the device knows it."""
-        return 1.0
-
-    def left_in(self, optimizer: torch.optim.Optimizer) -> float:
-        """Return the factor by which the gradients of ``optimizer`` still have to be divided."""
-        return 1.0
-
-
-class _OwnLossScale(LossScale):
-    def __init__(self, scaler: LossScaler) -> None:
-        self._scaler = scaler
-
-    def current(self, device: torch.device, on_gpu: bool) -> Factor:
-        return self._scaler.get_scale()
-
-    def left_in(self, optimizer: torch.optim.Optimizer) -> float:
-        return 1.0 if self._scaler.is_unscaled(optimizer) else self._scaler.get_scale()
+    ``scaler`` is a LossScaler or has GradScaler's ``scale``. A 0-d float32 tensor on the GPU if only the device knows
+    the scale.
+    """
+    if scaler is None or isinstance(scaler, LossScaler):
+        return 1.0 if scaler is None else scaler.get_scale()
+    # GradScaler.get_scale() would wait for the GPU; this is the same number, left on the GPU.
+    scaled = scaler.scale(torch.ones((), dtype=torch.float32, device=device))
+    return scaled.float() if on_gpu else float(scaled)
 
 
-class _ForeignLossScale(LossScale):
-    """Loss scale of GradScaler, or of any object that has its ``scale`` method."""
-
-    def __init__(self, scaler: Any) -> None:
-        self._scaler = scaler
-
-    def current(self, device: torch.device, on_gpu: bool) -> Factor:
-        # GradScaler.get_scale() would wait for the GPU; this is the same number, left on the GPU.
-        scaled = self._scaler.scale(torch.ones((), dtype=torch.float32, device=device))
-        return scaled.float() if on_gpu else float(scaled)
-
-    def left_in(self, optimizer: torch.optim.Optimizer) -> float:
-        """Return 1: calling ``unscale_`` is up to the user.
-
-        Raises:
-            RuntimeError: the optimizer has master weights, whose gradients only LossScaler unscales.
-        """
-        if stepper_of(optimizer).has_masters:
-            raise RuntimeError(
-                f"with a {type(self._scaler).__name__} the gradients of half-precision parameters stay scaled: use "
-                "pycomm.LossScaler"
-            )
-        return 1.0
-
-
-def loss_scale_of(scaler: Any) -> LossScale:
-    """Return the loss scale of ``scaler``: a LossScaler, an object with GradScaler's ``scale``, or ``None``."""
-    if scaler is None:
-        return LossScale()
-    return _OwnLossScale(scaler) if isinstance(scaler, LossScaler) else _ForeignLossScale(scaler)
+def scale_left(scaler: Any, optimizer: torch.optim.Optimizer) -> float:
+    """Return the factor by which the gradients of ``optimizer`` still have to be divided, as only LossScaler knows."""
+    if isinstance(scaler, LossScaler):
+        return 1.0 if scaler.is_unscaled(optimizer) else scaler.get_scale()
+    if scaler is not None and stepper_of(optimizer).has_masters:
+        raise RuntimeError(
+            f"with a {type(scaler).__name__} the gradients of half-precision parameters stay scaled: use "
+            "pycomm.LossScaler"
+        )
+    return 1.0
 
 
 def checked_scaler(loss_scaler: Any) -> Any:

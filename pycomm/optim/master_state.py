@@ -19,13 +19,6 @@ KEY = "master_weight"
 """Key of the master in a parameter's entry of ``state_dict()``."""
 
 
-def state_of_optimizer(state_dict: Any) -> dict[str, Any]:
-    """Return a shallow copy of ``state_dict``. Raise ValueError if it is not an optimizer's."""
-    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
-        raise ValueError("state_dict is not of an optimizer: it has no 'state' and 'param_groups'")
-    return dict(state_dict)
-
-
 def whole_masters(
     masters: Mapping[torch.Tensor, torch.Tensor],
     completed: Callable[[dict[str, Any], torch.Tensor], dict[str, Any]] | None,
@@ -39,11 +32,7 @@ def whole_masters(
 def without_masters(
     saved: Mapping[str, Any], params: Sequence[torch.Tensor], masters: Mapping[torch.Tensor, torch.Tensor]
 ) -> tuple[list[int], dict[int, Any], dict[torch.Tensor, torch.Tensor]]:
-    """Return the numbers of saved parameters, their state without masters, and the masters by parameter.
-
-    Raises:
-        ValueError: a master is missing, or of another shape.
-    """
+    """Return the numbers of saved parameters, their state without masters, and the masters by parameter."""
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     found: dict[torch.Tensor, torch.Tensor] = {}
     state = dict(saved["state"])
@@ -155,7 +144,9 @@ class Masters(dict[torch.Tensor, torch.Tensor]):
             state_dict: the optimizer's, with masters.
             unscaled, done: as for :meth:`widened`.
         """
-        optimizer, saved = self.optimizer, state_of_optimizer(state_dict)
+        if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+            raise ValueError("state_dict is not of an optimizer: it has no 'state' and 'param_groups'")
+        optimizer, saved = self.optimizer, dict(state_dict)
         params = list(optimizer_parameters(optimizer))
         numbers, state, found = without_masters(saved, params, self)
         saved["state"] = state

@@ -106,7 +106,6 @@ class MasterWeights(KernelStep):
         return [master for param, master in self._masters.items() if not leaves_out(param)]
 
     def restore(self) -> None:
-        """Cast all masters back to their parameters, after the masters were written to."""
         self._masters.restore()
 
     def detach(self) -> None:
@@ -159,7 +158,7 @@ class MasterWeights(KernelStep):
     def unscale(self, factor: Factor) -> None:
         """Store gradients times ``factor`` in ``.grad`` of :meth:`parameters`; those of masters in float32."""
         self._masters.refresh(self.partition)
-        if self.partition is not None:
+        if self.partition is not None and self.partition.terms is not None:
             self.partition.terms.require_reduced()
         for param in optimizer_parameters(self.optimizer):
             if param.grad is None:

@@ -167,7 +167,8 @@ def muon_groups(
     Raises:
         ValueError: a name is none of the model's.
     """
-    shared = {id(p) for part in model.modules() if _embeds(part) for p in part.parameters(recurse=False)}
+    embeddings = [part for part in model.modules() if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag)]
+    shared = {id(p) for part in embeddings for p in part.parameters(recurse=False)}
     owners = [name for name, part in model.named_modules() if any(map(_is_matrix, part.parameters(recurse=False)))]
     head = (owners[-1] if owners else "") if head is None else head
     elsewhere, blocks = [*by_adamw, *([head] if head else [])], dict(split or {})
@@ -191,10 +192,6 @@ def muon_groups(
         for parts, params in sorted(groups.items())
     ]
     return [group for group in (*matrices, others) if group["params"]]
-
-
-def _embeds(part: torch.nn.Module) -> bool:
-    return isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag)
 
 
 def _is_matrix(param: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from pycomm.optim.copies import CopyWatch, MarkedParts
+from pycomm.optim.copies import MarkedParts, watch_copy
 from pycomm.torch_internals import (
     called_parts,
     children_of,
@@ -85,7 +85,6 @@ class ForwardWatch:
     evaluation mode, by a compiled module, or by calling parts of the module. Then the hooks move there.
 
     Args:
-        module: the module.
         note: called with the output of each forward, and the name of the part that was called; "" for all of it.
         before: called before the first forward of a step, if that is no forward of the module itself.
     """
@@ -129,7 +128,6 @@ class ForwardWatch:
             self._handles.append(part.register_forward_hook(_AfterForward(self, name)))
 
     def remove(self) -> None:
-        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -138,11 +136,11 @@ class OfCopy(ForwardHook):
     """Pre-hook of a copy of an attached module."""
 
     def __init__(self) -> None:
-        self._watch = CopyWatch()
+        self._hooked: set[int] = set()
 
     def __call__(self, module: torch.nn.Module, *_: Any) -> None:
         if not torch.compiler.is_compiling() and not is_recording():
-            self._watch.before_forward(module)
+            watch_copy(module, self._hooked)
 
     def of_copy(self) -> ForwardHook:
         return OfCopy()
@@ -201,7 +199,6 @@ class StepWatch:
             method(optimizer)
 
     def remove(self) -> None:
-        """Watch no longer."""
         _watches.discard(self)
 
 

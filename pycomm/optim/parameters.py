@@ -59,14 +59,7 @@ def _is_trainers(optimizer: object) -> bool:
 
 
 def checked_optimizer(optimizer: Any, model: Any = None, call: str = "") -> torch.optim.Optimizer:
-    """Return the user's ``optimizer``, :func:`unwrapped`; every public function with an optimizer begins with this.
-
-    Args:
-        optimizer, model: arguments of the public function ``call``.
-
-    Raises:
-        TypeError: it is not an optimizer.
-    """
+    """Return the user's ``optimizer``, :func:`unwrapped`; every public function with an optimizer begins with this."""
     inner = unwrapped(optimizer)
     swapped = f"; {call}(optimizer, model): swapped?" if isinstance(model, torch.optim.Optimizer) else ""
     if not isinstance(inner, torch.optim.Optimizer):

@@ -33,15 +33,30 @@ class GradientTerms(Protocol):
     def of(self, param: torch.Tensor) -> list[torch.Tensor]:
         """Return all ranks' gradients of this rank's own elements of ``param``, flat, in rank order."""
 
+    @property
+    def has_moved(self) -> bool:
+        """Whether gradients that the step reduces are in other memory than in the last one."""
+
+    @property
+    def defers(self) -> bool:
+        """Whether sums of later gradients are left to the step."""
+
+    def open(self) -> None:
+        """Find the gradients of all ranks again, some of which have moved. Collective."""
+
     def require_reduced(self) -> None:
         """Reduce the gradients now, if that was left to the step. Collective."""
+
+    def reduce_early(self) -> None:
+        """Reduce gradients now, and from now on during backward, as they are needed before the step. Collective."""
 
 
 class Partition(Protocol):
     """Partition of an optimizer's parameters over ranks. Each rank steps its own elements of each parameter."""
 
     @property
-    def terms(self) -> GradientTerms: ...
+    def terms(self) -> GradientTerms | None:
+        """Gradients of all ranks, if the step may compute their sums."""
 
     @property
     def reduction(self) -> str:
@@ -73,3 +88,6 @@ class Partition(Protocol):
         With ``needs_gradients`` they are reduced before, as a kernel reads them by themselves. Inside, all ranks write
         to each other's parameters; none leaves before all are done.
         """
+
+    def writing(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        """Return a context in which each rank writes to its own parameters; then all get the new values. Collective."""

@@ -22,7 +22,6 @@ class PendingFactor:
     ``.data`` and NumPy's views do not change them, and are not found.
 
     Args:
-        optimizer: owner of the parameters.
         masters: masters by parameter, which may have gradients of their own.
 
     Attributes:
@@ -52,7 +51,6 @@ class PendingFactor:
         return value
 
     def drop(self) -> None:
-        """Drop all factors."""
         self.value = 1.0
         self._seen, self._grads, self._versions = [], [], []
 

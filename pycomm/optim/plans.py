@@ -63,9 +63,6 @@ class PlanPart:
     """Targets that are stepped by the same kernel calls.
 
     Attributes:
-        key: their common properties.
-        arrays: their arrays.
-        size: their number.
         label: name that is unique within the optimizer.
     """
 
@@ -116,7 +113,6 @@ class Rule:
     Attributes:
         kernel: name of the (first) kernel.
         keys: returns the names of a group's states, with ``None`` for unused ones.
-        run: steps a part.
         kind: returns a property that targets of the same calls must share.
         has_counts: whether steps are counted, under "step".
         same_counts: whether targets of the same calls must have the same count, unless the kernels count.
@@ -150,7 +146,7 @@ class Step:
     def settings(self, group: Group) -> Hashable:
         """Return the settings that a plan of ``group`` depends on, besides its tensors."""
         partition = self.partition
-        shared = None if partition is None else (ref(partition), partition.terms.version)
+        shared = None if partition is None else (ref(partition), partition.terms and partition.terms.version)
         return self.rule, self.rule.keys(group), group.get("exclude"), self.counted_by_kernels, shared
 
 
@@ -286,7 +282,6 @@ class _Memory:
         self._shards: tuple[tuple[int, ...], Shards] = (), Shards([])
 
     def shards(self, optimizer: torch.optim.Optimizer) -> Shards:
-        """Return the :class:`Shards` of the optimizer's parameters."""
         params = list(optimizer_parameters(optimizer))
         ids = tuple(map(id, params))
         if ids != self._shards[0]:
@@ -321,8 +316,6 @@ def step_by_rule(
     """Take one step of every parameter that has a gradient.
 
     Args:
-        optimizer: owner of the parameters, hyperparameters and state.
-        rule: rule of the optimizer's class.
         scaling: scaling of the gradients. With ``found``, the kernels count steps, on the device.
         masters: masters of half-precision parameters, which are updated and cast back.
         grads: gradients to use instead of ``.grad``, by parameter.
@@ -330,9 +323,6 @@ def step_by_rule(
 
     Norms of DTensors, and those of a partition, are of whole parameters: one message for all of them, collective over
     the ranks that have parts.
-
-    Raises:
-        ValueError: a gradient is sparse, or a parameter has gaps or overlaps in memory.
     """
     memory = _memories.get(optimizer)
     if memory is None:

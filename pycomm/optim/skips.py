@@ -21,7 +21,6 @@ def listen_to_skips(optimizer: torch.optim.Optimizer, skipped: Callable[[], None
 
 
 def stop_listening(optimizer: torch.optim.Optimizer) -> None:
-    """Undo :func:`listen_to_skips`."""
     _listeners.pop(optimizer, None)
 
 

@@ -72,11 +72,7 @@ class Stepper:
         )
 
     def unscale(self, factor: Factor) -> None:
-        """Multiply the gradients by ``factor``, in place.
-
-        Raises:
-            ValueError: a gradient is in float16, in which it would underflow.
-        """
+        """Multiply the gradients by ``factor``, in place."""
         grads = gradients_of(self.optimizer)
         if any(grad.dtype == torch.float16 for grad in grads):
             raise ValueError("gradients in float16 would underflow without the scale: see pycomm.master_weights")

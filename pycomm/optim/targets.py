@@ -128,9 +128,10 @@ def copies_of(targets: Sequence[StepTarget]) -> list[torch.Tensor] | None:
 def terms_of(targets: Sequence[StepTarget]) -> list[list[torch.Tensor]]:
     """Return each rank's gradients, if the step reduces them."""
     partition = targets[0].partition
-    if partition is None or partition.terms.version == 0:
+    terms = None if partition is None else partition.terms
+    if terms is None or terms.version == 0:
         return []
-    return [list(of) for of in zip(*(partition.terms.of(t.param) for t in targets), strict=True)]
+    return [list(of) for of in zip(*(terms.of(t.param) for t in targets), strict=True)]
 
 
 def mirrors_of(targets: Sequence[StepTarget]) -> list[list[torch.Tensor]]:
@@ -153,13 +154,8 @@ def counts_of(targets: Sequence[StepTarget]) -> list[torch.Tensor]:
     return [target.state["step"] for target in targets]
 
 
-def next_step(target: StepTarget) -> int:
-    """Increment the target's step count, stored as torch does in a float32 tensor on the CPU, and return it."""
-    return next_steps([target])[0]
-
-
 def next_steps(targets: Sequence[StepTarget]) -> list[int]:
-    """Increment the step counts of many targets together, which is faster, and return them."""
+    """Increment the step counts, stored as torch does in float32 tensors on the CPU, together; return them."""
     if not targets:
         return []
     steps = []

@@ -44,9 +44,6 @@ class UnscaledGradients:
         Args:
             by_value: compare the values, too, as writes through ``.data`` and numpy's views do not change the version.
                 Not on a GPU, for which the host would wait.
-
-        Raises:
-            RuntimeError: such a ``.grad`` was written to since.
         """
         found = {param: entry for param, entry in self._entries.items() if entry.source is param.grad}
         is_written = any(version_of(entry.source) != entry.version for entry in found.values())
@@ -60,7 +57,6 @@ class UnscaledGradients:
         return {param: entry.grad for param, entry in found.items()}
 
     def clear(self) -> None:
-        """Forget all of them."""
         self._entries.clear()
         self._hashes = {}
 

@@ -27,14 +27,6 @@ def _momentum_keys(group: Group) -> Keys:
     return ("momentum_buffer" if group["momentum"] else None,)
 
 
-def _sgd_kind(group: Group, target: StepTarget) -> str | None:
-    return FIRST if group["momentum"] and not target.has("momentum_buffer") else None
-
-
-def _sgd_waits(group: Group) -> bool:
-    return bool(group["momentum"] and group["dampening"])  # a skipped first step would leave a momentum behind
-
-
 def _sgd(group: Group, part: PlanPart, scaling: PackScaling) -> None:
     momentum = float(group["momentum"])
     # As in torch, the first momentum is the gradient itself, without dampening.
@@ -70,18 +62,6 @@ def _rmsprop_keys(group: Group) -> Keys:
 def _rmsprop(group: Group, part: PlanPart, scaling: PackScaling) -> None:
     settings = (float(group[name]) for name in ("lr", "alpha", "eps", "momentum", "weight_decay"))
     part.arrays.step("rmsprop", rmsprop_coefficients(*settings), scaling, scratch=part.scratch("rmsprop"))
-
-
-def _adagrad_keys(group: Group) -> Keys:
-    return ("sum",)
-
-
-def _adagrad_waits(group: Group) -> bool:
-    return bool(group["lr_decay"])  # the rate depends on how many steps were taken
-
-
-def _adagrad_initial(group: Group) -> float:
-    return float(group["initial_accumulator_value"])
 
 
 def _adagrad(group: Group, part: PlanPart, scaling: PackScaling) -> None:
@@ -123,10 +103,6 @@ def _lars_ratios(squares: torch.Tensor, scaling: PackScaling, trust_coefficient:
     return torch.where((w > 0) & (g != 0), trust_coefficient * w / (g + decay * w), 1.0)
 
 
-def _lamb_keys(group: Group) -> Keys:
-    return "exp_avg", "exp_avg_sq"
-
-
 def _lamb_coefficients(group: Group, part: PlanPart) -> Any:
     return lamb_coefficients(_moments(group, part), float(group["weight_decay"]) if part.key.kind else 0.0)
 
@@ -146,7 +122,13 @@ def _lamb(group: Group, part: PlanPart, scaling: PackScaling, squares: torch.Ten
     part.arrays.step("lamb_apply", c, scaling, rates=rates, scratch=part.scratch("lamb_apply"))
 
 
-sgd = Rule("momentum", _momentum_keys, _sgd, _sgd_kind, waits=_sgd_waits)
+sgd = Rule(
+    "momentum",
+    _momentum_keys,
+    _sgd,
+    kind=lambda group, target: FIRST if group["momentum"] and not target.has("momentum_buffer") else None,
+    waits=lambda group: bool(group["momentum"] and group["dampening"]),  # a skipped first step would leave a momentum
+)
 """Steps as torch.optim.SGD does."""
 
 adam = Rule("adam", _adam_keys, _adam, has_counts=True, same_counts=True)
@@ -160,12 +142,12 @@ rmsprop = Rule("rmsprop", _rmsprop_keys, _rmsprop, has_counts=True)
 
 adagrad = Rule(
     "adagrad",
-    _adagrad_keys,
+    lambda group: ("sum",),
     _adagrad,
     has_counts=True,
     same_counts=True,
-    waits=_adagrad_waits,
-    initial=_adagrad_initial,
+    waits=lambda group: bool(group["lr_decay"]),  # the rate depends on how many steps were taken
+    initial=lambda group: float(group["initial_accumulator_value"]),
 )
 """Steps as torch.optim.Adagrad does."""
 
@@ -174,5 +156,13 @@ _LARS, _LAMB = ByNorms(_lars_squares, _lars), ByNorms(_lamb_moments, _lamb)
 lars = Rule("momentum", _momentum_keys, _LARS.run, _adapts, norms=_LARS)
 """Steps as :class:`pycomm.LARS` does."""
 
-lamb = Rule("lamb_moments", _lamb_keys, _LAMB.run, _adapts, has_counts=True, same_counts=True, norms=_LAMB)
+lamb = Rule(
+    "lamb_moments",
+    lambda group: ("exp_avg", "exp_avg_sq"),
+    _LAMB.run,
+    _adapts,
+    has_counts=True,
+    same_counts=True,
+    norms=_LAMB,
+)
 """Steps as :class:`pycomm.LAMB` does."""

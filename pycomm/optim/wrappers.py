@@ -54,14 +54,14 @@ def refuse_wrapped(names: Mapping[str, torch.Tensor], model: Any, hint: str = ""
     """Raise ValueError if a living wrapper has one of the parameters. May look at every object in the process.
 
     Args:
-        names: the parameters by name.
         model: what ``attach`` was given; only modules are searched.
         hint: advice for the message, in place of the general one.
     """
     if isinstance(model, torch.nn.Module):
         for module in model.modules():
             if wrapper_of(type(module)) is not None:
-                raise ValueError(_message(module, next(iter(names), "?"), _around(module, model), hint))
+                outer = None if module is model else model
+                raise ValueError(_message(module, next(iter(names), "?"), outer, hint))
     found = _first_conflict(names)
     if found is not None:
         gc.collect()  # it may be garbage
@@ -108,7 +108,6 @@ def watch_constructions(owner: Owner) -> None:
 
 
 def unwatch_constructions(owner: Owner) -> None:
-    """Undo :func:`watch_constructions`."""
     _owners.discard(owner)
     if not _owners:
         while _watch:
@@ -130,7 +129,9 @@ def _conflict(child: torch.nn.Module) -> str | None:
     for owner in _owners:
         if any(owner.knows(param) for param in params):
             return _common(child, owner.named_parameters()) or "?"
-        if _share_modules(child, owner.module):  # FSDP has already replaced its parameters
+        there = owner.module
+        if there is not None and (any(m is child for m in parts_of(there)) or any(m is there for m in parts_of(child))):
+            # FSDP has already replaced its parameters.
             return next(iter(owner.named_parameters()), "?")
     return None
 
@@ -169,14 +170,6 @@ def _common(module: torch.nn.Module, names: Mapping[str, torch.Tensor]) -> str |
     """Return the first of ``names`` whose parameter belongs to ``module``, or ``None``."""
     ids = {id(p) for p in parameters_of(module)}
     return next((name for name, p in names.items() if id(p) in ids), None)
-
-
-def _share_modules(a: torch.nn.Module, b: torch.nn.Module | None) -> bool:
-    return b is not None and (any(m is a for m in parts_of(b)) or any(m is b for m in parts_of(a)))
-
-
-def _around(wrapper: torch.nn.Module, model: torch.nn.Module) -> torch.nn.Module | None:
-    return None if wrapper is model else model
 
 
 def _parent_of(wrapper: torch.nn.Module) -> torch.nn.Module | None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -57,18 +58,32 @@ def parameters_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 class Places:
-    """Snapshot of the parameters in a module and all modules inside it."""
+    """Objects in dicts, and whether they are still there. Checked in every forward, so without a Python loop.
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        holders = [held for part in parts_of(module) if isinstance(held := own_parameters(part), dict)]  # not scripts'
-        self._sizes = [(holder, len(holder)) for holder in holders]
-        self._entries = [(holder, name, param) for holder in holders for name, param in holder.items()]
+    Args:
+        dicts: such as :func:`own_parameters` of modules; others than dicts, as in TorchScript's, are left out.
+        wanted: returns whether an object counts.
+    """
+
+    def __init__(self, dicts: Iterable[Mapping[str, Any]], wanted: Callable[[Any], bool] = lambda _: True) -> None:
+        self._dicts = [each for each in dicts if isinstance(each, dict)]
+        self._size = sum(map(len, self._dicts))
+        found = [(each, key, value) for each in self._dicts for key, value in each.items() if wanted(value)]
+        self._holders, self._keys, self._objects = ([entry[i] for entry in found] for i in range(3))
 
     def are_unchanged(self) -> bool:
-        """Return whether all parameters are the same objects as in the snapshot. Cheap; does not detect new modules."""
-        return all(holder.get(name) is param for holder, name, param in self._entries) and all(
-            len(holder) == size for holder, size in self._sizes
-        )
+        """Return whether each object is where it was, and none was added to the dicts."""
+        found = map(dict.get, self._holders, self._keys)
+        return not self.has_others_beside() and all(map(operator.is_, found, self._objects))
+
+    def has_others_beside(self) -> bool:
+        """Return whether the dicts' sizes have changed."""
+        return sum(map(len, self._dicts)) != self._size
+
+    def others(self) -> list[Any]:
+        """Return what is in the place of the objects that were replaced."""
+        found = zip(map(dict.get, self._holders, self._keys), self._objects, strict=True)
+        return [now for now, before in found if now is not before]
 
 
 def buffers_of(module: torch.nn.Module) -> Mapping[str, torch.Tensor | None]:
@@ -192,7 +207,6 @@ class ShardedGroup(NamedTuple):
     Attributes:
         params: this rank's parameters, DTensors, in the order of their gradients in the reduced buffer.
         shapes: shapes of their shards in that buffer, the same on all ranks.
-        dtype: dtype of the reduction.
         shard_group: the ranks that the parameters are sharded over.
         division: returns torch's divisor after the hook.
         replicates: whether it averages replicas itself.

@@ -17,8 +17,6 @@ def replace_step(
     """Replace the ``step`` of this one object by ``step(optimizer, closure)``, called between the optimizer's hooks.
 
     Args:
-        optimizer: the object to change.
-        step: the new step.
         under_scheduler: whether a scheduler has wrapped the old one; it warns if its marks are missing on
             the new one.
     """

@@ -58,7 +58,6 @@ class StorageWatch:
         self._reference: Any = _StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
     def is_over(self) -> bool:
-        """Return whether the storage has been freed."""
         return bool(self._reference.expired())
 
 

@@ -12,8 +12,8 @@ from pycomm import Communicator, kernels
 from pycomm.collectives.bucket import Bucket
 from pycomm.compression.codec import Accumulated, Outcome
 from pycomm.compression.report import Report, Told
-from pycomm.compression.sparse.codec import WAYS, choose_way, received_bytes
-from pycomm.compression.sparse.sums import Selected, SparseSum
+from pycomm.compression.sparse.codec import WAYS, SparseSum, choose_way, received_bytes
+from pycomm.compression.sparse.sums import Selected
 from tests.ranks import RankPool
 
 Pools = Callable[[int], RankPool]

@@ -213,9 +213,9 @@ def overwrite_request(plan: Plan, size: int) -> dict[str, Any]:
     """Overwrite the newcomer's request once it is announced, as whoever reaches the store can."""
     let_in = surviving.Survival.let_in
 
-    def after_a_stranger(self: surviving.Survival, carried: newcomers.Carried) -> Any:
+    def after_a_stranger(self: surviving.Survival, engine: Any) -> Any:
         self._listener._store.set(f"request/{self.invited}", "garbage")
-        return let_in(self, carried)
+        return let_in(self, engine)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(surviving.Survival, "let_in", after_a_stranger)

@@ -30,9 +30,7 @@ class HalfExchange(DenseExchange):
     """Exchange that casts to a half type, all-reduces the sum in it, casts back and divides.
 
     Args:
-        half_dtype: the dtype that travels.
         scaled: multiply by a power of two that all ranks agree on, to use the range of that dtype.
-        sums: see :class:`FP16`.
     """
 
     def __init__(
@@ -83,8 +81,21 @@ class HalfExchange(DenseExchange):
         return agreed_scale(largest, self._communicator.size)
 
 
+class _HalfMethod(Method):
+    """Base of the methods, with their argument ``sum``."""
+
+    sum: str
+    reduces_parts = True
+
+    def __post_init__(self) -> None:
+        checks.choice("sum", self.sum, _SUMS)
+
+    def __repr__(self) -> str:
+        return settings_text(self)  # servers compare it with that in older checkpoints
+
+
 @dataclass(frozen=True, repr=False)
-class FP16(Method):
+class FP16(_HalfMethod):
     """Gradients as float16, scaled per bucket by a power of two that all ranks agree on.
 
     Args:
@@ -98,31 +109,15 @@ class FP16(Method):
 
     sum: str = "native"
 
-    reduces_parts = True
-
-    def __post_init__(self) -> None:
-        checks.choice("sum", self.sum, _SUMS)
-
-    def __repr__(self) -> str:
-        return settings_text(self)  # servers compare it with that in older checkpoints
-
     def make(self, bucket: Bucket, communicator: Communicator) -> HalfExchange:
         return HalfExchange(bucket, communicator, torch.float16, scaled=True, sums=self.sum)
 
 
 @dataclass(frozen=True, repr=False)
-class BF16(Method):
+class BF16(_HalfMethod):
     """Gradients as bfloat16: float32's range, 8 bits of precision. ``sum``: see :class:`FP16`."""
 
     sum: str = "native"
-
-    reduces_parts = True
-
-    def __post_init__(self) -> None:
-        checks.choice("sum", self.sum, _SUMS)
-
-    def __repr__(self) -> str:
-        return settings_text(self)  # servers compare it with that in older checkpoints
 
     def make(self, bucket: Bucket, communicator: Communicator) -> HalfExchange:
         return HalfExchange(bucket, communicator, torch.bfloat16, scaled=False, sums=self.sum)

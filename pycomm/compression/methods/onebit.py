@@ -11,7 +11,7 @@ import torch
 from pycomm import kernels
 from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
-from pycomm.compression.codec import Codec
+from pycomm.compression.codec import BaseCodec
 from pycomm.compression.feedback import CodecMethod
 from pycomm.compression.two_hop import Arrays, add_up_decoded, summing_codec
 
@@ -65,5 +65,5 @@ class OneBit(CodecMethod):
 
     reduces_parts = True
 
-    def codec(self, bucket: Bucket, communicator: Communicator) -> Codec:
+    def codec(self, bucket: Bucket, communicator: Communicator) -> BaseCodec:
         return summing_codec(bucket, communicator, lambda begin, end: SignForm(bucket, begin, end))

@@ -10,7 +10,7 @@ import torch
 from pycomm import checks, kernels
 from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
-from pycomm.compression.codec import Codec
+from pycomm.compression.codec import BaseCodec
 from pycomm.compression.feedback import CodecMethod
 from pycomm.compression.two_hop import Arrays, summing_codec
 
@@ -42,6 +42,23 @@ class QuantizedForm:
         kernels.requantize(scales, codes, config, out, seed=seed, remainder=remainder, scratch=self._sum_scratch)
 
 
+class _BlockMethod(CodecMethod):
+    """Base of methods whose messages are blocks of small numbers. ``seed``: that of stochastic rounding, if it is."""
+
+    reduces_parts = True
+    seed: int | None = None
+
+    @property
+    def config(self) -> kernels.Quantization:
+        """The form of elements in a message."""
+        raise NotImplementedError
+
+    def codec(self, bucket: Bucket, communicator: Communicator) -> BaseCodec:
+        return summing_codec(
+            bucket, communicator, lambda begin, end: QuantizedForm(self.config, end - begin), self.seed
+        )
+
+
 def _check_blocks(block: int, error_feedback: bool) -> None:
     checks.integer("block", block, 64)
     if block % 64:
@@ -49,14 +66,8 @@ def _check_blocks(block: int, error_feedback: bool) -> None:
     checks.flag("error_feedback", error_feedback)
 
 
-def _quantized(
-    bucket: Bucket, communicator: Communicator, config: kernels.Quantization, seed: int | None = None
-) -> Codec:
-    return summing_codec(bucket, communicator, lambda begin, end: QuantizedForm(config, end - begin), seed)
-
-
 @dataclass(frozen=True, repr=False)
-class Int8(CodecMethod):
+class Int8(_BlockMethod):
     """Blocks of elements as multiples of 1/127 of their largest magnitude, rounded to the nearest.
 
     8.13 bits per element, the blocks' scales included (Dettmers, "8-Bit Approximations for Parallelism in Deep
@@ -74,8 +85,6 @@ class Int8(CodecMethod):
     _: KW_ONLY
     block: int = 256
 
-    reduces_parts = True
-
     def __post_init__(self) -> None:
         _check_blocks(self.block, self.error_feedback)
 
@@ -85,15 +94,11 @@ class Int8(CodecMethod):
 
     @property
     def config(self) -> kernels.Quantization:
-        """The form of elements in a message."""
         return kernels.Quantization(block=self.block)
-
-    def codec(self, bucket: Bucket, communicator: Communicator) -> Codec:
-        return _quantized(bucket, communicator, self.config)
 
 
 @dataclass(frozen=True)
-class Int4(CodecMethod):
+class Int4(_BlockMethod):
     """Blocks of elements as multiples of 1/7 of their largest magnitude, rounded to the nearest; two to a byte.
 
     4.25 bits per element, the scales included (Wang et al., "ZeRO++: Extremely Efficient Collective Communication for
@@ -111,22 +116,16 @@ class Int4(CodecMethod):
     block: int = 128
     error_feedback: bool = True
 
-    reduces_parts = True
-
     def __post_init__(self) -> None:
         _check_blocks(self.block, self.error_feedback)
 
     @property
     def config(self) -> kernels.Quantization:
-        """The form of elements in a message."""
         return kernels.Quantization(block=self.block, levels=7, bits=4)
-
-    def codec(self, bucket: Bucket, communicator: Communicator) -> Codec:
-        return _quantized(bucket, communicator, self.config)
 
 
 @dataclass(frozen=True)
-class FP8(CodecMethod):
+class FP8(_BlockMethod):
     """Blocks of elements as floats of 8 bits, rounded to the nearest, with a power of two as scale.
 
     8.25 bits per element, the scales included. (Micikevicius et al., "FP8 Formats for Deep Learning", 2022; scales by
@@ -149,23 +148,17 @@ class FP8(CodecMethod):
     block: int = 128
     error_feedback: bool = True
 
-    reduces_parts = True
-
     def __post_init__(self) -> None:
         checks.choice("format", self.format, tuple(_LARGEST))
         _check_blocks(self.block, self.error_feedback)
 
     @property
     def config(self) -> kernels.Quantization:
-        """The form of elements in a message."""
         return kernels.Quantization(block=self.block, element=self.format)
-
-    def codec(self, bucket: Bucket, communicator: Communicator) -> Codec:
-        return _quantized(bucket, communicator, self.config)
 
 
 @dataclass(frozen=True)
-class QSGD(CodecMethod):
+class QSGD(_BlockMethod):
     """Magnitudes as 0 ... ``levels`` parts of a block's Euclidean length, rounded up or down by chance, without bias.
 
     Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding", 2017,
@@ -188,8 +181,6 @@ class QSGD(CodecMethod):
     _: KW_ONLY
     seed: int = 0
 
-    reduces_parts = True
-
     def __post_init__(self) -> None:
         checks.integer("levels", self.levels, 1, 127)
         checks.integer("seed", self.seed, 0)
@@ -198,14 +189,14 @@ class QSGD(CodecMethod):
     def error_feedback(self) -> bool:
         return False
 
-    def codec(self, bucket: Bucket, communicator: Communicator) -> Codec:
+    @property
+    def config(self) -> kernels.Quantization:
         bits = 2 if self.levels == 1 else 4 if self.levels <= 7 else 8
-        config = kernels.Quantization(block=512, levels=self.levels, bits=bits, norm="euclidean")
-        return _quantized(bucket, communicator, config, self.seed)
+        return kernels.Quantization(block=512, levels=self.levels, bits=bits, norm="euclidean")
 
 
 @dataclass(frozen=True)
-class TernGrad(CodecMethod):
+class TernGrad(_BlockMethod):
     """Every element as -1, 0 or 1 times the largest magnitude of its block, by chance, without bias.
 
     Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning", 2017,
@@ -222,8 +213,6 @@ class TernGrad(CodecMethod):
     _: KW_ONLY
     seed: int = 0
 
-    reduces_parts = True
-
     def __post_init__(self) -> None:
         checks.integer("seed", self.seed, 0)
 
@@ -231,6 +220,6 @@ class TernGrad(CodecMethod):
     def error_feedback(self) -> bool:
         return False
 
-    def codec(self, bucket: Bucket, communicator: Communicator) -> Codec:
-        config = kernels.Quantization(block=1024, levels=1, bits=2, norm="max")
-        return _quantized(bucket, communicator, config, self.seed)
+    @property
+    def config(self) -> kernels.Quantization:
+        return kernels.Quantization(block=1024, levels=1, bits=2, norm="max")

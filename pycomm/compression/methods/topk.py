@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 from pycomm import checks
 from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
-from pycomm.compression.codec import Codec
+from pycomm.compression.codec import BaseCodec
 from pycomm.compression.feedback import CodecMethod
 from pycomm.compression.sparse.codec import ENTRY_BYTES, SparseCodec, WholeCodec
 
@@ -44,7 +44,7 @@ class TopK(CodecMethod):
     def sent_fraction(self) -> float:
         return min(1.0, ENTRY_BYTES * self.ratio)
 
-    def codec(self, bucket: Bucket, communicator: Communicator) -> Codec:
+    def codec(self, bucket: Bucket, communicator: Communicator) -> BaseCodec:
         if self.ratio == 1.0:
             return WholeCodec(bucket, communicator)
         return SparseCodec(bucket, communicator, lambda _: self.ratio, self.half_values)

@@ -27,7 +27,7 @@ from pycomm import kernels
 from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
 from pycomm.compression.base import Flag
-from pycomm.compression.codec import Accumulated, Outcome, settle_by, wide_dtype
+from pycomm.compression.codec import RankSum, wide_dtype
 from pycomm.compression.messages import GatheredMessages, Layout
 from pycomm.compression.report import Report, Told
 from pycomm.compression.sparse.sums import Entries, Selected
@@ -74,11 +74,11 @@ class OwnedPart:
         return Layout(0, ((dtype, self.length),) if self.is_dense else tuple(self.sums.arrays))
 
 
-class BalancedSum:
+class BalancedSum(RankSum):
     """Sum whose parts have owners; see the module's docstring."""
 
     def __init__(self, bucket: Bucket, communicator: Communicator, count: int, half: bool) -> None:
-        self.bytes_sent = 0
+        super().__init__()
         self._communicator = communicator
         self._count, self._half = count, half
         self._dtype = wide_dtype(bucket)
@@ -182,14 +182,10 @@ class BalancedSum:
         if finite:
             self._plan = self._next
 
-    def finite(self, report: Report, accumulated: Accumulated) -> torch.Tensor:
-        largest = torch.stack([values.abs().max() for _, values, _ in self._sums]).double().max()
-        return report.finite() & accumulated.fits(largest)
+    def largest(self) -> torch.Tensor:
+        return torch.stack([values.abs().max() for _, values, _ in self._sums]).double().max()
 
-    def settle(self, outcome: Outcome) -> None:
-        settle_by(self._write, outcome)
-
-    def _write(self, out: torch.Tensor, factor: float | torch.Tensor) -> None:
+    def write(self, out: torch.Tensor, factor: float | torch.Tensor) -> None:
         out.zero_()
         for part, values, places in self._sums:
             into = out[part.begin : part.end]

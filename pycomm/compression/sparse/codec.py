@@ -14,12 +14,12 @@ from pycomm import kernels
 from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import to_device
-from pycomm.compression.base import Flag, Operation, State
+from pycomm.compression.base import Flag, Operation
 from pycomm.compression.codec import Accumulated, BaseCodec, Outcome, wide_dtype
 from pycomm.compression.messages import SummedMessage
 from pycomm.compression.report import Report, Told
 from pycomm.compression.sparse.balanced import BalancedSum, split_room, sum_room
-from pycomm.compression.sparse.sums import DenseSum, Entries, GatheredSum, Selected, SparseSum
+from pycomm.compression.sparse.sums import DenseSum, Entries, GatheredSum, Selected
 
 ENTRY_BYTES = 1.5
 """Approximate bytes of an entry, with its index, for each byte of its value."""
@@ -27,17 +27,14 @@ ENTRY_BYTES = 1.5
 Density = Callable[[int | torch.Tensor], float]
 """Fraction of the entries to send, as a function of the step's number."""
 
-WAYS: dict[str, type[GatheredSum | BalancedSum | DenseSum]] = {
-    "gathered": GatheredSum,
-    "balanced": BalancedSum,
-    "dense": DenseSum,
-}
+SparseSum = GatheredSum | BalancedSum | DenseSum
+WAYS: dict[str, type[SparseSum]] = {"gathered": GatheredSum, "balanced": BalancedSum, "dense": DenseSum}
 
 _BALANCED_MARGIN = 1.3
 """Factor by which the balanced sum must take fewer bytes: it has one more step, and drops what does not fit."""
 
 
-class SparseCodec:
+class SparseCodec(BaseCodec):
     """Codec that selects entries in the same pass that accumulates, and sums them over the ranks.
 
     Where an entry is sent, its velocity is zeroed (momentum factor masking). If the whole parameter is
@@ -48,6 +45,7 @@ class SparseCodec:
     """
 
     def __init__(self, bucket: Bucket, communicator: Communicator, density: Density, half_values: bool) -> None:
+        super().__init__()
         self._bucket, self._communicator = bucket, communicator
         self._density_at, self._half_values = density, half_values
         self._density = 0.0
@@ -59,21 +57,11 @@ class SparseCodec:
         self._num_selections = 0
         self._num_missed = torch.zeros(1, dtype=torch.int32, device=bucket.device)
         self._sum: SparseSum | None = None
-        self._bytes_before = 0  # by sums of other densities
-
-    @property
-    def packs_apart(self) -> bool:
-        return isinstance(self._sum, GatheredSum)
-
-    @property
-    def bytes_sent(self) -> int:
-        return self._bytes_before + (0 if self._sum is None else self._sum.bytes_sent)
 
     def begin(self, step: int | torch.Tensor) -> None:
         density = self._density_at(step)
         if density == self._density:
             return
-        self._bytes_before = self.bytes_sent
         bucket = self._bucket
         self._density = density
         self._counts = [max(1, round(density * n)) for n in bucket.numels]
@@ -87,7 +75,9 @@ class SparseCodec:
             each = torch.tensor(whole)
             self._whole = to_device(each, bucket.device)
             self._keeps = to_device(each.repeat_interleave(torch.tensor(self._counts)), bucket.device)
-        self._sum = make_sparse_sum(bucket, self._communicator, total, self._half_values)
+        way = choose_way(bucket.num_elements, total, self._communicator.size, dtype, self._half_values, bucket.on_gpu)
+        self._sum = WAYS[way](bucket, self._communicator, total, self._half_values)
+        self.packs_apart = isinstance(self._sum, GatheredSum)
 
     def accumulate(
         self,
@@ -105,8 +95,10 @@ class SparseCodec:
 
     def send(self, accumulated: Accumulated, told: Told) -> Report:
         assert self._sum is not None
-        entries = self._values, self._indices, self._largest
-        return self._sum.send(Selected(accumulated, *entries, self._ends, self._whole, self._keeps), told)
+        entries, before = (self._values, self._indices, self._largest), self._sum.bytes_sent
+        report = self._sum.send(Selected(accumulated, *entries, self._ends, self._whole, self._keeps), told)
+        self.bytes_sent += self._sum.bytes_sent - before
+        return report
 
     def finite(self, report: Report, accumulated: Accumulated) -> torch.Tensor:
         assert self._sum is not None
@@ -126,9 +118,6 @@ class SparseCodec:
 
     def stats(self) -> dict[str, int]:
         return {"selections": self._num_selections, "selections_missed": int(self._num_missed)}
-
-    def state(self) -> State:
-        return {}
 
 
 class WholeCodec(BaseCodec):
@@ -189,10 +178,3 @@ def _balanced_bytes(num_elements: int, count: int, size: int, dtype: torch.dtype
     room = min(sum_room(count, size, None), part)
     sums = min(part * dtype.itemsize, Entries(dtype, part, room, half).num_bytes())
     return Entries(dtype, part, split_room(count, size), half).num_bytes(), sums
-
-
-def make_sparse_sum(bucket: Bucket, communicator: Communicator, count: int, half: bool) -> SparseSum:
-    """Make the sparse sum with the fewest bytes for ``count`` entries of every rank."""
-    dtype = wide_dtype(bucket)
-    way = choose_way(bucket.num_elements, count, communicator.size, dtype, half, bucket.on_gpu)
-    return WAYS[way](bucket, communicator, count, half)

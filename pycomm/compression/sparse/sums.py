@@ -7,7 +7,6 @@ balanced.py has the third way; codec.py chooses.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -15,8 +14,7 @@ from pycomm import kernels
 from pycomm.collectives.bucket import FINGERPRINT_BITS, Bucket
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import to_device
-from pycomm.compression.base import Flag
-from pycomm.compression.codec import Accumulated, Outcome, agreed_scale, settle_by, wide_dtype
+from pycomm.compression.codec import Accumulated, Outcome, RankSum, agreed_scale, wide_dtype
 from pycomm.compression.messages import SummedMessage, gathered_memory
 from pycomm.compression.report import UNUSED, Report, Told
 
@@ -58,24 +56,6 @@ class Selected:
         velocity[sent] = torch.where(kept, velocity[sent], 0.0)
 
 
-class SparseSum(Protocol):
-    """Sum over the ranks of selected entries of one bucket; their number is equal on all ranks and in all steps."""
-
-    bytes_sent: int
-
-    def send(self, selected: Selected, told: Told) -> Report:
-        """Send and receive; leave in the sums what was not sent, and zero the velocity of what was."""
-
-    def finite(self, report: Report, accumulated: Accumulated) -> torch.Tensor:
-        """See :meth:`Codec.finite`."""
-
-    def settle(self, outcome: Outcome) -> None:
-        """See :meth:`Codec.settle`."""
-
-    def commit(self, finite: Flag) -> None:
-        """Keep what the next step uses of this one, if ``finite``."""
-
-
 class Entries:
     """Form of ``count`` values and their ascending indices, all below ``limit``, in a message.
 
@@ -95,7 +75,6 @@ class Entries:
         self._scratch = kernels.Scratch()
 
     def num_bytes(self) -> int:
-        """Return the size of all arrays."""
         return sum(dtype.itemsize * count for dtype, count in self.arrays)
 
     def put(self, values: torch.Tensor, indices: torch.Tensor, arrays: list[torch.Tensor]) -> torch.Tensor:
@@ -140,11 +119,11 @@ class Verdict:
         return self._differing
 
 
-class GatheredSum:
+class GatheredSum(RankSum):
     """Sum of gathered entries, computed by every rank. On a GPU it takes three kernels and a collective."""
 
     def __init__(self, bucket: Bucket, communicator: Communicator, count: int, half: bool) -> None:
-        self.bytes_sent = 0
+        super().__init__()
         self._communicator = communicator
         dtype, size, device = wide_dtype(bucket), communicator.size, bucket.device
         half = half and dtype == torch.float32
@@ -166,6 +145,7 @@ class GatheredSum:
         self._scratch = kernels.Scratch()
 
     def send(self, selected: Selected, told: Told) -> Report:
+        """Send and receive; leave in the sums what was not sent, and zero the velocity of what was."""
         taken = kernels.Taken(
             values=selected.values,
             indices=selected.indices,
@@ -199,9 +179,6 @@ class GatheredSum:
             last_sources=outcome.last_sources,
         )
 
-    def commit(self, finite: Flag) -> None:
-        pass
-
 
 class UnusedCodes:
     """Codes of unused parameters, written with one operation; the set of unused parameters rarely changes."""
@@ -220,11 +197,11 @@ class UnusedCodes:
         message.index_fill_(0, self._places, UNUSED)
 
 
-class DenseSum:
+class DenseSum(RankSum):
     """Sum of dense arrays that hold the entries among zeros."""
 
     def __init__(self, bucket: Bucket, communicator: Communicator, count: int, half: bool) -> None:
-        self.bytes_sent = 0
+        super().__init__()
         self._message = SummedMessage(bucket, communicator, bucket.num_elements)
 
     def send(self, selected: Selected, told: Told) -> Report:
@@ -236,14 +213,8 @@ class DenseSum:
         self.bytes_sent += self._message.num_bytes
         return self._message.all_reduce(told)
 
-    def finite(self, report: Report, accumulated: Accumulated) -> torch.Tensor:
-        return report.finite() & accumulated.fits(self._message.largest())
+    def largest(self) -> torch.Tensor:
+        return self._message.largest()
 
-    def settle(self, outcome: Outcome) -> None:
-        settle_by(self._write, outcome)
-
-    def _write(self, out: torch.Tensor, factor: float | torch.Tensor) -> None:
+    def write(self, out: torch.Tensor, factor: float | torch.Tensor) -> None:
         torch.mul(self._message.values, factor, out=out)
-
-    def commit(self, finite: Flag) -> None:
-        pass

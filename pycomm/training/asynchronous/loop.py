@@ -20,7 +20,7 @@ from pycomm.optim.hyperparameters import Hyperparameters, Numbers, first_differe
 from pycomm.optim.loop_index import LoopIndex
 from pycomm.optim.module_hooks import BeforeForward, ForwardWatch, ZeroGradHook, forget_original, watch_copies
 from pycomm.optim.skips import listen_to_skips, stop_listening
-from pycomm.torch_internals import Places, current_graph_task, move_hook, version_of
+from pycomm.torch_internals import Places, current_graph_task, move_hook, own_parameters, parts_of, version_of
 from pycomm.training.reducer import raise_left_out
 from pycomm.untrusted import ANYTHING, COUNT, ListOf, MapOf, parse
 
@@ -45,7 +45,7 @@ class TrackedParameters:
         self.model, self.optimizer, self.named, self.what = model, optimizer, dict(named), what
         self.advice = _ATTACH.format(what)
         self._own = {id(p) for p in named.values()}
-        self._places = Places(model)
+        self._places = Places(map(own_parameters, parts_of(model)))
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
 
     def knows(self, param: torch.Tensor) -> bool:
@@ -75,7 +75,7 @@ class TrackedParameters:
             return ""
         problem = self.problem_of_model()
         if not problem:  # parametrizations and pruning have renamed some
-            self._places = Places(self.model)
+            self._places = Places(map(own_parameters, parts_of(self.model)))
         return problem
 
     def problem_of_model(self) -> str:

@@ -152,12 +152,10 @@ def is_stateful(value: Any) -> bool:
 
 
 def state_of(value: Any) -> Any:
-    """Return the state of a stateful ``value``."""
     return value.get_state() if isinstance(value, torch.Generator) else value.state_dict()
 
 
 def restore(value: Any, state: Any) -> None:
-    """Restore the ``state`` of a stateful ``value``."""
     if isinstance(value, torch.Generator):
         value.set_state(state)
     else:
@@ -269,7 +267,6 @@ def _check_numpy(state: dict[str, Any]) -> None:
 
 
 def restore_generators(state: dict[str, Any], device: torch.device) -> None:
-    """Restore the result of :func:`generators_state`."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

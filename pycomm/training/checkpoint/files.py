@@ -82,21 +82,28 @@ def read_sealed(path: Path) -> dict[str, Any]:
     return content
 
 
+@contextmanager
+def damaged(what: str = "") -> Iterator[None]:
+    """Make an OSError or ValueError inside a DamagedError, whose message begins with ``what``."""
+    try:
+        yield
+    except DamagedError:
+        raise
+    except (OSError, ValueError) as error:  # a damaged byte may be anything
+        raise DamagedError(f"{what}{error}") from error
+
+
 def parsed(data: bytes, shape: Any, path: Path) -> dict[str, Any]:
     """Return the JSON in ``data``, the content of ``path``. Raise DamagedError unless it has ``shape``."""
-    try:
+    with damaged():
         found: dict[str, Any] = parse(data, shape, str(path))
-    except ValueError as error:  # a damaged byte may be anything
-        raise DamagedError(str(error)) from error
     return found
 
 
 def checked(value: Any, shape: Any, what: str) -> Any:
     """Return ``value``. Raise DamagedError unless it has ``shape``, see :func:`pycomm.untrusted.parse`."""
-    try:
+    with damaged():
         require(value, shape, what)
-    except ValueError as error:
-        raise DamagedError(str(error)) from error
     return value
 
 
@@ -226,24 +233,15 @@ def save_values(path: Path, value: Any) -> None:
 
 def read_part(path: Path, most: int = _LARGEST_JSON) -> bytes:
     """Return the content of a file of JSON of at most ``most`` bytes. Raise DamagedError if it cannot be read."""
-    try:
+    with damaged(f"{path} cannot be read: "):
         return read_file(path, most=most)
-    except (OSError, ValueError) as error:
-        raise DamagedError(f"{path} cannot be read: {error}") from error
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
     """Open an untrusted file for reading; errors are DamagedErrors that name it."""
-    try:
-        with open_file(path) as stream:
-            yield stream
-    except OSError as error:
-        raise DamagedError(f"{path} cannot be read: {error}") from error
-    except DamagedError:
-        raise
-    except ValueError as error:  # not a regular file, or an impossible name
-        raise DamagedError(f"{path} cannot be read: {error}") from error
+    with damaged(f"{path} cannot be read: "), open_file(path) as stream:
+        yield stream
 
 
 def _digest(data: bytes) -> str:

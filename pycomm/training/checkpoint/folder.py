@@ -50,7 +50,6 @@ def numbers_in(folder: Path) -> list[int]:
 
 
 def whole(folder: Path, number: int) -> Path:
-    """Return the path of checkpoint ``number``."""
     return folder / f"checkpoint-{number:08d}"
 
 
@@ -60,7 +59,6 @@ def unfinished(folder: Path, name: str) -> Path:
 
 
 def part_of(checkpoint: Path, rank: int) -> Path:
-    """Return the path of the part of ``rank``."""
     return checkpoint / f"rank-{rank}"
 
 
@@ -107,7 +105,6 @@ class Checkpoint:
     """Checkpoint on disk. The constructor reads its manifest and parts, and compares the files' sizes.
 
     Attributes:
-        path: the directory.
         parts: what each rank has saved, without tensors.
     """
 
@@ -167,25 +164,25 @@ class Saved:
 
     def __init__(self, checkpoint: Checkpoint, rank: int, size: int) -> None:
         self._checkpoint, self._rank, self._size = checkpoint, rank, size
+        self._parts: list[Any] = checkpoint.parts
         self.has_own = rank < checkpoint.world_size
         self._writers = {
-            name: writer for writer in range(checkpoint.world_size) for name in self._index(writer, SHARED)["tensors"]
+            name: writer for writer, part in enumerate(self._parts) for name in part["indexes"][SHARED]["tensors"]
         }
 
     def names(self, prefix: str) -> list[str]:
         """Return the names of the sections that begin with ``prefix``, without it."""
-        parts = (self._shared(), self._own(self._rank if self.has_own else 0))
+        parts = self._parts[0][SHARED], self._parts[self._rank if self.has_own else 0][OWN]
         return [name.removeprefix(prefix) for sections in parts for name in sections if name.startswith(prefix)]
 
     def value(self, name: str, old: Any = None) -> Any:
         """Return the value of section ``name``: this rank's, or rank 0's if no rank of that number has saved it.
 
         Args:
-            name: name of the section.
             old: this process's present value, which supplies objects that cannot be saved.
         """
-        if name in self._shared():
-            return self._decoded(name, self._shared()[name], None, old)
+        if name in self._parts[0][SHARED]:
+            return self._decoded(name, self._parts[0][SHARED][name], None, old)
         if name in _OF_MODEL and self._size != self._checkpoint.world_size:
             raise ValueError(
                 f"each rank has saved {name} values of its own (attach had ignore or optimizer_state in its Tuning), "
@@ -199,22 +196,10 @@ class Saved:
         return [self._value_of(name, rank) for rank in ([self._rank] if same else range(self._checkpoint.world_size))]
 
     def _value_of(self, name: str, rank: int, old: Any = None) -> Any:
-        node = self._own(rank).get(name)
+        node = self._parts[rank][OWN].get(name)
         if node is None:
             raise DamagedError(f"{part_of(self._checkpoint.path, rank)} has no {name}")
         return self._decoded(name, node, rank, old)
-
-    def _shared(self) -> dict[str, Any]:
-        sections: dict[str, Any] = self._checkpoint.parts[0][SHARED]
-        return sections
-
-    def _own(self, rank: int) -> dict[str, Any]:
-        sections: dict[str, Any] = self._checkpoint.parts[rank][OWN]
-        return sections
-
-    def _index(self, rank: int, kind: str) -> dict[str, Any]:
-        index: dict[str, Any] = self._checkpoint.parts[rank]["indexes"][kind]
-        return index
 
     def _decoded(self, name: str, node: list[Any], rank: int | None, old: Any) -> Any:
         """Return the value of ``node``, whose tensors were saved by ``rank``, or by all ranks if it is ``None``."""
@@ -224,7 +209,7 @@ class Saved:
         for writer in range(self._checkpoint.world_size) if rank is None else [rank]:
             kind = SHARED if rank is None else OWN
             here = [each for each in names if rank is not None or self._writers.get(each) == writer]
-            index = self._index(writer, kind)
+            index = self._parts[writer]["indexes"][kind]
             found = read_tensors(part_of(self._checkpoint.path, writer) / kind, index, here)
             tensors.update({names[each]: tensor for each, tensor in found.items()})
         missing = next((each for each, i in names.items() if i not in tensors), None)

@@ -74,7 +74,11 @@ def load(path: str | os.PathLike[str], reducer: Reducer, /, **more: Any) -> dict
         together(communicator, f"load {found}", lambda: plan.restore(undo))
     except Exception:
         for step in reversed(undo):
-            _take_back(step)
+            try:
+                step()
+            except Exception as error:  # a foreign object may raise anything; the others are still undone
+                what = f"{type(error).__name__}: {error}"
+                _LOG.warning("what was loaded before the error could not be taken back: %s", what)
         raise
     plan.finish()
     return plan.plain
@@ -91,13 +95,6 @@ def _of(path: Path) -> Iterator[None]:
         if str(path) in str(error):
             raise
         raise ValueError(f"{path}: {error}") from error
-
-
-def _take_back(step: Callable[[], Any]) -> None:
-    try:
-        step()
-    except Exception as error:  # a foreign object may raise anything; the others are still undone
-        _LOG.warning("what was loaded before the error could not be taken back: %s: %s", type(error).__name__, error)
 
 
 def _checked_folder(path: str | os.PathLike[str], reducer: Reducer, more: Mapping[str, Any]) -> Path:
@@ -154,11 +151,7 @@ def _damage(path: Path, reducer: Reducer, more: Mapping[str, Any], found: list[_
 
 
 class _Plan:
-    """Values of a checkpoint for this rank, read into memory and checked.
-
-    Attributes:
-        plain: the values to return.
-    """
+    """Values of a checkpoint for this rank, read into memory and checked."""
 
     def __init__(self, checkpoint: Checkpoint, reducer: Reducer, more: Mapping[str, Any]) -> None:
         self._reducer, self._more, self._path = reducer, more, checkpoint.path
@@ -200,30 +193,22 @@ class _Plan:
 
     def restore(self, undo: Undo) -> None:
         """Restore everything that may still fail; append functions that undo it to ``undo``."""
-        with _of(self._path):
-            self._restore(undo)
-
-    def _restore(self, undo: Undo) -> None:
-        for name, state in self._states.items():
-            self._restore_one(name, self._more[name], state, undo)
+        own = [(name, self._more[name], state) for name, state in self._states.items()]
         if self._scaler is not None:
-            self._restore_one("loss_scaler", self._scaler, self._scaler_state, undo)
-        for name, module in self._modules.items():
-            old = copy.deepcopy(module.get_extra_state())
-            undo.append(functools.partial(module.set_extra_state, old))
-            with _named(f"module {name!r}"):
-                module.set_extra_state(self._extra[name])
-        with _named("the optimizer"):
-            undone = contents.restore_optimizer(self._reducer.optimizer, self._optimizer)
-        if undone is not None:
-            undo.append(undone)
-
-    @staticmethod
-    def _restore_one(name: str, value: Any, state: Any, undo: Undo) -> None:
-        old = copy.deepcopy(contents.state_of(value))
-        undo.append(lambda: contents.restore(value, old))
-        with _named(name):
-            contents.restore(value, state)
+            own.append(("loss_scaler", self._scaler, self._scaler_state))
+        with _of(self._path):
+            for name, value, state in own:
+                undo.append(functools.partial(contents.restore, value, copy.deepcopy(contents.state_of(value))))
+                with _named(name):
+                    contents.restore(value, state)
+            for name, module in self._modules.items():
+                undo.append(functools.partial(module.set_extra_state, copy.deepcopy(module.get_extra_state())))
+                with _named(f"module {name!r}"):
+                    module.set_extra_state(self._extra[name])
+            with _named("the optimizer"):
+                undone = contents.restore_optimizer(self._reducer.optimizer, self._optimizer)
+            if undone is not None:
+                undo.append(undone)
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -27,16 +27,8 @@ import torch
 from pycomm import agreement, checks
 from pycomm.collectives.communicator import Communicator
 from pycomm.errors import CommError, attempt
+from pycomm.training.checkpoint import files
 from pycomm.training.checkpoint.contents import Kind, Section, collect, copy_of
-from pycomm.training.checkpoint.files import (
-    Reserve,
-    read_part,
-    read_report,
-    sum_of,
-    sync_directory,
-    write_json,
-    write_sealed,
-)
 from pycomm.training.checkpoint.folder import (
     FORMAT,
     OWN,
@@ -125,9 +117,7 @@ def exchanged(communicator: Communicator, what: str, job: Callable[[], Any]) -> 
     """Run ``job`` on all ranks; return all results, sent as JSON, in rank order. Collective.
 
     Args:
-        communicator: the ranks.
         what: verb for the message that another rank "could not" do it.
-        job: function to run.
     """
     return agreement.exchanged(communicator.channel.all_gather_bytes, attempt(job), what, words=_WORDS)
 
@@ -266,14 +256,9 @@ class WriteJob:
     """Input of the thread that writes one checkpoint.
 
     Attributes:
-        folder, number: path of the checkpoint.
         name: unique name of its directory while it is written, unknown to ranks that were excluded meanwhile.
-        rank, size: this rank and the number of ranks.
-        world: numbers of the ranks; see ``Reducer.world``.
-        keep: number of checkpoints to keep.
         part: content of ``part.json``, without the indexes of tensors.
         own, shared: copies of the tensors that this rank writes.
-        watch: the ranks' processes.
         patience: seconds without progress after which another rank counts as lost.
         reducer: asked which ranks still belong to the world.
     """
@@ -291,7 +276,7 @@ class WriteJob:
     part: dict[str, Any] = field(default_factory=dict)
     own: dict[str, torch.Tensor] = field(default_factory=dict)
     shared: dict[str, torch.Tensor] = field(default_factory=dict)
-    reserves: list[Reserve] = field(default_factory=list)
+    reserves: list[files.Reserve] = field(default_factory=list)
 
     @property
     def place(self) -> Path:
@@ -302,10 +287,10 @@ class WriteJob:
         """Create this rank's directory, with the files that report errors later."""
         mine = part_of(self.place, self.rank)
         mine.mkdir()
-        self.reserves = [Reserve(mine / "writing")]
+        self.reserves = [files.Reserve(mine / "writing")]
         (mine / "watching").touch()
         if self.rank == 0:
-            self.reserves.append(Reserve(self.place / "verdict"))
+            self.reserves.append(files.Reserve(self.place / "verdict"))
 
     def fail(self, error: BaseException) -> None:
         """Report to the others that this rank will not write its part."""
@@ -396,7 +381,7 @@ def _write(job: WriteJob) -> Path:
     mine = part_of(job.place, job.rank)
     try:
         indexes = {OWN: _index(job, mine, OWN, job.own), SHARED: _index(job, mine, SHARED, job.shared)}
-        write_json(mine / "part.json", {**job.part, "indexes": indexes})
+        files.write_json(mine / "part.json", {**job.part, "indexes": indexes})
     except BaseException as error:
         job.fail(error)
         if job.rank == 0:
@@ -435,7 +420,7 @@ def _await_parts(job: WriteJob) -> None:
             lost = _fate(job, rank)
             if (place / "part.json").exists():
                 missing.discard(rank)
-            elif (report := read_report(place / "failed")) is not None:
+            elif (report := files.read_report(place / "failed")) is not None:
                 raise _error(job, rank, *report)
             elif lost is not None:
                 raise _lost(job, rank, lost)
@@ -449,7 +434,7 @@ def _await_verdict(job: WriteJob) -> Path:
     done = whole(job.folder, job.number)
     for _ in _looks(job, lambda: (_num_bytes(job, 0), _time_of(job.place / "verdict"))):
         lost, is_there = _fate(job, 0), job.place.exists()
-        report = read_report(job.place / "failed")
+        report = files.read_report(job.place / "failed")
         if done.exists():
             return done
         if report is not None:
@@ -494,15 +479,15 @@ def _fate(job: WriteJob, rank: int) -> str | None:
 
 def _publish(job: WriteJob) -> Path:
     """Complete the checkpoint, and remove old ones; return its directory."""
-    parts = [sum_of(read_part(part_of(job.place, rank) / "part.json")) for rank in range(job.size)]
+    parts = [files.sum_of(files.read_part(part_of(job.place, rank) / "part.json")) for rank in range(job.size)]
     for rank in range(job.size):
         (part_of(job.place, rank) / "watching").unlink(missing_ok=True)
-    write_sealed(job.place / "manifest.json", {"format": FORMAT, "torch": torch.__version__, "parts": parts})
+    files.write_sealed(job.place / "manifest.json", {"format": FORMAT, "torch": torch.__version__, "parts": parts})
     job.reserves[1].remove()
-    sync_directory(job.place)
+    files.sync_directory(job.place)
     done = whole(job.folder, job.number)
     job.place.rename(done)
-    sync_directory(job.folder)
+    files.sync_directory(job.folder)
     try:
         prune(job.folder, job.keep)
     except OSError as error:
@@ -530,7 +515,6 @@ def _kind(error: BaseException) -> str:
 
 
 def _error(job: WriteJob, rank: int, kind: str, text: str) -> Exception:
-    """Return the error that ``rank`` has reported."""
     if kind == "CommError":
         return _lost(job, rank, f"gave it up: {text}")
     what = f"rank {rank} could not save: {text}"

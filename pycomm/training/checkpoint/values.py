@@ -45,7 +45,6 @@ def encode(value: Any, tensors: list[torch.Tensor], where: str, *, lenient: bool
     Args:
         value: numbers, strings, bytes, dtypes, tensors, numpy's arrays and scalars; lists, tuples and dicts of them.
         tensors: appended to, not copied.
-        where: name of the value, for messages.
         lenient: record only the type of any other object; :func:`decode` then requires one to keep.
     """
     if isinstance(value, torch.Tensor):
@@ -80,9 +79,6 @@ def decode(node: Node, tensors: Sequence[torch.Tensor], where: str, old: Any = _
     """Return the value that :func:`encode` encoded.
 
     Args:
-        node: result of :func:`encode`.
-        tensors: tensors that it appended.
-        where: name of the value, for messages.
         old: this process's present value, which supplies objects that cannot be saved.
     """
     kind, content = node[0], node[1]
@@ -156,40 +152,35 @@ def _check_node(node: Any, positions: list[int]) -> None:
     content = node[1]
     if kind in ("tensor", "array"):
         positions.append(content)
-    elif kind in ("list", "tuple"):
-        for item in content:
-            _check_node(item, positions)
-    elif kind in ("dict", "counter"):
-        if sum(isinstance(key, int) and abs(key) >= _LARGEST_KEY for key, _ in content) > _MOST_LARGE_KEYS:
-            raise ValueError(f"it has more than {_MOST_LARGE_KEYS} keys beyond 64 bits")
-        for _, item in content:
-            _check_node(item, positions)
     elif kind == "bytes":
         base64.b64decode(content, validate=True)
+    entries = _entries_of(node)
+    if sum(isinstance(key, int) and abs(key) >= _LARGEST_KEY for key, _ in entries) > _MOST_LARGE_KEYS:
+        raise ValueError(f"it has more than {_MOST_LARGE_KEYS} keys beyond 64 bits")
+    for _, item in entries:
+        _check_node(item, positions)
+
+
+def _entries_of(node: Node) -> list[tuple[Any, Node]]:
+    """Return the keys of a container with their nodes; of anything else none."""
+    if node[0] in ("list", "tuple"):
+        return list(enumerate(node[1]))
+    return node[1] if node[0] in ("dict", "counter") else []
 
 
 def positions_in(node: Node) -> list[int]:
     """Return the positions of all tensors of ``node``."""
-    kind, content = node[0], node[1]
-    if kind in ("tensor", "array"):
-        return [content]
-    if kind in ("list", "tuple"):
-        return [position for item in content for position in positions_in(item)]
-    if kind in ("dict", "counter"):
-        return [position for _, item in content for position in positions_in(item)]
-    return []
+    if node[0] in ("tensor", "array"):
+        return [node[1]]
+    return [position for _, item in _entries_of(node) for position in positions_in(item)]
 
 
 def lines_of(node: Node, tensors: Sequence[torch.Tensor], where: str) -> Iterator[str]:
     """Yield one line of text for each value in ``node``, with everything but the contents of tensors."""
     kind, content = node[0], node[1]
-    if kind in ("list", "tuple"):
+    if kind in ("list", "tuple", "dict", "counter"):
         yield f"{where}: {len(content)} values"
-        for i, item in enumerate(content):
-            yield from lines_of(item, tensors, f"{where}[{i}]")
-    elif kind in ("dict", "counter"):
-        yield f"{where}: {len(content)} values"
-        for key, item in content:
+        for key, item in _entries_of(node):
             yield from lines_of(item, tensors, f"{where}[{key!r}]")
     elif kind in ("tensor", "array"):
         yield f"{where}: {list(tensors[content].shape)} {tensors[content].dtype} {node[2:]}"

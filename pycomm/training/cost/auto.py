@@ -27,7 +27,7 @@ from pycomm.compression import (
     TernGrad,
 )
 from pycomm.compression.base import Exchange, Flag, Operation, Scaling, State
-from pycomm.compression.codec import Codec
+from pycomm.compression.codec import BaseCodec
 from pycomm.compression.feedback import CodecExchange, CodecMethod, StatefulMethod
 from pycomm.compression.sparse.codec import WholeCodec
 from pycomm.training.cost.pricing import Costs, MeasuredLink, agreed, measure_link, rehearse
@@ -88,7 +88,7 @@ class AutoExchange:
         self._monitor.join()
         self._round = self._monitor.round
         self._stateless: dict[str, Exchange] = {}
-        self._codecs: dict[str, Codec] = {}
+        self._codecs: dict[str, BaseCodec] = {}
         self._stateful: CodecExchange | None = None
         self._holds_residual = False
         self.method = cheapest(costs, self._monitor.link, None)
@@ -110,12 +110,12 @@ class AutoExchange:
             self._stateful = CodecExchange(self._bucket, self._communicator, codec, correction=correction)
         return self._stateful
 
-    def _codec_of(self, method: str) -> Codec:
+    def _codec_of(self, method: str) -> BaseCodec:
         if method not in self._codecs:
             self._codecs[method] = self._make_codec(method)
         return self._codecs[method]
 
-    def _make_codec(self, method: str) -> Codec:
+    def _make_codec(self, method: str) -> BaseCodec:
         config = self._config
         methods: dict[str, CodecMethod] = {"fp8": FP8(), "powersgd": config.low_rank(), "dgc": config.sparse()}
         make = methods[method].codec if method in methods else WholeCodec

@@ -29,7 +29,7 @@ from pycomm.optim.fused import FusedStep, has_rule, rule_of
 from pycomm.optim.master_weights import MasterWeights
 from pycomm.optim.parameters import optimizer_parameters, wrapper_of_unknown_step
 from pycomm.optim.step_override import HALF, Stepper
-from pycomm.optim.wrappers import refuse_wrapped, watch_constructions
+from pycomm.optim.wrappers import refuse_wrapped
 from pycomm.torch_internals import Store, is_dtensor
 from pycomm.training.elastic.join_requests import JoinClient, JoinListener
 from pycomm.training.elastic.liveness import this_process
@@ -39,7 +39,7 @@ from pycomm.training.reducer.backup import BackupPolicy
 from pycomm.training.reducer.buckets import check_sharding
 from pycomm.training.reducer.engine import Engine, StepPolicy
 from pycomm.training.reducer.lanes import open_lanes
-from pycomm.training.reducer.newcomers import Carried, lines_of, share_state
+from pycomm.training.reducer.newcomers import lines_of, share_state
 from pycomm.training.reducer.parameters import ParameterTable, table_of
 from pycomm.training.reducer.partition.on_host import HostPartition, memory_of_all
 from pycomm.training.reducer.partition.partition import settings_of
@@ -270,7 +270,13 @@ def join(
     settings = attached.settings
     assert settings.survive is not None
     timeout = timeout_seconds(None if tuning is None else tuning.timeout)
-    return join_ranks(address, attached.table, settings, settings.survive, timeout)
+    client = JoinClient(address, next(_indices), timeout)
+    while True:
+        try:
+            return _join(client, attached.table, settings, settings.survive, timeout)
+        except CommError:  # also if a rank is lost while this process joins
+            if client.is_late():
+                raise
 
 
 class _Attached(NamedTuple):
@@ -358,8 +364,11 @@ def _attach_over(lanes: Sequence[Communicator], settings: AttachSettings, table:
     """Create a Reducer over the communicators ``lanes`` on all ranks, or on none of them."""
     page = open_ready_page(lanes[0], table.on_gpu)
     try:
-        survive = settings.survive
-        policy = StepPolicy() if survive is None else surviving_policy(lanes[0], table, settings, survive)
+        policy = StepPolicy()
+        if settings.survive is not None:
+            membership = Membership.found(lanes[0], settings.survive.min_ranks, settings.backup > 0)
+            listener = _listener(membership, membership.store, next(_indices), lines_of(settings, table))
+            policy = _policy(settings, Survival(membership, lanes[0], table, settings, listener))
         engine = Engine(table, lanes, settings, policy)
         engine.statistics.waits = Waits(page, engine)
         if settings.shard is not None:
@@ -374,7 +383,6 @@ def _attach_over(lanes: Sequence[Communicator], settings: AttachSettings, table:
     try:
         reducer = agreed(lanes[0].channel.all_gather_bytes, made)
         register(reducer)
-        watch_constructions(reducer)
         return reducer
     except BaseException:
         if isinstance(made, Reducer):
@@ -416,41 +424,12 @@ _indices = itertools.count()
 """Numbers of the attaches with ``survive``: the n-th of a newcomer joins the n-th of the others."""
 
 
-def surviving_policy(
-    communicator: Communicator, table: ParameterTable, settings: AttachSettings, survive: Survive
-) -> SurvivingPolicy:
-    """Return the policy of ranks that may be lost and may gain newcomers. Collective."""
-    membership = Membership.found(communicator, survive.min_ranks, settings.backup > 0)
-    listener = _listener(membership, membership.store, next(_indices), lines_of(settings, table))
-    return _policy(settings, Survival(membership, communicator, table, settings, listener))
-
-
 def _policy(settings: AttachSettings, survival: Survival) -> SurvivingPolicy:
     return BackupPolicy(survival) if settings.backup > 0 else SurvivingPolicy(survival)
 
 
 def _listener(membership: Membership, store: Store, index: int | str, lines: Sequence[tuple[str, str]]) -> JoinListener:
     return JoinListener(store, index, lines, str(this_process()["host"]) if membership.is_on_one_host else "")
-
-
-def join_ranks(
-    address: str, table: ParameterTable, settings: AttachSettings, survive: Survive, timeout: float
-) -> Reducer:
-    """Join the ranks whose store listens at ``address``; return this process's Reducer.
-
-    Tries again if a rank is lost while this process joins.
-
-    Raises:
-        ValueError: the ranks refuse it, or ``address`` is malformed.
-        CommError: the ranks do not answer, or fail.
-    """
-    client = JoinClient(address, next(_indices), timeout)
-    while True:
-        try:
-            return _join(client, table, settings, survive, timeout)
-        except CommError:
-            if client.is_late():
-                raise
 
 
 def _join(
@@ -472,14 +451,14 @@ def _join(
         policy = _policy(settings, survival)
         engine = Engine(table, lanes, settings, policy)
         engine.statistics.waits = Waits(ranks=engine)
-        plain = share_state(communicator, Carried.of(engine), newcomer=True)
+        state = share_state(engine, newcomer=True)
         until_joined.pop_all()
     table.ranks = membership.world
     reducer = Reducer(engine)
-    Carried.of(engine).take_compression(plain)
+    for flight in table.flights:
+        flight.exchange.load_state(state)
     engine.reported_world = membership.world[:-1]
     survival.note_join(engine.progress.num_reductions, 0.0)
     register(reducer)
-    watch_constructions(reducer)
     policy.enter()
     return reducer

@@ -17,14 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from pycomm.agreement import check_same_lines
-from pycomm.collectives.broadcasting import (
-    OWN,
-    broadcast_parts,
-    broadcast_tensors,
-    describe_difference,
-    differing_memories,
-    line_of,
-)
+from pycomm.collectives import broadcasting
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.tensor_memory import look_at
 from pycomm.descriptions import first_names
@@ -45,33 +38,28 @@ class AttachedTensors:
         others = {name: t for name, t in module_tensors(table).items() if id(t) not in known}
         self._own = [name for name, t in others.items() if isinstance(t, torch.nn.Parameter) and t.requires_grad]
         self._memories = {name: look_at(name, t) for name, t in [*averaged.items(), *others.items()]}
-        self._averaged = [line_of(name, param, self._memories[name]) for name, param in averaged.items()]
-        self._others = [line_of(name, tensor, self._memories[name]) for name, tensor in others.items()]
+        self._averaged = [broadcasting.line_of(name, param, self._memories[name]) for name, param in averaged.items()]
+        self._others = [broadcasting.line_of(name, tensor, self._memories[name]) for name, tensor in others.items()]
 
     def make_equal(self, communicator: Communicator) -> None:
-        """Send rank 0's tensors to all ranks, and compare what cannot be sent. Collective.
-
-        Raises:
-            ValueError: the ranks' tensors differ in names, order, shapes, dtypes or kinds; or contents do that cannot
-                be sent. On every rank, naming the first difference.
-        """
+        """Send rank 0's tensors to all ranks, and compare what cannot be sent. Collective."""
         gather = communicator.channel.all_gather_bytes
         check_same_lines(gather, self._averaged, "parameter")
-        check_same_lines(gather, self._others, "parameter or buffer outside the optimizer", f"; {OWN}")
+        check_same_lines(gather, self._others, "parameter or buffer outside the optimizer", f"; {broadcasting.OWN}")
         own = dict.fromkeys(self._own)
         compared = [name for name, m in self._memories.items() if name in own or (m.parts and not m.writable)]
-        differing = differing_memories(communicator, {name: self._memories[name] for name in compared})
+        differing = broadcasting.differing_memories(communicator, {name: self._memories[name] for name in compared})
         odd = [name for name in differing if name not in own]
         if odd:
-            raise ValueError(f"{describe_difference(odd, differing[odd[0]])}; {OWN}")
+            raise ValueError(f"{broadcasting.describe_difference(odd, differing[odd[0]])}; {broadcasting.OWN}")
         if differing:
             self._table.rank_local = frozenset(differing)
             _warn_of(list(differing))
         stepper = self._table.stepper
         masters = stepper.masters(self._table.ignored.covers)
         parts = [part for name, m in self._memories.items() if m.writable and name not in own for part in m.parts]
-        broadcast_parts(communicator, parts, src=0)
-        broadcast_tensors(communicator, masters, src=0)
+        broadcasting.broadcast_parts(communicator, parts, src=0)
+        broadcasting.broadcast_tensors(communicator, masters, src=0)
         stepper.restore()
 
 

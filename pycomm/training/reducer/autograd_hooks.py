@@ -6,7 +6,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -23,19 +23,10 @@ from pycomm.torch_internals import (
 )
 
 
-class StepProgress(Protocol):
-    """Counters of steps; see :class:`pycomm.training.reducer.window.TrainingProgress`."""
-
-    def enter_step(self) -> bool: ...
-    def stepped(self) -> None: ...
-    def run_closure(self, closure: Callable[[], Any]) -> Any: ...
-
-
 class Uncovered:
     """Watch over the parameters of ``module`` that no Reducer covers; warns once if one of them gets a gradient.
 
     Args:
-        module: the module whose parameters are watched.
         covers: returns whether the new Reducer averages or ignores a parameter.
     """
 
@@ -95,36 +86,6 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
             bound(*args)
 
     return call
-
-
-def step_hook(progress: StepProgress, require_averaged: Callable[[], None]) -> Callable[..., Any]:
-    """Return a pre-hook for ``optimizer.step`` that calls ``require_averaged``, after each run of a closure if any.
-
-    A closure runs the last backward pass of a window itself. ``progress.stepped`` is called before its first run,
-    because some optimizers (SAM) use the existing gradients before they ask for new ones. ``progress.enter_step``
-    returns whether this step is the outermost one: a class that calls its base class's step runs the hooks twice.
-    """
-
-    def hook(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not progress.enter_step():
-            return None
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if not callable(closure):
-            require_averaged()
-            return None
-        progress.stepped()
-        evaluate: Callable[[], Any] = closure
-
-        def checked_closure() -> Any:
-            loss = progress.run_closure(evaluate)
-            require_averaged()
-            return loss
-
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": checked_closure}
-        return (args[0], checked_closure, *args[2:]), kwargs
-
-    return hook
 
 
 class BackwardWatch:
@@ -217,7 +178,6 @@ class FinalCallback:
     """Final callback of the graph task that is running. Autograd drops it without a call if the task fails.
 
     Args:
-        action: called at the end of the task.
         failed: called if the task fails; a bound method, held weakly.
     """
 
@@ -263,7 +223,9 @@ class GradientHook:
         self.count_with(counter)
         self._owner, self._slot, self._method = weakref.ref(owner), weakref.ref(slot), method
         self._name = slot.name
-        _drop_orphans(param)
+        for hook in list(accumulation_hooks(param).values()):
+            if isinstance(hook, GradientHook) and hook.orphaned:  # of an optimizer that no longer exists
+                hook.remove()
         register: Any = param.register_post_accumulate_grad_hook
         self._handle = register(self)
 
@@ -280,11 +242,10 @@ class GradientHook:
 
     def count_with(self, counter: GradientCounter | None) -> None:
         """Count with ``counter`` from now on, as the parameter has another place."""
-        self._count = counter.count if counter is not None else _never
+        self._count = counter.count if counter is not None else (lambda: False)
 
     @property
     def orphaned(self) -> bool:
-        """Return whether the owner no longer exists."""
         return self._owner() is None
 
     def is_first(self, param: torch.Tensor) -> bool:
@@ -297,16 +258,4 @@ class GradientHook:
         return len(hooks) == 1 or next(reversed(hooks)) == self._handle.id
 
     def remove(self) -> None:
-        """Remove the hook from its parameter."""
         self._handle.remove()
-
-
-def _never() -> bool:
-    return False
-
-
-def _drop_orphans(param: torch.Tensor) -> None:
-    """Remove the hooks of optimizers that no longer exist from ``param``, which is about to be attached again."""
-    for hook in list(accumulation_hooks(param).values()):
-        if isinstance(hook, GradientHook) and hook.orphaned:
-            hook.remove()

@@ -93,7 +93,6 @@ class StandbyJob:
             return not self._has_begun
 
     def run(self) -> None:
-        """Run the works until they are complete."""
         while (work := self._next()) is not None:
             work.run()
 
@@ -159,11 +158,9 @@ class LateGradients:
         }
 
     def end(self) -> None:
-        """Forget the step."""
         self._absent, self._pending = [], {}
 
     def save(self, state: State, slots: list[Slot]) -> None:
-        """Add the late gradients to ``state``."""
         for slot in slots:
             late = self._carried.get(slot)
             state[slot.name] = {
@@ -282,7 +279,6 @@ class BackupPolicy(SurvivingPolicy):
         return super().receive()
 
     def ended(self) -> None:
-        """Forget the step, which has been handed out or has failed."""
         super().ended()
         self.lets_count = False
         self._standby = None
@@ -303,7 +299,6 @@ class BackupPolicy(SurvivingPolicy):
         super().continue_over(lanes)
 
     def save(self, state: State) -> None:
-        """Add late gradients to ``state``, as contributions to the average."""
         self._late.save(state, self.engine.table.slots())
 
     def load(self, state: State) -> State:
@@ -317,5 +312,4 @@ class BackupPolicy(SurvivingPolicy):
         return self._late.load(state, self.engine.table.slots())
 
     def stats(self) -> dict[str, Any]:
-        """Return the changes of the world, and the number of steps in which this rank was late."""
         return {**super().stats(), "late": self._late.num_steps}

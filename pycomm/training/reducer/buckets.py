@@ -17,7 +17,7 @@ from pycomm.collectives.counting import GradientCounter, GradientCounts, PassGat
 from pycomm.collectives.layout import on_gpu
 from pycomm.collectives.transport.gpu import GpuWork
 from pycomm.compression import Compression, NoCompression
-from pycomm.compression.base import Exchange, Flag, State, method_stats
+from pycomm.compression.base import Exchange, Flag, State
 from pycomm.optim.shards import dimensions_of, is_split_in, matched
 from pycomm.optim.step_override import HALF
 from pycomm.torch_internals import Sharded, dtensor_around, is_dtensor, local_of, version_of
@@ -147,9 +147,8 @@ class Slot:
     def leave_bucket(self) -> None:
         """Copy ``.grad`` to memory of its own if it is a view into the bucket."""
         self.round()
-        owner = self.owner
-        if self.flight is not None and owner.grad is not None and owner.grad is self.flight.bucket.views[self.index]:
-            owner.grad = owner.grad.clone(memory_format=torch.preserve_format)
+        if (grad := self.owner.grad) is not None and self.holds_average():
+            self.owner.grad = grad.clone(memory_format=torch.preserve_format)
 
     def holds_average(self) -> bool:
         """Return whether ``.grad`` is the view into the bucket, even if it was written to."""
@@ -169,9 +168,8 @@ class Slot:
         grad = self.owner.grad
         if grad is None or self.flight is None:
             return grad is None
-        bucket = self.flight.bucket
-        same = grad is bucket.views[self.index] and self.grad_version() == self.version
-        return same and bucket.holds(self.index, grad)  # .grad.data may have been replaced
+        same = self.holds_average() and self.grad_version() == self.version
+        return same and self.flight.bucket.holds(self.index, grad)  # .grad.data may have been replaced
 
 
 def scale_gradients(slots: Iterable[Slot], factor: float) -> None:
@@ -188,12 +186,6 @@ def round_gradients(slots: Iterable[Slot]) -> None:
         slot.round()
 
 
-def forget_passes(slots: Iterable[Slot]) -> None:
-    """Discard float32 sums of earlier passes, as the user has cleared ``.grad``."""
-    for slot in slots:
-        slot.has_wide = False
-
-
 @dataclass(eq=False)
 class BucketInFlight:
     """Bucket with its parameters, the exchange that sends it, and its progress in this pass."""
@@ -204,8 +196,6 @@ class BucketInFlight:
     communicator: Communicator
     """Communicator that sends it."""
     work: Work | GpuWork | None = None
-    unused: Sequence[Slot] = ()
-    """Slots without a gradient on any rank in the last reduction."""
     counts: GradientCounts = field(init=False)
     """How often each gradient has been accumulated in this pass, and on which streams of a GPU."""
 
@@ -236,12 +226,11 @@ class BucketInFlight:
         """Return whether all gradients have arrived; never in the first pass, which only counts them."""
         return self.counts.is_complete()
 
-    def hand_out(self, finite: Flag) -> None:
-        """Commit the exchange's state if ``finite``, and make the averages ``.grad``."""
+    def hand_out(self, finite: Flag) -> list[Slot]:
+        """Commit the exchange's state if ``finite``; make the averages ``.grad``, and return slots that have none."""
         self.exchange.finish(finite)
         self.bucket.repair()
         used_here = self.exchange.used()
-        self.unused = () if all(used_here) else [s for s, used in zip(self.slots, used_here, strict=True) if not used]
         for slot, view, used in zip(self.slots, self.bucket.views, used_here, strict=True):
             if not used:
                 slot.owner.grad = None
@@ -249,6 +238,7 @@ class BucketInFlight:
                 slot.owner.grad = view
             slot.version = version_of(view)
         self.bucket.note_handed_out()
+        return [slot for slot, used in zip(self.slots, used_here, strict=True) if not used]
 
 
 _GROWTH = 4
@@ -282,12 +272,7 @@ def make_buckets(
     CPU the bytes of the gradients, since the work on one bucket is hidden behind that on the next.
 
     Args:
-        slots: parameters to sort.
-        compression: compression method.
         lanes: communicators that buckets use in turn.
-        bucket_bytes: see above.
-        algorithm: name of the algorithm of dense sums.
-        num_earlier: number of existing buckets.
         first_bytes: size of the very first bucket, from which the next ones grow; ``bucket_bytes`` if ``None``.
         place: sort key of a parameter in its bucket, before any other.
         divide: gives each rank its share of a bucket of parameters, if ranks are to have shares.
@@ -355,14 +340,6 @@ def _groups(
     return closed + [(members, compressed) for (_, compressed), members in open_.items()]
 
 
-def add_counts(total: dict[str, float], exchanges: Sequence[Exchange]) -> None:
-    """Add the counters of ``exchanges``, which are about to be replaced, to ``total``."""
-    for counts in (method_stats(exchanges), {"bytes_sent": sum(each.bytes_sent for each in exchanges)}):
-        for key, value in counts.items():
-            if key != "miss_rate":
-                total[key] = total.get(key, 0) + value
-
-
 def state_of(flights: Iterable[BucketInFlight]) -> State:
     """Return the state of all parameters, by name (not copied)."""
     return {name: entry for flight in flights for name, entry in flight.exchange.state().items()}
@@ -402,11 +379,7 @@ class LocalGradient:
         return version_of(grad) + version_of(local_of(grad))
 
     def match(self, name: str) -> None:
-        """Give ``.grad`` the placements of the parameter; see :func:`pycomm.optim.shards.matched`.
-
-        Raises:
-            RuntimeError: the local gradient has another shape than the local parameter.
-        """
+        """Give ``.grad`` the placements of the parameter; see :func:`pycomm.optim.shards.matched`."""
         param = self._param
         grad = param.grad
         if grad is None or not is_dtensor(grad):
@@ -423,12 +396,7 @@ class LocalGradient:
 
 
 def check_sharding(names: Mapping[str, torch.Tensor], ranks: Sequence[int]) -> None:
-    """Raise TypeError if a DTensor is distributed over the process group's ``ranks``, or belongs to FSDP2.
-
-    Args:
-        names: parameters by name.
-        ranks: global ranks of the process group.
-    """
+    """Raise TypeError if a DTensor is distributed over the process group's ``ranks``, or belongs to FSDP2."""
     for name, param in names.items():
         if is_dtensor(param):
             _check_placements(name, param, set(ranks))

@@ -17,19 +17,12 @@ from torch.utils.hooks import RemovableHandle
 from pycomm import kernels
 from pycomm.collectives.layout import flat_alias
 from pycomm.compression.dense import method_text
-from pycomm.optim.loss_scaler import loss_scale_of
+from pycomm.optim.loss_scaler import scale_left
 from pycomm.optim.shards import Shards, locals_of
 from pycomm.training.reducer.autograd_hooks import weakly
 from pycomm.training.reducer.buckets import Slot
 from pycomm.training.reducer.parameters import ParameterTable
-from pycomm.training.reducer.partition import StepPartition
 from pycomm.training.reducer.settings import AttachSettings
-
-
-def squared_norm_of_parts(slots: Sequence[Slot], partition: StepPartition) -> torch.Tensor:
-    """Return :func:`squared_norm` of gradients of which each rank has its own part. Collective."""
-    parts = [partition.own_part(slot.param, grad) for slot in slots if (grad := slot.owner.grad) is not None]
-    return partition.add_up(_total(parts).view(1))[0]
 
 
 def squared_norm(slots: Sequence[Slot], shards: Shards) -> torch.Tensor:
@@ -102,29 +95,24 @@ def unscaled_norm(table: ParameterTable, settings: AttachSettings) -> torch.Tens
     """Return the norm of all gradients together without the loss scale, as a 0-d float64 tensor on their device.
 
     It includes clipping since ``backward()``, as the next step will.
-
-    Raises:
-        RuntimeError: the scaler leaves gradients of half-precision parameters scaled, or compression no averages.
     """
     if not settings.makes_averages:
         raise RuntimeError(
             f"clip_grad_norm finds directions of {method_text(settings.compression)} in .grad, wanted averages: leave "
             "it out, or clip each rank's own gradient by attach(clip_local_norm=...)"
         )
-    scale = loss_scale_of(settings.loss_scaler).left_in(table.optimizer)
-    return _norm(table) * table.stepper.factor_left() / scale
+    return _norm(table) * table.stepper.factor_left() / scale_left(settings.loss_scaler, table.optimizer)
 
 
 def _norm(table: ParameterTable) -> torch.Tensor:
     """Return the norm of all gradients together; of unscaled copies, if the optimizer has them."""
     unscaled, partial = table.stepper.unscaled(), table.partial
     if partial is not None:
-        partial.terms.reduce_early()
-    if unscaled is not None and partial is not None:
-        squares = kernels.squared_norms([partial.own_part(param, grad) for param, grad in unscaled.items()])
-        return partial.add_up(squares.sum().view(1))[0].sqrt()
-    if partial is not None:
-        return squared_norm_of_parts(table.slots(), partial).sqrt()
+        if partial.terms is not None:
+            partial.terms.reduce_early()
+        plain = {slot.param: grad for slot in table.slots() if (grad := slot.owner.grad) is not None}
+        parts = [partial.own_part(param, grad) for param, grad in (unscaled or plain).items()]
+        return partial.add_up(_total(parts).view(1))[0].sqrt()
     if unscaled is not None:
         squares = kernels.squared_norms(locals_of(unscaled.values()))
         return table.shards.total(table.shards.add_up(squares, list(unscaled))).sqrt()
@@ -156,7 +144,6 @@ class LoneFactor:
         self._handles: WeakKeyDictionary[Slot, RemovableHandle] = WeakKeyDictionary()
 
     def note(self) -> None:
-        """Note that a factor has been left."""
         self._is_left = True
         for slot in self._table.slots():
             if slot not in self._handles:
@@ -170,7 +157,6 @@ class LoneFactor:
             self._table.stepper.drop_factor()
 
     def remove(self) -> None:
-        """Remove all hooks."""
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()

@@ -47,17 +47,7 @@ def require_sendable(slot: Slot) -> None:
 
 
 def gradients_of(flight: BucketInFlight, settings: AttachSettings, is_first_pass: bool) -> list[torch.Tensor | None]:
-    """Return the gradients of the parameters of ``flight``, checked here as the counting hooks check nothing.
-
-    Args:
-        flight: bucket that is about to be sent.
-        settings: arguments of ``attach``.
-        is_first_pass: whether this is the first pass of the window.
-
-    Raises:
-        RuntimeError, ValueError: see :func:`require_sendable` and :func:`require_no_average`; or an earlier sum would
-            be summed again.
-    """
+    """Return the gradients of the parameters of ``flight``, checked here as the counting hooks check nothing."""
     grads = [slot.owner.grad for slot in flight.slots]
     for slot, grad in zip(flight.slots, grads, strict=True):
         if (grad is None and slot.fired > 0) or (grad is not None and grad.is_sparse):
@@ -81,12 +71,7 @@ def require_no_average(slot: Slot, settings: AttachSettings) -> None:
 
     The mean over the ranks of an average plus a new gradient is correct; a sum, or error feedback, is not.
     """
-    if settings.is_linear:
-        return
-    grad, flight = slot.owner.grad, slot.flight
-    assert grad is not None
-    assert flight is not None
-    if grad is flight.bucket.views[slot.index] and slot.grad_version() == slot.version + slot.fired:
+    if not settings.is_linear and slot.holds_average() and slot.grad_version() == slot.version + slot.fired:
         raise RuntimeError(
             f"backward() ran again on the averaged gradient of {slot.name!r}. Several passes of one step need "
             "attach(..., accumulate=n); a pass that is not a step of this optimizer (a generator's through its "
@@ -192,19 +177,11 @@ class Engine:
     the host waits only where this rank lacks a gradient that others may have.
 
     Attributes:
-        table: parameters and their buckets.
-        communicator: the ranks to average over.
         lanes: communicators that buckets use in turn; ``communicator`` is the first.
-        settings: arguments of ``attach``.
-        policy: hooks for ranks that may be lost, join, or be late.
         window: accumulation window, the passes that make up a step.
-        progress: counts of reductions and steps.
         firing: slot of the parameter whose hooks are running, if any.
-        num_launched: number of buckets launched in this reduction.
         callbacks, reported_world: called with the old and new world after a change; the world of their last call.
         buffers: synchronisation of the module's buffers, if they are kept equal.
-        outcome: outcome of the last reduction.
-        statistics: waits, times, and what compression leaves out.
         comparison, flags: bits that ranks send each other with each reduction.
         admit_new: called when all ranks have announced new parameters; creates buckets for them.
     """
@@ -222,7 +199,7 @@ class Engine:
         self.window = AccumulationWindow(self.communicator, settings, table.device, table.on_gpu)
         self.progress = TrainingProgress(table.device if table.on_gpu else None)
         self.comparison = RankComparison(
-            self.communicator, table, settings, self.progress, self._named_buffers, lambda: self.world
+            self.communicator, table, settings, self.progress, self._compared_buffers, lambda: self.world
         )
         self.flags = self.comparison.flags
         self.admit_new: Callable[[], None] = lambda: None
@@ -243,12 +220,10 @@ class Engine:
 
     @property
     def world(self) -> tuple[int, ...]:
-        """Numbers of the ranks that take part, given to them as they joined."""
         return self.policy.world
 
-    def _named_buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the buffers to compare; none if they are synchronised, which happens only after the comparison."""
-        return [] if self.buffers is not None else self.table.named_buffers()
+    def _compared_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        return [] if self.buffers is not None else self.table.named_buffers()  # synchronised only after the comparison
 
     def has_launched(self) -> bool:
         """Return whether some of this pass's gradients have been sent."""
@@ -341,7 +316,6 @@ class Engine:
     # Launching.
 
     def forget_launched(self) -> None:
-        """Forget which buckets have been launched."""
         self.num_launched = self._num_left_out = 0
 
     def _launch_ready(self) -> None:
@@ -448,7 +422,7 @@ class Engine:
     def reduce(self) -> None:
         """Launch the remaining buckets, wait for all, and hand out the averages."""
         self.launch_rest()
-        self.statistics.phases.end_backward()
+        self.statistics.phases.trace.end_backward()
         self.statistics.waits.begin()
         self._late = None
         try:
@@ -466,7 +440,7 @@ class Engine:
             self.window.close()
             self.statistics.waits.end()
             self.policy.ended()
-        self.statistics.phases.end_reduction()
+        self.statistics.phases.trace.end_reduction()
         self.hash_state()
         old, self.reported_world = self.reported_world, self.world
         if old != self.reported_world:
@@ -497,7 +471,7 @@ class Engine:
             self.submit(self.communicator, taken.take, ahead=True)  # before the packing that compares them
 
     def _await_results(self, then: Callable[[], None]) -> None:
-        with self.statistics.phases.waiting():
+        with self.statistics.phases.timed("wait"):
             for flight in self.table.flights:
                 assert flight.work is not None
                 flight.work.wait()
@@ -506,7 +480,7 @@ class Engine:
             then()
 
     def hand_out(self) -> None:
-        with self.statistics.phases.unpacking():
+        with self.statistics.phases.timed("unpack"):
             self.outcome.hand_out(has_sent=self._has_sent)
 
     # State that is carried from step to step.
@@ -527,7 +501,6 @@ class Engine:
         self.hash_state()  # replaces hashes of the old state
 
     def stats(self) -> dict[str, Any]:
-        """Return the counters of ``Reducer.stats``."""
         transport = "nccl" if self.table.on_gpu else self.communicator.transport
         counters = self.statistics.report(self.table, self.progress.num_reductions, self.world)
         return {**counters, "transport": transport, **self.outcome.stats(), **self.policy.stats()}

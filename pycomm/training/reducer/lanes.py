@@ -31,8 +31,6 @@ def open_lanes(communicator: Communicator, settings: AttachSettings, on_gpu: boo
     decides which buckets are sent without this rank.
 
     Args:
-        communicator: communicator of the attach.
-        settings: arguments of ``attach``.
         on_gpu: whether the gradients are on a GPU, and so do not use the transport.
     """
     lanes = [communicator]

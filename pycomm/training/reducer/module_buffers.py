@@ -79,7 +79,6 @@ class BufferSync:
     Args:
         module: owner of the buffers, also in its submodules.
         mode: "broadcast" or "average".
-        communicator: the ranks that share the buffers.
         leaves_out: returns whether a buffer, given by name, is ignored.
         keeps: whether to keep old contents, so that :meth:`restore` can undo a failed run.
     """
@@ -133,7 +132,9 @@ class BufferSync:
             ValueError: the ranks' buffers differ in names, shapes or dtypes, or in contents that cannot be sent; on
                 every rank, naming the first difference. No buffer has been written to.
         """
-        with self._unchecked():
+        channel = self._communicator.channel
+        # Single operations are not compared: what is compared first is all that they depend on.
+        with channel.skip_checks() if channel.worker.is_current() else contextlib.nullcontext():
             places = self._compared()
             if self._keeps:
                 self._before = [(part, part.clone()) for place in places for part in place.parts()]
@@ -149,11 +150,6 @@ class BufferSync:
             for buffers in by_kind.values():
                 self._average(buffers)
             broadcast_parts(self._communicator, sent, src=0)
-
-    def _unchecked(self) -> contextlib.AbstractContextManager[None]:
-        """Skip the comparison of single operations: :meth:`_compared` has compared all that they depend on."""
-        channel = self._communicator.channel
-        return channel.skip_checks() if channel.worker.is_current() else contextlib.nullcontext()
 
     def _compared(self) -> list[_Place]:
         """Compare the ranks' buffers; return the places of those that can be sent."""

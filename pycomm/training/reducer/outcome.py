@@ -26,13 +26,6 @@ from pycomm.training.reducer.settings import AttachSettings
 from pycomm.training.reducer.window import TrainingProgress
 
 
-def needs_verdict(flights: Sequence[BucketInFlight], shards: Shards, settings: AttachSettings) -> bool:
-    """Return whether the hand-out requires the verdict on whether the step is finite."""
-    # "auto" may choose differently for other parts of DTensors, whose ranks wait for this rank's verdict.
-    transactional = bool(shards) and settings.compression.transactional
-    return transactional or any(flight.exchange.transactional for flight in flights)
-
-
 def all_finite(flights: Sequence[BucketInFlight], shards: Shards) -> torch.Tensor:
     """Return whether all received gradients are finite, on all ranks of ``shards``: 0-d bool.
 
@@ -60,7 +53,8 @@ def spread_failure_of_parts(
         return None
     if all(bool(flight.exchange.finite()) for flight in flights):
         return None
-    partition.terms.require_reduced()
+    if partition.terms is not None:
+        partition.terms.require_reduced()
     parts = [(slot.name, part) for f in flights for slot, part in zip(f.slots, f.bucket.own_parts(), strict=True)]
     found = next((i for i, (_, part) in enumerate(parts) if not bool(torch.isfinite(part).all())), len(parts))
     first = partition.first_of(found)
@@ -87,13 +81,6 @@ def spread_failure(flights: Sequence[BucketInFlight], shards: Shards, loss_scale
 
 class ReductionOutcome:
     """Outcome of the last reduction, and counts of all of them.
-
-    Args:
-        table: parameters and their buckets.
-        settings: arguments of ``attach``.
-        flags: requests that the ranks have announced.
-        progress: counts of reductions and steps.
-        communicator: the ranks.
 
     Attributes:
         finite: whether the last step was finite; ``None`` if that was not computed.
@@ -142,24 +129,22 @@ class ReductionOutcome:
 
     def _hand_out(self) -> None:
         table, flights = self._table, self._table.flights
-        self.finite = self._count_step() if needs_verdict(flights, table.shards, self._settings) else None
+        # "auto" may choose differently for other parts of DTensors, whose ranks wait for this rank's verdict.
+        waits = bool(table.shards) and self._settings.compression.transactional
+        self.finite = None
+        if waits or any(flight.exchange.transactional for flight in flights):
+            verdict = all_finite(flights, table.shards)
+            self.nonfinite_steps += ~verdict
+            self.committed_steps += verdict
+            self.finite = verdict if table.on_gpu else bool(verdict)
         self.source.count(self.finite)
         finite: Flag = True if self.finite is None else self.finite
-        for flight in flights:
-            flight.hand_out(finite)
-        self.unused = {id(slot.param) for flight in flights for slot in flight.unused}
+        self.unused = {id(slot.param) for flight in flights for slot in flight.hand_out(finite)}
         self._leave_out_skipping()
         spread_failure(flights, table.shards, self._settings.loss_scaler)
         if table.partial is not None:
             self.not_finite = spread_failure_of_parts(flights, table.partial, self._settings.loss_scaler)
         self._progress.reduced(False if self.finite is None else self.finite)
-
-    def _count_step(self) -> Flag:
-        """Return whether the step is finite; all ranks agree."""
-        finite = all_finite(self._table.flights, self._table.shards)
-        self.nonfinite_steps += ~finite
-        self.committed_steps += finite
-        return finite if self._table.on_gpu else bool(finite)
 
     def _leave_out_skipping(self) -> None:
         """Turn the mean over all ranks into the mean over the ranks with a batch."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any, NoReturn
@@ -20,9 +19,8 @@ import torch
 
 from pycomm.descriptions import name_ranks
 from pycomm.optim.attached import is_covered
-from pycomm.optim.module_hooks import StepWatch
 from pycomm.optim.parameters import optimizer_parameters
-from pycomm.torch_internals import children_of, local_of, own_parameters
+from pycomm.torch_internals import Places, children_of, local_of, own_parameters
 from pycomm.training.reducer.buckets import Slot
 from pycomm.training.reducer.engine import Engine
 from pycomm.training.reducer.parameters import ParameterTable
@@ -41,10 +39,8 @@ def require_provenance(table: ParameterTable, has_averages: bool, unused: Set[in
     """Raise RuntimeError if a parameter of the optimizer has a gradient that has not been averaged since the last step.
 
     Args:
-        table: parameters that are averaged.
         has_averages: whether there was a reduction since the last step.
         unused: ids of the parameters without a gradient on any rank in that reduction.
-        rank: this rank, for the message.
     """
     if has_averages and not unused and not table.has_new():
         return
@@ -84,42 +80,6 @@ def require_written(table: ParameterTable, settings: AttachSettings) -> None:
             )
 
 
-class _Places:
-    """Objects in dicts, and whether they are still there. Checked in every forward, so without a Python loop."""
-
-    def __init__(self) -> None:
-        self._dicts: list[dict[str, Any]] = []
-        self._size = 0
-        self._holders: list[dict[str, Any]] = []  # one per object
-        self._keys: list[str] = []
-        self._objects: list[Any] = []
-
-    def add(self, holder: Mapping[str, Any], wanted: Callable[[Any], bool]) -> None:
-        """Note the ``wanted`` objects in ``holder``, if it is a dict, as it is not in TorchScript's modules."""
-        if isinstance(holder, dict):
-            self._dicts.append(holder)
-            self._size += len(holder)
-            for key, value in holder.items():
-                if value is not None and wanted(value):
-                    self._holders.append(holder)
-                    self._keys.append(key)
-                    self._objects.append(value)
-
-    def are_unchanged(self) -> bool:
-        """Return whether each object is where it was, and none was added."""
-        found = map(dict.get, self._holders, self._keys)
-        return not self.has_others_beside() and all(map(operator.is_, found, self._objects))
-
-    def has_others_beside(self) -> bool:
-        """Return whether the dicts' sizes have changed."""
-        return sum(map(len, self._dicts)) != self._size
-
-    def others(self) -> list[Any]:
-        """Return what is in the place of the objects that were replaced."""
-        found = zip(map(dict.get, self._holders, self._keys), self._objects, strict=True)
-        return [now for now, before in found if now is not before]
-
-
 class ParameterPlaces:
     """Places of parameters in their modules, which show when a module's parameters are replaced.
 
@@ -128,27 +88,22 @@ class ParameterPlaces:
     when backward gives it a gradient.
 
     Args:
-        table: parameters that are averaged.
         refuse: called with the name of such a parameter; raises the error.
     """
 
     def __init__(self, table: ParameterTable, refuse: Callable[[str], None]) -> None:
-        self._params, self._parts = _Places(), _Places()
         self._found: dict[int, weakref.ref[torch.Tensor]] = {}  # by id; a WeakSet would compare tensors by ==
         self._watched: dict[int, weakref.ref[torch.Tensor]] = {}
         self._refuse = weakref.WeakMethod(refuse)
         self.find(table)
 
     def find(self, table: ParameterTable) -> None:
-        """Find the places anew."""
-        self._params, self._parts = _Places(), _Places()
-        if table.module is None:
-            return
+        owners = [] if table.module is None else list(table.module.modules())
         known = {id(param) for _, param in table.named()}
-        for owner in table.module.modules():
-            self._params.add(own_parameters(owner), lambda param: id(param) in known)
-            self._parts.add(children_of(owner), lambda _: True)
-        self._found = {id(param): weakref.ref(param) for param in table.module.parameters()}
+        self._params = Places(map(own_parameters, owners), lambda param: id(param) in known)
+        self._parts = Places(map(children_of, owners))
+        params = () if table.module is None else table.module.parameters()
+        self._found = {id(param): weakref.ref(param) for param in params}
 
     def look(self, table: ParameterTable) -> bool:
         """Watch parameters that have replaced others; return whether parameters were added to the module."""
@@ -190,7 +145,6 @@ class ParameterPlaces:
 
 
 def _is(found: Mapping[int, weakref.ref[torch.Tensor]], param: torch.Tensor) -> bool:
-    """Return whether ``param`` is in ``found``."""
     reference = found.get(id(param))
     return reference is not None and reference() is param
 
@@ -221,7 +175,6 @@ class ParameterChanges:
     gradients, and exchange them after these.
 
     Args:
-        engine: engine of the attach.
         hook_parameters: method that hooks the parameters of slots.
         stop: method that stops this rank, with an error for the other ranks.
     """
@@ -231,7 +184,7 @@ class ParameterChanges:
     ) -> None:
         self._engine, self._table, self._communicator = engine, engine.table, engine.communicator
         self._hook_parameters, self._stop = weakref.WeakMethod(hook_parameters), weakref.WeakMethod(stop)
-        self._places = ParameterPlaces(engine.table, self._refuse)
+        self.places = ParameterPlaces(engine.table, self._refuse)
         self._has_weights = False
         self._steps_of_others = WeakKeyDictionary[torch.optim.Optimizer, int]()  # reductions before the last one
         self._keys = f"pycomm/{self._communicator.place.name}/{next(_numbers)}"
@@ -243,7 +196,7 @@ class ParameterChanges:
         """Put ``slots`` into buckets, and hook their parameters."""
         self._table.make_buckets(slots, self._engine.lanes, self._engine.settings)
         self._hook(slots)
-        self._places.find(self._table)
+        self.places.find(self._table)
 
     def _hook(self, slots: list[Slot]) -> None:
         hook_parameters = self._hook_parameters()
@@ -300,7 +253,6 @@ class ParameterChanges:
             self._rebuild()
 
     def _rebuild(self) -> None:
-        """Make all buckets again."""
         self._engine.outcome.source.keep(self._table.flights)
         self._table.rebuild(self._engine.lanes, self._engine.settings, adopt=True)
         self._engine.hash_state()
@@ -351,25 +303,18 @@ class ParameterChanges:
 
     # Parameters of the module that the optimizer does not have.
 
-    def look_at_module(self) -> bool:
-        """Watch replaced parameters of the module, before a forward; return whether any were added."""
-        return self._places.look(self._table)
-
-    def watch_other_optimizers(self) -> StepWatch:
-        """Make it an error that another optimizer steps what has replaced attached parameters; return a handle.
+    def before_other_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise RuntimeError if another optimizer is about to step what has replaced attached parameters.
 
         Without a call of the module, nothing else shows them.
         """
-        return StepWatch(self._before_other_step)
-
-    def _before_other_step(self, optimizer: torch.optim.Optimizer) -> None:
         table = self._table
         if optimizer is table.optimizer or self._communicator.size == 1:
             return
         self._require_reduced(optimizer)
-        if self._places.are_unchanged():
+        if self.places.are_unchanged():
             return
-        lost, new = self._places.exchanged(table)
+        lost, new = self.places.exchanged(table)
         params = set(map(id, optimizer_parameters(optimizer))) if lost else set()
         for name, param in new.items():
             if id(param) in params and param.grad is not None and not is_covered(param):

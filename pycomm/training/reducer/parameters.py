@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from pycomm.agreement import agreed
 from pycomm.collectives.broadcasting import share_tensors, signature
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import on_gpu
+from pycomm.compression.base import method_stats
 from pycomm.optim.parameter_checks import check_parameters
 from pycomm.optim.parameters import checked_optimizer, optimizer_parameters, parameter_ids
 from pycomm.optim.shards import Shards, labels_of
@@ -21,7 +22,6 @@ from pycomm.torch_internals import local_of
 from pycomm.training.reducer.buckets import (
     BucketInFlight,
     Slot,
-    add_counts,
     check_sharding,
     make_buckets,
     state_of,
@@ -80,12 +80,7 @@ class Ignored:
 def ignored_of(
     ignore: Any, pairs: Sequence[tuple[str, torch.Tensor]], buffers: Sequence[tuple[str, torch.Tensor]]
 ) -> Ignored:
-    """Resolve ``ignore`` among the named parameters ``pairs`` and ``buffers``.
-
-    Raises:
-        TypeError: ``ignore`` is not an iterable of names, patterns, tensors and modules.
-        ValueError: an item matches nothing; it is named.
-    """
+    """Resolve ``ignore`` among the named parameters ``pairs`` and ``buffers``."""
     named = dict([*pairs, *buffers])
     names = {id(tensor): name for name, tensor in reversed([*pairs, *buffers])}
     patterns: list[str] = []
@@ -137,16 +132,12 @@ class ParameterTable:
 
     Args:
         optimizer: the optimizer, watched for parameters that are added later.
-        names: the parameters by name.
         module: the module, if ``attach`` was given one; it names parameters that are added later.
         ignored: tensors that take no part.
 
     Attributes:
-        flights: the buckets.
-        device: device of all parameters.
         ranks: global ranks that gradients are averaged over; ``attach`` sets it.
         shards: the trainable parameters that are DTensors, with the ranks that their parts are on.
-        on_gpu: whether that is a GPU.
         partition: partition of a sharded step; ``None`` without one.
         rank_local: names of the module's other parameters that differ between ranks and stay so.
     """
@@ -283,7 +274,9 @@ class ParameterTable:
 
         ``order`` replaces the order of :meth:`slots`.
         """
-        add_counts(self.earlier, [flight.exchange for flight in self.flights])
+        exchanges = [flight.exchange for flight in self.flights]
+        sent = sum(exchange.bytes_sent for exchange in exchanges) + self.earlier.get("bytes_sent", 0)
+        self.earlier = {**method_stats(exchanges, self.earlier), "bytes_sent": sent}
         state, slots = state_of(self.flights), self.slots() if order is None else list(order)
         self._slots = {id(slot.param): slot for slot in slots}
         expected = {slot: slot.expected for slot in slots}
@@ -405,15 +398,10 @@ class ParameterTable:
 
 
 def table_of(optimizer: Any, model_or_named_parameters: Any, all_parameters: bool, ignore: Any = ()) -> ParameterTable:
-    """Return the parameters of ``optimizer``, checked, with the names that the model gives them.
-
-    Raises:
-        TypeError, ValueError: ``optimizer`` is not one, a parameter has no name or cannot be averaged, or ``ignore``
-            matches nothing or everything.
-    """
+    """Return the parameters of ``optimizer``, checked, with the names that the model gives them."""
     optimizer = checked_optimizer(optimizer, model_or_named_parameters, "attach")
     module = model_or_named_parameters if isinstance(model_or_named_parameters, torch.nn.Module) else None
-    pairs = list(_pairs_of(model_or_named_parameters))
+    pairs = list(map(_pair, model_or_named_parameters) if module is None else module.named_parameters())
     ignored = ignored_of(ignore, pairs, [] if module is None else list(module.named_buffers()))
     names = _names_of(optimizer, pairs, all_parameters, ignored)
     if ignored and not any(param.requires_grad for param in names.values()):
@@ -422,24 +410,12 @@ def table_of(optimizer: Any, model_or_named_parameters: Any, all_parameters: boo
     return ParameterTable(optimizer, names, module, ignored)
 
 
-def _pairs_of(
-    model_or_named_parameters: torch.nn.Module | Iterable[tuple[str, torch.Tensor]],
-) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(model_or_named_parameters, torch.nn.Module):
-        yield from model_or_named_parameters.named_parameters()
-    else:
-        yield from map(_pair, model_or_named_parameters)
-
-
 def _names_of(
     optimizer: torch.optim.Optimizer, pairs: Sequence[tuple[str, torch.Tensor]], all_parameters: bool, ignored: Ignored
 ) -> dict[str, torch.Tensor]:
     """Return the optimizer's parameters, or with ``all_parameters`` all, by name in the model's order.
 
     Ignored ones are left out.
-
-    Raises:
-        TypeError, ValueError: the names are missing or ambiguous, or a parameter of the optimizer has none.
     """
     wanted = {id(p) for p in optimizer_parameters(optimizer)}
     names: dict[str, torch.Tensor] = {}

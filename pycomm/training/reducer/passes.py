@@ -13,23 +13,19 @@ import torch
 from pycomm.collectives.counting import PassGate
 from pycomm.errors import HALF_SENT, CommError
 from pycomm.optim.copies import MarkedParts, training_alone
-from pycomm.optim.module_hooks import BeforeForward, ForwardWatch, ZeroGradHook, forget_original
+from pycomm.optim.module_hooks import BeforeForward, ForwardWatch, StepWatch, ZeroGradHook, forget_original
 from pycomm.optim.wrappers import refuse_active_wrapper
 from pycomm.torch_internals import current_graph_task
 from pycomm.training.reducer.arrival import ArrivalOrder
-from pycomm.training.reducer.autograd_hooks import BackwardWatch, GradientHook, Uncovered, step_hook
-from pycomm.training.reducer.buckets import Slot, forget_passes
+from pycomm.training.reducer.autograd_hooks import BackwardWatch, GradientHook, Uncovered
+from pycomm.training.reducer.buckets import Slot
 from pycomm.training.reducer.engine import Engine
 from pycomm.training.reducer.parameter_changes import ParameterChanges, require_provenance
 from pycomm.training.reducer.replica_differences import DamageError
 
 
 class LocalPasses:
-    """Record of the gradients that paused passes have left in ``.grad``.
-
-    Attributes:
-        depth: number of open ``paused()`` contexts.
-    """
+    """Record of the gradients that paused passes have left in ``.grad``."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -112,7 +108,7 @@ class Passes:
         self._owner = owner
         optimizer, module = self._table.optimizer, self._table.module
         self._handles = [
-            optimizer.register_step_pre_hook(step_hook(self._progress, self.require_averaged)),
+            optimizer.register_step_pre_hook(self._progress.step_hook(self.require_averaged)),
             optimizer.register_step_post_hook(lambda *_: self.stepped()),
             ZeroGradHook(optimizer, self.note_zero_grad),
         ]
@@ -122,10 +118,9 @@ class Passes:
             before = BeforeForward(self.before_forward, watches_copies=True)
             self._handles.append(module.register_forward_pre_hook(before))
             self._forwards = ForwardWatch(module, self.note_forward, self.before_forward)
-            self._handles += [self._forwards, MarkedParts(module), self.changes.watch_other_optimizers()]
+            self._handles += [self._forwards, MarkedParts(module), StepWatch(self.changes.before_other_step)]
 
     def unhook(self) -> None:
-        """Remove all hooks."""
         for slot in self._table.slots():
             if slot.hook is not None:
                 slot.hook.remove()
@@ -148,7 +143,12 @@ class Passes:
                 self.hook_parameters(slots)
             self.changes.find_new()
             module = self._table.module
-            if torch.is_grad_enabled() and self.changes.look_at_module() and module is not None and self._uncovered:
+            if (
+                torch.is_grad_enabled()
+                and self.changes.places.look(self._table)
+                and module is not None
+                and self._uncovered
+            ):
                 self._uncovered.watch(module)
 
     def note_forward(self, output: Any, called: str) -> None:
@@ -162,7 +162,8 @@ class Passes:
         if not self._local.depth:
             self._engine.flags.loop.num_zero_grads += 1
         if self._window.is_open:
-            forget_passes(self._table.slots())
+            for slot in self._table.slots():
+                slot.has_wide = False  # the user has cleared .grad
 
     # Passes of this rank alone.
 
@@ -217,8 +218,7 @@ class Passes:
         raise error
 
     def stepped(self) -> None:
-        """Note that ``optimizer.step()`` has returned."""
-        self._engine.statistics.phases.end_step()
+        self._engine.statistics.phases.trace.end_step()
         if not self._progress.leave_step():
             return
         with self._stopping():
@@ -283,7 +283,7 @@ class Passes:
         if self._window.sending:
             self.reduce()
         else:
-            self._engine.statistics.phases.end_backward()
+            self._engine.statistics.phases.trace.end_backward()
         if self._uncovered is not None:
             self._uncovered.warn()
 

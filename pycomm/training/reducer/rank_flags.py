@@ -36,7 +36,7 @@ from typing import Any, Protocol
 import torch
 
 from pycomm.collectives.bucket import FingerprintBits
-from pycomm.descriptions import counts_text, name_ranks
+from pycomm.descriptions import counts_text, name_ranks, ranks_by_value
 from pycomm.optim.hyperparameters import Hyperparameters, Numbers
 from pycomm.optim.loop_index import LoopIndex
 from pycomm.untrusted import ANYTHING, COUNT, ListOf, MapOf, OneOf, parse
@@ -158,12 +158,9 @@ class RankFlags:
     """Bits 32 to 63 of this rank, and what the other ranks have announced.
 
     Args:
-        hyperparameters: the optimizer's hyperparameters, which are compared.
-        device: device of the gradients.
         check: called when a hyperparameter has changed; raises ValueError if compression does not support it.
 
     Attributes:
-        loop: counts since the last reduction.
         takes_new: whether new parameters are announced by a flag; otherwise the ranks meet to add them.
         compares_loop: whether loop index and groups are compared; false where ranks may be a step behind.
         veto, stop: reasons of this rank's requests, until all ranks have received them.
@@ -216,12 +213,7 @@ class RankFlags:
             self._check()
 
     def fix(self, num_reductions: int, frozen: tuple[str, ...], new: tuple[str, ...], modes: int) -> torch.Tensor:
-        """Fix this rank's record for the reduction that follows ``num_reductions`` others; return its bits.
-
-        Args:
-            num_reductions: number of reductions before this one.
-            frozen, new, modes: see :class:`Record`.
-        """
+        """Fix this rank's record for the reduction that follows ``num_reductions`` others; return its bits."""
         loop, compared = self.loop, self.compares_loop
         has_pass = compared and self.has_pass
         fields = (
@@ -255,7 +247,6 @@ class RankFlags:
         return differing
 
     def record_of(self, num_reductions: int) -> Record:
-        """Return this rank's record of reduction ``num_reductions``."""
         return next((record for number, record, _ in self._records if number == num_reductions), Record())
 
     def reduced(self) -> None:
@@ -285,10 +276,7 @@ def raise_left_out(counts: Mapping[int, int], expected: int, what: str, advice: 
     """Raise RuntimeError if the ranks' ``counts`` differ: those other than ``expected`` have left out a batch.
 
     Args:
-        counts: numbers of ``what``, by rank.
         expected: the number on ranks that have left out none.
-        what: describes the numbers.
-        advice: sentences at the end of the message.
         whose: what the ranks are counted among.
     """
     odd = [rank for rank, count in counts.items() if count != expected]
@@ -326,16 +314,13 @@ def raise_removed(names: Mapping[int, list[str]]) -> None:
         )
 
 
-def _on_ranks(ranks_by_value: Mapping[str, list[int]]) -> str:
-    return ", ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in ranks_by_value.items())
+def _on_ranks(by_value: Mapping[str, list[int]]) -> str:
+    return ", ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in by_value.items())
 
 
 def raise_different_scales(records: Mapping[int, Record]) -> None:
     """Raise ValueError if the ranks' loss scales differ."""
-    by_value: dict[str, list[int]] = {}
-    for rank, of in records.items():
-        if of.loop is not None:
-            by_value.setdefault(repr(of.loss_scale), []).append(rank)
+    by_value = ranks_by_value({rank: repr(of.loss_scale) for rank, of in records.items() if of.loop is not None})
     if len(by_value) > 1:
         raise ValueError(
             f"the ranks' loss scalers differ: the scale is {_on_ranks(by_value)}. Make the scaler alike on all ranks, "
@@ -361,10 +346,7 @@ def raise_different_modes(modes: Mapping[int, Mapping[str, bool]]) -> None:
 
 def different_windows(records: Mapping[int, Record]) -> str:
     """Return a warning about windows of which a function has made different numbers of passes; "" without any."""
-    by_value: dict[str, list[int]] = {}
-    for rank, of in records.items():
-        if of.num_passes:
-            by_value.setdefault(str(of.num_passes), []).append(rank)
+    by_value = ranks_by_value({rank: str(of.num_passes) for rank, of in records.items() if of.num_passes})
     if len(by_value) < 2:
         return ""
     return (

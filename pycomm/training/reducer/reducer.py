@@ -17,7 +17,6 @@ from pycomm.compression.dense import method_text
 from pycomm.compression.saved_state import gather_state, select_state
 from pycomm.descriptions import counted, size_text, tensors_text
 from pycomm.optim.attached import forget
-from pycomm.optim.wrappers import unwatch_constructions
 from pycomm.torch_internals import current_graph_task, is_dtensor
 from pycomm.training.reducer import clipping
 from pycomm.training.reducer.buckets import scale_gradients
@@ -389,7 +388,6 @@ class Reducer:
         if partition is not None:
             partition.move_out()
         forget(self)
-        unwatch_constructions(self)
         _set_farewell(self._engine, "detach")
         self._engine.policy.close(self._passes.stopped or _farewell(self._progress, "detach"))
         self._communicator.close(self._passes.stopped or None)
@@ -413,7 +411,6 @@ def _has_nothing_to_do(engine: Engine) -> bool:
 
 
 def _release(engine: Engine) -> None:
-    """Release memory that ``engine`` shares with others."""
     engine.policy.stand_down()
     engine.comparison.release()
     engine.statistics.waits.close()
@@ -439,12 +436,10 @@ class AttachedTraining:
 
     @property
     def communicator(self) -> Communicator:
-        """Communicator of the ranks."""
         return self._engine.communicator
 
     @property
     def method(self) -> Compression:
-        """Compression method."""
         return self._engine.settings.compression
 
     @property
@@ -454,7 +449,6 @@ class AttachedTraining:
 
     @property
     def survives(self) -> bool:
-        """Whether training continues when ranks are lost."""
         return self._engine.settings.survive is not None
 
     @property

@@ -14,7 +14,7 @@ import torch
 from pycomm import kernels
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.tensor_memory import hashable, is_plain
-from pycomm.descriptions import cpu_model, name_ranks
+from pycomm.descriptions import cpu_model, name_ranks, ranks_by_value
 from pycomm.errors import CommError
 from pycomm.training.reducer.buckets import Slot
 
@@ -58,14 +58,6 @@ def outvoted(by_rank: np.ndarray) -> list[int]:
     return sorted(odd) if len(odd) < size else []
 
 
-def alike(column: Sequence[int], ranks: Sequence[int]) -> list[list[int]]:
-    """Group ``ranks`` by equal values in ``column``."""
-    groups: dict[int, list[int]] = {}
-    for rank, value in zip(ranks, column, strict=True):
-        groups.setdefault(value, []).append(rank)
-    return list(groups.values())
-
-
 _LAST_BITS = 1e-3
 """Largest difference, relative to the largest magnitude, that processors which round differently may explain."""
 
@@ -88,7 +80,6 @@ def is_comparison_due(num_reductions: int, interval: int, *, looks_soon: bool = 
     """Return whether all parameters are compared in the reduction that follows ``num_reductions`` others.
 
     Args:
-        num_reductions: number of reductions before this one.
         interval: they are compared after the first one, and then once in so many; 0: never.
         looks_soon: also in the 3rd, 5th, 9th, ... one, as most differences show soon after the first step.
     """
@@ -188,9 +179,7 @@ class ReplicaDifferences:
     """Reports of differences between the ranks' tensors. All methods are collective, and do the same on all ranks.
 
     Args:
-        communicator: the ranks to compare.
         parameters: returns the tensors that must be equal on all ranks, by name.
-        world: returns the numbers by which the ranks are called.
 
     Attributes:
         warned: whether a difference has been explained by the ranks' processors, which will not be the last.
@@ -235,12 +224,10 @@ class ReplicaDifferences:
                 f"memory or in a processor. If it was not that, something {_DRIFT}"
             )
         if odd:
-            raise DamageError.of(odd, f"{message}. {why}", rank=self._me)
+            raise DamageError.of(odd, f"{message}. {why}", rank=self.me)
         if is_flip:
             ranks = name_ranks(self._world())
-            raise DamageError.of(
-                [], f"{message}. One of {ranks} is wrong, no majority says which. {why}", rank=self._me
-            )
+            raise DamageError.of([], f"{message}. One of {ranks} is wrong, no majority says which. {why}", rank=self.me)
         raise RuntimeError(f"{message}. {why}")
 
     def _distance(self) -> tuple[float, float, int, int]:
@@ -281,15 +268,15 @@ class ReplicaDifferences:
         odd = [self._world()[rank] for rank in outvoted(first)]
         if odd:
             return f"on {name_ranks(odd)} differs from the other ranks"
-        groups = alike(first[:, 0].tolist(), self._world())
+        groups = list(ranks_by_value(dict(zip(self._world(), first[:, 0].tolist(), strict=True))).values())
         return f"differs between {' and '.join(map(name_ranks, groups)) if len(groups) < 4 else 'the ranks'}"
 
     @property
-    def _me(self) -> int:
+    def me(self) -> int:
+        """Number of this rank."""
         return self._world()[self._communicator.rank]
 
     def all_gather_text(self, text: str) -> list[str]:
-        """Return the ``text`` of every rank."""
         return [data.decode() for data in self._communicator.channel.all_gather_bytes(text.encode())]
 
 

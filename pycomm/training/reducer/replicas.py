@@ -37,22 +37,10 @@ from pycomm.compression.base import Flag
 from pycomm.descriptions import counts_text, name_ranks
 from pycomm.optim.hyperparameters import Hyperparameters, require_equal_groups
 from pycomm.torch_internals import parts_of, uncompiled
+from pycomm.training.reducer import rank_flags
 from pycomm.training.reducer.buckets import BucketInFlight, state_of
 from pycomm.training.reducer.parameters import ParameterTable
-from pycomm.training.reducer.rank_flags import (
-    ALIKE,
-    NEW,
-    RankFlags,
-    RankRequests,
-    Record,
-    different_windows,
-    raise_different_freezing,
-    raise_different_modes,
-    raise_different_new,
-    raise_different_scales,
-    raise_out_of_loop,
-    raise_removed,
-)
+from pycomm.training.reducer.rank_flags import RankFlags, RankRequests, Record
 from pycomm.training.reducer.replica_differences import (
     DamageError,
     Hashes,
@@ -86,7 +74,6 @@ class TakenHashes:
         """Whether each has changed; bools, once compared."""
 
     def take(self) -> None:
-        """Take the hashes."""
         if self._tensors:
             self._then = kernels.hashes(self._tensors, scratch=self._scratch, out=self._room())
 
@@ -154,8 +141,8 @@ _STEP_BITS = 4
 _BUFFER_BITS = 5
 _STEP = slice(0, _STEP_BITS)
 _STATE = _STEP_BITS
-_PARAMETERS = slice(_STATE + 1, ALIKE.start - _BUFFER_BITS)
-_BUFFERS = slice(ALIKE.start - _BUFFER_BITS, ALIKE.start)
+_PARAMETERS = slice(_STATE + 1, rank_flags.ALIKE.start - _BUFFER_BITS)
+_BUFFERS = slice(rank_flags.ALIKE.start - _BUFFER_BITS, rank_flags.ALIKE.start)
 
 _PERMITTING = 'tuning=pycomm.Tuning(per_rank=("{}",))'
 _IN_STEP = " in the last optimizer.step(), for which it was set after backward(),"
@@ -167,14 +154,6 @@ _logger = logging.getLogger("pycomm")
 
 class RankComparison:
     """Comparison between ranks of their replicas, and of what else they must do alike, by bits sent with gradients.
-
-    Args:
-        communicator: the ranks.
-        table: parameters and their buckets.
-        settings: arguments of ``attach``.
-        progress: counts of reductions and steps.
-        buffers: returns the module's buffers to compare, by name.
-        world: returns the numbers of the ranks.
 
     Attributes:
         flags: further bits of this rank, and what the other ranks have announced.
@@ -318,9 +297,6 @@ class RankComparison:
         """Report parameters that differ between the ranks now. Collective, and waits for a GPU.
 
         Does nothing where reductions do not compare them more often at the beginning either.
-
-        Raises:
-            RuntimeError, DamageError: parameters differ.
         """
         num_reductions = self._progress.num_reductions
         if self._interval == 0 or num_reductions == 0 or not self.looks_soon:
@@ -378,9 +354,9 @@ class RankComparison:
         self, differing: Sequence[bool], records: Mapping[int, Record], there: Mapping[int, Record], of: int
     ) -> None:
         """Raise the error of what ranks did differently in reduction ``of``, or note requests. Collective."""
-        if differing[NEW]:  # before the groups, which then differ too
-            raise_different_new({rank: each.new for rank, each in there.items()})
-        if there and any(differing[ALIKE]):
+        if differing[rank_flags.NEW]:  # before the groups, which then differ too
+            rank_flags.raise_different_new({rank: each.new for rank, each in there.items()})
+        if there and any(differing[rank_flags.ALIKE]):
             self._report_alike(records, there, of)
         self.flags.apply(records)
 
@@ -394,15 +370,15 @@ class RankComparison:
         texts = [parse(each, _ALIKE, "what a rank does") for each in self._differences.all_gather_text(text)]
         every = dict(zip(records, texts, strict=True))
         trained = {rank for rank, each in there.items() if each.loop is not None}
-        raise_removed({rank: of["names"] for rank, of in every.items() if rank in there})
+        rank_flags.raise_removed({rank: of["names"] for rank, of in every.items() if rank in there})
         require_equal_groups({rank: every[rank]["groups"] for rank in there}, _PERMITTING)
         # A newcomer has made no step yet.
         require_equal_groups({rank: every[rank]["of_step"] or None for rank in trained}, _PERMITTING, _IN_STEP)
-        raise_different_scales(there)
-        raise_out_of_loop(there)
-        raise_different_freezing(there)
-        raise_different_modes({rank: of["modes"] for rank, of in every.items() if rank in trained})
-        if found := different_windows(there):
+        rank_flags.raise_different_scales(there)
+        rank_flags.raise_out_of_loop(there)
+        rank_flags.raise_different_freezing(there)
+        rank_flags.raise_different_modes({rank: of["modes"] for rank, of in every.items() if rank in trained})
+        if found := rank_flags.different_windows(there):
             before, self._uneven = self._uneven, of
             if before == of - 1:  # else perhaps the end of an epoch
                 raise RuntimeError(found)
@@ -432,12 +408,8 @@ class RankComparison:
                 list(damaged),
                 f"{where} is not what the last step left there, and nothing but pycomm writes to it: the memory is "
                 "damaged, or something wrote beyond its own",
-                rank=self._me,
+                rank=self._differences.me,
             )
-
-    @property
-    def _me(self) -> int:
-        return self._world()[self._communicator.rank]
 
 
 def _out_of_step(steps: Mapping[int, int]) -> str:

@@ -73,34 +73,18 @@ class Phases:
     ``backward()`` waits for it, and unpacks: hands out the gradients and commits compression's state.
 
     Attributes:
+        seconds: time of each phase: "pack", "wire", "wait" and "unpack".
         trace: records the spans of one step, if requested.
     """
 
     def __init__(self) -> None:
-        self.pack = self.wire = self.wait = self.unpack = 0.0
-        self.trace: StepTrace | None = None
+        self.seconds = dict.fromkeys(("pack", "wire", "wait", "unpack"), 0.0)
+        self.trace = StepTrace()
         self._profiling = False
 
     def begin(self) -> None:
-        """Note that a backward pass begins."""
         self._profiling = is_profiling()
-        if self.trace is not None:
-            self.trace.begin_backward()
-
-    def end_backward(self) -> None:
-        """Note that a backward pass has ended."""
-        if self.trace is not None:
-            self.trace.end_backward()
-
-    def end_reduction(self) -> None:
-        """Note that gradients have been handed out."""
-        if self.trace is not None:
-            self.trace.end_reduction()
-
-    def end_step(self) -> None:
-        """Note that ``optimizer.step()`` has returned."""
-        if self.trace is not None:
-            self.trace.end_step()
+        self.trace.begin_backward()
 
     def exchange(self, number: int, recorder: Recorder | None, job: Callable[[], None]) -> None:
         """Run the ``job`` that exchanges the bucket launched as ``number``; without ``recorder``, only enqueue it."""
@@ -113,50 +97,28 @@ class Phases:
             return
         ended = time.monotonic()
         wire = recorder.seconds - before
-        self.wire += wire
-        self.pack += ended - began - wire
-        if self.trace is not None:
-            self.trace.add("communication", label, began, ended)
-            self.trace.add_operations(recorder, label, began)
+        self.seconds["wire"] += wire
+        self.seconds["pack"] += ended - began - wire
+        self.trace.add("communication", label, began, ended)
+        self.trace.add_operations(recorder, label, began)
 
     @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count the time inside as waiting."""
+    def timed(self, phase: str) -> Iterator[None]:
+        """Count the time inside as that of ``phase``, on the thread of ``backward()``."""
         began = time.monotonic()
         try:
-            with self._range("wait"):
+            with profiled_range(f"pycomm::{phase}") if self._profiling else contextlib.nullcontext():
                 yield
         finally:
-            self.wait += self._note("wait", began)
-
-    @contextlib.contextmanager
-    def unpacking(self) -> Iterator[None]:
-        """Count the time inside as unpacking."""
-        began = time.monotonic()
-        try:
-            with self._range("unpack"):
-                yield
-        finally:
-            self.unpack += self._note("unpack", began)
-
-    def _note(self, name: str, began: float) -> float:
-        ended = time.monotonic()
-        if self.trace is not None:
-            self.trace.add("training", name, began, ended)
-        return ended - began
-
-    def _range(self, name: str) -> contextlib.AbstractContextManager[Any]:
-        return profiled_range(f"pycomm::{name}") if self._profiling else contextlib.nullcontext()
+            ended = time.monotonic()
+            self.seconds[phase] += ended - began
+            self.trace.add("training", phase, began, ended)
 
     def report(self) -> dict[str, float | None]:
         """Return the times; see ``Reducer.stats``."""
-        busy = self.pack + self.wire
-        return {
-            "pack_seconds": self.pack,
-            "wire_seconds": self.wire,
-            "unpack_seconds": self.unpack,
-            "hidden_share": max(0.0, 1.0 - self.wait / busy) if busy > 0.0 else None,
-        }
+        busy = self.seconds["pack"] + self.seconds["wire"]
+        times = {f"{phase}_seconds": self.seconds[phase] for phase in ("pack", "wire", "unpack")}
+        return {**times, "hidden_share": max(0.0, 1.0 - self.seconds["wait"] / busy) if busy > 0.0 else None}
 
 
 @contextlib.contextmanager
@@ -214,12 +176,8 @@ class Waits:
     ranks had arrived, so that neither another late rank nor an early one changes it.
 
     Args:
-        page: page of the ranks' arrivals, if they have one.
         ranks: ranks that reduce together, not kept alive. While this rank waits for some, the log names them (see
             :mod:`pycomm.collectives.transport.late_ranks`).
-
-    Attributes:
-        seconds: time that this rank has waited, for any reason.
     """
 
     def __init__(self, page: ReadyPage | None = None, ranks: ReducingRanks | None = None) -> None:
@@ -253,7 +211,6 @@ class Waits:
         return {} if page is None or reduction is None else page.read(reduction)
 
     def begin(self) -> None:
-        """Note that this rank begins to wait."""
         self._began = (time.monotonic(), time.time())
 
     def end(self) -> None:
@@ -325,13 +282,7 @@ class Waits:
 
 
 class Statistics:
-    """Statistics of all reductions of a rank.
-
-    Attributes:
-        waits: ranks that were waited for.
-        phases: times of the phases.
-        figures: error of compression.
-    """
+    """Statistics of all reductions of a rank."""
 
     def __init__(self) -> None:
         self.waits, self.phases, self.figures = Waits(), Phases(), CompressionFigures()
@@ -342,7 +293,8 @@ class Statistics:
         sent = sum(exchange.bytes_sent for exchange in exchanges)
         gradients = sum(flight.bucket.flat.nbytes for flight in table.flights) * num_reductions
         stats: dict[str, Any] = {
-            "bytes_sent": sent,
+            **method_stats(exchanges, table.earlier),
+            "bytes_sent": sent + table.earlier.get("bytes_sent", 0),
             "steps": num_reductions,
             "wait_seconds": self.waits.seconds,
             "waits": self.waits.report(world),
@@ -350,12 +302,7 @@ class Statistics:
             **self.phases.report(),
             "compression_ratio": gradients / sent if sent else None,
             **self.figures.report(exchanges, num_reductions),
-            **method_stats(exchanges),
         }
-        for key, value in table.earlier.items():
-            stats[key] = stats.get(key, 0) + value
         if table.partition is not None and table.partition.whole is not None:
             stats["step_shares"] = table.partition.whole.owners.stats()
-        if stats.get("selections"):
-            stats["miss_rate"] = stats["selections_missed"] / stats["selections"]
         return stats

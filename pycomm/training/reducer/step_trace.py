@@ -12,7 +12,7 @@ import socket
 import time
 from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from pycomm.collectives.recorder import Recorder
 from pycomm.collectives.recorder.traces import DEFAULT_STEP, FOLDER, STEP
@@ -22,52 +22,31 @@ _LOG = logging.getLogger("pycomm")
 _optimizers: Counter[Path] = Counter()  # attached ones of this process, by the folder of their files
 
 
-class TracedSpan(NamedTuple):
-    """Span of time on the wall clock, in seconds.
-
-    Attributes:
-        lane: "training" or "communication", the thread; "wire": collectives on the latter.
-        name: activity.
-        began, ended: times.
-    """
-
-    lane: str
-    name: str
-    began: float
-    ended: float
-
-
 class StepTrace:
     """Trace of the reduction ``step`` of rank ``rank``, with its passes, and the optimizer's step after it.
 
     Args:
         folder: folder for the file ``rank<rank>.json`` (``rank<rank>-2.json`` for a second optimizer, and so on). It is
             written after the optimizer's step, or when the next backward pass begins without one.
-        step: number of the reduction, from 1.
-        rank: global rank.
-        size: number of ranks that average together.
+        step: number of the reduction, from 1; 0: there is no trace.
     """
 
-    def __init__(self, folder: Path, step: int, rank: int, size: int) -> None:
+    def __init__(self, folder: Path = Path(), step: int = 0, rank: int = 0, size: int = 1) -> None:
         self._folder, self._step, self._rank, self._size = folder, step, rank, size
-        _optimizers[folder] += 1
+        _optimizers[folder] += step > 0
         self._optimizer = _optimizers[folder]
         self._wall = time.time() - time.monotonic()
-        self._spans: list[TracedSpan] = []
+        self._spans: list[dict[str, Any]] = []
         self._reductions = 0
         self._forward_began = self._backward_began = self._step_began = 0.0
-        self.done = False
+        self.done = step == 0
 
     @staticmethod
-    def wanted(rank: int, size: int) -> StepTrace | None:
-        """Return the trace that the environment requests, or ``None``.
-
-        Raises:
-            ValueError: the requested step is not a positive number.
-        """
+    def wanted(rank: int, size: int) -> StepTrace:
+        """Return the trace that the environment requests, if it does."""
         folder = os.environ.get(FOLDER)
         if not folder:
-            return None
+            return StepTrace()
         text = os.environ.get(STEP, str(DEFAULT_STEP))
         if not text.isdecimal() or int(text) < 1:
             raise ValueError(f"{STEP} is {text!r}, wanted a positive number of a step")
@@ -78,7 +57,6 @@ class StepTrace:
         return not self.done and self._reductions + 1 == self._step
 
     def begin_backward(self) -> None:
-        """Note that a backward pass begins."""
         if not self.done and self._spans and self._reductions >= self._step:
             self._write()  # the optimizer's step was skipped, as by GradScaler for non-finite gradients
         self._backward_began = time.monotonic()
@@ -106,7 +84,6 @@ class StepTrace:
                 self._append("wire", f"{entry.operation}, {label}", entry.began, entry.ended)
 
     def end_reduction(self) -> None:
-        """Note that gradients have been handed out."""
         self._step_began = self._forward_began = time.monotonic()
         self._reductions += 1
 
@@ -119,7 +96,8 @@ class StepTrace:
         self._write()
 
     def _append(self, lane: str, name: str, began: float, ended: float) -> None:
-        self._spans.append(TracedSpan(lane, name, began + self._wall, ended + self._wall))
+        """Note a span of "training" or "communication", the threads, or "wire", which is part of the latter."""
+        self._spans.append({"lane": lane, "name": name, "began": began + self._wall, "ended": ended + self._wall})
 
     def _write(self) -> None:
         self.done = True
@@ -130,7 +108,7 @@ class StepTrace:
             "optimizer": self._optimizer,
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "spans": [span._asdict() for span in self._spans],
+            "spans": self._spans,
         }
         number = "" if self._optimizer == 1 else f"-{self._optimizer}"
         file = self._folder / f"rank{self._rank}{number}.json"

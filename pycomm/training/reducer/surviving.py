@@ -24,9 +24,9 @@ from pycomm.errors import CommError
 from pycomm.training.elastic.join_requests import JoinListener
 from pycomm.training.elastic.membership import Decision, Membership, reconvene
 from pycomm.training.reducer.buckets import BucketInFlight
-from pycomm.training.reducer.engine import Grads, Launch, StepPolicy
+from pycomm.training.reducer.engine import Engine, Grads, Launch, StepPolicy
 from pycomm.training.reducer.lanes import open_lanes
-from pycomm.training.reducer.newcomers import Carried, share_state
+from pycomm.training.reducer.newcomers import share_state
 from pycomm.training.reducer.parameters import ParameterTable
 from pycomm.training.reducer.replica_differences import DamageError
 from pycomm.training.reducer.settings import AttachSettings
@@ -41,14 +41,11 @@ class Survival:
     """Commit, recovery and admission of ranks that may be lost and may gain newcomers.
 
     Args:
-        membership: membership of the group.
         communicator: the ranks' communicator, which is moved when they change.
-        table: parameters and their buckets.
-        settings: arguments of ``attach``.
-        listener: reads and answers the requests of newcomers.
 
     Attributes:
         recoveries, joins: one dict per event; see ``Reducer.stats``.
+        newcomers: ranks whose first step the present one is.
         invited: number of the newcomer's request that the last commit has announced; 0 for none.
         arrivals: times at which ranks had all their gradients of the last step, in seconds relative to its commit.
     """
@@ -63,7 +60,7 @@ class Survival:
     ) -> None:
         self.membership, self.invited = membership, 0
         self._listener = listener
-        self._newcomers: set[int] = set()  # of the present step
+        self.newcomers: set[int] = set()
         self._communicator, self._table, self._settings = communicator, table, settings
         self.recoveries: list[dict[str, Any]] = []
         self.joins: list[dict[str, Any]] = []
@@ -71,12 +68,7 @@ class Survival:
         self.arrivals: dict[int, float] = {}
 
     def stats(self) -> dict[str, Any]:
-        """Return the events so far."""
         return {"recoveries": list(self.recoveries), "joins": list(self.joins)}
-
-    def forget_newcomers(self) -> None:
-        """Treat newcomers like the other ranks, as their first step is over."""
-        self._newcomers.clear()
 
     def commit(self, microseconds_here: int = 0) -> None:
         """Return once all ranks have the results of this step. Called on the communication thread, after all results.
@@ -93,11 +85,6 @@ class Survival:
         self.invited = int(words[0])
         here = zip(self.membership.world, words[1:].tolist(), strict=True)
         self.arrivals = {rank: -1e-6 * microseconds for rank, microseconds in here if microseconds > 0}
-
-    def take_arrivals(self) -> dict[int, float]:
-        """Return the :attr:`arrivals` of the last step, and clear them."""
-        arrivals, self.arrivals = self.arrivals, {}
-        return arrivals
 
     # Losing ranks.
 
@@ -130,8 +117,6 @@ class Survival:
         """Continue with the remaining ranks. Collective among them.
 
         Args:
-            error: error of the operation that failed.
-            num_committed: number of steps that this rank has committed.
             complete: hands out the results of the present step, if another rank has committed it.
 
         Returns:
@@ -157,13 +142,13 @@ class Survival:
             nobody_waits=isinstance(error, DamageError),  # slower ranks must still find the damage themselves
         )
         is_complete = found.committed > num_committed
-        self._rebuild(found.opened, is_complete)
+        self._table.rebuild(found.opened, self._settings, adopt=is_complete)
         self._note(old, found.decision, num_committed, time.monotonic() - start)
         return is_complete, found.opened
 
     # Gaining ranks.
 
-    def let_in(self, carried: Carried) -> list[Communicator]:
+    def let_in(self, engine: Engine) -> list[Communicator]:
         """Admit the announced newcomer; return the new lanes. Collective, including the newcomer.
 
         Raises:
@@ -180,29 +165,25 @@ class Survival:
             self._communicator.move(place)
             lanes = open_lanes(self._communicator, self._settings, self._table.on_gpu)
             self.membership.settle(self._communicator)
-            self._rebuild(lanes, adopt=False)
-            share_state(self._communicator, carried, newcomer=False)
+            self._table.rebuild(lanes, self._settings, adopt=False)
+            share_state(engine, newcomer=False)
         except BaseException:
             self.membership.dismiss()
             raise
-        self.note_join(carried.progress.num_reductions, time.monotonic() - start)
+        self.note_join(engine.progress.num_reductions, time.monotonic() - start)
         return lanes
 
     def note_join(self, step: int, seconds: float) -> None:
         """Record and log that the newest rank has joined."""
         newcomer = self.membership.world[-1]
-        self._newcomers.add(newcomer)
+        self.newcomers.add(newcomer)
         self.joins.append({"seconds": seconds, "step": step, "rank": newcomer, "world": self.membership.world})
         if self.membership.is_first:
             _LOG.warning("rank %d has come: %d ranks go on at step %d", newcomer, len(self.membership.world), step)
 
     def num_newcomers(self) -> int:
         """Return the number of newcomers, which take part in the present step without gradients."""
-        return len(self._newcomers.intersection(self.membership.world))
-
-    def _rebuild(self, lanes: list[Communicator], adopt: bool) -> None:
-        """Sort all parameters into new buckets with the old ones' state, and with their gradients if ``adopt``."""
-        self._table.rebuild(lanes, self._settings, adopt=adopt)
+        return len(self.newcomers.intersection(self.membership.world))
 
     def _note(self, old: World, decision: Decision, step: int, seconds: float) -> None:
         left = {rank: decision.gone.get(rank, "was lost while the others met") for rank in old}
@@ -227,7 +208,6 @@ class SurvivingPolicy(StepPolicy):
 
     @property
     def world(self) -> tuple[int, ...]:
-        """Ranks that take part, by the numbers that they got when they came."""
         return self.survival.membership.world
 
     def turn(self) -> AbstractContextManager[bool]:
@@ -249,7 +229,6 @@ class SurvivingPolicy(StepPolicy):
         return grads
 
     def launched(self) -> None:
-        """Launch the commit."""
         if self._commit_work is None:
             self.launch_commit()
 
@@ -285,9 +264,10 @@ class SurvivingPolicy(StepPolicy):
                     continue
             else:
                 self.hand_out()
-            self.survival.forget_newcomers()
+            self.survival.newcomers.clear()
             engine.window.num_idle = 0
-            return self.survival.take_arrivals()
+            arrivals, self.survival.arrivals = self.survival.arrivals, {}
+            return arrivals
 
     def _wait(self) -> None:
         assert self._commit_work is not None
@@ -297,7 +277,6 @@ class SurvivingPolicy(StepPolicy):
         self.engine.hand_out()
 
     def ended(self) -> None:
-        """Forget the step, which has been handed out or has failed."""
         self._commit_work = None
         if self._is_idle:
             self._is_idle, self.lets_count = False, True
@@ -338,7 +317,7 @@ class SurvivingPolicy(StepPolicy):
         if self.survival.invited == 0:
             return
         try:
-            self.continue_over(self.survival.let_in(Carried.of(self.engine)))
+            self.continue_over(self.survival.let_in(self.engine))
         except (RuntimeError, ValueError) as error:  # CommError and the store's errors are RuntimeErrors
             what = f"the newcomer was not let in: {error}"
             self.recover(CommError.during("join", what, rank=self.engine.communicator.rank))
@@ -356,13 +335,10 @@ class SurvivingPolicy(StepPolicy):
         engine.launch_rest()
 
     def leave(self, reason: str) -> None:
-        """Announce to the others that this rank no longer takes part."""
         self.survival.leave(reason)
 
     def close(self, reason: str) -> None:
-        """Leave, and release the membership."""
         self.survival.close(reason)
 
     def stats(self) -> dict[str, Any]:
-        """Return the changes of the world."""
         return self.survival.stats()

@@ -15,7 +15,7 @@ from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import is_capturing
 from pycomm.compression import DGC
 from pycomm.compression.base import Flag, Scaling
-from pycomm.optim.loss_scaler import loss_scale_of
+from pycomm.optim.loss_scaler import scale_of
 from pycomm.optim.shards import Shards
 from pycomm.training.reducer import clipping as norms
 from pycomm.training.reducer.buckets import Slot
@@ -56,12 +56,13 @@ class TrainingProgress:
     Attributes:
         num_reductions: number of reductions that have been handed out.
         num_steps: number of reductions that ``optimizer.step()`` has used.
+        is_used: whether no averages wait for a ``step()``.
     """
 
     def __init__(self, device: torch.device | None) -> None:
         self.num_reductions = 0
         self.num_steps = 0
-        self._used = True
+        self.is_used = True
         self._step_depth = 0  # number of nested step() calls
         self._had_averages = False  # as the step began whose closure runs
         # Whether compression committed state in the last reduction; None if only the device knows.
@@ -75,7 +76,7 @@ class TrainingProgress:
     def reduced(self, committed: Flag) -> None:
         """Note that averages have been handed out, and whether compression ``committed`` state with them."""
         self.num_reductions += 1
-        self._used = False
+        self.is_used = False
         self._step_depth = 0  # a step that raised has left it
         if isinstance(committed, torch.Tensor) and is_capturing():
             self._committed = False  # the host does not see what launches of the graph commit
@@ -87,43 +88,57 @@ class TrainingProgress:
             self._committed = committed
 
     @property
-    def is_used(self) -> bool:
-        """Return whether no averages wait for a ``step()``."""
-        return self._used
-
-    @property
     def has_averages(self) -> bool:
         """Return whether there was a reduction since the last step; in a closure, since the step before this one."""
-        return self._had_averages or not self._used
+        return self._had_averages or not self.is_used
 
-    def enter_step(self) -> bool:
-        """Note that ``step()`` begins; return whether it is the outermost one."""
-        self._step_depth += 1
-        if self._step_depth == 1:
-            self._had_averages = not self._used
-        return self._step_depth == 1
+    def step_hook(self, require_averaged: Callable[[], None]) -> Callable[..., Any]:
+        """Return a pre-hook for ``optimizer.step`` that calls ``require_averaged``, after each run of a closure if any.
+
+        A closure runs the last backward pass of a window itself. Averages count as used before its first run, because
+        some optimizers (SAM) use the existing gradients before they ask for new ones. A class that calls its base
+        class's step runs the hooks twice, of which only the outermost counts.
+        """
+
+        def hook(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            self._step_depth += 1
+            if self._step_depth > 1:
+                return None
+            self._had_averages = not self.is_used
+            closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+            if not callable(closure):
+                require_averaged()
+                return None
+            self.stepped()
+            evaluate: Callable[[], Any] = closure
+
+            def checked_closure() -> Any:
+                depth = self._step_depth
+                loss = evaluate()
+                self._step_depth = depth  # its reductions do not mean that the step has failed
+                require_averaged()
+                return loss
+
+            if "closure" in kwargs:
+                return args, {**kwargs, "closure": checked_closure}
+            return (args[0], checked_closure, *args[2:]), kwargs
+
+        return hook
 
     def leave_step(self) -> bool:
         """Note that ``step()`` has returned; return whether it was the outermost one."""
         self._step_depth = max(self._step_depth - 1, 0)
         return self._step_depth == 0
 
-    def run_closure(self, closure: Callable[[], Any]) -> Any:
-        """Return the result of a step's ``closure``, whose reductions do not mean that the step has failed."""
-        depth = self._step_depth
-        result = closure()
-        self._step_depth = depth
-        return result
-
     def stepped(self) -> None:
         """Note that ``step()`` uses the last averages."""
-        if not self._used:
-            self._used = True
+        if not self.is_used:
+            self.is_used = True
             self.num_steps += 1
 
     def skipped(self) -> None:
         """Note that the step for the last averages is skipped on purpose."""
-        self._used = True
+        self.is_used = True
 
     def require_used(self) -> None:
         """Raise RuntimeError if compression has counted the last gradients as applied, but no step has applied them.
@@ -131,7 +146,7 @@ class TrainingProgress:
         Never raises before the first step, as some loops update parameters without ``step()``. Waits for a
         GPU if the last step was skipped, as by a loss scaler.
         """
-        if self._used or self.num_steps == 0:
+        if self.is_used or self.num_steps == 0:
             return
         committed = self._committed
         if committed is None:
@@ -183,9 +198,6 @@ class SampleWeights:
         Args:
             num_samples: finite and not negative.
             num_passes: number of passes that the open window has had.
-
-        Raises:
-            TypeError, ValueError: ``num_samples`` is not such a number, or not allowed at this point.
         """
         wanted = "a finite number that is not negative"
         before, unit = self._unit, bounded("num_samples", num_samples, wanted, lambda n: 0 <= n < math.inf)
@@ -244,9 +256,6 @@ class SampleWeights:
         """Return the weight of the gradients accumulated here relative to the ranks' mean weight. Waits for the sum.
 
         Multiplied by it, they are averaged correctly by a plain mean over the ranks.
-
-        Raises:
-            ValueError: the weights of all ranks sum to zero; on every rank.
         """
         assert self._sum is not None
         total, _ = self._sum.wait()
@@ -263,7 +272,6 @@ class AccumulationWindow:
         sending: whether the current (or latest) pass is the last of its window.
         complete: whether a full window has ended, and nothing has happened since.
         num_idle: number of ranks that take part in this step without gradients, as newcomers do.
-        weights: weights by the number of samples behind each pass.
         scaling: scales of the window that is being sent, except for this rank's relative weight, which
             is known only to a job on the communication thread.
         streams: on a GPU, the streams (as integers) on which the scales were computed.
@@ -275,7 +283,6 @@ class AccumulationWindow:
     ) -> None:
         self._communicator, self._settings = communicator, settings
         self._device, self._on_gpu = device, on_gpu
-        self._loss_scale = loss_scale_of(settings.loss_scaler)
         # DGC clips by parameter, as it packs them; it sees only this rank's part of a DTensor.
         self._part_norm = settings.compression.clip_norm if isinstance(settings.compression, DGC) else None
         self.num_passes = 0
@@ -298,7 +305,6 @@ class AccumulationWindow:
         self.sending = self._settings.is_last(self.num_passes)
 
     def end_pass(self) -> None:
-        """Note that a pass has ended."""
         self.num_passes += 1
         if not self.sending:
             self.weights.note_pass()
@@ -316,7 +322,7 @@ class AccumulationWindow:
         """
         if self.weights.in_use:
             self.weights.start_sum(self.num_passes, with_next)
-        loss_scale = self._loss_scale.current(self._device, self._on_gpu)
+        loss_scale = scale_of(self._settings.loss_scaler, self._device, self._on_gpu)
         if self._on_gpu and isinstance(loss_scale, torch.Tensor):
             self.streams = {self.current_stream()}
         # A copy: the count may be incremented before the GPU has read it for this step.

@@ -15,12 +15,7 @@ _LOG = logging.getLogger("pycomm")
 
 
 def request_veto(engine: Engine, reason: str) -> None:
-    """Request that the step of this reduction, or of the next one, is discarded on all ranks.
-
-    Raises:
-        RuntimeError: it is too late.
-        ValueError: the settings exclude it.
-    """
+    """Request that the step of this reduction, or of the next one, is discarded on all ranks."""
     table, settings = engine.table, engine.settings
     if settings.backup > 0:
         raise ValueError("veto_step() does not go with backup: ranks go on without waiting for all gradients")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,35 +19,19 @@ from pycomm.collectives.layout import laid_out_like
 from pycomm.compression.messages import Layout
 from pycomm.compression.methods.quantized import QuantizedForm
 from pycomm.compression.two_hop import Form
-from pycomm.optim.partition import Span
 from pycomm.torch_internals import version_of
 from pycomm.training.reducer.buckets import BucketInFlight
+from pycomm.training.reducer.partition.partition import Segment
 from pycomm.training.reducer.settings import Sharding
 
 _UNSENT = "unsent"
 """Key of what rounding has left of a parameter's changes, among its optimizer state."""
 
 
-class Parts(Protocol):
-    """Parameters of a bucket, a part of which each rank owns."""
-
-    spans: list[Span]
-
-    def own_parts(self) -> list[torch.Tensor]:
-        """Return the parameters as one flat part for each rank."""
-
-    def own_state(self, key: str) -> torch.Tensor:
-        """Return this rank's own elements of a float32 state that has a home."""
-
-    def home(self, index: int, param: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory for the state ``key`` of the ``index``-th parameter, zeros at first."""
-
-
 class ChangedParts:
     """Parts of parameters, one for each rank, whose changes are sent.
 
     Args:
-        communicator: the ranks.
         parts: the parts, flat float32.
         unsent: what rounding has left of the changes of this rank's own part; is updated.
         form: makes the form of that many elements in a message.
@@ -102,11 +86,11 @@ class SentChanges:
     def __init__(self, shard: Sharding | None, optimizer: torch.optim.Optimizer, order: Sequence[int]) -> None:
         self._gather = None if shard is None else shard.gather
         self._optimizer, self._order = optimizer, order
-        self._segments: dict[BucketInFlight, Parts] = {}
+        self._segments: dict[BucketInFlight, Segment] = {}
         self._parts: dict[BucketInFlight, ChangedParts] = {}
         self._versions: dict[torch.Tensor, int] = {}  # since their changes were sent
 
-    def adopt(self, flight: BucketInFlight, segment: Parts) -> None:
+    def adopt(self, flight: BucketInFlight, segment: Segment) -> None:
         """Send the changes of the parameters of ``flight``, which are in ``segment``, from now on."""
         if self._gather is not None and flight.bucket.dtype == torch.float32:
             self._segments[flight] = segment
@@ -118,11 +102,11 @@ class SentChanges:
             if flight not in self._parts:
                 assert self._gather is not None
                 form = functools.partial(QuantizedForm, self._gather.config)
-                arguments = segment.own_parts(), segment.own_state(_UNSENT), form
+                arguments = segment.parts_in(segment.own, segment.dtype), segment.own_state(_UNSENT), form
                 self._parts[flight] = ChangedParts(flight.communicator, *arguments, self._order)
             self._parts[flight].make_exact()
 
-    def _renew(self, flight: BucketInFlight, segment: Parts) -> None:
+    def _renew(self, flight: BucketInFlight, segment: Segment) -> None:
         """Drop what is unsent of parameters that were written to since, and take what the optimizer has loaded."""
         for slot in flight.slots:
             param, span = slot.param, segment.spans[slot.index]

@@ -95,13 +95,7 @@ class CommonMemory:
 
 
 class HostSegment(Segment):
-    """Segment in memory that all ranks reach.
-
-    Args:
-        bucket, params, shares, rank: as above.
-        memory: allocator.
-        shares_parameters: whether the ranks have one copy of the parameters among them.
-    """
+    """Segment in memory that all ranks reach."""
 
     def __init__(
         self,
@@ -130,9 +124,7 @@ class HostTerms:
     """Gradients that the step adds up, in memory that all ranks reach.
 
     Args:
-        memory: allocator.
         flights, places: buckets and places of the parameters, as they are at present.
-        reduction: "sum" or "mean".
 
     Attributes:
         version: number of times that the gradients have moved; 0 while they have been reduced.

@@ -17,13 +17,7 @@ _UNEVEN = 1.5
 
 
 class Owners:
-    """Owners of the parameters of ``optimizer``, the same on all ranks.
-
-    Args:
-        optimizer: the optimizer.
-        rank: this rank.
-        size: number of ranks.
-    """
+    """Owners of the parameters of ``optimizer``, the same on all ranks."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, rank: int, size: int) -> None:
         self._optimizer, self._rank = optimizer, rank
@@ -55,11 +49,9 @@ class Owners:
         return self._owners.get(param) == self._rank
 
     def own(self) -> list[torch.Tensor]:
-        """Return this rank's own parameters."""
         return [param for param, owner in self._owners.items() if owner == self._rank]
 
     def others(self) -> list[torch.Tensor]:
-        """Return the other ranks' parameters."""
         return [param for param, owner in self._owners.items() if owner != self._rank]
 
     def shares_of(self, slots: Iterable[Slot], order: Sequence[int]) -> list[slice]:

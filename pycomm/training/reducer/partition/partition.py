@@ -8,7 +8,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -56,57 +56,21 @@ class Aftermath:
         self._handles.clear()
 
 
-class ReducibleTerms(GradientTerms, Protocol):
-    """Gradients of all ranks, and whether their sums are left to the step."""
-
-    @property
-    def has_moved(self) -> bool:
-        """Whether gradients that the step reduces are in other memory than in the last one."""
-
-    @property
-    def defers(self) -> bool:
-        """Whether sums of later gradients are left to the step."""
-
-    def open(self) -> None:
-        """Find the gradients of all ranks again, some of which have moved. Collective."""
-
-    def reduce_early(self) -> None:
-        """Reduce gradients now, and from now on during backward, as they are needed before the step. Collective."""
-
-
-class ReducedTerms:
-    """Gradients that have been reduced before the step."""
-
-    version, has_moved, defers = 0, False, False
-
-    def of(self, param: torch.Tensor) -> list[torch.Tensor]:
-        raise AssertionError("gradients have been reduced")
-
-    def open(self) -> None: ...
-
-    def require_reduced(self) -> None: ...
-
-    def reduce_early(self) -> None: ...
-
-
 class StepPartition:
     """Partition of the parameters of an attached optimizer; see :class:`pycomm.optim.partition.Partition`.
 
     By default gradients are reduced before the step, and all parameters have arrived when it ends.
 
     Args:
-        communicator: the ranks.
         optimizer: the attached optimizer. If kernels step it, ranks have equal parts of every bucket, else, and on
             GPUs, whole parameters (see :class:`WholeStep`).
-        module: the attached module, if there is one.
         settings: arguments of ``attach``, with ``shard``.
         order: ranks in the order in which their parts of a bucket lie.
-        on_gpu: whether the parameters are on a GPU.
 
     Attributes:
         has_full_grad: whether every rank gets all averages also when the step is divided.
         whole: step of whole parameters; ``None`` if kernels step.
-        terms: gradients of all ranks.
+        terms: gradients that the step adds up; ``None`` if they have been reduced before it.
         before_writing: called before each rank writes to its own parameters.
         make_buckets_again: returns a function that makes all buckets again, if the Reducer lives.
     """
@@ -131,9 +95,8 @@ class StepPartition:
         self._stepper = self.whole or (stepper if isinstance(stepper, KernelStep) else FusedStep(optimizer))
         self._flights: list[BucketInFlight] = []
         self._places: dict[torch.Tensor, tuple[Segment, int]] = {}
-        self._addresses: list[tuple[torch.Tensor, int]] = []
         self._num_steps = 0
-        self.terms: ReducibleTerms = ReducedTerms()
+        self.terms: GradientTerms | None = None
         self.before_writing: Callable[[], None] = lambda: None
         self.make_buckets_again: Callable[[], Callable[[], None] | None] = lambda: None
         self._stepper.share(self)
@@ -150,7 +113,8 @@ class StepPartition:
     def divide(self, bucket: Bucket, slots: Sequence[Slot]) -> None:
         """Let each rank reduce only its own share of ``bucket``, which has the parameters of ``slots``, if it may."""
         if not self.has_full_grad and (self.whole is None or not self.whole.on_trial):
-            bucket.reduce_part_only(self._shares_of(bucket, slots), self._communicator.rank, later=self.terms.defers)
+            is_later = self.terms is not None and self.terms.defers
+            bucket.reduce_part_only(self._shares_of(bucket, slots), self._communicator.rank, later=is_later)
 
     def _shares_of(self, bucket: Bucket, slots: Sequence[Slot]) -> list[slice]:
         if self.whole is not None:
@@ -181,18 +145,15 @@ class StepPartition:
         raise NotImplementedError
 
     def _settle_in(self, flight: BucketInFlight, segment: Segment) -> None:
-        """Move the parameters of ``flight`` to ``segment``."""
         for index, slot in enumerate(flight.slots):
             param, place = slot.param, segment.places[index]
             self._places[param] = segment, index
             with torch.no_grad():
                 self._fill(place, param, segment.spans[index])
             param.data = place
-            self._addresses.append((param, place.data_ptr()))
         self._flights.append(flight)
 
     def _fill(self, place: torch.Tensor, param: torch.Tensor, span: Span) -> None:
-        """Copy ``param`` to its place."""
         place.copy_(param.detach())
 
     def span_of(self, param: torch.Tensor) -> Span:
@@ -218,9 +179,8 @@ class StepPartition:
         self._stepper.step_alone()
         if self._was_fused_here:
             self._stepper.detach()
-        self.terms = ReducedTerms()
+        self.terms = None
         self._places.clear()
-        self._addresses.clear()
         self._flights.clear()
 
     # Sums over ranks.
@@ -248,7 +208,7 @@ class StepPartition:
             raise
         try:
             is_taken = self._agree(optimizer, is_skipped)
-            if is_taken and needs_gradients:
+            if is_taken and needs_gradients and self.terms is not None:
                 self.terms.require_reduced()
         except CommError as error:
             self._lost(optimizer, error)  # others may have completed the vote
@@ -295,9 +255,13 @@ class StepPartition:
 
     def _prepare(self) -> None:
         """Raise RuntimeError or ValueError if parameters were moved, or gradients written to, or in a CUDA graph."""
-        _require_no_capture()
-        for param, address in self._addresses:
-            if param.data_ptr() != address and param.numel() > 0:
+        if is_capturing():
+            raise RuntimeError(
+                "optimizer.step() with attach(shard=...) is being captured into a CUDA graph, and the ranks agree on "
+                "each step on the host: capture forward and backward, and keep step() outside the graph"
+            )
+        for param, (segment, index) in self._places.items():
+            if param.data_ptr() != segment.places[index].data_ptr() and param.numel() > 0:
                 raise RuntimeError(
                     f"the memory of a parameter of shape {list(param.shape)} has been replaced (param.data = ..., or a "
                     "conversion), and the other ranks write to the old one: use param.copy_(), or detach() first"
@@ -319,25 +283,17 @@ class StepPartition:
     def _agree(self, optimizer: torch.optim.Optimizer, is_skipped: bool) -> bool:
         """Return whether no rank skips the step. Raise ValueError if the ranks' hyperparameters differ. Collective."""
         settings = settings_of(optimizer)
-        digest = zlib.crc32(settings)
-        votes = torch.tensor([digest, -digest, is_skipped, self.terms.has_moved], dtype=torch.int64)
+        digest, has_moved = zlib.crc32(settings), self.terms is not None and self.terms.has_moved
+        votes = torch.tensor([digest, -digest, is_skipped, has_moved], dtype=torch.int64)
         self._communicator.all_reduce(votes, "max")
         most, least, skips, moved = votes.tolist()
         if most != -least:
             lines = settings.decode().splitlines()
             check_same_lines(self._communicator.channel.all_gather_bytes, lines, "parameter group")
             raise AssertionError("lines of equal text have equal digests")
-        if moved and not skips:
+        if moved and not skips and self.terms is not None:
             self.terms.open()
         return not skips
-
-
-def _require_no_capture() -> None:
-    if is_capturing():
-        raise RuntimeError(
-            "optimizer.step() with attach(shard=...) is being captured into a CUDA graph, and the ranks agree on each "
-            "step on the host: capture forward and backward, and keep step() outside the graph"
-        )
 
 
 def _whole_step(
@@ -385,17 +341,11 @@ class Segment(ABC):
     """Parameters of ``bucket``, laid out as the gradients are.
 
     Args:
-        bucket: the gradients.
-        params: the parameters.
-        shares: the part of each rank.
-        rank: this rank.
-        own: memory that the parameters are to be in.
         alignment: number of elements of which each parameter begins at a multiple; other than 1 only if ``shares`` cut
             no parameter.
 
     Attributes:
         shares: the part of each rank in memory that is laid out so.
-        places: where each parameter is to be.
         spans: this rank's own elements of each.
     """
 
@@ -431,7 +381,16 @@ class Segment(ABC):
 
     def like(self, param: torch.Tensor, index: int, memory: Memory, dtype: torch.dtype) -> torch.Tensor:
         """Return the place of the ``index``-th parameter, which is ``param``, in memory laid out so."""
-        return tensor_like(param, memory, dtype, self._begins[index])
+        begin = self._begins[index]
+        return view_like(tensor_in(memory, dtype, begin, begin + param.numel()), param)
+
+    def parts_in(self, memory: Memory, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return the parts of the ranks in memory that is laid out as the bucket."""
+        return [tensor_in(memory, dtype, share.start, share.stop) for share in self.shares]
+
+    def own_state(self, key: str) -> torch.Tensor:
+        """Return this rank's own elements of a float32 state that has a home."""
+        return self.parts_in(self._states[key, torch.float32], torch.float32)[self._rank]
 
     @abstractmethod
     def mirrors_of(self, index: int) -> list[torch.Tensor]:
@@ -495,8 +454,3 @@ def tensor_in(memory: Memory, dtype: torch.dtype, begin: int, end: int) -> torch
     if begin == end:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=end - begin, offset=begin * dtype.itemsize)
-
-
-def tensor_like(param: torch.Tensor, memory: Memory, dtype: torch.dtype, begin: int) -> torch.Tensor:
-    """Return elements of ``memory``, from ``begin`` on, in the shape and memory order of ``param``."""
-    return view_like(tensor_in(memory, dtype, begin, begin + param.numel()), param)

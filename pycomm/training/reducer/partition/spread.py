@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.channel import Channel
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import view_like
@@ -40,7 +39,7 @@ from pycomm.torch_internals import (
 )
 from pycomm.training.reducer.buckets import BucketInFlight
 from pycomm.training.reducer.partition.changes import SentChanges, add_unsent
-from pycomm.training.reducer.partition.partition import GpuMemory, Memory, Segment, StepPartition, begins_of, tensor_in
+from pycomm.training.reducer.partition.partition import GpuMemory, Memory, Segment, StepPartition, begins_of
 from pycomm.training.reducer.replica_differences import DamageError
 from pycomm.training.reducer.settings import AttachSettings
 from pycomm.worker import Work
@@ -129,7 +128,6 @@ class Arrival:
     """Parameters that arrive together, when ``work`` is done.
 
     Args:
-        params: the parameters.
         work: operation on the communication thread or stream.
         failed: called with the error if the operation fails, before a method raises it.
         current_stream: returns torch's current stream, if the parameters are on a GPU.
@@ -265,7 +263,6 @@ class ParameterArrivals:
             self.wait()  # torch's fast paths of evaluation check the class
 
     def close(self) -> None:
-        """Remove the hooks."""
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
@@ -289,22 +286,10 @@ class SpreadSegment(Segment):
     def _zeros(self, num_bytes: int) -> Memory:
         return mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
-    def own_parts(self) -> list[torch.Tensor]:
-        """Return the parameters as one flat part for each rank."""
-        return self.parts_in(self.own, self.dtype)
-
     def gather(self, channel: Channel) -> None:
         """Overwrite each part of the parameters with that of its rank. Collective."""
-        parts = self.own_parts()
+        parts = self.parts_in(self.own, self.dtype)
         channel.all_gather_v(parts, parts[self._rank])
-
-    def parts_in(self, memory: Memory, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Return the parts of the ranks in memory that is laid out as the bucket."""
-        return [tensor_in(memory, dtype, share.start, share.stop) for share in self.shares]
-
-    def own_state(self, key: str) -> torch.Tensor:
-        """Return this rank's own elements of a float32 state that has a home."""
-        return self.parts_in(self._states[key, torch.float32], torch.float32)[self._rank]
 
     def whole_states(self, flight: BucketInFlight) -> States:
         """Return all state of the parameters of ``flight``, gathered in new memory. Collective."""
@@ -320,13 +305,6 @@ class SpreadSegment(Segment):
 
 _GPU_ALIGNMENT = 256
 """Alignment of parameters on GPUs in bytes. Matrix products are slow, or kernels fail, where it is less than 16."""
-
-
-def _memory_of(communicator: Communicator, bucket: Bucket, alignment: int) -> Memory:
-    """Return memory for the parameters of ``bucket``, each of which begins at a multiple of ``alignment`` elements."""
-    num_bytes = begins_of(bucket.numels, alignment)[-1] * bucket.dtype.itemsize
-    own = communicator.empty(num_bytes, torch.uint8, bucket.device)
-    return GpuMemory(own, 0, num_bytes) if own.is_cuda else own.numpy()
 
 
 class SpreadPartition(StepPartition):
@@ -356,7 +334,9 @@ class SpreadPartition(StepPartition):
             bucket, params = flight.bucket, [slot.param for slot in flight.slots]
             shares = self._shares_of(bucket, flight.slots)
             alignment = _GPU_ALIGNMENT // bucket.dtype.itemsize if self._on_gpu else 1
-            own = _memory_of(self._communicator, bucket, alignment)
+            num_bytes = begins_of(bucket.numels, alignment)[-1] * bucket.dtype.itemsize
+            room = self._communicator.empty(num_bytes, torch.uint8, bucket.device)
+            own = GpuMemory(room, 0, num_bytes) if room.is_cuda else room.numpy()
             segment = self._segments[flight] = SpreadSegment(bucket, params, shares, rank, own, alignment)
             self._settle_in(flight, segment)
             self._changes.adopt(flight, segment)

@@ -48,7 +48,6 @@ class StepTrial:
     """Trial of whether ``optimizer`` steps ``own`` parameters without the others as it does with them.
 
     Args:
-        optimizer: the optimizer.
         own: parameters that a copy of it steps, with the same gradients.
         newcomers: parameters whose gradients may change the step of ``own``, and whose steps count; ``None``: all.
 
@@ -75,15 +74,13 @@ class StepTrial:
     def before_step(self, factor: Factor = 1.0) -> None:
         """Step copies, before the optimizer steps: with all gradients, with others than those of ``own``, with these.
 
-        Args:
-            factor: factor of the gradients.
-
         Raises:
             ValueError: they differ.
             Exception: the step of a copy has raised it.
         """
         with_all = self._stepped_copy(factor, torch.clone)
-        whole, kept = self._own_of(with_all), self._states_of_others(with_all)
+        whole, others = self._own_of(with_all), [pair for pair in self._pairs(with_all) if pair[0] in self._others]
+        kept = {param: with_all.state[copied] for param, copied in others if copied in with_all.state}
         changed = self._own_of(self._stepped_copy(factor, lambda grad: _OTHERWISE * grad.flip(list(range(grad.dim())))))
         self.copy = self._stepped_copy(factor, lambda _: None)
         self._before = [param.detach().clone() for param in self._own]
@@ -95,9 +92,8 @@ class StepTrial:
                 raise ValueError(f"{_ALONE} it steps {what} otherwise{_COUPLED}")
             self._compare(entry, other_entry, f"the state of {what}", _COUPLING)
             self._compare(entry, alone_entry, f"the state of {what}", _BATCHING)
-        pairs = zip(optimizer_parameters(self.optimizer), optimizer_parameters(self.copy), strict=True)
         own = set(self._own)
-        for param, copied in pairs:
+        for param, copied in self._pairs(self.copy):
             is_others = param.grad is not None and param not in own
             if is_others and not torch.allclose(param, copied, rtol=0.0, atol=0.0, equal_nan=True):
                 raise ValueError(
@@ -116,18 +112,16 @@ class StepTrial:
         numbers, others = _numbers(_own_values(whole), indices), _numbers(_own_values(alone), alone_indices)
         self._compare(numbers, others, "it", _COUPLING, _KEPT_ELSEWHERE)
 
-    def _states_of_others(self, made: torch.optim.Optimizer) -> dict[torch.Tensor, Any]:
-        """Return the state in a copy of the others' parameters."""
-        pairs = zip(optimizer_parameters(self.optimizer), optimizer_parameters(made), strict=True)
-        return {p: made.state[copied] for p, copied in pairs if p in self._others and copied in made.state}
+    def _pairs(self, made: torch.optim.Optimizer) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the parameters with those of a copy."""
+        return zip(optimizer_parameters(self.optimizer), optimizer_parameters(made), strict=True)
 
     def _stepped_copy(
         self, factor: Factor, of_others: Callable[[torch.Tensor], torch.Tensor | None]
     ) -> torch.optim.Optimizer:
         """Return a copy that has taken a step; gradients of others than ``own`` are what the function returns."""
         made, own = copy_of(self.optimizer), set(self._own)
-        pairs = zip(optimizer_parameters(self.optimizer), optimizer_parameters(made), strict=True)
-        for param, copied in pairs:
+        for param, copied in self._pairs(made):
             if param in self._kept and param not in self.optimizer.state:
                 made.state[copied] = copy.deepcopy(self._kept[param])
             if param.grad is not None and param in own:
@@ -147,16 +141,11 @@ class StepTrial:
 
     def _own_of(self, made: torch.optim.Optimizer) -> list[tuple[torch.Tensor, dict[str, Any]]]:
         """Return the values of ``own`` in a copy, and the numbers of their state."""
-        pairs = zip(optimizer_parameters(self.optimizer), optimizer_parameters(made), strict=True)
-        copies = dict(pairs)
+        copies = dict(self._pairs(made))
         return [(copies[p].detach(), _numbers(made.state.get(copies[p], {}), {})) for p in self._own]
 
     def after_step(self) -> list[bool]:
-        """Return whether the optimizer has changed a parameter of ``own``, and visibly one that counts.
-
-        Raises:
-            ValueError: it has stepped otherwise than its copy, or state cannot be sent.
-        """
+        """Return whether the optimizer has changed a parameter of ``own``, and visibly one that counts."""
         pairs = list(zip(self._own, self._before, strict=True))
         for (param, before), wanted in zip(pairs, self._wanted, strict=True):
             if not _is_near(param, wanted, _COUPLING * (wanted.double() - before.double()).norm()):
@@ -272,11 +261,7 @@ def _random_numbers_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def encoded_state(entry: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return the state ``entry`` of a parameter, encoded for other ranks; its tensors are appended to ``tensors``.
-
-    Raises:
-        ValueError: it has an object that cannot be sent.
-    """
+    """Return the state ``entry`` of a parameter, encoded for other ranks; its tensors are appended to ``tensors``."""
     if not isinstance(entry, dict):
         raise ValueError(f"its state of a parameter is a {type(entry).__name__}, wanted a dict")
     for key, value in entry.items():
@@ -286,11 +271,7 @@ def encoded_state(entry: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def copy_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return a copy of ``optimizer`` with copies of its parameters and state, without hooks.
-
-    Raises:
-        ValueError: an attribute cannot be copied.
-    """
+    """Return a copy of ``optimizer`` with copies of its parameters and state, without hooks."""
     memo: dict[int, Any] = {}
     for param in optimizer_parameters(optimizer):
         copied = torch.nn.Parameter(param.detach().clone(memory_format=torch.preserve_format), param.requires_grad)
@@ -318,7 +299,6 @@ def costs_of(trial: StepTrial, estimates: Sequence[float]) -> list[float]:
     One parameter of each shape and dtype in a group is measured, by a step of it alone.
 
     Args:
-        trial: a trial that is over.
         estimates: cost of each parameter in any unit, for those that there is no time to measure.
     """
     made = trial.copy

@@ -16,8 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -25,7 +24,9 @@ from pycomm.agreement import exchanged
 from pycomm.collectives.broadcasting import broadcast_tensors, decode
 from pycomm.collectives.communicator import Communicator
 from pycomm.errors import CommError, attempt
+from pycomm.optim.master_weights import WholeMasters
 from pycomm.optim.parameters import gradients_of, optimizer_parameters
+from pycomm.optim.partition import Partition
 from pycomm.optim.pending_factor import FactorStep, refuse_closure
 from pycomm.optim.step_override import Factor, own_step
 from pycomm.training.reducer.buckets import BucketInFlight
@@ -35,32 +36,8 @@ from pycomm.training.reducer.partition.trial import StepTrial, costs_of, encoded
 _LOG = logging.getLogger("pycomm")
 
 
-class Stepping(Protocol):
-    """Override of an optimizer's step that leaves it to ranks together, and the tensors that the optimizer steps."""
-
-    def take_together(self, take: Callable[[Factor, bool], None] | None) -> None:
-        """Call ``take`` with the factor of the gradients, and whether the step is to be skipped, from now on."""
-
-    def tried(self, factor: Factor) -> AbstractContextManager[Factor]:
-        """Return a context for steps of copies, which yields the factor of the gradients there."""
-
-    def stepped(self, factor: Factor) -> AbstractContextManager[None]:
-        """Return a context for the optimizer's own step, in which the gradients are multiplied by ``factor``."""
-
-    def entry_of(self, param: torch.Tensor) -> dict[str, Any]:
-        """Return the state of ``param``, with its master."""
-
-    def keep_only(self, is_kept: Callable[[torch.Tensor], bool]) -> None:
-        """Keep only masters for which the function returns true."""
-
-    def add_entries(self, entries: Mapping[torch.Tensor, dict[str, Any]]) -> None:
-        """Add such state of more parameters."""
-
-    def detach(self) -> None: ...
-
-
 class OwnSteps(FactorStep):
-    """Override for parameters that the optimizer steps as they are."""
+    """Override for parameters that the optimizer steps as they are; its interface is that of WholeMasters, too."""
 
     _take: Callable[[Factor, bool], None] | None = None
 
@@ -70,55 +47,48 @@ class OwnSteps(FactorStep):
         self._take(self._pending.take(), False)
 
     def take_together(self, take: Callable[[Factor, bool], None] | None) -> None:
+        """Call ``take`` with the factor of the gradients, and whether the step is to be skipped, from now on."""
         self._take = take
 
     @contextlib.contextmanager
     def tried(self, factor: Factor) -> Iterator[Factor]:
+        """Return a context for steps of copies, which yields the factor of the gradients there."""
         yield factor
 
     @contextlib.contextmanager
     def stepped(self, factor: Factor) -> Iterator[None]:
+        """Return a context for the optimizer's own step, in which the gradients are multiplied by ``factor``."""
         grads = gradients_of(self.optimizer)
         if grads and not (isinstance(factor, float) and factor == 1.0):
             torch._foreach_mul_(grads, factor)
         yield
 
     def entry_of(self, param: torch.Tensor) -> dict[str, Any]:
+        """Return the state of ``param``, with its master if there is one."""
         entry: dict[str, Any] = self.optimizer.state.get(param, {})
         return entry
 
-    def keep_only(self, is_kept: Callable[[torch.Tensor], bool]) -> None: ...
+    def keep_only(self, is_kept: Callable[[torch.Tensor], bool]) -> None:
+        """Keep only masters for which the function returns true."""
 
     def add_entries(self, entries: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+        """Add such state of more parameters."""
         self.optimizer.state.update(entries)
-
-
-class SteppingRanks(Protocol):
-    """Ranks that step together; see :class:`pycomm.training.reducer.partition.StepPartition`."""
-
-    def step(
-        self, optimizer: torch.optim.Optimizer, *, is_skipped: bool, needs_gradients: bool
-    ) -> AbstractContextManager[bool]: ...
-    def writing(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]: ...
 
 
 class WholeStep:
     """Step of ``optimizer`` by its own class, on each rank for the parameters that it owns.
 
-    Args:
-        optimizer: the optimizer.
-        stepping: the override of its step.
-        communicator: the ranks.
-
     Attributes:
-        owners: which rank steps which parameter.
         on_trial: whether all ranks step all parameters.
         is_dealt: whether the buckets are sorted by the parameters' owners.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, stepping: Stepping, communicator: Communicator) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, stepping: OwnSteps | WholeMasters, communicator: Communicator
+    ) -> None:
         self.optimizer, self._stepping, self._communicator = optimizer, stepping, communicator
-        self._partition: SteppingRanks | None = None
+        self._partition: Partition | None = None
         self._places: dict[torch.Tensor, torch.Tensor] = {}
         self.owners = Owners(optimizer, communicator.rank, communicator.size)
         self._trial = StepTrial(optimizer, self.owners.own()) if communicator.size > 1 else None
@@ -154,8 +124,8 @@ class WholeStep:
                     self._try()
             else:
                 changed = self._step_own(factor)
-        if self._newcomers:
-            self._count_newcomers(changed)
+        if self._trial is not None and self._newcomers and not self._trial.count(self._exchanged(changed)):
+            self._newcomers, self._trial = [], None
 
     def _step_own(self, factor: Factor) -> Any:
         """Step this rank's own parameters; return what the trial of newcomers says of the step, if there is one."""
@@ -223,15 +193,9 @@ class WholeStep:
 
         self._exchanged(attempt(before_step))
 
-    def _count_newcomers(self, changed: Any) -> None:
-        """Count a step with newcomers, of which ``StepTrial.after_step`` says ``changed``. Collective."""
-        assert self._trial is not None
-        if not self._trial.count(self._exchanged(changed)):
-            self._newcomers, self._trial = [], None
-
     # As the steps by kernels.
 
-    def share(self, partition: SteppingRanks) -> None:
+    def share(self, partition: Partition) -> None:
         """Take later steps in the context of ``partition``."""
         self._partition = partition
         self._stepping.take_together(self.take)
@@ -246,7 +210,6 @@ class WholeStep:
         """State has been gathered by :meth:`step_alone`."""
 
     def detach(self) -> None:
-        """Give the optimizer its own ``step`` back."""
         self._stepping.detach()
 
     def step_alone(self) -> None:
