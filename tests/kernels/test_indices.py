@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from pycomm import kernels
 from tests.kernels.gpus import Gpu, gpu, requires_gpu
-from tests.kernels.reference import assert_same_bits
+from tests.kernels.reference import assert_same_bits, simd
 
-__all__ = ["gpu"]
+__all__ = ["gpu", "simd"]
 
 LARGEST = 2**31 - 1
 
@@ -57,16 +57,21 @@ EXTREMES = {
     "all at the beginning": (list(range(100)), 99_100),
     "twice the range is a count": (list(range(0, 64, 2)), 64),
     "just below that": (list(range(0, 63, 2)), 63),
+    "a gap between dense ones": ([*range(600), *range(900_000, 900_600)], LARGEST),
+    "bits of one word each": (list(range(0, 1200 * 1000, 1000)), 1200 * 1000),
+    "none, for many words": ([0] * 3 + [LARGEST - 1] * 2000, LARGEST),
 }
 
 
+@pytest.mark.usefixtures("simd")
 @pytest.mark.parametrize("name", EXTREMES)
 def test_extremes(name: str) -> None:
     indices, limit = EXTREMES[name]
     check(torch.tensor(indices, dtype=torch.int32), limit)
 
 
-@given(limit=st.integers(1, LARGEST), count=st.integers(1, 300), seed=st.integers(0, 99))
+@pytest.mark.usefixtures("simd")
+@given(limit=st.integers(1, LARGEST) | st.integers(1, 9999), count=st.integers(1, 1500), seed=st.integers(0, 99))
 def test_any(limit: int, count: int, seed: int) -> None:
     check(some_indices(limit, count, seed), limit)
 
@@ -103,6 +108,35 @@ def test_numpy_and_given_outputs() -> None:
 def test_bad_indices(indices: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         kernels.pack_indices(torch.tensor(indices, dtype=torch.int32), 10)
+
+
+@pytest.mark.usefixtures("simd")
+@pytest.mark.parametrize("place", [0, 7, 8, 263, 264, 511, 700, 999])
+@pytest.mark.parametrize("bad", [-1, 10**6, LARGEST, -LARGEST - 1])
+def test_one_bad_index_among_many(place: int, bad: int) -> None:
+    indices = some_indices(10**6, 1000)
+    before = indices[place - 1].item() if place > 0 else 0
+    indices[place] = bad
+    message = rf"indices\[{place}\] is {bad}, wanted {before} <= index < 1000000, ascending"
+    with pytest.raises(ValueError, match=message):
+        kernels.pack_indices(indices, 10**6)
+
+
+@pytest.mark.usefixtures("simd")
+@given(limit=st.integers(3000, 10**6), word=st.integers(0, 2**20), bit=st.integers(0, 31))
+def test_a_changed_bit_is_refused_or_gives_ascending_indices(limit: int, word: int, bit: int) -> None:
+    indices = some_indices(limit, 1000)
+    words = kernels.pack_indices(indices, limit)
+    words[word % len(words)] ^= 1 << bit if bit < 31 else -(2**31)
+    out = torch.full((1000 + 8,), -7, dtype=torch.int32)
+    try:
+        kernels.unpack_indices(words, limit, 1000, out[:1000])
+    except ValueError:
+        pass
+    else:
+        assert bool((out[:999] <= out[1:1000]).all())
+        assert 0 <= out[0] <= out[999] < limit
+    assert out[1000:].tolist() == [-7] * 8
 
 
 def test_bad_arguments() -> None:

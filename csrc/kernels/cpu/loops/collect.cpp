@@ -29,18 +29,21 @@ class List {
     // Appends the elements of a group that `hits` names. False if there is no room.
     bool append(const float* group, uint32_t hits, uint32_t first) {
         if (count_ + kCollectSlack > capacity_) return false;
-        if (__builtin_popcount(hits) > 4) {
+        const int found = __builtin_popcount(hits);
+        if (found > 2) {
             for (int u = 0; u < kLook / kLanes; ++u) {
                 uint32_t of_lanes = hits >> (u * kLanes) & ((1u << kLanes) - 1u);
                 append(load(group + u * kLanes), of_lanes, first + static_cast<uint32_t>(u * kLanes));
             }
             return true;
         }
-        for (; hits != 0; hits &= hits - 1) {
-            int i = __builtin_ctz(hits);
-            out_[count_++] = {load_element<uint32_t>(reinterpret_cast<const char*>(group), i),
-                              first + static_cast<uint32_t>(i)};
+        // Two, of which the second may not be one: nothing branches on that.
+        for (int64_t at = count_; at < count_ + 2; ++at, hits &= hits - 1) {
+            const int i = __builtin_ctz(hits | 1u << (kLook - 1));
+            out_[at] = {load_element<uint32_t>(reinterpret_cast<const char*>(group), i),
+                        first + static_cast<uint32_t>(i)};
         }
+        count_ += found;
         return true;
     }
     void append(Vec v, uint32_t hits, uint32_t first) { count_ += put_candidates(out_ + count_, v, hits, first); }

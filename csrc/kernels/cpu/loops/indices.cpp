@@ -1,7 +1,10 @@
 #include <cstddef>
 
+#if defined(PYCOMM_ISA_AVX512) || defined(PYCOMM_ISA_AVX2)
+#include <immintrin.h>
+#endif
+
 #include "kernels/cpu/loops/members.h"
-#include "kernels/cpu/loops/set_bits.h"
 
 namespace pycomm::PYCOMM_ISA {
 namespace {
@@ -43,62 +46,81 @@ inline int64_t lower_of(const uint32_t* words, const IndexCode& code, int64_t m)
     return static_cast<int64_t>(bits >> (at % 32) & ((uint64_t{1} << code.low) - 1));
 }
 
+// Index m, whose upper part is known.
+inline int32_t index_of(const uint32_t* words, const IndexCode& code, int64_t m, int64_t upper) {
+    return static_cast<int32_t>(upper << code.low | lower_of(words, code, m));
+}
+
+bool ascend(const int32_t* indices, int64_t begin, int64_t end) {
+    int32_t falls = 0;  // as wide as an index, so that the compiler makes vectors of it
+    for (int64_t m = begin > 0 ? begin : 1; m < end; ++m) falls |= indices[m - 1] > indices[m] ? -1 : 0;
+    return falls == 0;
+}
+
 #if defined(PYCOMM_ISA_AVX512) || defined(PYCOMM_ISA_AVX2)
 
 // Eight indices at a time: their lower bits fill `low` whole bytes.
 constexpr int kEight = 8;
 
 inline __m256i load_eight(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
+inline __m128i load_four(const void* from) { return _mm_loadu_si128(static_cast<const __m128i*>(from)); }
 inline __m256i all_eight(int64_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
-inline __m256i first_eight() { return _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0); }
-inline uint64_t either(__m256i quarters) {
-    __m128i halves = _mm_or_si128(_mm256_castsi256_si128(quarters), _mm256_extracti128_si256(quarters, 1));
-    return static_cast<uint64_t>(_mm_cvtsi128_si64(_mm_or_si128(halves, _mm_unpackhi_epi64(halves, halves))));
+inline bool is_zero(__m256i x) { return _mm256_testz_si256(x, x) != 0; }
+
+// Blocks of kPacked indices whose upper bits lie within kMarks are packed together.
+constexpr int64_t kPacked = 256, kMarks = 2048;
+constexpr int kMostPacked = 14;  // lower bits of each: pairs of them are joined by products of int16
+
+// Writes the lower bits of kPacked indices, after those before are written, and 16 - `low` bytes of zeros. Returns
+// whether these and the one before ascend.
+bool pack_lower(const int32_t* indices, int low, char* to) {
+    const __m256i mask = all_eight((1 << low) - 1), pair = all_eight(1 | 1 << (low + 16));
+    const __m256i up = _mm256_set1_epi64x(32 - 2 * low);
+    const __m128i down = _mm_cvtsi32_si128(32 - 2 * low), four = _mm_cvtsi32_si128(4 * low);
+    const __m128i rest = _mm_cvtsi32_si128(64 - 4 * low);
+    __m256i falls = all_eight(0);
+    for (int64_t m = 0; m < kPacked; m += 2 * kEight, to += 2 * low) {
+        const __m256i first = load_eight(indices + m), second = load_eight(indices + m + kEight);
+        falls = _mm256_or_si256(falls, _mm256_cmpgt_epi32(load_eight(indices + m - 1), first));
+        falls = _mm256_or_si256(falls, _mm256_cmpgt_epi32(load_eight(indices + m + kEight - 1), second));
+        // Pairs in 32 bits, then pairs of pairs in 64, then eights.
+        __m256i bits = _mm256_packus_epi32(_mm256_and_si256(first, mask), _mm256_and_si256(second, mask));
+        bits = _mm256_madd_epi16(bits, pair);
+        bits = _mm256_srl_epi64(_mm256_sllv_epi32(bits, up), down);
+        const __m128i lower = _mm256_castsi256_si128(bits), upper = _mm256_extracti128_si256(bits, 1);
+        const __m128i begin = _mm_or_si128(lower, _mm_sll_epi64(upper, four)), end = _mm_srl_epi64(upper, rest);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_unpacklo_epi64(begin, end));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to + low), _mm_unpackhi_epi64(begin, end));
+    }
+    return is_zero(falls);
 }
 
-// Up to 15 lower bits of each index: pairs are joined, then pairs of pairs. Writes 16 bytes.
-inline void put_lower(__m256i indices, int low, char* to) {
-    __m256i bits = _mm256_and_si256(indices, all_eight((1 << low) - 1));
-    bits = _mm256_or_si256(bits, _mm256_srl_epi64(bits, _mm_cvtsi32_si128(32 - low)));
-    bits = _mm256_blend_epi32(bits, _mm256_setzero_si256(), 0xaa);
-    bits = _mm256_or_si256(bits, _mm256_sll_epi64(_mm256_unpackhi_epi64(bits, bits), _mm_cvtsi32_si128(2 * low)));
-    const auto first = static_cast<uint64_t>(_mm_cvtsi128_si64(_mm256_castsi256_si128(bits)));
-    const auto second = static_cast<uint64_t>(_mm_cvtsi128_si64(_mm256_extracti128_si256(bits, 1)));
-    const uint64_t out[2] = {first | second << (4 * low), second >> (64 - 4 * low)};
-    __builtin_memcpy(to, out, sizeof(out));
+// Sets the byte of every upper bit of kPacked indices.
+inline void mark(const int32_t* indices, int low, uint8_t* marks, int64_t first) {
+    for (int64_t m = 0; m < kPacked; m += kEight) {
+        for (int64_t j = m; j < m + kEight; ++j) marks[first + j + (static_cast<uint32_t>(indices[j]) >> low)] = 0xff;
+    }
 }
 
-// Writes whole eights from m > 0 on, which is one's beginning, while they are right, lie close enough together, and fit
-// in with what is written too much. Returns where it ended.
-int64_t pack_eights(const int32_t* indices, const IndexCode& code, int64_t m, uint32_t* words) {
-    auto lower = reinterpret_cast<char*>(words), upper = lower + 4 * code.lower_words;
+// Writes whole blocks from m > 0 on, which is an eight's beginning, while they are right and their upper bits lie close
+// together. Returns where it ended.
+int64_t pack_blocks(const int32_t* indices, const IndexCode& code, int64_t m, uint32_t* words) {
+    uint32_t* const upper = words + code.lower_words;
     const int low = code.low;
-    const auto range = static_cast<int32_t>(code.range);
-    const int64_t last_byte = 4 * code.upper_words - 8;
-    const int64_t most = (4 * code.lower_words - 16) / low * kEight;
-    const int64_t end = code.count - kEight < most ? code.count - kEight : most;
+    const int64_t last_byte = 4 * code.lower_words - (kPacked / kEight - 1) * low - 16;
     auto place_of = [&](int64_t at) { return (static_cast<uint32_t>(indices[at]) >> low) + static_cast<uint64_t>(at); };
-    // Upper bits from byte `begin` on: all before are written, and all that are written.
-    auto begin = static_cast<int64_t>(place_of(m - 1) / 8);
-    uint64_t pending = static_cast<uint8_t>(upper[begin]);
-    lower += m / kEight * low;
-    for (; m <= end; m += kEight, lower += low) {
-        const __m256i eight = load_eight(indices + m);
-        const __m256i falls = _mm256_cmpgt_epi32(load_eight(indices + m - 1), eight);
-        if (!_mm256_testz_si256(falls, falls) || indices[m + 7] >= range) break;
-        const auto byte = static_cast<int64_t>(place_of(m) / 8);
-        if (place_of(m + 7) - static_cast<uint64_t>(8 * byte) >= 64 || byte > last_byte) break;
-        __m256i places = _mm256_add_epi32(_mm256_srl_epi32(eight, _mm_cvtsi32_si128(low)), first_eight());
-        places = _mm256_sub_epi32(places, all_eight(byte * 8 - m));
-        const __m256i one = _mm256_set1_epi64x(1);
-        const __m256i bits =
-            _mm256_or_si256(_mm256_sllv_epi64(one, _mm256_cvtepu32_epi64(_mm256_castsi256_si128(places))),
-                            _mm256_sllv_epi64(one, _mm256_cvtepu32_epi64(_mm256_extracti128_si256(places, 1))));
-        pending = byte - begin < 8 ? pending >> (8 * (byte - begin)) : 0;
-        pending |= either(bits);
-        begin = byte;
-        __builtin_memcpy(upper + byte, &pending, sizeof(pending));
-        put_lower(eight, low, lower);
+    uint8_t marks[kMarks] = {};
+    for (; m + kPacked <= code.count && m / kEight * low <= last_byte; m += kPacked) {
+        if (!pack_lower(indices + m, low, reinterpret_cast<char*>(words) + m / kEight * low)) break;
+        if (indices[m + kPacked - 1] >= code.range) break;
+        const auto word = static_cast<int64_t>(place_of(m) / 32);
+        const int64_t num_words = static_cast<int64_t>(place_of(m + kPacked - 1) / 32) + 1 - word;
+        if (num_words > kMarks / 32) break;
+        mark(indices + m, low, marks, m - 32 * word);
+        for (int64_t w = 0; w < num_words; ++w) {
+            upper[word + w] |= static_cast<uint32_t>(_mm256_movemask_epi8(load_eight(marks + 32 * w)));
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(marks + 32 * w), all_eight(0));
+        }
     }
     return m;
 }
@@ -121,8 +143,8 @@ class LowerBits {
 
     int64_t bytes_read() const { return second_at_ + 16; }
     __m256i at(const char* from) const {
-        __m256i bits = _mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-        bits = _mm256_inserti128_si256(bits, _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + second_at_)), 1);
+        __m256i bits =
+            _mm256_inserti128_si256(_mm256_castsi128_si256(load_four(from)), load_four(from + second_at_), 1);
         return _mm256_and_si256(_mm256_srlv_epi32(_mm256_shuffle_epi8(bits, bytes_), shifts_), ones_);
     }
 
@@ -131,85 +153,102 @@ class LowerBits {
     __m256i ones_, bytes_, shifts_;
 };
 
-// Writes whole eights of indices while their lower bits can be loaded.
-class EightsReader {
-   public:
-    EightsReader(const uint32_t* words, const IndexCode& code, int32_t* indices)
-        : words_(reinterpret_cast<const char*>(words)),
-          indices_(indices),
-          low_(code.low),
-          lower_(code.low),
-          last_(4 * (code.lower_words + code.upper_words) - lower_.bytes_read()),
-          highest_(all_eight((code.range - 1) >> code.low)),
-          before_(all_eight(0)),
-          wrong_(all_eight(0)) {}
-
-    // The indices from m on, which is an eight's beginning, whose upper bits are at `places`; returns how many.
-    int64_t read(const uint32_t* places, int64_t found, int64_t m) {
-        const __m128i low = _mm_cvtsi32_si128(low_);
-        const __m256i rotate = _mm256_set_epi32(6, 5, 4, 3, 2, 1, 0, 7);
-        const LowerBits lower = lower_;  // not read again after every store
-        const __m256i highest = highest_;
-        __m256i before = before_, wrong = wrong_, number = _mm256_add_epi32(all_eight(m), first_eight());
-        const char* from = words_ + m / kEight * low_;
-        const int64_t left = words_ + last_ - from, with_bits = left < 0 ? 0 : left / low_ + 1;
-        const int64_t eights = with_bits < found / kEight ? with_bits : found / kEight;
-        int32_t* to = indices_ + m;
-        for (int64_t e = 0; e < eights; ++e, from += low_) {
-            const __m256i upper = _mm256_sub_epi32(load_eight(places + e * kEight), number);
-            const __m256i index = _mm256_or_si256(_mm256_sll_epi32(upper, low), lower.at(from));
-            _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + e * kEight), index);
-            const __m256i rotated = _mm256_permutevar8x32_epi32(index, rotate);
-            const __m256i falls = _mm256_cmpgt_epi32(_mm256_blend_epi32(rotated, before, 1), index);
-            const __m256i far = _mm256_xor_si256(_mm256_max_epu32(upper, highest), highest);
-            wrong = _mm256_or_si256(wrong, _mm256_or_si256(falls, far));
-            before = rotated;
-            number = _mm256_add_epi32(number, all_eight(kEight));
-        }
-        before_ = before;
-        wrong_ = wrong;
-        return eights * kEight;
-    }
-    bool right() const { return _mm256_testz_si256(wrong_, wrong_) != 0; }
-
-   private:
-    const char* words_;
-    int32_t* indices_;
-    const int low_;
-    const LowerBits lower_;
-    const int64_t last_;  // byte where lower bits may be loaded
-    const __m256i highest_;
-    __m256i before_, wrong_;
+// The upper parts of indices are the numbers of bits not set before theirs. Row m of `before`: those before each bit
+// that is set in m, lowest first. Row n of `all`: eight times that of a byte with n bits set.
+struct alignas(32) ZeroBits {
+    uint32_t all[9][8];
+    uint8_t before[256][8];
 };
 
-// The places of a word's bits. Writes 8 more than there are, at most.
-inline int64_t put_places(uint32_t bits, int64_t place, uint32_t* to) {
-    int64_t found = 0;
-    __m256i base = all_eight(place);
-    for (int b = 0; b < 4; ++b) {
-        const uint32_t byte = bits >> (8 * b) & 0xffu;
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + found), _mm256_add_epi32(base, set_bits_of(byte)));
-        base = _mm256_add_epi32(base, all_eight(8));
-        found += __builtin_popcount(byte);
+constexpr ZeroBits make_zero_bits() {
+    ZeroBits table{};
+    for (uint32_t n = 0; n <= 8; ++n) {
+        for (uint32_t& zeros : table.all[n]) zeros = 8 - n;
     }
-    return found;
+    for (int mask = 0; mask < 256; ++mask) {
+        int found = 0;
+        for (int bit = 0; bit < 8; ++bit) {
+            if ((mask >> bit & 1) == 0) continue;
+            table.before[mask][found] = static_cast<uint8_t>(bit - found);
+            ++found;
+        }
+    }
+    return table;
+}
+
+constexpr ZeroBits kZeroBits = make_zero_bits();
+
+// Upper parts that are yet to be joined with lower ones.
+struct UpperParts {
+    static constexpr int64_t kMost = 1024;
+    uint32_t parts[kMost + 32 + kEight];
+    int64_t count = 0;
+    __m256i zeros = all_eight(0);  // bits not set before
+
+    // Appends those of the bytes from `byte` on, which are fours, until there are kMost. Returns how many bytes.
+    int64_t read(const uint8_t* byte, int64_t num_bytes) {
+        __m256i before = zeros;
+        int64_t found = count, b = 0;  // not in memory: every store might change that
+        uint32_t* const to = parts;
+        auto append = [&](uint32_t of_byte) {
+            const auto row = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(kZeroBits.before[of_byte]));
+            const __m256i all = _mm256_add_epi32(before, _mm256_cvtepu8_epi32(row));
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + found), all);
+            const auto set = static_cast<uint32_t>(__builtin_popcount(of_byte));
+            before = _mm256_add_epi32(before, load_eight(kZeroBits.all[set]));
+            found += set;
+        };
+        for (; b < num_bytes && found < kMost; b += 4) {
+            append(byte[b]);
+            append(byte[b + 1]);
+            append(byte[b + 2]);
+            append(byte[b + 3]);
+        }
+        count = found;
+        zeros = before;
+        return b;
+    }
+    void drop(int64_t used) {
+        count -= used;
+        for (int64_t j = 0; j < count; ++j) parts[j] = parts[used + j];
+    }
+};
+
+// Writes all indices; false if they do not ascend, or are not as many as they should be.
+bool unpack_pieces(const uint32_t* words, const IndexCode& code, int32_t* indices) {
+    const LowerBits lower(code.low);
+    const __m128i low = _mm_cvtsi32_si128(code.low);
+    const int64_t step = code.low;
+    // Where lower bits of eight may be loaded, at most.
+    const int64_t last = 4 * (code.lower_words + code.upper_words) - lower.bytes_read();
+    const auto lowest = reinterpret_cast<const char*>(words);
+    const auto bytes = reinterpret_cast<const uint8_t*>(words + code.lower_words);
+    UpperParts upper;
+    int64_t m = 0;
+    for (int64_t byte = 0, num_bytes = 4 * code.upper_words; byte < num_bytes;) {
+        byte += upper.read(bytes + byte, num_bytes - byte);
+        if (m + upper.count > code.count) return false;
+        const int64_t begin = m;
+        int64_t at = m / kEight * step, eights = at > last ? 0 : (last - at) / step + 1;
+        if (eights > upper.count / kEight) eights = upper.count / kEight;
+        int64_t used = eights * kEight;
+        for (int64_t j = 0; j < used; j += kEight, at += step) {
+            const __m256i index =
+                _mm256_or_si256(_mm256_sll_epi32(load_eight(upper.parts + j), low), lower.at(lowest + at));
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(indices + m + j), index);
+        }
+        m += used;
+        // The last ones, whose lower bits are too near to the end.
+        for (; used + kEight <= upper.count || (byte == num_bytes && used < upper.count); ++used, ++m) {
+            indices[m] = index_of(words, code, m, upper.parts[used]);
+        }
+        upper.drop(used);
+        if (!ascend(indices, begin, m)) return false;
+    }
+    return m == code.count;
 }
 
 #endif
-
-// One index from the place of its upper bit; false if it is wrong.
-inline bool unpack_one(const uint32_t* words, const IndexCode& code, int64_t m, int64_t place, int32_t* indices) {
-    const int64_t index = (place - m) << code.low | lower_of(words, code, m);
-    if (index < (m == 0 ? 0 : indices[m - 1]) || index >= code.range) return false;
-    indices[m] = static_cast<int32_t>(index);
-    return true;
-}
-
-int64_t bits_in(const uint32_t* words, int64_t count) {
-    int64_t sum = 0;
-    for (int64_t w = 0; w < count; ++w) sum += __builtin_popcount(words[w]);
-    return sum;
-}
 
 }  // namespace
 
@@ -217,9 +256,10 @@ int64_t pack_indices(const int32_t* indices, const IndexCode& code, uint32_t* wo
     __builtin_memset(words + code.lower_words, 0, static_cast<size_t>(code.upper_words) * sizeof(uint32_t));
     int64_t m = 0;
 #if defined(PYCOMM_ISA_AVX512) || defined(PYCOMM_ISA_AVX2)
-    while (code.low > 0 && code.low <= 15 && m + kEight <= code.count) {
-        if (m > 0) m = pack_eights(indices, code, m, words);
-        const int64_t end = m + kEight <= code.count ? m + kEight : code.count;
+    while (code.low > 0 && code.low <= kMostPacked && m + kPacked <= code.count) {
+        if (m > 0) m = pack_blocks(indices, code, m, words);
+        int64_t end = m == 0 ? kEight : m + kPacked;
+        if (end > code.count) end = code.count;
         const int64_t right = pack_one_by_one(indices, code, m, end, words);
         if (right < end) return right;
         m = end;
@@ -230,39 +270,23 @@ int64_t pack_indices(const int32_t* indices, const IndexCode& code, uint32_t* wo
 
 bool unpack_indices(const uint32_t* words, const IndexCode& code, int32_t* indices) {
     const uint32_t* const upper = words + code.lower_words;
-    if (bits_in(upper, code.upper_words) != code.count) return false;
+    // The first place that no index can have; none is beyond the last word.
+    const int64_t end = code.count + ((code.range - 1) >> code.low);
+    if (upper[end / 32] >> (end % 32) != 0) return false;
     int64_t m = 0, w = 0;
 #if defined(PYCOMM_ISA_AVX512) || defined(PYCOMM_ISA_AVX2)
-    constexpr int64_t kPlaces = 1024;
-    uint32_t places[kPlaces + 32 + 2 * kEight];
-    EightsReader reader(words, code, indices);
-    int64_t found = 0;
-    while (code.low > 0 && code.low <= 25 && w < code.upper_words) {
-        while (w < code.upper_words && found < kPlaces) {
-            found += put_places(upper[w], w * 32, places + found);
-            ++w;
-        }
-        const int64_t used = reader.read(places, found, m);
-        if (!reader.right()) return false;
-        m += used;
-        int64_t left = found - used;
-        if (w == code.upper_words || left >= kEight) {
-            for (int64_t j = used; j < found; ++j, ++m) {
-                if (!unpack_one(words, code, m, places[j], indices)) return false;
-            }
-            left = 0;
-        }
-        for (int64_t j = 0; j < left; ++j) places[j] = places[used + j];
-        found = left;
+    if (code.low > 0 && code.low <= 25) {
+        if (!unpack_pieces(words, code, indices)) return false;
+        return indices[code.count - 1] < code.range;
     }
-    if (m > 0) return indices[m - 1] < code.range;
 #endif
     for (; w < code.upper_words; ++w) {
         for (uint32_t bits = upper[w]; bits != 0; bits &= bits - 1, ++m) {
-            if (!unpack_one(words, code, m, w * 32 + __builtin_ctz(bits), indices)) return false;
+            if (m == code.count) return false;
+            indices[m] = index_of(words, code, m, w * 32 + __builtin_ctz(bits) - m);
         }
     }
-    return true;
+    return m == code.count && ascend(indices, 0, m) && indices[m - 1] < code.range;
 }
 
 }  // namespace pycomm::PYCOMM_ISA
