@@ -35,8 +35,8 @@ REPORT = Path(__file__).resolve().parent.parent.parent / "docs" / "tested_optimi
 STEPS = 12
 EQUAL = "equal"
 ROUNDED = "equal to rounding"
-_ROUNDING = 1e-6
-"""Largest difference, after all steps, of kernels or products that round in another order."""
+_ROUNDING = 1e-4
+"""Largest difference, after all steps, of kernels or products that round in another order; inverse roots amplify it."""
 
 DISTRIBUTIONS = {"torch.optim": "torch", "schedulefree": "schedulefree", "prodigyopt": "prodigyopt"}
 DISTRIBUTIONS |= {"lion_pytorch": "lion-pytorch", "pytorch_optimizer": "pytorch_optimizer"}

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 from tests.cli.processes import left_behind
-from tests.docs.pages import ROOT
 from tests.docs.scripts import load
 
 PAGE = load("docs/trainers.py")
@@ -20,7 +19,7 @@ def run(command: list[str], timeout: float = 100.0) -> str:
     own = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     started = subprocess.Popen(
         command,
-        cwd=ROOT,
+        cwd=TRAINERS,  # not the root: Ray adds it to the path of its workers, where pycomm is not compiled
         env={**os.environ, **own},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -90,7 +90,12 @@ def test_all() -> None:
         if importlib.metadata.version(distribution) != report["versions"][package]:
             pytest.skip(f"the report is of another version of {distribution}")
     found = optimizers.tried(list(optimizers.all_names()), lambda line: None)
-    assert optimizers.report_of(found)["optimizers"] == report["optimizers"]
+
+    def without_rounding(rows: list[list[str]]) -> list[list[str]]:
+        """Which rank steps what follows from times, and so does what is rounded together."""
+        return [[optimizers.EQUAL if word == optimizers.ROUNDED else word for word in row] for row in rows]
+
+    assert without_rounding(optimizers.report_of(found)["optimizers"]) == without_rounding(report["optimizers"])
 
 
 def test_rows_of_some_take_the_place_of_old_ones() -> None:
