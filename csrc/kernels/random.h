@@ -12,13 +12,14 @@
 
 namespace pycomm {
 
-PYCOMM_EVERYWHERE constexpr uint32_t scrambled(uint32_t x) {  // Wellons' "lowbias32"
-    x ^= x >> 16;
+// Wellons' "lowbias32", but for its first step.
+PYCOMM_EVERYWHERE constexpr uint32_t scrambled_rest(uint32_t x) {
     x *= 0x7feb352du;
     x ^= x >> 15;
     x *= 0x846ca68bu;
     return x ^ (x >> 16);
 }
+PYCOMM_EVERYWHERE constexpr uint32_t scrambled(uint32_t x) { return scrambled_rest(x ^ (x >> 16)); }
 
 struct Seed {
     uint32_t parts[2];

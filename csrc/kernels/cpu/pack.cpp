@@ -43,7 +43,7 @@ void write_flags(const std::vector<Buffer>& srcs, DType dtype, PackFlags flags, 
 
 bool pack(const std::vector<Buffer>& srcs, const Buffer& out, PackFlags flags, double scale, double limit,
           int num_threads) {
-    Store mode = out.num_bytes() >= kStreamingBytes ? Store::kStreaming : Store::kCached;
+    const Store mode = store_of(out);
     const bool all = for_pieces(
         srcs, out.count, out.num_bytes(), num_threads, [&](const Buffer& src, int64_t from, int64_t to, int64_t count) {
             char* dst = const_cast<char*>(element_of(out, to));
@@ -58,7 +58,7 @@ bool pack(const std::vector<Buffer>& srcs, const Buffer& out, PackFlags flags, d
 }
 
 void unpack(const Buffer& flat, const std::vector<Buffer>& outs, double scale, int num_threads) {
-    Store mode = flat.num_bytes() >= kStreamingBytes ? Store::kStreaming : Store::kCached;
+    const Store mode = store_of(flat);
     for_pieces(outs, flat.count, flat.num_bytes(), num_threads,
                [&](const Buffer& out, int64_t to, int64_t from, int64_t count) {
                    loops().convert(element_of(flat, from), flat.dtype, const_cast<char*>(element_of(out, to)),

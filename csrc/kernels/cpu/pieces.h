@@ -7,11 +7,15 @@
 
 #include "base/buffer.h"
 #include "base/parallel.h"
+#include "kernels/cpu/loops/loops.h"
 
 namespace pycomm {
 
 // Outputs from this size on are evicted before anyone reads them, so they are streamed past the caches.
 inline constexpr int64_t kStreamingBytes = 8 << 20;
+inline Store store_of(const Buffer& out) {
+    return out.num_bytes() >= kStreamingBytes ? Store::kStreaming : Store::kCached;
+}
 
 inline std::vector<int64_t> offsets_of(const std::vector<Buffer>& arrays) {
     std::vector<int64_t> offsets(arrays.size() + 1, 0);

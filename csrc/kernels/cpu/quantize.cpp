@@ -2,6 +2,7 @@
 
 #include "base/parallel.h"
 #include "kernels/cpu/loops/loops.h"
+#include "kernels/cpu/pieces.h"
 
 namespace pycomm {
 
@@ -43,7 +44,7 @@ void dequantize(const std::vector<const float*>& scales, const std::vector<const
                       [&](Range mine, const float* const* my_scales, const uint8_t* const* my_codes) {
                           loops().dequantize(my_scales, my_codes, static_cast<int>(scales.size()), config,
                                              static_cast<float*>(out.data) + mine.begin, mine.size(),
-                                             static_cast<float>(factor));
+                                             static_cast<float>(factor), store_of(out));
                       });
 }
 

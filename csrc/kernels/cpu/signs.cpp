@@ -2,6 +2,7 @@
 
 #include "base/parallel.h"
 #include "kernels/cpu/loops/loops.h"
+#include "kernels/cpu/pieces.h"
 
 namespace pycomm {
 namespace {
@@ -31,7 +32,8 @@ void unpack_signs(const std::vector<const uint32_t*>& words, const std::vector<c
         std::vector<const uint32_t*> my_words(words);
         for (auto& p : my_words) p += mine.begin / 32;
         loops().unpack_signs(my_words.data(), of_each.data(), static_cast<int>(my_words.size()),
-                             static_cast<float*>(out.data) + mine.begin, mine.size(), static_cast<float>(factor));
+                             static_cast<float*>(out.data) + mine.begin, mine.size(), static_cast<float>(factor),
+                             store_of(out));
     });
 }
 

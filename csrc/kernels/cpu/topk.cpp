@@ -57,6 +57,7 @@ template <class Key>
 struct Threshold {
     Key key;           // the k-th largest key
     int64_t num_ties;  // how many of the elements with exactly this key belong to the top k
+    bool all_ties;     // all of them
 };
 
 // The k-th largest key. Keys lie in [least, most]: a histogram of that range by its upper bits says in which bin the
@@ -73,7 +74,7 @@ class KthLargest {
         Key end = std::min(guess, most_);
         while (true) {
             const int64_t in_bin = narrow(x, count, end);
-            if (least_ == most_) return {least_, wanted_};
+            if (least_ == most_) return {least_, wanted_, wanted_ == in_bin};
             if (in_bin <= kFew) return among(few_of(x, count, in_bin));
             end = most_;
         }
@@ -91,7 +92,7 @@ class KthLargest {
         std::array<uint32_t, 1 << kDigitBits> histogram{};
         for (int64_t i = 0; i < count; ++i) {
             const Key key = Keys::of(x, i);
-            if (key < least_ || key > most_) continue;
+            if (key - least_ > most_ - least_) continue;
             ++histogram[static_cast<size_t>(std::min<Key>((key - least_) >> shift, last))];
         }
         Key bin = last;
@@ -107,7 +108,7 @@ class KthLargest {
         size_t found = 0;
         for (int64_t i = 0; i < count; ++i) {
             few[found] = Keys::of(x, i);
-            found += few[found] >= least_ && few[found] <= most_;
+            found += few[found] - least_ <= most_ - least_;
         }
         few.pop_back();
         return few;
@@ -116,7 +117,8 @@ class KthLargest {
     Threshold<Key> among(std::vector<Key> few) {
         auto kth = few.begin() + (wanted_ - 1);
         std::nth_element(few.begin(), kth, few.end(), std::greater<>());
-        return {*kth, wanted_ - std::count_if(few.begin(), kth, [&](Key key) { return key > *kth; })};
+        const int64_t num_ties = wanted_ - std::count_if(few.begin(), kth, [&](Key key) { return key > *kth; });
+        return {*kth, num_ties, num_ties == std::count(few.begin(), few.end(), *kth)};
     }
 
     int64_t wanted_;
@@ -127,7 +129,12 @@ class KthLargest {
 // for other i too, and the next call is then for the same place.
 template <class Keys, class Emit>
 void for_selected(const void* x, int64_t k, Threshold<typename Keys::Key> threshold, Emit&& emit) {
-    for (int64_t i = 0, found = 0; found < k; ++i) {
+    int64_t i = 0, found = 0;
+    for (; threshold.all_ties && found < k; ++i) {
+        emit(i, found);
+        found += Keys::of(x, i) >= threshold.key;
+    }
+    for (; found < k; ++i) {
         auto key = Keys::of(x, i);
         const bool tie = key == threshold.key && threshold.num_ties > 0;
         threshold.num_ties -= tie;

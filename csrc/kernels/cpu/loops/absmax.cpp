@@ -8,16 +8,11 @@ template <class T>
 float absmax_floats(const T* x, int64_t count) {
     constexpr int64_t kTwoVecs = 2 * kLanes;
     Vec largest[kStreams] = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
-    int64_t i = 0;
-    for (int64_t stretch; (stretch = stretch_of<kTwoVecs>(count - i)) > 0; i += kStreams * stretch) {
-        for (int64_t j = i; j < i + stretch; j += kTwoVecs) {
-            for (int s = 0; s < kStreams; ++s) {
-                const T* from = x + j + s * stretch;
-                largest[s] = maximum(largest[s], magnitude(load(from)));
-                largest[s] = maximum(largest[s], magnitude(load(from + kLanes)));
-            }
-        }
-    }
+    int64_t i = kTwoVecs * in_turn(count / kTwoVecs, kStretch / kTwoVecs, [&](int s, int64_t g) {
+                    for (int u = 0; u < 2; ++u) {
+                        largest[s] = maximum(largest[s], magnitude(load(x + g * kTwoVecs + u * kLanes)));
+                    }
+                });
     for (int64_t n; i < count; i += n) {
         n = count - i < kLanes ? count - i : kLanes;
         largest[0] = maximum(largest[0], magnitude(load_partial(x + i, n)));

@@ -36,7 +36,7 @@ const Loops* available(const char* name) {
     auto wanted = [&](const Loops& candidate) { return name == nullptr || std::strcmp(name, candidate.name) == 0; };
 #if defined(PYCOMM_X86)
     __builtin_cpu_init();
-    bool has_avx2 = __builtin_cpu_supports("avx2") && has_f16c();
+    bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
     bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     if (has_avx512 && wanted(avx512::kLoops)) return &avx512::kLoops;

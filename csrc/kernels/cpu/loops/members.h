@@ -23,12 +23,12 @@ bool unpack_indices(const uint32_t* words, const IndexCode& code, int32_t* indic
 void quantize(const float* x, int64_t count, int64_t first, const Quantization& config, const int64_t* seed,
               float* scales, uint8_t* codes, float* remainder);
 void dequantize(const float* const* scales, const uint8_t* const* codes, int num_contributions,
-                const Quantization& config, float* out, int64_t count, float factor);
+                const Quantization& config, float* out, int64_t count, float factor, Store mode);
 void requantize(const float* const* scales, const uint8_t* const* codes, int num_contributions, int64_t count,
                 int64_t first, const Quantization& config, const int64_t* seed, float* out_scales, uint8_t* out_codes,
                 float* remainder);
 void pack_signs(const float* x, int64_t count, float magnitude, uint32_t* words, float* remainder);
 void unpack_signs(const uint32_t* const* words, const float* magnitudes, int num_contributions, float* out,
-                  int64_t count, float factor);
+                  int64_t count, float factor, Store mode);
 
 }  // namespace pycomm::PYCOMM_ISA

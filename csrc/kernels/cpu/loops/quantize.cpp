@@ -11,84 +11,120 @@ constexpr int kGroup = 64;
 constexpr int kVecs = kGroup / kLanes;
 constexpr int64_t kLongest = 2048;  // blocks of so many elements lie in the fastest cache, two of them
 
-// Uniform in [0, 1), for elements first ... first + 63.
+// Whole numbers: uniform() times 2^24, for elements first ... first + 63, where `first` is a multiple of 64: they
+// differ in bits that scrambled() begins to shift out.
 inline void random_group(const Seed& seed, int64_t first, float* out) {
-    for (int j = 0; j < kGroup; ++j) out[j] = uniform(seed, first + j);
+    uint32_t x = static_cast<uint32_t>(first) ^ seed.parts[0];
+    x ^= x >> 16;
+    for (uint32_t j = 0; j < kGroup; ++j) {
+        const uint32_t bits = scrambled(scrambled_rest(x ^ j) + seed.parts[1]);
+        out[j] = static_cast<float>(static_cast<int32_t>(bits >> 8));
+    }
 }
+constexpr float kRandomUnit = 0x1p-24f;
 
-// Codes as whole numbers in int32 lanes, and what they stand for, in units of the scale.
+// How elements become codes: to the nearest, which the largest magnitude as a norm keeps within the levels; to the
+// nearest and clamped to these; or by chance.
+enum class Rounding : uint8_t { kNearest, kClamped, kRandom };
+
+// Codes in int32 lanes, and minus what they stand for, in units of kUnit times the scale; 0, never -0, for a 0 of x <
+// 0.
 struct Coded {
-    Vec codes, values;
+    Vec codes, minus;
 };
 
-// Formats: code(x, random) takes elements in units of the scale, decode(from) reads the codes of two vectors of
-// elements, in units of kUnit times the scale.
+// Formats: code(x, random) takes elements in units of kUnit<rounding> times the scale, and random numbers; load_two
+// reads two vectors of codes, and add_multiple(sum, codes, multiplier(scale)) adds what they stand for. kExact:
+// products with a scale are exact.
 template <int kSize>
 struct Ints {
     static constexpr int kBits = kSize;
+    static constexpr bool kExact = false;
+    template <Rounding>
     static constexpr float kUnit = 1.0f;
-    float levels;
+    Vec levels, lowest;  // whole numbers
 
-    template <bool kRandom>
+    explicit Ints(int most)
+        : levels(splat_bits(static_cast<uint32_t>(most))), lowest(splat_bits(static_cast<uint32_t>(-most))) {}
+
+    template <Rounding kRounding>
     Coded code(Vec x, Vec random) const {
-        const Vec magic =
-            splat(0x1.8p23f);  // adding and taking it away rounds to the nearest whole number, ties to even
-        Vec level = magnitude(x);
-        level = kRandom ? truncate(add(level, random)) : sub(add(level, magic), magic);
-        Vec value = with_sign(lesser(level, splat(levels)), x);
-        return {whole(value), value};
+        Vec number;
+        if (kRounding == Rounding::kRandom) {
+            number = signed_like(lesser_whole(down(fused(random, splat(kRandomUnit), magnitude(x))), levels), x);
+        } else {
+            number = whole(x);
+            if (kRounding == Rounding::kClamped) number = greater_whole(lesser_whole(number, levels), lowest);
+        }
+        return {number, as_float(sub_bits(splat(0.0f), number))};
     }
-    static void decode(const uint8_t* from, Vec (&out)[2]) {
+    static Vec multiplier(float scale) { return multiplier_of<kBits>(scale); }
+    static void load_two(const uint8_t* from, Vec (&out)[2]) {
         out[0] = load_codes<kBits>(from);
         out[1] = load_codes<kBits>(from + kLanes * kBits / 8);
+    }
+    static Vec add_multiple(Vec sum, Vec codes, Vec multiplier) {
+        return add(sum, multiples<kBits>(codes, multiplier));
     }
 };
 
 template <CodeType kElement>
 struct Floats {
     static constexpr int kBits = 8;
+    static constexpr bool kExact = true;
     static constexpr Fp8 kFormat = fp8_of(kElement);
     static constexpr int kShift = 23 - kFormat.mantissa;
-    static constexpr float kUnit = kElement == CodeType::kE4M3 ? 256.0f : 1.0f;  // a power of two: products are exact
+
+    // A power of two times the scale, so that exponents of elements, as code() adds them up, begin at a multiple of
+    // 128.
+    template <Rounding kRounding>
+    static constexpr int kRaised =
+        -(127 + kFormat.least + (kRounding == Rounding::kRandom ? 0 : kShift)) & ((128 >> kFormat.mantissa) - 1);
+    template <Rounding kRounding>
+    static constexpr float kUnit = 1.0f / static_cast<float>(1 << kRaised<kRounding>);
 
     // A magnitude is a whole number of units of its mantissa's last bit: of those that its own exponent has, or the
     // smallest normal number's. Rounding may make it the next power of two, which this number and exponent stand for
-    // too.
-    template <bool kRandom>
+    // too. The code is the number of units and that of exponents above the least one, above the mantissa.
+    template <Rounding kRounding>
     Coded code(Vec x, Vec random) const {
-        Vec level = magnitude(x);
-        Vec exponent = greater_bits(and_bits(level, splat_bits(0xffu << 23)), splat_bits((127 + kFormat.least) << 23));
-        // Of the number of units this makes the code: less the exponent's part of it, and what was added for rounding.
-        const Vec sign = and_bits(shift_down<24>(x), splat_bits(0x80));
-        auto code_of = [&](Vec number, uint32_t added) {
-            constexpr uint32_t kLeast = (127 + kFormat.least) << kFormat.mantissa;
-            number = sub_bits(number, sub_bits(splat_bits(kLeast + added), shift_down<kShift>(exponent)));
-            return sub_bits(number, sign);  // as int8
-        };
-        if (kRandom) {
-            Vec per_level = sub_bits(splat_bits((254 + kFormat.mantissa) << 23), exponent);
-            Vec units = truncate(add(mul(level, per_level), random));
-            units = lesser(units, mul(splat(kFormat.largest), per_level));  // random numbers may round to 1
-            Vec value = mul(units, sub_bits(exponent, splat_bits(kFormat.mantissa << 23)));
-            return {code_of(whole(units), 0), with_sign(value, x)};
+        constexpr int kLeast = 127 + kFormat.least + kRaised<kRounding>;
+        const Vec level = magnitude(x);
+        const Vec exponent = greater_bits(and_bits(x, splat_bits(0xffu << 23)), splat_bits(kLeast << 23));
+        Vec units, value;
+        if (kRounding == Rounding::kRandom) {
+            constexpr auto kMost = static_cast<uint32_t>(kElement == CodeType::kE4M3 ? 0x7e : 0x7b);
+            const Vec per_level = sub_bits(splat_bits((254 + kFormat.mantissa) << 23), exponent);
+            units = down(fused(random, splat(kRandomUnit), mul(level, per_level)));
+            value = mul(as_float(units), sub_bits(exponent, splat_bits(kFormat.mantissa << 23)));
+            value = lesser(value, splat(kFormat.largest / kUnit<kRounding>));  // random numbers may round to 1
+            units = lesser_whole(code_of(units, exponent), splat_bits(kMost));
+        } else {
+            constexpr auto kPower = static_cast<float>(1 << kShift);
+            const Vec sum = fused(exponent, splat(kPower), level);  // its last bit is a unit
+            value = fused(exponent, splat(-kPower), sum);
+            units = code_of(sum, sum);
         }
-        constexpr uint32_t kAdded = static_cast<uint32_t>(kShift) << 23;
-        Vec magic = add_bits(exponent, splat_bits(kAdded));  // its last bit is a unit
-        Vec sum = add(level, magic);
-        return {code_of(sub_bits(sum, exponent), kAdded), with_sign(sub(sum, magic), x)};
+        return {where_negative(x, or_bits(units, splat_bits(~0x7fu)), units), opposed(value, x)};
     }
-    static void decode(const uint8_t* from, Vec (&out)[2]) { load_fp8<kElement>(from, out); }
+    static Vec multiplier(float scale) { return splat(scale * (kElement == CodeType::kE4M3 ? 256.0f : 1.0f)); }
+    static void load_two(const uint8_t* from, Vec (&out)[2]) { load_fp8<kElement>(from, out); }
+    static Vec add_multiple(Vec sum, Vec codes, Vec multiplier) { return fused(codes, multiplier, sum); }
+
+   private:
+    static Vec code_of(Vec units, Vec exponent) {
+        return and_bits(add_bits(units, shift_down<kShift>(exponent)), splat_bits(0x7f));
+    }
 };
 
 // Calls use(format).
 template <class Use>
 inline void with_format(const Quantization& config, Use&& use) {
-    const auto levels = static_cast<float>(config.levels);
     if (config.element == CodeType::kE4M3) return use(Floats<CodeType::kE4M3>{});
     if (config.element == CodeType::kE5M2) return use(Floats<CodeType::kE5M2>{});
-    if (config.bits == 8) return use(Ints<8>{levels});
-    if (config.bits == 4) return use(Ints<4>{levels});
-    use(Ints<2>{levels});
+    if (config.bits == 8) return use(Ints<8>(config.levels));
+    if (config.bits == 4) return use(Ints<4>(config.levels));
+    use(Ints<2>(config.levels));
 }
 
 inline int64_t bytes_of(int bits, int64_t count) { return (count * bits + 7) / 8; }
@@ -148,13 +184,13 @@ inline float scale_of(float norm, const Quantization& config) {
 }
 
 // Writes codes of elements, and what is left of them or, if that `adds`, the sum of that and what was there.
-template <class Format, bool kRandom>
+template <class Format, Rounding kRounding>
 class Encoder {
    public:
     Encoder(const Format& format, float scale, const Seed& seed, bool adds)
         : format_(format),
-          size_(splat(scale)),
-          inverse_(splat(scale == 0.0f ? 0.0f : 1.0f / scale)),
+          size_(splat(scale * kUnit)),
+          inverse_(splat(scale == 0.0f ? 0.0f : 1.0f / scale / kUnit)),
           seed_(seed),
           adds_(adds) {}
 
@@ -177,6 +213,9 @@ class Encoder {
     }
 
    private:
+    static constexpr float kUnit = Format::template kUnit<kRounding>;
+    static constexpr bool kRandom = kRounding == Rounding::kRandom;
+
     void group(const float* x, int64_t first, uint8_t* codes, float* remainder) const {
         float random[kGroup];
         if (kRandom) random_group(seed_, first, random);
@@ -184,10 +223,10 @@ class Encoder {
         for (int u = 0; u < kVecs; ++u) {
             Vec v = load(x + u * kLanes);
             Vec chance = kRandom ? load(random + u * kLanes) : v;
-            Coded one = format_.template code<kRandom>(mul(v, inverse_), chance);
+            Coded one = format_.template code<kRounding>(mul(v, inverse_), chance);
             coded[u] = one.codes;
             if (remainder == nullptr) continue;
-            Vec left = sub(v, mul(one.values, size_));
+            Vec left = Format::kExact ? fused(one.minus, size_, v) : add(v, mul(one.minus, size_));
             if (adds_) left = add(load(remainder + u * kLanes), left);
             store(remainder + u * kLanes, left);
         }
@@ -208,17 +247,18 @@ struct Sum {
 
     // Writes factor times the sums of elements [begin, begin + count), all of one block. A function of its own, so that
     // its pointers stay in registers.
-    template <class Format>
+    template <class Format, bool kStreaming = false>
     __attribute__((noinline)) void write(int64_t block, int64_t begin, int64_t count, float factor, float* out) const {
         int64_t i = 0;
         for (; i + kGroup <= count; i += kGroup) {
-            group<Format>(block, factor, out + i, [&](int p) { return codes[p] + (begin + i) * Format::kBits / 8; });
+            group<Format, kStreaming>(block, factor, out + i,
+                                      [&](int p) { return codes[p] + (begin + i) * Format::kBits / 8; });
         }
         if (i == count) return;
         const int64_t n = count - i;
         uint8_t padded[kGroup * Format::kBits / 8] = {};
         float sums[kGroup];
-        group<Format>(block, factor, sums, [&](int p) {
+        group<Format, false>(block, factor, sums, [&](int p) {
             const uint8_t* from = codes[p] + (begin + i) * Format::kBits / 8;
             __builtin_memcpy(padded, from, static_cast<size_t>(bytes_of(Format::kBits, n)));
             return static_cast<const uint8_t*>(padded);
@@ -228,21 +268,24 @@ struct Sum {
 
    private:
     // codes_of(p): those of the group's elements from contribution p.
-    template <class Format, class CodesOf>
+    template <class Format, bool kStreaming, class CodesOf>
     void group(int64_t block, float factor, float* out, CodesOf&& codes_of) const {
         Vec sums[kVecs];
         for (Vec& sum : sums) sum = splat(0.0f);
         for (int p = 0; p < num_contributions; ++p) {
-            const Vec scale = splat(scales[p][block] * Format::kUnit);
+            const Vec multiplier = Format::multiplier(scales[p][block]);
             const uint8_t* from = codes_of(p);
             for (int u = 0; u < kVecs; u += 2) {
-                Vec values[2];
-                Format::decode(from + u * kLanes * Format::kBits / 8, values);
-                sums[u] = add(sums[u], mul(values[0], scale));
-                sums[u + 1] = add(sums[u + 1], mul(values[1], scale));
+                Vec two[2];
+                Format::load_two(from + u * kLanes * Format::kBits / 8, two);
+                sums[u] = Format::add_multiple(sums[u], two[0], multiplier);
+                sums[u + 1] = Format::add_multiple(sums[u + 1], two[1], multiplier);
             }
         }
-        for (int u = 0; u < kVecs; ++u) store(out + u * kLanes, mul(sums[u], splat(factor)));
+        for (int u = 0; u < kVecs; ++u) {
+            const Vec sum = mul(sums[u], splat(factor));
+            kStreaming ? stream(out + u * kLanes, sum) : store(out + u * kLanes, sum);
+        }
     }
 };
 
@@ -265,8 +308,14 @@ inline void encode_blocks(const Format& format, int64_t count, const Quantizatio
     auto encode_one = [&](float norm, int64_t number, int64_t begin, int64_t n) {
         const float scale = scale_of(norm, config);
         __builtin_memcpy(scales + number, &scale, sizeof scale);
-        if (seed == nullptr) return encode(Encoder<Format, false>(format, scale, numbers, adds), number, begin, n);
-        encode(Encoder<Format, true>(format, scale, numbers, adds), number, begin, n);
+        auto with = [&](auto rounding) {
+            encode(Encoder<Format, decltype(rounding)::value>(format, scale, numbers, adds), number, begin, n);
+        };
+        if (seed != nullptr) return with(std::integral_constant<Rounding, Rounding::kRandom>());
+        if (!Format::kExact && config.norm != Norm::kMax) {
+            return with(std::integral_constant<Rounding, Rounding::kClamped>());
+        }
+        with(std::integral_constant<Rounding, Rounding::kNearest>());
     };
     const bool ahead = config.block <= kLongest;
     float before = 0.0f;
@@ -298,13 +347,17 @@ void quantize(const float* x, int64_t count, int64_t first, const Quantization& 
 }
 
 void dequantize(const float* const* scales, const uint8_t* const* codes, int num_contributions,
-                const Quantization& config, float* out, int64_t count, float factor) {
+                const Quantization& config, float* out, int64_t count, float factor, Store mode) {
     const Sum sum{scales, codes, num_contributions};
+    const bool streams = mode == Store::kStreaming && is_aligned(out, 64);
     with_format(config, [&](auto format) {
+        using Format = decltype(format);
         for_blocks(config.block, count, [&](int64_t number, int64_t begin, int64_t n) {
-            sum.write<decltype(format)>(number, begin, n, factor, out + begin);
+            if (streams) return sum.write<Format, true>(number, begin, n, factor, out + begin);
+            sum.write<Format>(number, begin, n, factor, out + begin);
         });
     });
+    if (streams) fence_streams();
 }
 
 void requantize(const float* const* scales, const uint8_t* const* codes, int num_contributions, int64_t count,

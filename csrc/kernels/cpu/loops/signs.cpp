@@ -6,14 +6,6 @@ namespace {
 
 constexpr int kWord = 32;
 
-// Calls whole(i) for every 32 elements, and rest(i, n) for the n that remain.
-template <class Whole, class Rest>
-inline void for_words(int64_t count, Whole&& whole, Rest&& rest) {
-    int64_t i = 0;
-    for (; i + kWord <= count; i += kWord) whole(i);
-    if (i < count) rest(i, count - i);
-}
-
 inline uint32_t pack_word(const float* x, float* remainder, Vec magnitude_of_all) {
     uint32_t bits = 0;
     for (int u = 0; u < kWord / kLanes; ++u) {
@@ -24,15 +16,20 @@ inline uint32_t pack_word(const float* x, float* remainder, Vec magnitude_of_all
     return bits;
 }
 
+template <bool kStreaming>
 inline void unpack_word(const uint32_t* const* words, const float* magnitudes, int num_contributions, int64_t word,
                         Vec factor, float* out) {
-    for (int u = 0; u < kWord / kLanes; ++u) {
-        Vec sum = splat(0.0f);
-        for (int p = 0; p < num_contributions; ++p) {
-            uint32_t bits = words[p][word] >> (u * kLanes);
-            sum = add(sum, negated_where(splat(magnitudes[p]), bits));
-        }
-        store(out + u * kLanes, mul(sum, factor));
+    constexpr int kVecsOfWord = kWord / kLanes;
+    Vec sums[kVecsOfWord];
+    for (Vec& sum : sums) sum = splat(0.0f);
+    for (int p = 0; p < num_contributions; ++p) {
+        const Vec magnitude = splat(magnitudes[p]);
+        const uint32_t bits = words[p][word];
+        for (int u = 0; u < kVecsOfWord; ++u) sums[u] = add(sums[u], negated_where(magnitude, bits, u));
+    }
+    for (int u = 0; u < kVecsOfWord; ++u) {
+        const Vec sum = mul(sums[u], factor);
+        kStreaming ? stream(out + u * kLanes, sum) : store(out + u * kLanes, sum);
     }
 }
 
@@ -40,27 +37,38 @@ inline void unpack_word(const uint32_t* const* words, const float* magnitudes, i
 
 void pack_signs(const float* x, int64_t count, float magnitude, uint32_t* words, float* remainder) {
     const Vec all = splat(magnitude);
-    for_words(
-        count,
-        [&](int64_t i) { words[i / kWord] = pack_word(x + i, remainder == nullptr ? nullptr : remainder + i, all); },
-        [&](int64_t i, int64_t n) {
-            float from[kWord] = {}, left[kWord];
-            __builtin_memcpy(from, x + i, static_cast<size_t>(n) * sizeof(float));
-            words[i / kWord] = pack_word(from, left, all);
-            if (remainder != nullptr) __builtin_memcpy(remainder + i, left, static_cast<size_t>(n) * sizeof(float));
-        });
+    auto pack = [&](int, int64_t word) {
+        words[word] = pack_word(x + word * kWord, remainder == nullptr ? nullptr : remainder + word * kWord, all);
+    };
+    int64_t word = in_turn(count / kWord, kStretch / kWord, pack);
+    for (; word < count / kWord; ++word) pack(0, word);
+    const int64_t i = word * kWord;
+    if (i == count) return;
+    const auto bytes = static_cast<size_t>(count - i) * sizeof(float);
+    float from[kWord] = {}, left[kWord];
+    __builtin_memcpy(from, x + i, bytes);
+    words[word] = pack_word(from, left, all);
+    if (remainder != nullptr) __builtin_memcpy(remainder + i, left, bytes);
 }
 
 void unpack_signs(const uint32_t* const* words, const float* magnitudes, int num_contributions, float* out,
-                  int64_t count, float factor) {
+                  int64_t count, float factor, Store mode) {
     const Vec by = splat(factor);
-    for_words(
-        count, [&](int64_t i) { unpack_word(words, magnitudes, num_contributions, i / kWord, by, out + i); },
-        [&](int64_t i, int64_t n) {
-            float all[kWord];
-            unpack_word(words, magnitudes, num_contributions, i / kWord, by, all);
-            __builtin_memcpy(out + i, all, static_cast<size_t>(n) * sizeof(float));
-        });
+    int64_t word = 0;
+    if (mode == Store::kStreaming && is_aligned(out, 64)) {
+        for (; word < count / kWord; ++word) {
+            unpack_word<true>(words, magnitudes, num_contributions, word, by, out + word * kWord);
+        }
+        fence_streams();
+    }
+    for (; word < count / kWord; ++word) {
+        unpack_word<false>(words, magnitudes, num_contributions, word, by, out + word * kWord);
+    }
+    const int64_t i = word * kWord;
+    if (i == count) return;
+    float all[kWord];
+    unpack_word<false>(words, magnitudes, num_contributions, word, by, all);
+    __builtin_memcpy(out + i, all, static_cast<size_t>(count - i) * sizeof(float));
 }
 
 }  // namespace pycomm::PYCOMM_ISA

@@ -1,12 +1,16 @@
 // One vector of floats per instruction set, behind the same few names:
 //   kLanes, load(p), load_partial(p, n), store(p, v), store_partial(p, v, n), stream(p, v) for float, F16 and BF16;
-//   splat, add, sub, mul, quotient, root, minimum/maximum (NaN wins), magnitude, truncate, with_sign, Finite (a running
+//   splat, add, sub, mul, quotient, root, minimum/maximum (NaN wins), magnitude, with_sign, Finite (a running
 //   "all below this limit"), Squares (32 running sums, in double, of the squares of kSquaredGroup vectors at a time);
-//   sign_bits, negated_where and not_at_most (of magnitudes; true for NaN), lane i in bit i;
-//   lesser (minimum that may lose NaN), and of lanes as uint32: splat_bits, and_bits, add_bits, sub_bits, greater_bits,
-//   greatest (of all lanes), shift_down, whole (the number, which is whole, as int32);
-//   store_codes (64 of those in kBits each), load_codes (kLanes of them, as floats) and load_fp8
-//   (2 * kLanes of them, E4M3 divided by 2^8).
+//   sign_bits and not_at_most (of magnitudes; true for NaN), lane i in bit i; negated_where(v, word, part), lane i
+//   where bit part * kLanes + i of the word is set; lesser (minimum that may lose NaN), opposed (with the other sign
+//   than that of the second operand), fused (a * b + c, where a * b is exact), where_negative(sign, a, b) (of each lane
+//   a where sign's bit is set, else b); of lanes as uint32: splat_bits, and_bits, or_bits, add_bits, sub_bits,
+//   greater_bits, greatest (of all lanes), shift_down; of lanes as int32, whole numbers below 2^22: whole (a float, to
+//   the nearest, ties to even), down (to zero), as_float, lesser_whole, greater_whole, signed_like (one that is not
+//   negative, with another's sign); store_codes (64 of those in kBits each), load_codes (kLanes of them), multiples (of
+//   what load_codes read and multiplier_of made of a scale: their products, as floats) and load_fp8 (2 * kLanes codes,
+//   as floats; E4M3 divided by 2^8).
 // stream() requires p aligned to the bytes it writes. The loop and its tail use the same element function: the tail is
 // a partial vector.
 #pragma once
@@ -108,6 +112,20 @@ template <int64_t kGroup>
 inline int64_t stretch_of(int64_t left) {
     int64_t whole = left / (kStreams * kGroup) * kGroup;
     return whole < kStretch ? whole : kStretch;
+}
+
+// Calls use(stream, g) for all but the last few of `groups` groups of elements, in turn for those of kStreams stretches
+// of `most` groups or fewer. Returns the number of the first one that is left.
+template <class Use>
+inline int64_t in_turn(int64_t groups, int64_t most, Use&& use) {
+    int64_t first = 0;
+    for (int64_t each; (each = (groups - first) / kStreams) > 0; first += kStreams * each) {
+        if (each > most) each = most;
+        for (int64_t g = first; g < first + each; ++g) {
+            for (int s = 0; s < kStreams; ++s) use(s, g + s * each);
+        }
+    }
+    return first;
 }
 
 // Calls f with a null pointer of the element type: a typed switch for templates.

@@ -1,4 +1,4 @@
-// AVX2 + F16C: eight floats. Partial vectors go through a small buffer.
+// AVX2 + F16C + FMA: eight floats. Partial vectors go through a small buffer.
 #pragma once
 
 #include <immintrin.h>
@@ -71,10 +71,13 @@ inline float lane(Vec v, int i) {
 inline Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
 inline Vec quotient(Vec a, Vec b) { return _mm256_div_ps(a, b); }
 inline Vec root(Vec a) { return _mm256_sqrt_ps(a); }
-inline Vec truncate(Vec a) { return _mm256_round_ps(a, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC); }
 inline Vec with_sign(Vec magnitude_only, Vec sign) {
     return _mm256_or_ps(magnitude_only, _mm256_and_ps(sign, splat(-0.0f)));
 }
+inline Vec opposed(Vec magnitude_only, Vec sign) {
+    return _mm256_or_ps(magnitude_only, _mm256_andnot_ps(sign, splat(-0.0f)));
+}
+inline Vec fused(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 inline Vec lesser(Vec a, Vec b) { return _mm256_min_ps(a, b); }
 inline __m256i bits_of(Vec a) { return _mm256_castps_si256(a); }
 inline Vec from_bits(__m256i bits) { return _mm256_castsi256_ps(bits); }
@@ -92,7 +95,14 @@ template <int kBy>
 inline Vec shift_down(Vec a) {
     return from_bits(_mm256_srli_epi32(bits_of(a), kBy));
 }
+inline Vec or_bits(Vec a, Vec b) { return _mm256_or_ps(a, b); }
+inline Vec where_negative(Vec sign, Vec a, Vec b) { return _mm256_blendv_ps(b, a, sign); }
 inline Vec whole(Vec v) { return from_bits(_mm256_cvtps_epi32(v)); }
+inline Vec down(Vec v) { return from_bits(_mm256_cvttps_epi32(v)); }
+inline Vec as_float(Vec v) { return _mm256_cvtepi32_ps(bits_of(v)); }
+inline Vec lesser_whole(Vec a, Vec b) { return from_bits(_mm256_min_epi32(bits_of(a), bits_of(b))); }
+inline Vec greater_whole(Vec a, Vec b) { return from_bits(_mm256_max_epi32(bits_of(a), bits_of(b))); }
+inline Vec signed_like(Vec v, Vec sign) { return from_bits(_mm256_sign_epi32(bits_of(v), bits_of(sign))); }
 
 // Of 32 numbers as int32 the lowest bytes, in fours: those of elements 0-3, 8-11, 16-19, 24-27, then the others.
 inline __m256i as_bytes(const Vec* v) {
@@ -127,20 +137,33 @@ inline void store_codes(uint8_t* p, const Vec (&v)[8]) {
         _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_shuffle_epi8(_mm256_castsi256_si128(bytes), by_one));
     }
 }
-// Each lane gets all codes, and shifts its own one to the top: shifting down extends the sign.
+template <int kBits>
+inline Vec multiplier_of(float scale) {
+    if constexpr (kBits == 2) {
+        return _mm256_mul_ps(_mm256_setr_ps(0.0f, 1.0f, -2.0f, -1.0f, 0.0f, 1.0f, -2.0f, -1.0f), splat(scale));
+    } else {
+        return splat(scale);
+    }
+}
+// Of fewer bits than 8, each lane gets all codes. Of 4 bits it shifts its own one to the top: shifting down extends the
+// sign. Of 2 bits it shifts its own one to the bottom, which is the number of its product.
 template <int kBits>
 inline Vec load_codes(const uint8_t* p) {
+    const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     if constexpr (kBits == 8) {
         return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
     } else {
-        int32_t codes = 0;
-        __builtin_memcpy(&codes, p, kBits);
-        const __m256i up =
-            _mm256_sub_epi32(_mm256_set1_epi32(32 - kBits),
-                             _mm256_mullo_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(kBits)));
-        __m256i at_top = _mm256_sllv_epi32(_mm256_set1_epi32(codes), up);
-        return _mm256_cvtepi32_ps(_mm256_srai_epi32(at_top, 32 - kBits));
+        int32_t all = 0;
+        __builtin_memcpy(&all, p, kBits);
+        const __m256i codes = _mm256_set1_epi32(all);
+        if constexpr (kBits == 2) return from_bits(_mm256_srlv_epi32(codes, _mm256_slli_epi32(lanes, 1)));
+        const __m256i up = _mm256_sub_epi32(_mm256_set1_epi32(28), _mm256_slli_epi32(lanes, 2));
+        return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_sllv_epi32(codes, up), 28));
     }
+}
+template <int kBits>
+inline Vec multiples(Vec codes, Vec multiplier) {
+    return kBits == 2 ? _mm256_permutevar_ps(multiplier, bits_of(codes)) : mul(codes, multiplier);
 }
 // An E5M2 is the upper half of a float16, an E4M3 2^8 times one with the same mantissa and exponent, which is read.
 template <CodeType kElement>
@@ -162,10 +185,11 @@ inline uint32_t sign_bits(Vec v) { return static_cast<uint32_t>(_mm256_movemask_
 inline uint32_t not_at_most(Vec magnitudes, Vec limit) {
     return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(magnitudes, limit, _CMP_NLE_UQ)));
 }
-inline Vec negated_where(Vec v, uint32_t bits) {
-    const __m256i each = _mm256_set_epi32(128, 64, 32, 16, 8, 4, 2, 1);
-    __m256i chosen = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits)), each), each);
-    return _mm256_xor_ps(v, _mm256_and_ps(_mm256_castsi256_ps(chosen), splat(-0.0f)));
+inline Vec negated_where(Vec v, uint32_t word, int part) {
+    const __m256i up = _mm256_setr_epi32(31, 30, 29, 28, 27, 26, 25, 24);
+    const __m256i bits = _mm256_set1_epi32(static_cast<int>(word));
+    const __m256i at_top = _mm256_sllv_epi32(bits, _mm256_sub_epi32(up, _mm256_set1_epi32(kLanes * part)));
+    return where_negative(from_bits(at_top), _mm256_xor_ps(v, splat(-0.0f)), v);
 }
 inline void fence_streams() { _mm_sfence(); }
 

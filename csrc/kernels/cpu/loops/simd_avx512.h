@@ -68,10 +68,13 @@ inline float lane(Vec v, int i) {
 inline Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
 inline Vec quotient(Vec a, Vec b) { return _mm512_div_ps(a, b); }
 inline Vec root(Vec a) { return _mm512_sqrt_ps(a); }
-inline Vec truncate(Vec a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC); }
 inline Vec with_sign(Vec magnitude_only, Vec sign) {
     return _mm512_or_ps(magnitude_only, _mm512_and_ps(sign, splat(-0.0f)));
 }
+inline Vec opposed(Vec magnitude_only, Vec sign) {
+    return _mm512_or_ps(magnitude_only, _mm512_andnot_ps(sign, splat(-0.0f)));
+}
+inline Vec fused(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 inline Vec lesser(Vec a, Vec b) { return _mm512_min_ps(a, b); }
 inline __m512i bits_of(Vec a) { return _mm512_castps_si512(a); }
 inline Vec from_bits(__m512i bits) { return _mm512_castsi512_ps(bits); }
@@ -87,7 +90,19 @@ template <int kBy>
 inline Vec shift_down(Vec a) {
     return from_bits(_mm512_srli_epi32(bits_of(a), kBy));
 }
+inline Vec or_bits(Vec a, Vec b) { return _mm512_or_ps(a, b); }
+inline Vec where_negative(Vec sign, Vec a, Vec b) {
+    return _mm512_mask_mov_ps(b, _mm512_movepi32_mask(bits_of(sign)), a);
+}
 inline Vec whole(Vec v) { return from_bits(_mm512_cvtps_epi32(v)); }
+inline Vec down(Vec v) { return from_bits(_mm512_cvttps_epi32(v)); }
+inline Vec as_float(Vec v) { return _mm512_cvtepi32_ps(bits_of(v)); }
+inline Vec lesser_whole(Vec a, Vec b) { return from_bits(_mm512_min_epi32(bits_of(a), bits_of(b))); }
+inline Vec greater_whole(Vec a, Vec b) { return from_bits(_mm512_max_epi32(bits_of(a), bits_of(b))); }
+inline Vec signed_like(Vec v, Vec sign) {
+    const __mmask16 negative = _mm512_movepi32_mask(bits_of(sign));
+    return from_bits(_mm512_mask_sub_epi32(bits_of(v), negative, _mm512_setzero_si512(), bits_of(v)));
+}
 
 template <int kBits>
 inline void store_codes(uint8_t* p, const Vec (&v)[4]) {
@@ -108,21 +123,33 @@ inline void store_codes(uint8_t* p, const Vec (&v)[4]) {
         _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(all));
     }
 }
-// Each lane gets the 32 bits with its code, and shifts it to the top: shifting down extends the sign.
+template <int kBits>
+inline Vec multiplier_of(float scale) {
+    if constexpr (kBits == 2) {
+        return _mm512_mul_ps(_mm512_broadcast_f32x4(_mm_setr_ps(0.0f, 1.0f, -2.0f, -1.0f)), splat(scale));
+    } else {
+        return splat(scale);
+    }
+}
+// Of fewer bits than 8, each lane gets the 32 bits with its code. Of 4 bits it shifts its own one to the top: shifting
+// down extends the sign. Of 2 bits it shifts its own one to the bottom, which is the number of its product.
 template <int kBits>
 inline Vec load_codes(const uint8_t* p) {
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     if constexpr (kBits == 8) {
         return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
     } else {
-        int32_t codes[2] = {};
-        __builtin_memcpy(codes, p, 2 * kBits);
-        const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-        const __m512i up = _mm512_sub_epi32(
-            _mm512_set1_epi32(32 - kBits),
-            _mm512_mullo_epi32(_mm512_and_si512(lanes, _mm512_set1_epi32(32 / kBits - 1)), _mm512_set1_epi32(kBits)));
-        __m512i own = _mm512_mask_set1_epi32(_mm512_set1_epi32(codes[0]), kBits == 4 ? 0xff00 : 0, codes[1]);
-        return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_sllv_epi32(own, up), 32 - kBits));
+        int32_t all[2] = {};
+        __builtin_memcpy(all, p, 2 * kBits);
+        const __m512i codes = _mm512_mask_set1_epi32(_mm512_set1_epi32(all[0]), kBits == 4 ? 0xff00 : 0, all[1]);
+        if constexpr (kBits == 2) return from_bits(_mm512_srlv_epi32(codes, _mm512_slli_epi32(lanes, 1)));
+        const __m512i up = _mm512_slli_epi32(_mm512_andnot_si512(lanes, _mm512_set1_epi32(7)), 2);
+        return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_sllv_epi32(codes, up), 28));
     }
+}
+template <int kBits>
+inline Vec multiples(Vec codes, Vec multiplier) {
+    return kBits == 2 ? _mm512_permutevar_ps(multiplier, bits_of(codes)) : mul(codes, multiplier);
 }
 // An E5M2 is the upper half of a float16, an E4M3 2^8 times one with the same mantissa and exponent, which is read.
 template <CodeType kElement>
@@ -142,8 +169,8 @@ inline void load_fp8(const uint8_t* p, Vec (&out)[2]) {
 }
 inline uint32_t sign_bits(Vec v) { return _mm512_movepi32_mask(_mm512_castps_si512(v)); }
 inline uint32_t not_at_most(Vec magnitudes, Vec limit) { return _mm512_cmp_ps_mask(magnitudes, limit, _CMP_NLE_UQ); }
-inline Vec negated_where(Vec v, uint32_t bits) {
-    return _mm512_mask_xor_ps(v, static_cast<__mmask16>(bits), v, splat(-0.0f));
+inline Vec negated_where(Vec v, uint32_t word, int part) {
+    return _mm512_mask_xor_ps(v, static_cast<__mmask16>(word >> (kLanes * part)), v, splat(-0.0f));
 }
 inline void fence_streams() { _mm_sfence(); }
 

@@ -75,12 +75,13 @@ inline Vec quotient(Vec a, Vec b) {
 inline Vec root(Vec a) {
     return map([&](int i) { return __builtin_sqrtf(a.lanes[i]); });
 }
-inline Vec truncate(Vec a) {
-    return map([&](int i) { return __builtin_truncf(a.lanes[i]); });
-}
 inline Vec with_sign(Vec magnitude_only, Vec sign) {
     return map([&](int i) { return __builtin_copysignf(magnitude_only.lanes[i], sign.lanes[i]); });
 }
+inline Vec opposed(Vec magnitude_only, Vec sign) {
+    return map([&](int i) { return __builtin_copysignf(magnitude_only.lanes[i], -sign.lanes[i]); });
+}
+inline Vec fused(Vec a, Vec b, Vec c) { return add(mul(a, b), c); }
 inline Vec lesser(Vec a, Vec b) {
     return map([&](int i) { return a.lanes[i] < b.lanes[i] ? a.lanes[i] : b.lanes[i]; });
 }
@@ -113,8 +114,38 @@ template <int kBy>
 inline Vec shift_down(Vec a) {
     return map_bits([&](int i) { return float_bits(a.lanes[i]) >> kBy; });
 }
+inline Vec or_bits(Vec a, Vec b) {
+    return map_bits([&](int i) { return float_bits(a.lanes[i]) | float_bits(b.lanes[i]); });
+}
+inline Vec where_negative(Vec sign, Vec a, Vec b) {
+    return map([&](int i) { return float_bits(sign.lanes[i]) >> 31 != 0 ? a.lanes[i] : b.lanes[i]; });
+}
+inline int32_t whole_bits(float x) { return static_cast<int32_t>(float_bits(x)); }
+template <class F>
+inline Vec map_whole(F&& f) {
+    return map_bits([&](int i) { return static_cast<uint32_t>(f(i)); });
+}
+// Adding so large a number rounds to the nearest whole one, ties to even.
 inline Vec whole(Vec v) {
-    return map_bits([&](int i) { return static_cast<uint32_t>(static_cast<int32_t>(v.lanes[i])); });
+    constexpr float kMagic = 0x1.8p23f;
+    return map_bits([&](int i) { return float_bits(v.lanes[i] + kMagic) - float_bits(kMagic); });
+}
+inline Vec down(Vec v) {
+    return map_whole([&](int i) { return v.lanes[i] < 0x1p30f ? static_cast<int32_t>(v.lanes[i]) : 1 << 30; });
+}
+inline Vec as_float(Vec v) {
+    return map([&](int i) { return static_cast<float>(whole_bits(v.lanes[i])); });
+}
+inline Vec lesser_whole(Vec a, Vec b) {
+    return map([&](int i) { return whole_bits(a.lanes[i]) < whole_bits(b.lanes[i]) ? a.lanes[i] : b.lanes[i]; });
+}
+inline Vec greater_whole(Vec a, Vec b) {
+    return map([&](int i) { return whole_bits(a.lanes[i]) > whole_bits(b.lanes[i]) ? a.lanes[i] : b.lanes[i]; });
+}
+inline Vec signed_like(Vec v, Vec sign) {
+    return map_bits([&](int i) {
+        return float_bits(sign.lanes[i]) >> 31 != 0 ? 0u - float_bits(v.lanes[i]) : float_bits(v.lanes[i]);
+    });
 }
 template <int kBits>
 inline void store_codes(uint8_t* p, const Vec (&whole_numbers)[64 / kLanes]) {
@@ -129,11 +160,19 @@ inline void store_codes(uint8_t* p, const Vec (&whole_numbers)[64 / kLanes]) {
     }
 }
 template <int kBits>
+inline Vec multiplier_of(float scale) {
+    return splat(scale);
+}
+template <int kBits>
 inline Vec load_codes(const uint8_t* p) {
     return map([&](int i) {
         int up = 8 - kBits - i * kBits % 8;
         return static_cast<float>(static_cast<int8_t>(static_cast<uint8_t>(p[i * kBits / 8] << up)) >> (8 - kBits));
     });
+}
+template <int kBits>
+inline Vec multiples(Vec codes, Vec multiplier) {
+    return mul(codes, multiplier);
 }
 // An E5M2 is the upper half of a float16, an E4M3 2^8 times one with the same mantissa and exponent, which is read.
 template <CodeType kElement>
@@ -155,8 +194,8 @@ inline uint32_t not_at_most(Vec magnitudes, Vec limit) {
     for (int i = 0; i < kLanes; ++i) bits |= static_cast<uint32_t>(!(magnitudes.lanes[i] <= limit.lanes[i])) << i;
     return bits;
 }
-inline Vec negated_where(Vec v, uint32_t bits) {
-    return map([&](int i) { return bits_float(float_bits(v.lanes[i]) ^ ((bits >> i & 1u) << 31)); });
+inline Vec negated_where(Vec v, uint32_t word, int part) {
+    return map([&](int i) { return bits_float(float_bits(v.lanes[i]) ^ ((word >> (kLanes * part + i) & 1u) << 31)); });
 }
 inline void fence_streams() {}
 
