@@ -84,7 +84,14 @@ def check(block: Block, folder: Path, output: Block) -> None:
         assert figures == pytest.approx(expected, abs=tolerance), got
 
 
-@pytest.mark.parametrize("number", range(len(ALONE)))
+@pytest.mark.parametrize(
+    "number",
+    [
+        # Nothing of pycomm is in these, and a mistake in the data or the model shows in the others.
+        pytest.param(number, marks=pytest.mark.slow if re.search("step[12]_", commands.code) else ())
+        for number, (commands, _) in enumerate(ALONE)
+    ],
+)
 def test_a_task(number: int, tmp_path: Path) -> None:
     check(ALONE[number][0], tmp_path, ALONE[number][1])
 

@@ -304,7 +304,7 @@ _CHUNKS = [(3, 16, 2), (5, 64, 4), (1, 1, 2), (64, 64, 8), (9, 4096, 2), (200, 6
 
 def _words_of_chunks(rng: Rng, config: kernels.Chunks, size: int) -> torch.Tensor:
     values = some_values(rng, size, torch.float32, finite=rng.chance(0.8))
-    return torch.from_numpy(test_chunks.words_of(values.numpy(), config))
+    return torch.from_numpy(test_chunks.defined(values.numpy(), config)[0])
 
 
 def pack_chunks(rng: Rng) -> Call:
@@ -317,10 +317,10 @@ def pack_chunks(rng: Rng) -> Call:
 
     def wanted(read: Read) -> Wanted:
         held = read(x)
-        words = torch.from_numpy(test_chunks.words_of(held.numpy(), config))
+        words, meant = map(torch.from_numpy, test_chunks.defined(held.numpy(), config))
         outputs = []
         if left is not None:
-            rest = held - torch.from_numpy(test_chunks.meant(held.numpy(), config))
+            rest = held - meant
             outputs.append(Output(left, rest * torch.tensor(decay, dtype=torch.float32)))
         if out is not None:
             return Wanted([*outputs, Output(out, words)])
