@@ -81,7 +81,7 @@ def compare(reducer: pycomm.Reducer, machine: PlainDGC, rank: int, exact: bool) 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_dgc_is_the_plain_state_machine(rank_pools: Pools, name: str) -> None:
-    rank_pools(2).run(like_the_machine, name, 200, 25)
+    rank_pools(2).run(like_the_machine, name, 70, 25)
 
 
 @pytest.mark.parametrize(("name", "size"), [("warm-up", 1), ("nesterov", 3), ("clipping and decay", 3)])

@@ -124,7 +124,7 @@ def test_what_is_sent_and_what_is_left_is_what_came(rank_pools: Pools, name: str
 
 def is_unbiased(name: str) -> None:
     """Compare the mean of many roundings of one gradient with it, in standard errors."""
-    num_steps = 400
+    num_steps = 200
     with Run(UNBIASED[name]).attached() as run:
         everyone = gradients_of(run.params, run.size, 0)
         sums = {n: torch.zeros_like(p) for n, p in run.params.items()}

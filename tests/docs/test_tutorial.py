@@ -84,7 +84,15 @@ def check(block: Block, folder: Path, output: Block) -> None:
         assert figures == pytest.approx(expected, abs=tolerance), got
 
 
-@pytest.mark.parametrize("number", range(len(ALONE)))
+@pytest.mark.parametrize(
+    "number",
+    [
+        # Nothing of pycomm is in the first two, and a mistake in the data or the model shows in the others. Where
+        # --nnodes is, two torchruns start the script that one has started before, on the same host.
+        pytest.param(number, marks=pytest.mark.slow if re.search("step[12]_|--nnodes", commands.code) else ())
+        for number, (commands, _) in enumerate(ALONE)
+    ],
+)
 def test_a_task(number: int, tmp_path: Path) -> None:
     check(ALONE[number][0], tmp_path, ALONE[number][1])
 

@@ -317,10 +317,10 @@ def pack_chunks(rng: Rng) -> Call:
 
     def wanted(read: Read) -> Wanted:
         held = read(x)
-        words = torch.from_numpy(test_chunks.defined(held.numpy(), config)[0])
+        words, meant = map(torch.from_numpy, test_chunks.defined(held.numpy(), config))
         outputs = []
         if left is not None:
-            rest = held - torch.from_numpy(test_chunks.defined(held.numpy(), config)[1])
+            rest = held - meant
             outputs.append(Output(left, rest * torch.tensor(decay, dtype=torch.float32)))
         if out is not None:
             return Wanted([*outputs, Output(out, words)])
