@@ -192,7 +192,7 @@ class ReadyCount:
         self._store = PrefixStore(f"ready/{name}", agreement.store)
 
     def add(self, step: int) -> None:
-        """Count this rank as ready in ``step``."""
+        """Count this rank as ready in ``step``. Raises CommError if the store does not answer."""
         if self._page is not None:
             self._page.write(step)
             return
