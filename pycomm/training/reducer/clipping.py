@@ -120,9 +120,10 @@ def _norm(table: ParameterTable) -> torch.Tensor:
     unscaled, partial = table.stepper.unscaled(), table.partial
     if partial is not None:
         partial.terms.reduce_early()
-    if unscaled is not None and partial is not None:
-        squares = kernels.squared_norms([partial.own_part(param, grad) for param, grad in unscaled.items()])
-        return partial.add_up(squares.sum().view(1))[0].sqrt()
+    owners = partial or table.dealt  # a rank has masters of its own parameters only
+    if unscaled is not None and owners is not None:
+        parts = [owners.own_part(param, grad) for param, grad in unscaled.items()]
+        return owners.add_up(_total(parts).view(1))[0].sqrt()
     if partial is not None:
         return squared_norm_of_parts(table.slots(), partial).sqrt()
     if unscaled is not None:

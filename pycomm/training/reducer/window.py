@@ -108,6 +108,11 @@ class TrainingProgress:
         self._step_depth = max(self._step_depth - 1, 0)
         return self._step_depth == 0
 
+    @property
+    def is_stepping(self) -> bool:
+        """Return whether ``step()`` is running."""
+        return self._step_depth > 0
+
     def run_closure(self, closure: Callable[[], Any]) -> Any:
         """Return the result of a step's ``closure``, whose reductions do not mean that the step has failed."""
         depth = self._step_depth

@@ -97,7 +97,7 @@ class SteppingRanks(Protocol):
     """Ranks that step together; see :class:`pycomm.training.reducer.partition.StepPartition`."""
 
     def step(
-        self, optimizer: torch.optim.Optimizer, *, is_skipped: bool, needs_gradients: bool
+        self, optimizer: torch.optim.Optimizer, factor: Factor, *, is_skipped: bool, needs_gradients: bool
     ) -> AbstractContextManager[bool]: ...
     def writing(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]: ...
 
@@ -146,7 +146,7 @@ class WholeStep:
         if self._newcomers and not is_skipped:
             self._try_newcomers(factor)
         changed: Any = None
-        with self._partition.step(self.optimizer, is_skipped=is_skipped, needs_gradients=False) as is_taken:
+        with self._partition.step(self.optimizer, factor, is_skipped=is_skipped, needs_gradients=False) as is_taken:
             if not is_taken:
                 return
             if self.on_trial:
