@@ -80,7 +80,7 @@ class KernelStep(FactorStep):
         loss = evaluate(closure)
         rule = rule_of(self.optimizer)
         scaling = self.take_scaling(waits=any(map(rule.waits, self.optimizer.param_groups)))
-        with self._together(rule, is_skipped=scaling is None) as is_taken:
+        with self._together(rule, scaling) as is_taken:
             if scaling is None or not is_taken:
                 self.forget()
             else:
@@ -88,10 +88,12 @@ class KernelStep(FactorStep):
                     self.update(rule, scaling)
         return loss
 
-    def _together(self, rule: Rule, *, is_skipped: bool) -> contextlib.AbstractContextManager[bool]:
+    def _together(self, rule: Rule, scaling: PackScaling | None) -> contextlib.AbstractContextManager[bool]:
+        is_skipped, needs_gradients = scaling is None, rule.norms is not None
         if self.partition is None:
             return contextlib.nullcontext(not is_skipped)
-        return self.partition.step(self.optimizer, is_skipped=is_skipped, needs_gradients=rule.norms is not None)
+        factor = 1.0 if scaling is None else scaling.factor
+        return self.partition.step(self.optimizer, factor, is_skipped=is_skipped, needs_gradients=needs_gradients)
 
     def update(self, rule: Rule, scaling: PackScaling) -> None:
         """Step all parameters that have a gradient, which is scaled first."""

@@ -165,10 +165,9 @@ class MasterWeights(KernelStep):
                 continue
             if param in self._masters:
                 master = self._masters[param]
-                wide = master.grad = _packed(param.grad, master, factor)
-                self._unscaled.put(param, wide, param.grad)
+                self._unscaled.put(param, master, _packed(param.grad, master, factor), param.grad)
             else:
-                local_of(param.grad).mul_(factor)
+                local_of(param.grad).data.mul_(factor)  # as Stepper.unscale does
         self._unscaled.seal()
 
     def unscaled(self) -> dict[torch.Tensor, torch.Tensor] | None:
@@ -176,6 +175,9 @@ class MasterWeights(KernelStep):
         if not grads:
             return None
         return {p: grads.get(p, p.grad) for p in optimizer_parameters(self.optimizer) if p.grad is not None}
+
+    def has_written_unscaled(self) -> bool:
+        return self._unscaled.are_written()
 
     def forget(self) -> None:
         super().forget()

@@ -11,6 +11,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from pycomm.optim.step_override import Factor
+
 
 class Span(NamedTuple):
     """Elements ``begin`` to ``end`` of a tensor, in memory order."""
@@ -81,10 +83,11 @@ class Partition(Protocol):
         """Return the sum of the ranks' float64 ``values``; the same bits on all ranks. Collective."""
 
     def step(
-        self, optimizer: torch.optim.Optimizer, *, is_skipped: bool, needs_gradients: bool
+        self, optimizer: torch.optim.Optimizer, factor: Factor, *, is_skipped: bool, needs_gradients: bool
     ) -> AbstractContextManager[bool]:
         """Return a context for a step, which yields whether it is taken; if any rank skips it, it is not. Collective.
 
+        ``factor`` is that of the gradients, which ranks compare.
         With ``needs_gradients`` they are reduced before, as a kernel reads them by themselves. Inside, all ranks write
         to each other's parameters; none leaves before all are done.
         """

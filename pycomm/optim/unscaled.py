@@ -16,9 +16,11 @@ _LEAST_AS_WORDS = 4096  # elements; below that, hashing costs less than a look a
 
 @dataclass(frozen=True)
 class _Unscaled:
-    """Unscaled float32 gradient, with the scaled half-precision gradient it was computed from, and its version."""
+    """Unscaled float32 gradient of a master, and the scaled one it was computed from, with their versions."""
 
+    master: torch.Tensor
     grad: torch.Tensor
+    own_version: int
     source: torch.Tensor
     version: int
 
@@ -30,9 +32,10 @@ class UnscaledGradients:
         self._entries: dict[torch.Tensor, _Unscaled] = {}
         self._hashes: dict[torch.Tensor, int] = {}
 
-    def put(self, param: torch.Tensor, grad: torch.Tensor, source: torch.Tensor) -> None:
-        """Keep ``grad``, which is computed from ``source``; :meth:`seal` after the last one."""
-        self._entries[param] = _Unscaled(grad, source, version_of(source))
+    def put(self, param: torch.Tensor, master: torch.Tensor, grad: torch.Tensor, source: torch.Tensor) -> None:
+        """Make ``grad``, which is computed from ``source``, that of ``master``; :meth:`seal` after the last one."""
+        master.grad = grad
+        self._entries[param] = _Unscaled(master, grad, version_of(grad), source, version_of(source))
 
     def seal(self) -> None:
         """Note what the scaled gradients are now."""
@@ -54,7 +57,18 @@ class UnscaledGradients:
                 "the gradient of a half-precision parameter was written to after unscale_(): steps use that of its "
                 "master, in MasterWeights.parameters()"
             )
-        return {param: entry.grad for param, entry in found.items()}
+        grads = {param: grad for param, entry in found.items() if (grad := entry.master.grad) is not None}
+        if len(grads) < len(found):
+            raise RuntimeError(
+                "the gradient of a master was removed after unscale_(): to leave a parameter out, remove that of the "
+                "half-precision parameter, too"
+            )
+        return grads
+
+    def are_written(self) -> bool:
+        """Return whether an unscaled gradient was written to, or replaced, since :meth:`put`."""
+        entries = self._entries.values()
+        return any(each.master.grad is not each.grad or version_of(each.grad) != each.own_version for each in entries)
 
     def clear(self) -> None:
         self._entries.clear()

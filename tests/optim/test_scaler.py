@@ -280,6 +280,33 @@ class TestAlone:
         with pytest.warns(RuntimeWarning, match=r"not finite at a loss scale of 0\.00097.*this is not an overflow"):
             again.step(optimizer)
 
+    @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adagrad])  # by kernels, and by its own step
+    def test_gradients_of_masters_that_users_replace(self, make: Any) -> None:
+        ends = []
+        for replaces in (False, True):
+            p = nn.Parameter(torch.ones(4, dtype=torch.float16))
+            optimizer, scaler = make([p], lr=1.0), pycomm.LossScaler(8.0)
+            masters = pycomm.master_weights(optimizer)
+            for factor in (0.25, 0.5):
+                scaler.scale((p * torch.arange(4)).sum()).backward()
+                scaler.unscale_(optimizer)
+                (master,) = masters.parameters()
+                assert master.grad is not None
+                if replaces:
+                    master.grad = master.grad * factor
+                else:
+                    master.grad.mul_(factor)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+            ends.append(p.tolist())
+        assert ends[0] == ends[1]
+        scaler.scale(p.sum()).backward()
+        scaler.unscale_(optimizer)
+        master.grad = None
+        with pytest.raises(RuntimeError, match="the gradient of a master was removed after unscale_"):
+            scaler.step(optimizer)
+
     def test_order_of_calls(self) -> None:
         p = nn.Parameter(torch.zeros(1))
         p.grad = torch.zeros(1)

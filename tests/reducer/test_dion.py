@@ -16,7 +16,7 @@ from torch import nn
 import pycomm
 from tests.on_ranks import on_ranks
 from tests.optim.stepping import assert_equal, assert_near, snapshot
-from tests.reducer.attaching import own_state
+from tests.reducer.attaching import attached, own_state
 
 LR, RANK, MOMENTUM, DECAY = 0.05, 3, 0.9, 0.02
 
@@ -209,6 +209,16 @@ def test_what_does_not_go() -> None:
     optimizer = pycomm.Dion([turned.weight], rank=2)
     with pytest.raises(ValueError, match=r"a matrix of shape \[5, 6\] has strides \[1, 5\], wanted rows"):
         pycomm.attach(optimizer, [("weight", turned.weight)], compression=optimizer.factors)
+
+
+@on_ranks(2)
+def test_a_momentum_that_changes_is_refused() -> None:
+    model, optimizer = made()
+    with attached(optimizer, model, compression=optimizer.factors):
+        train(model, optimizer, range(1))
+        optimizer.param_groups[0]["momentum"] = 0.5
+        with pytest.raises(ValueError, match="momentum of a group of matrices is 0.5, and its factors have"):
+            train(model, optimizer, range(1, 2))
 
 
 @on_ranks(2)

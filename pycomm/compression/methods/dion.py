@@ -53,6 +53,12 @@ class DionFactors(CodecMethod):
                 "pycomm.attach(optimizer, model, compression=optimizer.factors) with a pycomm.Dion"
             )
         for group in optimizer.param_groups:
+            for key in ("rank", "momentum", "seed"):
+                if group["use_muon"] and group[key] != getattr(self, key):
+                    raise ValueError(
+                        f"{key} of a group of matrices is {group[key]}, and its factors have {getattr(self, key)}, as "
+                        "the constructor was given: they do not follow a change of the group"
+                    )
             for param in group["params"]:
                 if self.applies_to(param) and param.stride(0) * param.shape[0] != param.numel():
                     raise ValueError(

@@ -250,7 +250,7 @@ def _average(
 
         def compared(settings: _Settings) -> dict[str, list[str]]:
             lines = settings.lines()
-            return {kind: [text for what, text in lines if what == kind] for kind in ("setting", "parameter")}
+            return {kind: [text for what, text in lines if what == kind] for kind, _ in lines}
 
         settings = agreed(communicator.channel.all_gather_bytes, attempt(checked), lines=compared)
         lines = settings.lines()

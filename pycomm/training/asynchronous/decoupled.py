@@ -235,7 +235,7 @@ def decoupled_sgd(
         check_outer(method, merges)
         names = checked_per_rank(per_rank, optimizer)
         lines = [f"pycomm {version()}", f"every={every}", f"outer={merges!r}", f"quorum={quorum}", f"{method!r}"]
-        lines.append(f"per_rank={names}")
+        lines += [f"per_rank={names}", type(optimizer).__name__]
         lines += [f"{name}: {signature(p)}" for name, p in named.items()]
     except Exception as error:  # a user's object may raise anything
         problem = error

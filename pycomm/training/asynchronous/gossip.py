@@ -119,7 +119,7 @@ def _settings_of(every: int, found: tuple[Loop, schedule.Mixing]) -> dict[str, l
     loop, mixing = found
     parameters = [f"{name}: {signature(p)}" for name, p in loop.tracked.named.items()]
     settings = [f"topology={mixing.name}", f"every={every}", f"per_rank={loop.per_rank}"]
-    return {"setting": settings, "parameter": parameters}
+    return {"the optimizer": [type(loop.tracked.optimizer).__name__], "setting": settings, "parameter": parameters}
 
 
 class Gossip:

@@ -41,8 +41,8 @@ from pycomm.training.reducer.engine import Engine, StepPolicy
 from pycomm.training.reducer.lanes import open_lanes
 from pycomm.training.reducer.newcomers import lines_of, share_state
 from pycomm.training.reducer.parameters import ParameterTable, table_of
+from pycomm.training.reducer.partition.comparison import settings_of
 from pycomm.training.reducer.partition.on_host import HostPartition, memory_of_all
-from pycomm.training.reducer.partition.partition import settings_of
 from pycomm.training.reducer.partition.spread import SpreadPartition
 from pycomm.training.reducer.reducer import Reducer
 from pycomm.training.reducer.settings import (
@@ -288,7 +288,7 @@ class _Attached(NamedTuple):
 
     def lines(self) -> dict[str, list[str]]:
         """Return lines that must be equal on all ranks."""
-        return {"setting": self.settings.lines()}
+        return {"setting": self.settings.lines(), "optimizer": [type(self.table.optimizer).__name__]}
 
 
 def _settings_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -396,8 +396,7 @@ def _make_equal(communicator: Communicator, attached: _Attached) -> None:
     """Compare the ranks' settings and tensors, then copy rank 0's state to all; ValueError if they differ."""
     settings, table, tensors = attached
     if settings.shard is not None:
-        lines = settings_of(table.optimizer).decode().splitlines()
-        check_same_lines(communicator.channel.all_gather_bytes, lines, "parameter group")
+        check_same_lines(communicator.channel.all_gather_bytes, settings_of(table.optimizer), "parameter group")
     communicator.all_reduce(
         torch.zeros(1, dtype=torch.float32), algorithm=settings.tuning.algorithm
     )  # raises if there is no such algorithm

@@ -196,6 +196,8 @@ class BucketInFlight:
     communicator: Communicator
     """Communicator that sends it."""
     work: Work | GpuWork | None = None
+    unused: Sequence[Slot] = ()
+    """Those without an average in the last step."""
     counts: GradientCounts = field(init=False)
     """How often each gradient has been accumulated in this pass, and on which streams of a GPU."""
 
@@ -238,7 +240,8 @@ class BucketInFlight:
                 slot.owner.grad = view
             slot.version = version_of(view)
         self.bucket.note_handed_out()
-        return [slot for slot, used in zip(self.slots, used_here, strict=True) if not used]
+        self.unused = [slot for slot, used in zip(self.slots, used_here, strict=True) if not used]
+        return self.unused
 
 
 _GROWTH = 4

@@ -107,12 +107,14 @@ def unscaled_norm(table: ParameterTable, settings: AttachSettings) -> torch.Tens
 def _norm(table: ParameterTable) -> torch.Tensor:
     """Return the norm of all gradients together; of unscaled copies, if the optimizer has them."""
     unscaled, partial = table.stepper.unscaled(), table.partial
-    if partial is not None:
-        if partial.terms is not None:
-            partial.terms.reduce_early()
+    if partial is not None and partial.terms is not None:
+        partial.terms.reduce_early()
+    owners = table.dealt if partial is None and unscaled is not None else partial
+    if owners is not None:  # a rank has masters of its own parameters only
         plain = {slot.param: grad for slot in table.slots() if (grad := slot.owner.grad) is not None}
-        parts = [partial.own_part(param, grad) for param, grad in (unscaled or plain).items()]
-        return partial.add_up(_total(parts).view(1))[0].sqrt()
+        grads = plain if unscaled is None else unscaled
+        parts = [owners.own_part(param, grad) for param, grad in grads.items()]
+        return owners.add_up(_total(parts).view(1))[0].sqrt()
     if unscaled is not None:
         squares = kernels.squared_norms(locals_of(unscaled.values()))
         return table.shards.total(table.shards.add_up(squares, list(unscaled))).sqrt()

@@ -190,7 +190,9 @@ class ParameterChanges:
         self._keys = f"pycomm/{self._communicator.place.name}/{next(_numbers)}"
         engine.admit_new = self._admit_late
         if engine.table.partition is not None:
-            engine.table.partition.make_buckets_again = weakref.WeakMethod(self._rebuild)
+            partition = engine.table.partition
+            partition.make_buckets_again = weakref.WeakMethod(self._rebuild)
+            partition.comparison.compare_replicas = weakref.WeakMethod(engine.comparison.compare_replicas)
 
     def hook(self, slots: list[Slot]) -> None:
         """Put ``slots`` into buckets, and hook their parameters."""
@@ -312,6 +314,7 @@ class ParameterChanges:
         if optimizer is table.optimizer or self._communicator.size == 1:
             return
         self._require_reduced(optimizer)
+        self._require_whole(optimizer)
         if self.places.are_unchanged():
             return
         lost, new = self.places.exchanged(table)
@@ -337,6 +340,24 @@ class ParameterChanges:
                     f"the gradient of {slot.name!r} has not been averaged, and another optimizer than the attached one "
                     f"is about to use it: there was no backward() or reduce() of all ranks since its last step. "
                     f"{_INSTEAD}"
+                )
+
+    def _require_whole(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise RuntimeError if another ``optimizer`` is about to step attached parameters by parts of averages.
+
+        A wrapper of the attached one only calls it, and so does one that the attached one calls.
+        """
+        attached = self._table.optimizer
+        is_around = any(value is attached for value in vars(optimizer).values())
+        if self._table.partial is None or self._engine.progress.is_stepping or is_around:
+            return
+        slots = {id(slot.param): slot for slot in self._table.slots()}
+        for slot in (slots[id(param)] for param in optimizer_parameters(optimizer) if id(param) in slots):
+            if slot.holds_average():
+                self._raise_stopped(
+                    f"a {type(optimizer).__name__} is about to step {slot.name!r}, whose gradient is averaged on the "
+                    f"rank that steps it by the attached {type(attached).__name__}, as shard= says, and not on the "
+                    'others: step the attached optimizer, or pass Sharding(grads="full")'
                 )
 
     def _raise_stopped(self, problem: str) -> NoReturn:

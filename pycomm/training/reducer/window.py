@@ -130,6 +130,11 @@ class TrainingProgress:
         self._step_depth = max(self._step_depth - 1, 0)
         return self._step_depth == 0
 
+    @property
+    def is_stepping(self) -> bool:
+        """Return whether ``step()`` is running."""
+        return self._step_depth > 0
+
     def stepped(self) -> None:
         """Note that ``step()`` uses the last averages."""
         if not self.is_used:

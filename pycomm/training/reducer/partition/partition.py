@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ from typing import Any
 
 import torch
 
-from pycomm.agreement import check_same_lines
 from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import is_capturing, view_like
@@ -21,15 +19,24 @@ from pycomm.optim.fused import FusedStep, KernelStep, has_rule
 from pycomm.optim.master_weights import MasterWeights
 from pycomm.optim.module_hooks import BeforeForward
 from pycomm.optim.partition import GradientTerms, Span
-from pycomm.optim.step_override import stepper_of
+from pycomm.optim.step_override import Factor, stepper_of
 from pycomm.torch_internals import version_of
 from pycomm.training.reducer.buckets import BucketInFlight, Slot
+from pycomm.training.reducer.partition.comparison import StepComparison
 from pycomm.training.reducer.partition.whole_step import OwnSteps, WholeStep
+from pycomm.training.reducer.replica_differences import DamageError
 from pycomm.training.reducer.settings import AttachSettings
 
 _TEXT = (
     "a rank was lost in the middle of optimizer.step(), while the ranks wrote to each other's parameters: those here "
     "may be a mixture of old and new ones. Load a checkpoint (model.load_state_dict) before they are used. The cause: "
+)
+
+
+_WRITTEN = (
+    "was written to after backward(), and each rank has only its own part of the average: clip by "
+    'reducer.clip_grad_norm(), or pass Sharding(grads="full"); gradients are unscaled by pycomm.LossScaler or a '
+    "torch.amp.GradScaler, given to attach as loss_scaler"
 )
 
 
@@ -71,6 +78,7 @@ class StepPartition:
         has_full_grad: whether every rank gets all averages also when the step is divided.
         whole: step of whole parameters; ``None`` if kernels step.
         terms: gradients that the step adds up; ``None`` if they have been reduced before it.
+        comparison: what ranks compare before each step.
         before_writing: called before each rank writes to its own parameters.
         make_buckets_again: returns a function that makes all buckets again, if the Reducer lives.
     """
@@ -88,7 +96,7 @@ class StepPartition:
         self.has_full_grad, self._order = settings.shard.grads == "full", order
         self.reduction = "mean" if settings.average else "sum"
         self._communicator, self._module = communicator, module
-        self._most_writes = 0 if settings.loss_scaler is None else 1  # to a gradient after backward(), by unscale_()
+        self.comparison = StepComparison(communicator, optimizer, self.has_full_grad)
         stepper = stepper_of(optimizer)
         self._was_fused_here = not isinstance(stepper, KernelStep)
         self.whole = _whole_step(optimizer, stepper, communicator, on_gpu)
@@ -179,6 +187,7 @@ class StepPartition:
         self._stepper.step_alone()
         if self._was_fused_here:
             self._stepper.detach()
+        self.comparison.remove()
         self.terms = None
         self._places.clear()
         self._flights.clear()
@@ -199,19 +208,22 @@ class StepPartition:
     # Steps.
 
     @contextlib.contextmanager
-    def step(self, optimizer: torch.optim.Optimizer, *, is_skipped: bool, needs_gradients: bool) -> Iterator[bool]:
+    def step(
+        self, optimizer: torch.optim.Optimizer, factor: Factor, *, is_skipped: bool, needs_gradients: bool
+    ) -> Iterator[bool]:
         self.await_parameters()
         try:
-            self._prepare()
+            self._prepare(optimizer)
         except (RuntimeError, ValueError) as error:
             self._communicator.refuse(str(error))  # the others are about to vote on the step
             raise
         try:
-            is_taken = self._agree(optimizer, is_skipped)
+            is_taken = self._agree(factor, is_skipped)
             if is_taken and needs_gradients and self.terms is not None:
                 self.terms.require_reduced()
         except CommError as error:
-            self._lost(optimizer, error)  # others may have completed the vote
+            if not isinstance(error, DamageError):
+                self._lost(optimizer, error)  # others may have completed the vote
             raise
         if not is_taken:
             yield False
@@ -234,6 +246,7 @@ class StepPartition:
         try:
             self.before_writing()
             yield
+            self.comparison.note_step(self._places)
             self._hand_out()
         except BaseException as error:
             if not isinstance(error, CommError):
@@ -253,7 +266,7 @@ class StepPartition:
     def _lost(self, optimizer: torch.optim.Optimizer, error: BaseException) -> None:
         Aftermath(self._module, optimizer, error)
 
-    def _prepare(self) -> None:
+    def _prepare(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise RuntimeError or ValueError if parameters were moved, or gradients written to, or in a CUDA graph."""
         if is_capturing():
             raise RuntimeError(
@@ -271,29 +284,20 @@ class StepPartition:
         for flight in self._flights:
             for slot, view in zip(flight.slots, flight.bucket.views, strict=True):
                 grad = slot.param.grad
-                is_written = grad is view and version_of(view) - slot.version > self._most_writes
+                is_written = grad is view and version_of(view) != slot.version
                 # A step of the distributed checkpoint has zeros.
                 if is_written or (grad is not None and grad is not view and bool(grad.any())):
-                    raise ValueError(
-                        f"the gradient of {slot.name!r} was written to after backward(), and each rank has only its "
-                        'own part of the average: clip by reducer.clip_grad_norm(), or pass Sharding(grads="full"); '
-                        "a torch.amp.GradScaler is given to attach as loss_scaler"
-                    )
+                    raise ValueError(f"the gradient of {slot.name!r} {_WRITTEN}")
+        if stepper_of(optimizer).has_written_unscaled():
+            raise ValueError(f"a gradient of MasterWeights.parameters() {_WRITTEN}")
 
-    def _agree(self, optimizer: torch.optim.Optimizer, is_skipped: bool) -> bool:
-        """Return whether no rank skips the step. Raise ValueError if the ranks' hyperparameters differ. Collective."""
-        settings = settings_of(optimizer)
-        digest, has_moved = zlib.crc32(settings), self.terms is not None and self.terms.has_moved
-        votes = torch.tensor([digest, -digest, is_skipped, has_moved], dtype=torch.int64)
-        self._communicator.all_reduce(votes, "max")
-        most, least, skips, moved = votes.tolist()
-        if most != -least:
-            lines = settings.decode().splitlines()
-            check_same_lines(self._communicator.channel.all_gather_bytes, lines, "parameter group")
-            raise AssertionError("lines of equal text have equal digests")
-        if moved and not skips and self.terms is not None:
+    def _agree(self, factor: Factor, is_skipped: bool) -> bool:
+        """Return whether no rank skips the step; see :meth:`StepComparison.agree`. Collective."""
+        has_moved = self.terms is not None and self.terms.has_moved
+        found = self.comparison.agree(self._flights, is_skipped=is_skipped, has_moved=has_moved, factor=factor)
+        if found.has_moved and found.is_taken and self.terms is not None:
             self.terms.open()
-        return not skips
+        return found.is_taken
 
 
 def _whole_step(
@@ -303,26 +307,6 @@ def _whole_step(
     if isinstance(stepper, MasterWeights) and (on_gpu or not stepper.has_kernels):
         return WholeStep(optimizer, stepper.whole_steps(), communicator)
     return WholeStep(optimizer, OwnSteps(optimizer), communicator) if on_gpu or not has_rule(optimizer) else None
-
-
-_PLAIN = (bool, int, float, str, tuple, type(None))
-_NAMES = ("params", "param_names")
-
-
-def settings_of(optimizer: torch.optim.Optimizer) -> bytes:
-    """Return the hyperparameters of all groups, as text that is the same for equal ones."""
-    lines = []
-    for group in optimizer.param_groups:
-        plain = {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
-        values = {key: _simple(v) for key, v in plain.items() if isinstance(v, _PLAIN) and key not in _NAMES}
-        lines.append(f"{len(group['params'])} parameters, {values!r}")
-    return "\n".join(lines).encode()
-
-
-def _simple(value: Any) -> Any:
-    """Return ``value`` without a class of its own, such as that of an enumeration, which other ranks may not have."""
-    kind = next((kind for kind in (bool, int, float, str) if isinstance(value, kind)), None)
-    return value if kind is None else kind(value)
 
 
 _ALIGNMENT = 64

@@ -29,6 +29,7 @@ from pycomm.collectives.transport.rendezvous import order_of
 from pycomm.errors import CommError
 from pycomm.optim.module_hooks import BeforeForward
 from pycomm.optim.parameters import optimizer_parameters
+from pycomm.optim.step_override import Factor
 from pycomm.torch_internals import (
     has_compiled,
     has_scripted,
@@ -352,8 +353,8 @@ class SpreadPartition(StepPartition):
 
     # Steps.
 
-    def _agree(self, optimizer: torch.optim.Optimizer, is_skipped: bool) -> bool:
-        is_taken = super()._agree(optimizer, is_skipped)
+    def _agree(self, factor: Factor, is_skipped: bool) -> bool:
+        is_taken = super()._agree(factor, is_skipped)
         if is_taken:
             new = self._places.keys() - self._at_home
             self._stepper.move_home([param for param in self._places if param in new])

@@ -116,7 +116,7 @@ class WholeStep:
         if self._newcomers and not is_skipped:
             self._try_newcomers(factor)
         changed: Any = None
-        with self._partition.step(self.optimizer, is_skipped=is_skipped, needs_gradients=False) as is_taken:
+        with self._partition.step(self.optimizer, factor, is_skipped=is_skipped, needs_gradients=False) as is_taken:
             if not is_taken:
                 return
             if self.on_trial:

@@ -1,0 +1,169 @@
+"""Comparison of what ranks bring to a step that they share out.
+
+After such a step all replicas are equal, whatever was there before: each rank has stepped its own parameters and given
+them to all. So what ranks did differently before it does not show in the parameters, but is mixed: values written to
+the parameters of one rank, state loaded on one, gradients clipped on one. Hence ranks compare it before each step, in
+the message by which they agree to take it.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from pycomm.agreement import exchanged, require_same
+from pycomm.collectives.broadcasting import encode
+from pycomm.collectives.communicator import Communicator
+from pycomm.collectives.layout import on_gpu
+from pycomm.collectives.tensor_memory import digests_of, memory_of
+from pycomm.optim.parameters import optimizer_parameters
+from pycomm.optim.step_override import Factor, stepper_of
+from pycomm.torch_internals import version_of, versions_of
+from pycomm.training.reducer.buckets import BucketInFlight
+
+_PLAIN = (bool, int, float, str, tuple, type(None))
+_NAMES = ("params", "param_names")
+_ADVICE = (
+    ". Do the same on all ranks before optimizer.step(), and clip by reducer.clip_grad_norm(): with shard=, each rank "
+    "steps its own parameters for all"
+)
+
+
+class Agreement(NamedTuple):
+    """What ranks have agreed on: whether the step is taken, and whether gradients of some rank have moved."""
+
+    is_taken: bool
+    has_moved: bool
+
+
+class StepComparison:
+    """Comparison between ranks before each step of ``optimizer``.
+
+    Args:
+        communicator: the ranks.
+        optimizer: the optimizer.
+        has_full_grad: whether every rank has all averages, to which users may write.
+
+    Attributes:
+        compare_replicas: returns the function that compares all parameters, if the Reducer lives.
+    """
+
+    def __init__(self, communicator: Communicator, optimizer: torch.optim.Optimizer, has_full_grad: bool) -> None:
+        self._communicator, self._optimizer, self._has_full_grad = communicator, optimizer, has_full_grad
+        self._loaded: list[str] = []  # hashes of the state that was loaded since the last step
+        self._params: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        self._hook = optimizer.register_load_state_dict_post_hook(self._note_loaded)
+        self.compare_replicas: Callable[[], Callable[[], None] | None] = lambda: None
+
+    def _note_loaded(self, optimizer: torch.optim.Optimizer) -> None:
+        self._loaded = digests_of_state(optimizer)
+
+    def note_step(self, params: Iterable[torch.Tensor]) -> None:
+        """Note that ``params``, which all ranks have, are about to be given to all, and so equal."""
+        self._params = list(params)
+        self._versions = versions_of(self._params)
+
+    def agree(
+        self, flights: Sequence[BucketInFlight], *, is_skipped: bool, has_moved: bool, factor: Factor
+    ) -> Agreement:
+        """Agree on the step. Collective.
+
+        Args:
+            flights: buckets of the gradients.
+            is_skipped: whether this rank skips the step.
+            has_moved: whether its gradients are in other memory than in the last step.
+            factor: factor of its gradients in the step.
+
+        Raises:
+            ValueError: on all ranks: hyperparameters, factors, loaded state or gradients differ.
+            RuntimeError: on all ranks: parameters differ, to which a rank has written since the last step.
+        """
+        lines = {
+            "parameter group": settings_of(self._optimizer),
+            "state loaded since the last step, of parameter": self._loaded,
+        }
+        factors = {"factor of the gradients (clipping, loss scale)": [] if _is_on_gpu(factor) else [str(float(factor))]}
+        digest, of_factor = (zlib.crc32(repr(each).encode()) for each in (lines, factors))
+        is_written = versions_of(self._params) != self._versions
+        flags = [is_skipped, has_moved, is_written, self._are_written(flights)]
+        votes = torch.tensor([*flags, digest, -digest, of_factor, -of_factor], dtype=torch.int64)
+        self._communicator.all_reduce(votes, "max")
+        skips, moved, written, grads_written, most, least, most_factor, least_factor = votes.tolist()
+        if most != -least:
+            self._require_same(lines)
+        if most_factor != -least_factor and not skips:
+            self._require_same(factors)
+        self._loaded = []
+        compare = self.compare_replicas() if written else None
+        if compare is not None:
+            compare()
+        if grads_written and not skips:
+            self._require_same({"gradient after backward()": self._gradients(flights)})
+        return Agreement(not skips, bool(moved))
+
+    def _require_same(self, lines: dict[str, list[str]]) -> None:
+        require_same(exchanged(self._communicator.channel.all_gather_bytes, lines, "compare"), "compare", hint=_ADVICE)
+
+    def _are_written(self, flights: Sequence[BucketInFlight]) -> bool:
+        """Return whether a gradient was removed, written to or replaced since it was handed out."""
+        for flight in flights:
+            for slot, view in zip(flight.slots, flight.bucket.views, strict=True):
+                grad = slot.param.grad
+                if grad is None and slot not in flight.unused:
+                    return True
+                if self._has_full_grad and grad is not None and (grad is not view or version_of(view) != slot.version):
+                    return True
+        return self._has_full_grad and stepper_of(self._optimizer).has_written_unscaled()
+
+    def _gradients(self, flights: Sequence[BucketInFlight]) -> list[str]:
+        """Return a line for each gradient, with its hash if all ranks have the same."""
+        unscaled = stepper_of(self._optimizer).unscaled() or {}
+        slots = [slot for flight in flights for slot in flight.slots]
+        grads = [unscaled.get(slot.param, slot.param.grad) for slot in slots]
+        read = self._has_full_grad
+        return [
+            f"{slot.name}: {'None' if grad is None else _digest([grad.detach()]) if read else 'there'}"
+            for slot, grad in zip(slots, grads, strict=True)
+        ]
+
+    def remove(self) -> None:
+        """Remove the hook."""
+        self._hook.remove()
+
+
+def _is_on_gpu(factor: Factor) -> bool:
+    return isinstance(factor, torch.Tensor) and on_gpu(factor)  # for which the host would wait
+
+
+def digests_of_state(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return a digest of each parameter's state."""
+    lines = []
+    for param in optimizer_parameters(optimizer):
+        tensors: list[torch.Tensor] = []
+        lines.append(json.dumps(encode(dict(optimizer.state.get(param, {})), tensors)) + _digest(tensors))
+    return [str(zlib.crc32(line.encode())) for line in lines]
+
+
+def _digest(tensors: Iterable[torch.Tensor]) -> str:
+    return b"".join(digests_of(map(memory_of, tensors))).hex()
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the hyperparameters of each group, as text that is the same for equal ones."""
+    lines = []
+    for group in optimizer.param_groups:
+        plain = {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
+        values = {key: _simple(v) for key, v in plain.items() if isinstance(v, _PLAIN) and key not in _NAMES}
+        lines.append(f"{len(group['params'])} parameters, {values!r}")
+    return lines
+
+
+def _simple(value: Any) -> Any:
+    """Return ``value`` without a class of its own, such as that of an enumeration, which other ranks may not have."""
+    kind = next((kind for kind in (bool, int, float, str) if isinstance(value, kind)), None)
+    return value if kind is None else kind(value)
