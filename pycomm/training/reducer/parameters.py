@@ -16,7 +16,7 @@ from pycomm.collectives.layout import on_gpu
 from pycomm.compression.base import method_stats
 from pycomm.optim.parameter_checks import check_parameters
 from pycomm.optim.parameters import checked_optimizer, optimizer_parameters, parameter_ids
-from pycomm.optim.shards import Shards, labels_of
+from pycomm.optim.shards import Shards, part_of
 from pycomm.optim.step_override import Stepper, stepper_of
 from pycomm.torch_internals import local_of
 from pycomm.training.reducer.buckets import (
@@ -204,8 +204,9 @@ class ParameterTable:
         return self.ignored.covers(tensor) or self.ignored.matches(name)
 
     def labels(self) -> dict[str, str]:
-        """Return the keys of trainable parameters in saved state, by name."""
-        return labels_of((slot.name, slot.param) for slot in self._slots.values())
+        """Return the keys of trainable parameters in saved state, by name: with the part that this rank has, if any."""
+        parts = {slot.name: part_of(slot.param) for slot in self._slots.values()}
+        return {name: f"{name}[{part}]" if part else name for name, part in parts.items()}
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Return the existing gradients by name, or this rank's part of DTensors."""
