@@ -1,40 +1,20 @@
 """Optimizer steps: fused rules, LARS, LAMB, Muon, master weights, loss scaling, learning rates, batch shards."""
 
-from pycomm.optim.fused import FusedStep, fuse
-from pycomm.optim.lamb import LAMB
-from pycomm.optim.lars import LARS
-from pycomm.optim.loss_scaler import LossScaler
-from pycomm.optim.lr_schedules import (
-    BatchSizeGrowth,
-    CosineDecay,
-    PolynomialDecay,
-    StepDecay,
-    WarmupLR,
-    linear_scaled_lr,
-    sqrt_scaled_lr,
-)
-from pycomm.optim.master_weights import MasterWeights, master_weights
-from pycomm.optim.matrices import muon_groups
-from pycomm.optim.muon import Muon
-from pycomm.optim.shard_batch import Shard, shard_batch
-
-__all__ = [
-    "LAMB",
-    "LARS",
-    "BatchSizeGrowth",
-    "CosineDecay",
-    "FusedStep",
-    "LossScaler",
-    "MasterWeights",
-    "Muon",
-    "PolynomialDecay",
-    "Shard",
-    "StepDecay",
-    "WarmupLR",
-    "fuse",
-    "linear_scaled_lr",
-    "master_weights",
-    "muon_groups",
-    "shard_batch",
-    "sqrt_scaled_lr",
-]
+from pycomm.optim.fused import FusedStep as FusedStep
+from pycomm.optim.fused import fuse as fuse
+from pycomm.optim.lamb import LAMB as LAMB
+from pycomm.optim.lars import LARS as LARS
+from pycomm.optim.loss_scaler import LossScaler as LossScaler
+from pycomm.optim.lr_schedules import BatchSizeGrowth as BatchSizeGrowth
+from pycomm.optim.lr_schedules import CosineDecay as CosineDecay
+from pycomm.optim.lr_schedules import PolynomialDecay as PolynomialDecay
+from pycomm.optim.lr_schedules import StepDecay as StepDecay
+from pycomm.optim.lr_schedules import WarmupLR as WarmupLR
+from pycomm.optim.lr_schedules import linear_scaled_lr as linear_scaled_lr
+from pycomm.optim.lr_schedules import sqrt_scaled_lr as sqrt_scaled_lr
+from pycomm.optim.master_weights import MasterWeights as MasterWeights
+from pycomm.optim.master_weights import master_weights as master_weights
+from pycomm.optim.matrices import muon_groups as muon_groups
+from pycomm.optim.muon import Muon as Muon
+from pycomm.optim.shard_batch import Shard as Shard
+from pycomm.optim.shard_batch import shard_batch as shard_batch

@@ -1,37 +1,20 @@
 """Averaging of gradients over the ranks: ``attach``, and the ``Reducer`` that it returns."""
 
-from pycomm.training.reducer.attach import attach, join
-from pycomm.training.reducer.autograd_hooks import FinalCallback
-from pycomm.training.reducer.rank_flags import (
-    Record,
-    SignalStop,
-    StopRequest,
-    first_stop,
-    raise_left_out,
-    stop_on_signal,
-)
-from pycomm.training.reducer.reducer import AttachedTraining, Reducer
-from pycomm.training.reducer.replica_differences import Hashes, ReplicaDifferences, is_comparison_due
-from pycomm.training.reducer.settings import Sharding, Survive, Tuning
-from pycomm.training.reducer.window import HostCopy
-
-__all__ = [
-    "AttachedTraining",
-    "FinalCallback",
-    "Hashes",
-    "HostCopy",
-    "Record",
-    "Reducer",
-    "ReplicaDifferences",
-    "Sharding",
-    "SignalStop",
-    "StopRequest",
-    "Survive",
-    "Tuning",
-    "attach",
-    "first_stop",
-    "is_comparison_due",
-    "join",
-    "raise_left_out",
-    "stop_on_signal",
-]
+from pycomm.training.reducer.attach import attach as attach
+from pycomm.training.reducer.attach import join as join
+from pycomm.training.reducer.autograd_hooks import FinalCallback as FinalCallback
+from pycomm.training.reducer.rank_flags import Record as Record
+from pycomm.training.reducer.rank_flags import SignalStop as SignalStop
+from pycomm.training.reducer.rank_flags import StopRequest as StopRequest
+from pycomm.training.reducer.rank_flags import first_stop as first_stop
+from pycomm.training.reducer.rank_flags import raise_left_out as raise_left_out
+from pycomm.training.reducer.rank_flags import stop_on_signal as stop_on_signal
+from pycomm.training.reducer.reducer import AttachedTraining as AttachedTraining
+from pycomm.training.reducer.reducer import Reducer as Reducer
+from pycomm.training.reducer.replica_differences import Hashes as Hashes
+from pycomm.training.reducer.replica_differences import ReplicaDifferences as ReplicaDifferences
+from pycomm.training.reducer.replica_differences import is_comparison_due as is_comparison_due
+from pycomm.training.reducer.settings import Sharding as Sharding
+from pycomm.training.reducer.settings import Survive as Survive
+from pycomm.training.reducer.settings import Tuning as Tuning
+from pycomm.training.reducer.window import HostCopy as HostCopy
