@@ -34,10 +34,6 @@ from pycomm.training.reducer.settings import AttachSettings
 class Ignored:
     """Parameters and buffers of a module that ``ignore`` names.
 
-    Args:
-        patterns: names and shell patterns of parameters and buffers.
-        tensors: matching tensors of the module, by name.
-
     Attributes:
         patterns: the patterns, with names in place of tensors, to be compared between ranks.
     """
@@ -131,9 +127,7 @@ class ParameterTable:
     """Table of an optimizer's parameters: the trainable ones, sorted into buckets, and the frozen ones.
 
     Args:
-        optimizer: the optimizer, watched for parameters that are added later.
         module: the module, if ``attach`` was given one; it names parameters that are added later.
-        ignored: tensors that take no part.
 
     Attributes:
         ranks: global ranks that gradients are averaged over; ``attach`` sets it.
