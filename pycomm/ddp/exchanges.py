@@ -66,7 +66,7 @@ class BucketExchanges:
                     view.zero_()
 
     def averages(self, buffer: torch.Tensor, grads: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the averages, flat, in the order of ``params``; perhaps in ``buffer``, of which ``grads`` are views."""
+        """Return the averages, flat, in the order of ``params``, perhaps in ``buffer``; ``grads`` are views of it."""
         if len(self.parts) == 1:
             return self.parts[0].bucket.flat
         self.write(grads)
