@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from pycomm.optim import plans
 from pycomm.optim.parameters import optimizer_parameters
-from pycomm.optim.plans import Rule, step_by_rule
 from pycomm.optim.shards import Shards, matched
 from pycomm.optim.step_override import evaluate
 from pycomm.optim.targets import Group, StepTarget
@@ -25,7 +25,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         rule: rule of the kernels' steps.
     """
 
-    rule: Rule
+    rule: plans.Rule
 
     def __init__(self, params: Any, fused: bool | None, **defaults: Any) -> None:
         self._fused = fused
@@ -70,7 +70,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         loss = evaluate(closure)
         with torch.no_grad():
             if self._uses_kernels():
-                step_by_rule(self, self.rule)
+                plans.step_by_rule(self, self.rule)
                 return loss
             shards = Shards(optimizer_parameters(self))
             targets = self._targets()
