@@ -30,7 +30,6 @@ def gather_state(
     torch.distributed.checkpoint saves only one of several entries that have the same name.
 
     Args:
-        current: state of all parameters (not copied yet).
         labels: key of each parameter's state, by name: parts of a DTensor on different ranks have different keys.
             The names themselves if ``None``.
     """

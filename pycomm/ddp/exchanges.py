@@ -29,7 +29,6 @@ class BucketExchanges:
     """Exchanges of one of torch's buckets: of the parameters that a method applies to, and of the others.
 
     Args:
-        names: names of ``params``, by which state is kept.
         params: the bucket's parameters, in the order in which its buffer holds their gradients.
     """
 
@@ -67,12 +66,7 @@ class BucketExchanges:
                     view.zero_()
 
     def averages(self, buffer: torch.Tensor, grads: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the averages as one flat tensor, in the order of ``params``.
-
-        Args:
-            buffer: flat tensor that may be overwritten, and returned.
-            grads: views of ``buffer``, one for each parameter.
-        """
+        """Return the averages, flat, in the order of ``params``, perhaps in ``buffer``; ``grads`` are views of it."""
         if len(self.parts) == 1:
             return self.parts[0].bucket.flat
         self.write(grads)

@@ -49,9 +49,6 @@ class SteppedOptimizers:
     makes some, on one rank if that rank saves alone), and inside the step of another optimizer (which may hold the
     shard of one rank).
 
-    Args:
-        given: an optimizer that is known; ``None`` without one.
-
     Attributes:
         counts: number of steps since the last :meth:`restart`, by the name of the optimizer's first parameter. An
             optimizer may be gone before they are compared.

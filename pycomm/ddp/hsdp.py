@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from types import MappingProxyType
@@ -146,16 +147,6 @@ def _lines(checked: tuple[HookSettings, Modules]) -> dict[str, list[str]]:
     return {"setting": settings.lines(), "parameter": lines}
 
 
-class _Average:
-    """Hook of one module."""
-
-    def __init__(self, handle: HsdpHandle, shards: ShardedReplicas) -> None:
-        self._handle, self._shards = handle, shards
-
-    def __call__(self, reduced: torch.Tensor) -> None:
-        self._handle._steps.average(self._shards, reduced)
-
-
 class _PlainMean:
     """Hook that a handle leaves behind when it is removed."""
 
@@ -197,7 +188,7 @@ class HsdpHandle:
             all_shards, self._loop, replicas, communicator, shard_communicator, self._progress, transactional
         )
         for module, shards in self._shards.items():
-            module.set_all_reduce_hook(_Average(self, shards))  # type: ignore[operator]
+            module.set_all_reduce_hook(functools.partial(self._steps.average, shards))  # type: ignore[operator]
 
     def stats(self) -> dict[str, Any]:
         """Return the counters since :func:`pycomm.ddp.register_hsdp`.

@@ -24,11 +24,7 @@ from pycomm.worker import Work
 
 @dataclass(frozen=True)
 class TakenStep:
-    """Bucket from DistributedDataParallel, and the future that it waits for.
-
-    Attributes:
-        grads: views of ``buffer``, one for each parameter.
-    """
+    """Bucket from DistributedDataParallel, and the future that it waits for."""
 
     params: list[torch.Tensor]
     grads: list[torch.Tensor]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pycomm.optim import plans, update_rules
+from pycomm.optim import update_rules
 from pycomm.optim.layerwise import LayerwiseOptimizer, adapts, require_not_negative
 from pycomm.optim.targets import Group, StepTarget, next_steps
 
@@ -33,6 +33,8 @@ class LAMB(LayerwiseOptimizer):
         TypeError: ``fused=True`` with half-precision parameters, from ``step``.
         ValueError: a number is out of range, or ``exclude`` is unknown.
     """
+
+    rule = update_rules.lamb
 
     def __init__(
         self,
@@ -64,9 +66,6 @@ class LAMB(LayerwiseOptimizer):
         for i, beta in enumerate(group["betas"]):
             if not 0.0 <= beta < 1.0:
                 raise ValueError(f"betas[{i}] is {beta}, wanted 0 <= beta < 1")
-
-    def fused_step(self) -> None:
-        plans.step_by_rule(self, update_rules.lamb)
 
     def direction(self, group: Group, target: StepTarget) -> torch.Tensor:
         w, g = target.weight, target.grad * (-1.0 if group["maximize"] else 1.0)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pycomm.optim import plans, update_rules
+from pycomm.optim import update_rules
 from pycomm.optim.layerwise import LayerwiseOptimizer, require_not_negative
 from pycomm.optim.targets import Group, StepTarget
 
@@ -46,6 +46,8 @@ class LARS(LayerwiseOptimizer):
         ValueError: a number is out of range, or ``exclude`` is unknown.
     """
 
+    rule = update_rules.lars
+
     def __init__(
         self,
         params: Any,
@@ -75,9 +77,6 @@ class LARS(LayerwiseOptimizer):
         require_not_negative(group, "lr", "momentum", "weight_decay", "trust_coefficient")
         if group["nesterov"] and not group["momentum"] > 0:
             raise ValueError(f"momentum is {group['momentum']}, wanted a positive number, which nesterov requires")
-
-    def fused_step(self) -> None:
-        plans.step_by_rule(self, update_rules.lars)
 
     def direction(self, group: Group, target: StepTarget) -> torch.Tensor:
         return target.grad * (-1.0 if group["maximize"] else 1.0)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from pycomm.optim import plans
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.optim.shards import Shards, matched
 from pycomm.optim.step_override import evaluate
@@ -18,7 +19,13 @@ EXCLUSIONS = ("one_dimensional", "all", "none")
 
 
 class LayerwiseOptimizer(torch.optim.Optimizer):
-    """Optimizer that steps by pycomm's kernels or by torch's operations; see ``fused`` of :class:`LARS`."""
+    """Optimizer that steps by pycomm's kernels or by torch's operations; see ``fused`` of :class:`LARS`.
+
+    Attributes:
+        rule: rule of the kernels' steps.
+    """
+
+    rule: plans.Rule
 
     def __init__(self, params: Any, fused: bool | None, **defaults: Any) -> None:
         self._fused = fused
@@ -26,10 +33,6 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
 
     def check_group(self, group: Group) -> None:
         """Raise ValueError if a hyperparameter is out of range."""
-        raise NotImplementedError
-
-    def fused_step(self) -> None:
-        """Step all parameters by the kernels."""
         raise NotImplementedError
 
     def direction(self, group: Group, target: StepTarget) -> torch.Tensor:
@@ -67,7 +70,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         loss = evaluate(closure)
         with torch.no_grad():
             if self._uses_kernels():
-                self.fused_step()
+                plans.step_by_rule(self, self.rule)
                 return loss
             shards = Shards(optimizer_parameters(self))
             targets = self._targets()

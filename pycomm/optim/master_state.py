@@ -19,16 +19,6 @@ KEY = "master_weight"
 """Key of the master in a parameter's entry of ``state_dict()``."""
 
 
-def whole_masters(
-    masters: Mapping[torch.Tensor, torch.Tensor],
-    completed: Callable[[dict[str, Any], torch.Tensor], dict[str, Any]] | None,
-) -> dict[torch.Tensor, torch.Tensor]:
-    """Complete the masters of a partition; make them anew from the parameters if parts are lost (``None``)."""
-    if completed is None:
-        return {param: param.detach().float() for param in masters}
-    return {param: completed({KEY: master}, param)[KEY] for param, master in masters.items()}
-
-
 def without_masters(
     saved: Mapping[str, Any], params: Sequence[torch.Tensor], masters: Mapping[torch.Tensor, torch.Tensor]
 ) -> tuple[list[int], dict[int, Any], dict[torch.Tensor, torch.Tensor]]:
@@ -57,15 +47,6 @@ def without_masters(
         if entry:
             state[number] = entry
     return numbers, state, found
-
-
-def loaded_state(entry: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:
-    """Return the floating-point tensors of ``entry``, except the step count, in float32 on the device of ``param``."""
-    return {
-        key: value.to(param.device, torch.float32, copy=True)
-        for key, value in entry.items()
-        if key != "step" and isinstance(value, torch.Tensor) and value.is_floating_point()
-    }
 
 
 def cast_state(value: Any, dtype: torch.dtype) -> Any:
@@ -154,7 +135,9 @@ class Masters(dict[torch.Tensor, torch.Tensor]):
             type(optimizer).load_state_dict(optimizer, saved)
         for number, param in zip(numbers, params, strict=True):
             if param in found and is_dtensor(param):  # which cannot be widened: torch has cast its state
-                optimizer.state[param].update(loaded_state(state.get(number, {}), param))
+                for key, value in state.get(number, {}).items():
+                    if key != "step" and isinstance(value, torch.Tensor) and value.is_floating_point():
+                        optimizer.state[param][key] = value.to(param.device, torch.float32, copy=True)
         with torch.no_grad():
             for param, master in found.items():
                 self[param].copy_(master)

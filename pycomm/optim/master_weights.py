@@ -18,12 +18,7 @@ from pycomm import kernels
 from pycomm.collectives.layout import laid_out_like
 from pycomm.kernels.arrays import PackScaling
 from pycomm.optim.fused import RULES, KernelStep, rule_of
-from pycomm.optim.master_state import (
-    KEY,
-    Masters,
-    check_half,
-    whole_masters,
-)
+from pycomm.optim.master_state import KEY, Masters, check_half
 from pycomm.optim.parameters import checked_optimizer, optimizer_parameters
 from pycomm.optim.pending_factor import refuse_closure
 from pycomm.optim.plans import Rule, step_by_rule
@@ -201,7 +196,10 @@ class MasterWeights(KernelStep):
 
     def take_whole(self, completed: Callable[[dict[str, Any], torch.Tensor], dict[str, Any]] | None) -> None:
         super().take_whole(completed)
-        self._masters.update(whole_masters(self._masters, completed))
+        for param, master in self._masters.items():
+            # If parts are lost, masters are made anew from the parameters.
+            made = param.detach().float() if completed is None else completed({KEY: master}, param)[KEY]
+            self._masters[param] = made
 
     def step_alone(self) -> None:
         super().step_alone()

@@ -113,11 +113,6 @@ def _from_all(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return torch.stack(everyone)
 
 
-def locals_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return this rank's part of each DTensor, and other tensors themselves."""
-    return [local_of(tensor) for tensor in tensors]
-
-
 def matched(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """Return ``grad`` with the placements of ``param``; a pending sum is reduced, as in FSDP2.
 
@@ -141,8 +136,3 @@ def part_of(param: torch.Tensor) -> str:
             placement = param.placements[dimension]
             parts.append(f"{placement.dim}:{group.rank()}/{group.size()}")
     return ",".join(parts)
-
-
-def labels_of(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """Return the keys of parameters in saved state: names, with the part that this rank has of those that are split."""
-    return {name: f"{name}[{part}]" if (part := part_of(param)) else name for name, param in named}

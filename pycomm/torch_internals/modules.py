@@ -210,7 +210,6 @@ class ShardedGroup(NamedTuple):
         shard_group: the ranks that the parameters are sharded over.
         division: returns torch's divisor after the hook.
         replicates: whether it averages replicas itself.
-        hook: its all-reduce hook, if any.
     """
 
     params: list[torch.nn.Parameter]

@@ -57,7 +57,6 @@ def pipeline_runtime(
     It adds the sends and receives itself.
 
     Args:
-        stages: the stages of this rank, in order.
         rows: what each rank of the pipeline does, by rank.
         loss: function of outputs and targets of a microbatch; its mean is what is differentiated.
     """

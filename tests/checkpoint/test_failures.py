@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import pycomm
-from pycomm.training.checkpoint import saving
+from pycomm.training.checkpoint import files, saving
 from pycomm.training.checkpoint.files import Summed
 from pycomm.training.checkpoint.torch_files import write_tensors
 from tests.checkpoint.training import Training, training
@@ -185,7 +185,7 @@ def test_killed_while_writing(culprit: int, new_ranks: Pools, rank_pools: Pools,
 def die_before_publishing(folder: str) -> None:
     run = Training("adamw", "topk")
     pycomm.save(folder, run.reducer, step=1, **run.more).wait()
-    with patch.object(saving, "write_sealed", lambda *_: os.kill(os.getpid(), signal.SIGKILL)):
+    with patch.object(files, "write_sealed", lambda *_: os.kill(os.getpid(), signal.SIGKILL)):
         with pytest.raises(pycomm.CommError, match="rank 0 died"):
             pycomm.save(folder, run.reducer, step=2, **run.more).wait(20)
 

@@ -8,7 +8,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -218,9 +218,9 @@ def attach(
     communicator = Communicator(process_group, tuning.timeout if isinstance(tuning, Tuning) else None)
     try:
         check = functools.partial(_checked, optimizer, model, unknown, communicator.place.ranks, **given)
-        attached = agreed(communicator.channel.all_gather_bytes, attempt(check), lines=_Attached.lines)
-        settings, table = attached.settings, attached.table
-        _make_equal(communicator, attached)
+        made = agreed(communicator.channel.all_gather_bytes, attempt(check), lines=_lines)
+        settings, table, tensors = made
+        _make_equal(communicator, settings, table, tensors)
         lanes = open_lanes(communicator, settings, table.on_gpu)
         if settings.shard is not None:
             require_reachable(communicator, settings.shard)
@@ -266,29 +266,26 @@ def join(
     if not isinstance(address, str):
         raise TypeError(f"address is {shown(address)}, wanted a text such as 'host:port'")
     survive, shard = Survive() if survive is None else survive, None  # a newcomer has no part of the others' step
-    attached = _checked(optimizer, model, unknown, (), **_settings_in(locals()))
-    settings = attached.settings
+    settings, table, _ = _checked(optimizer, model, unknown, (), **_settings_in(locals()))
     assert settings.survive is not None
     timeout = timeout_seconds(None if tuning is None else tuning.timeout)
     client = JoinClient(address, next(_indices), timeout)
     while True:
         try:
-            return _join(client, attached.table, settings, settings.survive, timeout)
+            return _join(client, table, settings, settings.survive, timeout)
         except CommError:  # also if a rank is lost while this process joins
             if client.is_late():
                 raise
 
 
-class _Attached(NamedTuple):
-    """Checked arguments of ``attach`` on this rank: settings, parameters, and all other tensors."""
+_Checked = tuple[AttachSettings, ParameterTable, AttachedTensors]
+"""Checked arguments of ``attach`` on this rank: settings, parameters, and all other tensors."""
 
-    settings: AttachSettings
-    table: ParameterTable
-    tensors: AttachedTensors
 
-    def lines(self) -> dict[str, list[str]]:
-        """Return lines that must be equal on all ranks."""
-        return {"setting": self.settings.lines(), "optimizer": [type(self.table.optimizer).__name__]}
+def _lines(checked: _Checked) -> dict[str, list[str]]:
+    """Return lines that must be equal on all ranks."""
+    settings, table, _ = checked
+    return {"setting": settings.lines(), "optimizer": [type(table.optimizer).__name__]}
 
 
 def _settings_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -296,7 +293,7 @@ def _settings_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {field.name: arguments[field.name] for field in fields(AttachSettings)}
 
 
-def _checked(optimizer: Any, model: Any, unknown: Mapping[str, Any], ranks: Sequence[int], **given: Any) -> _Attached:
+def _checked(optimizer: Any, model: Any, unknown: Mapping[str, Any], ranks: Sequence[int], **given: Any) -> _Checked:
     """Check the arguments of an ``attach`` over the global ``ranks``; raise the first error."""
     if unknown.get("join") is not None:
         raise TypeError(f"join is {shown(unknown['join'])}, wanted an address, or None")
@@ -314,12 +311,12 @@ def _checked(optimizer: Any, model: Any, unknown: Mapping[str, Any], ranks: Sequ
         _refuse_wrapped_step(optimizer, table, settings.shard)
         require_shardable(table, settings.shard, settings.compression)
     _check_ignored(table, settings)
-    made = _Attached(settings, table, AttachedTensors(table))
+    tensors = AttachedTensors(table)
     table.ranks = tuple(ranks)
     check_sharding(names, table.ranks)
     if 0 < len(table.ranks) <= settings.backup:
         raise ValueError(f"backup={settings.backup} requires more ranks than the {len(table.ranks)} that there are")
-    return made
+    return settings, table, tensors
 
 
 def _refuse_wrapped_step(optimizer: Any, table: ParameterTable, shard: Sharding) -> None:
@@ -392,9 +389,10 @@ def _attach_over(lanes: Sequence[Communicator], settings: AttachSettings, table:
         raise
 
 
-def _make_equal(communicator: Communicator, attached: _Attached) -> None:
+def _make_equal(
+    communicator: Communicator, settings: AttachSettings, table: ParameterTable, tensors: AttachedTensors
+) -> None:
     """Compare the ranks' settings and tensors, then copy rank 0's state to all; ValueError if they differ."""
-    settings, table, tensors = attached
     if settings.shard is not None:
         check_same_lines(communicator.channel.all_gather_bytes, settings_of(table.optimizer), "parameter group")
     communicator.all_reduce(

@@ -51,7 +51,6 @@ class StandbyJob:
     Args:
         is_enough: returns whether enough other ranks are ready.
         substitute: adds all missing works. Called at most once, with ``turn`` held.
-        is_stopped: returns whether no more works will be added.
 
     Attributes:
         turn: lock for adding works, and for reading :attr:`is_late`.

@@ -275,7 +275,6 @@ def make_buckets(
     CPU the bytes of the gradients, since the work on one bucket is hidden behind that on the next.
 
     Args:
-        lanes: communicators that buckets use in turn.
         first_bytes: size of the very first bucket, from which the next ones grow; ``bucket_bytes`` if ``None``.
         place: sort key of a parameter in its bucket, before any other.
         divide: gives each rank its share of a bucket of parameters, if ranks are to have shares.

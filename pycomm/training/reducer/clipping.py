@@ -18,7 +18,8 @@ from pycomm import kernels
 from pycomm.collectives.layout import flat_alias
 from pycomm.compression.dense import method_text
 from pycomm.optim.loss_scaler import scale_left
-from pycomm.optim.shards import Shards, locals_of
+from pycomm.optim.shards import Shards
+from pycomm.torch_internals import local_of
 from pycomm.training.reducer.autograd_hooks import weakly
 from pycomm.training.reducer.buckets import Slot
 from pycomm.training.reducer.parameters import ParameterTable
@@ -116,7 +117,7 @@ def _norm(table: ParameterTable) -> torch.Tensor:
         parts = [owners.own_part(param, grad) for param, grad in grads.items()]
         return owners.add_up(_total(parts).view(1))[0].sqrt()
     if unscaled is not None:
-        squares = kernels.squared_norms(locals_of(unscaled.values()))
+        squares = kernels.squared_norms(list(map(local_of, unscaled.values())))
         return table.shards.total(table.shards.add_up(squares, list(unscaled))).sqrt()
     return squared_norm(table.slots(), table.shards).sqrt()
 

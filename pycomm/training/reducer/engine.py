@@ -178,7 +178,6 @@ class Engine:
 
     Attributes:
         lanes: communicators that buckets use in turn; ``communicator`` is the first.
-        window: accumulation window, the passes that make up a step.
         firing: slot of the parameter whose hooks are running, if any.
         callbacks, reported_world: called with the old and new world after a change; the world of their last call.
         buffers: synchronisation of the module's buffers, if they are kept equal.

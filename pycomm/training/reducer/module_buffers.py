@@ -77,9 +77,6 @@ class BufferSync:
     more. If a module is attached twice, with two optimizers, its buffers belong to the first.
 
     Args:
-        module: owner of the buffers, also in its submodules.
-        mode: "broadcast" or "average".
-        leaves_out: returns whether a buffer, given by name, is ignored.
         keeps: whether to keep old contents, so that :meth:`restore` can undo a failed run.
     """
 

@@ -173,10 +173,6 @@ class ParameterChanges:
 
     Ranks exchange them before the next forward. Without a forward of the module, ranks announce them by a flag with the
     gradients, and exchange them after these.
-
-    Args:
-        hook_parameters: method that hooks the parameters of slots.
-        stop: method that stops this rank, with an error for the other ranks.
     """
 
     def __init__(

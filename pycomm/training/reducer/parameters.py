@@ -16,7 +16,7 @@ from pycomm.collectives.layout import on_gpu
 from pycomm.compression.base import method_stats
 from pycomm.optim.parameter_checks import check_parameters
 from pycomm.optim.parameters import checked_optimizer, optimizer_parameters, parameter_ids
-from pycomm.optim.shards import Shards, labels_of
+from pycomm.optim.shards import Shards, part_of
 from pycomm.optim.step_override import Stepper, stepper_of
 from pycomm.torch_internals import local_of
 from pycomm.training.reducer.buckets import (
@@ -33,10 +33,6 @@ from pycomm.training.reducer.settings import AttachSettings
 
 class Ignored:
     """Parameters and buffers of a module that ``ignore`` names.
-
-    Args:
-        patterns: names and shell patterns of parameters and buffers.
-        tensors: matching tensors of the module, by name.
 
     Attributes:
         patterns: the patterns, with names in place of tensors, to be compared between ranks.
@@ -131,9 +127,7 @@ class ParameterTable:
     """Table of an optimizer's parameters: the trainable ones, sorted into buckets, and the frozen ones.
 
     Args:
-        optimizer: the optimizer, watched for parameters that are added later.
         module: the module, if ``attach`` was given one; it names parameters that are added later.
-        ignored: tensors that take no part.
 
     Attributes:
         ranks: global ranks that gradients are averaged over; ``attach`` sets it.
@@ -210,8 +204,9 @@ class ParameterTable:
         return self.ignored.covers(tensor) or self.ignored.matches(name)
 
     def labels(self) -> dict[str, str]:
-        """Return the keys of trainable parameters in saved state, by name."""
-        return labels_of((slot.name, slot.param) for slot in self._slots.values())
+        """Return the keys of trainable parameters in saved state, by name: with the part that this rank has, if any."""
+        parts = {slot.name: part_of(slot.param) for slot in self._slots.values()}
+        return {name: f"{name}[{part}]" if part else name for name, part in parts.items()}
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Return the existing gradients by name, or this rank's part of DTensors."""

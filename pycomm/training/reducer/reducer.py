@@ -29,25 +29,19 @@ from pycomm.training.reducer.window import TrainingProgress
 from pycomm.training.reducer.without_backward import WithoutBackward, request_veto
 
 
-def description(engine: Engine) -> str:
-    """Return the ranks, parameters and method, for ``repr``."""
-    settings, table = engine.settings, engine.table
-    transport = "nccl" if table.on_gpu else engine.communicator.transport
-    parts = [counted(len(engine.world), "rank"), transport, _parameters(engine), method_text(settings.compression)]
+def _description(engine: Engine) -> str:
+    """Return the ranks, parameters and method, for ``repr``. A single rank needs no buckets."""
+    settings, slots, flights = engine.settings, engine.table.slots(), engine.table.flights
+    transport = "nccl" if engine.table.on_gpu else engine.communicator.transport
+    size = size_text(sum(flight.bucket.flat.nbytes for flight in flights))
+    sorted_ = f"{counted(len(slots), 'parameter')} in {counted(len(flights), 'bucket')} of {size} in all"
+    parameters = sorted_ if flights else tensors_text(slot.local for slot in slots)
+    parts = [counted(len(engine.world), "rank"), transport, parameters, method_text(settings.compression)]
     if settings.shard is not None:
         parts.append(f"shard={settings.shard}")
     if settings.survive is not None:
         parts.append(f"survive={settings.survive}")
     return ", ".join(parts)
-
-
-def _parameters(engine: Engine) -> str:
-    """Return the numbers and size of parameters and buckets. A single rank needs no buckets."""
-    slots, flights = engine.table.slots(), engine.table.flights
-    if not flights:
-        return tensors_text(slot.local for slot in slots)
-    size = size_text(sum(flight.bucket.flat.nbytes for flight in flights))
-    return f"{counted(len(slots), 'parameter')} in {counted(len(flights), 'bucket')} of {size} in all"
 
 
 class Reducer:
@@ -97,7 +91,7 @@ class Reducer:
     def __repr__(self) -> str:
         if self._detached:
             return f"Reducer(detached after {counted(self._last_stats['steps'], 'reduction')})"
-        return f"Reducer({description(self._engine)})"
+        return f"Reducer({_description(self._engine)})"
 
     @property
     def world(self) -> tuple[int, ...]:
@@ -391,7 +385,9 @@ class Reducer:
         self._detached = True
         self._lone_factor.remove()
         self._uninstall()
-        _release(self._engine)
+        self._engine.policy.stand_down()
+        self._engine.comparison.release()
+        self._engine.statistics.waits.close()
         for slot in self._table.slots():
             slot.leave_bucket()
         partition = self._table.partition
@@ -418,12 +414,6 @@ def _has_nothing_to_do(engine: Engine) -> bool:
         return False
     transforms = settings.compression.transactional or settings.clip_local_norm
     return not transforms and not any(is_dtensor(param) for _, param in table.named())
-
-
-def _release(engine: Engine) -> None:
-    engine.policy.stand_down()
-    engine.comparison.release()
-    engine.statistics.waits.close()
 
 
 def _set_farewell(engine: Engine, how: str) -> None:

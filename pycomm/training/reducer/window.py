@@ -198,12 +198,7 @@ class SampleWeights:
         return self.in_use and self._sent_unit == 0
 
     def set(self, num_samples: Any, num_passes: int) -> float:
-        """Set n of the next pass; return the factor by which accumulated gradients must be multiplied first.
-
-        Args:
-            num_samples: finite and not negative.
-            num_passes: number of passes that the open window has had.
-        """
+        """Set n of the next pass; return the factor by which accumulated gradients must be multiplied first."""
         wanted = "a finite number that is not negative"
         before, unit = self._unit, bounded("num_samples", num_samples, wanted, lambda n: 0 <= n < math.inf)
         if num_passes > 0 and before is None:
@@ -226,10 +221,6 @@ class SampleWeights:
 
         The message is the same whether the window ends with the next pass or has ended, as the ranks may
         differ in their numbers of passes.
-
-        Args:
-            num_passes: number of passes that have ended on this rank.
-            with_next: whether the next pass belongs to the window.
         """
         mine = self._passed + ((self._unit or 0.0) if with_next else 0.0)
         self._sent_unit = (self._unit or 0.0) if num_passes > 0 or with_next else 0.0
@@ -322,7 +313,6 @@ class AccumulationWindow:
         """Fix the scales of the window, which is about to end or has ended. Collective if weights are in use.
 
         Args:
-            with_next: whether the next pass belongs to the window.
             step: number of steps committed before this one, 0-d int64.
         """
         if self.weights.in_use:

@@ -123,9 +123,6 @@ class HostSegment(Segment):
 class HostTerms:
     """Gradients that the step adds up, in memory that all ranks reach.
 
-    Args:
-        flights, places: buckets and places of the parameters, as they are at present.
-
     Attributes:
         version: number of times that the gradients have moved; 0 while they have been reduced.
         defers: whether sums are left to the step.

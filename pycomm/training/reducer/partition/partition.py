@@ -71,7 +71,6 @@ class StepPartition:
     Args:
         optimizer: the attached optimizer. If kernels step it, ranks have equal parts of every bucket, else, and on
             GPUs, whole parameters (see :class:`WholeStep`).
-        settings: arguments of ``attach``, with ``shard``.
         order: ranks in the order in which their parts of a bucket lie.
 
     Attributes:

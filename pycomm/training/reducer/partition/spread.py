@@ -129,7 +129,6 @@ class Arrival:
     """Parameters that arrive together, when ``work`` is done.
 
     Args:
-        work: operation on the communication thread or stream.
         failed: called with the error if the operation fails, before a method raises it.
         current_stream: returns torch's current stream, if the parameters are on a GPU.
     """
