@@ -120,7 +120,9 @@ def _norm(table: ParameterTable) -> torch.Tensor:
     unscaled, partial = table.stepper.unscaled(), table.partial
     if partial is not None:
         partial.terms.reduce_early()
-    owners = partial or table.dealt  # a rank has masters of its own parameters only
+    whole = None if table.partition is None else table.partition.whole
+    # Of whole parameters that are dealt, a rank has the masters of its own ones only.
+    owners = table.partition if whole is not None and whole.is_dealt else partial
     if unscaled is not None and owners is not None:
         parts = [owners.own_part(param, grad) for param, grad in unscaled.items()]
         return owners.add_up(_total(parts).view(1))[0].sqrt()
