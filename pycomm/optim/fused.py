@@ -89,11 +89,10 @@ class KernelStep(FactorStep):
         return loss
 
     def _together(self, rule: Rule, scaling: PackScaling | None) -> contextlib.AbstractContextManager[bool]:
-        is_skipped, needs_gradients = scaling is None, rule.norms is not None
         if self.partition is None:
-            return contextlib.nullcontext(not is_skipped)
-        factor = 1.0 if scaling is None else scaling.factor
-        return self.partition.step(self.optimizer, factor, is_skipped=is_skipped, needs_gradients=needs_gradients)
+            return contextlib.nullcontext(scaling is not None)
+        factor, needs = 1.0 if scaling is None else scaling.factor, rule.norms is not None
+        return self.partition.step(self.optimizer, factor, is_skipped=scaling is None, needs_gradients=needs)
 
     def update(self, rule: Rule, scaling: PackScaling) -> None:
         """Step all parameters that have a gradient, which is scaled first."""

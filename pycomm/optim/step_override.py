@@ -77,16 +77,11 @@ class Stepper:
         if any(grad.dtype == torch.float16 for grad in grads):
             raise ValueError("gradients in float16 would underflow without the scale: see pycomm.master_weights")
         if grads:
-            # By .data, which counts no write, nor does torch's GradScaler: a write that counts is then the user's.
-            torch._foreach_mul_([grad.data for grad in grads], factor)
+            torch._foreach_mul_([grad.data for grad in grads], factor)  # no write that counts: those are the user's
 
     def unscaled(self) -> dict[torch.Tensor, torch.Tensor] | None:
         """Return the gradients that :meth:`unscale` computed, by parameter; ``None`` if they are in ``.grad``."""
         return None
-
-    def has_written_unscaled(self) -> bool:
-        """Return whether they were written to since."""
-        return False
 
 
 class StepOverride(Stepper):

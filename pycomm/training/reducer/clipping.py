@@ -110,8 +110,10 @@ def _norm(table: ParameterTable) -> torch.Tensor:
     unscaled, partial = table.stepper.unscaled(), table.partial
     if partial is not None and partial.terms is not None:
         partial.terms.reduce_early()
-    owners = table.dealt if partial is None and unscaled is not None else partial
-    if owners is not None:  # a rank has masters of its own parameters only
+    whole = None if table.partition is None else table.partition.whole
+    # Of whole parameters that are dealt, a rank has the masters of its own ones only.
+    owners = table.partition if unscaled is not None and whole is not None and whole.is_dealt else partial
+    if owners is not None:
         plain = {slot.param: grad for slot in table.slots() if (grad := slot.owner.grad) is not None}
         grads = plain if unscaled is None else unscaled
         parts = [owners.own_part(param, grad) for param, grad in grads.items()]

@@ -171,12 +171,6 @@ class ParameterTable:
         """The partition, if each rank has only its own part of the averaged gradients."""
         return None if self.partition is None or self.partition.full_grad else self.partition
 
-    @property
-    def dealt(self) -> StepPartition | None:
-        """The partition, if each rank steps whole parameters of its own."""
-        whole = None if self.partition is None else self.partition.whole
-        return None if whole is None or not whole.is_dealt else self.partition
-
     def await_parameters(self) -> None:
         """Wait until all parameters have arrived that other hosts have stepped."""
         if self.partition is not None:

@@ -206,20 +206,10 @@ class Reducer:
     def stay_absent(self) -> int:
         """Take part in the other ranks' reductions without data, until all ranks have called this.
 
-        Averages still divide by the number of all ranks. Gradients are dropped; parameters do not change. Returns the
-        number of reductions that this rank was absent from.
-
-        Raises:
-            ValueError: with ``shard``, whose steps all ranks take; on every rank.
+        Averages still divide by the number of all ranks. Returns the number of reductions. ValueError with ``shard``.
         """
         self._require_attached()
-        if self._table.partition is not None:
-            error = ValueError(
-                f"stay_absent() does not go with shard={self._settings.shard}: all ranks step their own parameters in "
-                "each step; call skip_batch() and optimizer.step() as often as the others step"
-            )
-            self._passes.stop(error)
-            raise error
+        self._without_backward.require_whole_steps()
         count = 0
         with torch.no_grad(), torch.cuda.device(self._table.device if self._table.on_gpu else -1):
             while not self._idle and not self._without_backward.take_part(absent=True):

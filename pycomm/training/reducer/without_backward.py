@@ -116,6 +116,16 @@ class WithoutBackward:
                 "forward and backward"
             )
 
+    def require_whole_steps(self) -> None:
+        """Raise ValueError, on every rank, if a rank that takes no steps would be missed in those of the others."""
+        if self._table.partition is not None:
+            error = ValueError(
+                f"stay_absent() does not go with shard={self._engine.settings.shard}: all ranks step their own "
+                "parameters in each step; call skip_batch() and optimizer.step() as often as the others step"
+            )
+            self._passes.stop(error)
+            raise error
+
     def take_part(self, *, absent: bool) -> bool:
         """Take part in a reduction with the present gradients.
 

@@ -20,6 +20,7 @@ from pycomm.collectives.broadcasting import encode
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import on_gpu
 from pycomm.collectives.tensor_memory import digests_of, memory_of
+from pycomm.optim.master_weights import MasterWeights
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.optim.step_override import Factor, stepper_of
 from pycomm.torch_internals import version_of, versions_of
@@ -118,7 +119,7 @@ class StepComparison:
                     return True
                 if self._has_full_grad and grad is not None and (grad is not view or version_of(view) != slot.version):
                     return True
-        return self._has_full_grad and stepper_of(self._optimizer).has_written_unscaled()
+        return self._has_full_grad and has_written_unscaled(self._optimizer)
 
     def _gradients(self, flights: Sequence[BucketInFlight]) -> list[str]:
         """Return a line for each gradient, with its hash if all ranks have the same."""
@@ -134,6 +135,12 @@ class StepComparison:
     def remove(self) -> None:
         """Remove the hook."""
         self._hook.remove()
+
+
+def has_written_unscaled(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether unscaled gradients of masters were written to."""
+    stepper = stepper_of(optimizer)
+    return isinstance(stepper, MasterWeights) and stepper.has_written_unscaled()
 
 
 def _is_on_gpu(factor: Factor) -> bool:

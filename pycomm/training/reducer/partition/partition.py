@@ -22,7 +22,7 @@ from pycomm.optim.partition import GradientTerms, Span
 from pycomm.optim.step_override import Factor, stepper_of
 from pycomm.torch_internals import version_of
 from pycomm.training.reducer.buckets import BucketInFlight, Slot
-from pycomm.training.reducer.partition.comparison import StepComparison
+from pycomm.training.reducer.partition.comparison import StepComparison, has_written_unscaled
 from pycomm.training.reducer.partition.whole_step import OwnSteps, WholeStep
 from pycomm.training.reducer.replica_differences import DamageError
 from pycomm.training.reducer.settings import AttachSettings
@@ -287,7 +287,7 @@ class StepPartition:
                 # A step of the distributed checkpoint has zeros.
                 if is_written or (grad is not None and grad is not view and bool(grad.any())):
                     raise ValueError(f"the gradient of {slot.name!r} {_WRITTEN}")
-        if stepper_of(optimizer).has_written_unscaled():
+        if has_written_unscaled(optimizer):
             raise ValueError(f"a gradient of MasterWeights.parameters() {_WRITTEN}")
 
     def _agree(self, factor: Factor, is_skipped: bool) -> bool:
