@@ -128,7 +128,8 @@ struct Loops {
     // False where pack_indices cannot have made the words.
     bool (*unpack_indices)(const uint32_t* words, const IndexCode& code, int32_t* indices);
 
-    // kernels/quantize.h for the elements from `first` on, where a block begins. dequantize streams if out is aligned.
+    // kernels/quantize.h for the elements from `first` on, where a block begins. dequantize streams if
+    // there is one contribution and out is aligned.
     void (*quantize)(const float* x, int64_t count, int64_t first, const Quantization& config, const int64_t* seed,
                      float* scales, uint8_t* codes, float* remainder);
     void (*dequantize)(const float* const* scales, const uint8_t* const* codes, int num_contributions,
