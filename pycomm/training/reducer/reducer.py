@@ -375,9 +375,7 @@ class Reducer:
         self._detached = True
         self._lone_factor.remove()
         self._uninstall()
-        self._engine.policy.stand_down()
-        self._engine.comparison.release()
-        self._engine.statistics.waits.close()
+        _release(self._engine)
         for slot in self._table.slots():
             slot.leave_bucket()
         partition = self._table.partition
@@ -404,6 +402,12 @@ def _has_nothing_to_do(engine: Engine) -> bool:
         return False
     transforms = settings.compression.transactional or settings.clip_local_norm
     return not transforms and not any(is_dtensor(param) for _, param in table.named())
+
+
+def _release(engine: Engine) -> None:
+    engine.policy.stand_down()
+    engine.comparison.release()
+    engine.statistics.waits.close()
 
 
 def _set_farewell(engine: Engine, how: str) -> None:
