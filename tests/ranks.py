@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import socket
@@ -77,11 +76,7 @@ class RankPool:
 
 
 def _prepare() -> None:
-    """Let Ctrl-C raise; remove the launcher's variables, as libraries look for a launcher in the environment.
-
-    What has been imported is left out of collections of garbage, of which many tests have one.
-    """
-    gc.freeze()
+    """Let Ctrl-C raise; remove the launcher's variables, as libraries look for a launcher in the environment."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for name in variables_of(0, 0, 1):
         del os.environ[name]

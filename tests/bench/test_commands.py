@@ -42,7 +42,8 @@ ROOT = Path(__file__).parents[2]
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            ["planning", "--rounds", "1", "--steps", "1", "--ranks", "2", "--models", "gpt"], marks=pytest.mark.slow
+            ["planning", "--rounds", "1", "--steps", "1", "--ranks", "2", "--models", "perceptron"],
+            marks=pytest.mark.slow,
         ),
         pytest.param(["asynchronous", "--megabytes", "1", "--rounds", "1"], marks=pytest.mark.slow),
         pytest.param(
