@@ -55,7 +55,7 @@ def test_a_small_tensor_has_few_in_the_backend() -> None:
         assert stats()["bytes_small"] - before == 20
     finally:
         dist.destroy_process_group()
-    assert found == ["operations._allreduce_at_once", "calls.seconds", "tensors.known_name"]
+    assert found == ["operations._allreduce_at_once", "calls.seconds", "engine.known_name"]
 
 
 @pytest.mark.parametrize("array", [torch.ones(64 << 10), np.ones(5)], ids=["tensor", "numpy"])

@@ -158,7 +158,7 @@ class Unpackers:
 
 def seeded(method: Compression, worker: int) -> Compression:
     """Return ``method`` with a seed of this ``worker``, if it has a seed."""
-    if not hasattr(method, "seed"):
+    if getattr(method, "seed", None) is None:
         return method
     chosen: Any = method
     return dataclasses.replace(chosen, seed=zlib.crc32(f"{chosen.seed}/{worker}".encode()))  # type: ignore[no-any-return]
