@@ -29,7 +29,7 @@ SOON = 8.0  # seconds; on a machine that does other things, too
 PATIENCE = 40.0  # ranks that import torch on a busy machine notice late that they are alone
 
 
-@pytest.mark.timeout(110)
+@pytest.mark.timeout(250)
 def test_a_short_run_shows_a_table_and_writes_the_picture(tmp_path: Path) -> None:
     """On links between namespaces, where these are allowed. That ports are in use does not matter."""
     with port_in_use(network.PORT):
@@ -40,7 +40,7 @@ def test_a_short_run_shows_a_table_and_writes_the_picture(tmp_path: Path) -> Non
             capture_output=True,
             text=True,
             start_new_session=True,
-            timeout=100,
+            timeout=240,
         )
     assert done.returncode == 0, done.stderr
     check_output(done.stdout)
@@ -82,7 +82,7 @@ def check_output(text: str) -> None:
     assert re.search(r"\nGained: [\s\S]+\.\nNot gained: [\s\S]+\.\nWrite: pycomm\.attach[\s\S]+\.\n$", text)
 
 
-@pytest.mark.timeout(110)
+@pytest.mark.timeout(250)
 def test_without_namespaces_the_link_is_simulated_and_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
