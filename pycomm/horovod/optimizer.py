@@ -200,24 +200,25 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     """
     if isinstance(num_groups, int) and num_groups:
         warnings.warn("num_groups= has been replaced by groups=", DeprecationWarning, stacklevel=2)
-    ranks, misplaced = known_set(process_set, included=False)
     if groups is None:
         groups = num_groups or None
-
     kept = (compression, backward_passes_per_step, op, groups, sparse_as_dense, process_set)
     given = Arguments([], *kept, loss_scaler=loss_scaler)
-    outcome: tuple[torch.optim.Optimizer, Arguments] | Exception
-    if misplaced is None:
-        factor = gradient_predivide_factor
-        outcome = attempt(lambda: _checked(optimizer, named_parameters, given, factor, unknown))
-    else:
-        outcome = misplaced
+    _wrap(optimizer, *_agreed(optimizer, named_parameters, given, gradient_predivide_factor, unknown))
+    return optimizer
+
+
+def _agreed(
+    optimizer: Any, named_parameters: Any, given: Arguments, predivide_factor: Any, unknown: Collection[str]
+) -> tuple[torch.optim.Optimizer, Arguments]:
+    """Return what :func:`_checked` does, if it does so on all ranks of the process set. Collective."""
+    ranks, misplaced = known_set(given.process_set, included=False)
+    outcome = attempt(lambda: _checked(optimizer, named_parameters, given, predivide_factor, unknown), misplaced)
     if ranks.included():
         outcome = agreed(outcome, "DistributedOptimizer", ranks, lambda made: _lines(made[1]))
     if isinstance(outcome, Exception):
         raise outcome
-    _wrap(optimizer, *outcome)
-    return optimizer
+    return outcome
 
 
 def _checked(

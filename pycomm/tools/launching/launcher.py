@@ -78,30 +78,43 @@ def launch(
             The other ranks were ended.
     """
     _refuse_in_rank()
-    ranks = checks.count("ranks", ranks, 1)
-    if ranks > _MOST_RANKS:
-        raise ValueError(f"ranks is {ranks}, wanted at most {_MOST_RANKS} on one host")
     _check_function(function)
-    if output is not None and output != "all":
-        output = _rank_of("output", output, ranks)
-    _check_backend(backend, ranks)
-    variables = _strings("environment", environment, of_strings=True)
-    threads = _threads(threads, ranks, variables)
-    variables.setdefault(_OMP, str(threads))
-    seconds = math.inf if timeout is None else checks.seconds_of(timeout)
+    pool_settings = _pool_settings(ranks, backend, output, threads, environment, patience, timeout)
     call = serialize("function, with args and kwargs,", (function, _arguments(args), _strings("kwargs", kwargs)))
-    waits = timedelta(seconds=checks.seconds_of(patience, "patience"))
-    if not any(os.environ.get(name) or variables.get(name) for name in (SECRET, SECRET_FILE)):
-        variables[SECRET] = secrets.token_hex(32)
-    how: dict[str, Any] = {"backend": backend, "patience": waits, "threads": threads, "environment": variables}
     try:
-        with reporting.display() as show, RankPool(ranks, output=output, limit=seconds, **how) as pool:
+        with reporting.display() as show, RankPool(**pool_settings) as pool:
             results = pool.run(_call, call, interactive_sources(), on_message=show, leaves=True)
             pool.finish()
     except RankError as error:
         # Only the rank's traceback matters. Notebooks would show this process's in full.
         raise error.with_traceback(None) from error.__cause__
     return results
+
+
+def _pool_settings(
+    ranks: Any, backend: Any, output: Any, threads: Any, environment: Any, patience: Any, timeout: Any
+) -> dict[str, Any]:
+    """Return arguments of ``launch``, checked, as those of the pool; a secret of its own, if there is none."""
+    size = checks.count("ranks", ranks, 1)
+    if size > _MOST_RANKS:
+        raise ValueError(f"ranks is {size}, wanted at most {_MOST_RANKS} on one host")
+    if output is not None and output != "all":
+        output = _rank_of("output", output, size)
+    _check_backend(backend, size)
+    variables = _strings("environment", environment, of_strings=True)
+    threads = _threads(threads, size, variables)
+    variables.setdefault(_OMP, str(threads))
+    if not any(os.environ.get(name) or variables.get(name) for name in (SECRET, SECRET_FILE)):
+        variables[SECRET] = secrets.token_hex(32)
+    return {
+        "size": size,
+        "backend": backend,
+        "output": output,
+        "threads": threads,
+        "environment": variables,
+        "patience": timedelta(seconds=checks.seconds_of(patience, "patience")),
+        "limit": math.inf if timeout is None else checks.seconds_of(timeout),
+    }
 
 
 def run_ranks(

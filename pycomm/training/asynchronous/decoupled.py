@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from pycomm.compression import Compression
 from pycomm.compression.dense import method_text
 from pycomm.deprecated import settled
 from pycomm.descriptions import counted, settings_text, tensors_text
-from pycomm.errors import CommError
+from pycomm.errors import CommError, attempt
 from pycomm.optim.parameters import checked_optimizer
 from pycomm.training.asynchronous.averager import (
     Averager,
@@ -223,30 +223,47 @@ def decoupled_sgd(
         CommError: a rank did not come. ``optimizer.step()`` raises it, too, if rank 0 is lost.
         RuntimeError: from ``optimizer.step()``: a parameter of this rank is not finite.
     """
-    problem: Exception | None = None
-    lines = list[str]()
-    try:
-        optimizer = checked_optimizer(optimizer, model, "decoupled_sgd")
-        named = checked_parameters(optimizer, model, every, call="decoupled_sgd()")
-        merges = _checked_outer(settled(outer), quorum)
-        if next(iter(named.values())).device.type != "cpu":
-            raise ValueError("ranks that meet one by one require parameters in CPU memory")
-        method = named_method(compression)
-        check_outer(method, merges)
-        names = checked_per_rank(per_rank, optimizer)
-        lines = [f"pycomm {version()}", f"every={every}", f"outer={merges!r}", f"quorum={quorum}", f"{method!r}"]
-        lines += [f"per_rank={names}", type(optimizer).__name__]
-        lines += [f"{name}: {signature(p)}" for name, p in named.items()]
-    except Exception as error:  # a user's object may raise anything
-        problem = error
+    made = attempt(lambda: _checked(optimizer, model, every, quorum, outer, compression, per_rank))
     if dist.is_initialized():  # a rank that has called local_sgd() instead opens a communicator, too
         with Communicator(timeout=timeout) as communicator:
             same = {"setting": ["ranks meet one by one"]}
-            agreed(communicator.channel.all_gather_bytes, problem, lines=lambda _: same)
+            agreed(communicator.channel.all_gather_bytes, made, lines=lambda _: same)
     meeting = ServerMeeting(timeout)
-    meeting.compare(lines, problem)
-    loop = Loop(TrackedParameters(model, optimizer, named, "decoupled_sgd()"), names)
-    return DecoupledAverager(meeting, optimizer, named, Pace(every, quorum, merges, method, meeting.timeout), loop)
+    if isinstance(made, Exception):
+        meeting.compare([], made)  # raises it
+        raise AssertionError("a meeting goes on only without a problem")
+    meeting.compare(made.lines)
+    loop = Loop(TrackedParameters(model, made.optimizer, made.named, "decoupled_sgd()"), made.per_rank)
+    pace = Pace(every, quorum, made.outer, made.method, meeting.timeout)
+    return DecoupledAverager(meeting, made.optimizer, made.named, pace, loop)
+
+
+class _Checked(NamedTuple):
+    """Checked arguments of :func:`decoupled_sgd`, and lines of them that must be equal on all ranks."""
+
+    optimizer: torch.optim.Optimizer
+    named: dict[str, torch.Tensor]
+    outer: DelayedNesterov | Nesterov
+    method: Compression | None
+    per_rank: tuple[str, ...]
+    lines: list[str]
+
+
+def _checked(
+    optimizer: Any, model: Any, every: Any, quorum: Any, outer: Any, compression: Any, per_rank: Any
+) -> _Checked:
+    optimizer = checked_optimizer(optimizer, model, "decoupled_sgd")
+    named = checked_parameters(optimizer, model, every, call="decoupled_sgd()")
+    merges = _checked_outer(settled(outer), quorum)
+    if next(iter(named.values())).device.type != "cpu":
+        raise ValueError("ranks that meet one by one require parameters in CPU memory")
+    method = named_method(compression)
+    check_outer(method, merges)
+    names = checked_per_rank(per_rank, optimizer)
+    lines = [f"pycomm {version()}", f"every={every}", f"outer={merges!r}", f"quorum={quorum}", f"{method!r}"]
+    lines += [f"per_rank={names}", type(optimizer).__name__]
+    lines += [f"{name}: {signature(p)}" for name, p in named.items()]
+    return _Checked(optimizer, named, merges, method, names, lines)
 
 
 def _checked_outer(outer: Any, quorum: Any) -> DelayedNesterov | Nesterov:
