@@ -9,6 +9,7 @@ import operator
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
+from types import ModuleType
 from typing import Any, SupportsIndex, cast
 
 import numpy as np
@@ -253,3 +254,11 @@ def refuse_unknown(call: str, unknown: Iterable[str], known: Collection[str], el
         written = known[close[0]] if close and isinstance(known, Mapping) else "".join(close)
         hint = elsewhere.get(name) or (f"did you mean {written}?" if close else f"wanted one of {', '.join(known)}")
         raise TypeError(f"{call} got an unknown argument {name!r}: {hint}")
+
+
+def public_names(names: Mapping[str, object], *modules: str) -> list[str]:
+    """Return the ``__all__`` of a package with these globals: what it imports, and of its modules the named ones.
+
+    Without it, ``import *`` would take all modules that were ever loaded, whose names users have for variables.
+    """
+    return [n for n, v in names.items() if not n.startswith("_") and (n in modules or not isinstance(v, ModuleType))]

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from importlib import metadata, resources
+from types import ModuleType
 
 import pytest
 
@@ -110,3 +111,13 @@ def test_comm_error_carries_what_happened_and_travels() -> None:
     assert (str(twin), twin.rank, twin.peer, twin.operation, twin.elapsed) == ("text", 1, None, "barrier", 0.5)
     with pytest.raises(RuntimeError):
         raise twin
+
+
+def test_all_of_a_package_is_what_it_lists() -> None:
+    """And none of its modules, whose names users have for variables: `optimizer`, `names`, `plans`."""
+    for package in ("compression", "horovod", "optim", "parallel", "schedule", "checkpoint"):
+        taken: dict[str, object] = {}
+        exec(f"from pycomm.{package} import *", taken)
+        modules = {name for name, value in taken.items() if isinstance(value, ModuleType)}
+        assert modules <= {"auto", "elastic", "functional", "pipeline"}
+        assert len(taken) > 3

@@ -16,6 +16,7 @@ ranks. Custom methods derive from ``CodecMethod``, or from ``Method`` if they ke
 docs/extending/compression_method.md. ``pycomm.training.cost`` estimates what a method costs on a network.
 """
 
+from pycomm.checks import public_names as _public_names
 from pycomm.compression.base import Compression as Compression
 from pycomm.compression.base import Exchange as Exchange
 from pycomm.compression.base import Method as Method
@@ -40,3 +41,5 @@ from pycomm.compression.methods.randomk import RandomK as RandomK
 from pycomm.compression.methods.topk import TopK as TopK
 from pycomm.compression.report import Report as Report
 from pycomm.compression.report import Told as Told
+
+__all__ = _public_names(globals())

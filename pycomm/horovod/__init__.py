@@ -5,6 +5,7 @@
 in place of ``import horovod.torch as hvd``; or :func:`install` once, before anything imports Horovod.
 """
 
+from pycomm.checks import public_names as _public_names
 from pycomm.horovod import elastic as elastic
 from pycomm.horovod.basics import ccl_built as ccl_built
 from pycomm.horovod.basics import cross_rank as cross_rank
@@ -77,3 +78,5 @@ from pycomm.horovod.process_sets import global_process_set as global_process_set
 from pycomm.horovod.process_sets import remove_process_set as remove_process_set
 from pycomm.horovod.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 from pycomm.horovod.util import check_extension as check_extension
+
+__all__ = _public_names(globals(), "elastic")

@@ -1,5 +1,6 @@
 """Optimizer steps: fused rules, LARS, LAMB, Muon, master weights, loss scaling, learning rates, batch shards."""
 
+from pycomm.checks import public_names as _public_names
 from pycomm.optim.fused import FusedStep as FusedStep
 from pycomm.optim.fused import fuse as fuse
 from pycomm.optim.lamb import LAMB as LAMB
@@ -18,3 +19,5 @@ from pycomm.optim.matrices import muon_groups as muon_groups
 from pycomm.optim.muon import Muon as Muon
 from pycomm.optim.shard_batch import Shard as Shard
 from pycomm.optim.shard_batch import shard_batch as shard_batch
+
+__all__ = _public_names(globals())

@@ -9,6 +9,7 @@ backend "pycomm". This package assigns the parts to devices, verifies schedules 
 time. See docs/parallel.md.
 """
 
+from pycomm.checks import public_names as _public_names
 from pycomm.parallel import auto as auto
 from pycomm.parallel import functional as functional
 from pycomm.parallel.branches import Branches as Branches
@@ -22,3 +23,5 @@ from pycomm.parallel.mesh import mesh as mesh
 from pycomm.parallel.pipeline import Pipeline as Pipeline
 from pycomm.parallel.plan import Plan as Plan
 from pycomm.parallel.split import split as split
+
+__all__ = _public_names(globals(), "auto", "functional")

@@ -8,6 +8,7 @@
 See docs/algorithms.md for the algorithms, :meth:`pycomm.Communicator.all_reduce` for running them.
 """
 
+from pycomm.checks import public_names as _public_names
 from pycomm.schedule import pipeline as pipeline
 from pycomm.schedule.algorithms import binary_blocks as binary_blocks
 from pycomm.schedule.algorithms import by_name as by_name
@@ -40,3 +41,5 @@ from pycomm.schedule.table import REDUCE as REDUCE
 from pycomm.schedule.table import Round as Round
 from pycomm.schedule.verify import ScheduleError as ScheduleError
 from pycomm.schedule.verify import verify as verify
+
+__all__ = _public_names(globals(), "pipeline")
