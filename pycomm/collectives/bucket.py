@@ -50,14 +50,14 @@ class _Run:
         self._run: list[torch.Tensor] = []
         self._begin = self._end = 0
 
-    def add(self, flat: torch.Tensor, begin: int, grad: torch.Tensor) -> None:
-        """Add ``grad``, packed to ``flat[begin:]``; a gradient that is not adjacent begins a new run."""
+    def add(self, flat: torch.Tensor, begin: int, end: int, grad: torch.Tensor) -> None:
+        """Add ``grad``, packed to ``flat[begin:end]``; a gradient that is not adjacent begins a new run."""
         if begin != self._end:
             self.pack(flat)
-            self._begin = self._end = begin
-        if grad.numel() > 0:
+            self._begin = begin
+        if end > begin:
             self._run.append(grad)
-            self._end += grad.numel()
+        self._end = end
 
     def pack(self, flat: torch.Tensor) -> None:
         if self._run:
@@ -257,17 +257,17 @@ class Bucket:
             begin, end = end, end + self.numels[i]
             if grad is None:
                 self.views[i].zero_()
-            elif self.holds(i, grad) and not scaled:
+            elif not scaled and self.holds(i, grad):
                 stayed.append(self.parts(self.memory)[i])
             else:
                 raw = laid_out_like(grad, self.views[i])
                 if scaled or raw.dtype != self.dtype or not pieces.covers(begin, end):
-                    run.add(self.flat, begin, raw)
+                    run.add(self.flat, begin, end, raw)
                     continue
                 raw = raw.view(-1)
-                first, last = (bound - begin for bound in pieces.add(begin, raw))
-                run.add(self.flat, begin, raw[:first])
-                run.add(self.flat, begin + last, raw[last:])
+                first, last = pieces.add(begin, raw)
+                run.add(self.flat, begin, first, raw[: first - begin])
+                run.add(self.flat, last, end, raw[last - begin :])
         run.pack(self.flat)
         if stayed:
             fits.append(kernels.absmax(stayed, scratch=self._stayed_scratch) < limit)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 import pycomm
 from pycomm import CommError
 from pycomm.compression.dense import DenseExchange
+from pycomm.training.reducer.lanes import numbers_of_lanes
 from tests.hosts import on_hosts
 from tests.on_ranks import Pools, on_ranks
 from tests.reducer.attaching import grouped
@@ -29,7 +31,7 @@ def attached(hosts: str, **options: object) -> tuple[torch.nn.Module, torch.opti
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with on_hosts(hosts):
-        return model, optimizer, pycomm.attach(optimizer, model, **grouped(timeout=20, **options))
+        return model, optimizer, pycomm.attach(optimizer, model, **grouped(**{"timeout": 20, **options}))
 
 
 def batch(rank: int, step: int) -> torch.Tensor:
@@ -101,6 +103,37 @@ def test_a_bucket_does_not_wait_for_the_one_before(hosts: str) -> None:
         patch.setattr(DenseExchange, "exchange", exchange)
         model(batch(0, 0)).sum().backward()
     reducer.detach()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "loads", "numbers"),
+    [
+        ([1, 4, 16, 20], [0, 0], [1, 0, 1, 0]),
+        ([25, 0, 15], [0, 0], [1, 0, 0]),  # the small one does not count as a turn
+        ([5], [0, 0], [0]),
+        ([5], [3, 0], [1]),
+        ([0, 0, 7, 7], [0, 0], [1, 0, 1, 0]),
+        ([3, 3], [0], [0, 0]),
+        ([], [0, 0], []),
+    ],
+)
+def test_lanes_carry_about_as_much(sizes: list[int], loads: list[int], numbers: list[int]) -> None:
+    """And the first one, where ranks compare what they do, carries the only bucket, or one of several."""
+    assert numbers_of_lanes(sizes, loads) == numbers
+
+
+@pytest.mark.parametrize("hosts", ["abcd", "aabb"])
+@on_ranks(4, fresh=True)
+def test_another_operation_in_place_of_a_step_is_an_error_at_once(hosts: str) -> None:
+    """Although a bucket is sent before the ranks have compared anything."""
+    model, _, reducer = attached(hosts, bucket_mb=1.5, timeout=60)
+    communicator = reducer._engine.communicator
+    model(batch(communicator.rank, 0)).sum().backward()
+    loss = model(batch(communicator.rank, 1)).sum()
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="the ranks disagree"):
+        communicator.all_reduce(torch.ones(300)) if communicator.rank == 0 else loss.backward()
+    assert time.monotonic() - start < 30
 
 
 @on_ranks(4)

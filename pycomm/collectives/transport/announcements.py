@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from pycomm.collectives.transport.host_tensors import OPS
 from pycomm.collectives.transport.torch_group import DIRECT_RANKS, TorchGroup
@@ -65,9 +64,9 @@ class OperationComparison:
             return
         peers = [(group.rank + distance) % group.size for distance in range(1, group.size)]
         for p in peers:
-            self._receives[p] = group.begin_message(dist.irecv, p, self._rows[p], kind)
+            self._receives[p] = group.begin_receive(p, self._rows[p], kind)
         for p in peers:
-            self._sends[p] = group.begin_message(dist.isend, p, self._rows[group.rank], kind)
+            self._sends[p] = group.begin_send(p, self._rows[group.rank], kind)
 
     def agrees_with(self, rank: int) -> bool:
         """Wait for the announcement of ``rank``; return whether it is the same as this rank's."""

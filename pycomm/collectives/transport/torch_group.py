@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -102,18 +101,19 @@ class TorchGroup:
         """
         comparison, self.comparison = self.comparison, None
 
-        def begin(way: Callable[..., Any], messages: Sequence[Message], only: int | None) -> list[tuple[int, Any]]:
-            return [(p, self.begin_message(way, p, x, operation)) for p, x in messages if only is None or p == only]
+        def receive_of(rank: int | None) -> list[tuple[int, Any]]:
+            return [(p, self.begin_receive(p, x, operation)) for p, x in receives if rank is None or p == rank]
 
         # All receives first, so that partners exchange in both directions at once.
-        works = begin(dist.irecv, receives, None) if comparison is None else []
+        works = receive_of(None) if comparison is None else []
         for distance in range(1, self.size):
             source, target = (self.rank - distance) % self.size, (self.rank + distance) % self.size
             if comparison is not None and comparison.agrees_with(source):
-                works += begin(dist.irecv, receives, source)
+                works += receive_of(source)
             if comparison is None or comparison.agrees_with(target):
-                for peer, work in begin(dist.isend, sends, target):
-                    self.wait(operation, work, timeout, peer)
+                sent = [self.begin_send(target, x, operation) for p, x in sends if p == target]
+                for work in sent:
+                    self.wait(operation, work, timeout, target)
         for peer, work in works:
             self.wait(operation, work, timeout, peer)
         if comparison is not None:
@@ -125,12 +125,20 @@ class TorchGroup:
         if comparison is not None:
             comparison.finish()
 
-    def begin_message(self, way: Callable[..., Any], peer: int, tensor: torch.Tensor, operation: str) -> Any:
-        """Begin to send ``tensor`` to ``peer``, or to receive it; ``way``: ``isend`` or ``irecv``."""
+    # Messages by the group's own methods: the checks of torch.distributed's functions take longer than a small message.
+    # As bytes, because not every backend supports every dtype.
+
+    def begin_send(self, peer: int, tensor: torch.Tensor, operation: str, tag: int = 0) -> Any:
+        """Begin to send ``tensor`` to ``peer``; return the work."""
         group = self.group
-        # As bytes, because not every backend supports every dtype.
-        start = functools.partial(way, tensor.view(torch.uint8), dist.get_global_rank(group, peer), group)
-        return self.begin(operation, start, peer)
+        return self.begin(operation, lambda: group.send([tensor.view(torch.uint8)], peer, tag), peer)
+
+    def begin_receive(self, peer: int | None, tensor: torch.Tensor, operation: str, tag: int = 0) -> Any:
+        """Begin to receive ``tensor`` from ``peer``, or from any rank; return the work."""
+        group, tensors = self.group, [tensor.view(torch.uint8)]
+        if peer is None:
+            return self.begin(operation, lambda: group.recv_anysource(tensors, tag))
+        return self.begin(operation, lambda: group.recv(tensors, peer, tag), peer)
 
     def gather(self, operation: str, out: torch.Tensor, x: torch.Tensor, timeout: float) -> None:
         """Write the ``x`` of all ranks into ``out`` in rank order; both are flat."""

@@ -17,7 +17,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import pycomm._native as _native
 from pycomm.collectives.transport.base import BUFFER_VARIABLE, buffer_limit
@@ -124,20 +123,15 @@ class TorchMessages:
         return rank
 
     def _start(self, dst: int, payload: torch.Tensor, width: int, tag: int, cost: int) -> None:
-        peer, group = self._peers[dst], self._group.group
+        peer = self._peers[dst]
         header = torch.tensor([payload.numel(), width, peer.num_sent, self._group.rank, peer.num_received])
         tensors = {tag + 1: header}
         if payload.numel() > 0:
             tensors[_payload_tag(peer.num_sent)] = payload
-        to = dist.get_global_rank(group, dst)
-        works = [self._begin_send(to, wire, tensor, dst) for wire, tensor in tensors.items()]
+        works = [self._group.begin_send(dst, tensor, "send", wire) for wire, tensor in tensors.items()]
         peer.num_sent += 1
         peer.sent.append(_Sent(works, list(tensors.values()), cost))
         self.buffered_bytes += cost
-
-    def _begin_send(self, global_rank: int, wire: int, tensor: torch.Tensor, dst: int) -> Any:
-        group = self._group.group
-        return self._group.begin("send", lambda: dist.isend(tensor, global_rank, group, tag=wire), dst)
 
     def _make_room(self, dst: int, cost: int, timeout: float) -> None:
         """Forget acknowledged messages, and wait for the oldest ones until the new one has room."""
@@ -162,11 +156,8 @@ class TorchMessages:
         self.buffered_bytes -= sent.popleft().cost
 
     def _post(self, src: int | None, tag: int) -> _Posted:
-        group = self._group.group
         header = torch.full((_HEADER_LENGTH,), _NOT_YET)
-        source = None if src is None else dist.get_global_rank(group, src)
-        work = self._group.begin("recv", lambda: dist.irecv(header, source, group, tag=tag + 1), src)
-        return _Posted(work, header)
+        return _Posted(self._group.begin_receive(src, header, "recv", tag + 1), header)
 
     def _await_any(self, header: torch.Tensor, timeout: float) -> None:
         """Return once a header has begun to come from any rank, or nearly after ``timeout``.
@@ -192,7 +183,7 @@ class TorchMessages:
             left = max(0.001, start + timeout - time.monotonic())
         self._group.wait("recv", posted.work, left, receipt.src, since=start)
         num_bytes, width, number, src, taken = posted.header.tolist()
-        group, array = self._group.group, receipt.array
+        array = receipt.array
         out = tensor_of(array).view(torch.uint8)
         problem = None
         if num_bytes != out.numel():
@@ -200,8 +191,7 @@ class TorchMessages:
             problem = ValueError(f"x has {mine}, but the message from rank {src} with tag {receipt.tag} has {theirs}")
             out = torch.empty(num_bytes, dtype=torch.uint8)
         if num_bytes > 0:
-            source, wire = dist.get_global_rank(group, src), _payload_tag(number)
-            work = self._group.begin("recv", lambda: dist.irecv(out, source, group, tag=wire), src)
+            work = self._group.begin_receive(src, out, "recv", _payload_tag(number))
             self._group.wait("recv", work, timeout, src)
         with self._lock:
             self._peers[src].count(number)

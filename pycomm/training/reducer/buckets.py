@@ -22,6 +22,7 @@ from pycomm.optim.shards import dimensions_of, is_split_in, matched
 from pycomm.optim.step_override import HALF
 from pycomm.torch_internals import Sharded, dtensor_around, is_dtensor, local_of, version_of
 from pycomm.training.reducer.autograd_hooks import GradientHook
+from pycomm.training.reducer.lanes import numbers_of_lanes
 from pycomm.worker import Work
 
 PACKET_BYTES = 16
@@ -262,7 +263,7 @@ def make_buckets(
     bucket_bytes: int,
     algorithm: str = "auto",
     *,
-    num_earlier: int = 0,
+    earlier: Sequence[BucketInFlight] = (),
     first_bytes: int | None = None,
     place: Callable[[Slot], int] = lambda _: 0,
     divide: Callable[[Bucket, Sequence[Slot]], None] = lambda *_: None,
@@ -275,14 +276,18 @@ def make_buckets(
     CPU the bytes of the gradients, since the work on one bucket is hidden behind that on the next.
 
     Args:
+        earlier: buckets that are there already.
         first_bytes: size of the very first bucket, from which the next ones grow; ``bucket_bytes`` if ``None``.
         place: sort key of a parameter in its bucket, before any other.
         divide: gives each rank its share of a bucket of parameters, if ranks are to have shares.
     """
     flights: list[BucketInFlight] = []
-    first = bucket_bytes if first_bytes is None or num_earlier > 0 else first_bytes
-    for group, compressed in _groups(reversed(slots), compression, bucket_bytes, first):
-        communicator = lanes[(num_earlier + len(flights)) % len(lanes)]
+    first = bucket_bytes if first_bytes is None or earlier else first_bytes
+    groups = _groups(reversed(slots), compression, bucket_bytes, first)
+    loads = [sum(flight.bucket.memory.nbytes for flight in earlier if flight.communicator is lane) for lane in lanes]
+    numbers = numbers_of_lanes([sum(slot.local.nbytes for slot in group) for group, _ in groups], loads)
+    for (group, compressed), number in zip(groups, numbers, strict=True):
+        communicator = lanes[number]
         members = sorted(group, key=lambda slot: (place(slot), *_place(slot)))
         owners = [s.owner for s in members] if any(s.sharded is not None for s in members) else None
         bucket = Bucket([s.name for s in members], [s.local for s in members], communicator, algorithm, owners)

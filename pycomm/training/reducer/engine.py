@@ -177,7 +177,7 @@ class Engine:
     the host waits only where this rank lacks a gradient that others may have.
 
     Attributes:
-        lanes: communicators that buckets use in turn; ``communicator`` is the first.
+        lanes: communicators that buckets share; ``communicator`` is the first.
         firing: slot of the parameter whose hooks are running, if any.
         callbacks, reported_world: called with the old and new world after a change; the world of their last call.
         buffers: synchronisation of the module's buffers, if they are kept equal.
@@ -394,8 +394,9 @@ class Engine:
         """Return the job that exchanges ``grads`` of the ``number``-th launched bucket; its inputs are fixed now."""
         weights = self.window.weights if self.window.weights.in_use else None
         fingerprint = self.comparison.fingerprint_of(number)
-        is_first = number <= len(self.lanes)  # on its lane
-        # attach has compared all buckets: ranks that agree on a lane's first exchange agree on all later ones.
+        # attach has compared all buckets: ranks that agree on the first lane's first exchange agree on all later ones,
+        # as the other lanes carry nothing else.
+        is_first = flight is next(each for each in self.table.flights if each.communicator is self.communicator)
         contributed = functools.partial(self.policy.contributed, flight, grads)
         run = functools.partial(_exchange, flight, contributed, self.window.scaling, weights, fingerprint, is_first)
         recorder = None if self.table.on_gpu else flight.communicator.channel.recorder
@@ -471,7 +472,8 @@ class Engine:
 
     def _await_results(self, then: Callable[[], None]) -> None:
         with self.statistics.phases.timed("wait"):
-            for flight in self.table.flights:
+            # Those that ranks compare come first: after a disagreement the others would wait in vain.
+            for flight in sorted(self.table.flights, key=lambda flight: flight.communicator is not self.communicator):
                 assert flight.work is not None
                 flight.work.wait()
             if self._buffer_work is not None:

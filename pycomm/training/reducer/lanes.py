@@ -45,6 +45,22 @@ def open_lanes(communicator: Communicator, settings: AttachSettings, on_gpu: boo
     return lanes
 
 
+def numbers_of_lanes(sizes: Sequence[int], loads: Sequence[int]) -> list[int]:
+    """Return the number of the lane for each bucket of ``sizes`` bytes, where the lanes carry ``loads`` bytes already.
+
+    That is the lane with the least to carry, and of several the last one, where ranks compare nothing first. A step's
+    only bucket uses the first lane.
+    """
+    if len(sizes) == 1 and not any(loads):
+        return [0]
+    loads, numbers = list(loads), []
+    for size in sizes:
+        number = min(reversed(range(len(loads))), key=loads.__getitem__)
+        loads[number] += max(size, 1)
+        numbers.append(number)
+    return numbers
+
+
 def is_remote(communicator: Communicator) -> bool:
     """Return whether the ranks are on several hosts."""
     return communicator.transport != "shared_memory"

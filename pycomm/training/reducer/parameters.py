@@ -244,12 +244,12 @@ class ParameterTable:
         return slots
 
     def make_buckets(self, slots: list[Slot], lanes: Sequence[Communicator], settings: AttachSettings) -> None:
-        """Sort ``slots`` into new buckets, which use ``lanes`` in turn."""
+        """Sort ``slots`` into new buckets, which share ``lanes``."""
         most, first = bucket_sizes(lanes, settings, sum(slot.local.nbytes for slot in slots), self.on_gpu)
         partition: Any = self.partition
         made = make_buckets(
             *(slots, settings.compression, lanes, most, settings.tuning.algorithm),
-            num_earlier=len(self.flights),
+            earlier=self.flights,
             first_bytes=first,
             **({} if partition is None else {"place": partition.place_in_bucket, "divide": partition.divide}),
         )
