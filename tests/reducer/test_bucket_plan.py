@@ -211,8 +211,10 @@ def test_sorted_buckets_have_the_averages_and_the_state_of_those_before(method: 
             if step == 0:
                 before = reducer._engine.table.flights
                 state, grads = copy.deepcopy(own_state(reducer)), copy.deepcopy(reducer._engine.table.gradients())
+                ratio = reducer.stats()["compression_ratio"]
                 assert reducer._passes._order.apply()
                 assert before != reducer._engine.table.flights
+                assert reducer.stats()["compression_ratio"] == ratio
                 torch.testing.assert_close(own_state(reducer), state, rtol=0, atol=0)
                 torch.testing.assert_close(reducer._engine.table.gradients(), grads, rtol=0, atol=0)
                 assert all(slot.untouched() for slot in reducer._engine.table.slots())
