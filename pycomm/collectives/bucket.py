@@ -170,6 +170,7 @@ class Bucket:
         self.fingerprint_places = self.flags[num_params + 1 :]
         self._address = memory.data_ptr()
         self.views = [view_like(part, p) for part, p in zip(self.parts(memory), self._params, strict=True)]
+        self._is_contiguous = all(view.is_contiguous() for view in self.views)
 
     def params(self) -> list[torch.Tensor]:
         return [p.detach() for p in self._params]
@@ -240,13 +241,13 @@ class Bucket:
     ) -> list[torch.Tensor]:
         """Write ``grads`` times ``scale`` to ``flat``, zeros for ``None``, and set the flags.
 
-        Large gradients in ``own``, elements of ``memory``, that need neither scale nor cast are neither copied nor
-        checked: then the elements ``own`` are returned as a list of pieces.
+        ``own``: elements of ``memory`` that this rank reduces. Large gradients there that need neither scale nor cast
+        are neither copied nor checked: then the elements ``own`` are returned as a list of pieces.
         """
-        limit = self.limit(self.dtype)
-        if self.on_gpu:
+        if own is None:
             self.pack_flagged(grads, self.memory, scale, fingerprint, self._scratch)
             return []
+        limit = self.limit(self.dtype)
         scaled = isinstance(scale, torch.Tensor) or scale != 1.0
         fits: list[torch.Tensor] = []
         stayed: list[torch.Tensor] = []
@@ -284,12 +285,14 @@ class Bucket:
     ) -> None:
         """Write ``grads`` times ``scale`` and the flags to ``message``, laid out like ``memory``, by one kernel.
 
-        A kernel before it sends addresses. Missing gradients count as zeros.
+        On a GPU a kernel before it sends addresses. Missing gradients count as zeros.
         """
-        self._has_graph = self._has_graph or is_capturing()
-        laid_out = zip(grads, self.parts(self.memory), self.views, strict=True)
+        self._has_graph = self._has_graph or (self.on_gpu and is_capturing())
+        tensors = [view if grad is None else grad for grad, view in zip(grads, self.views, strict=True)]
+        if not self._is_contiguous:
+            tensors = [laid_out_like(tensor, view) for tensor, view in zip(tensors, self.views, strict=True)]
         kernels.pack_flagged(
-            [part if grad is None else laid_out_like(grad, view) for grad, part, view in laid_out],
+            tensors,
             [grad is not None for grad in grads],
             *(message[: self.num_elements], message[self.num_elements :], fingerprint, scale),
             limit=self.limit(message.dtype),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -71,6 +73,21 @@ def test_flags(dtype: torch.dtype, largest: float, too_large: int) -> None:
     assert flags.tolist() == [1, 1, 1, 1, 1] + [0] * 6
     kernels.pack_flagged([out[:3], out[3:]], [True, False], out, flags[:3])  # in place
     assert out.tolist() == [2.0, 2.0, 2.0, 0.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.usefixtures("simd")
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("largest", [7.5, -8.0, float("nan"), float("-inf")])
+def test_what_lies_in_place_is_checked(dtype: torch.dtype, largest: float) -> None:
+    out, flags = torch.full((1003,), -2.0, dtype=dtype), torch.empty(3, dtype=dtype)
+    for place in (0, 500, 1002):
+        values = out.clone()
+        values[place] = largest
+        before = values.clone()
+        kernels.pack_flagged([values[:501], values[501:]], [True, True], values, flags, limit=8.0)
+        assert_same_bits(values, before)
+        assert flags.tolist() == [1, 1, float(largest != 7.5)]
+        assert bool(kernels.pack([values[:501], values[501:]], values)) == math.isfinite(largest)
 
 
 def test_flags_that_do_not_fit() -> None:

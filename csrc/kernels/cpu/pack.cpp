@@ -51,6 +51,8 @@ bool pack(const std::vector<Buffer>& srcs, const Buffer& out, PackFlags flags, d
                 std::memset(dst, 0, static_cast<size_t>(count * size_of(out.dtype)));
                 return true;
             }
+            const bool stays = element_of(src, from) == dst && src.dtype == out.dtype && scale == 1.0;
+            if (stays && src.dtype != DType::kF64) return loops().absmax(dst, src.dtype, count) < limit;
             return loops().convert(element_of(src, from), src.dtype, dst, out.dtype, count, scale, limit, mode);
         });
     if (flags.out != nullptr) write_flags(srcs, out.dtype, flags, all);
