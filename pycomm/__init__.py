@@ -8,6 +8,7 @@ See :func:`attach` for training, :class:`Communicator` for collectives, :mod:`py
 the kernels under both.
 """
 
+import gc
 import importlib.util
 import sys
 import warnings
@@ -183,16 +184,30 @@ __all__ = sorted(
 )
 
 
+def _imported(name: str) -> Any:
+    """Return the module ``pycomm.<name>``, imported without garbage collection.
+
+    Where torch is loaded, a full collection takes about as long as all of pycomm's imports.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        return importlib.import_module(f"pycomm.{name}")
+    finally:
+        if was_on:
+            gc.enable()
+
+
 def __getattr__(name: str) -> Any:
     home = next((module for module, names in _HOMES.items() if name in names), None)
     if home is not None:
-        globals()[name] = found = getattr(importlib.import_module(f"pycomm.{home}"), name)
+        globals()[name] = found = getattr(_imported(home), name)
         return found
     if name in _MOVED:
         warnings.warn(f"pycomm.{name} is pycomm.optim.{name} now", DeprecationWarning, stacklevel=2)
         return getattr(__getattr__("optim"), name)
     if name.isidentifier() and not name.startswith("_") and importlib.util.find_spec(f"pycomm.{name}") is not None:
-        return importlib.import_module(f"pycomm.{name}")
+        return _imported(name)
     raise AttributeError(f"module 'pycomm' has no attribute {name!r}")
 
 

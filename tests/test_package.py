@@ -78,6 +78,15 @@ def test_import_takes_little() -> None:
     assert len(found) < 30
 
 
+@pytest.mark.parametrize("before", ["enable", "disable"])
+def test_the_first_use_leaves_garbage_collection_as_it_was(before: str) -> None:
+    code = f"import gc, pycomm; gc.{before}(); pycomm.attach; print(gc.isenabled())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True, cwd="/"
+    )
+    assert done.stdout.split() == [str(before == "enable")]
+
+
 MOVED = "BatchSizeGrowth CosineDecay PolynomialDecay Shard StepDecay WarmupLR shard_batch"
 
 
