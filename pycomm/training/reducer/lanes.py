@@ -1,9 +1,9 @@
 """Lanes: several communicators over the same ranks, so that several buckets are in flight at once.
 
 Between hosts an all-reduce leaves the link idle while ranks add up, wake up, or wait for a slower one. A second
-all-reduce fills these gaps. Each lane has its own thread and connections. Buckets are shared among lanes by bytes, in the
-same way on all ranks, so that the operations of a lane have the same order on all of them. Ranks of one host have one
-lane, which keeps their memory busy.
+all-reduce fills these gaps. Each lane has its own thread and connections. Lanes share the buckets by bytes, alike on
+all ranks, so that a lane's operations have the same order everywhere. Ranks of one host have one lane, which keeps
+their memory busy.
 """
 
 from __future__ import annotations
