@@ -30,6 +30,7 @@ def pack_flagged(
     bits: Any | None,
     scale: Any,
     limit: Any,
+    skip: tuple[int, int],
     scratch: Scratch | None,
     num_threads: int,
 ) -> None: ...

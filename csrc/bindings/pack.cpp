@@ -42,7 +42,8 @@ void pack_arrays(py::handle tensors, py::handle out, py::handle scale, py::handl
 }
 
 void pack_flagged(py::handle tensors, const std::vector<bool>& has_data, py::handle out, py::handle flags,
-                  py::object bits, py::handle scale, py::handle limit, py::handle scratch, int num_threads) {
+                  py::object bits, py::handle scale, py::handle limit, std::pair<int64_t, int64_t> skipped,
+                  py::handle scratch, int num_threads) {
     Scratch* const memory = scratch_of(scratch);
     std::vector<Array> sources = as_arrays(tensors, "tensors", Access::kRead);
     Array target = as_array(out, "out", Access::kWrite);
@@ -59,6 +60,13 @@ void pack_flagged(py::handle tensors, const std::vector<bool>& has_data, py::han
     require_same(places_of_flags.buffer, "flags", Buffer{nullptr, num_flags, target.buffer.dtype}, "out");
     require_count(num_flags, places.count(buffers.size()), "flags", "tensors");
     if (!bits.is_none()) require_count(values.buffer.num_bytes(), places.num_bits, "bits", "flags");
+    const Range skip{skipped.first, skipped.second};
+    if (skip.begin < 0 || skip.size() < 0 || skip.end > target.buffer.count) {
+        throw ArgumentError(format("skip is (%lld, %lld), wanted a range of out's %lld elements",
+                                   static_cast<long long>(skip.begin), static_cast<long long>(skip.end),
+                                   static_cast<long long>(target.buffer.count)));
+    }
+    if (skip.size() > 0 && target.on_device()) throw ArgumentError("skip is for arrays in CPU memory");
     Arguments arguments;
     arguments.writes(target, "out");
     arguments.writes(places_of_flags, "flags");
@@ -82,7 +90,7 @@ void pack_flagged(py::handle tensors, const std::vector<bool>& has_data, py::han
             cuda::Workspace& workspace = call.workspace(memory, cuda::pack_workspace_bytes(buffers.size()));
             cuda::pack(buffers, target.buffer, places, factor.on_gpu(), most, workspace, call.stream());
         },
-        [&] { pack(buffers, target.buffer, places, factor.on_cpu(), most, num_threads); });
+        [&] { pack(buffers, target.buffer, places, factor.on_cpu(), most, num_threads, skip); });
 }
 
 }  // namespace
@@ -91,7 +99,8 @@ void bind_pack(py::module_& module) {
     module.def("pack", &pack_arrays, py::arg("tensors"), py::arg("out"), py::arg("scale"), py::arg("limit"),
                py::arg("finite"), py::arg("unless"), py::arg("scratch"), py::arg("num_threads"));
     module.def("pack_flagged", &pack_flagged, py::arg("tensors"), py::arg("has_data"), py::arg("out"), py::arg("flags"),
-               py::arg("bits"), py::arg("scale"), py::arg("limit"), py::arg("scratch"), py::arg("num_threads"));
+               py::arg("bits"), py::arg("scale"), py::arg("limit"), py::arg("skip"), py::arg("scratch"),
+               py::arg("num_threads"));
 }
 
 }  // namespace pycomm

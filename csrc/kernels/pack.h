@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "base/buffer.h"
+#include "base/parallel.h"
 #include "kernels/on_device.h"
 
 namespace pycomm {
@@ -30,9 +31,9 @@ struct PackFlags {
     int64_t count(std::size_t num_sources) const { return static_cast<int64_t>(num_sources) + 1 + 2 * num_bits; }
 };
 
-// Returns whether all is finite.
+// Returns whether all is finite. Elements `skip` of out, and what belongs there, are neither read nor written.
 bool pack(const std::vector<Buffer>& srcs, const Buffer& out, PackFlags flags, double scale, double limit,
-          int num_threads);
+          int num_threads, Range skip = {0, 0});
 
 namespace cuda {
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -39,59 +39,7 @@ class HasGradient(Protocol):
 
 
 _LEAST_APART = 16 << 10
-"""Number of elements from which reducing a gradient where it lies, without packing it, pays off."""
-
-
-class _Run:
-    """Adjacent gradients of a bucket, which one call of ``pack(gradients, place)`` packs."""
-
-    def __init__(self, pack: Callable[[list[torch.Tensor], torch.Tensor], object]) -> None:
-        self._pack = pack
-        self._run: list[torch.Tensor] = []
-        self._begin = self._end = 0
-
-    def add(self, flat: torch.Tensor, begin: int, end: int, grad: torch.Tensor) -> None:
-        """Add ``grad``, packed to ``flat[begin:end]``; a gradient that is not adjacent begins a new run."""
-        if begin != self._end:
-            self.pack(flat)
-            self._begin = begin
-        if end > begin:
-            self._run.append(grad)
-        self._end = end
-
-    def pack(self, flat: torch.Tensor) -> None:
-        if self._run:
-            self._pack(self._run, flat[self._begin : self._end])
-            self._run = []
-
-
-class _Pieces:
-    """Elements ``own`` of ``memory`` as a list of pieces, some of which are unpacked gradients."""
-
-    def __init__(self, memory: torch.Tensor, own: slice | None) -> None:
-        self._memory = memory
-        self._first, self._last = (0, 0) if own is None else (int(own.start), int(own.stop))
-        self._pieces: list[torch.Tensor] = []
-        self._end = self._first
-
-    def covers(self, begin: int, end: int) -> bool:
-        """Return whether enough of the elements from ``begin`` to ``end`` are among ``own``."""
-        return min(end, self._last) - max(begin, self._first) >= _LEAST_APART
-
-    def add(self, begin: int, grad: torch.Tensor) -> tuple[int, int]:
-        """Add the part of flat ``grad``, whose place is ``begin``, that is in ``own``; return the part's bounds."""
-        first, last = max(begin, self._first), min(begin + grad.numel(), self._last)
-        if first > self._end:
-            self._pieces.append(self._memory[self._end : first])
-        self._pieces.append(grad[first - begin : last - begin])
-        self._end = last
-        return first, last
-
-    def finish(self) -> list[torch.Tensor]:
-        """Return the pieces; none if all of ``own`` is in ``memory``."""
-        if self._pieces and self._end < self._last:
-            self._pieces.append(self._memory[self._end : self._last])
-        return self._pieces
+"""Mean number of elements from which reducing gradients where they lie, without packing them, pays off."""
 
 
 class Bucket:
@@ -123,7 +71,7 @@ class Bucket:
         self.num_elements = sum(self.numels)
         self._params = list(params)
         self._owners: Sequence[HasGradient] = self._params if owners is None else list(owners)
-        self._scratch, self._stayed_scratch = kernels.Scratch(), kernels.Scratch()
+        self._scratch = kernels.Scratch()
         self.num_flags = len(params) + 1 + FINGERPRINT_PLACES
         self._group = group
         itemsize = self.dtype.itemsize
@@ -241,39 +189,29 @@ class Bucket:
     ) -> list[torch.Tensor]:
         """Write ``grads`` times ``scale`` to ``flat``, zeros for ``None``, and set the flags.
 
-        ``own``: elements of ``memory`` that this rank reduces. Large gradients there that need neither scale nor cast
-        are neither copied nor checked: then the elements ``own`` are returned as a list of pieces.
+        ``own``: elements of ``memory`` that this rank reduces. If the gradients there are large, and need neither scale
+        nor cast, they are neither copied nor checked, but returned: flat, in order, as many elements as ``own`` has.
         """
-        if own is None:
-            self.pack_flagged(grads, self.memory, scale, fingerprint, self._scratch)
+        pieces = [] if own is None or isinstance(scale, torch.Tensor) or scale != 1.0 else self._pieces(grads, own)
+        skip = (own.start, min(own.stop, self.num_elements)) if own is not None and pieces else (0, 0)
+        self.pack_flagged(grads, self.memory, scale, fingerprint, self._scratch, skip)
+        return pieces
+
+    def _pieces(self, grads: Sequence[torch.Tensor | None], own: slice) -> list[torch.Tensor]:
+        """Return the elements ``own`` where they lie in ``grads``; none if that does not pay off, or one is missing."""
+        pieces: list[torch.Tensor] = []
+        begins = itertools.accumulate(self.numels, initial=0)
+        for i, (grad, begin, numel) in enumerate(zip(grads, begins, self.numels, strict=False)):
+            first, last = max(own.start, begin), min(own.stop, begin + numel)
+            if first >= last:
+                continue
+            if grad is None or grad.dtype != self.dtype or self.holds(i, grad):
+                return []
+            pieces.append(laid_out_like(grad, self.views[i]).view(-1)[first - begin : last - begin])
+        if not pieces or sum(map(len, pieces)) < _LEAST_APART * len(pieces):
             return []
-        limit = self.limit(self.dtype)
-        scaled = isinstance(scale, torch.Tensor) or scale != 1.0
-        fits: list[torch.Tensor] = []
-        stayed: list[torch.Tensor] = []
-        pieces = _Pieces(self.memory, own)
-        run = _Run(lambda run, to: fits.append(kernels.pack(run, to, scale, limit=limit, scratch=self._scratch)))
-        end = 0
-        for i, grad in enumerate(grads):
-            begin, end = end, end + self.numels[i]
-            if grad is None:
-                self.views[i].zero_()
-            elif not scaled and self.holds(i, grad):
-                stayed.append(self.parts(self.memory)[i])
-            else:
-                raw = laid_out_like(grad, self.views[i])
-                if scaled or raw.dtype != self.dtype or not pieces.covers(begin, end):
-                    run.add(self.flat, begin, end, raw)
-                    continue
-                raw = raw.view(-1)
-                first, last = pieces.add(begin, raw)
-                run.add(self.flat, begin, first, raw[: first - begin])
-                run.add(self.flat, last, end, raw[last - begin :])
-        run.pack(self.flat)
-        if stayed:
-            fits.append(kernels.absmax(stayed, scratch=self._stayed_scratch) < limit)
-        self.set_flags(grads, fits, fingerprint)
-        return pieces.finish()
+        flags = self.memory[self.num_elements : max(own.stop, self.num_elements)]
+        return [*pieces, flags] if len(flags) else pieces
 
     def pack_flagged(
         self,
@@ -282,10 +220,11 @@ class Bucket:
         scale: float | torch.Tensor,
         fingerprint: torch.Tensor | None,
         scratch: kernels.Scratch,
+        skip: tuple[int, int] = (0, 0),
     ) -> None:
         """Write ``grads`` times ``scale`` and the flags to ``message``, laid out like ``memory``, by one kernel.
 
-        On a GPU a kernel before it sends addresses. Missing gradients count as zeros.
+        On a GPU a kernel before it sends addresses. Missing gradients count as zeros. Elements ``skip`` are left alone.
         """
         self._has_graph = self._has_graph or (self.on_gpu and is_capturing())
         tensors = [view if grad is None else grad for grad, view in zip(grads, self.views, strict=True)]
@@ -296,6 +235,7 @@ class Bucket:
             [grad is not None for grad in grads],
             *(message[: self.num_elements], message[self.num_elements :], fingerprint, scale),
             limit=self.limit(message.dtype),
+            skip=skip,
             scratch=scratch,
         )
 
@@ -306,19 +246,6 @@ class Bucket:
     def finite(self) -> torch.Tensor:
         """Return, once flags are summed, whether the gradients of all ranks, and so their sum, are finite: 0-d bool."""
         return self.too_large_flag == 0.0
-
-    def set_flags(
-        self, grads: Sequence[torch.Tensor | None], fits: Sequence[torch.Tensor], fingerprint: torch.Tensor | None
-    ) -> None:
-        """Set the flags. ``fits`` are 0-d bools: whether some of the gradients are below the limit."""
-        self.used_flags.fill_(1.0)
-        for i, grad in enumerate(grads):
-            if grad is None:
-                self.flags[i].zero_()  # assigning a number would copy it from the host and wait
-        self.too_large_flag.zero_()
-        for flag in fits:
-            self.too_large_flag += ~flag
-        put_fingerprint(self.fingerprint_places, fingerprint)
 
 
 class FingerprintBits:

@@ -53,6 +53,7 @@ def pack_flagged(
     scale: Any = 1.0,
     *,
     limit: float = math.inf,
+    skip: tuple[int, int] = (0, 0),
     scratch: Scratch | None = None,
 ) -> None:
     """Pack as :func:`pack` does, and write ``flags`` with the same kernel.
@@ -63,11 +64,12 @@ def pack_flagged(
         flags: array of ``out``'s dtype for ones and zeros: each of ``has_data``; whether not all is finite and below
             ``limit``; ``bits``, and ``bits`` inverted.
         bits: bool array; ``None``: zeros are written in both places.
+        skip: bounds of the elements of ``out`` for which nothing is read or written; only in CPU memory.
 
     Raises:
         TypeError, ValueError: as :func:`pack`, or sizes do not match.
     """
-    _native.pack_flagged(tensors, has_data, out, flags, bits, scale, limit, scratch, num_threads())
+    _native.pack_flagged(tensors, has_data, out, flags, bits, scale, limit, skip, scratch, num_threads())
 
 
 def unpack(flat: Any, tensors: Sequence[Any], scale: Any = 1.0, *, scratch: Scratch | None = None) -> None:

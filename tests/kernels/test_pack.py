@@ -90,6 +90,32 @@ def test_what_lies_in_place_is_checked(dtype: torch.dtype, largest: float) -> No
         assert bool(kernels.pack([values[:501], values[501:]], values)) == math.isfinite(largest)
 
 
+@pytest.mark.usefixtures("simd")
+@pytest.mark.parametrize("skip", [(0, 0), (0, 1000), (0, 3), (2, 5), (3, 700), (900, 1000), (1000, 1000)])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_what_is_skipped_is_neither_read_nor_written(skip: tuple[int, int], threads: int) -> None:
+    arrays = [torch.ones(3), torch.full((2,), 9.0), torch.ones(0), torch.randn(994), torch.randn(1)]
+    wanted = torch.cat([arrays[0], torch.zeros(2), *arrays[2:]])
+    flat = torch.cat(arrays)
+    flat[slice(*skip)] = float("nan")
+    wanted[slice(*skip)] = 7.0
+    out, flags = torch.full((1000,), 7.0), torch.empty(6)
+    kernels.set_num_threads(threads)
+    try:
+        tensors = list(torch.split(flat, [len(array) for array in arrays]))
+        kernels.pack_flagged(tensors, [True, False, True, True, True], out, flags, skip=skip)
+    finally:
+        kernels.set_num_threads(None)
+    assert_same_bits(out, wanted)
+    assert flags.tolist() == [1, 0, 1, 1, 1, 0]
+
+
+@pytest.mark.parametrize("skip", [(-1, 2), (2, 1), (0, 4), (4, 4)])
+def test_what_cannot_be_skipped(skip: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match=r"skip is \(.*\), wanted a range of out's 3 elements"):
+        kernels.pack_flagged([torch.ones(3)], [True], torch.zeros(3), torch.zeros(2), skip=skip)
+
+
 def test_flags_that_do_not_fit() -> None:
     out, flags = torch.zeros(3), torch.zeros(8)
     for has_data, places, bits, says in [

@@ -70,14 +70,15 @@ def test_pieces_are_what_would_have_been_packed(own: tuple[int, int], kind: str)
         outside[mine] = False
     assert torch.equal(bucket.flat[outside], flat[outside])
     changed = {"none": 2, "in place": 0, "other dtype": 0}.get(kind)
-    assert bool(pieces) == (kind != "scaled" and has_large_part(bucket, mine, changed))
+    assert bool(pieces) == (kind != "scaled" and has_large_parts(bucket, mine, changed))
 
 
-def has_large_part(bucket: Bucket, own: slice, but_for: int | None) -> bool:
-    """Return whether ``own`` has enough of some gradient, ``but_for`` one."""
+def has_large_parts(bucket: Bucket, own: slice, not_there: int | None) -> bool:
+    """Return whether ``own`` has enough of each gradient on average, and nothing of that which is ``not_there``."""
     ends = itertools.accumulate(bucket.numels)
     parts = [min(end, own.stop) - max(end - n, own.start) for n, end in zip(bucket.numels, ends, strict=True)]
-    return any(part >= 16 << 10 for i, part in enumerate(parts) if i != but_for)
+    there = {i: part for i, part in enumerate(parts) if part > 0}
+    return not_there not in there and sum(there.values()) >= len(there) * (16 << 10) > 0
 
 
 def training(**options: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer, pycomm.Reducer]:

@@ -1,5 +1,6 @@
 #include "kernels/pack.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 
@@ -42,18 +43,25 @@ void write_flags(const std::vector<Buffer>& srcs, DType dtype, PackFlags flags, 
 }  // namespace
 
 bool pack(const std::vector<Buffer>& srcs, const Buffer& out, PackFlags flags, double scale, double limit,
-          int num_threads) {
+          int num_threads, Range skip) {
     const Store mode = store_of(out);
+    auto pack_part = [&](const Buffer& src, int64_t from, int64_t to, int64_t count) {
+        char* dst = const_cast<char*>(element_of(out, to));
+        if (src.data == nullptr) {
+            std::memset(dst, 0, static_cast<size_t>(count * size_of(out.dtype)));
+            return true;
+        }
+        const bool stays = element_of(src, from) == dst && src.dtype == out.dtype && scale == 1.0;
+        if (stays && src.dtype != DType::kF64) return loops().absmax(dst, src.dtype, count) < limit;
+        return loops().convert(element_of(src, from), src.dtype, dst, out.dtype, count, scale, limit, mode);
+    };
     const bool all = for_pieces(
         srcs, out.count, out.num_bytes(), num_threads, [&](const Buffer& src, int64_t from, int64_t to, int64_t count) {
-            char* dst = const_cast<char*>(element_of(out, to));
-            if (src.data == nullptr) {
-                std::memset(dst, 0, static_cast<size_t>(count * size_of(out.dtype)));
-                return true;
-            }
-            const bool stays = element_of(src, from) == dst && src.dtype == out.dtype && scale == 1.0;
-            if (stays && src.dtype != DType::kF64) return loops().absmax(dst, src.dtype, count) < limit;
-            return loops().convert(element_of(src, from), src.dtype, dst, out.dtype, count, scale, limit, mode);
+            const int64_t end = to + count, before = std::min(end, skip.begin), behind = std::max(to, skip.end);
+            bool good = true;
+            if (before > to) good = pack_part(src, from, to, before - to);
+            if (end > behind) good = pack_part(src, from + behind - to, behind, end - behind) && good;
+            return good;
         });
     if (flags.out != nullptr) write_flags(srcs, out.dtype, flags, all);
     return all;
