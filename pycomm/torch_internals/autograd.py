@@ -10,11 +10,8 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
-
-def current_graph_task() -> int:
-    """Return the id of the backward pass that is running on this thread; -1 outside one."""
-    task: int = torch._C._current_graph_task_id()
-    return task
+current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+"""Returns the id of the backward pass that is running on this thread; -1 outside one."""
 
 
 def current_node() -> Any:

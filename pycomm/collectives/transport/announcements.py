@@ -57,6 +57,7 @@ class OperationComparison:
         self._group, self._kind, self._timeout = group, kind, timeout
         mine = [_KINDS.index(kind), _DTYPES.index(x.dtype), OPS.index(op), root, x.numel(), tag, word]
         self._rows = torch.tensor([mine] * group.size, dtype=torch.int64)
+        self._seen = {group.rank: mine}
         self._receives: dict[int, Any] = {}
         self._sends: dict[int, Any] = {}
         if group.size > DIRECT_RANKS:
@@ -70,8 +71,7 @@ class OperationComparison:
 
     def agrees_with(self, rank: int) -> bool:
         """Wait for the announcement of ``rank``; return whether it is the same as this rank's."""
-        row, mine = self._row(rank), self._row(self._group.rank)
-        return row[:-1] == mine[:-1]
+        return self._row(rank)[:-1] == self._row(self._group.rank)[:-1]
 
     def finish(self) -> list[int]:
         """Wait for all announcements; return every rank's ``word``.
@@ -98,13 +98,15 @@ class OperationComparison:
         return [row[-1] for row in rows]
 
     def _row(self, rank: int) -> list[int]:
-        work = self._receives.pop(rank, None)
-        if work is not None:
-            self._group.wait(self._kind, work, self._timeout, rank)
-        row: list[int] = self._rows[rank].tolist()
-        if not _is_valid(row):
-            raise self._group.fail(self._kind, rank, f"rank {rank} announced an impossible operation", 0.0)
-        return row
+        if rank not in self._seen:
+            work = self._receives.pop(rank, None)
+            if work is not None:
+                self._group.wait(self._kind, work, self._timeout, rank)
+            row: list[int] = self._rows[rank].tolist()
+            if not _is_valid(row):
+                raise self._group.fail(self._kind, rank, f"rank {rank} announced an impossible operation", 0.0)
+            self._seen[rank] = row
+        return self._seen[rank]
 
 
 def agree_on_lengths(

@@ -70,19 +70,20 @@ def _do_round(
 ) -> None:
     def part(row: list[int]) -> torch.Tensor:
         chunk, count = row[1:3]
-        return flat[program.border(chunk, len(flat)) : program.border(chunk + count, len(flat))]
+        return flat[program.border(chunk, num_elements) : program.border(chunk + count, num_elements)]
 
+    num_elements = flat.numel()  # not len(): it is a function of Python's
     outgoing = [(row[0], part(row)) for row in sends]
     owns = [part(row) for row in receives]
     # No COPY writes what its round reads, so it may arrive where it belongs.
     incoming = [(row[0], torch.empty_like(own) if row[3] else own) for row, own in zip(receives, owns, strict=True)]
     messenger.exchange(
-        [message for message in outgoing if len(message[1])],
-        [message for message in incoming if len(message[1])],
+        [message for message in outgoing if message[1].numel() > 0],
+        [message for message in incoming if message[1].numel() > 0],
         timeout,
     )
     for own, *theirs in sums_of(program.rank, receives, owns, [x for _, x in incoming]):
-        if len(own):
+        if own.numel() > 0:
             kernels.reduce(own, theirs, op)
 
 

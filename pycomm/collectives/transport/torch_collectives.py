@@ -171,7 +171,7 @@ class BetweenHosts:
         is_direct = len(self._ranks) <= DIRECT_RANKS or x.dtype in HALVES
         program = self._program("direct" if is_direct else self._choice(x.nbytes))
         for piece in torch.split(x, _PIECE_BYTES // x.itemsize) if is_direct else [x]:
-            if len(piece) > 0:
+            if piece.numel() > 0:
                 run_program(program, piece, op, self, timeout)
 
     def broadcast(self, x: torch.Tensor, source: int, timeout: float) -> None:
