@@ -27,6 +27,7 @@ from pycomm.training.reducer import (
     Record,
     ReplicaDifferences,
     is_comparison_due,
+    loops_of,
     raise_different_groups,
     raise_out_of_loop,
 )
@@ -35,7 +36,7 @@ _PARAMETERS = slice(0, ALIKE.start)
 """Bits of the parameters' hash. The others are those of :class:`RankFlags`."""
 _MOST_STEPS = 8
 """Most steps since the last pass that was averaged: a few may be made with the same gradients on purpose."""
-LEFT_OUT = (
+_LEFT_OUT = (
     "Gradients of different batches would be averaged: leave it out on all ranks. A forward that is no training step "
     "belongs in torch.no_grad()"
 )
@@ -163,11 +164,11 @@ class PassComparison:
     ) -> None:
         self._communicator, self._whose, self._model = communicator, whose, weakref.ref(model)
         self._trained = {name: param for name, param in params.items() if param.requires_grad}
-        self._interval = settings.comparison.check_replicas
+        self._interval = settings.tuning.check_replicas
         self._hashes = Hashes(next((param.device for _, param in self._named()), device), ALIKE.start)
         self._differences = ReplicaDifferences(communicator, self._named, lambda: range(communicator.size))
         self.flags = RankFlags(device, device.type == "cuda")
-        self.optimizers = SteppedOptimizers(params, settings.optimizer, tuple(settings.comparison.per_rank))
+        self.optimizers = SteppedOptimizers(params, settings.optimizer, tuple(settings.tuning.per_rank))
         self._forwards = ForwardWatch(model, self._note_forward)
 
     def _named(self) -> list[tuple[str, torch.Tensor]]:
@@ -216,7 +217,7 @@ class PassComparison:
         gather, world = self._communicator.channel.all_gather_bytes, range(self._communicator.size)
         records = self.flags.exchange(num_passes, gather, world)
         there = {rank: record for rank, record in records.items() if not record.absent}
-        raise_out_of_loop(there, LEFT_OUT, self._whose)
+        raise_out_of_loop(loops_of(there), _LEFT_OUT, self._whose)
         self._raise_out_of_step(there)
         raise_different_groups(there, 'per_rank=("{}",)')
         self.flags.apply(records)

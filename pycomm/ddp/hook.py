@@ -71,8 +71,8 @@ def register(
             number of steps, or parameters differ. From ``optimizer.step()``: RuntimeError if nothing was averaged since
             many steps.
     """
-    comparison = {"per_rank": per_rank, "check_replicas": check_replicas}
-    request = attempt(lambda: _checked(ddp_model, compression, loss_scaler, optimizer, algorithm, **comparison))
+    tuning = {"algorithm": algorithm, "per_rank": per_rank, "check_replicas": check_replicas}
+    request = attempt(lambda: _checked(ddp_model, compression, loss_scaler, optimizer, **tuning))
     communicator = Communicator(getattr(ddp_model, "process_group", None), timeout)
     try:
         settings, names = agreed(communicator.channel.all_gather_bytes, request, "register", _lines)
@@ -84,7 +84,7 @@ def register(
 
 
 def _checked(
-    ddp_model: Any, compression: Any, loss_scaler: Any, optimizer: Any, algorithm: Any, **comparison: Any
+    ddp_model: Any, compression: Any, loss_scaler: Any, optimizer: Any, **tuning: Any
 ) -> tuple[HookSettings, dict[str, torch.Tensor]]:
     """Return the settings, and by name the parameters that DistributedDataParallel does not ignore."""
     if not isinstance(ddp_model, DistributedDataParallel):
@@ -99,7 +99,7 @@ def _checked(
     ignored = ddp_model.parameters_to_ignore
     names = {name: param for name, param in ddp_model.module.named_parameters() if name not in ignored}
     check_parameters({name: param for name, param in names.items() if param.requires_grad})
-    return checked_settings(compression, loss_scaler, optimizer, algorithm, **comparison), names
+    return checked_settings(compression, loss_scaler, optimizer, **tuning), names
 
 
 def _lines(checked: tuple[HookSettings, Mapping[str, torch.Tensor]]) -> dict[str, list[str]]:
@@ -191,7 +191,7 @@ class HookHandle:
         device = next(p.device for p in self._params if p.requires_grad)
         self._registration = Registration([communicator], settings, device, by_id, "a sum over the ranks")
         self._comparison = PassComparison(ddp_model, names, communicator, settings, device)
-        requires_passes = communicator.size > 1 and settings.comparison.check_replicas > 0
+        requires_passes = communicator.size > 1 and settings.tuning.check_replicas > 0
         self._comparison.optimizers.requires_passes = requires_passes
         self._steps = Steps(self._registration, self._comparison)
         self._watches = [self._comparison, *watch_copies(ddp_model.module)]

@@ -69,8 +69,8 @@ def register_hsdp(
             the replicas' settings or parameters differ (on every rank of the group). From ``backward()``: as from
             :func:`pycomm.ddp.register`.
     """
-    comparison = {"per_rank": per_rank, "check_replicas": check_replicas}
-    request = attempt(lambda: _checked(model, compression, loss_scaler, optimizer, algorithm, **comparison))
+    tuning = {"algorithm": algorithm, "per_rank": per_rank, "check_replicas": check_replicas}
+    request = attempt(lambda: _checked(model, compression, loss_scaler, optimizer, **tuning))
     communicator = Communicator(process_group, timeout)
     made = [communicator]
     try:
@@ -88,12 +88,12 @@ def register_hsdp(
 
 
 def _checked(
-    model: Any, compression: Any, loss_scaler: Any, optimizer: Any, algorithm: Any, **comparison: Any
+    model: Any, compression: Any, loss_scaler: Any, optimizer: Any, **tuning: Any
 ) -> tuple[HookSettings, Modules]:
     """Return settings and modules. Raises TypeError or ValueError if an argument is wrong."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, wanted a torch.nn.Module given to fully_shard")
-    settings = checked_settings(compression, loss_scaler, optimizer, algorithm, **comparison)
+    settings = checked_settings(compression, loss_scaler, optimizer, **tuning)
     if getattr(settings.method, "weight_decay", 0.0):
         raise ValueError(f"{settings.method!r} of sharded parameters: leave weight decay to the optimizer")
     return settings, _modules_of(model)

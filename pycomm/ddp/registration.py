@@ -29,33 +29,27 @@ class HookSettings:
 
     method: Compression
     loss_scaler: Any
-    algorithm: str
     optimizer: torch.optim.Optimizer | None
-    comparison: Tuning
+    tuning: Tuning
 
     def lines(self) -> list[str]:
         """Return one line per setting, to be compared between the ranks."""
         return [
             f"compression={self.method!r}",
             f"loss_scaler={type(self.loss_scaler).__name__}",
-            f"algorithm={self.algorithm}",
-            f"comparison={self.comparison!r}",
+            f"tuning={self.tuning}",
         ]
 
 
-def checked_settings(
-    compression: Any, loss_scaler: Any, optimizer: Any, algorithm: Any, **comparison: Any
-) -> HookSettings:
-    """Return the arguments of a registration as checked settings; ``comparison``: those of ``Tuning``."""
-    if not isinstance(algorithm, str):
-        raise TypeError(f"algorithm is {algorithm!r}, wanted a name")
+def checked_settings(compression: Any, loss_scaler: Any, optimizer: Any, **tuning: Any) -> HookSettings:
+    """Return the arguments of a registration as checked settings; ``tuning``: those of ``Tuning``."""
     method = checked_method(compression)
     if optimizer is not None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer is a {type(optimizer).__name__}, wanted a torch.optim.Optimizer or None")
         optimizer = unwrapped(optimizer)
         method.check(optimizer)
-    return HookSettings(method, checked_scaler(loss_scaler), algorithm, optimizer, Tuning(**comparison))
+    return HookSettings(method, checked_scaler(loss_scaler), optimizer, Tuning(**tuning))
 
 
 class Registration:
@@ -90,7 +84,7 @@ class Registration:
     ) -> None:
         self._communicators, self.communicator, self.method = communicators, communicators[0], settings.method
         self.device, self.on_gpu = device, device.type == "cuda"
-        self.exchanges = Sorting(names, settings.method, self.communicator, settings.algorithm)
+        self.exchanges = Sorting(names, settings.method, self.communicator, settings.tuning.algorithm)
         self._scaler, self._otherwise = settings.loss_scaler, otherwise
         self.committed = torch.zeros((), dtype=torch.int64, device=device)
         self.nonfinite = torch.zeros((), dtype=torch.int64, device=device)

@@ -11,12 +11,12 @@ import torch
 
 from pycomm.collectives.communicator import Communicator
 from pycomm.compression.base import Flag, Scaling, State
-from pycomm.ddp.comparison import LEFT_OUT, PassComparison
+from pycomm.ddp.comparison import PassComparison
 from pycomm.ddp.exchanges import Sorting
 from pycomm.ddp.registration import Registration
 from pycomm.errors import HALF_SENT
 from pycomm.torch_internals import ShardedGroup, accumulation_hooks, dtensor_around, local_of
-from pycomm.training.reducer import FinalCallback, raise_left_out
+from pycomm.training.reducer import FinalCallback
 
 _END = -1
 
@@ -145,16 +145,13 @@ class ReplicaSteps:
         """Return the place of the module to average next; -1 if all replicas have ended the pass."""
         num_passes = self._registration.num_steps
         flags = self._comparison.fix(num_passes).tolist() if self._is_first else []
-        words = np.array([place, num_passes, *flags], np.int64)
+        words = np.array([place, *flags], np.int64)
         gathered = np.empty(self._communicator.size * len(words), np.int64)
         self._communicator.all_gather(gathered, words)
         rows = gathered.reshape(-1, len(words))
         if self._is_first:
             self._is_first = False
-            passes = dict(enumerate(rows[:, 1].tolist()))
-            what = "backward passes were averaged so far"
-            raise_left_out(passes, max(passes.values()), what, LEFT_OUT, " of the replicas")
-            self._comparison.report((rows[:, 2:] != rows[0, 2:]).any(axis=0).tolist(), num_passes)
+            self._comparison.report((rows[:, 1:] != rows[0, 1:]).any(axis=0).tolist(), num_passes)
         return int(rows[:, 0].max())
 
     def _exchange(self, shards: ShardedReplicas, grads: Sequence[torch.Tensor | None]) -> None:

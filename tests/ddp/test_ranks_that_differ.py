@@ -430,7 +430,7 @@ def test_on_a_gpu_flags_are_compared_two_steps_later() -> None:
 def test_watches_end_with_the_loop() -> None:
     before, model = len(_watches), make_model()
     no_ranks: Any = None
-    settings, params = checked_settings(None, None, None, "auto"), dict(model.named_parameters())
+    settings, params = checked_settings(None, None, None), dict(model.named_parameters())
     comparison = PassComparison(model, params, no_ranks, settings, torch.device("cpu"))
     assert len(_watches) == before + 1
     comparison.remove()

@@ -21,7 +21,7 @@ from pycomm.optim.loop_index import LoopIndex
 from pycomm.optim.module_hooks import BeforeForward, ForwardWatch, ZeroGradHook, forget_original, watch_copies
 from pycomm.optim.skips import listen_to_skips, stop_listening
 from pycomm.torch_internals import Places, current_graph_task, move_hook, own_parameters, parts_of, version_of
-from pycomm.training.reducer import raise_left_out
+from pycomm.training.reducer import raise_out_of_loop
 from pycomm.untrusted import ANYTHING, COUNT, ListOf, MapOf, parse
 
 _ATTACH = "detach(), and call {} again with the module and the optimizer that are trained now"
@@ -124,17 +124,13 @@ class GroupNumbers:
             self.own |= changed
             self._reader = Hyperparameters(self._optimizer, self._per_rank | self.own)
 
-    def groups(self) -> list[Numbers]:
-        return self._reader.groups()
+    def read(self) -> tuple[list[Numbers], int]:
+        """Return the numbers of each group, and a 63-bit hash of them."""
+        return self._reader.read(), self._reader.digest >> 1
 
     def at_step(self, step: int) -> dict[str, Any]:
         """Return the numbers after ``step``, with the keys of those that the optimizer itself changes."""
-        return {"step": step, "groups": self.groups(), "own": sorted(self.own)}
-
-    def digest(self) -> int:
-        """Return a 63-bit hash of the numbers."""
-        self._reader.refresh()
-        return self._reader.digest >> 1
+        return {"step": step, "groups": self._reader.read(), "own": sorted(self.own)}
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -251,12 +247,13 @@ class Loop:
 
     def report(self) -> MeetingReport:
         """Return the loop's state, and restart its counts."""
-        numbers, own = self.numbers, frozenset(self.numbers.own)
+        groups, digest = self.numbers.read()
+        own = frozenset(self.numbers.own)
         unused, zero_grads = (-1, -1) if self._is_excluded else (self._index.num_unused, self._index.num_zero_grads)
         self._forwards.trained(self._index.has_forwards)
         self._index.restart()
         self._is_excluded = False
-        return MeetingReport(unused, zero_grads, numbers.digest(), numbers.groups(), own, self.tracked.problem())
+        return MeetingReport(unused, zero_grads, digest, groups, own, self.tracked.problem())
 
     def exclude_counts(self) -> None:
         """Exclude the counts since the last report from the next comparison."""
@@ -387,10 +384,8 @@ def raise_left_out_batches(counts: Mapping[int, Sequence[int]], made: str) -> No
         counts: for each rank, forwards without a backward, and calls of ``zero_grad``; negative if not compared.
         made: numbers of steps that were made, as text.
     """
-    for column, what in enumerate(("forwards that no backward() followed", "calls of optimizer.zero_grad()")):
-        mine = {rank: of_rank[column] for rank, of_rank in counts.items() if of_rank[column] >= 0}
-        advice = f"Steps made: {made}. {_LEFT_OUT}"
-        raise_left_out(mine, min(mine.values(), default=0), f"{what} since the last meeting", advice)
+    loops = {rank: (unused, calls, False) for rank, (unused, calls) in counts.items() if unused >= 0}
+    raise_out_of_loop(loops, f"Steps made: {made}. {_LEFT_OUT}", since="the last meeting")
 
 
 def require_equal(numbers: Mapping[int, Sequence[Any]]) -> None:
@@ -448,7 +443,7 @@ class WorkerParameters:
 
     def remember_numbers(self) -> None:
         """Take the present numbers of the parameter groups for the servers'."""
-        self._numbers = self._reader.groups()
+        self._numbers = self._reader.read()
 
     def require_unchanged(self) -> None:
         """Raise ValueError if the module or the optimizer has other parameters now."""
@@ -458,7 +453,7 @@ class WorkerParameters:
     def require_same_numbers(self) -> None:
         """Raise ValueError if parameters were replaced, or the groups' numbers differ from the servers'."""
         self.require_unchanged()
-        found = first_difference([self._numbers, self._reader.groups()])
+        found = first_difference([self._numbers, self._reader.read()])
         if found is not None:
             index, key, (before, now) = found
             raise ValueError(

@@ -8,8 +8,8 @@ from pycomm.training.reducer.rank_flags import RankFlags as RankFlags
 from pycomm.training.reducer.rank_flags import Record as Record
 from pycomm.training.reducer.rank_flags import SignalStop as SignalStop
 from pycomm.training.reducer.rank_flags import StopRequest as StopRequest
+from pycomm.training.reducer.rank_flags import loops_of as loops_of
 from pycomm.training.reducer.rank_flags import raise_different_groups as raise_different_groups
-from pycomm.training.reducer.rank_flags import raise_left_out as raise_left_out
 from pycomm.training.reducer.rank_flags import raise_out_of_loop as raise_out_of_loop
 from pycomm.training.reducer.rank_flags import stop_on_signal as stop_on_signal
 from pycomm.training.reducer.reducer import AttachedTraining as AttachedTraining

@@ -25,7 +25,6 @@ not wait for the gradients, that happens two reductions later.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import signal
@@ -50,7 +49,6 @@ NEW, VETO, SKIP, STOP = 60, 61, 62, 63
 _ANY = (VETO, SKIP, STOP)
 _REMEMBERED = 4
 """Number of records that are kept: on a GPU, the record of two reductions before is read."""
-_NUMBERS = ListOf(MapOf(ANYTHING))
 _RECORD = {
     "loop": OneOf(None, ListOf(OneOf(COUNT, bool), 3)),
     "modes": COUNT,
@@ -60,11 +58,14 @@ _RECORD = {
     **dict.fromkeys(("veto", "stop"), OneOf(None, str)),
     **dict.fromkeys(("skips", "absent"), bool),
     "steps": MapOf(COUNT),
-    "groups": MapOf(_NUMBERS),
-    "in_step": _NUMBERS,
+    "groups": MapOf(ListOf(MapOf(ANYTHING))),
     "training": MapOf(bool),
 }
 """Form of a :class:`Record` that another rank has sent."""
+
+
+Loop = Sequence[int]
+"""Number of unused forwards, number of calls of ``zero_grad``, whether backward added to gradients that were used."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,8 @@ class Record:
     """Record behind the flags of one rank in one reduction. All fields can be encoded as JSON.
 
     Attributes:
-        loop: number of unused forwards, number of calls of ``zero_grad`` beyond one, and whether this step added to
-            gradients of the one before. ``None``: the rank took part without a pass of its own, and is not compared.
+        loop: see :data:`Loop`; one call of ``zero_grad`` stands for none. ``None``: the rank took part without a pass
+            of its own, and is not compared.
         modes: hash of the modules' modes: training or evaluation.
         loss_scale: scale of the loss, if the host knows it.
         num_passes: number of passes that a function has put into this window; 0 if the number is given.
@@ -84,14 +85,13 @@ class Record:
         absent: whether the rank takes part without data and takes no steps, so that it is not compared.
         steps: by the name of an optimizer's first parameter, the number of its steps since the last reduction. Of a
             Reducer, under "" and read when records are exchanged, the number of averages that its optimizer has used.
-        groups: numbers of the optimizers' groups, by the same names. These and all further fields are read when
-            records are exchanged.
-        in_step: numbers of a Reducer's groups in the last ``optimizer.step()``.
+        groups: numbers of the optimizers' groups, by the same names, and under :data:`IN_STEP` those of the last step
+            of a Reducer's optimizer. These and all further fields are added when records are exchanged.
         training: whether a module is in training mode, by its name.
         names: names of the parameters in a Reducer's optimizer.
     """
 
-    loop: tuple[int, int, bool] | None = None
+    loop: Loop | None = None
     modes: int = 0
     loss_scale: float | None = None
     num_passes: int = 0
@@ -103,14 +103,13 @@ class Record:
     absent: bool = False
     steps: Mapping[str, int] = field(default_factory=dict)
     groups: Mapping[str, list[Numbers]] = field(default_factory=dict)
-    in_step: list[Numbers] = field(default_factory=list)
     training: Mapping[str, bool] = field(default_factory=dict)
     names: Sequence[str] = ()
 
     def value(self, digests: Sequence[int]) -> int:
         """Return the bits as a number; ``digests`` are hashes of the optimizers' numbers."""
         steps = [self.steps[name] for name in sorted(self.steps)]
-        alike = (self.loop or (0, 0, False), self.modes, self.loss_scale, self.num_passes, self.frozen, steps, digests)
+        alike = (self.loop or (0, 1, False), self.modes, self.loss_scale, self.num_passes, self.frozen, steps, digests)
         value = (zlib.crc32(repr(alike).encode()) & ((1 << ALIKE.stop - ALIKE.start) - 1)) << ALIKE.start
         flags = {NEW: bool(self.new), VETO: self.veto is not None, SKIP: self.skips, STOP: self.stop is not None}
         return value | sum(1 << bit for bit, is_set in flags.items() if is_set)
@@ -198,7 +197,7 @@ class RankFlags:
         loop, compared = self.loop, self.compares_loop
         has_pass = compared and self.has_pass
         fields = (
-            (loop.num_unused, loop.num_restarts, loop.accumulated) if has_pass else None,
+            (loop.num_unused, 1 + loop.num_restarts, loop.accumulated) if has_pass else None,
             modes if compared else 0,
             self.loss_scale if has_pass else None,
             self.num_passes if has_pass else 0,
@@ -251,10 +250,7 @@ class RankFlags:
             late: fields of the record that are read only now.
         """
         sent = next((each for each in self._sent if each.number == num_reductions), _Sent())
-        groups = {}
-        for name, reader in sent.readers.items():
-            with contextlib.suppress(ReferenceError):  # the optimizer is gone, and is not compared
-                groups[name] = reader.groups()
+        groups = {name: reader.groups() for name, reader in sent.readers.items()}
         texts = gather(json.dumps(asdict(replace(sent.record, groups=groups, **late))).encode())
         ranks = zip(world, texts, strict=True)
         return {rank: Record(**parse(text, _RECORD, f"the flags of rank {rank}")) for rank, text in ranks}
@@ -286,58 +282,53 @@ _PAIRED = (
 )
 
 
-def raise_left_out(counts: Mapping[int, int], expected: int, what: str, advice: str, whose: str = "") -> None:
-    """Raise RuntimeError if the ranks' ``counts`` differ: those other than ``expected`` have left out a batch.
+def loops_of(records: Mapping[int, Record]) -> dict[int, Loop]:
+    """Return the loops of the ranks that have had a pass."""
+    return {rank: of.loop for rank, of in records.items() if of.loop is not None}
+
+
+def raise_out_of_loop(
+    loops: Mapping[int, Loop], advice: str = _PAIRED, whose: str = "", since: str = "the last reduction"
+) -> None:
+    """Raise RuntimeError if ranks have done different things ``since`` they were compared.
 
     Args:
-        expected: the number on ranks that have left out none.
-        whose: what the ranks are counted among.
-    """
-    odd = [rank for rank, count in counts.items() if count != expected]
-    if odd:
-        raise RuntimeError(f"{name_ranks(odd)}{whose} left out a batch: {what}: {counts_text(counts)}. {advice}")
-
-
-def raise_out_of_loop(records: Mapping[int, Record], advice: str = _PAIRED, whose: str = "") -> None:
-    """Raise RuntimeError if ranks have done different things since the last reduction.
-
-    Args:
+        loops: those of the ranks that are compared.
         advice: what a rank without a usable batch does instead.
         whose: what the ranks are counted among.
     """
-    loops = {rank: of.loop for rank, of in records.items() if of.loop is not None}
     accumulated = [rank for rank, (_, _, flag) in loops.items() if flag]
     if 0 < len(accumulated) < len(loops):
         raise RuntimeError(
             f"{name_ranks(accumulated)} added this backward() to gradients that the last optimizer.step() has used, "
             "the others did not: optimizer.zero_grad() was left out there"
         )
-    unused = {rank: count for rank, (count, _, _) in loops.items()}
-    calls = {rank: 1 + count for rank, (_, count, _) in loops.items()}
-    for counts, what in (
-        (unused, "forwards for training since the last reduction that no backward() followed"),
-        (calls, "calls of optimizer.zero_grad() since the last reduction"),
+    for index, what, behind in (
+        (0, "forwards for training", " that no backward() followed"),
+        (1, "calls of optimizer.zero_grad()", ""),
     ):
-        raise_left_out(counts, min(counts.values(), default=0), what, advice, whose)
+        counts = {rank: loop[index] for rank, loop in loops.items()}
+        if odd := [rank for rank, count in counts.items() if count != min(counts.values())]:
+            what = f"{what} since {since}{behind}: {counts_text(counts)}"
+            raise RuntimeError(f"{name_ranks(odd)}{whose} left out a batch: {what}. {advice}")
 
 
-_IN_STEP = " in the last optimizer.step(), for which it was set after backward(),"
+IN_STEP = " in the last optimizer.step(), for which it was set after backward(),"
+"""Name of the numbers of a Reducer's groups in the last step, in :attr:`Record.groups` and in errors."""
 
 
 def raise_different_groups(
     records: Mapping[int, Record], permitting: str = 'tuning=pycomm.Tuning(per_rank=("{}",))'
 ) -> None:
-    """Raise ValueError if numbers in the groups of an optimizer differ, or those of its last step.
+    """Raise ValueError if numbers in the groups of an optimizer differ.
 
     ``permitting``: see :func:`require_equal_groups`.
     """
     names = {name: None for of in records.values() for name in of.groups}
     for name in names:
-        groups = {rank: of.groups.get(name) for rank, of in records.items()}
-        require_equal_groups(groups, permitting, f" of the optimizer of {name!r}" if len(names) > 1 else "")
-    # A newcomer has made no step yet.
-    trained = {rank: of.in_step or None for rank, of in records.items() if of.loop is not None}
-    require_equal_groups(trained, permitting, _IN_STEP)
+        groups = {rank: of.groups.get(name) or None for rank, of in records.items()}  # a newcomer has made no step yet
+        whose = f" of the optimizer of {name!r}" if len(names) > 1 else ""
+        require_equal_groups(groups, permitting, name if name in ("", IN_STEP) else whose)
 
 
 def _not_everywhere(names: Mapping[int, Sequence[str]]) -> tuple[str, list[int], list[int]] | None:

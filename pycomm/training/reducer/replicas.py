@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from pycomm import kernels
-from pycomm.collectives.bucket import FINGERPRINT_BITS, FingerprintBits
+from pycomm.collectives.bucket import FingerprintBits
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import is_capturing, on_gpu
 from pycomm.collectives.tensor_memory import comparable, hashable
@@ -167,30 +167,29 @@ class RankComparison:
         self.looks_soon = True
         self._compares_modes = "training" not in settings.tuning.per_rank
         self._compression, ignores = settings.compression, table.ignored.covers if table.ignored else None
-        self._numbers = Hyperparameters(table.optimizer, tuple(settings.tuning.per_rank), ignores)
+        per_rank = tuple(settings.tuning.per_rank)
         self.flags = RankFlags(device, table.on_gpu)
-        self.flags.readers = {"": self._numbers}
+        self.flags.readers = {
+            when: Hyperparameters(table.optimizer, per_rank, ignores) for when in ("", rank_flags.IN_STEP)
+        }
         self.flags.takes_new = not table.on_gpu  # there the host learns too late
         self._parameters: Callable[[], Named] = lambda: comparable(table.locals())
         self._buffers: Callable[[], Named] = lambda: comparable(buffers())
-        steps = torch.arange(1 << _STEP_BITS).unsqueeze(1) >> torch.arange(_STEP_BITS)
-        by_step = torch.zeros(1 << _STEP_BITS, FINGERPRINT_BITS, dtype=torch.bool)
-        by_step[:, _STEP] = (steps & 1).bool()
-        self._by_step = by_step.to(device)
         self._parameter_hashes = Hashes(device, _PARAMETERS.stop - _PARAMETERS.start)
         self._buffer_hashes = Hashes(device, _BUFFER_BITS)
         self._rolling, self._bits = RollingHash(), FingerprintBits(device)
+        self._by_step = [self._bits.of(number) for number in range(1 << _STEP_BITS)]
         self.state_hashes = StateHashes()
         self._state_changed: Flag = False
         self._logged, self._uneven = False, -2
         self._differences = ReplicaDifferences(communicator, table.locals, world)
 
     def require_suitable(self, *, in_step: bool = False) -> None:
-        """Read the numbers of the optimizer's groups, also as those of a step if ``in_step``.
+        """Read the numbers of the optimizer's groups, as those of a step if ``in_step``.
 
         Raises ValueError if they have changed, and compression does not support them.
         """
-        if self._numbers.note_step() if in_step else self._numbers.refresh():
+        if self.flags.readers[rank_flags.IN_STEP if in_step else ""].refresh():
             self._compression.check(self._table.optimizer)
 
     def is_due(self, num_reductions: int) -> bool:
@@ -347,7 +346,6 @@ class RankComparison:
         parts = {} if module is None or not self._compares_modes else dict(uncompiled(module).named_modules())
         training = {name: part.training for name, part in parts.items()}
         return {
-            "in_step": self._numbers.groups_in_step(),
             "training": training,
             "names": self._table.names_in_optimizer(),
         }
@@ -357,7 +355,7 @@ class RankComparison:
         rank_flags.raise_removed(records)
         rank_flags.raise_different_groups(records)
         rank_flags.raise_different_scales(records)
-        rank_flags.raise_out_of_loop(records)
+        rank_flags.raise_out_of_loop(rank_flags.loops_of(records))
         rank_flags.raise_different_freezing(records)
         rank_flags.raise_different_modes(records)
         if found := rank_flags.different_windows(records):
