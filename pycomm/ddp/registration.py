@@ -18,7 +18,7 @@ from pycomm.compression.nonfinite import NonfiniteSource
 from pycomm.compression.saved_state import gather_state, select_state
 from pycomm.ddp.exchanges import HookPart, Sorting
 from pycomm.optim.loss_scaler import checked_scaler, scale_of
-from pycomm.optim.parameters import unwrapped
+from pycomm.optim.parameters import checked_optimizer
 from pycomm.training.cost.auto import checked_method
 from pycomm.training.reducer import Tuning
 
@@ -45,9 +45,7 @@ def checked_settings(compression: Any, loss_scaler: Any, optimizer: Any, **tunin
     """Return the arguments of a registration as checked settings; ``tuning``: those of ``Tuning``."""
     method = checked_method(compression)
     if optimizer is not None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"optimizer is a {type(optimizer).__name__}, wanted a torch.optim.Optimizer or None")
-        optimizer = unwrapped(optimizer)
+        optimizer = checked_optimizer(optimizer)
         method.check(optimizer)
     return HookSettings(method, checked_scaler(loss_scaler), optimizer, Tuning(**tuning))
 

@@ -116,7 +116,7 @@ class Steps:
 
     def fail(self) -> None:
         """Note that the backward pass has ended with an exception."""
-        if self._registration.is_open and self._communicator.size > 1:
+        if self._registration.is_open:
             self._registration.stop(RuntimeError(HALF_SENT))
 
     # Jobs, on the communication thread.

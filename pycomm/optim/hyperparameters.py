@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pycomm.descriptions import name_ranks, ranks_by_value
+from pycomm.descriptions import values_text
 
 _NOT_COMPARED = frozenset(("params", "param_names", "foreach", "fused", "capturable", "differentiable"))
 """Keys that are not numbers, or that select an implementation with the same result."""
@@ -122,19 +122,16 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (bool, int, float)) and value == value
 
 
-def first_difference(groups_of_ranks: list[list[Numbers] | None]) -> tuple[int, str, list[Any]] | None:
-    """Return group, key and all ranks' values of the first number that differs; ``None`` if none does.
+def first_difference(groups: Mapping[int, list[Numbers]]) -> tuple[int, str, dict[int, Any]] | None:
+    """Return group, key and every rank's value of the first number that differs; ``None`` if none does.
 
-    Args:
-        groups_of_ranks: what :meth:`Hyperparameters.groups` returned on each rank; ``None`` for one that does not
-            count.
+    ``groups``: what :meth:`Hyperparameters.groups` returned, by rank.
     """
-    for index in range(max((len(groups) for groups in groups_of_ranks if groups is not None), default=0)):
-        of_ranks = [groups[index] if groups is not None and index < len(groups) else {} for groups in groups_of_ranks]
-        for key in dict.fromkeys(key for numbers in of_ranks for key in numbers):
-            values = [numbers.get(key) for numbers in of_ranks]
-            counting = [value for value, groups in zip(values, groups_of_ranks, strict=True) if groups is not None]
-            if any(repr(value) != repr(counting[0]) for value in counting):
+    for index in range(max(map(len, groups.values()), default=0)):
+        of_ranks = {rank: each[index] if index < len(each) else {} for rank, each in groups.items()}
+        for key in dict.fromkeys(key for numbers in of_ranks.values() for key in numbers):
+            values = {rank: numbers.get(key) for rank, numbers in of_ranks.items()}
+            if len(set(map(repr, values.values()))) > 1:
                 return index, key, values
     return None
 
@@ -149,13 +146,11 @@ def require_equal_groups(
         permitting: argument that permits a number to differ, with ``{}`` for its key.
         whose: what the groups belong to, if there are several optimizers.
     """
-    found = first_difference(list(groups.values()))
+    found = first_difference({rank: each for rank, each in groups.items() if each is not None})
     if found is None:
         return
     index, key, values = found
-    counting = {rank: value for (rank, group), value in zip(groups.items(), values, strict=True) if group is not None}
-    by_value = ranks_by_value({rank: "missing" if value is None else repr(value) for rank, value in counting.items()})
-    described = ", ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in by_value.items())
+    described = values_text({rank: "missing" if value is None else repr(value) for rank, value in values.items()})
     if key == NUM_PARAMETERS:
         raise ValueError(
             f"the ranks' optimizers differ: the {key} of parameter group {index}{whose} is {described}. Sort "

@@ -453,12 +453,12 @@ class WorkerParameters:
     def require_same_numbers(self) -> None:
         """Raise ValueError if parameters were replaced, or the groups' numbers differ from the servers'."""
         self.require_unchanged()
-        found = first_difference([self._numbers, self._reader.read()])
+        found = first_difference({0: self._numbers, 1: self._reader.read()})
         if found is not None:
-            index, key, (before, now) = found
+            index, key, values = found
             raise ValueError(
-                f"{key!r} of parameter group {index} was changed on this worker, from {before!r} to {now!r}, and the "
-                "servers step: a schedule belongs in server.schedule(). Nothing was pushed"
+                f"{key!r} of parameter group {index} was changed on this worker, from {values[0]!r} to {values[1]!r}, "
+                "and the servers step: a schedule belongs in server.schedule(). Nothing was pushed"
             )
 
     def close(self) -> None:

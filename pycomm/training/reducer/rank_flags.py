@@ -38,7 +38,7 @@ from typing import Any, Protocol
 import torch
 
 from pycomm.collectives.bucket import FINGERPRINT_BITS, FingerprintBits
-from pycomm.descriptions import counts_text, name_ranks, ranks_by_value
+from pycomm.descriptions import counts_text, name_ranks, values_text
 from pycomm.optim.hyperparameters import Hyperparameters, Numbers, require_equal_groups
 from pycomm.optim.loop_index import LoopIndex
 from pycomm.training.reducer.window import HostCopy
@@ -65,7 +65,8 @@ _RECORD = {
 
 
 Loop = Sequence[int]
-"""Number of unused forwards, number of calls of ``zero_grad``, whether backward added to gradients that were used."""
+"""Number of unused forwards and of calls of ``zero_grad``, and whether backward added to gradients that were used; see
+:class:`LoopIndex`."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,7 @@ class Record:
     """Record behind the flags of one rank in one reduction. All fields can be encoded as JSON.
 
     Attributes:
-        loop: see :data:`Loop`; one call of ``zero_grad`` stands for none. ``None``: the rank took part without a pass
-            of its own, and is not compared.
+        loop: see :data:`Loop`. ``None``: the rank took part without a pass of its own, and is not compared.
         modes: hash of the modules' modes: training or evaluation.
         loss_scale: scale of the loss, if the host knows it.
         num_passes: number of passes that a function has put into this window; 0 if the number is given.
@@ -115,6 +115,7 @@ class Record:
         return value | sum(1 << bit for bit, is_set in flags.items() if is_set)
 
 
+@dataclass(frozen=True)
 class StopRequest:
     """Request of a rank to end the training. False until there is one; all ranks receive it at the same step.
 
@@ -123,14 +124,11 @@ class StopRequest:
         reason: its reason.
     """
 
-    def __init__(self, rank: int = -1, reason: str = "") -> None:
-        self.rank, self.reason = rank, reason
+    rank: int = -1
+    reason: str = ""
 
     def __bool__(self) -> bool:
         return self.rank >= 0
-
-    def __repr__(self) -> str:
-        return f"StopRequest(rank={self.rank}, reason={self.reason!r})" if self else "StopRequest()"
 
 
 @dataclass(frozen=True)
@@ -197,7 +195,7 @@ class RankFlags:
         loop, compared = self.loop, self.compares_loop
         has_pass = compared and self.has_pass
         fields = (
-            (loop.num_unused, 1 + loop.num_restarts, loop.accumulated) if has_pass else None,
+            (loop.num_unused, loop.num_calls, loop.accumulated) if has_pass else None,
             modes if compared else 0,
             self.loss_scale if has_pass else None,
             self.num_passes if has_pass else 0,
@@ -350,16 +348,12 @@ def raise_removed(records: Mapping[int, Record]) -> None:
         )
 
 
-def _on_ranks(by_value: Mapping[str, list[int]]) -> str:
-    return ", ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in by_value.items())
-
-
 def raise_different_scales(records: Mapping[int, Record]) -> None:
     """Raise ValueError if the ranks' loss scales differ."""
-    by_value = ranks_by_value({rank: repr(of.loss_scale) for rank, of in records.items() if of.loop is not None})
-    if len(by_value) > 1:
+    scales = {rank: repr(of.loss_scale) for rank, of in records.items() if of.loop is not None}
+    if len(set(scales.values())) > 1:
         raise ValueError(
-            f"the ranks' loss scalers differ: the scale is {_on_ranks(by_value)}. Make the scaler alike on all ranks, "
+            f"the ranks' loss scalers differ: the scale is {values_text(scales)}. Make the scaler alike on all ranks, "
             "load its state on all of them, and call update() after the same steps"
         )
 
@@ -383,11 +377,11 @@ def raise_different_modes(records: Mapping[int, Record]) -> None:
 
 def different_windows(records: Mapping[int, Record]) -> str:
     """Return a warning about windows of which a function has made different numbers of passes; "" without any."""
-    by_value = ranks_by_value({rank: str(of.num_passes) for rank, of in records.items() if of.num_passes})
-    if len(by_value) < 2:
+    passes = {rank: str(of.num_passes) for rank, of in records.items() if of.num_passes}
+    if len(set(passes.values())) < 2:
         return ""
     return (
-        f"accumulate's function has ended this window after a number of backward passes that is {_on_ranks(by_value)}. "
+        f"accumulate's function has ended this window after a number of backward passes that is {values_text(passes)}. "
         "Each rank's sum of gradients counts the same in the average, whatever its number of batches: call "
         "reducer.set_weight(num_samples) before each backward() on all ranks, or let the function answer alike"
     )

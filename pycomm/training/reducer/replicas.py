@@ -1,11 +1,9 @@
 """Check that the ranks are at the same step with the same parameters, by fingerprints sent with the gradients.
 
-Each reduction carries the number of steps that the optimizer has taken, modulo 16: if a rank ran a backward pass on its
-own, the next reduction shows it to all ranks. The 2nd, 3rd, 5th, 9th, ... reduction, and then one in every
-``check_replicas``, also carries hashes of all parameters and of the module's buffers. In CPU memory, the others carry
-a hash of a part of the parameters, each part in turn. Every reduction carries the flags of :mod:`rank_flags`. If a bit
-differs, all ranks see it; they then exchange the data behind the bits, and name the difference and its ranks. If fewer
-than half of the ranks differ, the error accuses them, and the others may continue without them.
+Every reduction carries the bits of :mod:`rank_flags`: the 2nd, 3rd, 5th, 9th, ... one, and then one in every
+``check_replicas``, hashes of all parameters and of the module's buffers, in CPU memory the others a hash of a part of
+the parameters, each part in turn. If fewer than half of the ranks differ, the error accuses them, and the others may
+continue without them.
 
 This covers averaged gradients, too, which are equal on all ranks: a flipped bit in one leads to a different parameter,
 or has no effect.
@@ -73,16 +71,17 @@ class TakenHashes:
 
     def take(self) -> None:
         if self._tensors:
-            self._then = kernels.hashes(self._tensors, scratch=self._scratch, out=self._room())
+            self._then = self._hashes()
 
     def compare(self) -> None:
         """Take the hashes again, and compare them. Releases the state."""
         if self._then is not None:
-            self.changed = kernels.hashes(self._tensors, scratch=self._scratch, out=self._room()) != self._then
+            self.changed = self._hashes() != self._then
         self._tensors = []
 
-    def _room(self) -> torch.Tensor:
-        return torch.empty(len(self._tensors), dtype=torch.int64, device=self._tensors[0].device)
+    def _hashes(self) -> torch.Tensor:
+        room = torch.empty(len(self._tensors), dtype=torch.int64, device=self._tensors[0].device)
+        return kernels.hashes(self._tensors, scratch=self._scratch, out=room)
 
 
 class StateHashes:
