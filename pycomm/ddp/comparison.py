@@ -221,8 +221,9 @@ class PassComparison:
         self._raise_out_of_step(there)
         raise_different_groups(there, 'per_rank=("{}",)')
         self.flags.apply(records)
-        if any(differing[_PARAMETERS]):
-            self._differences.report(self._hashes, num_passes, [record.absent for record in records.values()])
+        absent = [record.absent for record in records.values()]
+        if any(differing[_PARAMETERS]) and self._differences.find(self._hashes, absent)[0]:
+            self._differences.report(self._hashes, num_passes, absent)
 
     def _raise_out_of_step(self, records: Mapping[int, Record]) -> None:
         """Raise RuntimeError if the optimizers have made different numbers of steps."""

@@ -33,7 +33,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -131,15 +131,17 @@ class StopRequest:
         return self.rank >= 0
 
 
-@dataclass(frozen=True)
-class _Sent:
+class _Sent(NamedTuple):
     """What this rank has sent in the reduction after ``number`` others, and readers of its optimizers' groups."""
 
-    number: int = -1
-    record: Record = Record()
-    readers: Mapping[str, Hyperparameters] = field(default_factory=dict)
-    value: int = 0
-    bits: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))
+    number: int
+    readers: Mapping[str, Hyperparameters]
+    record: Record
+    value: int
+    bits: torch.Tensor
+
+
+_NOTHING = _Sent(-1, {}, Record(), 0, torch.empty(0, dtype=torch.bool))
 
 
 class RankFlags:
@@ -177,7 +179,7 @@ class RankFlags:
         self.num_passes = 0
         self._bits = FingerprintBits(device)
         self._last: Any = None  # fields and digests of the last reduction
-        self._sent: deque[_Sent] = deque([_Sent()], maxlen=_REMEMBERED)
+        self._sent = deque([_NOTHING], maxlen=_REMEMBERED)
         self._seen = [HostCopy(FINGERPRINT_BITS, device) for _ in range(2)] if on_gpu else []
         self._num_seen = 0
 
@@ -208,13 +210,13 @@ class RankFlags:
             self.steps,
         )
         digests = [self.readers[name].digest for name in sorted(self.readers)] if compared else []
-        sent = self._sent[-1]
+        _, _, record, value, bits = self._sent[-1]
         if (fields, digests) != self._last:  # most reductions repeat the one before
             record = Record(*fields)
             value = record.value(digests)
-            self._last, sent = (fields, digests), _Sent(0, record, {}, value, self._bits.of(value))
-        self._sent.append(replace(sent, number=num_reductions, readers=self.readers))
-        return sent.bits
+            self._last, bits = (fields, digests), self._bits.of(value)
+        self._sent.append(_Sent(num_reductions, self.readers, record, value, bits))
+        return bits
 
     def received(self, differing: torch.Tensor) -> list[bool]:
         """Return the bits ``differing`` between ranks, and this rank's requests; [] if none is set, or on a GPU."""
@@ -247,7 +249,7 @@ class RankFlags:
             world: numbers of the ranks.
             late: fields of the record that are read only now.
         """
-        sent = next((each for each in self._sent if each.number == num_reductions), _Sent())
+        sent = next((each for each in self._sent if each.number == num_reductions), _NOTHING)
         groups = {name: reader.groups() for name, reader in sent.readers.items()}
         texts = gather(json.dumps(asdict(replace(sent.record, groups=groups, **late))).encode())
         ranks = zip(world, texts, strict=True)
