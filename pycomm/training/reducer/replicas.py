@@ -81,7 +81,8 @@ class TakenHashes:
 
     def _hashes(self) -> torch.Tensor:
         room = torch.empty(len(self._tensors), dtype=torch.int64, device=self._tensors[0].device)
-        return kernels.hashes(self._tensors, scratch=self._scratch, out=room)
+        kernels.hashes(self._tensors, scratch=self._scratch, out=room)
+        return room
 
 
 class StateHashes:
