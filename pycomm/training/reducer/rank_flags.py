@@ -131,7 +131,7 @@ class StopRequest:
         return self.rank >= 0
 
 
-class _Sent(NamedTuple):
+class SentFlags(NamedTuple):
     """What this rank has sent in the reduction after ``number`` others, and readers of its optimizers' groups."""
 
     number: int
@@ -141,7 +141,7 @@ class _Sent(NamedTuple):
     bits: torch.Tensor
 
 
-_NOTHING = _Sent(-1, {}, Record(), 0, torch.empty(0, dtype=torch.bool))
+_NOTHING = SentFlags(-1, {}, Record(), 0, torch.empty(0, dtype=torch.bool))
 
 
 class RankFlags:
@@ -215,7 +215,7 @@ class RankFlags:
             record = Record(*fields)
             value = record.value(digests)
             self._last, bits = (fields, digests), self._bits.of(value)
-        self._sent.append(_Sent(num_reductions, self.readers, record, value, bits))
+        self._sent.append(SentFlags(num_reductions, self.readers, record, value, bits))
         return bits
 
     def received(self, differing: torch.Tensor) -> list[bool]:
