@@ -145,7 +145,8 @@ def rows_of_all(
     """
     row = [0] * (1 + width)
     if not isinstance(outcome, Exception):
-        row[: 1 + len(outcome)] = [_digest(same), *outcome]
+        number = int.from_bytes(digest(same), "little", signed=True) | 1  # 0 is an error
+        row[: 1 + len(outcome)] = [number, *outcome]
     rows = gather(row)
     if any(each[0] != rows[0][0] or each[0] == 0 for each in rows):
         disagree()
@@ -161,7 +162,6 @@ def prepared(prepare: Callable[[], T], refuse: Callable[[str], object]) -> T:
         raise
 
 
-def _digest(text: str) -> int:
-    """Return a 64-bit hash, signed and never 0."""
-    found = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest()
-    return int.from_bytes(found, "little", signed=True) | 1
+def digest(text: str) -> bytes:
+    """Return an eight-byte hash of ``text``."""
+    return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest()

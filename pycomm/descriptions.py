@@ -34,6 +34,11 @@ def ranks_by_value(values: Mapping[int, T]) -> dict[T, list[int]]:
     return found
 
 
+def values_text(values: Mapping[int, str]) -> str:
+    """Return the values with their ranks: "0.1 on rank 0, 0.2 on ranks 1, 2"."""
+    return ", ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in ranks_by_value(values).items())
+
+
 def counts_text(counts: Mapping[int, int]) -> str:
     """Return the count of each rank: "rank 0: 3, rank 1: 4"."""
     return ", ".join(f"rank {rank}: {count}" for rank, count in counts.items())

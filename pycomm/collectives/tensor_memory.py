@@ -6,7 +6,6 @@ Plain memory can be copied from rank to rank. Other memory can at least be read 
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from pycomm import kernels
+from pycomm.agreement import digest
 from pycomm.kernels.arrays import DTYPES
 from pycomm.torch_internals import is_dtensor, local_of, without_conjugation, without_torch_function
 
@@ -228,8 +228,3 @@ def _hashes(parts: list[torch.Tensor]) -> list[int]:
         parts = [part.cpu() for part in parts]
     values: list[int] = kernels.hashes(parts).tolist()
     return values
-
-
-def digest(text: str) -> bytes:
-    """Return an eight-byte hash of ``text``."""
-    return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest()

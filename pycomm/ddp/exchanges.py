@@ -121,7 +121,10 @@ class Sorting:
             old = self._by_index.pop(number)
             self._homeless.update(old.state())
             self._bytes_sent += sum(part.exchange.bytes_sent for part in old.parts)
-        names = [self._name_of(param) for param in params]
+        return self.make(index, [self._name_of(param) for param in params], params)
+
+    def make(self, index: int, names: Sequence[str], params: Sequence[torch.Tensor]) -> BucketExchanges:
+        """Return new exchanges of bucket ``index`` with ``params``, which have these ``names``."""
         made = BucketExchanges(names, params, self._method, self._communicator, self._algorithm)
         made.load_state({name: self._homeless.pop(name) for name in names if name in self._homeless})
         self._by_index[index] = made

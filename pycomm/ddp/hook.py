@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,10 +17,8 @@ from pycomm.agreement import agreed
 from pycomm.collectives.broadcasting import signature
 from pycomm.collectives.communicator import Communicator
 from pycomm.compression import Compression
-from pycomm.compression.saved_state import gather_state, select_state
-from pycomm.ddp.exchanges import Sorting
-from pycomm.ddp.flags import HookFlags, ReplicaCheck, SteppedOptimizers, TrainingLoop
-from pycomm.ddp.progress import HookProgress, HookSettings, checked_settings
+from pycomm.ddp.comparison import PassComparison
+from pycomm.ddp.registration import HookSettings, Registration, checked_settings
 from pycomm.ddp.steps import Steps
 from pycomm.errors import attempt
 from pycomm.optim.copies import training_alone
@@ -74,8 +71,8 @@ def register(
             number of steps, or parameters differ. From ``optimizer.step()``: RuntimeError if nothing was averaged since
             many steps.
     """
-    comparison = {"per_rank": per_rank, "check_replicas": check_replicas}
-    request = attempt(lambda: _checked(ddp_model, compression, loss_scaler, optimizer, algorithm, **comparison))
+    tuning = {"algorithm": algorithm, "per_rank": per_rank, "check_replicas": check_replicas}
+    request = attempt(lambda: _checked(ddp_model, compression, loss_scaler, optimizer, **tuning))
     communicator = Communicator(getattr(ddp_model, "process_group", None), timeout)
     try:
         settings, names = agreed(communicator.channel.all_gather_bytes, request, "register", _lines)
@@ -87,7 +84,7 @@ def register(
 
 
 def _checked(
-    ddp_model: Any, compression: Any, loss_scaler: Any, optimizer: Any, algorithm: Any, **comparison: Any
+    ddp_model: Any, compression: Any, loss_scaler: Any, optimizer: Any, **tuning: Any
 ) -> tuple[HookSettings, dict[str, torch.Tensor]]:
     """Return the settings, and by name the parameters that DistributedDataParallel does not ignore."""
     if not isinstance(ddp_model, DistributedDataParallel):
@@ -102,7 +99,7 @@ def _checked(
     ignored = ddp_model.parameters_to_ignore
     names = {name: param for name, param in ddp_model.module.named_parameters() if name not in ignored}
     check_parameters({name: param for name, param in names.items() if param.requires_grad})
-    return checked_settings(compression, loss_scaler, optimizer, algorithm, **comparison), names
+    return checked_settings(compression, loss_scaler, optimizer, **tuning), names
 
 
 def _lines(checked: tuple[HookSettings, Mapping[str, torch.Tensor]]) -> dict[str, list[str]]:
@@ -176,7 +173,6 @@ class HookHandle:
         method: compression method.
     """
 
-    _last_stats: Mapping[str, Any] = MappingProxyType({})
     _slot: _Slot | None = None
 
     def __init__(
@@ -192,18 +188,15 @@ class HookHandle:
         self.communicator, self.method = communicator, settings.method
         self._params = list(names.values())  # keeps the ids valid
         by_id = {id(param): name for name, param in names.items()}
-        self._sorting = Sorting(by_id, settings.method, communicator, settings.algorithm)
         device = next(p.device for p in self._params if p.requires_grad)
-        self._progress = HookProgress([communicator], settings, device)
-        optimizers = SteppedOptimizers(names, settings.optimizer, tuple(settings.comparison.per_rank))
-        optimizers.requires_passes = communicator.size > 1 and settings.comparison.check_replicas > 0
-        loop = TrainingLoop(ddp_model, optimizers)
-        replicas = ReplicaCheck(names, communicator, device, settings.comparison.check_replicas)
-        self._flags = HookFlags(loop, replicas, communicator, device)
-        self._steps = Steps(self._sorting, communicator, self._progress, self._flags)
-        self._watches = [loop, *watch_copies(ddp_model.module)]
+        self._registration = Registration([communicator], settings, device, by_id, "a sum over the ranks")
+        self._comparison = PassComparison(ddp_model, names, communicator, settings, device)
+        requires_passes = communicator.size > 1 and settings.tuning.check_replicas > 0
+        self._comparison.optimizers.requires_passes = requires_passes
+        self._steps = Steps(self._registration, self._comparison)
+        self._watches = [self._comparison, *watch_copies(ddp_model.module)]
         for bucket in zero_buckets(ddp_model):  # so that state can be loaded before the first step
-            self._sorting.of(bucket.index(), bucket.parameters())
+            self._registration.exchanges.of(bucket.index(), bucket.parameters())
 
     def _take(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         model = self._model()
@@ -226,10 +219,7 @@ class HookHandle:
             carries state knows it), ``num_buckets`` (of DistributedDataParallel), ``transport``, and the
             method's own, as in ``Reducer.stats``.
         """
-        if self._is_removed:
-            return dict(self._last_stats)
-        sorting = self._sorting
-        return self._progress.stats(list(sorting.parts()), sorting.bytes_sent, len(sorting), "a sum over the ranks")
+        return self._registration.stats()
 
     def request_stop(self, reason: str = "") -> None:
         """Ask all ranks to end the training together; see :meth:`pycomm.Reducer.request_stop`.
@@ -237,12 +227,14 @@ class HookHandle:
         Raises:
             ValueError: on a GPU.
         """
-        self._flags.request(str(reason))
+        if self._registration.on_gpu:
+            raise ValueError("request_stop() on a GPU requires pycomm.attach() in place of pycomm.ddp.register()")
+        self._comparison.flags.request_stop(str(reason))
 
     @property
     def stop_requested(self) -> StopRequest:
         """Request to stop that all ranks have received; see :attr:`pycomm.Reducer.stop_requested`."""
-        return self._flags.requested
+        return self._comparison.flags.stop_requested
 
     def paused(self) -> AbstractContextManager[None]:
         """Permit this rank to train copies of the model alone inside the context, as in the inner loop of MAML."""
@@ -254,20 +246,14 @@ class HookHandle:
         The format is that of ``Reducer.state_dict``, with the names of ``ddp_model.module``, and each can load the
         other's. It loads with ``torch.load(weights_only=True)``.
         """
-        self._progress.require_between_steps("state_dict", self._is_removed)
-        return gather_state(self._sorting.state(), self.method, self.communicator, int(self._progress.committed))
+        return self._registration.state_dict()
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]], *, strict: bool = True) -> None:
         """Load state that :meth:`state_dict`, or ``Reducer.state_dict``, returned.
 
         Arguments and errors are those of :meth:`pycomm.Reducer.load_state_dict`.
         """
-        self._progress.require_between_steps("load_state_dict", self._is_removed)
-        given = state if isinstance(state, dict) else list(state)
-        current, method = self._sorting.state(), self.method
-        chosen, steps = select_state(given, current, method, self.communicator, strict)
-        self._sorting.load_state(chosen)
-        self._progress.committed.fill_(steps)
+        self._registration.load_state_dict(state, strict)
 
     def remove(self) -> None:
         """Return to DistributedDataParallel's own all-reduce, and release all resources. Idempotent.
@@ -275,16 +261,9 @@ class HookHandle:
         Call it on all ranks between the same steps. Residuals are lost; :meth:`state_dict` has them until then.
         :func:`pycomm.ddp.register` may be called again.
         """
-        if self._is_removed:
+        if self._slot is None:
             return
-        self._last_stats = self.stats()
-        assert self._slot is not None
         self._slot.handle, self._slot = None, None
         for watch in self._watches:
             watch.remove()
-        self._progress.close()
-        self._sorting.clear()
-
-    @property
-    def _is_removed(self) -> bool:
-        return self._slot is None
+        self._registration.close()

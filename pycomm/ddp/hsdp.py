@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,12 +16,11 @@ from pycomm.collectives.broadcasting import broadcast_tensors, share_tensors
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.transport.own_group import group_of
 from pycomm.compression import Compression
-from pycomm.compression.saved_state import gather_state, select_state
-from pycomm.ddp.flags import ReplicaCheck, SteppedOptimizers, TrainingLoop
-from pycomm.ddp.progress import HookProgress, HookSettings, checked_settings
-from pycomm.ddp.replicas import ReplicaSteps, ShardedReplicas, state_of
+from pycomm.ddp.comparison import PassComparison
+from pycomm.ddp.registration import HookSettings, Registration, checked_settings
+from pycomm.ddp.replicas import ReplicaSteps, ShardedReplicas
 from pycomm.errors import attempt
-from pycomm.torch_internals import ShardedGroup, sharded_groups
+from pycomm.torch_internals import ShardedGroup, local_of, sharded_groups
 
 Modules = dict[torch.nn.Module, tuple[list[str], ShardedGroup]]
 """Modules given to ``fully_shard``, each with its parameters' names and torch's description of its shards."""
@@ -71,8 +69,8 @@ def register_hsdp(
             the replicas' settings or parameters differ (on every rank of the group). From ``backward()``: as from
             :func:`pycomm.ddp.register`.
     """
-    comparison = {"per_rank": per_rank, "check_replicas": check_replicas}
-    request = attempt(lambda: _checked(model, compression, loss_scaler, optimizer, algorithm, **comparison))
+    tuning = {"algorithm": algorithm, "per_rank": per_rank, "check_replicas": check_replicas}
+    request = attempt(lambda: _checked(model, compression, loss_scaler, optimizer, **tuning))
     communicator = Communicator(process_group, timeout)
     made = [communicator]
     try:
@@ -90,12 +88,12 @@ def register_hsdp(
 
 
 def _checked(
-    model: Any, compression: Any, loss_scaler: Any, optimizer: Any, algorithm: Any, **comparison: Any
+    model: Any, compression: Any, loss_scaler: Any, optimizer: Any, **tuning: Any
 ) -> tuple[HookSettings, Modules]:
     """Return settings and modules. Raises TypeError or ValueError if an argument is wrong."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, wanted a torch.nn.Module given to fully_shard")
-    settings = checked_settings(compression, loss_scaler, optimizer, algorithm, **comparison)
+    settings = checked_settings(compression, loss_scaler, optimizer, **tuning)
     if getattr(settings.method, "weight_decay", 0.0):
         raise ValueError(f"{settings.method!r} of sharded parameters: leave weight decay to the optimizer")
     return settings, _modules_of(model)
@@ -161,9 +159,6 @@ class _PlainMean:
 class HsdpHandle:
     """Handle of the averages between replicas. Made by :func:`pycomm.ddp.register_hsdp`; methods as HookHandle's."""
 
-    _last_stats: Mapping[str, Any] = MappingProxyType({})
-    _removed = False
-
     def __init__(
         self,
         model: torch.nn.Module,
@@ -173,22 +168,19 @@ class HsdpHandle:
         settings: HookSettings,
         group: dist.ProcessGroup,
     ) -> None:
-        self._communicator, self._shard_communicator, self._method = communicator, shard_communicator, settings.method
-        self._group = group
-        self._shards = {m: ShardedReplicas(each, names, communicator, settings) for m, (names, each) in modules.items()}
-        device = next(iter(self._shards.values())).exchanges.params[0].device
+        self._shard_communicator, self._group, self._modules = shard_communicator, group, list(modules)
         params = {name: p for names, group in modules.values() for name, p in zip(names, group.params, strict=True)}
-        optimizers = SteppedOptimizers(params, settings.optimizer, tuple(settings.comparison.per_rank))
-        self._loop = TrainingLoop(model, optimizers)
-        all_shards = list(self._shards.values())
-        self._progress = HookProgress([communicator, shard_communicator], settings, device)
-        transactional = self._method.transactional
-        replicas = ReplicaCheck(params, communicator, device, settings.comparison.check_replicas)
-        self._steps = ReplicaSteps(
-            all_shards, self._loop, replicas, communicator, shard_communicator, self._progress, transactional
-        )
-        for module, shards in self._shards.items():
-            module.set_all_reduce_hook(functools.partial(self._steps.average, shards))  # type: ignore[operator]
+        device = local_of(next(iter(params.values()))).device
+        communicators = [communicator, shard_communicator]
+        self._registration = Registration(communicators, settings, device, {}, "another shard, or a sum")
+        exchanges = self._registration.exchanges
+        shards = [ShardedReplicas(i, each, names, exchanges) for i, (names, each) in enumerate(modules.values())]
+        # The host sends the flags, and reads them at once.
+        on_host = torch.device("cpu")
+        self._comparison = PassComparison(model, params, communicator, settings, on_host, " of the replicas")
+        steps = ReplicaSteps(shards, self._registration, self._comparison, shard_communicator)
+        for module, each in zip(self._modules, shards, strict=True):
+            module.set_all_reduce_hook(functools.partial(steps.average, each))  # type: ignore[operator]
 
     def stats(self) -> dict[str, Any]:
         """Return the counters since :func:`pycomm.ddp.register_hsdp`.
@@ -198,11 +190,7 @@ class HsdpHandle:
             ``last_nonfinite`` (its rank is that in the group of replicas), ``num_buckets`` (modules),
             ``transport``, and the method's own, as in ``HookHandle.stats``.
         """
-        if self._removed:
-            return dict(self._last_stats)
-        parts = [part for shards in self._shards.values() for part in shards.exchanges.parts]
-        bytes_sent = sum(part.exchange.bytes_sent for part in parts)
-        return self._progress.stats(parts, bytes_sent, len(self._shards), "another shard, or a sum")
+        return self._registration.stats()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that compression carries on *this* rank, to be saved by every rank of the mesh.
@@ -210,10 +198,11 @@ class HsdpHandle:
         As ``HookHandle.state_dict``, with tensors of the shards' shapes, and two more keys: ``shard`` and
         ``num_shards``. Ranks under ``ranks`` are those of the group of replicas.
         """
-        self._progress.require_between_steps("state_dict", self._removed)
-        steps, shard = int(self._progress.committed), self._shard_communicator
-        state = gather_state(state_of(self._shards), self._method, self._communicator, steps)
-        return {**state, "shard": shard.rank, "num_shards": shard.size}
+        return {**self._registration.state_dict(), **self._own_shard}
+
+    @property
+    def _own_shard(self) -> dict[str, int]:
+        return {"shard": self._shard_communicator.rank, "num_shards": self._shard_communicator.size}
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]], *, strict: bool = True) -> None:
         """Load state that :meth:`state_dict` returned.
@@ -227,30 +216,21 @@ class HsdpHandle:
             ValueError: it is of another shard or number of shards, or of another rank or world size, or method,
                 names or shapes do not match.
         """
-        self._progress.require_between_steps("load_state_dict", self._removed)
         given = [state] if isinstance(state, dict) else list(state)
-        here = {"shard": self._shard_communicator.rank, "num_shards": self._shard_communicator.size}
         for each in given:
-            for key, wanted in here.items():
+            for key, wanted in self._own_shard.items():
                 if isinstance(each, dict) and each.get(key) != wanted:
                     raise ValueError(f"state[{key!r}] is {each.get(key)!r}, wanted {wanted}: shards are not cut anew")
-        current, method = state_of(self._shards), self._method
-        chosen, steps = select_state(given, current, method, self._communicator, strict)
-        for shards in self._shards.values():
-            shards.exchanges.load_state(chosen)
-        self._progress.committed.fill_(steps)
+        self._registration.load_state_dict(given, strict)
 
     def remove(self) -> None:
         """Return to torch's plain all-reduce over the same group, and release all resources. Idempotent.
 
         Call it on all ranks between the same steps. Residuals are lost.
         """
-        if self._removed:
+        if self._registration.is_closed:
             return
-        self._last_stats = self.stats()
-        self._removed = True
-        self._loop.remove()
-        for module in self._shards:
+        self._comparison.remove()
+        for module in self._modules:
             module.set_all_reduce_hook(_PlainMean(self._group))  # type: ignore[operator]
-        self._shards.clear()
-        self._progress.close()
+        self._registration.close()

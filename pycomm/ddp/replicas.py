@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,28 +11,32 @@ import torch
 
 from pycomm.collectives.communicator import Communicator
 from pycomm.compression.base import Flag, Scaling, State
-from pycomm.ddp.exchanges import BucketExchanges
-from pycomm.ddp.flags import ReplicaCheck, SentFlags, TrainingLoop, raise_differences
-from pycomm.ddp.progress import HookProgress, HookSettings, all_finite
+from pycomm.ddp.comparison import PassComparison
+from pycomm.ddp.exchanges import Sorting
+from pycomm.ddp.registration import Registration
 from pycomm.errors import HALF_SENT
 from pycomm.torch_internals import ShardedGroup, accumulation_hooks, dtensor_around, local_of
-from pycomm.training.reducer import FinalCallback, Record
+from pycomm.training.reducer import FinalCallback
 
 _END = -1
 
 
 class ShardedReplicas:
-    """Shards of one module's parameters on this rank, and their exchange between the replicas."""
+    """Shards of one module's parameters on this rank, and their exchange between the replicas.
 
-    def __init__(
-        self, group: ShardedGroup, names: Sequence[str], communicator: Communicator, settings: HookSettings
-    ) -> None:
+    Args:
+        place: number of the module, which are the same on all ranks.
+        exchanges: exchanges of all modules.
+    """
+
+    def __init__(self, place: int, group: ShardedGroup, names: Sequence[str], exchanges: Sorting) -> None:
+        self.place = place
         self.params = group.params
         self.numels = [math.prod(shape) for shape in group.shapes]
         device = group.params[0].to_local().device  # type: ignore[attr-defined]
         # The exchange needs only shapes and dtypes of parameters, without memory.
         looks = [torch.empty(1, dtype=group.dtype, device=device).expand(shape) for shape in group.shapes]
-        self.exchanges = BucketExchanges(names, looks, settings.method, communicator, settings.algorithm)
+        self.exchanges = exchanges.make(place, names, looks)
         self._shapes, self._division = group.shapes, group.division
         self._before: State | None = None
 
@@ -107,29 +111,26 @@ class ReplicaSteps:
     def __init__(
         self,
         modules: Sequence[ShardedReplicas],
-        loop: TrainingLoop,
-        replicas: ReplicaCheck,
-        communicator: Communicator,
+        registration: Registration,
+        comparison: PassComparison,
         shard_communicator: Communicator,
-        progress: HookProgress,
-        transactional: bool,
     ) -> None:
-        self._modules, self._loop, self._replicas, self._is_first = list(modules), loop, replicas, True
-        self._communicator, self._shard_communicator, self._progress = communicator, shard_communicator, progress
-        self._transactional = transactional
-        self._scaling = Scaling(communicator.size)
+        self._modules, self._registration, self._comparison = modules, registration, comparison
+        self._communicator, self._shard_communicator = registration.communicator, shard_communicator
+        self._transactional, self._is_first = registration.method.transactional, True
+        self._scaling = Scaling(self._communicator.size)
         self._verdicts: list[Flag] = []
         self._seen: dict[int, ShardedReplicas] = {}  # in this step
 
     @torch.no_grad()
     def average(self, shards: ShardedReplicas, reduced: torch.Tensor) -> None:
         """Replace ``reduced``, the flat gradients of a module's shards, by their averages over the replicas."""
-        self._progress.require_taking_part()
-        if not self._progress.is_open:
+        self._registration.require_taking_part()
+        if not self._registration.is_open:
             self._begin()
         grads = shards.views(reduced)
-        with self._progress.waiting():
-            self._stand_in_until(self._modules.index(shards))
+        with self._registration.waiting():
+            self._stand_in_until(shards.place)
             self._exchange(shards, grads)
             shards.exchanges.write(grads)
 
@@ -142,19 +143,15 @@ class ReplicaSteps:
 
     def _next_turn(self, place: int) -> int:
         """Return the place of the module to average next; -1 if all replicas have ended the pass."""
-        num_passes = self._progress.num_steps
-        compares = num_passes if self._is_first and self._replicas.is_due(num_passes) else 0
-        flags = self._loop.fix(Record(reductions=num_passes), compares) if self._is_first else SentFlags()
-        words = np.array([place, num_passes, flags.digest, self._replicas.number() if compares else 0], np.int64)
+        num_passes = self._registration.num_steps
+        flags = self._comparison.fix(num_passes).tolist() if self._is_first else []
+        words = np.array([place, *flags], np.int64)
         gathered = np.empty(self._communicator.size * len(words), np.int64)
         self._communicator.all_gather(gathered, words)
         rows = gathered.reshape(-1, len(words))
         if self._is_first:
             self._is_first = False
-            if (rows[:, 1:] != rows[0, 1:]).any():
-                raise_differences(flags.exchanged(self._communicator), " of the replicas")
-                if compares:
-                    self._replicas.report(num_passes, [False] * len(rows))
+            self._comparison.report((rows[:, 1:] != rows[0, 1:]).any(axis=0).tolist(), num_passes)
         return int(rows[:, 0].max())
 
     def _exchange(self, shards: ShardedReplicas, grads: Sequence[torch.Tensor | None]) -> None:
@@ -163,48 +160,38 @@ class ReplicaSteps:
             shards.remember()
         exchanges = shards.exchanges
         exchanges.exchange(grads, self._scaling)
-        self._progress.source.share(exchanges.parts, self._communicator)
-        finite: Flag = True
-        if self._transactional:
-            finite = all_finite([part.exchange for part in exchanges.parts])
-            self._verdicts.append(finite)
-            self._progress.source.count(finite)
-        exchanges.finish(finite)
+        self._verdicts.append(self._registration.verdict(exchanges.parts, is_wanted=self._transactional))
+        exchanges.finish(self._verdicts[-1])
 
     def _begin(self) -> None:
-        self._progress.is_open = self._is_first = True
+        self._registration.is_open = self._is_first = True
         self._verdicts, self._seen = [], {}
-        self._scaling = self._progress.scaling()
+        self._scaling = self._registration.scaling()
         FinalCallback(self.end, self.fail)
 
     @torch.no_grad()
     def end(self) -> None:
         """Keep the state of the step if all ranks' gradients are finite, else restore it."""
         try:
-            with self._progress.waiting():
+            with self._registration.waiting():
                 self._stand_in_until(_END)
                 if self._transactional:
                     finite = self._verdict()
-                    self._progress.count(finite)
+                    self._registration.count(finite)
                     for shards in self._seen.values():
                         shards.settle(finite)
-                self._progress.num_steps += 1
+                self._registration.num_steps += 1
         finally:
-            self._progress.is_open, self._seen = False, {}
+            self._registration.is_open, self._seen = False, {}
 
     def _verdict(self) -> Flag:
         mine = torch.stack([torch.as_tensor(flag) for flag in self._verdicts]).all()
-        failures = (~mine).to(device=self._progress.device, dtype=torch.float32).reshape(1)
+        failures = (~mine).to(device=self._registration.device, dtype=torch.float32).reshape(1)
         self._shard_communicator.all_reduce(failures, "max")
-        return (failures == 0.0)[0] if self._progress.on_gpu else not failures.item()
+        return (failures == 0.0)[0] if self._registration.on_gpu else not failures.item()
 
     def fail(self) -> None:
         """Note that the backward pass has ended with an exception."""
-        if self._progress.is_open:
-            self._progress.is_open = False
-            self._progress.stop(RuntimeError(HALF_SENT))
-
-
-def state_of(all_shards: Mapping[Any, ShardedReplicas]) -> State:
-    """Return the state of all modules, by parameter name (not copied)."""
-    return {name: entry for shards in all_shards.values() for name, entry in shards.exchanges.state().items()}
+        if self._registration.is_open:
+            self._registration.is_open = False
+            self._registration.stop(RuntimeError(HALF_SENT))

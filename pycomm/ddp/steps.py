@@ -10,12 +10,10 @@ from typing import Any
 
 import torch
 
-from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.transport.gpu import GpuWork
-from pycomm.compression.base import Flag, Scaling
-from pycomm.ddp.exchanges import Sorting
-from pycomm.ddp.flags import HookFlags
-from pycomm.ddp.progress import HookProgress, all_finite
+from pycomm.compression.base import Scaling
+from pycomm.ddp.comparison import PassComparison
+from pycomm.ddp.registration import Registration
 from pycomm.errors import HALF_SENT
 from pycomm.torch_internals import GradBucket, current_graph_task, current_node
 from pycomm.training.reducer import FinalCallback
@@ -41,10 +39,11 @@ class Steps:
     unchanged, whereas an error in a future would lose its type.
     """
 
-    def __init__(self, sorting: Sorting, communicator: Communicator, progress: HookProgress, flags: HookFlags) -> None:
-        self._sorting, self._communicator, self._progress, self._flags = sorting, communicator, progress, flags
-        self._device, self._on_gpu = progress.device, progress.on_gpu
-        self._scaling = Scaling(communicator.size)
+    def __init__(self, registration: Registration, comparison: PassComparison) -> None:
+        self._registration, self._comparison = registration, comparison
+        self._communicator, self._exchanges = registration.communicator, registration.exchanges
+        self._device, self._on_gpu = registration.device, registration.on_gpu
+        self._scaling = Scaling(self._communicator.size)
         self._divides_by_active = self._has_joined = False
         self._taken: list[TakenStep] = []
         self._error: BaseException | None = None
@@ -64,10 +63,12 @@ class Steps:
         taken = self._taken_over(bucket)
         if index == 0:
             self._begin(divides_by_active)
-        elif not self._progress.is_open or index != len(self._taken):
+        elif not self._registration.is_open or index != len(self._taken):
             raise RuntimeError(f"bucket {index} came after {len(self._taken)} others of its step, wanted all in order")
         self._taken.append(taken)
-        flags = self._flags.fix(self._has_joined, self._progress.num_steps) if is_last else None
+        flags = None
+        if is_last:
+            flags = self._comparison.fix(self._registration.num_steps, has_joined=self._has_joined)
         self._submit(lambda: self._on_bucket(index, taken, zeros_are_unused, flags), [taken.buffer])
         end = self._submit(self._on_end, []) if is_last else None
         if current_node() is not None:
@@ -78,7 +79,7 @@ class Steps:
         return taken.future.then(_average_or_error)
 
     def _taken_over(self, bucket: GradBucket) -> TakenStep:
-        self._progress.require_taking_part()
+        self._registration.require_taking_part()
         buffer = bucket.buffer()
         if buffer.is_sparse:
             raise ValueError("a gradient is sparse; pycomm reduces dense gradients")
@@ -88,15 +89,15 @@ class Steps:
         return TakenStep(bucket.parameters(), bucket.gradients(), buffer, future)
 
     def _begin(self, divides_by_active: bool) -> None:
-        if self._progress.is_open:  # a failed pass, from which only a rank without others recovers
+        if self._registration.is_open:  # a failed pass, from which only a rank without others recovers
             if self._communicator.size > 1:
-                self._progress.stop(RuntimeError(HALF_SENT))
+                self._registration.stop(RuntimeError(HALF_SENT))
                 raise RuntimeError(HALF_SENT)
             self._submit(lambda: None, []).wait()
-        self._flags.receive_late()
-        self._progress.is_open, self._error = True, None
+        self._comparison.receive_late(self._registration.num_steps)
+        self._registration.is_open, self._error = True, None
         self._taken = []
-        self._scaling, self._divides_by_active = self._progress.scaling(), divides_by_active
+        self._scaling, self._divides_by_active = self._registration.scaling(), divides_by_active
         self._has_joined = current_graph_task() == -1  # it has no more inputs: its hook runs outside of any backward
 
     def _submit(self, job: Callable[[], None], reads: Sequence[torch.Tensor | None]) -> Work | GpuWork:
@@ -108,15 +109,15 @@ class Steps:
     def wait(self, work: Work | GpuWork) -> None:
         """Wait for the end of the step, and raise its error."""
         try:
-            with self._progress.waiting():
+            with self._registration.waiting():
                 work.wait()
         finally:
-            self._progress.is_open = False
+            self._registration.is_open = False
 
     def fail(self) -> None:
         """Note that the backward pass has ended with an exception."""
-        if self._progress.is_open and self._communicator.size > 1:
-            self._progress.stop(RuntimeError(HALF_SENT))
+        if self._registration.is_open:
+            self._registration.stop(RuntimeError(HALF_SENT))
 
     # Jobs, on the communication thread.
 
@@ -129,7 +130,7 @@ class Steps:
             grads: list[torch.Tensor | None] = [*taken.grads]
             if zeros_are_unused:
                 grads = [grad if bool(grad.any()) else None for grad in taken.grads]
-            exchanges = self._sorting.of(index, taken.params)
+            exchanges = self._exchanges.of(index, taken.params)
             # DistributedDataParallel has compared the parameters, and agrees on their order.
             checks = (
                 contextlib.nullcontext() if index == 0 or self._on_gpu else self._communicator.channel.skip_checks()
@@ -165,16 +166,14 @@ class Steps:
             self._error = None
 
     def _finish(self, taken: Sequence[TakenStep]) -> None:
-        mine = [self._sorting[index] for index in range(len(taken))]
+        mine = [self._exchanges[index] for index in range(len(taken))]
         parts = [part for each in mine for part in each.parts]
-        self._progress.source.share(parts, self._communicator)
-        self._flags.receive(mine[-1].parts[0].exchange)
-        finite: Flag = True
-        if any(part.exchange.transactional for part in parts):
-            finite = all_finite([part.exchange for part in parts])
-            self._progress.count(finite)
-            self._progress.source.count(finite)
-        self._progress.num_steps += 1
+        is_transactional = any(part.exchange.transactional for part in parts)
+        finite = self._registration.verdict(parts, is_wanted=is_transactional)
+        self._comparison.receive(mine[-1].parts[0].exchange, self._registration.num_steps)
+        if is_transactional:
+            self._registration.count(finite)
+        self._registration.num_steps += 1
         for each in mine:
             each.finish(finite)
         for each, one in zip(mine, taken, strict=True):

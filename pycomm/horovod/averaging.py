@@ -143,7 +143,7 @@ class StepTerms:
     ) -> None:
         self._optimizer, self._params, self._names = optimizer, params, names
         self._reader = Hyperparameters(optimizer) if has_numbers else None
-        self._at_first = self._reader.groups() if self._reader is not None else []
+        self._at_first = self._reader.read() if self._reader is not None else []
         self._hook = ZeroGradHook(optimizer, self._zeroed)
         world().checks.add(self)
         self.restart()
@@ -178,7 +178,7 @@ class StepTerms:
 
     def _of_step(self) -> list[str]:
         """Return those terms that the first operation of a step has."""
-        groups: list[Numbers] = self._reader.groups() if self._reader is not None else []
+        groups: list[Numbers] = self._reader.read() if self._reader is not None else []
         nothing: Numbers = {}
         numbers = [
             f"group{i}.{key}={value}"

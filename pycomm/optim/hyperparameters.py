@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 import zlib
 from collections.abc import Callable, Collection, Mapping
 from operator import itemgetter
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pycomm.descriptions import name_ranks, ranks_by_value
+from pycomm.descriptions import values_text
 
 _NOT_COMPARED = frozenset(("params", "param_names", "foreach", "fused", "capturable", "differentiable"))
 """Keys that are not numbers, or that select an implementation with the same result."""
@@ -33,7 +33,7 @@ class Hyperparameters:
             parameters not counted.
 
     Attributes:
-        digest: 64-bit hash of the numbers, and of those in the last step, whose low bits can be compared alone.
+        digest: 64-bit hash of the numbers, the same in every process; 0 before they are read.
     """
 
     def __init__(
@@ -46,54 +46,30 @@ class Hyperparameters:
         self._skipped = _NOT_COMPARED.union(per_rank)
         self._getters: list[tuple[int, list[str], Callable[[Any], tuple[Any, ...]]]] = []
         self._last: list[Any] = []
-        self._in_step: list[Any] = []
-        self._keys_in_step: list[list[str]] = []
         self._names = self.digest = 0
-        self.refresh()
 
     def refresh(self) -> bool:
         """Read the numbers; return whether any of them has changed since the last call."""
-        values = self._read(self._last)
+        values = self._read()
         if values == self._last:
             return False
         self._last = values
-        self._mix()
+        # Python's hash of numbers is the same in every process, and fast: schedules change numbers in every step.
+        self.digest = hash((self._names, tuple(values))) & (2**64 - 1)
         return True
 
-    def note_step(self) -> bool:
-        """Read the numbers of a step, also of the digest; return whether they are others than those read last."""
-        values = self._read(self._in_step)
-        if values != self._in_step:
-            self._in_step, self._keys_in_step = values, [keys for _, keys, _ in self._getters]
-            self._mix()
-        return values != self._last
-
-    def _mix(self) -> None:
-        try:
-            # Python's hash of numbers is the same in every process, and fast: schedules change numbers in every step.
-            mixed = hash((self._names, tuple(self._last), tuple(self._in_step)))
-        except TypeError:  # lists are not hashable
-            text = repr([sorted(numbers.items()) for numbers in (*self.groups(), *self.groups_in_step())])
-            mixed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-        mixed = ((mixed ^ (mixed >> 31)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
-        self.digest = mixed ^ (mixed >> 29)
-
-    def groups_in_step(self) -> list[Numbers]:
-        """Return the numbers of each group in the last step; an empty list before the first one."""
-        return [
-            dict(zip(keys, values, strict=True))
-            for keys, values in zip(self._keys_in_step, self._in_step, strict=False)
-        ]
-
     def groups(self) -> list[Numbers]:
-        """Return the numbers of each group, as JSON can hold them."""
-        found = [
-            {key: number for key, value in group.items() if (number := self._number(key, value)) is not None}
-            for group in self._groups()
+        """Return the numbers of each group that were read last, as JSON can hold them."""
+        counts = self._last[len(self._getters) :] or itertools.repeat(None)
+        return [
+            dict(zip(keys, values, strict=True)) | ({} if count is None else {NUM_PARAMETERS: count})
+            for (_, keys, _), values, count in zip(self._getters, self._last, counts, strict=False)
         ]
-        for numbers, count in zip(found, self._counts(), strict=False):
-            numbers[NUM_PARAMETERS] = count
-        return found
+
+    def read(self) -> list[Numbers]:
+        """Read the numbers; return those of each group."""
+        self.refresh()
+        return self.groups()
 
     def _groups(self) -> list[dict[str, Any]]:
         groups, ignores = self._optimizer.param_groups, self._ignores
@@ -104,24 +80,24 @@ class Hyperparameters:
     def _counts(self) -> list[int]:
         return [len(group["params"]) for group in self._groups()] if self._ignores is None else []
 
-    def _read(self, before: list[Any]) -> list[Any]:
+    def _read(self) -> list[Any]:
         groups = self._groups()
         try:
             if [len(group) for group in groups] != [size for size, _, _ in self._getters]:
                 raise KeyError  # a key was added or removed
             values = [get(group) for (_, _, get), group in zip(self._getters, groups, strict=True)]
-            if values != before[: len(values)] and not all(map(_is_plain, values)):
-                raise KeyError  # a number has become a tensor or None
+            if values != self._last[: len(values)] and not all(map(_is_plain, values)):
+                raise KeyError  # a number has become a tensor, a list or None
         except KeyError:
             self._getters = [self._getter(group) for group in groups]
-            self._names = zlib.crc32(repr([list(numbers) for numbers in self.groups()]).encode())
+            self._names = zlib.crc32(repr([keys for _, keys, _ in self._getters]).encode())
             values = [get(group) for (_, _, get), group in zip(self._getters, groups, strict=True)]
         return values + self._counts()
 
     def _getter(self, group: dict[str, Any]) -> tuple[int, list[str], Callable[[Any], tuple[Any, ...]]]:
         """Return the size of ``group``, the keys of its numbers, and a function that reads these."""
         keys = [key for key, value in group.items() if self._number(key, value) is not None]
-        if not all(_is_plain(group[key]) for key in keys):  # tensors may be written to in place
+        if not all(_is_plain(group[key]) for key in keys):  # tensors and lists may be written to in place
             return len(group), keys, lambda group: tuple(self._number(key, group[key]) for key in keys)
         if len(keys) < 2:  # itemgetter returns no tuple
             return len(group), keys, lambda group: tuple(group[key] for key in keys)
@@ -140,25 +116,22 @@ class Hyperparameters:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether ``value`` is a number, or consists of numbers. NaN is none: its hash is that of its address."""
-    if isinstance(value, (tuple, list)):
+    """Return whether ``value`` is a number, or a tuple of numbers. NaN is none: its hash is that of its address."""
+    if isinstance(value, tuple):
         return all(map(_is_plain, value))
     return isinstance(value, (bool, int, float)) and value == value
 
 
-def first_difference(groups_of_ranks: list[list[Numbers] | None]) -> tuple[int, str, list[Any]] | None:
-    """Return group, key and all ranks' values of the first number that differs; ``None`` if none does.
+def first_difference(groups: Mapping[int, list[Numbers]]) -> tuple[int, str, dict[int, Any]] | None:
+    """Return group, key and every rank's value of the first number that differs; ``None`` if none does.
 
-    Args:
-        groups_of_ranks: what :meth:`Hyperparameters.groups` returned on each rank; ``None`` for one that does not
-            count.
+    ``groups``: what :meth:`Hyperparameters.groups` returned, by rank.
     """
-    for index in range(max((len(groups) for groups in groups_of_ranks if groups is not None), default=0)):
-        of_ranks = [groups[index] if groups is not None and index < len(groups) else {} for groups in groups_of_ranks]
-        for key in dict.fromkeys(key for numbers in of_ranks for key in numbers):
-            values = [numbers.get(key) for numbers in of_ranks]
-            counting = [value for value, groups in zip(values, groups_of_ranks, strict=True) if groups is not None]
-            if any(repr(value) != repr(counting[0]) for value in counting):
+    for index in range(max(map(len, groups.values()), default=0)):
+        of_ranks = {rank: each[index] if index < len(each) else {} for rank, each in groups.items()}
+        for key in dict.fromkeys(key for numbers in of_ranks.values() for key in numbers):
+            values = {rank: numbers.get(key) for rank, numbers in of_ranks.items()}
+            if len(set(map(repr, values.values()))) > 1:
                 return index, key, values
     return None
 
@@ -173,13 +146,11 @@ def require_equal_groups(
         permitting: argument that permits a number to differ, with ``{}`` for its key.
         whose: what the groups belong to, if there are several optimizers.
     """
-    found = first_difference(list(groups.values()))
+    found = first_difference({rank: each for rank, each in groups.items() if each is not None})
     if found is None:
         return
     index, key, values = found
-    counting = {rank: value for (rank, group), value in zip(groups.items(), values, strict=True) if group is not None}
-    by_value = ranks_by_value({rank: "missing" if value is None else repr(value) for rank, value in counting.items()})
-    described = ", ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in by_value.items())
+    described = values_text({rank: "missing" if value is None else repr(value) for rank, value in values.items()})
     if key == NUM_PARAMETERS:
         raise ValueError(
             f"the ranks' optimizers differ: the {key} of parameter group {index}{whose} is {described}. Sort "

@@ -92,9 +92,9 @@ class LoopIndex:
         return min(unused, default=0)
 
     @property
-    def num_restarts(self) -> int:
-        """Number of times that ``zero_grad`` began a step anew, with no reduction since it was called before."""
-        return 0 if self.has_paused else max(self.num_zero_grads - 1, 0)
+    def num_calls(self) -> int:
+        """Number of calls of ``zero_grad`` that ranks compare: 1 also for none, as not every loop calls it."""
+        return 1 if self.has_paused else max(self.num_zero_grads, 1)
 
     def restart(self) -> None:
         """Count from zero: gradients have been averaged."""

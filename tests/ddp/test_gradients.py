@@ -110,7 +110,7 @@ def test_nothing_is_lost_when_buckets_are_made_anew(options: str, torch_transpor
 
 
 def names_of(handle: Any) -> list[list[str]]:
-    return [handle._sorting[index].names for index in range(len(handle._sorting))]
+    return [handle._registration.exchanges[index].names for index in range(len(handle._registration.exchanges))]
 
 
 @on_ranks(2)

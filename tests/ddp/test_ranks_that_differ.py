@@ -18,8 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 import pycomm
 from pycomm.ddp import register
-from pycomm.ddp.flags import HookFlags, SteppedOptimizers, TrainingLoop
+from pycomm.ddp.comparison import PassComparison, SteppedOptimizers
+from pycomm.ddp.registration import checked_settings
 from pycomm.optim.module_hooks import _watches
+from pycomm.training.reducer import RankFlags
 from tests.ddp.test_hsdp_uses import loss_of as shards_loss_of
 from tests.ddp.test_hsdp_uses import replicated
 from tests.ddp.wrapping import OutOfOrder, wrapped
@@ -414,22 +416,25 @@ def test_a_step_inside_another_counts_once() -> None:
 @on_ranks(2)
 def test_on_a_gpu_flags_are_compared_two_steps_later() -> None:
     with wrapped(make_model()) as (model, handle):
-        vars(handle._flags)["_on_gpu"] = True  # the host then reads copies of the flags
+        handle._comparison.flags = RankFlags(
+            torch.device("cpu"), on_gpu=True
+        )  # the host then reads copies of the flags
         optimizer = sgd(model, 0.1 * (1 + dist.get_rank()))
         step = training(model, optimizer)
         for number in range(3):  # the second step carries what the first one found
             step(number)
         with pytest.raises(ValueError, match="'lr' of parameter group 0 is 0.1 on rank 0, 0.2 on rank 1"):
             step(3)
-    assert isinstance(handle._flags, HookFlags)
 
 
 def test_watches_end_with_the_loop() -> None:
     before, model = len(_watches), make_model()
-    loop = TrainingLoop(model, SteppedOptimizers(dict(model.named_parameters()), None, ()))
+    no_ranks: Any = None
+    settings, params = checked_settings(None, None, None), dict(model.named_parameters())
+    comparison = PassComparison(model, params, no_ranks, settings, torch.device("cpu"))
     assert len(_watches) == before + 1
-    loop.remove()
-    del loop
+    comparison.remove()
+    del comparison
     gc.collect()
     assert len(_watches) == before
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import time
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
@@ -21,22 +20,8 @@ from pycomm.descriptions import counted, tensors_text
 from pycomm.errors import attempt
 from pycomm.optim.parameters import checked_optimizer
 from pycomm.training.asynchronous.averager import checked_parameters, checked_per_rank
-from pycomm.training.asynchronous.loop import (
-    Loop,
-    MeetingReport,
-    TrackedParameters,
-    raise_left_out_batches,
-    require_equal,
-)
-from pycomm.untrusted import ANYTHING, INTEGER, ListOf, MapOf, OneOf, parse
+from pycomm.training.asynchronous.loop import Loop, MeetingReport, TrackedParameters, raise_differences
 
-_REPORT = {
-    "groups": OneOf(None, ListOf(MapOf(ANYTHING))),
-    "own": ListOf(str),
-    "counts": ListOf(INTEGER, 2),
-    "steps": INTEGER,
-}
-"""Form of what neighbours tell each other of their loops."""
 _SEGMENT_BYTES = 4 << 20
 """Bytes mixed at a time, so that buffered messages stay small for any model."""
 
@@ -181,7 +166,7 @@ class Gossip:
         """
         self._require_attached()
         try:
-            report = self._loop.report()
+            report = self._loop.report(self._num_steps)
             if report.problem:
                 raise ValueError(report.problem)
             receivers, kept, sources = self._mixing.round_at(self._num_mixings).part_of(self._communicator.rank)
@@ -201,9 +186,7 @@ class Gossip:
 
     def _compare(self, report: MeetingReport, receivers: list[int], sources: list[tuple[int, float]]) -> None:
         """Raise RuntimeError or ValueError if a neighbour left out a batch, or its optimizer has other numbers."""
-        counts = [report.unused, report.zero_grads]
-        told = {"groups": report.groups, "own": sorted(report.own), "counts": counts, "steps": self._num_steps}
-        mine, tag = json.dumps(told).encode(), self._tag
+        mine, tag = report.text(), self._tag
         for peer in receivers:
             self._communicator.send(np.array([len(mine)]), peer, tag)
             self._communicator.send(np.frombuffer(mine, np.uint8), peer, tag)
@@ -212,10 +195,7 @@ class Gossip:
             self._communicator.recv(theirs := np.empty(int(size[0]), np.uint8), peer, tag)
             if theirs.tobytes() != mine:
                 texts = {self._communicator.rank: mine, peer: theirs.tobytes()}
-                by_rank = {rank: parse(texts[rank], _REPORT, f"the report of rank {rank}") for rank in sorted(texts)}
-                made = ", ".join(f"rank {rank} {of['steps']}" for rank, of in by_rank.items())
-                raise_left_out_batches({rank: of["counts"] for rank, of in by_rank.items()}, made)
-                require_equal({rank: (of["groups"], of["own"]) for rank, of in by_rank.items()})
+                raise_differences({rank: texts[rank] for rank in sorted(texts)}, compares_steps=False)
 
     def _mix_segment(
         self, segment: torch.Tensor, receivers: list[int], kept: float, sources: list[tuple[int, float]]

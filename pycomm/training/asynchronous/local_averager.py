@@ -142,12 +142,12 @@ class LocalAverager(Averager):
         self._num_launched += 1
         fragment = self._fragments[index]
         self._under_way.append((self._num_launched, fragment))
-        report, steps = self._loop.report(), self._num_steps
-        check = MeetingCheck(self._weight, self._num_launched, index, steps, self._num_skipped, self._is_new, report)
+        report = self._loop.report(self._num_steps, self._num_skipped, has_groups=not self._is_new)
+        check = MeetingCheck(self._weight, self._num_launched, index, report)
         fragment.launch(
             lambda communicator: check.compare(communicator, self.world),
             self._weight,
-            steps,
+            report.steps,
             functools.partial(self._commit, self._num_launched),
         )
 

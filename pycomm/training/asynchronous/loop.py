@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,8 @@ from pycomm.optim.loop_index import LoopIndex
 from pycomm.optim.module_hooks import BeforeForward, ForwardWatch, ZeroGradHook, forget_original, watch_copies
 from pycomm.optim.skips import listen_to_skips, stop_listening
 from pycomm.torch_internals import Places, current_graph_task, move_hook, own_parameters, parts_of, version_of
-from pycomm.training.reducer import raise_left_out
-from pycomm.untrusted import ANYTHING, COUNT, ListOf, MapOf, parse
+from pycomm.training.reducer import raise_out_of_loop
+from pycomm.untrusted import ANYTHING, COUNT, ListOf, MapOf, OneOf, parse
 
 _ATTACH = "detach(), and call {} again with the module and the optimizer that are trained now"
 _LOOKED_AT = 8
@@ -124,21 +124,28 @@ class GroupNumbers:
             self.own |= changed
             self._reader = Hyperparameters(self._optimizer, self._per_rank | self.own)
 
-    def groups(self) -> list[Numbers]:
-        return self._reader.groups()
+    def read(self) -> tuple[list[Numbers], int]:
+        """Return the numbers of each group, and a 63-bit hash of them."""
+        return self._reader.read(), self._reader.digest >> 1
 
     def at_step(self, step: int) -> dict[str, Any]:
         """Return the numbers after ``step``, with the keys of those that the optimizer itself changes."""
-        return {"step": step, "groups": self.groups(), "own": sorted(self.own)}
-
-    def digest(self) -> int:
-        """Return a 63-bit hash of the numbers."""
-        self._reader.refresh()
-        return self._reader.digest >> 1
+        return {"step": step, "groups": self._reader.read(), "own": sorted(self.own)}
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if type(value) in (int, float)}
+
+
+_REPORT = {
+    "problem": str,
+    "loop": OneOf(None, ListOf(COUNT, 2)),
+    "groups": OneOf(None, ListOf(MapOf(ANYTHING))),
+    "own": ListOf(str),
+    "steps": COUNT,
+    "skipped": COUNT,
+}
+"""Form of a :meth:`MeetingReport.text`."""
 
 
 @dataclass(frozen=True)
@@ -146,20 +153,26 @@ class MeetingReport:
     """State of a rank's loop at a meeting.
 
     Attributes:
-        unused: number of forwards without a backward since the last meeting; -1 to skip the comparison.
-        zero_grads: number of calls of ``zero_grad`` since the last meeting; -1 to skip the comparison.
-        digest: hash of ``groups``.
-        groups: numbers of the optimizer's groups.
-        own: keys of numbers that the optimizer itself changes, which are not compared.
         problem: what is wrong with the parameters; "" if nothing is.
+        loop: numbers of forwards without a backward, and of calls of ``zero_grad``, since the last meeting; ``None`` to
+            skip the comparison.
+        groups: numbers of the optimizer's groups; ``None`` to skip the comparison.
+        own: keys of numbers that the optimizer itself changes, which are not compared.
+        steps, skipped: number of steps that were made, and of those that a loss scaler or ``skip_step`` left out.
+        digest: hash of the numbers of the groups.
     """
 
-    unused: int
-    zero_grads: int
-    digest: int
-    groups: list[Numbers]
-    own: Collection[str]
     problem: str
+    loop: tuple[int, int] | None
+    groups: list[Numbers] | None
+    own: list[str]
+    steps: int
+    skipped: int
+    digest: int
+
+    def text(self) -> bytes:
+        """Return all but the digest as JSON."""
+        return json.dumps({name: getattr(self, name) for name in _REPORT}).encode()
 
 
 class Loop:
@@ -249,14 +262,15 @@ class Loop:
         if current_graph_task() < 0 and not self._in_step:
             self._index.note_forward(output, called)
 
-    def report(self) -> MeetingReport:
-        """Return the loop's state, and restart its counts."""
-        numbers, own = self.numbers, frozenset(self.numbers.own)
-        unused, zero_grads = (-1, -1) if self._is_excluded else (self._index.num_unused, self._index.num_zero_grads)
+    def report(self, steps: int, skipped: int = 0, *, has_groups: bool = True) -> MeetingReport:
+        """Return the loop's state after ``steps``, of which some were ``skipped``, and restart its counts."""
+        groups, digest = self.numbers.read()
+        loop = None if self._is_excluded else (self._index.num_unused, self._index.num_zero_grads)
         self._forwards.trained(self._index.has_forwards)
         self._index.restart()
         self._is_excluded = False
-        return MeetingReport(unused, zero_grads, numbers.digest(), numbers.groups(), own, self.tracked.problem())
+        problem, own = self.tracked.problem(), sorted(self.numbers.own)
+        return MeetingReport(problem, loop, groups if has_groups else None, own, steps, skipped, digest)
 
     def exclude_counts(self) -> None:
         """Exclude the counts since the last report from the next comparison."""
@@ -306,18 +320,13 @@ class MeetingCheck:
     """Message of this rank at the beginning of a meeting.
 
     Its row of int64: the weight's float64 bits, meeting number and fragment in one word, steps, forwards without
-    backward, calls of ``zero_grad``, digest of the hyperparameters, whether there is a problem, whether it is new.
-
-    Attributes:
-        skipped: number of steps that a loss scaler or ``skip_step`` has skipped.
+    backward, calls of ``zero_grad``, digest of the hyperparameters, whether there is a problem, whether the
+    hyperparameters are compared.
     """
 
     weight: float
     meeting: int
     fragment: int
-    steps: int
-    skipped: int
-    is_new: bool
     report: MeetingReport
 
     def compare(self, communicator: Communicator, world: Sequence[int]) -> float:
@@ -340,57 +349,52 @@ class MeetingCheck:
 
     def _row(self) -> np.ndarray:
         weight = int(np.array([self.weight]).view(np.int64)[0])
-        where = self.meeting << 16 | self.fragment
-        report = self.report
-        counts = where, self.steps, report.unused, report.zero_grads
-        return np.array([weight, *counts, report.digest, bool(report.problem), self.is_new], np.int64)
+        where, of = self.meeting << 16 | self.fragment, self.report
+        counts = where, of.steps, *(of.loop or (-1, -1))
+        return np.array([weight, *counts, of.digest, bool(of.problem), of.groups is not None], np.int64)
 
     @staticmethod
     def _differ(rows: np.ndarray) -> bool:
-        digests, loops = rows[rows[:, 7] == 0, 5], rows[rows[:, 3] >= 0, 3:5]
+        digests, loops = rows[rows[:, 7] == 1, 5], rows[rows[:, 3] >= 0, 3:5]
         alike = (rows[:, 1:3] == rows[0, 1:3]).all() and (loops == loops[:1]).all() and (digests == digests[:1]).all()
         return not alike or bool(rows[:, 6].any())
 
     def _explain(self, communicator: Communicator, rows: Mapping[int, list[int]]) -> None:
         """Raise the error that names the difference; return if only numbers differ that ``own`` excludes."""
-        report = self.report
-        groups = None if self.is_new else report.groups
-        mine = json.dumps([report.problem, self.skipped, groups, sorted(report.own)]).encode()
-        messages = communicator.channel.all_gather_bytes(mine)
-        received = [parse(message, ListOf(ANYTHING, 4), "a rank's report") for message in messages]
-        by_rank = dict(zip(rows, received, strict=True))
-        for rank, (problem, *_) in by_rank.items():
-            if problem:
-                raise ValueError(f"rank {rank}: {problem}")
-        steps = {rank: row[2] for rank, row in rows.items()}
-        made = ", ".join(
-            f"rank {rank} {count}" + (f" ({by_rank[rank][1]} of them left out)" if by_rank[rank][1] else "")
-            for rank, count in steps.items()
-        )
-        if len(set(steps.values())) > 1:
-            behind = [rank for rank, count in steps.items() if count < max(steps.values())]
-            raise RuntimeError(
-                f"ranks meet that have made different numbers of steps: {name_ranks(behind)} "
-                f"{'is' if len(behind) == 1 else 'are'} behind. Steps made: {made}. {_LEFT_OUT}"
-            )
-        raise_left_out_batches({rank: row[3:5] for rank, row in rows.items()}, made)
+        texts = communicator.channel.all_gather_bytes(self.report.text())
+        raise_differences(dict(zip(rows, texts, strict=True)), compares_steps=True)
         meetings = {rank: row[1] >> 16 for rank, row in rows.items()}
         if len({row[1] for row in rows.values()}) > 1:
-            raise RuntimeError(f"ranks are in different meetings: {meetings} by rank. Steps made: {made}")
-        require_equal({rank: numbers for rank, (_, _, *numbers) in by_rank.items()})
+            raise RuntimeError(
+                f"after {self.report.steps} steps of each, ranks are in different meetings: {meetings} by rank"
+            )
 
 
-def raise_left_out_batches(counts: Mapping[int, Sequence[int]], made: str) -> None:
-    """Raise RuntimeError if ranks have left out different batches.
+def raise_differences(texts: Mapping[int, bytes], *, compares_steps: bool) -> None:
+    """Raise RuntimeError or ValueError if the loops of ranks differ, or one has a problem.
 
     Args:
-        counts: for each rank, forwards without a backward, and calls of ``zero_grad``; negative if not compared.
-        made: numbers of steps that were made, as text.
+        texts: result of :meth:`MeetingReport.text` on each rank.
+        compares_steps: whether all ranks must have made as many steps.
     """
-    for column, what in enumerate(("forwards that no backward() followed", "calls of optimizer.zero_grad()")):
-        mine = {rank: of_rank[column] for rank, of_rank in counts.items() if of_rank[column] >= 0}
-        advice = f"Steps made: {made}. {_LEFT_OUT}"
-        raise_left_out(mine, min(mine.values(), default=0), f"{what} since the last meeting", advice)
+    by_rank = {rank: parse(text, _REPORT, f"the report of rank {rank}") for rank, text in texts.items()}
+    for rank, of in by_rank.items():
+        if of["problem"]:
+            raise ValueError(f"rank {rank}: {of['problem']}")
+    steps = {rank: of["steps"] for rank, of in by_rank.items()}
+    made = ", ".join(
+        f"rank {rank} {of['steps']}" + (f" ({of['skipped']} of them left out)" if of["skipped"] else "")
+        for rank, of in by_rank.items()
+    )
+    behind = [rank for rank, count in steps.items() if count < max(steps.values())]
+    if behind and compares_steps:
+        raise RuntimeError(
+            f"ranks meet that have made different numbers of steps: {name_ranks(behind)} "
+            f"{'is' if len(behind) == 1 else 'are'} behind. Steps made: {made}. {_LEFT_OUT}"
+        )
+    loops = {rank: (*of["loop"], False) for rank, of in by_rank.items() if of["loop"] is not None}
+    raise_out_of_loop(loops, f"Steps made: {made}. {_LEFT_OUT}", since="the last meeting")
+    require_equal({rank: (of["groups"], of["own"]) for rank, of in by_rank.items()})
 
 
 def require_equal(numbers: Mapping[int, Sequence[Any]]) -> None:
@@ -448,7 +452,7 @@ class WorkerParameters:
 
     def remember_numbers(self) -> None:
         """Take the present numbers of the parameter groups for the servers'."""
-        self._numbers = self._reader.groups()
+        self._numbers = self._reader.read()
 
     def require_unchanged(self) -> None:
         """Raise ValueError if the module or the optimizer has other parameters now."""
@@ -458,12 +462,12 @@ class WorkerParameters:
     def require_same_numbers(self) -> None:
         """Raise ValueError if parameters were replaced, or the groups' numbers differ from the servers'."""
         self.require_unchanged()
-        found = first_difference([self._numbers, self._reader.groups()])
+        found = first_difference({0: self._numbers, 1: self._reader.read()})
         if found is not None:
-            index, key, (before, now) = found
+            index, key, values = found
             raise ValueError(
-                f"{key!r} of parameter group {index} was changed on this worker, from {before!r} to {now!r}, and the "
-                "servers step: a schedule belongs in server.schedule(). Nothing was pushed"
+                f"{key!r} of parameter group {index} was changed on this worker, from {values[0]!r} to {values[1]!r}, "
+                "and the servers step: a schedule belongs in server.schedule(). Nothing was pushed"
             )
 
     def close(self) -> None:

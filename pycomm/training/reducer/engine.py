@@ -250,7 +250,7 @@ class Engine:
             self.table.await_parameters()
             self.expect_gradients()
             if self.window.sending:
-                self.flags.require_suitable()
+                self.comparison.require_suitable()
                 try:
                     self.comparison.compare_previous()
                 except DamageError as error:
@@ -454,7 +454,7 @@ class Engine:
         """
         self._await_results(then)
         self.comparison.compare()
-        if self.flags.announced.new:
+        if any(record.new for record in self.flags.announced.values()):
             self.admit_new()
             self.launch_rest()
             self._await_results(then)

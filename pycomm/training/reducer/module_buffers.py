@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from pycomm.agreement import check_same_lines
+from pycomm.agreement import check_same_lines, digest
 from pycomm.collectives.broadcasting import broadcast_parts, signature, write
 from pycomm.collectives.communicator import Communicator
-from pycomm.collectives.tensor_memory import Memory, digest, digests_of, look_at
+from pycomm.collectives.tensor_memory import Memory, digests_of, look_at
 from pycomm.torch_internals import buffers_of, is_dtensor, keeps_statistics_aside
 
 BUFFERS = ("local", "broadcast", "average")

@@ -21,7 +21,7 @@ from pycomm.training.reducer import clipping as norms
 from pycomm.training.reducer.buckets import BucketInFlight
 from pycomm.training.reducer.parameters import ParameterTable
 from pycomm.training.reducer.partition import StepPartition
-from pycomm.training.reducer.rank_flags import RankFlags, reasons_of
+from pycomm.training.reducer.rank_flags import RankFlags
 from pycomm.training.reducer.settings import AttachSettings
 from pycomm.training.reducer.window import TrainingProgress
 
@@ -122,7 +122,7 @@ class ReductionOutcome:
         # All ranks without a gradient get the same answer.
         flights = self._table.flights
         any_used = has_sent or not flights or any(any(flight.exchange.used()) for flight in flights)
-        if self._flags.announced.veto or not any_used:
+        if self._flags.vetoes or not any_used:
             self._discard()
         else:
             self._hand_out()
@@ -148,7 +148,8 @@ class ReductionOutcome:
 
     def _leave_out_skipping(self) -> None:
         """Turn the mean over all ranks into the mean over the ranks with a batch."""
-        num_skipping, size = len(self._flags.announced.skipping), self._communicator.size
+        num_skipping = sum(record.skips for record in self._flags.announced.values())
+        size = self._communicator.size
         if 0 < num_skipping < size and self._settings.average:
             for flight in self._table.flights:
                 if self._settings.has_averages_of(flight.slots[0].param):
@@ -160,16 +161,16 @@ class ReductionOutcome:
         With a loss scaler, gradients become NaN, so that it skips the step. Without one they become ``None``, so that
         ``optimizer.step()`` does nothing.
         """
-        veto = self._flags.announced.veto
+        vetoes = self._flags.vetoes
         for flight in self._table.flights:
             flight.hand_out(False)
             flight.bucket.flat.fill_(math.nan)
         self.unused = {id(slot.param) for slot in self._table.slots()}
-        if not veto or self._settings.loss_scaler is None:
+        if not vetoes or self._settings.loss_scaler is None:
             self._table.drop_gradients()
-        if veto:
+        if vetoes:
             self.finite = False
-            self.vetoed_steps, self.last_veto = self.vetoed_steps + 1, reasons_of(veto)
+            self.vetoed_steps, self.last_veto = self.vetoed_steps + 1, vetoes
             self._progress.reduced(False)
         else:
             self._progress.num_reductions += 1

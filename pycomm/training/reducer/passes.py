@@ -194,7 +194,7 @@ class Passes:
         self._local.require_gone("optimizer.step() would move this rank's parameters alone")
         self._table.require_no_unknown_gradients()
         with self._stopping():
-            self._engine.flags.note_step()
+            self._engine.comparison.require_suitable(in_step=True)
             require_provenance(
                 self._table, self._progress.has_averages, self._engine.outcome.unused, self._communicator.rank
             )
@@ -222,7 +222,8 @@ class Passes:
         if not self._progress.leave_step():
             return
         with self._stopping():
-            self._engine.flags.note_step()  # again: hooks that run after that of pycomm may have set numbers
+            # Again: hooks that run after that of pycomm may have set numbers.
+            self._engine.comparison.require_suitable(in_step=True)
         self._window.complete = False
         self._engine.flags.just_stepped = True
         if self._table.flights:

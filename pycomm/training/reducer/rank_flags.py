@@ -11,7 +11,8 @@ Bits 32 to 63 travel with the last bucket, and are fixed when it is launched:
 
 - 32-59: hash of what all ranks must do alike. An error names what differs, and the ranks: every group's numbers (lr,
   momentum, betas, ...) now and in the last step; the loop index (forwards without a backward, calls of ``zero_grad``,
-  gradients that were not cleared); training or evaluation mode of the module; the loss scale; frozen parameters.
+  gradients that were not cleared); training or evaluation mode of the module; the loss scale; frozen parameters; the
+  numbers of steps under DistributedDataParallel and ``fully_shard``, whose bits 0 to 31 are a hash of the parameters.
 - 60: the optimizer has parameters that are not averaged yet. If all ranks have some, they are added; else an error.
 - 61: a veto of this step, which is then discarded on all ranks.
 - 62: this rank has no batch: the mean is that of the other ranks.
@@ -24,21 +25,23 @@ not wait for the gradients, that happens two reductions later.
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from types import FrameType, TracebackType
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass, field, replace
+from types import FrameType
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from pycomm.collectives.bucket import FingerprintBits
-from pycomm.descriptions import counts_text, name_ranks, ranks_by_value
-from pycomm.optim.hyperparameters import Hyperparameters, Numbers
+from pycomm.collectives.bucket import FINGERPRINT_BITS, FingerprintBits
+from pycomm.descriptions import counts_text, name_ranks, values_text
+from pycomm.optim.hyperparameters import Hyperparameters, Numbers, require_equal_groups
 from pycomm.optim.loop_index import LoopIndex
+from pycomm.training.reducer.window import HostCopy
 from pycomm.untrusted import ANYTHING, COUNT, ListOf, MapOf, OneOf, parse
 
 ALIKE = slice(32, 60)
@@ -51,25 +54,27 @@ _RECORD = {
     "modes": COUNT,
     "loss_scale": ANYTHING,
     "num_passes": COUNT,
-    **dict.fromkeys(("frozen", "new"), ListOf(str)),
+    **dict.fromkeys(("frozen", "new", "names"), ListOf(str)),
     **dict.fromkeys(("veto", "stop"), OneOf(None, str)),
     **dict.fromkeys(("skips", "absent"), bool),
-    "reductions": COUNT,
     "steps": MapOf(COUNT),
     "groups": MapOf(ListOf(MapOf(ANYTHING))),
+    "training": MapOf(bool),
 }
 """Form of a :class:`Record` that another rank has sent."""
+
+
+Loop = Sequence[int]
+"""Number of unused forwards and of calls of ``zero_grad``, and whether backward added to gradients that were used; see
+:class:`LoopIndex`."""
 
 
 @dataclass(frozen=True)
 class Record:
     """Record behind the flags of one rank in one reduction. All fields can be encoded as JSON.
 
-    Handles of :mod:`pycomm.ddp` send ``loop``, ``stop`` and the last four fields, a Reducer all but ``groups``.
-
     Attributes:
-        loop: number of unused forwards, number of calls of ``zero_grad`` beyond one, and whether this step added to
-            gradients of the one before. ``None``: the rank took part without a pass of its own, and is not compared.
+        loop: see :data:`Loop`. ``None``: the rank took part without a pass of its own, and is not compared.
         modes: hash of the modules' modes: training or evaluation.
         loss_scale: scale of the loss, if the host knows it.
         num_passes: number of passes that a function has put into this window; 0 if the number is given.
@@ -78,13 +83,15 @@ class Record:
         veto, stop: reasons of the requests; ``None`` without one.
         skips: whether this rank has no batch.
         absent: whether the rank takes part without data and takes no steps, so that it is not compared.
-        reductions: number of reductions before this one.
         steps: by the name of an optimizer's first parameter, the number of its steps since the last reduction. Of a
-            Reducer, under "", the number of averages that its optimizer has used.
-        groups: numbers of the optimizers' groups, by the same names.
+            Reducer, under "" and read when records are exchanged, the number of averages that its optimizer has used.
+        groups: numbers of the optimizers' groups, by the same names, and under :data:`IN_STEP` those of the last step
+            of a Reducer's optimizer. These and all further fields are added when records are exchanged.
+        training: whether a module is in training mode, by its name.
+        names: names of the parameters in a Reducer's optimizer.
     """
 
-    loop: tuple[int, int, bool] | None = None
+    loop: Loop | None = None
     modes: int = 0
     loss_scale: float | None = None
     num_passes: int = 0
@@ -94,43 +101,21 @@ class Record:
     skips: bool = False
     stop: str | None = None
     absent: bool = False
-    reductions: int = 0
     steps: Mapping[str, int] = field(default_factory=dict)
     groups: Mapping[str, list[Numbers]] = field(default_factory=dict)
+    training: Mapping[str, bool] = field(default_factory=dict)
+    names: Sequence[str] = ()
 
-    def value(self, groups_digest: int) -> int:
-        """Return the bits as a number."""
-        alike = (self.loop or (0, 0, False), self.modes, self.loss_scale, self.num_passes, self.frozen)
-        mixed = groups_digest ^ zlib.crc32(repr(alike).encode())
-        value = (mixed & ((1 << ALIKE.stop - ALIKE.start) - 1)) << ALIKE.start
+    def value(self, digests: Sequence[int]) -> int:
+        """Return the bits as a number; ``digests`` are hashes of the optimizers' numbers."""
+        steps = [self.steps[name] for name in sorted(self.steps)]
+        alike = (self.loop or (0, 1, False), self.modes, self.loss_scale, self.num_passes, self.frozen, steps, digests)
+        value = (zlib.crc32(repr(alike).encode()) & ((1 << ALIKE.stop - ALIKE.start) - 1)) << ALIKE.start
         flags = {NEW: bool(self.new), VETO: self.veto is not None, SKIP: self.skips, STOP: self.stop is not None}
         return value | sum(1 << bit for bit, is_set in flags.items() if is_set)
 
-    def exchanged(self, gather: Callable[[bytes], Sequence[bytes]], world: Sequence[int]) -> dict[int, Record]:
-        """Return the records of all ranks, by their numbers in ``world``. Collective, by ``gather``."""
-        texts = gather(json.dumps(asdict(self)).encode())
-        found = {
-            rank: parse(text, _RECORD, f"the flags of rank {rank}") for rank, text in zip(world, texts, strict=True)
-        }
-        loops = {rank: None if of["loop"] is None else tuple(of["loop"]) for rank, of in found.items()}
-        return {rank: Record(**{**of, "loop": loops[rank]}) for rank, of in found.items()}
 
-
-@dataclass
-class RankRequests:
-    """Requests that the ranks have announced to one another in the last reduction.
-
-    Attributes:
-        veto: reasons to discard the step, by rank.
-        skipping: ranks without a batch.
-        new: whether all ranks have parameters that are not averaged yet.
-    """
-
-    veto: Mapping[int, str] = field(default_factory=dict)
-    skipping: tuple[int, ...] = ()
-    new: bool = False
-
-
+@dataclass(frozen=True)
 class StopRequest:
     """Request of a rank to end the training. False until there is one; all ranks receive it at the same step.
 
@@ -139,85 +124,80 @@ class StopRequest:
         reason: its reason.
     """
 
-    def __init__(self, rank: int = -1, reason: str = "") -> None:
-        self.rank, self.reason = rank, reason
+    rank: int = -1
+    reason: str = ""
 
     def __bool__(self) -> bool:
         return self.rank >= 0
 
-    def __repr__(self) -> str:
-        return f"StopRequest(rank={self.rank}, reason={self.reason!r})" if self else "StopRequest()"
+
+class SentFlags(NamedTuple):
+    """What this rank has sent in the reduction after ``number`` others, and readers of its optimizers' groups."""
+
+    number: int
+    readers: Mapping[str, Hyperparameters]
+    record: Record
+    value: int
+    bits: torch.Tensor
 
 
-def first_stop(records: Mapping[int, Record]) -> StopRequest:
-    """Return the request to stop of the first rank that has one."""
-    return next((StopRequest(rank, of.stop) for rank, of in records.items() if of.stop is not None), StopRequest())
+_NOTHING = SentFlags(-1, {}, Record(), 0, torch.empty(0, dtype=torch.bool))
 
 
 class RankFlags:
     """Bits 32 to 63 of this rank, and what the other ranks have announced.
 
     Args:
-        check: called when a hyperparameter has changed; raises ValueError if compression does not support it.
+        device: device of the bits.
+        on_gpu: whether the host reads the bits of all ranks two reductions later.
 
     Attributes:
+        readers: readers of the numbers in the optimizers' groups, by the names of the optimizers' first parameters.
+        steps, absent, loss_scale, num_passes: see :class:`Record`; of the window that is about to end.
         takes_new: whether new parameters are announced by a flag; otherwise the ranks meet to add them.
         compares_loop: whether loop index and groups are compared; false where ranks may be a step behind.
         veto, stop: reasons of this rank's requests, until all ranks have received them.
         skips: whether this rank has no batch for this reduction.
         just_stepped: whether the optimizer has taken a step, and no forward or ``zero_grad`` has followed.
         has_pass: whether a pass of this rank leads to this reduction.
-        announced: what the ranks have announced in the last reduction.
+        announced: records of all ranks, if they were exchanged in the last reduction.
         stop_requested: the request to stop that all ranks have received.
-        loss_scale, num_passes: see :class:`Record`; of the window that is about to end.
     """
 
-    def __init__(
-        self,
-        hyperparameters: Hyperparameters,
-        device: torch.device,
-        check: Callable[[], None],
-    ) -> None:
-        self.hyperparameters = hyperparameters
-        self._check = check
+    def __init__(self, device: torch.device, on_gpu: bool) -> None:
         self.loop = LoopIndex()
+        self.readers: Mapping[str, Hyperparameters] = {}
+        self.steps: Mapping[str, int] = {}
         self.takes_new = self.compares_loop = True
         self.veto: str | None = None
         self.stop: str | None = None
-        self.skips = False
+        self.skips = self.absent = False
         self.has_pass, self.just_stepped = True, False
-        self.announced = RankRequests()
+        self.announced: Mapping[int, Record] = {}
         self.stop_requested = StopRequest()
         self.loss_scale: float | None = None
         self.num_passes = 0
         self._bits = FingerprintBits(device)
-        self._last: tuple[Any, int] | None = None  # fields and digest of the last reduction
-        self._sent = (Record(), 0, torch.empty(0, dtype=torch.bool))  # what they came to
-        self._records: deque[tuple[int, Record, int]] = deque(maxlen=_REMEMBERED)
+        self._last: Any = None  # fields and digests of the last reduction
+        self._sent = deque([_NOTHING], maxlen=_REMEMBERED)
+        self._seen = [HostCopy(FINGERPRINT_BITS, device) for _ in range(2)] if on_gpu else []
+        self._num_seen = 0
 
-    def request_stop(self, reason: str, lone_rank: int | None) -> None:
+    def request_stop(self, reason: str, lone_rank: int | None = None) -> None:
         """Ask all ranks to stop with the next reduction, or at once if ``lone_rank`` is the only rank."""
         if lone_rank is not None and not self.stop_requested:
             self.stop_requested = StopRequest(lone_rank, reason)
-        elif self.stop is None:
+        elif self.stop is None and not self.stop_requested:
             self.stop = reason
 
-    def require_suitable(self) -> None:
-        """Check changed hyperparameters; raise ValueError if compression does not support them."""
-        if self.hyperparameters.refresh():
-            self._check()
-
-    def note_step(self) -> None:
-        """Note the hyperparameters of a step; raise ValueError if compression does not support new ones."""
-        if self.hyperparameters.note_step():
-            self._check()
-
-    def fix(self, num_reductions: int, frozen: tuple[str, ...], new: tuple[str, ...], modes: int) -> torch.Tensor:
+    def fix(
+        self, num_reductions: int, frozen: tuple[str, ...] = (), new: tuple[str, ...] = (), modes: int = 0
+    ) -> torch.Tensor:
         """Fix this rank's record for the reduction that follows ``num_reductions`` others; return its bits."""
         loop, compared = self.loop, self.compares_loop
         has_pass = compared and self.has_pass
         fields = (
-            (loop.num_unused, loop.num_restarts, loop.accumulated) if has_pass else None,
+            (loop.num_unused, loop.num_calls, loop.accumulated) if has_pass else None,
             modes if compared else 0,
             self.loss_scale if has_pass else None,
             self.num_passes if has_pass else 0,
@@ -226,110 +206,163 @@ class RankFlags:
             self.veto,
             self.skips,
             self.stop,
+            self.absent,
+            self.steps,
         )
-        digest = self.hyperparameters.digest if compared else 0
-        if (fields, digest) != self._last:  # most reductions repeat the one before
+        digests = [self.readers[name].digest for name in sorted(self.readers)] if compared else []
+        _, _, record, value, bits = self._sent[-1]
+        if (fields, digests) != self._last:  # most reductions repeat the one before
             record = Record(*fields)
-            value = record.value(digest)
-            self._last, self._sent = (fields, digest), (record, value, self._bits.of(value))
-        record, value, bits = self._sent
-        self._records.append((num_reductions, record, value))
+            value = record.value(digests)
+            self._last, bits = (fields, digests), self._bits.of(value)
+        self._sent.append(SentFlags(num_reductions, self.readers, record, value, bits))
         return bits
 
-    def with_own_requests(self, differing: torch.Tensor) -> torch.Tensor:
-        """Return ``differing`` with this rank's requests set, which count even if all ranks make them."""
-        _, _, value = self._records[-1] if self._records else (0, Record(), 0)
-        mine = [bit for bit in _ANY if value >> bit & 1] + ([NEW] if value >> NEW & 1 else [])
-        if not mine:
-            return differing
-        differing = differing.clone()
-        differing[mine] = True
-        return differing
+    def received(self, differing: torch.Tensor) -> list[bool]:
+        """Return the bits ``differing`` between ranks, and this rank's requests; [] if none is set, or on a GPU."""
+        # Requests count even if all ranks make them.
+        mine = [bit for bit in (NEW, *_ANY) if self._sent[-1].value >> bit & 1]
+        if mine:
+            differing = differing.clone()
+            differing[mine] = True
+        if not self._seen:
+            return differing.tolist() if bool(differing.any()) else []
+        self._seen[self._num_seen % 2].put(differing)
+        self._num_seen += 1
+        return []
 
-    def record_of(self, num_reductions: int) -> Record:
-        return next((record for number, record, _ in self._records if number == num_reductions), Record())
+    def received_late(self) -> list[bool]:
+        """Return what :meth:`received` did not on a GPU two reductions ago, as the next one begins."""
+        found = self._seen[self._num_seen % 2].get() if self._num_seen > 1 else []
+        return found if any(found) else []
+
+    def forget_received(self) -> None:
+        """Discard what :meth:`received_late` has not returned yet."""
+        self._num_seen = 0
+
+    def exchange(
+        self, num_reductions: int, gather: Callable[[bytes], Sequence[bytes]], world: Sequence[int], **late: Any
+    ) -> dict[int, Record]:
+        """Return all ranks' records of the reduction after ``num_reductions`` others. Collective, by ``gather``.
+
+        Args:
+            world: numbers of the ranks.
+            late: fields of the record that are read only now.
+        """
+        sent = next((each for each in self._sent if each.number == num_reductions), _NOTHING)
+        groups = {name: reader.groups() for name, reader in sent.readers.items()}
+        texts = gather(json.dumps(asdict(replace(sent.record, groups=groups, **late))).encode())
+        ranks = zip(world, texts, strict=True)
+        return {rank: Record(**parse(text, _RECORD, f"the flags of rank {rank}")) for rank, text in ranks}
+
+    def apply(self, by_rank: Mapping[int, Record]) -> None:
+        """Note the requests in all ranks' records."""
+        self.announced = by_rank
+        stops = (StopRequest(rank, of.stop) for rank, of in by_rank.items() if of.stop is not None)
+        self.stop_requested = self.stop_requested or next(stops, self.stop_requested)
+        if self.stop_requested:
+            self.stop = None
 
     def reduced(self) -> None:
         """Reset the counts for the next reduction: gradients have been handed out, or discarded."""
         self.loop.restart()
         self.veto, self.skips, self.has_pass = None, False, True
-        if self.stop_requested:
-            self.stop = None
 
-    def apply(self, by_rank: Mapping[int, Record]) -> None:
-        """Note the requests in all ranks' records."""
-        self.announced = RankRequests(
-            veto={rank: of.veto for rank, of in by_rank.items() if of.veto is not None},
-            skipping=tuple(rank for rank, of in by_rank.items() if of.skips),
-            new=any(of.new for of in by_rank.values()),
-        )
-        self.stop_requested = self.stop_requested or first_stop(by_rank)
+    @property
+    def vetoes(self) -> str:
+        """Ranks that have vetoed the last step, and why; "" without a veto."""
+        vetoes = {rank: of.veto for rank, of in self.announced.items() if of.veto is not None}
+        return ", ".join(f"rank {rank}{f' ({reason})' if reason else ''}" for rank, reason in vetoes.items())
 
 
 _PAIRED = (
     "Their gradients would be averaged with those of other batches. A rank without a usable batch calls "
-    "reducer.skip_batch() in place of forward and backward, or reducer.veto_step() to have the step left out on all"
+    "reducer.skip_batch() in place of forward and backward, or reducer.veto_step() to have the step left out on all. "
+    "What belongs to no training step goes in `with reducer.paused():`, or a forward in torch.no_grad()"
 )
 
 
-def raise_left_out(counts: Mapping[int, int], expected: int, what: str, advice: str, whose: str = "") -> None:
-    """Raise RuntimeError if the ranks' ``counts`` differ: those other than ``expected`` have left out a batch.
+def loops_of(records: Mapping[int, Record]) -> dict[int, Loop]:
+    """Return the loops of the ranks that have had a pass."""
+    return {rank: of.loop for rank, of in records.items() if of.loop is not None}
+
+
+def raise_out_of_loop(
+    loops: Mapping[int, Loop], advice: str = _PAIRED, whose: str = "", since: str = "the last reduction"
+) -> None:
+    """Raise RuntimeError if ranks have done different things ``since`` they were compared.
 
     Args:
-        expected: the number on ranks that have left out none.
+        loops: those of the ranks that are compared.
+        advice: what a rank without a usable batch does instead.
         whose: what the ranks are counted among.
     """
-    odd = [rank for rank, count in counts.items() if count != expected]
-    if odd:
-        raise RuntimeError(f"{name_ranks(odd)}{whose} left out a batch: {what}: {counts_text(counts)}. {advice}")
-
-
-def raise_out_of_loop(records: Mapping[int, Record]) -> None:
-    """Raise RuntimeError if ranks have done different things since the last reduction."""
-    loops = {rank: of.loop for rank, of in records.items() if of.loop is not None}
     accumulated = [rank for rank, (_, _, flag) in loops.items() if flag]
     if 0 < len(accumulated) < len(loops):
         raise RuntimeError(
             f"{name_ranks(accumulated)} added this backward() to gradients that the last optimizer.step() has used, "
             "the others did not: optimizer.zero_grad() was left out there"
         )
-    unused = {rank: count for rank, (count, _, _) in loops.items()}
-    what = "forwards for training since the last reduction that no backward() followed"
-    aside = "A forward that is no training step belongs in torch.no_grad() or in `with reducer.paused():`"
-    raise_left_out(unused, min(unused.values(), default=0), what, f"{_PAIRED}. {aside}")
-    calls = {rank: 1 + count for rank, (_, count, _) in loops.items()}
-    aside = "A call that belongs to no training step goes in `with reducer.paused():`"
-    what = "calls of optimizer.zero_grad() since the last reduction"
-    raise_left_out(calls, min(calls.values(), default=0), what, f"{_PAIRED}. {aside}")
+    for index, what, behind in (
+        (0, "forwards for training", " that no backward() followed"),
+        (1, "calls of optimizer.zero_grad()", ""),
+    ):
+        counts = {rank: loop[index] for rank, loop in loops.items()}
+        if odd := [rank for rank, count in counts.items() if count != min(counts.values())]:
+            what = f"{what} since {since}{behind}: {counts_text(counts)}"
+            raise RuntimeError(f"{name_ranks(odd)}{whose} left out a batch: {what}. {advice}")
 
 
-def raise_removed(names: Mapping[int, list[str]]) -> None:
+IN_STEP = " in the last optimizer.step(), for which it was set after backward(),"
+"""Name of the numbers of a Reducer's groups in the last step, in :attr:`Record.groups` and in errors."""
+
+
+def raise_different_groups(
+    records: Mapping[int, Record], permitting: str = 'tuning=pycomm.Tuning(per_rank=("{}",))'
+) -> None:
+    """Raise ValueError if numbers in the groups of an optimizer differ.
+
+    ``permitting``: see :func:`require_equal_groups`.
+    """
+    names = {name: None for of in records.values() for name in of.groups}
+    for name in names:
+        groups = {rank: of.groups.get(name) or None for rank, of in records.items()}  # a newcomer has made no step yet
+        whose = f" of the optimizer of {name!r}" if len(names) > 1 else ""
+        require_equal_groups(groups, permitting, name if name in ("", IN_STEP) else whose)
+
+
+def _not_everywhere(names: Mapping[int, Sequence[str]]) -> tuple[str, list[int], list[int]] | None:
+    """Return the first name that some ranks lack, the ranks that have it, and those others; ``None`` without one."""
+    sets = {rank: set(each) for rank, each in names.items()}
+    for name in itertools.chain(*names.values()):
+        if lack := [rank for rank, each in sets.items() if name not in each]:
+            return name, [rank for rank in sets if rank not in lack], lack
+    return None
+
+
+def raise_removed(records: Mapping[int, Record]) -> None:
     """Raise RuntimeError if a parameter is in the optimizer on some ranks only."""
-    everywhere = set.intersection(*map(set, names.values()))
-    for name in (name for of_rank in names.values() for name in of_rank if name not in everywhere):
-        lack = [rank for rank, of_rank in names.items() if name not in of_rank]
+    if found := _not_everywhere({rank: of.names for rank, of in records.items()}):
+        name, _, lack = found
         raise RuntimeError(
             f"parameter {name!r} is no longer in the optimizer on {name_ranks(lack)}, and still is on the others: "
             "remove parameters from its groups on all ranks, between the same steps"
         )
 
 
-def _on_ranks(by_value: Mapping[str, list[int]]) -> str:
-    return ", ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in by_value.items())
-
-
 def raise_different_scales(records: Mapping[int, Record]) -> None:
     """Raise ValueError if the ranks' loss scales differ."""
-    by_value = ranks_by_value({rank: repr(of.loss_scale) for rank, of in records.items() if of.loop is not None})
-    if len(by_value) > 1:
+    scales = {rank: repr(of.loss_scale) for rank, of in records.items() if of.loop is not None}
+    if len(set(scales.values())) > 1:
         raise ValueError(
-            f"the ranks' loss scalers differ: the scale is {_on_ranks(by_value)}. Make the scaler alike on all ranks, "
+            f"the ranks' loss scalers differ: the scale is {values_text(scales)}. Make the scaler alike on all ranks, "
             "load its state on all of them, and call update() after the same steps"
         )
 
 
-def raise_different_modes(modes: Mapping[int, Mapping[str, bool]]) -> None:
-    """Raise RuntimeError if a module is in training mode on some ranks only. ``modes``: ``training`` by name."""
+def raise_different_modes(records: Mapping[int, Record]) -> None:
+    """Raise RuntimeError if a module is in training mode on some ranks only."""
+    modes = {rank: of.training for rank, of in records.items() if of.loop is not None}
     first = next(iter(modes.values()), {})
     for name in (name for name in first if all(name in of for of in modes.values())):
         training = [rank for rank, of in modes.items() if of[name]]
@@ -346,11 +379,11 @@ def raise_different_modes(modes: Mapping[int, Mapping[str, bool]]) -> None:
 
 def different_windows(records: Mapping[int, Record]) -> str:
     """Return a warning about windows of which a function has made different numbers of passes; "" without any."""
-    by_value = ranks_by_value({rank: str(of.num_passes) for rank, of in records.items() if of.num_passes})
-    if len(by_value) < 2:
+    passes = {rank: str(of.num_passes) for rank, of in records.items() if of.num_passes}
+    if len(set(passes.values())) < 2:
         return ""
     return (
-        f"accumulate's function has ended this window after a number of backward passes that is {_on_ranks(by_value)}. "
+        f"accumulate's function has ended this window after a number of backward passes that is {values_text(passes)}. "
         "Each rank's sum of gradients counts the same in the average, whatever its number of batches: call "
         "reducer.set_weight(num_samples) before each backward() on all ranks, or let the function answer alike"
     )
@@ -358,15 +391,12 @@ def different_windows(records: Mapping[int, Record]) -> str:
 
 def raise_different_freezing(records: Mapping[int, Record]) -> None:
     """Raise RuntimeError if a parameter is frozen on some ranks only."""
-    frozen = {rank: set(of.frozen) for rank, of in records.items()}
-    names = [name for of in records.values() for name in of.frozen]
-    for name in names:
-        where = [rank for rank, those in frozen.items() if name in those]
-        if len(where) < len(records):
-            raise RuntimeError(
-                f"parameter {name!r} is frozen (requires_grad=False) on {name_ranks(where)}, and trained on "
-                f"{name_ranks([rank for rank in records if rank not in where])}: freeze it on all ranks, or on none"
-            )
+    if found := _not_everywhere({rank: of.frozen for rank, of in records.items()}):
+        name, have, lack = found
+        raise RuntimeError(
+            f"parameter {name!r} is frozen (requires_grad=False) on {name_ranks(have)}, and trained on "
+            f"{name_ranks(lack)}: freeze it on all ranks, or on none"
+        )
 
 
 def raise_different_new(new: Mapping[int, Sequence[str]]) -> None:
@@ -379,11 +409,6 @@ def raise_different_new(new: Mapping[int, Sequence[str]]) -> None:
             "add, replace or unfreeze parameters on all ranks, between the same steps, and have reduce() average "
             "gradients of frozen ones on all ranks or on none"
         )
-
-
-def reasons_of(veto: Mapping[int, str]) -> str:
-    """Return which ranks vetoed a step, and why."""
-    return ", ".join(f"rank {rank}{f' ({reason})' if reason else ''}" for rank, reason in veto.items())
 
 
 class Stoppable(Protocol):
@@ -417,9 +442,7 @@ class SignalStop:
     def __enter__(self) -> SignalStop:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

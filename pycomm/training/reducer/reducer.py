@@ -188,7 +188,7 @@ class Reducer:
     @property
     def is_vetoed(self) -> bool:
         """Whether a rank has vetoed the last step; see :meth:`veto_step`."""
-        return bool(self._engine.flags.announced.veto)
+        return bool(self._engine.flags.vetoes)
 
     def reduce_now(self) -> None:
         """Average the present gradients, unless their averages already wait for a step. Collective.

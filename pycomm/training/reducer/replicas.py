@@ -1,11 +1,9 @@
 """Check that the ranks are at the same step with the same parameters, by fingerprints sent with the gradients.
 
-Each reduction carries the number of steps that the optimizer has taken, modulo 16: if a rank ran a backward pass on its
-own, the next reduction shows it to all ranks. The 2nd, 3rd, 5th, 9th, ... reduction, and then one in every
-``check_replicas``, also carries hashes of all parameters and of the module's buffers. In CPU memory, the others carry
-a hash of a part of the parameters, each part in turn. Every reduction carries the flags of :mod:`rank_flags`. If a bit
-differs, all ranks see it; they then exchange the data behind the bits, and name the difference and its ranks. If fewer
-than half of the ranks differ, the error accuses them, and the others may continue without them.
+Every reduction carries the bits of :mod:`rank_flags`: the 2nd, 3rd, 5th, 9th, ... one, and then one in every
+``check_replicas``, hashes of all parameters and of the module's buffers, in CPU memory the others a hash of a part of
+the parameters, each part in turn. If fewer than half of the ranks differ, the error accuses them, and the others may
+continue without them.
 
 This covers averaged gradients, too, which are equal on all ranks: a flipped bit in one leads to a different parameter,
 or has no effect.
@@ -18,29 +16,28 @@ them: to find every flipped bit, they would have to be taken in every step.
 
 from __future__ import annotations
 
-import json
 import logging
 import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from typing import Any
 
 import torch
 
 from pycomm import kernels
-from pycomm.collectives.bucket import FINGERPRINT_BITS, FingerprintBits
+from pycomm.collectives.bucket import FingerprintBits
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import is_capturing, on_gpu
 from pycomm.collectives.tensor_memory import comparable, hashable
 from pycomm.compression.base import Flag
 from pycomm.descriptions import counts_text, name_ranks
-from pycomm.optim.hyperparameters import Hyperparameters, require_equal_groups
+from pycomm.optim.hyperparameters import Hyperparameters
 from pycomm.torch_internals import parts_of, uncompiled
 from pycomm.training.reducer import rank_flags
 from pycomm.training.reducer.buckets import BucketInFlight, state_of
 from pycomm.training.reducer.parameters import ParameterTable
-from pycomm.training.reducer.rank_flags import RankFlags, RankRequests, Record
+from pycomm.training.reducer.rank_flags import RankFlags, Record
 from pycomm.training.reducer.replica_differences import (
     DamageError,
     Hashes,
@@ -50,8 +47,7 @@ from pycomm.training.reducer.replica_differences import (
     is_comparison_due,
 )
 from pycomm.training.reducer.settings import AttachSettings
-from pycomm.training.reducer.window import HostCopy, TrainingProgress
-from pycomm.untrusted import ANYTHING, ListOf, MapOf, parse
+from pycomm.training.reducer.window import TrainingProgress
 
 _REMEMBERED = 4
 """Number of comparisons that may still be reported: on a GPU the host reports two reductions later."""
@@ -75,16 +71,18 @@ class TakenHashes:
 
     def take(self) -> None:
         if self._tensors:
-            self._then = kernels.hashes(self._tensors, scratch=self._scratch, out=self._room())
+            self._then = self._hashes()
 
     def compare(self) -> None:
         """Take the hashes again, and compare them. Releases the state."""
         if self._then is not None:
-            self.changed = kernels.hashes(self._tensors, scratch=self._scratch, out=self._room()) != self._then
+            self.changed = self._hashes() != self._then
         self._tensors = []
 
-    def _room(self) -> torch.Tensor:
-        return torch.empty(len(self._tensors), dtype=torch.int64, device=self._tensors[0].device)
+    def _hashes(self) -> torch.Tensor:
+        room = torch.empty(len(self._tensors), dtype=torch.int64, device=self._tensors[0].device)
+        kernels.hashes(self._tensors, scratch=self._scratch, out=room)
+        return room
 
 
 class StateHashes:
@@ -144,11 +142,6 @@ _STATE = _STEP_BITS
 _PARAMETERS = slice(_STATE + 1, rank_flags.ALIKE.start - _BUFFER_BITS)
 _BUFFERS = slice(rank_flags.ALIKE.start - _BUFFER_BITS, rank_flags.ALIKE.start)
 
-_PERMITTING = 'tuning=pycomm.Tuning(per_rank=("{}",))'
-_IN_STEP = " in the last optimizer.step(), for which it was set after backward(),"
-_NUMBERS = ListOf(MapOf(ANYTHING))
-_ALIKE = {"groups": _NUMBERS, "of_step": _NUMBERS, "modes": MapOf(bool), "names": ListOf(str)}
-
 _logger = logging.getLogger("pycomm")
 
 
@@ -158,7 +151,6 @@ class RankComparison:
     Attributes:
         flags: further bits of this rank, and what the other ranks have announced.
         looks_soon: whether parameters are compared more often at the beginning; false where steps do not wait for all.
-        absent: whether this rank takes part without data and takes no steps, so that its parameters do not count.
     """
 
     def __init__(
@@ -172,31 +164,33 @@ class RankComparison:
     ) -> None:
         self._communicator, self._table, self._progress, self._world = communicator, table, progress, world
         self._interval, device = settings.tuning.check_replicas, table.device
-        self.absent, self.looks_soon = False, True
+        self.looks_soon = True
         self._compares_modes = "training" not in settings.tuning.per_rank
-        ignores = table.ignored.covers if table.ignored else None
-        self.flags = RankFlags(
-            Hyperparameters(table.optimizer, tuple(settings.tuning.per_rank), ignores),
-            device,
-            lambda: settings.compression.check(table.optimizer),
-        )
+        self._compression, ignores = settings.compression, table.ignored.covers if table.ignored else None
+        per_rank = tuple(settings.tuning.per_rank)
+        self.flags = RankFlags(device, table.on_gpu)
+        self.flags.readers = {
+            when: Hyperparameters(table.optimizer, per_rank, ignores) for when in ("", rank_flags.IN_STEP)
+        }
         self.flags.takes_new = not table.on_gpu  # there the host learns too late
         self._parameters: Callable[[], Named] = lambda: comparable(table.locals())
         self._buffers: Callable[[], Named] = lambda: comparable(buffers())
-        steps = torch.arange(1 << _STEP_BITS).unsqueeze(1) >> torch.arange(_STEP_BITS)
-        by_step = torch.zeros(1 << _STEP_BITS, FINGERPRINT_BITS, dtype=torch.bool)
-        by_step[:, _STEP] = (steps & 1).bool()
-        self._by_step = by_step.to(device)
         self._parameter_hashes = Hashes(device, _PARAMETERS.stop - _PARAMETERS.start)
         self._buffer_hashes = Hashes(device, _BUFFER_BITS)
         self._rolling, self._bits = RollingHash(), FingerprintBits(device)
+        self._by_step = [self._bits.of(number) for number in range(1 << _STEP_BITS)]
         self.state_hashes = StateHashes()
         self._state_changed: Flag = False
-        # On a GPU the host reads the bits two reductions later.
-        self._seen = [HostCopy(FINGERPRINT_BITS, device) for _ in range(2)] if table.on_gpu else []
-        self._num_seen = 0
         self._logged, self._uneven = False, -2
         self._differences = ReplicaDifferences(communicator, table.locals, world)
+
+    def require_suitable(self, *, in_step: bool = False) -> None:
+        """Read the numbers of the optimizer's groups, as those of a step if ``in_step``.
+
+        Raises ValueError if they have changed, and compression does not support them.
+        """
+        if self.flags.readers[rank_flags.IN_STEP if in_step else ""].refresh():
+            self._compression.check(self._table.optimizer)
 
     def is_due(self, num_reductions: int) -> bool:
         """Return whether parameters are compared in the reduction that follows ``num_reductions`` others."""
@@ -268,30 +262,23 @@ class RankComparison:
         On a GPU, :meth:`compare_previous` does it two reductions later. In a CUDA graph nothing is reported, as the
         host takes no part in its launches.
         """
-        self.flags.announced = RankRequests()
+        self.flags.announced = {}
         if not self._table.flights:
             return
         first, last = self._table.flights[0].exchange, self._table.flights[-1].exchange
         differing = first.differing() if last is first else first.differing() | last.differing()
-        if self._seen and is_capturing():
+        if self._table.on_gpu and is_capturing():
             return
         reductions = self._progress.num_reductions
-        differing = self.flags.with_own_requests(differing)
         if self.is_due(reductions):  # the bit differs between ranks, unless the state of all of them is damaged
             differing = differing.clone()
             differing[_STATE] |= self._state_changed
-        if self._seen:
-            self._seen[self._num_seen % 2].put(differing)
-            self._num_seen += 1
-        elif bool(differing.any()):
-            self._report(differing.tolist(), reductions)
+        self._report(self.flags.received(differing), reductions)
 
     def compare_previous(self) -> None:
         """Report differences that the reduction before the last found on a GPU. Called as each reduction begins."""
-        if self._num_seen > 1 and not is_capturing():
-            differing = self._seen[self._num_seen % 2].get()
-            if any(differing):
-                self._report(differing, self._progress.num_reductions - 2)
+        if self._table.on_gpu and not is_capturing():
+            self._report(self.flags.received_late(), self._progress.num_reductions - 2)
 
     def compare_replicas(self) -> None:
         """Report parameters that differ between the ranks now. Collective, and waits for a GPU.
@@ -311,17 +298,13 @@ class RankComparison:
         self.state_hashes.forget()
         self._rolling = RollingHash()
 
-    def forget_seen(self) -> None:
-        """Discard differences of earlier reductions that have not been reported yet."""
-        self._num_seen = 0
-
     def _report(self, differing: Sequence[bool], of: int) -> None:
         """Raise, warn or log the differences between the ranks. Collective; all ranks do the same.
 
         An absent rank, which cannot know whether the others have left out a step, adopts their number of steps.
 
         Args:
-            differing: bits that differ, or that a rank has set.
+            differing: bits that differ, or that a rank has set; [] if none is.
             of: number of the reduction that carried them.
 
         Raises:
@@ -329,15 +312,22 @@ class RankComparison:
             ValueError: their hyperparameters differ.
             DamageError: some ranks' parameters differ from those of most, or their state has changed by itself.
         """
-        record = self.flags.record_of(of)
-        mine = replace(record, absent=self.absent, reductions=of, steps={"": self._progress.num_steps})
-        by_rank = mine.exchanged(self._communicator.channel.all_gather_bytes, self._world())
+        if not differing:
+            return
+        is_alike = not any(differing[rank_flags.ALIKE])
+        more = {} if is_alike else self._alike()
+        gather, mine = self._communicator.channel.all_gather_bytes, {"": self._progress.num_steps}
+        by_rank = self.flags.exchange(of, gather, self._world(), steps=mine, **more)
         absent = [each.absent for each in by_rank.values()]
         there = {rank: each for rank, each in by_rank.items() if not each.absent}
         steps = {rank: each.steps[""] for rank, each in (there or by_rank).items()}
         if any(differing[_STEP]) and there and (len(set(steps.values())) > 1 or not any(absent)):
             raise RuntimeError(_out_of_step(steps))
-        self._report_flags(differing, by_rank, there, of)
+        if differing[rank_flags.NEW]:  # before the groups, which then differ too
+            rank_flags.raise_different_new({rank: each.new for rank, each in there.items()})
+        if not is_alike:
+            self._raise_not_alike(there, of)
+        self.flags.apply(by_rank)
         if differing[_STATE]:
             self._report_state()
         is_due = self.is_due(of)
@@ -347,38 +337,28 @@ class RankComparison:
             self._differences.report(self._parameter_hashes, self._progress.num_reductions, absent)
         if any(differing[_BUFFERS]) and not self._logged:
             self._log_buffers(absent)
-        if self.absent:
+        if self.flags.absent:
             self._progress.num_steps = max(steps.values())
 
-    def _report_flags(
-        self, differing: Sequence[bool], records: Mapping[int, Record], there: Mapping[int, Record], of: int
-    ) -> None:
-        """Raise the error of what ranks did differently in reduction ``of``, or note requests. Collective."""
-        if differing[rank_flags.NEW]:  # before the groups, which then differ too
-            rank_flags.raise_different_new({rank: each.new for rank, each in there.items()})
-        if there and any(differing[rank_flags.ALIKE]):
-            self._report_alike(records, there, of)
-        self.flags.apply(records)
-
-    def _report_alike(self, records: Mapping[int, Record], there: Mapping[int, Record], of: int) -> None:
-        """Raise the error of what ranks do not do alike in reduction ``of``. Collective."""
-        numbers, module = self.flags.hyperparameters, self._table.module
+    def _alike(self) -> dict[str, Any]:
+        """Return the fields of this rank's record that are exchanged only if ranks do not do the same."""
+        module = self._table.module
         parts = {} if module is None or not self._compares_modes else dict(uncompiled(module).named_modules())
-        modes = {name: part.training for name, part in parts.items()}
-        groups, of_step, names = numbers.groups(), numbers.groups_in_step(), self._table.names_in_optimizer()
-        text = json.dumps({"groups": groups, "of_step": of_step, "modes": modes, "names": names})
-        texts = [parse(each, _ALIKE, "what a rank does") for each in self._differences.all_gather_text(text)]
-        every = dict(zip(records, texts, strict=True))
-        trained = {rank for rank, each in there.items() if each.loop is not None}
-        rank_flags.raise_removed({rank: of["names"] for rank, of in every.items() if rank in there})
-        require_equal_groups({rank: every[rank]["groups"] for rank in there}, _PERMITTING)
-        # A newcomer has made no step yet.
-        require_equal_groups({rank: every[rank]["of_step"] or None for rank in trained}, _PERMITTING, _IN_STEP)
-        rank_flags.raise_different_scales(there)
-        rank_flags.raise_out_of_loop(there)
-        rank_flags.raise_different_freezing(there)
-        rank_flags.raise_different_modes({rank: of["modes"] for rank, of in every.items() if rank in trained})
-        if found := rank_flags.different_windows(there):
+        training = {name: part.training for name, part in parts.items()}
+        return {
+            "training": training,
+            "names": self._table.names_in_optimizer(),
+        }
+
+    def _raise_not_alike(self, records: Mapping[int, Record], of: int) -> None:
+        """Raise the error of what ranks do not do alike in reduction ``of``."""
+        rank_flags.raise_removed(records)
+        rank_flags.raise_different_groups(records)
+        rank_flags.raise_different_scales(records)
+        rank_flags.raise_out_of_loop(rank_flags.loops_of(records))
+        rank_flags.raise_different_freezing(records)
+        rank_flags.raise_different_modes(records)
+        if found := rank_flags.different_windows(records):
             before, self._uneven = self._uneven, of
             if before == of - 1:  # else perhaps the end of an epoch
                 raise RuntimeError(found)

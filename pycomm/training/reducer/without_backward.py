@@ -136,9 +136,9 @@ class WithoutBackward:
         Returns:
             Whether all ranks are absent.
         """
-        comparison = self._engine.comparison
-        comparison.absent = absent  # then its parameters and steps are not compared
-        self._engine.flags.has_pass = not absent
+        flags = self._engine.flags
+        flags.absent = absent  # then its parameters and steps are not compared
+        flags.has_pass = not absent
         try:
             if absent:
                 self._passes.forget_abandoned()
@@ -150,7 +150,7 @@ class WithoutBackward:
                 self._progress.stepped()
             return self._all_absent(absent)
         finally:
-            comparison.absent = False
+            flags.absent = False
 
     def _all_absent(self, absent: bool) -> bool:
         """Return whether all ranks are ``absent``, after a reduction without gradients; if so, adopt the last step.
@@ -164,7 +164,7 @@ class WithoutBackward:
         if found[0]:
             return False
         self._progress.num_steps = int(found[1])
-        self._engine.comparison.forget_seen()
+        self._engine.flags.forget_received()
         return True
 
     def reduce_now(self) -> None:

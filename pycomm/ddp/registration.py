@@ -1,11 +1,11 @@
-"""Settings and counters of a registration, and whether this rank still takes part."""
+"""Registration: what the handles of DistributedDataParallel and of ``fully_shard`` have in common."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,12 @@ import torch
 
 from pycomm.collectives.communicator import Communicator
 from pycomm.compression import Compression
-from pycomm.compression.base import Exchange, Flag, Scaling, method_stats
-from pycomm.compression.nonfinite import NonfiniteSource, Sent
+from pycomm.compression.base import Flag, Scaling, method_stats
+from pycomm.compression.nonfinite import NonfiniteSource
+from pycomm.compression.saved_state import gather_state, select_state
+from pycomm.ddp.exchanges import HookPart, Sorting
 from pycomm.optim.loss_scaler import checked_scaler, scale_of
-from pycomm.optim.parameters import unwrapped
+from pycomm.optim.parameters import checked_optimizer
 from pycomm.training.cost.auto import checked_method
 from pycomm.training.reducer import Tuning
 
@@ -27,42 +29,40 @@ class HookSettings:
 
     method: Compression
     loss_scaler: Any
-    algorithm: str
     optimizer: torch.optim.Optimizer | None
-    comparison: Tuning
+    tuning: Tuning
 
     def lines(self) -> list[str]:
         """Return one line per setting, to be compared between the ranks."""
         return [
             f"compression={self.method!r}",
             f"loss_scaler={type(self.loss_scaler).__name__}",
-            f"algorithm={self.algorithm}",
-            f"comparison={self.comparison!r}",
+            f"tuning={self.tuning}",
         ]
 
 
-def checked_settings(
-    compression: Any, loss_scaler: Any, optimizer: Any, algorithm: Any, **comparison: Any
-) -> HookSettings:
-    """Return the arguments of a registration as checked settings; ``comparison``: those of ``Tuning``."""
-    if not isinstance(algorithm, str):
-        raise TypeError(f"algorithm is {algorithm!r}, wanted a name")
+def checked_settings(compression: Any, loss_scaler: Any, optimizer: Any, **tuning: Any) -> HookSettings:
+    """Return the arguments of a registration as checked settings; ``tuning``: those of ``Tuning``."""
     method = checked_method(compression)
     if optimizer is not None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"optimizer is a {type(optimizer).__name__}, wanted a torch.optim.Optimizer or None")
-        optimizer = unwrapped(optimizer)
+        optimizer = checked_optimizer(optimizer)
         method.check(optimizer)
-    return HookSettings(method, checked_scaler(loss_scaler), algorithm, optimizer, Tuning(**comparison))
+    return HookSettings(method, checked_scaler(loss_scaler), optimizer, Tuning(**tuning))
 
 
-class HookProgress:
-    """Progress of the steps of a model.
+class Registration:
+    """Exchanges, state and counters of one registration, and whether this rank still takes part.
 
     Args:
         communicators: communicators that this rank leaves after an error; the first one averages gradients.
+        settings: arguments of the registration.
+        device: device of the gradients.
+        names: the parameters' names, by ``id``.
+        otherwise: description of an unknown source of non-finite gradients.
 
     Attributes:
+        communicator, method: communicator that averages gradients, and compression method.
+        exchanges: exchanges of all buckets.
         committed, nonfinite: numbers of steps that changed state, and of those that were not finite: 0-d int64 tensors
             on ``device``.
         source: rank and parameter of the last non-finite gradient.
@@ -72,9 +72,18 @@ class HookProgress:
         stopped: error after which this rank no longer takes part; "" without one.
     """
 
-    def __init__(self, communicators: Sequence[Communicator], settings: HookSettings, device: torch.device) -> None:
-        self._communicators, self.device, self.on_gpu = communicators, device, device.type == "cuda"
-        self._scaler = settings.loss_scaler
+    def __init__(
+        self,
+        communicators: Sequence[Communicator],
+        settings: HookSettings,
+        device: torch.device,
+        names: Mapping[int, str],
+        otherwise: str,
+    ) -> None:
+        self._communicators, self.communicator, self.method = communicators, communicators[0], settings.method
+        self.device, self.on_gpu = device, device.type == "cuda"
+        self.exchanges = Sorting(names, settings.method, self.communicator, settings.tuning.algorithm)
+        self._scaler, self._otherwise = settings.loss_scaler, otherwise
         self.committed = torch.zeros((), dtype=torch.int64, device=device)
         self.nonfinite = torch.zeros((), dtype=torch.int64, device=device)
         self.source = NonfiniteSource()
@@ -82,6 +91,7 @@ class HookProgress:
         for communicator in communicators:
             communicator.channel.farewell = functools.partial(_farewell, self._count)  # keeps nothing else alive
         self.is_open, self.stopped = False, ""
+        self._last_stats: dict[str, Any] = {}
 
     @property
     def num_steps(self) -> int:
@@ -96,7 +106,20 @@ class HookProgress:
         # A copy on a GPU: the count may be incremented before the GPU has read it for this step.
         step = self.committed.clone() if self.on_gpu else int(self.committed)
         loss_scale = scale_of(self._scaler, self.device, self.on_gpu)
-        return Scaling(self._communicators[0].size, loss_scale=loss_scale, step=step)
+        return Scaling(self.communicator.size, loss_scale=loss_scale, step=step)
+
+    def verdict(self, parts: Sequence[HookPart], *, is_wanted: bool) -> Flag:
+        """Return whether all that was received is finite, the same on all ranks; true unless it ``is_wanted``.
+
+        Collective if a gradient that is sent as it is is not finite, to share its source.
+        """
+        self.source.share(parts, self.communicator)
+        if not is_wanted:
+            return True
+        found = torch.stack([torch.as_tensor(part.exchange.finite()) for part in parts]).all()
+        finite = found if found.is_cuda else bool(found)
+        self.source.count(finite)
+        return finite
 
     def count(self, finite: Flag) -> None:
         """Count one more step of a method with state."""
@@ -128,39 +151,55 @@ class HookProgress:
         for communicator in self._communicators:
             communicator.channel.abandon(self.stopped, in_step=False)
 
-    def require_between_steps(self, what: str, is_removed: bool) -> None:
+    def _require_between_steps(self, what: str) -> None:
         """Raise RuntimeError inside a step, or after ``remove()``; ``what`` is the method that was called."""
-        if is_removed:
+        if self.is_closed:
             raise RuntimeError(f"{what}() after remove()")
         if self.is_open and not self.stopped:
             raise RuntimeError(f"{what}() inside backward: call it between steps")
 
-    def stats(self, parts: Sequence[Sent], bytes_sent: int, num_buckets: int, otherwise: str) -> dict[str, Any]:
-        """Return the counters of ``HookHandle.stats``; ``otherwise`` describes an unknown source."""
-        nonfinite_steps = int(self.nonfinite)
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of compression on this rank, as ``Reducer.state_dict`` does."""
+        self._require_between_steps("state_dict")
+        return gather_state(self.exchanges.state(), self.method, self.communicator, int(self.committed))
+
+    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]], strict: bool) -> None:
+        """Load state, with the arguments and errors of ``Reducer.load_state_dict``."""
+        self._require_between_steps("load_state_dict")
+        given = state if isinstance(state, dict) else list(state)
+        chosen, steps = select_state(given, self.exchanges.state(), self.method, self.communicator, strict)
+        self.exchanges.load_state(chosen)
+        self.committed.fill_(steps)
+
+    def stats(self) -> dict[str, Any]:
+        """Return the counters of ``HookHandle.stats``."""
+        if self.is_closed:
+            return dict(self._last_stats)
+        nonfinite_steps, parts = int(self.nonfinite), list(self.exchanges.parts())
         return {
-            "bytes_sent": bytes_sent,
+            "bytes_sent": self.exchanges.bytes_sent,
             "steps": self.num_steps,
             "wait_seconds": self.wait_seconds,
             "nonfinite_steps": nonfinite_steps,
-            "last_nonfinite": self.source.of(parts) or (otherwise if nonfinite_steps else None),
-            "num_buckets": num_buckets,
-            "transport": "nccl" if self.on_gpu else self._communicators[0].transport,
+            "last_nonfinite": self.source.of(parts) or (self._otherwise if nonfinite_steps else None),
+            "num_buckets": len(self.exchanges),
+            "transport": "nccl" if self.on_gpu else self.communicator.transport,
             **method_stats(part.exchange for part in parts),
         }
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return bool(self._last_stats)
+
     def close(self) -> None:
+        """Release all resources, but for the counters."""
+        self._last_stats = self.stats()
         for communicator in self._communicators:
             communicator.close(self.stopped or None)
+        self.exchanges.clear()
 
 
 def _farewell(count: Sequence[int]) -> str:
     """Return the message of a rank that ends its training to those that wait for it."""
     return f"it has ended its training after step {count[0]}"
-
-
-def all_finite(exchanges: Sequence[Exchange]) -> Flag:
-    """Return whether all that was received is finite; the same on all ranks, since all have received the same bits."""
-    flags = [torch.as_tensor(exchange.finite()) for exchange in exchanges]
-    finite = torch.stack(flags).all()
-    return finite if finite.is_cuda else bool(finite)
