@@ -84,8 +84,9 @@ class TrackedParameters:
         ids = {id(p) for p in here.values()}
         lost = [name for name, p in self.named.items() if id(p) not in ids]
         new = [name for name, p in here.items() if p.requires_grad and id(p) not in self._own]
-        if lost and lost[0] in here:
-            what = f"parameter {lost[0]!r} of the module is another one than the one that is averaged"
+        exchanged = next((name for name, p in self.named.items() if here.get(name, p) is not p), None)
+        if exchanged is not None:
+            what = f"parameter {exchanged!r} of the module is another one than the one that is averaged"
             return f"{what}: it was replaced. {self.advice}"
         if new:
             return f"parameter {new[0]!r} of the module is trained, and not averaged: it is new. {self.advice}"

@@ -11,7 +11,8 @@ Bits 32 to 63 travel with the last bucket, and are fixed when it is launched:
 
 - 32-59: hash of what all ranks must do alike. An error names what differs, and the ranks: every group's numbers (lr,
   momentum, betas, ...) now and in the last step; the loop index (forwards without a backward, calls of ``zero_grad``,
-  gradients that were not cleared); training or evaluation mode of the module; the loss scale; frozen parameters.
+  gradients that were not cleared); training or evaluation mode of the module, and places of parameters in it; the loss
+  scale; frozen parameters.
 - 60: the optimizer has parameters that are not averaged yet. If all ranks have some, they are added; else an error.
 - 61: a veto of this step, which is then discarded on all ranks.
 - 62: this rank has no batch: the mean is that of the other ranks.
@@ -70,7 +71,7 @@ class Record:
     Attributes:
         loop: number of unused forwards, number of calls of ``zero_grad`` beyond one, and whether this step added to
             gradients of the one before. ``None``: the rank took part without a pass of its own, and is not compared.
-        modes: hash of the modules' modes: training or evaluation.
+        modes: hash of the modules' modes, training or evaluation, and of attached parameters that have moved in them.
         loss_scale: scale of the loss, if the host knows it.
         num_passes: number of passes that a function has put into this window; 0 if the number is given.
         frozen: names of the parameters that do not require gradients.
@@ -326,6 +327,24 @@ def raise_different_scales(records: Mapping[int, Record]) -> None:
             f"the ranks' loss scalers differ: the scale is {_on_ranks(by_value)}. Make the scaler alike on all ranks, "
             "load its state on all of them, and call update() after the same steps"
         )
+
+
+def raise_different_places(moved: Mapping[int, Mapping[str, str]]) -> None:
+    """Raise RuntimeError if an attached parameter has moved within the module on some ranks only.
+
+    ``moved``: see ``ParameterPlaces``.
+    """
+
+    def text(at: str | None) -> str:
+        return "as it was" if at is None else f"attached as {at!r}" if at else "gone"
+
+    for name in {name: None for of in moved.values() for name in of}:
+        by_value = ranks_by_value({rank: text(of.get(name)) for rank, of in moved.items()})
+        if len(by_value) > 1:
+            raise RuntimeError(
+                f"the module's parameter {name!r} is {_on_ranks(by_value)}: a layer or a parameter was exchanged, tied "
+                "or left out on some ranks only. Change the module alike on all ranks, between the same steps"
+            )
 
 
 def raise_different_modes(modes: Mapping[int, Mapping[str, bool]]) -> None:

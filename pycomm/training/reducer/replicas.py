@@ -147,7 +147,7 @@ _BUFFERS = slice(rank_flags.ALIKE.start - _BUFFER_BITS, rank_flags.ALIKE.start)
 _PERMITTING = 'tuning=pycomm.Tuning(per_rank=("{}",))'
 _IN_STEP = " in the last optimizer.step(), for which it was set after backward(),"
 _NUMBERS = ListOf(MapOf(ANYTHING))
-_ALIKE = {"groups": _NUMBERS, "of_step": _NUMBERS, "modes": MapOf(bool), "names": ListOf(str)}
+_ALIKE = {"groups": _NUMBERS, "of_step": _NUMBERS, "modes": MapOf(bool), "names": ListOf(str), "moved": MapOf(str)}
 
 _logger = logging.getLogger("pycomm")
 
@@ -159,6 +159,7 @@ class RankComparison:
         flags: further bits of this rank, and what the other ranks have announced.
         looks_soon: whether parameters are compared more often at the beginning; false where steps do not wait for all.
         absent: whether this rank takes part without data and takes no steps, so that its parameters do not count.
+        moved: see ``ParameterPlaces``.
     """
 
     def __init__(
@@ -173,6 +174,7 @@ class RankComparison:
         self._communicator, self._table, self._progress, self._world = communicator, table, progress, world
         self._interval, device = settings.tuning.check_replicas, table.device
         self.absent, self.looks_soon = False, True
+        self.moved: Mapping[str, str] = {}
         self._compares_modes = "training" not in settings.tuning.per_rank
         ignores = table.ignored.covers if table.ignored else None
         self.flags = RankFlags(
@@ -214,13 +216,17 @@ class RankComparison:
         return (lambda: flags) if first is None else (lambda: first() | flags)
 
     def _modes(self, of_all: bool) -> int:
-        """Return training or evaluation mode of the module, or a hash of those ``of_all`` modules in it."""
+        """Return training or evaluation mode of the module, or a hash of those ``of_all`` modules in it.
+
+        It is mixed with a hash of :attr:`moved`.
+        """
         module = self._table.module
+        moved = zlib.crc32(repr(sorted(self.moved.items())).encode()) if self.moved else 0
         if module is None or not self._compares_modes:
-            return 0
+            return moved
         if not of_all:
-            return int(module.training)
-        return zlib.crc32(bytes(part.training for part in parts_of(uncompiled(module))))
+            return moved ^ module.training
+        return moved ^ zlib.crc32(bytes(part.training for part in parts_of(uncompiled(module))))
 
     def _fingerprint(self) -> Callable[[], torch.Tensor]:
         """Return the function that computes the first bucket's bits, to be called on its thread or stream.
@@ -366,7 +372,8 @@ class RankComparison:
         parts = {} if module is None or not self._compares_modes else dict(uncompiled(module).named_modules())
         modes = {name: part.training for name, part in parts.items()}
         groups, of_step, names = numbers.groups(), numbers.groups_in_step(), self._table.names_in_optimizer()
-        text = json.dumps({"groups": groups, "of_step": of_step, "modes": modes, "names": names})
+        moved = dict(self.moved)
+        text = json.dumps({"groups": groups, "of_step": of_step, "modes": modes, "names": names, "moved": moved})
         texts = [parse(each, _ALIKE, "what a rank does") for each in self._differences.all_gather_text(text)]
         every = dict(zip(records, texts, strict=True))
         trained = {rank for rank, each in there.items() if each.loop is not None}
@@ -377,6 +384,7 @@ class RankComparison:
         rank_flags.raise_different_scales(there)
         rank_flags.raise_out_of_loop(there)
         rank_flags.raise_different_freezing(there)
+        rank_flags.raise_different_places({rank: of["moved"] for rank, of in every.items() if rank in trained})
         rank_flags.raise_different_modes({rank: of["modes"] for rank, of in every.items() if rank in trained})
         if found := rank_flags.different_windows(there):
             before, self._uneven = self._uneven, of
