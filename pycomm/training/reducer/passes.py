@@ -13,13 +13,20 @@ import torch
 from pycomm.collectives.counting import PassGate
 from pycomm.errors import HALF_SENT, CommError
 from pycomm.optim.copies import MarkedParts, training_alone
-from pycomm.optim.module_hooks import BeforeForward, ForwardWatch, StepWatch, ZeroGradHook, forget_original
+from pycomm.optim.module_hooks import (
+    BeforeForward,
+    ForwardWatch,
+    ModuleZeroGradWatch,
+    StepWatch,
+    ZeroGradHook,
+    forget_original,
+)
 from pycomm.optim.parameters import Writes
 from pycomm.optim.wrappers import refuse_active_wrapper
 from pycomm.torch_internals import current_graph_task
 from pycomm.training.reducer.arrival import ArrivalOrder
 from pycomm.training.reducer.autograd_hooks import BackwardWatch, GradientHook, Uncovered
-from pycomm.training.reducer.buckets import Slot
+from pycomm.training.reducer.buckets import Slot, forget_wide
 from pycomm.training.reducer.engine import Engine
 from pycomm.training.reducer.parameter_changes import ParameterChanges, require_provenance
 from pycomm.training.reducer.replica_differences import DamageError
@@ -116,6 +123,7 @@ class Passes:
             optimizer.register_step_pre_hook(self._progress.step_hook(self.require_averaged)),
             optimizer.register_step_post_hook(lambda *_: self.stepped()),
             ZeroGradHook(optimizer, self.note_zero_grad),
+            ModuleZeroGradWatch(self._note_module_zero_grad),
         ]
         if module is not None:
             forget_original(module)
@@ -184,8 +192,13 @@ class Passes:
         if not self._local.depth:
             self._engine.flags.loop.num_zero_grads += 1
         if self._window.is_open:
-            for slot in self._table.slots():
-                slot.has_wide = False  # the user has cleared .grad
+            forget_wide(self._table.slots())
+
+    def _note_module_zero_grad(self, module: torch.nn.Module) -> None:
+        """Note that any ``module`` clears its gradients, of which those of an open window may not be shown."""
+        if self._window.is_open:
+            cleared = set(map(id, module.parameters()))
+            forget_wide(slot for slot in self._table.slots() if id(slot.param) in cleared)
 
     # Passes of this rank alone.
 
