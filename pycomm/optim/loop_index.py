@@ -83,6 +83,11 @@ class LoopIndex:
         return bool(self._forwards)
 
     @property
+    def has_used(self) -> bool:
+        """Return whether gradients of a forward have been computed since the last reduction."""
+        return any(forward.used for forwards in self._forwards.values() for forward in forwards)
+
+    @property
     def num_unused(self) -> int:
         """Number of forwards that no backward has come to.
 

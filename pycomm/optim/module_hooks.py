@@ -223,6 +223,45 @@ def _watch_steps() -> None:
     register_optimizer_step_post_hook(hook(1))
 
 
+class ModuleZeroGradWatch:
+    """Watch of ``zero_grad()`` of all modules, for which torch has no hooks; it ends with the object that keeps it.
+
+    Args:
+        note: bound method, held weakly, that is called with the module before.
+    """
+
+    def __init__(self, note: Callable[[torch.nn.Module], None]) -> None:
+        self._note = weakref.WeakMethod(note)
+        _watch_zero_grad()
+        _zero_grad_watches.add(self)
+
+    def call(self, module: torch.nn.Module) -> None:
+        """Call the method before ``zero_grad()`` of ``module``."""
+        note = self._note()
+        if note is not None:
+            note(module)
+
+    def remove(self) -> None:
+        _zero_grad_watches.discard(self)
+
+
+_zero_grad_watches: weakref.WeakSet[ModuleZeroGradWatch] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_zero_grad() -> None:
+    """Call all watches from now on, in place of torch's method: one of an object would go into its copies."""
+    call = torch.nn.Module.zero_grad
+
+    @functools.wraps(call)
+    def zero_grad(module: torch.nn.Module, set_to_none: bool = True) -> None:
+        for watch in () if torch.compiler.is_compiling() else list(_zero_grad_watches):
+            watch.call(module)
+        call(module, set_to_none)
+
+    torch.nn.Module.zero_grad = zero_grad  # type: ignore[method-assign,assignment]
+
+
 class ZeroGradHook:
     """Hook that calls ``note()`` before ``optimizer.zero_grad()``, for which torch has no hooks.
 

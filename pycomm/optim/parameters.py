@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from pycomm.torch_internals import local_of
+from pycomm.torch_internals import local_of, version_of
 
 _TRAINERS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
 """Packages whose optimizers are proxies, even if their ``state`` is another object."""
@@ -64,9 +64,41 @@ def checked_optimizer(optimizer: Any, model: Any = None, call: str = "") -> torc
     swapped = f"; {call}(optimizer, model): swapped?" if isinstance(model, torch.optim.Optimizer) else ""
     if not isinstance(inner, torch.optim.Optimizer):
         raise TypeError(f"optimizer is a {type(inner).__name__}, wanted a torch.optim.Optimizer{swapped}")
+    if not hasattr(inner, "_optimizer_step_pre_hooks"):
+        raise TypeError(
+            f"optimizer is a {type(inner).__name__} whose __init__ has not called that of torch.optim.Optimizer, so it "
+            "has no hooks: call super().__init__(params, defaults), or pass the optimizer that it wraps"
+        )
     return inner
 
 
 def gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the existing gradients, in the order of the groups; of DTensors, this rank's part."""
     return [local_of(p.grad) for p in optimizer_parameters(optimizer) if p.grad is not None]
+
+
+_LOOKED_AT = 8
+"""Approximate number of parameters whose versions are compared."""
+
+
+class Writes:
+    """Count of changes of ``params``, several between two calls counting as one; a few of them stand for all."""
+
+    def __init__(self, params: Sequence[torch.Tensor]) -> None:
+        self._some = params[:: max(1, len(params) // _LOOKED_AT)]
+        self.restart()
+
+    def restart(self) -> None:
+        self._number, self._version = 0, self._versions()
+
+    def _versions(self) -> int:
+        return sum(map(version_of, self._some))
+
+    def count(self) -> int:
+        """Return the number since the last restart if there was a change since the last call, and 0 otherwise."""
+        version = self._versions()
+        if version == self._version:
+            return 0
+        self._version = version
+        self._number += 1
+        return self._number

@@ -234,6 +234,11 @@ def replace_in_the_module(model: Any, optimizer: Any) -> Any:
     return model, optimizer
 
 
+def exchange(model: Any, optimizer: Any) -> Any:
+    model[0].weight, model[2].weight = model[2].weight, model[0].weight
+    return model, optimizer
+
+
 def assign(model: Any, optimizer: Any) -> Any:
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
     return model, torch.optim.SGD(model.parameters(), 0.05)
@@ -270,6 +275,7 @@ def another_optimizer(model: Any, optimizer: Any) -> Any:
 CHANGES = {
     "replaced": (replace, "'0.weight' of the module is another one.*call [a-z]*_sgd", 1),
     "replaced in the module": (replace_in_the_module, "'0.weight' of the module is another one", 1),
+    "exchanged": (exchange, "'0.weight' of the module is another one", 1),
     "assigned, new optimizer": (assign, "'0.weight' of the module is another one.*call [a-z]*_sgd", 1),
     "added": (add, "not averaged.*call [a-z]*_sgd", 1),
     "added to the module": (unfreeze, "'3.weight' of the module is trained, and not averaged", 4),

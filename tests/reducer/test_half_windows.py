@@ -70,15 +70,17 @@ def test_a_long_window_loses_nothing(dtype: torch.dtype, end: str) -> None:
         assert_replicas_equal(model)
 
 
+@pytest.mark.parametrize("whose", ["optimizer", "module", "wrapper"])
 @on_ranks(2)
-def test_zero_grad_forgets_the_passes_before() -> None:
+def test_zero_grad_forgets_the_passes_before(whose: str) -> None:
     rank, model = dist.get_rank(), make(torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    one: Any = {"optimizer": optimizer, "module": model, "wrapper": nn.Sequential(model)}[whose]
     with attached(optimizer, model, accumulate=3):
         loss_of(model, rank, 0, torch.bfloat16).backward()
-        optimizer.zero_grad()
+        one.zero_grad()
         loss_of(model, rank, 1, torch.bfloat16).backward()
-        optimizer.zero_grad()
+        one.zero_grad()
         loss_of(model, rank, 2, torch.bfloat16).backward()
         grads = [torch.autograd.grad(loss_of(model, r, 2, torch.bfloat16), list(model.parameters())) for r in (0, 1)]
         for i, param in enumerate(model.parameters()):

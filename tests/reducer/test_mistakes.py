@@ -195,6 +195,20 @@ def test_a_mistake_on_one_rank_is_an_error_on_all(two_ranks: RankPool, mistake: 
     assert innocent == f"rank 1 could not attach: {guilty}"
 
 
+class Uninitialised(torch.optim.Optimizer):
+    """Wrapper that does not call ``Optimizer.__init__``."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
+
+@on_ranks(2)
+def test_an_optimizer_without_hooks_is_refused_by_name() -> None:
+    model = make_model()
+    with pytest.raises(TypeError, match="optimizer is a Uninitialised whose __init__ has not called"):
+        pycomm.attach(Uninitialised(sgd(model)), model)
+
+
 @on_ranks(2)
 def test_other_entry_points_name_swapped_arguments_too() -> None:
     model = make_model()

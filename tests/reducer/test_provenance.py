@@ -63,6 +63,57 @@ def test_a_step_on_written_gradients_is_an_error(way: str, first: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
 
 
+def update_by_hand(model: nn.Module, rank: int, step: int) -> None:
+    """Take a step of SGD without an optimizer."""
+    params = list(model.parameters())
+    grads = torch.autograd.grad(loss_of(model, rank, step), params)
+    with torch.no_grad():
+        for param, grad in zip(params, grads, strict=True):
+            param.sub_(0.1 * grad)
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)])
+@on_ranks(2)
+def test_updates_by_hand_with_local_gradients_are_an_error(ranks: tuple[int, ...]) -> None:
+    rank, model = dist.get_rank(), make_model()
+    optimizer = sgd(model)
+
+    def run() -> None:
+        for step in range(8):
+            if rank in ranks and step > 1:
+                update_by_hand(model, rank, step)
+            else:
+                optimizer.zero_grad()
+                loss_of(model, rank, step).backward()
+                optimizer.step()
+
+    with attached(optimizer, model):
+        with pytest.raises(RuntimeError, match=r"rank [01].*no backward\(\) or reduce\(\) of all ranks has averaged"):
+            run()
+
+
+@on_ranks(2)
+def test_updates_by_hand_with_averages_and_paused_ones_are_right() -> None:
+    rank, model = dist.get_rank(), make_model()
+    optimizer = sgd(model)
+    with attached(optimizer, model) as reducer:
+        for step in range(8):
+            before = [p.detach().clone() for p in model.parameters()]
+            with reducer.paused():
+                for number in range(8):
+                    update_by_hand(model, rank, number)
+            with torch.no_grad():
+                for param, value in zip(model.parameters(), before, strict=True):
+                    param.copy_(value)
+            by_hand(model, rank, step)
+            reducer.reduce()
+            with torch.no_grad():
+                for param in model.parameters():
+                    assert param.grad is not None
+                    param.sub_(0.1 * param.grad)
+        assert_replicas_equal(model)
+
+
 def one_of_them(how: str) -> None:
     """Make a mistake on rank 1 only; it is told, and so is rank 0, by its next backward."""
     rank, model = dist.get_rank(), make_model()

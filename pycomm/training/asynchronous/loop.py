@@ -19,14 +19,13 @@ from pycomm.optim.copies import MarkedParts
 from pycomm.optim.hyperparameters import Hyperparameters, Numbers, first_difference, require_equal_groups
 from pycomm.optim.loop_index import LoopIndex
 from pycomm.optim.module_hooks import BeforeForward, ForwardWatch, ZeroGradHook, forget_original, watch_copies
+from pycomm.optim.parameters import Writes
 from pycomm.optim.skips import listen_to_skips, stop_listening
-from pycomm.torch_internals import Places, current_graph_task, move_hook, own_parameters, parts_of, version_of
+from pycomm.torch_internals import Places, current_graph_task, move_hook, own_parameters, parts_of
 from pycomm.training.reducer import raise_out_of_loop
 from pycomm.untrusted import ANYTHING, COUNT, ListOf, MapOf, OneOf, parse
 
 _ATTACH = "detach(), and call {} again with the module and the optimizer that are trained now"
-_LOOKED_AT = 8
-"""Approximate number of parameters whose versions are compared."""
 _MOST_WRITES = 8
 """Most changes of the parameters between two steps: SAM and Reptile make some on purpose."""
 
@@ -84,8 +83,9 @@ class TrackedParameters:
         ids = {id(p) for p in here.values()}
         lost = [name for name, p in self.named.items() if id(p) not in ids]
         new = [name for name, p in here.items() if p.requires_grad and id(p) not in self._own]
-        if lost and lost[0] in here:
-            what = f"parameter {lost[0]!r} of the module is another one than the one that is averaged"
+        exchanged = next((name for name, p in self.named.items() if here.get(name, p) is not p), None)
+        if exchanged is not None:
+            what = f"parameter {exchanged!r} of the module is another one than the one that is averaged"
             return f"{what}: it was replaced. {self.advice}"
         if new:
             return f"parameter {new[0]!r} of the module is trained, and not averaged: it is new. {self.advice}"
@@ -188,7 +188,7 @@ class Loop:
         self.tracked, self.numbers = tracked, GroupNumbers(tracked.optimizer, self.per_rank)
         self._model, self._optimizer = tracked.model, tracked.optimizer
         self._index, self._in_step, self._is_excluded = LoopIndex(), False, False
-        self._foreign_writes = ForeignWrites(tracked)
+        self._writes = Writes(list(tracked.named.values()))
         self._handles: list[Any] = []
         self._around_step: Sequence[Any] = ()
         self._refused: Callable[[str], None] = lambda _: None
@@ -209,7 +209,7 @@ class Loop:
         def after(*_: object) -> None:
             self._in_step = False
             stepped()
-            self._foreign_writes.begin()
+            self._writes.restart()
 
         self._refused = refused
         forget_original(self._model)
@@ -246,7 +246,17 @@ class Loop:
         is_training = self._model.training and torch.is_grad_enabled() and not self._in_step
         if current_graph_task() < 0 and is_training:
             self._order_hooks()
-            self._require(self.tracked.problem_at_forward() or self._foreign_writes.problem())
+            self._require(self.tracked.problem_at_forward() or self._problem_of_writes())
+
+    def _problem_of_writes(self) -> str:
+        """Return that something other than the optimizer steps the parameters, so that ranks would never meet."""
+        number = self._writes.count()
+        if number < _MOST_WRITES:
+            return ""
+        return (
+            f"something else has changed the parameters {number} times since the last step of the optimizer whose "
+            f"steps are counted, and ranks meet after its steps only: another optimizer? {self.tracked.advice}"
+        )
 
     def _order_hooks(self) -> None:
         """Read the numbers between all other hooks: what those change is not the optimizer's own."""
@@ -275,37 +285,6 @@ class Loop:
     def exclude_counts(self) -> None:
         """Exclude the counts since the last report from the next comparison."""
         self._is_excluded = True
-
-
-class ForeignWrites:
-    """Detects that something other than the optimizer steps the parameters, so that ranks would never meet."""
-
-    def __init__(self, tracked: TrackedParameters) -> None:
-        self._advice = tracked.advice
-        params = list(tracked.named.values())
-        self._some = params[:: max(1, len(params) // _LOOKED_AT)]
-        self.begin()
-
-    def begin(self) -> None:
-        """Restart the count, after a step of the optimizer."""
-        self._num_writes, self._version = 0, self._versions()
-
-    def _versions(self) -> int:
-        return sum(map(version_of, self._some))
-
-    def problem(self) -> str:
-        """Count a change since the last call; return what is wrong, "" if nothing is."""
-        version = self._versions()
-        if version == self._version:
-            return ""
-        self._version = version
-        self._num_writes += 1
-        if self._num_writes < _MOST_WRITES:
-            return ""
-        return (
-            f"something else has changed the parameters {self._num_writes} times since the last step of the optimizer "
-            f"whose steps are counted, and ranks meet after its steps only: another optimizer? {self._advice}"
-        )
 
 
 _LEFT_OUT = (

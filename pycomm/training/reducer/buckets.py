@@ -181,6 +181,12 @@ def scale_gradients(slots: Iterable[Slot], factor: float) -> None:
             grad.zero_() if factor == 0.0 else grad.mul_(factor)
 
 
+def forget_wide(slots: Iterable[Slot]) -> None:
+    """Forget what half-precision parameters have added up in this window: the user has cleared the gradients."""
+    for slot in slots:
+        slot.has_wide = False
+
+
 def round_gradients(slots: Iterable[Slot]) -> None:
     """Make ``.grad`` of half-precision parameters the rounded sum of all passes of the window."""
     for slot in slots:

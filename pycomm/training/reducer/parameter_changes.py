@@ -89,12 +89,17 @@ class ParameterPlaces:
 
     Args:
         refuse: called with the name of such a parameter; raises the error.
+
+    Attributes:
+        moved: names of the module under which there is now another attached parameter than at first, with that one's
+            name; "" if it is none. Layers that are exchanged, tied or left out show here; all ranks must do that alike.
     """
 
     def __init__(self, table: ParameterTable, refuse: Callable[[str], None]) -> None:
         self._found: dict[int, weakref.ref[torch.Tensor]] = {}  # by id; a WeakSet would compare tensors by ==
         self._watched: dict[int, weakref.ref[torch.Tensor]] = {}
         self._refuse = weakref.WeakMethod(refuse)
+        self._at_first, self.moved = _attached_names(table), dict[str, str]()
         self.find(table)
 
     def find(self, table: ParameterTable) -> None:
@@ -104,6 +109,12 @@ class ParameterPlaces:
         self._parts = Places(map(children_of, owners))
         params = () if table.module is None else table.module.parameters()
         self._found = {id(param): weakref.ref(param) for param in params}
+        self._find_moved(table)
+
+    def _find_moved(self, table: ParameterTable) -> None:
+        before, now = self._at_first, _attached_names(table)
+        self.moved.clear()
+        self.moved |= {name: now.get(name, "") for name in before | now if before.get(name) != now.get(name)}
 
     def look(self, table: ParameterTable) -> bool:
         """Watch parameters that have replaced others; return whether parameters were added to the module."""
@@ -112,6 +123,7 @@ class ParameterPlaces:
         others = self._params.others()
         if any(isinstance(other, torch.Tensor) and not isinstance(other, torch.nn.Parameter) for other in others):
             return False  # functional_call's
+        self._find_moved(table)
         lost, new = self.exchanged(table)
         has_moved = not self._parts.are_unchanged() or self._params.has_others_beside()
         has_moved = has_moved or any(other is None for other in others)
@@ -142,6 +154,13 @@ class ParameterPlaces:
         owner, _, key = name.rpartition(".")
         register: Any = param.register_post_accumulate_grad_hook
         register(_InPlaceOf(name, own_parameters(module.get_submodule(owner)), key, self._refuse))
+
+
+def _attached_names(table: ParameterTable) -> dict[str, str]:
+    """Return the names that the module has for attached parameters now, with those that they have in ``table``."""
+    names = {id(param): name for name, param in table.named()}
+    here = () if table.module is None else table.module.named_parameters(remove_duplicate=False)
+    return {name: names[id(param)] for name, param in here if id(param) in names}
 
 
 def _is(found: Mapping[int, weakref.ref[torch.Tensor]], param: torch.Tensor) -> bool:
@@ -181,6 +200,7 @@ class ParameterChanges:
         self._engine, self._table, self._communicator = engine, engine.table, engine.communicator
         self._hook_parameters, self._stop = weakref.WeakMethod(hook_parameters), weakref.WeakMethod(stop)
         self.places = ParameterPlaces(engine.table, self._refuse)
+        engine.comparison.moved = self.places.moved
         self._has_weights = False
         self._steps_of_others = WeakKeyDictionary[torch.optim.Optimizer, int]()  # reductions before the last one
         self._keys = f"pycomm/{self._communicator.place.name}/{next(_numbers)}"
@@ -249,6 +269,7 @@ class ParameterChanges:
         if replaced and self._table.partition is None:
             self._table.drop(replaced)
             self._rebuild()
+            self.places.find(self._table)
 
     def _rebuild(self) -> None:
         self._engine.outcome.source.keep(self._table.flights)

@@ -13,15 +13,26 @@ import torch
 from pycomm.collectives.counting import PassGate
 from pycomm.errors import HALF_SENT, CommError
 from pycomm.optim.copies import MarkedParts, training_alone
-from pycomm.optim.module_hooks import BeforeForward, ForwardWatch, StepWatch, ZeroGradHook, forget_original
+from pycomm.optim.module_hooks import (
+    BeforeForward,
+    ForwardWatch,
+    ModuleZeroGradWatch,
+    StepWatch,
+    ZeroGradHook,
+    forget_original,
+)
+from pycomm.optim.parameters import Writes
 from pycomm.optim.wrappers import refuse_active_wrapper
 from pycomm.torch_internals import current_graph_task
 from pycomm.training.reducer.arrival import ArrivalOrder
 from pycomm.training.reducer.autograd_hooks import BackwardWatch, GradientHook, Uncovered
-from pycomm.training.reducer.buckets import Slot
+from pycomm.training.reducer.buckets import Slot, forget_wide
 from pycomm.training.reducer.engine import Engine
 from pycomm.training.reducer.parameter_changes import ParameterChanges, require_provenance
 from pycomm.training.reducer.replica_differences import DamageError
+
+_MOST_LOCAL_UPDATES = 4
+"""Number of changes of the parameters between forwards whose gradients no reduction has averaged, that is an error."""
 
 
 class LocalPasses:
@@ -89,6 +100,7 @@ class Passes:
         self._handles: list[Any] = []
         self._uncovered: Uncovered | None = None
         self._forwards: ForwardWatch | None = None
+        self._local_writes: tuple[int, Writes] | None = None  # since that reduction
         self.stopped = ""
 
     # Parameters.
@@ -112,6 +124,8 @@ class Passes:
             optimizer.register_step_post_hook(lambda *_: self.stepped()),
             ZeroGradHook(optimizer, self.note_zero_grad),
         ]
+        if self._settings.accumulates:
+            self._handles.append(ModuleZeroGradWatch(self._note_module_zero_grad))
         if module is not None:
             forget_original(module)
             self._uncovered = Uncovered(module, self._table.covers)
@@ -142,6 +156,7 @@ class Passes:
                 slots, self._hookless = self._hookless, []
                 self.hook_parameters(slots)
             self.changes.find_new()
+            self._refuse_local_updates()
             module = self._table.module
             if (
                 torch.is_grad_enabled()
@@ -150,6 +165,22 @@ class Passes:
                 and self._uncovered
             ):
                 self._uncovered.watch(module)
+
+    def _refuse_local_updates(self) -> None:
+        """Raise RuntimeError if parameters have been changed by gradients that are not averaged, again and again."""
+        if not self._engine.flags.loop.has_used:
+            return
+        reductions = self._progress.num_reductions
+        if self._local_writes is None or self._local_writes[0] != reductions:
+            self._local_writes = reductions, Writes([slot.local for slot in self._table.slots()])
+        elif (number := self._local_writes[1].count()) >= _MOST_LOCAL_UPDATES:
+            with self._stopping():
+                raise RuntimeError(
+                    f"rank {self._communicator.rank}: gradients were computed and parameters changed {number} times, "
+                    "and no backward() or reduce() of all ranks has averaged any: put gradients that backward() did "
+                    "not make (torch.autograd.grad, torch.func.grad) into .grad and call reducer.reduce() before using "
+                    "them, or run what this rank does alone inside `with reducer.paused():`"
+                )
 
     def note_forward(self, output: Any, called: str) -> None:
         """Note a forward of the part ``called``, whose ``output`` shows later whether a backward followed."""
@@ -162,8 +193,13 @@ class Passes:
         if not self._local.depth:
             self._engine.flags.loop.num_zero_grads += 1
         if self._window.is_open:
-            for slot in self._table.slots():
-                slot.has_wide = False  # the user has cleared .grad
+            forget_wide(self._table.slots())
+
+    def _note_module_zero_grad(self, module: torch.nn.Module) -> None:
+        """Note that any ``module`` clears its gradients, of which those of an open window may not be shown."""
+        if self._window.is_open:
+            cleared = set(map(id, module.parameters()))
+            forget_wide(slot for slot in self._table.slots() if id(slot.param) in cleared)
 
     # Passes of this rank alone.
 

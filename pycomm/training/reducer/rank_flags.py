@@ -11,8 +11,9 @@ Bits 32 to 63 travel with the last bucket, and are fixed when it is launched:
 
 - 32-59: hash of what all ranks must do alike. An error names what differs, and the ranks: every group's numbers (lr,
   momentum, betas, ...) now and in the last step; the loop index (forwards without a backward, calls of ``zero_grad``,
-  gradients that were not cleared); training or evaluation mode of the module; the loss scale; frozen parameters; the
-  numbers of steps under DistributedDataParallel and ``fully_shard``, whose bits 0 to 31 are a hash of the parameters.
+  gradients that were not cleared); training or evaluation mode of the module, and places of parameters in it; the loss
+  scale; frozen parameters; the numbers of steps under DistributedDataParallel and ``fully_shard``, whose bits 0 to 31
+  are a hash of the parameters.
 - 60: the optimizer has parameters that are not averaged yet. If all ranks have some, they are added; else an error.
 - 61: a veto of this step, which is then discarded on all ranks.
 - 62: this rank has no batch: the mean is that of the other ranks.
@@ -60,6 +61,7 @@ _RECORD = {
     "steps": MapOf(COUNT),
     "groups": MapOf(ListOf(MapOf(ANYTHING))),
     "training": MapOf(bool),
+    "moved": MapOf(str),
 }
 """Form of a :class:`Record` that another rank has sent."""
 
@@ -75,7 +77,7 @@ class Record:
 
     Attributes:
         loop: see :data:`Loop`. ``None``: the rank took part without a pass of its own, and is not compared.
-        modes: hash of the modules' modes: training or evaluation.
+        modes: hash of the modules' modes, training or evaluation, and of attached parameters that have moved in them.
         loss_scale: scale of the loss, if the host knows it.
         num_passes: number of passes that a function has put into this window; 0 if the number is given.
         frozen: names of the parameters that do not require gradients.
@@ -88,6 +90,7 @@ class Record:
         groups: numbers of the optimizers' groups, by the same names, and under :data:`IN_STEP` those of the last step
             of a Reducer's optimizer. These and all further fields are added when records are exchanged.
         training: whether a module is in training mode, by its name.
+        moved: see ``ParameterPlaces``.
         names: names of the parameters in a Reducer's optimizer.
     """
 
@@ -104,6 +107,7 @@ class Record:
     steps: Mapping[str, int] = field(default_factory=dict)
     groups: Mapping[str, list[Numbers]] = field(default_factory=dict)
     training: Mapping[str, bool] = field(default_factory=dict)
+    moved: Mapping[str, str] = field(default_factory=dict)
     names: Sequence[str] = ()
 
     def value(self, digests: Sequence[int]) -> int:
@@ -358,6 +362,22 @@ def raise_different_scales(records: Mapping[int, Record]) -> None:
             f"the ranks' loss scalers differ: the scale is {values_text(scales)}. Make the scaler alike on all ranks, "
             "load its state on all of them, and call update() after the same steps"
         )
+
+
+def raise_different_places(records: Mapping[int, Record]) -> None:
+    """Raise RuntimeError if an attached parameter has moved within the module on some ranks only."""
+
+    def text(at: str | None) -> str:
+        return "as it was" if at is None else f"attached as {at!r}" if at else "gone"
+
+    trained = {rank: of.moved for rank, of in records.items() if of.loop is not None}
+    for name in {name: None for moved in trained.values() for name in moved}:
+        places = {rank: text(moved.get(name)) for rank, moved in trained.items()}
+        if len(set(places.values())) > 1:
+            raise RuntimeError(
+                f"the module's parameter {name!r} is {values_text(places)}: a layer or a parameter was exchanged, tied "
+                "or left out on some ranks only. Change the module alike on all ranks, between the same steps"
+            )
 
 
 def raise_different_modes(records: Mapping[int, Record]) -> None:

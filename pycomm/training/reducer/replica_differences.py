@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 import zlib
 from collections import Counter
@@ -17,6 +18,7 @@ from pycomm.collectives.tensor_memory import hashable, is_plain
 from pycomm.descriptions import cpu_model, name_ranks, ranks_by_value
 from pycomm.errors import CommError
 from pycomm.training.reducer.buckets import Slot
+from pycomm.untrusted import ListOf, parse
 
 
 class DamageError(CommError):
@@ -249,12 +251,16 @@ class ReplicaDifferences:
     def find(self, hashes: Hashes, absent: Sequence[bool]) -> tuple[list[str], np.ndarray]:
         """Return the names that differ, and all ranks' hashes of them: a row for each rank. Collective.
 
-        Ranks that are ``absent`` count as equal to the first that is not.
+        Ranks that are ``absent`` count as equal to the first that is not. If some ranks have more tensors than others,
+        the names are those that not all have, without hashes.
         """
         names, mine = hashes.by_name()
-        by_rank = np.stack(
-            [np.frombuffer(data, np.int64) for data in self._communicator.channel.all_gather_bytes(mine.tobytes())]
-        )
+        data = self._communicator.channel.all_gather_bytes(mine.tobytes())
+        if len(set(map(len, data))) > 1:
+            texts = self.all_gather_text(json.dumps(names))
+            every = [set(parse(text, ListOf(str), "the names of a rank's tensors")) for text in texts]
+            return sorted(set.union(*every) - set.intersection(*every)), np.empty((len(data), 0), np.int64)
+        by_rank = np.stack([np.frombuffer(each, np.int64) for each in data])
         by_rank[np.array(absent)] = by_rank[absent.index(False) if False in absent else 0]
         # On a GPU the hashes may have been computed again since, so that none differs.
         columns = np.flatnonzero((by_rank != by_rank[0]).any(axis=0))

@@ -151,6 +151,7 @@ class RankComparison:
     Attributes:
         flags: further bits of this rank, and what the other ranks have announced.
         looks_soon: whether parameters are compared more often at the beginning; false where steps do not wait for all.
+        moved: see ``ParameterPlaces``.
     """
 
     def __init__(
@@ -165,6 +166,7 @@ class RankComparison:
         self._communicator, self._table, self._progress, self._world = communicator, table, progress, world
         self._interval, device = settings.tuning.check_replicas, table.device
         self.looks_soon = True
+        self.moved: Mapping[str, str] = {}
         self._compares_modes = "training" not in settings.tuning.per_rank
         self._compression, ignores = settings.compression, table.ignored.covers if table.ignored else None
         per_rank = tuple(settings.tuning.per_rank)
@@ -208,13 +210,17 @@ class RankComparison:
         return (lambda: flags) if first is None else (lambda: first() | flags)
 
     def _modes(self, of_all: bool) -> int:
-        """Return training or evaluation mode of the module, or a hash of those ``of_all`` modules in it."""
+        """Return training or evaluation mode of the module, or a hash of those ``of_all`` modules in it.
+
+        It is mixed with a hash of :attr:`moved`.
+        """
         module = self._table.module
+        moved = zlib.crc32(repr(sorted(self.moved.items())).encode()) if self.moved else 0
         if module is None or not self._compares_modes:
-            return 0
+            return moved
         if not of_all:
-            return int(module.training)
-        return zlib.crc32(bytes(part.training for part in parts_of(uncompiled(module))))
+            return moved ^ module.training
+        return moved ^ zlib.crc32(bytes(part.training for part in parts_of(uncompiled(module))))
 
     def _fingerprint(self) -> Callable[[], torch.Tensor]:
         """Return the function that computes the first bucket's bits, to be called on its thread or stream.
@@ -345,10 +351,7 @@ class RankComparison:
         module = self._table.module
         parts = {} if module is None or not self._compares_modes else dict(uncompiled(module).named_modules())
         training = {name: part.training for name, part in parts.items()}
-        return {
-            "training": training,
-            "names": self._table.names_in_optimizer(),
-        }
+        return {"training": training, "moved": dict(self.moved), "names": self._table.names_in_optimizer()}
 
     def _raise_not_alike(self, records: Mapping[int, Record], of: int) -> None:
         """Raise the error of what ranks do not do alike in reduction ``of``."""
@@ -357,6 +360,7 @@ class RankComparison:
         rank_flags.raise_different_scales(records)
         rank_flags.raise_out_of_loop(rank_flags.loops_of(records))
         rank_flags.raise_different_freezing(records)
+        rank_flags.raise_different_places(records)
         rank_flags.raise_different_modes(records)
         if found := rank_flags.different_windows(records):
             before, self._uneven = self._uneven, of
