@@ -208,10 +208,10 @@ class Bucket:
             if grad is None or grad.dtype != self.dtype or self.holds(i, grad):
                 return []
             pieces.append(laid_out_like(grad, self.views[i]).view(-1)[first - begin : last - begin])
-        if not pieces or sum(map(len, pieces)) < _LEAST_APART * len(pieces):
+        if not pieces or sum(piece.numel() for piece in pieces) < _LEAST_APART * len(pieces):
             return []
         flags = self.memory[self.num_elements : max(own.stop, self.num_elements)]
-        return [*pieces, flags] if len(flags) else pieces
+        return [*pieces, flags] if flags.numel() > 0 else pieces
 
     def pack_flagged(
         self,

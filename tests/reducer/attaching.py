@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import warnings
 from collections.abc import Iterator
@@ -91,6 +92,19 @@ def warnings_noted(said: list[str]) -> Iterator[None]:
         warnings.simplefilter("always")
         yield
     said += [str(warning.message) for warning in caught]
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """Have what pycomm logs on this rank added to the list that is yielded."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("pycomm").addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger("pycomm").removeHandler(handler)
 
 
 def own_state(reducer_or_saved: Any) -> dict[str, dict[str, torch.Tensor]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import nn
 
 from tests.models import perceptron
 from tests.on_ranks import on_ranks
-from tests.reducer.attaching import assert_replicas_equal, attached
+from tests.reducer.attaching import assert_replicas_equal, attached, logged
 from tests.reducer.models import batch_of, sgd
 
 
@@ -115,17 +114,10 @@ def test_a_buffer_of_one_rank_is_logged() -> None:
     model, rank = make(), dist.get_rank()
     model.register_buffer("of_all", torch.ones(2))
     optimizer = sgd(model)
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("pycomm").addHandler(handler)
-    try:
-        with attached(optimizer, model):
-            for step in range(6):
-                if step == 3 and rank == 1:
-                    model[1].register_buffer("of_one", torch.ones(3))
-                train(model, optimizer, step, (rank,))
-            assert_replicas_equal(model)
-    finally:
-        logging.getLogger("pycomm").removeHandler(handler)
+    with logged() as said, attached(optimizer, model):
+        for step in range(6):
+            if step == 3 and rank == 1:
+                model[1].register_buffer("of_one", torch.ones(3))
+            train(model, optimizer, step, (rank,))
+        assert_replicas_equal(model)
     assert any("buffer '1.of_one' differs between the ranks" in text for text in said) == (rank == 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 from typing import Any
@@ -15,7 +14,7 @@ from torch._C._distributed_c10d import HashStore
 
 import pycomm
 from tests.on_ranks import on_ranks
-from tests.reducer.attaching import assert_replicas_equal, attached, over_torch, own_state
+from tests.reducer.attaching import assert_replicas_equal, attached, logged, over_torch, own_state
 from tests.reducer.models import average_gradients, close, loss_of, losses_at, make_model, sgd
 
 METHODS = [None, pycomm.FP16(), pycomm.TopK(0.5), pycomm.DGC(0.5, momentum=0.9), pycomm.PowerSGD(2)]
@@ -105,22 +104,15 @@ def test_a_veto_that_comes_too_late() -> None:
 def test_a_veto_after_a_step_is_of_the_next_one() -> None:
     rank, model = dist.get_rank(), make_model()
     optimizer = sgd(model)
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("pycomm").addHandler(handler)
-    try:
-        with attached(optimizer, model) as reducer:
-            for step in range(3):
-                optimizer.zero_grad()
-                loss_of(model, rank, step).backward()
-                assert reducer.is_vetoed == (step == 1)
-                optimizer.step()
-                if rank == 1 and step == 0:
-                    reducer.veto_step()
-            assert_replicas_equal(model)
-    finally:
-        logging.getLogger("pycomm").removeHandler(handler)
+    with logged() as said, attached(optimizer, model) as reducer:
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            assert reducer.is_vetoed == (step == 1)
+            optimizer.step()
+            if rank == 1 and step == 0:
+                reducer.veto_step()
+        assert_replicas_equal(model)
     assert any("the next step" in text for text in said) == (rank == 1)
 
 
