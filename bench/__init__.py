@@ -9,10 +9,6 @@ their spread. ``--json FILE`` also writes the figures with the versions in use. 
 writes a report, which ``python -m bench.gpu.report`` prints again.
 """
 
-import sys
 from pathlib import Path
 
-# `python -m bench.NAME` puts the source tree first on the path, where pycomm has no compiled extension: the installed
-# package has to win.
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT] + [str(ROOT)]

@@ -10,23 +10,12 @@ the kernels under both.
 
 import gc
 import importlib.util
+import logging
+import os
 import sys
 import warnings
+from importlib.machinery import ModuleSpec, PathFinder
 from typing import TYPE_CHECKING, Any
-
-try:
-    from pycomm._native import build_info as _native_build_info
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f"pycomm's compiled extension is not beside {__file__}. The source tree does not contain it: run "
-        "`pip install .`, and start python where the directory `pycomm` does not hide the installed package."
-    ) from error
-
-from pycomm import logs as _logs  # noqa: F401  # prefixes log lines with the rank
-from pycomm.collectives import backend as backend
-from pycomm.deprecated import MovedModules
-from pycomm.errors import CommError as CommError
-from pycomm.worker import Work as Work
 
 if TYPE_CHECKING:  # imported at first use: see _HOMES
     from pycomm import compression as compression
@@ -98,7 +87,32 @@ if TYPE_CHECKING:  # imported at first use: see _HOMES
     from pycomm.training.reducer.attach import attach as attach
     from pycomm.training.reducer.attach import join as join
 
-__version__: str = _native_build_info()["version"]
+
+def _installed() -> ModuleSpec:
+    """Return how to import the first pycomm on ``sys.path`` that has its compiled extension.
+
+    The source tree has none, and stands first on ``sys.path`` for a script in the checkout.
+    """
+    for entry in sys.path:
+        spec = PathFinder.find_spec("pycomm", [entry])
+        folders = None if spec is None else spec.submodule_search_locations
+        if spec is not None and folders and PathFinder.find_spec("pycomm._native", list(folders)) is not None:
+            return spec
+    raise ModuleNotFoundError(
+        f"pycomm's compiled extension is not beside {__file__}, and no other pycomm on sys.path has one. The source "
+        "tree does not contain it: run `pip install .`"
+    )
+
+
+def _run_installed() -> None:
+    """Import the installed package in place of this one: all of it, as the two may be of different versions."""
+    spec = _installed()
+    module = sys.modules["pycomm"] = importlib.util.module_from_spec(spec)
+    assert spec.loader is not None
+    spec.loader.exec_module(module)
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # one line, not one per rank
+        text = "imported from %s: %s has no compiled extension"
+        logging.getLogger("pycomm").warning(text, os.path.dirname(str(spec.origin)), os.path.dirname(__file__))
 
 
 _GROUPS = {
@@ -113,10 +127,21 @@ _GROUPS = {
 _DOCUMENTED = ("backend", "checkpoint", "monitoring")
 """Those of them that scripts import by documented names, which stay."""
 
-sys.meta_path.insert(
-    0, MovedModules({room: f"{group}.{room}" for group, rooms in _GROUPS.items() for room in rooms}, _DOCUMENTED)
-)
-backend.register()
+if importlib.util.find_spec("pycomm._native") is None:
+    _run_installed()
+else:
+    from pycomm import logs as _logs  # noqa: F401  # prefixes log lines with the rank
+    from pycomm._native import build_info as _native_build_info
+    from pycomm.collectives import backend as backend
+    from pycomm.deprecated import MovedModules
+    from pycomm.errors import CommError as CommError
+    from pycomm.worker import Work as Work
+
+    __version__: str = _native_build_info()["version"]
+    sys.meta_path.insert(
+        0, MovedModules({room: f"{group}.{room}" for group, rooms in _GROUPS.items() for room in rooms}, _DOCUMENTED)
+    )
+    backend.register()
 
 
 def build_info() -> dict[str, Any]:

@@ -9,14 +9,17 @@ need more run ``__init__.py`` first, by ``pycomm.tools.cli.arguments.load_packag
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
+from importlib.machinery import PathFinder
 
 
 def main() -> int:
     """Run one command and return the exit code, see ``pycomm.tools.cli.main.main``."""
     if "pycomm" not in sys.modules:
-        spec = importlib.util.find_spec("pycomm")
-        assert spec is not None, "the packages are installed together"
+        # The one beside this package: they are installed together, and the working directory may have another.
+        spec = PathFinder.find_spec("pycomm", [os.path.dirname(os.path.dirname(__file__))])
+        assert spec is not None
         sys.modules["pycomm"] = importlib.util.module_from_spec(spec)
     from pycomm.tools.cli.main import main as run_command
 

@@ -7,7 +7,6 @@ import gc
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -102,10 +101,3 @@ def _clean_up(names: dict[str, Any]) -> None:
             value.close()
     names.clear()
     gc.collect()
-
-
-def path_for(folder: Path, block: Block) -> Path:
-    """Write the block as a script of its own."""
-    path = folder / "script.py"
-    path.write_text(block.code, encoding="utf-8")
-    return path

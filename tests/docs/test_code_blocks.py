@@ -5,16 +5,19 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import PAGES, Block, blocks_of
-from tests.docs.running import path_for, run_blocks
+import pycomm
+from tests.docs.pages import PAGES, ROOT, Block, blocks_of
+from tests.docs.running import run_blocks
 from tests.docs.shell import UnknownError, check_shell
-from tests.ranks import RankPool
+from tests.ranks import RankPool, free_port
 
 
 def python_in(page: str) -> list[Block]:
@@ -51,13 +54,27 @@ def test_commands_of_the_pages_that_benches_write(page: str) -> None:
     check_shell(Block(page, 1, "sh", "\n".join(commands)))
 
 
-def test_the_script_of_the_readme_runs_under_torchrun(tmp_path: Path) -> None:
+def command_for_one_host() -> list[str]:
+    """Return the words of the README's line that starts its script, ``torchrun ... train.py``."""
+    (fragment,) = (each for each in blocks_of("README.md") if each.fragment == "train.py is the script above")
+    return shlex.split(fragment.code)
+
+
+def test_the_readme_to_the_letter(tmp_path: Path) -> None:
+    """In the checkout, where its commands leave the shell: the script's folder has a pycomm without the extension."""
     (script,) = python_in("README.md")
     assert len([line for line in script.code.splitlines() if line.strip()]) <= 16
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    checkout = tmp_path / "checkout"
+    left_out = shutil.ignore_patterns(".*", "build", "site", "*.so", "__pycache__")
+    shutil.copytree(ROOT, checkout, ignore=left_out)
+    (checkout / "train.py").write_text(script.code)
+    launcher, *words = command_for_one_host()
+    assert (launcher, words[-1]) == ("torchrun", "train.py")
     done = subprocess.run(
-        [*launch, str(path_for(tmp_path, script))],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        [sys.executable, "-m", "torch.distributed.run", *words],
+        cwd=checkout,
+        # The port is the only thing that tests at the same time may not share.
+        env={**os.environ, "PET_MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
         text=True,
         timeout=100,
@@ -66,6 +83,22 @@ def test_the_script_of_the_readme_runs_under_torchrun(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     line = r"^step (\d+): loss \d\.\d{3}, \d+\.\d\d ms per step, \d+ kB sent$"
     assert re.findall(line, done.stdout, re.MULTILINE) == ["20", "40", "60", "80", "100"]
+    imported = rf"^\[pycomm rank 0\] imported from (\S+): {checkout}/pycomm has no compiled extension$"
+    (package,) = re.findall(imported, done.stderr, re.MULTILINE)
+    assert Path(package) == Path(pycomm.__file__).parent
+
+
+def test_a_checkout_alone_says_what_to_do(tmp_path: Path) -> None:
+    """``-S``: without what is installed, as in an environment to which nothing was added."""
+    (tmp_path / "pycomm").mkdir()
+    first = shutil.copy(ROOT / "pycomm" / "__init__.py", tmp_path / "pycomm")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import pycomm"
+    command = [sys.executable, "-I", "-S", "-c", code]
+    done = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    wanted = f"ModuleNotFoundError: pycomm's compiled extension is not beside {first}, and no other"
+    assert wanted in done.stderr
+    assert "run `pip install .`" in done.stderr
 
 
 def block(text: str) -> Block:
