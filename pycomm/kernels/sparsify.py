@@ -11,7 +11,7 @@ from pycomm.kernels.accumulate import Decay, Momentum, arguments_of
 from pycomm.kernels.arrays import Scratch, empty, num_threads
 
 
-def sparsify(
+def sparsify(  # noqa: PLR0913  # an argument for each array
     acc: Any,
     residual: Any | None,
     grads: Sequence[Any],

@@ -162,7 +162,7 @@ def adam_step(
     _run("adam", c, weights, grads, [exp_avgs, exp_avg_sqs, max_exp_avg_sqs], scale, copies, scratch)
 
 
-def rmsprop_step(
+def rmsprop_step(  # noqa: PLR0913  # an argument for each array
     weights: Arrays,
     grads: Arrays,
     square_avgs: Arrays,

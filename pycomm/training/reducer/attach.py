@@ -139,7 +139,7 @@ def _as_join(args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, .
 
 
 @renamed(Moved(_is_join, lambda: join, _as_join), **_OPTIONS)
-def attach(
+def attach(  # noqa: PLR0913
     optimizer: torch.optim.Optimizer,
     model: torch.nn.Module | Iterable[tuple[str, torch.Tensor]],
     *,
