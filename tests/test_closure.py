@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.ranks import free_port
 from tests.test_shape import FUNCTIONS, imported, parsed, python_files
 
-BUDGET = 34_900
+BUDGET = 31_000
 """Lines of Python that a change may not exceed without saying why in its message."""
 
 THREE_STEPS = """
@@ -36,6 +36,11 @@ IN_FUNCTIONS = {
     "pycomm.build_info": "looks for NCCL, which `import pycomm` need not",
     "pycomm.collectives.backend._make": "for users of the backend",
     "pycomm.collectives.backend.stats": "for users of the backend",
+    "pycomm.collectives.recorder.watch._failed": "writes a file after a failure",
+    "pycomm.collectives.recorder.watch._on_signal": "writes a file on SIGUSR2",
+    "pycomm.collectives.transport.choice._make": "between hosts",
+    "pycomm.training.cost.named._auto": 'for compression="auto"',
+    "pycomm.training.reducer.statistics.trace_of": "for `pycomm trace`",
     "pycomm.tools.cli.bench.command._measure": "torch, after the arguments have been read",
     "pycomm.tools.cli.bench.settings.why_not": "torch, after the arguments have been read",
     "pycomm.tools.cli.demo.command._run_and_report": "rich and matplotlib, after the arguments have been read",

@@ -172,6 +172,10 @@ class Compression(Protocol):
     def sent_fraction(self) -> float:
         """Approximate number of bytes sent for each byte of a gradient; at most 1."""
 
+    @property
+    def measures(self) -> bool:
+        """Whether its exchanges measure the link, which nothing else may use meanwhile."""
+
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ValueError if the method does not suit ``optimizer``, and say what to do."""
 
@@ -209,6 +213,7 @@ class Defaults:
 class Method:
     """Base of methods: suits every optimizer and parameter, and carries no state."""
 
+    measures = False
     reduces_parts = False
     """Whether its exchanges give each rank the sum of its own share alone, if the bucket has shares."""
 

@@ -19,7 +19,7 @@ from pycomm.compression.saved_state import gather_state, select_state
 from pycomm.ddp.exchanges import HookPart, Sorting
 from pycomm.optim.loss_scaler import checked_scaler, scale_of
 from pycomm.optim.parameters import checked_optimizer
-from pycomm.training.cost.auto import checked_method
+from pycomm.training.cost.named import checked_method
 from pycomm.training.reducer import Tuning
 
 

@@ -8,8 +8,11 @@
 See docs/algorithms.md for the algorithms, :meth:`pycomm.Communicator.all_reduce` for running them.
 """
 
+import importlib as _importlib
+from types import ModuleType as _ModuleType
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from pycomm.checks import public_names as _public_names
-from pycomm.schedule import pipeline as pipeline
 from pycomm.schedule.algorithms import binary_blocks as binary_blocks
 from pycomm.schedule.algorithms import by_name as by_name
 from pycomm.schedule.algorithms import circulant as circulant
@@ -42,4 +45,13 @@ from pycomm.schedule.table import Round as Round
 from pycomm.schedule.verify import ScheduleError as ScheduleError
 from pycomm.schedule.verify import verify as verify
 
-__all__ = _public_names(globals(), "pipeline")
+if _TYPE_CHECKING:  # imported at first use: `attach` needs none of it
+    from pycomm.schedule import pipeline as pipeline
+
+__all__ = [*_public_names(globals()), "pipeline"]
+
+
+def __getattr__(name: str) -> _ModuleType:
+    if name == "pipeline":
+        return _importlib.import_module("pycomm.schedule.pipeline")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 import pycomm
-from pycomm.collectives.recorder import DIRECTORY, dump
+from pycomm.collectives.recorder import DIRECTORY
+from pycomm.collectives.recorder.dump import dump
 from pycomm.tools.cli.main import main
 from tests.on_ranks import Pools
 from tests.ranks import PerRank, RankPool

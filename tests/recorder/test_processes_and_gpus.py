@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import pycomm
-from pycomm.collectives.recorder import DIRECTORY, Recorder, dump, recorders
+from pycomm.collectives.recorder import DIRECTORY, Recorder, recorders
+from pycomm.collectives.recorder.dump import dump
 from tests.on_ranks import on_ranks
 from tests.recorder.test_recorder import writing_to, written
 

@@ -22,8 +22,10 @@ import torch
 import torch.distributed as dist
 
 import pycomm
-from pycomm.collectives.recorder import DIRECTORY, Recorder, dump, dump_on_signal, folder, labelled, recorders
+from pycomm.collectives.recorder import DIRECTORY, Recorder, labelled, recorders
+from pycomm.collectives.recorder.dump import dump, folder
 from pycomm.collectives.recorder.ring import LENGTH, Entry
+from pycomm.collectives.recorder.watch import dump_on_signal
 from tests.on_ranks import on_ranks
 from tests.reducer.attaching import over_torch
 from tests.reducer.models import loss_of, make_model, sgd

@@ -17,7 +17,8 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 import pycomm
-from pycomm.collectives.recorder.traces import FOLDER, STEP
+from pycomm.collectives.recorder import TRACE_FOLDER
+from pycomm.collectives.recorder.traces import STEP
 from pycomm.training.reducer.statistics import INTERVAL
 from tests.on_ranks import on_ranks
 from tests.reducer.attaching import grouped
@@ -149,7 +150,7 @@ def test_profilers_show_ranges() -> None:
 def tracing(place: Path, step: str) -> Iterator[None]:
     """Have what is attached inside trace that step."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(FOLDER, str(place))
+        patch.setenv(TRACE_FOLDER, str(place))
         patch.setenv(STEP, step)
         yield
 

@@ -4,11 +4,8 @@ The last operations of every communicator are kept, with when they began and end
 operation fails because of another rank, and on SIGUSR2. ``pycomm explain`` reads the files of all ranks side by side.
 """
 
-from pycomm.collectives.recorder.dump import DIRECTORY as DIRECTORY
-from pycomm.collectives.recorder.dump import FORMAT as FORMAT
-from pycomm.collectives.recorder.dump import dump as dump
-from pycomm.collectives.recorder.dump import dump_on_signal as dump_on_signal
-from pycomm.collectives.recorder.dump import folder as folder
+from pycomm.collectives.recorder.ring import DIRECTORY as DIRECTORY
+from pycomm.collectives.recorder.ring import TRACE_FOLDER as TRACE_FOLDER
 from pycomm.collectives.recorder.ring import Recorder as Recorder
 from pycomm.collectives.recorder.ring import from_here as from_here
 from pycomm.collectives.recorder.ring import labelled as labelled

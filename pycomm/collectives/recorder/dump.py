@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import re
-import signal
 import socket
 import stat
 import sys
@@ -16,14 +15,10 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from pycomm.collectives.recorder.ring import Entry, Line, Recorder, is_forked, line_of, recorders
+from pycomm.collectives.recorder.ring import DIRECTORY, Entry, Line, Recorder, is_forked, line_of, recorders
 from pycomm.logs import prefix
-
-DIRECTORY = "PYCOMM_FLIGHT_DIR"
-"""Environment variable that names the folder; if it is set and empty, nothing is ever written."""
 
 FORMAT = 1
 _MOST_FILES = 128
@@ -83,15 +78,8 @@ def dump_failure(recorder: Recorder, why: str) -> None:
         _LOG.warning("the last operations of this rank are in %s; `pycomm explain` compares those of all ranks", file)
 
 
-def dump_on_signal() -> None:
-    """Make SIGUSR2 write the file, unless the program handles SIGUSR2 itself."""
-    if folder() is None or threading.current_thread() is not threading.main_thread():
-        return
-    if signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
-        signal.signal(signal.SIGUSR2, _on_signal)
-
-
-def _on_signal(_number: int, _frame: FrameType | None) -> None:
+def dump_for_signal() -> None:
+    """Write the file, and say so on the standard error."""
     file = dump("SIGUSR2")
     if file is not None:
         line = f"{prefix()} the last operations of this rank are in {file}\n"

@@ -16,6 +16,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import pycomm._native as _native
 
+DIRECTORY = "PYCOMM_FLIGHT_DIR"
+"""Environment variable that names the folder of the files; if it is set and empty, nothing is ever written."""
+TRACE_FOLDER = "PYCOMM_TRACE"
+"""Environment variable that ``pycomm trace`` sets for its ranks: the folder to write the trace of a step to."""
+
 LENGTH = 256
 """Number of operations that are kept."""
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any, TextIO
 
-FOLDER, STEP = "PYCOMM_TRACE", "PYCOMM_TRACE_STEP"
-"""Environment variables that ``pycomm trace`` sets for its ranks: the folder to write to, and the step to trace."""
+STEP = "PYCOMM_TRACE_STEP"
+"""Environment variable that ``pycomm trace`` sets for its ranks: the step to trace."""
 DEFAULT_STEP = 10
 
 

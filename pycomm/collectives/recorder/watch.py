@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import os
+import signal
+import threading
 import weakref
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import pycomm._native as _native
-from pycomm.collectives.recorder.dump import dump_failure
-from pycomm.collectives.recorder.ring import Recorder, array_of
+from pycomm.collectives.recorder.ring import DIRECTORY, Recorder, array_of
 from pycomm.errors import CommError
 
 _DIFFERS = "the ranks disagree"
@@ -75,7 +78,23 @@ def _failed(recorder: weakref.ref[Recorder], error: BaseException) -> None:
     if found is None:
         return
     if isinstance(error, CommError) or (isinstance(error, ValueError) and _DIFFERS in str(error)):
+        from pycomm.collectives.recorder.dump import dump_failure
+
         dump_failure(found, str(error))
+
+
+def dump_on_signal() -> None:
+    """Make SIGUSR2 write the file, unless the program handles SIGUSR2 itself."""
+    if os.environ.get(DIRECTORY) == "" or threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
+        signal.signal(signal.SIGUSR2, _on_signal)
+
+
+def _on_signal(_number: int, _frame: FrameType | None) -> None:
+    from pycomm.collectives.recorder.dump import dump_for_signal
+
+    dump_for_signal()
 
 
 def _check(check: Callable[[], None], failed: Callable[[BaseException], None]) -> None:

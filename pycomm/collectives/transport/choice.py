@@ -11,10 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pycomm._native as _native
-from pycomm.collectives.recorder import dump_on_signal
-from pycomm.collectives.recorder.watch import watch
+from pycomm.collectives.recorder.watch import dump_on_signal, watch
 from pycomm.collectives.transport.base import Transport
-from pycomm.collectives.transport.failure_notes import FailureNotes
 from pycomm.collectives.transport.meeting import Meeting
 from pycomm.collectives.transport.own_group import OWN, Place, cpu_backend_of, own_group
 from pycomm.collectives.transport.rendezvous import (
@@ -26,7 +24,6 @@ from pycomm.collectives.transport.rendezvous import (
     log_isolation,
 )
 from pycomm.collectives.transport.shared_memory import SharedMemoryTransport
-from pycomm.collectives.transport.torch_distributed import TorchTransport
 from pycomm.errors import CommError
 from pycomm.untrusted import PROCESS_ID
 
@@ -113,6 +110,9 @@ def _make(
 ) -> Transport:
     if kind == "shared_memory":
         return SharedMemoryTransport(place.rank, exchange_memory(meeting, listener, greetings))
+    from pycomm.collectives.transport.failure_notes import FailureNotes
+    from pycomm.collectives.transport.torch_distributed import TorchTransport
+
     with contextlib.ExitStack() as until_made:
         local: SharedMemoryTransport | None = None
         if kind == "hierarchical":

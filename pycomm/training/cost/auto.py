@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,18 +12,12 @@ from pycomm import checks
 from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
 from pycomm.compression import (
-    BF16,
     DGC,
     FP8,
     FP16,
-    QSGD,
     Compression,
-    Int4,
-    Int8,
     NoCompression,
-    OneBit,
     PowerSGD,
-    TernGrad,
 )
 from pycomm.compression.base import Exchange, Flag, Operation, Scaling, State
 from pycomm.compression.codec import BaseCodec
@@ -233,6 +226,8 @@ class Auto(StatefulMethod):
     momentum: float = 0.0
     warmup_steps: int = 0
 
+    measures = True
+
     def __post_init__(self) -> None:
         checks.fraction("ratio", self.ratio)
         checks.integer("rank", self.rank, 1)
@@ -276,26 +271,3 @@ class Auto(StatefulMethod):
         for cost, local in zip(costs.values(), slowest, strict=True):
             cost.local = local
         return AutoExchange(bucket, communicator, self, costs)
-
-
-def checked_method(compression: Any) -> Compression:
-    """Return the method that ``compression`` means: an object, a name or ``None``."""
-    if compression is None:
-        return NoCompression()
-    if isinstance(compression, str):
-        if compression not in _NAMED:
-            names = ", ".join(map(repr, _NAMED))
-            raise ValueError(
-                f"compression is {compression!r}, wanted one of {names}; an object such as pycomm.TopK(0.01); or None"
-            )
-        return _NAMED[compression]()
-    if isinstance(compression, type) or not isinstance(compression, Compression):
-        raise TypeError(f"compression is {compression!r}, wanted an object such as pycomm.TopK(0.01), a name or None")
-    return compression
-
-
-_NAMED: Mapping[str, Callable[[], Compression]] = {
-    "auto": Auto,
-    **{kind.__name__.lower(): kind for kind in (FP16, BF16, FP8, Int8, Int4, OneBit, QSGD, TernGrad, PowerSGD, DGC)},
-}
-"""Methods that need no arguments, by the names that ``compression`` takes."""

@@ -6,7 +6,6 @@ import numpy as np
 
 from pycomm.collectives.layout import is_capturing
 from pycomm.collectives.transport.gpu import GpuWork
-from pycomm.training.cost.auto import Auto
 from pycomm.training.reducer.buckets import Slot, are_sorted
 from pycomm.training.reducer.engine import Engine
 from pycomm.training.reducer.lanes import bucket_sizes
@@ -22,13 +21,13 @@ class ArrivalOrder:
     behind it. The reverse order of the parameters, in which buckets begin, is a guess.
 
     The buckets stay as they are where nothing is sent before the last gradient has arrived, where other ranks or a
-    newcomer rely on their layout, and where ``Auto`` measures each of them.
+    newcomer rely on their layout, and where the method measures each of them.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._table = engine, engine.table
         settings = engine.settings
-        is_kept = engine.policy.survives or engine.table.partition is not None or isinstance(settings.compression, Auto)
+        is_kept = engine.policy.survives or engine.table.partition is not None or settings.compression.measures
         self._is_open = not is_kept and engine.communicator.size > 1 and settings.clip_local_norm is None
         self._arrived: dict[Slot, None] = {}
         self._agreed = np.zeros(0, np.int64)  # places of the slots

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pycomm.collectives.communicator import Communicator, communicator_beside
-from pycomm.training.cost.auto import Auto
 from pycomm.training.reducer.settings import AttachSettings
 
 _NUM_LANES = 2
@@ -27,14 +26,14 @@ _LEAST_BYTES = 1 << 20
 def open_lanes(communicator: Communicator, settings: AttachSettings, on_gpu: bool) -> list[Communicator]:
     """Return the lanes. The first is ``communicator``, which closes the others with itself. Collective.
 
-    ``Auto`` uses one lane, as nothing else may use the link while it measures. So does ``backup``, where one thread
-    decides which buckets are sent without this rank.
+    A method that measures uses one lane, as nothing else may use the link meanwhile. So does ``backup``, where one
+    thread decides which buckets are sent without this rank.
 
     Args:
         on_gpu: whether the gradients are on a GPU, and so do not use the transport.
     """
     lanes = [communicator]
-    if on_gpu or not is_remote(communicator) or isinstance(settings.compression, Auto):
+    if on_gpu or not is_remote(communicator) or settings.compression.measures:
         return lanes
     if settings.backup > 0:
         return lanes

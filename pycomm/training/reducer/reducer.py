@@ -24,7 +24,7 @@ from pycomm.training.reducer.engine import Engine
 from pycomm.training.reducer.module_buffers import BufferSync
 from pycomm.training.reducer.passes import Passes
 from pycomm.training.reducer.rank_flags import StopRequest
-from pycomm.training.reducer.step_trace import StepTrace
+from pycomm.training.reducer.statistics import trace_of
 from pycomm.training.reducer.window import TrainingProgress
 from pycomm.training.reducer.without_backward import WithoutBackward, request_veto
 
@@ -64,7 +64,7 @@ class Reducer:
         self._without_backward = WithoutBackward(engine, passes)
         _set_farewell(engine, "its optimizer and model are gone, or its process has ended")
         self._lone_factor = clipping.LoneFactor(engine.table)
-        engine.statistics.phases.trace = StepTrace.wanted(communicator.channel.recorder.global_rank, communicator.size)
+        engine.statistics.phases.trace = trace_of(communicator.channel.recorder.global_rank, communicator.size)
         self._idle = _has_nothing_to_do(engine)
         if self._idle:
             self._table.admit()

@@ -13,7 +13,7 @@ from pycomm.checks import count, positive, shown
 from pycomm.compression import FP8, Compression, Int4, Int8, NoCompression
 from pycomm.compression.dense import method_text
 from pycomm.optim.loss_scaler import checked_scaler
-from pycomm.training.cost.auto import checked_method
+from pycomm.training.cost.named import checked_method
 from pycomm.training.reducer.module_buffers import BUFFERS
 
 

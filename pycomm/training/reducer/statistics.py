@@ -10,21 +10,24 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import statistics
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pycomm.collectives.communicator import Communicator
-from pycomm.collectives.recorder import Recorder, labelled, listened_to
+from pycomm.collectives.recorder import TRACE_FOLDER, Recorder, labelled, listened_to
 from pycomm.collectives.transport import late_ranks
 from pycomm.compression.base import Exchange, method_stats
 from pycomm.torch_internals import is_profiling, profiled_range
 from pycomm.training.elastic.agreement_store import ReadyPage
 from pycomm.training.reducer.parameters import ParameterTable
-from pycomm.training.reducer.step_trace import StepTrace
+
+if TYPE_CHECKING:
+    from pycomm.training.reducer.step_trace import StepTrace
 
 INTERVAL = 10
 """Number of reductions between two measurements: to measure each could cost a tenth of a step's time."""
@@ -66,6 +69,25 @@ class CompressionFigures:
             exchange.measure_next()
 
 
+class Untraced:
+    """Trace that nobody requests: it ignores every event of a :class:`pycomm.training.reducer.step_trace.StepTrace`."""
+
+    def _ignore(self, *_arguments: object) -> None:
+        pass
+
+    begin_backward = end_backward = add = add_operations = end_reduction = end_step = _ignore
+
+
+def trace_of(rank: int, size: int) -> Untraced | StepTrace:
+    """Return the trace of one step that the environment requests of ``rank``; raise ValueError if it is unclear."""
+    folder = os.environ.get(TRACE_FOLDER)
+    if not folder:
+        return Untraced()
+    from pycomm.training.reducer.step_trace import StepTrace
+
+    return StepTrace.wanted(folder, rank, size)
+
+
 class Phases:
     """Times of the phases of all reductions of a rank, in seconds.
 
@@ -79,7 +101,7 @@ class Phases:
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(("pack", "wire", "wait", "unpack"), 0.0)
-        self.trace = StepTrace()
+        self.trace: Untraced | StepTrace = Untraced()
         self._profiling = False
 
     def begin(self) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pycomm.collectives.recorder import Recorder
-from pycomm.collectives.recorder.traces import DEFAULT_STEP, FOLDER, STEP
+from pycomm.collectives.recorder.traces import DEFAULT_STEP, STEP
 from pycomm.untrusted import creating
 
 _LOG = logging.getLogger("pycomm")
@@ -28,25 +28,26 @@ class StepTrace:
     Args:
         folder: folder for the file ``rank<rank>.json`` (``rank<rank>-2.json`` for a second optimizer, and so on). It is
             written after the optimizer's step, or when the next backward pass begins without one.
-        step: number of the reduction, from 1; 0: there is no trace.
+        step: number of the reduction, from 1.
     """
 
-    def __init__(self, folder: Path = Path(), step: int = 0, rank: int = 0, size: int = 1) -> None:
+    def __init__(self, folder: Path, step: int, rank: int, size: int) -> None:
         self._folder, self._step, self._rank, self._size = folder, step, rank, size
-        _optimizers[folder] += step > 0
+        _optimizers[folder] += 1
         self._optimizer = _optimizers[folder]
         self._wall = time.time() - time.monotonic()
         self._spans: list[dict[str, Any]] = []
         self._reductions = 0
         self._forward_began = self._backward_began = self._step_began = 0.0
-        self.done = step == 0
+        self.done = False
 
     @staticmethod
-    def wanted(rank: int, size: int) -> StepTrace:
-        """Return the trace that the environment requests, if it does."""
-        folder = os.environ.get(FOLDER)
-        if not folder:
-            return StepTrace()
+    def wanted(folder: str, rank: int, size: int) -> StepTrace:
+        """Return the trace of the step that the environment names.
+
+        Raises:
+            ValueError: it names none.
+        """
         text = os.environ.get(STEP, str(DEFAULT_STEP))
         if not text.isdecimal() or int(text) < 1:
             raise ValueError(f"{STEP} is {text!r}, wanted a positive number of a step")

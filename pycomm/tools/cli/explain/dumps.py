@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pycomm import checks, untrusted
-from pycomm.collectives.recorder import FORMAT
+from pycomm.collectives.recorder.dump import FORMAT
 from pycomm.untrusted import COUNT, INTEGER, ListOf, Number, OneOf
 
 _MESSAGES = frozenset(("send", "receive", "recv"))

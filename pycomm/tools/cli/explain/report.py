@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from pycomm import untrusted
-from pycomm.collectives.recorder import DIRECTORY, folder
+from pycomm.collectives.recorder import DIRECTORY
+from pycomm.collectives.recorder.dump import folder
 from pycomm.tools.cli.arguments import complain, say
 from pycomm.tools.cli.explain.dumps import Content, DumpedGroup, History, NoDumpError, groups_of, newest_job, read
 

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pycomm.collectives.recorder.traces import DEFAULT_STEP, FOLDER, STEP
+from pycomm.collectives.recorder import TRACE_FOLDER
+from pycomm.collectives.recorder.traces import DEFAULT_STEP, STEP
 from pycomm.tools.cli.arguments import complain, integer, say
 
 _DESCRIPTION = f"""\
 Draws one training step of all ranks: forward, backward, buckets on the communication thread, collectives, waiting. Runs
 a script that calls pycomm.attach under torchrun on this host. For several hosts, start the script yourself with
-{FOLDER}=FOLDER and {STEP}=N in its environment, then give this command the folder.
+{TRACE_FOLDER}=FOLDER and {STEP}=N in its environment, then give this command the folder.
 """
 
 
@@ -108,7 +109,7 @@ def _outputs(out: Path) -> tuple[Path, Path]:
 
 def _run_script(script: Path, arguments: Sequence[str], ranks: int, step: int, folder: Path) -> int:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    environment = os.environ | {FOLDER: str(folder), STEP: str(step)}
+    environment = os.environ | {TRACE_FOLDER: str(folder), STEP: str(step)}
     with subprocess.Popen([*command, str(script), *arguments], env=environment) as process:
         try:
             return process.wait()
