@@ -13,7 +13,6 @@ import importlib.util
 import logging
 import os
 import sys
-import warnings
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import TYPE_CHECKING, Any
 
@@ -115,32 +114,16 @@ def _run_installed() -> None:
         logging.getLogger("pycomm").warning(text, os.path.dirname(str(spec.origin)), os.path.dirname(__file__))
 
 
-_GROUPS = {
-    "collectives": (
-        *("backend", "broadcasting", "bucket", "calibration", "channel", "communicator", "counting", "layout"),
-        *("recorder", "tensor_memory", "transport"),
-    ),
-    "tools": ("cli", "launching", "monitoring"),
-    "training": ("asynchronous", "checkpoint", "cost", "elastic", "reducer"),
-}
-"""Modules that stood in ``pycomm`` itself, by the package that they are in now."""
-_DOCUMENTED = ("backend", "checkpoint", "monitoring")
-"""Those of them that scripts import by documented names, which stay."""
-
 if importlib.util.find_spec("pycomm._native") is None:
     _run_installed()
 else:
     from pycomm import logs as _logs  # noqa: F401  # prefixes log lines with the rank
     from pycomm._native import build_info as _native_build_info
     from pycomm.collectives import backend as backend
-    from pycomm.deprecated import MovedModules
     from pycomm.errors import CommError as CommError
     from pycomm.worker import Work as Work
 
     __version__: str = _native_build_info()["version"]
-    sys.meta_path.insert(
-        0, MovedModules({room: f"{group}.{room}" for group, rooms in _GROUPS.items() for room in rooms}, _DOCUMENTED)
-    )
     backend.register()
 
 
@@ -158,19 +141,6 @@ def build_info() -> dict[str, Any]:
     nccl = nccl_version()
     return {**_native_build_info(), "nccl": None if nccl is None else nccl[0]}
 
-
-_MOVED = (
-    "BatchSizeGrowth",
-    "CosineDecay",
-    "PolynomialDecay",
-    "Shard",
-    "StepDecay",
-    "WarmupLR",
-    "linear_scaled_lr",
-    "shard_batch",
-    "sqrt_scaled_lr",
-)
-"""Names of :mod:`pycomm.optim` that remain available here for one more release."""
 
 _HOMES = {
     "training.asynchronous.averager": ("Averager",),
@@ -203,7 +173,12 @@ _HOMES = {
     "collectives.transport.gpu": ("GpuWork",),
 }
 """Module of each name, imported at its first use: so ``import pycomm`` adds little to ``import torch``."""
-_PACKAGES = ("backend", "checkpoint", "compression", "ddp", "kernels", "optim", "parallel", "schedule")
+_PACKAGES = {
+    "backend": "collectives.backend",
+    "checkpoint": "training.checkpoint",
+    **{name: name for name in ("compression", "ddp", "kernels", "optim", "parallel", "schedule")},
+}
+"""Packages that scripts use by name, and where they are."""
 __all__ = sorted(
     ["CommError", "Work", "build_info", *_PACKAGES, *(name for names in _HOMES.values() for name in names)]
 )
@@ -228,9 +203,8 @@ def __getattr__(name: str) -> Any:
     if home is not None:
         globals()[name] = found = getattr(_imported(home), name)
         return found
-    if name in _MOVED:
-        warnings.warn(f"pycomm.{name} is pycomm.optim.{name} now", DeprecationWarning, stacklevel=2)
-        return getattr(__getattr__("optim"), name)
+    if name in _PACKAGES:
+        return _imported(_PACKAGES[name])
     if name.isidentifier() and not name.startswith("_") and importlib.util.find_spec(f"pycomm.{name}") is not None:
         return _imported(name)
     raise AttributeError(f"module 'pycomm' has no attribute {name!r}")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import numbers
 import operator
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from types import ModuleType
 from typing import Any, SupportsIndex, cast
@@ -240,20 +239,6 @@ def reduction(op: Any) -> Any:
     if type(op) is not str:
         op = plain(op)
     return "mean" if isinstance(op, str) and op == "avg" else op
-
-
-def refuse_unknown(call: str, unknown: Iterable[str], known: Collection[str], elsewhere: Mapping[str, str]) -> None:
-    """Raise TypeError if ``call`` got an ``unknown`` argument, and suggest the ``known`` one that may be meant.
-
-    Args:
-        known: names, or a mapping of names to how a call spells them.
-        elsewhere: advice about arguments of other libraries.
-    """
-    for name in unknown:
-        close = difflib.get_close_matches(name, known, n=1)
-        written = known[close[0]] if close and isinstance(known, Mapping) else "".join(close)
-        hint = elsewhere.get(name) or (f"did you mean {written}?" if close else f"wanted one of {', '.join(known)}")
-        raise TypeError(f"{call} got an unknown argument {name!r}: {hint}")
 
 
 def public_names(names: Mapping[str, object], *modules: str) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import warnings
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -115,21 +114,19 @@ def words_of_the_code() -> frozenset[str]:
 
 
 def is_found(name: str) -> bool:
-    """Return whether ``name``, such as pycomm.optim.LARS, exists and is not deprecated."""
+    """Return whether ``name``, such as pycomm.optim.LARS, exists."""
     found: Any = pycomm
     at = "pycomm"
     for part in name.split(".")[1:]:
         at = f"{at}.{part}"
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error", DeprecationWarning)
-                if hasattr(found, part):
-                    found = getattr(found, part)
-                elif (spec := importlib.util.find_spec(at)) is None or at == name:
-                    return spec is not None  # a module is not imported: it may require what is not installed
-                else:
-                    found = importlib.import_module(at)
-        except (DeprecationWarning, ModuleNotFoundError):
+            if hasattr(found, part):
+                found = getattr(found, part)
+            elif (spec := importlib.util.find_spec(at)) is None or at == name:
+                return spec is not None  # a module is not imported: it may require what is not installed
+            else:
+                found = importlib.import_module(at)
+        except ModuleNotFoundError:
             return False
     return True
 

@@ -87,16 +87,6 @@ def test_the_first_use_leaves_garbage_collection_as_it_was(before: str) -> None:
     assert done.stdout.split() == [str(before == "enable")]
 
 
-MOVED = "BatchSizeGrowth CosineDecay PolynomialDecay Shard StepDecay WarmupLR shard_batch"
-
-
-@pytest.mark.parametrize("name", [*MOVED.split(), "linear_scaled_lr", "sqrt_scaled_lr"])
-def test_names_that_moved_are_still_found_with_a_warning(name: str) -> None:
-    with pytest.warns(DeprecationWarning, match=f"pycomm.{name} is pycomm.optim.{name} now"):
-        assert getattr(pycomm, name) is getattr(pycomm.optim, name)
-    assert name not in pycomm.__all__
-
-
 def test_names_that_never_were() -> None:
     with pytest.raises(AttributeError, match="module 'pycomm' has no attribute 'nonsense'"):
         _ = pycomm.nonsense
@@ -124,7 +114,7 @@ def test_comm_error_carries_what_happened_and_travels() -> None:
 
 def test_all_of_a_package_is_what_it_lists() -> None:
     """And none of its modules, whose names users have for variables: `optimizer`, `names`, `plans`."""
-    for package in ("compression", "horovod", "optim", "parallel", "schedule", "checkpoint"):
+    for package in ("compression", "horovod", "optim", "parallel", "schedule", "training.checkpoint"):
         taken: dict[str, object] = {}
         exec(f"from pycomm.{package} import *", taken)
         modules = {name for name, value in taken.items() if isinstance(value, ModuleType)}

@@ -25,13 +25,6 @@ _METHODS = {
     "dgc": "pycomm, DGC(0.001)",
     "auto": 'pycomm, "auto"',
 }
-_NOW = {
-    "pycomm, on_failure=shrink": "pycomm, survive",
-    'shard="optimizer", full_grad=None': 'shard="optimizer", grads="local"',
-    'shard="optimizer", full_grad=True': 'shard="optimizer", grads="full"',
-    'shard="parameters", full_grad=None': 'shard="parameters", grads="local"',
-}
-"""Ways of earlier reports, whose arguments have other names now."""
 _DDP = "DDP"
 _WHOLE = "all_reduce, fused step"
 _RUN_OPTIONS = ("ranks", "rounds", "steps", "count", "batch", "millions", "widths", "busy", "nice")
@@ -124,7 +117,7 @@ def _ranks(ranks: int, busy: int) -> str:
 def _steps(report: Report) -> Part:
     seconds = {row["way"]: row["seconds"]["median"] for row in report["steps"]}
     rows = {
-        _NOW.get(row["way"], row["way"]): [
+        row["way"]: [
             duration(seconds[row["way"]]),
             times(seconds[_DDP] / seconds[row["way"]]) if _DDP in seconds else MISSING,
             megabytes(row["bytes_sent"]) if row["bytes_sent"] else MISSING,
@@ -167,7 +160,7 @@ def _sharding_setup(report: Report) -> tuple[Any, ...]:
 def _phases(report: Report) -> Part:
     measured = {way: found for way, found in report.items() if isinstance(found, dict) and "median" in found}
     seconds = {way: found["median"] for way, found in measured.items()}
-    rows = {_NOW.get(way, way): [duration(each), times(seconds[_WHOLE] / each)] for way, each in seconds.items()}
+    rows = {way: [duration(each), times(seconds[_WHOLE] / each)] for way, each in seconds.items()}
     return Part(["time", "times as fast"], rows)
 
 

@@ -8,7 +8,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,17 +63,17 @@ def options_of(function: Callable[..., Any], but: Iterable[str] = ()) -> frozens
     return frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY) - frozenset(but)
 
 
-TRAINERS_OWN = ("process_group", "accumulate", "loss_scaler", "join")
-"""Arguments of ``attach`` that a trainer answers itself, or that go with no trainer."""
-
-ATTACH_OPTIONS = frozenset(attach.__kwdefaults__ or ()) - {*TRAINERS_OWN, "model_or_named_parameters"}
-"""Arguments of ``attach``, old ones too, that integrations pass on if no DistributedDataParallel is around the model.
-
-``algorithm`` and ``timeout`` are the integrations' own, as they go with both.
-"""
+TRAINERS_OWN = ("process_group", "accumulate", "loss_scaler")
+"""Arguments of ``attach`` that a trainer answers itself."""
 
 REGISTER_OPTIONS = options_of(register, but=("loss_scaler", "optimizer"))
-"""Arguments of ``pycomm.ddp.register`` that integrations pass on, where one is."""
+"""Arguments of ``pycomm.ddp.register`` that integrations pass on, if a DistributedDataParallel is around the model."""
+
+_OF_BOTH = REGISTER_OPTIONS & {field.name for field in fields(Tuning)}
+"""Those that are fields of ``attach``'s ``tuning``: a trainer's caller need not know whether one is."""
+
+ATTACH_OPTIONS = options_of(attach, but=TRAINERS_OWN) | _OF_BOTH
+"""Arguments that integrations pass on to ``attach``, where none is."""
 
 
 def check_options(options: Mapping[str, Any], allowed: Iterable[str], whose: str, why: str = "") -> None:
@@ -91,9 +91,9 @@ def check_options(options: Mapping[str, Any], allowed: Iterable[str], whose: str
 
 
 def for_attach(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of ``attach`` for ``options``: ``algorithm`` and ``timeout`` belong to ``tuning`` there."""
-    both = {name: options[name] for name in ("algorithm", "timeout") if options.get(name) is not None}
-    rest = {name: value for name, value in options.items() if name not in ("algorithm", "timeout")}
+    """Return the arguments of ``attach`` for ``options``, of which some belong to ``tuning`` there."""
+    both = {name: options[name] for name in _OF_BOTH if options.get(name) is not None}
+    rest = {name: value for name, value in options.items() if name not in _OF_BOTH}
     return {**rest, "tuning": replace(options.get("tuning") or Tuning(), **both)} if both else rest
 
 

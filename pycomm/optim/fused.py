@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -142,17 +141,6 @@ class KernelStep(FactorStep):
 
 class FusedStep(KernelStep):
     """Handle of a fused optimizer, made by :func:`fuse`."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        warnings.warn(
-            "pycomm.fuse() now returns a handle instead of the optimizer: write `pycomm.fuse(optimizer)` on a line of "
-            "its own",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return getattr(self.optimizer, name)
 
 
 def has_rule(optimizer: torch.optim.Optimizer) -> bool:

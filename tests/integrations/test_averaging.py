@@ -199,10 +199,11 @@ def test_options_by_name() -> None:
         called(model, compresion=METHOD)
     with pytest.raises(TypeError, match=r"attach got an argument 'process_group': wanted among"):
         called(model, process_group=None)
-    with pytest.raises(TypeError, match=r"attach got an argument 'bucket_mb': it goes with models that no Distributed"):
-        called(ddp, bucket_mb=1)
+    with pytest.raises(TypeError, match=r"attach got an argument 'buffers': it goes with models that no Distributed"):
+        called(ddp, buffers="average")
     assert {"algorithm", "check_replicas", "compression", "per_rank", "timeout"} == REGISTER_OPTIONS
-    assert {"shard", "bucket_mb", "on_failure"} < ATTACH_OPTIONS
+    assert {"shard", "tuning", "check_replicas"} < ATTACH_OPTIONS
+    assert "bucket_mb" not in ATTACH_OPTIONS
 
 
 def test_libraries_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -77,11 +76,9 @@ def attached(optimizer: Any, model: Any, **given: Any) -> None:
     pycomm.attach(optimizer, model, tuning=pycomm.Tuning(timeout=TIMEOUT), **given).detach()
 
 
-def attached_by_old_arguments(optimizer: Any, model: Any, **given: Any) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        attach: Any = pycomm.attach
-        attach(optimizer, model, timeout=TIMEOUT, **given).detach()
+def attached_by_tuning(**given: Any) -> None:
+    attached_with = {**training(), "tuning": pycomm.Tuning(timeout=TIMEOUT, **given)}
+    pycomm.attach(**attached_with).detach()
 
 
 def ended(start: Callable[..., Any]) -> Callable[..., None]:
@@ -209,47 +206,22 @@ CALLS: dict[str, Call] = {
         lambda: {"tuning": pycomm.Tuning(timeout=TIMEOUT)},
         tuning=(lambda: 5, lambda: {"bucket_mb": 1}, lambda: pycomm.Tuning(bucket_mb=1, timeout=TIMEOUT), Awkward),
     ),
-    "attach, by old arguments": call(
-        attached_by_old_arguments,
+    "attach, fields of tuning": call(
+        attached_by_tuning,
         lambda: {
-            **training(),
-            "carry": None,
             "bucket_mb": 25,
             "algorithm": "auto",
             "ignore": (),
-            "on_failure": "raise",
-            "min_ranks": 1,
-            "backup": 0,
-            "shard": None,
-            "full_grad": False,
             "per_rank": (),
             "check_replicas": 1000,
             "optimizer_state": "broadcast",
-            "join": None,
         },
-        optimizer=(*NO_OPTIMIZERS, Awkward),
-        model=NO_MODELS,
-        carry=(
-            lambda: {"a": 5},
-            lambda: 5,
-            lambda: {5: torch.optim.lr_scheduler},
-            lambda: [("a", 5)],
-            lambda: {"a": Stateless()},
-            lambda: {"a": model()},
-            Awkward,
-        ),
-        bucket_mb=(lambda: -1, lambda: "25", lambda: math.nan, lambda: math.inf, lambda: 10**400, Awkward),
-        algorithm=(lambda: 5, lambda: "magic", lambda: "ring"),
+        bucket_mb=(lambda: 12,),
+        algorithm=(lambda: "magic", lambda: "ring"),
         ignore=(lambda: 5, lambda: ["nothing.*"], lambda: [5], Awkward),
-        on_failure=(lambda: 5, lambda: "ignore", Awkward),
-        min_ranks=(*NO_COUNTS[:6], lambda: 2),
-        backup=(lambda: -1, lambda: "1", lambda: 1),
-        shard=(lambda: 5, lambda: "gradients", lambda: "optimizer"),
-        full_grad=(lambda: 5, lambda: True),
-        per_rank=(lambda: 5, lambda: "lr", lambda: [5], lambda: ["lr"]),
-        check_replicas=(lambda: -1, lambda: "often", lambda: 10),
-        optimizer_state=(lambda: 5, lambda: "keep"),
-        join=(lambda: 5, Awkward),
+        per_rank=(lambda: ["lr"],),
+        check_replicas=(lambda: 10,),
+        optimizer_state=(lambda: "keep",),
     ),
     "attach, with a wrong timeout": call(
         lambda timeout: pycomm.attach(*training().values(), tuning=pycomm.Tuning(timeout=timeout)).detach(),

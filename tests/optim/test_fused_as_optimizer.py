@@ -304,13 +304,3 @@ def test_what_cannot_be_stepped() -> None:
     gaps.grad = torch.ones(4, 3)
     with pytest.raises(ValueError, match=r"a parameter of shape \[4, 3\] has gaps"):
         pycomm.fuse(SGD([gaps], lr=1.0))
-
-
-def test_the_handle_still_passes_for_the_optimizer_with_a_warning() -> None:
-    optimizer = SGD([one_parameter()], lr=1.0)
-    handle = pycomm.fuse(optimizer)
-    with pytest.warns(DeprecationWarning, match="returns a handle"):
-        assert handle.param_groups is optimizer.param_groups
-    with pytest.raises(AttributeError):
-        _ = handle._nothing
-    assert copy.copy(handle).optimizer is optimizer

@@ -1,4 +1,4 @@
-"""Options of ``attach``: what they refuse, how they are written, and the arguments that they have replaced."""
+"""Options of ``attach``: what they refuse, and how they are written."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import pycomm
@@ -64,58 +63,22 @@ def test_options_are_written_as_one_writes_them(option: object, text: str) -> No
         option.min_ranks = 1  # type: ignore[attr-defined]
 
 
-OLD: list[tuple[dict[str, Any], str]] = [
-    ({"bucket_mb": 8}, "tuning=pycomm.Tuning(bucket_mb=8.0)"),
-    ({"check_replicas": 10, "timeout": 30}, "tuning=pycomm.Tuning(check_replicas=10, timeout=30)"),
-    ({"ignore": ["0.*"]}, "tuning=pycomm.Tuning(ignore=...)"),
-    ({"on_failure": "shrink"}, "survive=pycomm.Survive()"),
-    ({"on_failure": "shrink", "min_ranks": 2}, "survive=pycomm.Survive(min_ranks=2)"),
-    ({"on_failure": "raise"}, "survive=None"),
-    ({"shard": "optimizer", "full_grad": True}, "shard=pycomm.Sharding(kind='optimizer', grads='full')"),
-]
-
-
-@pytest.mark.parametrize(("given", "line"), OLD, ids=[line for _, line in OLD])
-@on_ranks(2)
-def test_old_arguments_go_on_working_and_one_warning_shows_the_new_line(given: dict[str, Any], line: str) -> None:
-    model = make_model(dtype=torch.float32)
-    attach: Any = pycomm.attach
-    with pytest.warns(DeprecationWarning, match=r"of pycomm.attach\(\) will be gone") as found:
-        attach(sgd(model), model, **given).detach()
-    (warning,) = found
-    assert f"of pycomm.attach() will be gone in two releases; write pycomm.attach(..., {line})" in str(warning.message)
-    assert warning.filename == __file__
-
-
 @pytest.mark.parametrize(
     ("given", "kind", "says"),
     [
-        (
-            {"bucket_mb": 8, "tuning": pycomm.Tuning()},
-            TypeError,
-            "bucket_mb= is given together with tuning=",
-        ),
-        ({"min_ranks": 2, "survive": pycomm.Survive()}, TypeError, "min_ranks= is given together with survive="),
-        ({"shard": pycomm.Sharding("optimizer"), "full_grad": True}, TypeError, "full_grad= is given together with"),
-        ({"on_failure": "ignore"}, ValueError, 'on_failure is \'ignore\', wanted "raise" or "shrink"'),
-        ({"backup": 1}, ValueError, 'backup=1 does not go with on_failure="raise"'),
-        ({"full_grad": True}, ValueError, "full_grad=True without shard"),
-        ({"shard": "optimizer", "full_grad": "all"}, TypeError, "full_grad is 'all', wanted True, False or None"),
-        ({"join": 5}, TypeError, "join is 5, wanted an address, or None"),
         ({"survive": "shrink"}, TypeError, r"survive is 'shrink', wanted pycomm.Survive\(min_ranks=...\) or None"),
         ({"shard": 5}, TypeError, 'shard is 5, wanted "optimizer", "parameters"'),
         ({"tuning": {"bucket_mb": 8}}, TypeError, r"tuning is \{'bucket_mb': 8\}, wanted pycomm.Tuning"),
-        (
-            {"bucket_mbs": 8},
-            TypeError,
-            "did you mean tuning=pycomm.Tuning.bucket_mb=....",
-        ),
+        ({"bucket_mbs": 8}, TypeError, r"unknown argument 'bucket_mbs': write tuning=pycomm.Tuning\(bucket_mb=...\)"),
+        ({"min_ranks": 2}, TypeError, r"unknown argument 'min_ranks': write survive=pycomm.Survive\(min_ranks=...\)"),
+        ({"compresion": None}, TypeError, "unknown argument 'compresion': did you mean compression?"),
+        ({"static_graph": True}, TypeError, "'static_graph': leave it out, no graph is assumed to stay the same"),
+        ({"zzz": 1}, TypeError, "unknown argument 'zzz': wanted among compression, accumulate"),
     ],
     ids=str,
 )
 @on_ranks(2)
 def test_what_is_wrong_on_one_rank_is_an_error_of_all(given: dict[str, Any], kind: type[Exception], says: str) -> None:
-    """Also of arguments that are deprecated, whose warning does not matter then."""
     model, mine = make_model(), dist.get_rank() == 1
     attach: Any = pycomm.attach
     with pytest.raises(kind if mine else ValueError, match=says):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -15,14 +14,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pycomm.agreement import agreed, check_same_lines
-from pycomm.checks import refuse_unknown, shown
+from pycomm.checks import shown
 from pycomm.collectives.broadcasting import broadcast_state, check_state_keys
 from pycomm.collectives.communicator import Communicator, communicator_at
 from pycomm.collectives.layout import require_dense
 from pycomm.collectives.transport.authentication import secret
 from pycomm.collectives.transport.own_group import timeout_seconds
 from pycomm.compression import BF16, FP16, Compression, NoCompression
-from pycomm.deprecated import Moved, Old, renamed
 from pycomm.errors import CommError, attempt
 from pycomm.optim.attached import refuse_second_average, register
 from pycomm.optim.fused import FusedStep, has_rule, rule_of
@@ -46,13 +44,11 @@ from pycomm.training.reducer.partition.on_host import HostPartition, memory_of_a
 from pycomm.training.reducer.partition.spread import SpreadPartition
 from pycomm.training.reducer.reducer import Reducer
 from pycomm.training.reducer.settings import (
-    OF_DISTRIBUTED_DATA_PARALLEL,
     AttachSettings,
     Sharding,
     Survive,
     Tuning,
-    sharding_of,
-    survive_of,
+    refuse_unknown,
 )
 from pycomm.training.reducer.statistics import Waits, open_ready_page
 from pycomm.training.reducer.surviving import Survival, SurvivingPolicy
@@ -121,24 +117,6 @@ def require_reachable(communicator: Communicator, shard: Sharding) -> None:
         )
 
 
-_OPTIONS: Any = {
-    "model": Old(("model_or_named_parameters",), lambda model_or_named_parameters: model_or_named_parameters),
-    "survive": Old(("on_failure", "min_ranks", "backup", "carry"), survive_of),
-    "shard": Old(("full_grad",), sharding_of, short=str),
-    "tuning": Old(tuple(field.name for field in fields(Tuning)), Tuning),
-}
-"""New arguments, and the old ones that they replace, which work for two more releases."""
-
-
-def _is_join(given: Mapping[str, Any]) -> bool:
-    return isinstance(given.get("join"), str)
-
-
-def _as_join(args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return (given.pop("join"), *args), {name: value for name, value in given.items() if name != "process_group"}
-
-
-@renamed(Moved(_is_join, lambda: join, _as_join), **_OPTIONS)
 def attach(  # noqa: PLR0913
     optimizer: torch.optim.Optimizer,
     model: torch.nn.Module | Iterable[tuple[str, torch.Tensor]],
@@ -295,9 +273,7 @@ def _settings_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _checked(optimizer: Any, model: Any, unknown: Mapping[str, Any], ranks: Sequence[int], **given: Any) -> _Checked:
     """Check the arguments of an ``attach`` over the global ``ranks``; raise the first error."""
-    if unknown.get("join") is not None:
-        raise TypeError(f"join is {shown(unknown['join'])}, wanted an address, or None")
-    refuse_unknown("attach", [name for name in unknown if name != "join"], _WRITTEN, OF_DISTRIBUTED_DATA_PARALLEL)
+    refuse_unknown(unknown)
     settings = AttachSettings.checked(model, **given)
     table = table_of(optimizer, model, settings.all_parameters, settings.tuning.ignore)
     settings = replace(settings, tuning=replace(settings.tuning, ignore=table.ignored.patterns, timeout=None))
@@ -407,14 +383,6 @@ def _make_equal(
         check=functools.partial(check_state_keys, table.optimizer, names),
         keeps_state=settings.tuning.optimizer_state == "keep",
     )
-
-
-_WRITTEN = {
-    **{name: name for name in inspect.signature(attach).parameters if name not in ("unknown", "optimizer", "model")},
-    **{field.name: f"tuning=pycomm.Tuning({field.name}=...)" for field in fields(Tuning)},
-    **{field.name: f"survive=pycomm.Survive({field.name}=...)" for field in fields(Survive)},
-}
-"""How to write the arguments of ``attach`` and of its options, for hints in errors."""
 
 
 _indices = itertools.count()

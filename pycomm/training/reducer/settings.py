@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields
 from datetime import timedelta
@@ -160,38 +161,8 @@ class Tuning:
         return None if self.bucket_mb is None else int(self.bucket_mb * 2**20)
 
 
-def survive_of(*, on_failure: Any = "raise", min_ranks: Any = 1, backup: Any = 0, carry: Any = None) -> Survive | None:
-    """Convert deprecated arguments of ``attach`` to an option."""
-    if on_failure not in ("raise", "shrink"):
-        raise ValueError(f'on_failure is {on_failure!r}, wanted "raise" or "shrink"')
-    made = Survive(min_ranks, backup, carry)
-    if on_failure == "shrink":
-        return made
-    if made.backup > 0:
-        raise ValueError(
-            f'backup={backup} does not go with on_failure="raise": write survive=pycomm.Survive(backup=...)'
-        )
-    return None
-
-
-def sharding_of(*, shard: Any = None, full_grad: Any = False) -> Sharding | None:
-    """Convert deprecated arguments of ``attach`` to an option."""
-    if full_grad is not None and not isinstance(full_grad, bool):
-        raise TypeError(f"full_grad is {full_grad!r}, wanted True, False or None")
-    if shard is not None:
-        return Sharding(shard, {True: "full", False: "part", None: "local"}[full_grad])
-    if full_grad is not False:
-        raise ValueError(f"full_grad={full_grad} without shard: every rank has all averaged gradients anyway")
-    return None
-
-
 def checked_option(name: str, value: Any, kind: type, example: str) -> Any:
-    """Return ``value``, an option of ``kind`` or ``None``. Raise TypeError otherwise, or ``value`` if it is an error.
-
-    Deprecated arguments are converted before the ranks meet; their errors are raised here, where all ranks learn of it.
-    """
-    if isinstance(value, Exception):
-        raise value
+    """Return ``value``, an option of ``kind`` or ``None``; raise TypeError otherwise."""
     if value is not None and not isinstance(value, kind):
         raise TypeError(f"{name} is {shown(value)}, wanted {example} or None")
     return value
@@ -403,14 +374,26 @@ def _check_backup(settings: AttachSettings) -> None:
             )
 
 
-OF_DISTRIBUTED_DATA_PARALLEL = {
+_ELSEWHERE = {
+    **{field.name: f"write tuning=pycomm.Tuning({field.name}=...)" for field in fields(Tuning)},
+    **{field.name: f"write survive=pycomm.Survive({field.name}=...)" for field in fields(Survive)},
+    "grads": "write shard=pycomm.Sharding(kind, grads=...)",
     "broadcast_buffers": 'buffers="broadcast" does what it does in DistributedDataParallel',
     "find_unused_parameters": "leave it out, unused parameters are found by themselves",
     "static_graph": "leave it out, no graph is assumed to stay the same",
     "gradient_as_bucket_view": "leave it out, .grad always is a view of the bucket",
     "device_ids": "leave it out, gradients are averaged where the parameters are",
 }
-"""Hints for arguments of torch's DistributedDataParallel whose names resemble none of ``attach``."""
+"""What to write for arguments that ``attach`` does not have: fields of its options, and DistributedDataParallel's."""
+
+
+def refuse_unknown(names: Iterable[str]) -> None:
+    """Raise TypeError for the first of ``names``, none of which ``attach`` has, and suggest what may be meant."""
+    own = [*(field.name for field in fields(AttachSettings)), "process_group"]
+    for name in names:
+        close = "".join(difflib.get_close_matches(name, [*own, *_ELSEWHERE], n=1))
+        meant = f"did you mean {close}?" if close in own else _ELSEWHERE.get(close, f"wanted among {', '.join(own)}")
+        raise TypeError(f"attach got an unknown argument {name!r}: {meant}")
 
 
 def _buffers(mode: Any, model: Any) -> str:
