@@ -240,11 +240,6 @@ class WholeMasters:
         self.take_together = take_together
 
     @contextlib.contextmanager
-    def tried(self, factor: Factor) -> Iterator[Factor]:
-        with self._masters.widened(self._unscaled.current(by_value=True), factor, lambda: None):
-            yield 1.0
-
-    @contextlib.contextmanager
     def stepped(self, factor: Factor) -> Iterator[None]:
         with self._masters.widened(self._unscaled.current(by_value=True), factor, self._done):
             yield

@@ -63,7 +63,7 @@ def test_prodigy_is_not_shared_out(two_ranks: RankPool, package: str) -> None:
     """It estimates one rate from all gradients."""
     pytest.importorskip(package)
     for found in two_ranks.run(outcomes, package, ["Prodigy"], "optimizer"):
-        assert "with other gradients of some parameters, or none, group 0 of it has d" in found["Prodigy"]
+        assert 'shard="optimizer" does not go with Prodigy: its step depends on all gradients' in found["Prodigy"]
 
 
 def sums_in_place_of_averages() -> str:
@@ -92,7 +92,7 @@ def test_all() -> None:
     found = optimizers.tried(list(optimizers.all_names()), lambda line: None)
 
     def without_rounding(rows: list[list[str]]) -> list[list[str]]:
-        """Which rank steps what follows from times, and so does what is rounded together."""
+        """Processors round otherwise what is computed together."""
         return [[optimizers.EQUAL if word == optimizers.ROUNDED else word for word in row] for row in rows]
 
     assert without_rounding(optimizers.report_of(found)["optimizers"]) == without_rounding(report["optimizers"])

@@ -19,13 +19,14 @@ from pycomm.collectives import communicator
 from tests.reducer.models import loss_of, make_model, sgd
 
 _TUNING = frozenset(field.name for field in fields(pycomm.Tuning))
+_SHARDING = frozenset(field.name for field in fields(pycomm.Sharding)) - {"kind"}
 _SURVIVE = frozenset(field.name for field in fields(pycomm.Survive))
 
 
 def grouped(**options: Any) -> dict[str, Any]:
     """Return arguments of ``attach``: fields of its options, given one by one, in the options that they belong to.
 
-    ``on_failure="shrink"`` makes a Survive without any fields, ``grads`` belongs to ``shard``.
+    ``on_failure="shrink"`` makes a Survive without any fields.
     """
     tuning = {name: options.pop(name) for name in list(options) if name in _TUNING}
     survive = {name: options.pop(name) for name in list(options) if name in _SURVIVE}
@@ -33,8 +34,9 @@ def grouped(**options: Any) -> dict[str, Any]:
         options["tuning"] = replace(options.get("tuning") or pycomm.Tuning(), **tuning)
     if options.pop("on_failure", "raise") == "shrink" or survive:
         options["survive"] = pycomm.Survive(**survive)
-    if "grads" in options:
-        options["shard"] = pycomm.Sharding(options["shard"], options.pop("grads"))
+    sharding = {name: options.pop(name) for name in list(options) if name in _SHARDING}
+    if sharding:
+        options["shard"] = pycomm.Sharding(options["shard"], **sharding)
     return options
 
 

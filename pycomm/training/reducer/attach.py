@@ -40,6 +40,7 @@ from pycomm.training.reducer.lanes import open_lanes
 from pycomm.training.reducer.newcomers import lines_of, share_state
 from pycomm.training.reducer.parameters import ParameterTable, table_of
 from pycomm.training.reducer.partition.comparison import settings_of
+from pycomm.training.reducer.partition.independent import require_independent
 from pycomm.training.reducer.partition.on_host import HostPartition, memory_of_all
 from pycomm.training.reducer.partition.spread import SpreadPartition
 from pycomm.training.reducer.reducer import Reducer
@@ -58,16 +59,16 @@ def require_shardable(table: ParameterTable, shard: Sharding, compression: Compr
     """Raise ValueError if the step of the optimizer of ``table`` cannot be divided, or its parameters be shared."""
     name, optimizer, stepper = f'shard="{shard.kind}"', table.optimizer, table.stepper
     own_masters = isinstance(stepper, MasterWeights) and (table.on_gpu or not stepper.has_kernels)
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(f"{name}: a step of LBFGS depends on all gradients together, and cannot be shared out")
     if table.on_gpu:
         _require_whole_steps(shard, stepper, compression)
-    elif has_rule(optimizer) and not own_masters:
+    if table.on_gpu or own_masters or not has_rule(optimizer):
+        require_independent(optimizer, shard)
+    else:
         try:
             rule_of(optimizer)
         except ValueError as error:
             raise ValueError(f"{name} requires options that pycomm's kernels take: {error}") from None
-    elif shard.grads == "local":
+    if shard.grads == "local" and not has_rule(optimizer):
         raise ValueError(
             f"shard={shard} requires an optimizer that pycomm's kernels step (torch's SGD, Adam, AdamW, RMSprop, "
             f"Adagrad; LARS, LAMB), and this is a {type(optimizer).__name__}"

@@ -111,8 +111,8 @@ def _norm(table: ParameterTable) -> torch.Tensor:
     if partial is not None and partial.terms is not None:
         partial.terms.reduce_early()
     whole = None if table.partition is None else table.partition.whole
-    # Of whole parameters that are dealt, a rank has the masters of its own ones only.
-    owners = table.partition if unscaled is not None and whole is not None and whole.is_dealt else partial
+    # Once a step of whole parameters has been divided, a rank has the masters of its own ones only.
+    owners = table.partition if unscaled is not None and whole is not None and whole.is_divided else partial
     if owners is not None:
         plain = {slot.param: grad for slot in table.slots() if (grad := slot.owner.grad) is not None}
         grads = plain if unscaled is None else unscaled

@@ -207,7 +207,6 @@ class ParameterChanges:
         engine.admit_new = self._admit_late
         if engine.table.partition is not None:
             partition = engine.table.partition
-            partition.make_buckets_again = weakref.WeakMethod(self._rebuild)
             partition.comparison.compare_replicas = weakref.WeakMethod(engine.comparison.compare_replicas)
 
     def hook(self, slots: list[Slot]) -> None:

@@ -169,7 +169,7 @@ class ParameterTable:
     @property
     def partial(self) -> StepPartition | None:
         """The partition, if each rank has only its own part of the averaged gradients."""
-        return None if self.partition is None or self.partition.full_grad else self.partition
+        return None if self.partition is None or self.partition.has_full_grad else self.partition
 
     def await_parameters(self) -> None:
         """Wait until all parameters have arrived that other hosts have stepped."""

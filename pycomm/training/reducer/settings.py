@@ -65,6 +65,9 @@ class Sharding:
         gather: form in which float32 parameters travel to other hosts after a step: :class:`pycomm.FP8`, ``Int8`` or
             ``Int4``, or ``None`` for themselves. Their changes are sent so; what rounding leaves is sent with the next
             change. Not between GPUs. Ranks of one host share memory, so no rounding takes place there.
+        independent: declare that the optimizer steps each parameter by its own gradient and state alone, keeps that
+            state in ``optimizer.state``, and leaves parameters without a gradient alone. Needed for optimizers that
+            pycomm does not know (docs/sharding.md, "Any optimizer"). If it is untrue, training goes on wrongly.
 
     Raises:
         ValueError, TypeError: an argument is wrong.
@@ -74,8 +77,11 @@ class Sharding:
     grads: str = "part"
     _: KW_ONLY
     gather: FP8 | Int8 | Int4 | None = None
+    independent: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.independent, bool):
+            raise TypeError(f"independent is {shown(self.independent)}, wanted True or False")
         if self.kind not in ("optimizer", "parameters"):
             raise ValueError(f'shard is {self.kind!r}, wanted "optimizer", "parameters" or None')
         if self.grads not in ("part", "full", "local"):
@@ -97,7 +103,8 @@ class Sharding:
     def __repr__(self) -> str:
         grads = "" if self.grads == "part" else f", grads={self.grads!r}"
         gather = "" if self.gather is None else f", gather={self.gather}"
-        return f"Sharding({self.kind!r}{grads}{gather})"
+        independent = ", independent=True" if self.independent else ""
+        return f"Sharding({self.kind!r}{grads}{gather}{independent})"
 
 
 @dataclass(frozen=True)

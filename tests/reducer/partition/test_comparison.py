@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import pycomm
-from pycomm.training.reducer.partition.trial import NUM_STEPS
 from tests.hosts import on_hosts
 from tests.on_ranks import on_ranks
 from tests.reducer.attaching import assert_replicas_equal, attached
@@ -21,8 +20,8 @@ from tests.reducer.partition.whole_optimizers import Orthogonal
 
 Make = Callable[[Any], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {"kernels": lambda params: torch.optim.AdamW(params, lr=0.01), "whole": Orthogonal}
-LAST = NUM_STEPS + 2
-"""First step in which ranks differ: parameters have been dealt by then."""
+LAST = 2
+"""First step in which ranks differ."""
 
 by_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 on_one_or_two_hosts = pytest.mark.parametrize("hosts", ["aa", "ab"])
@@ -60,15 +59,15 @@ def refused_then_taken(optimizer: torch.optim.Optimizer, model: Weights, match: 
 @on_one_or_two_hosts
 @on_ranks(2)
 def test_whole_gradients_that_one_rank_changes(name: str, hosts: str) -> None:
-    with trained(name, hosts, shard="optimizer", grads="full") as (_, optimizer, model):
+    with trained(name, hosts, shard="optimizer", independent=True, grads="full") as (_, optimizer, model):
         if rank() == 1:
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         refused_then_taken(optimizer, model, "gradient after backward.. 0 is .*reducer.clip_grad_norm")
-    with trained(name, hosts, shard="optimizer", grads="full") as (reducer, optimizer, model):
+    with trained(name, hosts, shard="optimizer", independent=True, grads="full") as (reducer, optimizer, model):
         if rank() == 1:
             reducer.clip_grad_norm(0.1)
         refused_then_taken(optimizer, model, "factor of the gradients .* is '1.0' on rank|is '0.* on rank 1")
-    with trained(name, hosts, shard="optimizer", grads="full") as (_, optimizer, model):
+    with trained(name, hosts, shard="optimizer", independent=True, grads="full") as (_, optimizer, model):
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)  # on all ranks alike
         optimizer.step()
 
@@ -77,7 +76,7 @@ def test_whole_gradients_that_one_rank_changes(name: str, hosts: str) -> None:
 @pytest.mark.parametrize("grads", ["part", "full"])
 @on_ranks(2)
 def test_gradients_that_one_rank_removes(name: str, grads: str) -> None:
-    with trained(name, "aa", shard="optimizer", grads=grads) as (_, optimizer, model):
+    with trained(name, "aa", shard="optimizer", independent=True, grads=grads) as (_, optimizer, model):
         if rank() == 0:
             model.weights[0].grad = None
         refused_then_taken(optimizer, model, "'weights.0: None' on rank 0|weights.0: .*on rank 1.*None' on rank 0")
@@ -101,7 +100,7 @@ SCALERS: dict[str, Callable[[], Any]] = {
 def test_parts_clipped_by_torch_beside_a_scaler(name: str, make: str) -> None:
     model, scaler = Weights(), SCALERS[make]()
     optimizer = OPTIMIZERS[name](model.parameters())
-    with attached(optimizer, model, shard="optimizer", loss_scaler=scaler):
+    with attached(optimizer, model, shard="optimizer", independent=True, loss_scaler=scaler):
         for step in range(2):
             optimizer.zero_grad()
             backward(model.parameters(), gradients_of(rank(), step), scaler.get_scale())
@@ -121,7 +120,7 @@ def test_masters_gradients_clipped_by_torch(name: str) -> None:
     model, scaler = Weights(torch.bfloat16), pycomm.LossScaler(8.0)
     optimizer = OPTIMIZERS[name](model.parameters())
     masters = pycomm.master_weights(optimizer)
-    with attached(optimizer, model, shard="optimizer", loss_scaler=scaler):
+    with attached(optimizer, model, shard="optimizer", independent=True, loss_scaler=scaler):
         backward(model.parameters(), gradients_of(rank(), 0, torch.bfloat16), scaler.get_scale())
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(masters.parameters(), 0.1)
@@ -134,7 +133,7 @@ def test_masters_of_own_parameters_have_one_norm() -> None:
     model, scaler = Weights(torch.bfloat16), pycomm.LossScaler(8.0)
     optimizer = Orthogonal(model.parameters())
     pycomm.master_weights(optimizer)
-    with attached(optimizer, model, shard="optimizer", grads="full", loss_scaler=scaler) as reducer:
+    with attached(optimizer, model, shard="optimizer", independent=True, grads="full", loss_scaler=scaler) as reducer:
         for step in range(LAST + 1):
             optimizer.zero_grad()
             backward(model.parameters(), gradients_of(rank(), step, torch.bfloat16), scaler.get_scale())
@@ -149,7 +148,7 @@ def test_masters_of_own_parameters_have_one_norm() -> None:
 @on_one_or_two_hosts
 @on_ranks(2)
 def test_state_that_is_loaded_otherwise_on_one_rank(name: str, hosts: str) -> None:
-    with trained(name, hosts, shard="optimizer") as (_, optimizer, model):
+    with trained(name, hosts, shard="optimizer", independent=True) as (_, optimizer, model):
         saved = copy.deepcopy(optimizer.state_dict())
         if rank() == 1:
             optimizer.load_state_dict(copy.deepcopy(saved))  # steps write to what was loaded
@@ -174,7 +173,7 @@ def test_state_that_is_loaded_otherwise_on_one_rank(name: str, hosts: str) -> No
 @on_one_or_two_hosts
 @on_ranks(2)
 def test_parameters_that_one_rank_writes(name: str, hosts: str) -> None:
-    with trained(name, hosts, shard="optimizer") as (_, optimizer, model):
+    with trained(name, hosts, shard="optimizer", independent=True) as (_, optimizer, model):
         with torch.no_grad():
             model.weights[0].mul_(0.5)  # on all ranks alike
         optimizer.step()
@@ -210,9 +209,9 @@ def test_another_optimizer_that_would_step_parts(name: str, shard: str) -> None:
 @by_optimizer
 @on_ranks(2)
 def test_a_rank_that_stays_absent(name: str) -> None:
-    with trained(name, "aa", shard="optimizer") as (reducer, optimizer, model):
+    with trained(name, "aa", shard="optimizer", independent=True) as (reducer, optimizer, model):
         optimizer.step()
-        match = r"stay_absent\(\) does not go with shard=Sharding\('optimizer'\)"
+        match = r"stay_absent\(\) does not go with shard=Sharding\('optimizer', independent=True\)"
         if rank() == 1:
             with pytest.raises(ValueError, match=match):
                 reducer.stay_absent()
@@ -225,9 +224,9 @@ class Rounded(Orthogonal):
     """Steps otherwise than its base, with the same options."""
 
 
-@pytest.mark.parametrize("shard", [None, "optimizer"])
+@pytest.mark.parametrize("shard", [None, pycomm.Sharding("optimizer", independent=True)], ids=["whole", "shared"])
 @on_ranks(2)
-def test_another_class_on_one_rank(shard: str | None) -> None:
+def test_another_class_on_one_rank(shard: pycomm.Sharding | None) -> None:
     model = Weights()
     optimizer = (Rounded if rank() == 1 else Orthogonal)(model.parameters())
     with pytest.raises(ValueError, match="optimizer 0 is 'Rounded' on rank 1, 'Orthogonal' on rank 0"):

@@ -15,15 +15,14 @@ from torch import nn
 import pycomm
 from pycomm.collectives.channel import Channel
 from pycomm.training.reducer.partition import spread
-from pycomm.training.reducer.partition.trial import NUM_STEPS
 from tests.on_ranks import Pools, on_ranks
 from tests.reducer.attaching import assert_replicas_equal, attached, grouped
 from tests.reducer.partition import test_same_steps as bodies
 from tests.reducer.partition.stepping import Weights, assert_same, assert_unusable_until_loaded, backward, rank
 from tests.reducer.partition.stepping import gradients_of as random_gradients
 from tests.reducer.partition.test_spread import Layers, stepped
-from tests.reducer.partition.test_whole_steps import HALF, SCALERS, skipped_steps, steps, trained
-from tests.reducer.partition.whole_optimizers import OPTIMIZERS, Averaging, ClippingAll, Orthogonal
+from tests.reducer.partition.test_whole_steps import HALF, SCALERS, SHARED, skipped_steps, steps, trained
+from tests.reducer.partition.whole_optimizers import OPTIMIZERS, Averaging, Orthogonal
 from tests.reducer.test_gpu_path import STREAM, LateWork, no_host_reads, pretended_gpu
 
 FUSABLE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -38,7 +37,7 @@ def assert_same_as_alone(make: Callable[[Any], torch.optim.Optimizer], *parts: b
     """Compare training on a GPU with and without shard, to the bit."""
     with pretended_gpu():
         wanted = trained(make, *parts, **options)
-        assert_same(trained(make, *parts, shard="optimizer", **options), wanted)
+        assert_same(trained(make, *parts, shard="optimizer", independent=True, **options), wanted)
 
 
 @on_ranks(3)
@@ -50,7 +49,7 @@ def test_every_optimizer_has_the_bits_of_a_step_alone() -> None:
 @pytest.mark.parametrize("full", [False, True])
 @on_ranks(2)
 def test_all_that_training_does(full: bool) -> None:
-    shard: Any = pycomm.Sharding("optimizer", grads="full") if full else "optimizer"
+    shard = pycomm.Sharding("optimizer", grads="full" if full else "part", independent=True)
     for last in (bodies.clipped_steps, bodies.new_parameters):
         parts = (bodies.few_steps, bodies.schedules, bodies.missing_gradients, last)
         with pretended_gpu():
@@ -70,7 +69,7 @@ def test_masters_of_half_precision_parameters(dtype: str, name: str) -> None:
         return
     with pretended_gpu():
         wanted = trained(make, *parts, dtype=HALF[dtype])
-        found = trained(make, *parts, dtype=HALF[dtype], shard="optimizer")
+        found = trained(make, *parts, dtype=HALF[dtype], shard="optimizer", independent=True)
     for number, entry in wanted[1].items():
         for key, value in entry.items():
             torch.testing.assert_close(found[1][number][key], value, rtol=1e-4, atol=1e-5)
@@ -80,7 +79,7 @@ def test_masters_of_half_precision_parameters(dtype: str, name: str) -> None:
 @on_ranks(2)
 def test_scalers_skip_on_all_ranks(make: Any) -> None:
     with pretended_gpu():
-        (found, scale), (wanted, its_scale) = skipped_steps(make, "optimizer"), skipped_steps(make, None)
+        (found, scale), (wanted, its_scale) = skipped_steps(make, SHARED), skipped_steps(make, None)
     assert_same(found, wanted)
     assert scale == its_scale < 2.0**4
 
@@ -89,8 +88,8 @@ def test_scalers_skip_on_all_ranks(make: Any) -> None:
 def test_a_gradient_that_is_not_finite_stays_in_its_parameter_without_a_scaler() -> None:
     model = Weights()
     optimizer = Orthogonal(model.parameters())
-    with pretended_gpu(), attached(optimizer, model, shard="optimizer"):
-        steps(optimizer, model, 0, NUM_STEPS + 1)
+    with pretended_gpu(), attached(optimizer, model, shard="optimizer", independent=True):
+        steps(optimizer, model, 0, 2)
         grads = random_gradients(0, 9)
         grads[4][0] = torch.nan
         optimizer.zero_grad()
@@ -104,8 +103,11 @@ def test_a_gradient_that_is_not_finite_stays_in_its_parameter_without_a_scaler()
 def test_the_host_does_not_look_at_values_in_backward() -> None:
     model, scaler = Weights(), pycomm.LossScaler(2.0**4)
     optimizer = Orthogonal(model.parameters())
-    with pretended_gpu(), attached(optimizer, model, shard="optimizer", loss_scaler=scaler, bucket_mb=0.005):
-        for step in range(NUM_STEPS + 3):
+    with (
+        pretended_gpu(),
+        attached(optimizer, model, shard="optimizer", independent=True, loss_scaler=scaler, bucket_mb=0.005),
+    ):
+        for step in range(4):
             optimizer.zero_grad()
             products = [(p * g).sum() for p, g in zip(model.parameters(), random_gradients(0, step), strict=True)]
             loss = scaler.scale(torch.stack(products).sum())
@@ -119,8 +121,8 @@ def test_the_host_does_not_look_at_values_in_backward() -> None:
 def test_parameters_lie_apart_in_memory_as_kernels_of_a_gpu_want_it() -> None:
     model = Weights()
     optimizer = Orthogonal(model.parameters())
-    with pretended_gpu(), attached(optimizer, model, shard="optimizer") as reducer:
-        steps(optimizer, model, 0, NUM_STEPS + 1)
+    with pretended_gpu(), attached(optimizer, model, shard="optimizer", independent=True) as reducer:
+        steps(optimizer, model, 0, 2)
         partition = reducer._table.partition
         assert partition is not None
         for param in model.parameters():
@@ -162,10 +164,10 @@ def are_arriving(model: nn.Module) -> list[bool]:
 
 
 @contextmanager
-def past_the_trial(model: Layers, optimizer: torch.optim.Optimizer) -> Iterator[Streams]:
+def stepped_once(model: Layers, optimizer: torch.optim.Optimizer) -> Iterator[Streams]:
     """Yields the streams after a step whose parameters have not arrived."""
-    with several_streams() as streams, attached(optimizer, model, shard="optimizer", bucket_mb=0.02):
-        for _ in range(NUM_STEPS + 1):
+    with several_streams() as streams, attached(optimizer, model, shard="optimizer", independent=True, bucket_mb=0.02):
+        for _ in range(2):
             stepped(model, optimizer)
         optimizer.zero_grad()
         streams.waiting.clear()
@@ -179,7 +181,7 @@ def test_every_stream_that_uses_parameters_waits_for_them() -> None:
     """Also one that uses them later than another, which may have begun to follow the step's stream before."""
     model = Layers()
     optimizer = Orthogonal(model.parameters())
-    with past_the_trial(model, optimizer) as streams:
+    with stepped_once(model, optimizer) as streams:
         for now in (8, 9, 8, STREAM):
             streams.now = now
             model(torch.ones(1, 64))
@@ -197,7 +199,7 @@ def test_a_forward_waits_for_the_layers_that_it_has_reached() -> None:
     model = Layers()
     optimizer = Orthogonal(model.parameters())
     seen: list[int] = []
-    with past_the_trial(model, optimizer) as streams:
+    with stepped_once(model, optimizer) as streams:
         for layer in model.layers:
             layer.register_forward_hook(lambda *_: seen.append(len(streams.waiting)))
         model(torch.ones(1, 64))
@@ -222,7 +224,7 @@ USES: dict[str, Callable[[Layers], Any]] = {
 def test_uses_of_parameters(use: str) -> None:
     model = Layers()
     optimizer = Orthogonal(model.parameters())
-    with past_the_trial(model, optimizer) as streams:
+    with stepped_once(model, optimizer) as streams:
         found = USES[use](model)
         works = {id(work) for _, work in streams.waiting}
         assert len(works) > 1
@@ -236,7 +238,7 @@ def test_cuda_graphs() -> None:
     """They call no Python when they are launched: parameters arrive before. Steps stay outside."""
     model = Layers()
     optimizer = Orthogonal(model.parameters())
-    with past_the_trial(model, optimizer) as streams, pytest.MonkeyPatch.context() as context:
+    with stepped_once(model, optimizer) as streams, pytest.MonkeyPatch.context() as context:
         spread._await_all()
         assert not any(are_arriving(model))
         assert len(streams.waiting) > 1
@@ -269,15 +271,9 @@ def test_what_cannot_be_shared_out_on_a_gpu_is_refused() -> None:
     with pretended_gpu():
         refused(r"Sharding\('parameters'\) requires parameters in CPU memory", Orthogonal, "parameters")
         refused("grads='local'.* requires parameters in CPU", Orthogonal, pycomm.Sharding("optimizer", grads="local"))
+        refused("Orthogonal is not among the optimizers that are known", Orthogonal, "optimizer")
         refused("call it without pycomm.fuse", fused, "optimizer")
-        refused("a step of LBFGS depends on all gradients together", torch.optim.LBFGS, "optimizer")
-        model = Weights()
-        optimizer = ClippingAll(model.parameters())
-        with (
-            attached(optimizer, model, shard="optimizer"),
-            pytest.raises(ValueError, match="its step depends on all gradients together"),
-        ):
-            steps(optimizer, model, 0, 1)
+        refused("LBFGS: its step depends on all gradients together", torch.optim.LBFGS, "optimizer")
 
 
 def lose_messages(point: str) -> None:
@@ -285,8 +281,8 @@ def lose_messages(point: str) -> None:
     model = Layers()
     optimizer = Orthogonal(model.parameters())
     with pretended_gpu():
-        reducer = pycomm.attach(optimizer, model, **grouped(timeout=20, shard="optimizer", check_replicas=0))
-        for _ in range(NUM_STEPS + 1):
+        reducer = pycomm.attach(optimizer, model, **grouped(timeout=20, shard=SHARED, check_replicas=0))
+        for _ in range(2):
             stepped(model, optimizer)
 
         def fail(self: LateWork) -> Any:

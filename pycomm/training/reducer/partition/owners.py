@@ -1,4 +1,4 @@
-"""Owners: ranks to which whole parameters are dealt, by what a step of each costs."""
+"""Owners: ranks to which whole parameters are dealt, by the operations that a step of each takes."""
 
 from __future__ import annotations
 
@@ -17,31 +17,25 @@ _UNEVEN = 1.5
 
 
 class Owners:
-    """Owners of the parameters of ``optimizer``, the same on all ranks."""
+    """Owners of the parameters of ``optimizer``, the same on all ranks: the costliest are given first."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, rank: int, size: int) -> None:
-        self._optimizer, self._rank = optimizer, rank
+        self._rank = rank
         self._loads = [0.0] * size
         self._owners: dict[torch.Tensor, int] = {}
-        self.deal(prior_costs(optimizer))
+        for param in sorted(optimizer_parameters(optimizer), key=_cost_of, reverse=True):
+            self._give(param)
 
-    def deal(self, costs: Sequence[float]) -> None:
-        """Deal all parameters to the ranks, the costliest first, each to the rank with the least to do."""
-        params = list(optimizer_parameters(self._optimizer))
-        self._loads = [0.0] * len(self._loads)
-        self._owners.clear()
-        for cost, index in sorted((-cost, index) for index, cost in enumerate(costs)):
-            self._give(params[index], -cost)
-
-    def _give(self, param: torch.Tensor, cost: float) -> None:
+    def _give(self, param: torch.Tensor) -> None:
+        """Give ``param`` to the rank with the least to do."""
         rank = min(range(len(self._loads)), key=self._loads.__getitem__)
         self._owners[param] = rank
-        self._loads[rank] += cost
+        self._loads[rank] += _cost_of(param)
 
     def of(self, param: torch.Tensor) -> int:
         """Return the rank that steps ``param``; one that is new gets an owner now, the same on all ranks."""
         if param not in self._owners:
-            self._give(param, _prior_cost(param) * sum(self._loads) / (sum(map(_prior_cost, self._owners)) or 1.0))
+            self._give(param)
         return self._owners[param]
 
     def is_own(self, param: torch.Tensor) -> bool:
@@ -84,12 +78,7 @@ class Owners:
             )
 
 
-def prior_costs(optimizer: torch.optim.Optimizer) -> list[float]:
-    """Return the cost of stepping each parameter before any is measured, in operations."""
-    return [_prior_cost(param) for param in optimizer_parameters(optimizer)]
-
-
-def _prior_cost(param: torch.Tensor) -> float:
+def _cost_of(param: torch.Tensor) -> float:
     """Return the operations of a product by the smaller Gram matrix; of other than matrices, of elementwise steps."""
     if param.dim() < 2:
         return float(param.numel())

@@ -79,7 +79,6 @@ class StepPartition:
         terms: gradients that the step adds up; ``None`` if they have been reduced before it.
         comparison: what ranks compare before each step.
         before_writing: called before each rank writes to its own parameters.
-        make_buckets_again: returns a function that makes all buckets again, if the Reducer lives.
     """
 
     def __init__(
@@ -105,13 +104,7 @@ class StepPartition:
         self._num_steps = 0
         self.terms: GradientTerms | None = None
         self.before_writing: Callable[[], None] = lambda: None
-        self.make_buckets_again: Callable[[], Callable[[], None] | None] = lambda: None
         self._stepper.share(self)
-
-    @property
-    def full_grad(self) -> bool:
-        """Whether every rank gets all averaged gradients."""
-        return self.has_full_grad or (self.whole is not None and not self.whole.is_dealt)
 
     def place_in_bucket(self, slot: Slot) -> int:
         """Return the sort key of ``slot`` in its bucket, in which each rank's own parameters are adjacent."""
@@ -119,7 +112,7 @@ class StepPartition:
 
     def divide(self, bucket: Bucket, slots: Sequence[Slot]) -> None:
         """Let each rank reduce only its own share of ``bucket``, which has the parameters of ``slots``, if it may."""
-        if not self.has_full_grad and (self.whole is None or not self.whole.on_trial):
+        if not self.has_full_grad:
             is_later = self.terms is not None and self.terms.defers
             bucket.reduce_part_only(self._shares_of(bucket, slots), self._communicator.rank, later=is_later)
 
@@ -140,10 +133,7 @@ class StepPartition:
     # Parameters.
 
     def adopt(self, flights: Sequence[BucketInFlight]) -> None:
-        """Move the parameters of ``flights`` to memory of the partition, unless it is on trial. Collective."""
-        if self.whole is not None and self.whole.on_trial:
-            self._flights += flights
-            return
+        """Move the parameters of ``flights`` to memory of the partition. Collective."""
         self._adopt(flights)
         if self.whole is not None:
             self.whole.settle(flights)
@@ -226,16 +216,9 @@ class StepPartition:
             raise
         if not is_taken:
             yield False
-        elif self.whole is None or self.whole.is_dealt:
-            with self.writing(optimizer):
-                yield True
-        else:
-            yield True  # all ranks step all parameters
-            if not self.whole.on_trial:
-                self._flights.clear()
-                make = self.make_buckets_again()  # sorted by owners
-                if make is not None:
-                    make()
+            return
+        with self.writing(optimizer):
+            yield True
 
     @contextlib.contextmanager
     def writing(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:

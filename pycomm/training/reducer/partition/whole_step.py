@@ -4,16 +4,13 @@ Optimizers that orthogonalise or precondition matrices (Muon, SOAP, Shampoo) can
 owns whole parameters: it gets the average of their gradients, keeps their state, and steps them alone; then all ranks
 get the new values (Rajbhandari et al., ZeRO, 2020, section 5.1, by parameters in place of equal parts).
 
-The first steps are a trial. All ranks step all parameters, as without sharding, and each also steps its own ones on a
-copy of the optimizer. If they differ, the optimizer makes parameters depend on one another, and the step raises. After
-the trial, rank 0 times the copy on a parameter of each shape, and parameters are dealt to ranks by these times.
-Parameters that come later are tried, too: each rank steps copies of its own ones with and without the gradients of the
-new ones.
+An optimizer may do so if it steps each parameter by that one's gradient and state alone: see :mod:`independent`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -21,7 +18,7 @@ from typing import Any
 import torch
 
 from pycomm.agreement import exchanged
-from pycomm.collectives.broadcasting import broadcast_tensors, decode
+from pycomm.collectives.broadcasting import broadcast_tensors, decode, encode
 from pycomm.collectives.communicator import Communicator
 from pycomm.errors import CommError, attempt
 from pycomm.optim.master_weights import WholeMasters
@@ -30,8 +27,7 @@ from pycomm.optim.partition import Partition
 from pycomm.optim.pending_factor import FactorStep, refuse_closure
 from pycomm.optim.step_override import Factor, own_step
 from pycomm.training.reducer.buckets import BucketInFlight
-from pycomm.training.reducer.partition.owners import Owners, prior_costs
-from pycomm.training.reducer.partition.trial import StepTrial, costs_of, encoded_state
+from pycomm.training.reducer.partition.owners import Owners
 
 _LOG = logging.getLogger("pycomm")
 
@@ -49,11 +45,6 @@ class OwnSteps(FactorStep):
     def take_together(self, take: Callable[[Factor, bool], None] | None) -> None:
         """Call ``take`` with the factor of the gradients, and whether the step is to be skipped, from now on."""
         self._take = take
-
-    @contextlib.contextmanager
-    def tried(self, factor: Factor) -> Iterator[Factor]:
-        """Return a context for steps of copies, which yields the factor of the gradients there."""
-        yield factor
 
     @contextlib.contextmanager
     def stepped(self, factor: Factor) -> Iterator[None]:
@@ -80,8 +71,8 @@ class WholeStep:
     """Step of ``optimizer`` by its own class, on each rank for the parameters that it owns.
 
     Attributes:
-        on_trial: whether all ranks step all parameters.
-        is_dealt: whether the buckets are sorted by the parameters' owners.
+        owners: the rank that steps each parameter.
+        is_divided: whether a step has been divided: this rank then has the state of its own parameters only.
     """
 
     def __init__(
@@ -91,57 +82,41 @@ class WholeStep:
         self._partition: Partition | None = None
         self._places: dict[torch.Tensor, torch.Tensor] = {}
         self.owners = Owners(optimizer, communicator.rank, communicator.size)
-        self._trial = StepTrial(optimizer, self.owners.own()) if communicator.size > 1 else None
-        self.on_trial, self.is_dealt = self._trial is not None, False
-        self._newcomers: list[torch.Tensor] = []  # that came after the trial, and are being tried
+        if communicator.rank == 0:
+            self.owners.warn_if_uneven()
+        self.is_divided = False
         self._hook = optimizer.register_state_dict_post_hook(self._complete)
         self._methods = {name: getattr(optimizer, name, None) for name in ("train", "eval")}  # of schedule-free ones
 
     def settle(self, flights: Iterable[BucketInFlight]) -> None:
         """Note where the parameters of ``flights`` lie from now on, in memory that others read or get values from."""
-        places = {slot.param: slot.param.detach() for flight in flights for slot in flight.slots}
-        if self.is_dealt and self._communicator.size > 1 and not places.keys() <= self._places.keys():
-            self._newcomers += [param for param in places if param not in self._places]
-            self._trial = StepTrial(self.optimizer, self.owners.own(), self._newcomers)
-        if not self.is_dealt:
-            self.is_dealt = True
-            self._stepping.keep_only(self.owners.is_own)
-        self._places.update(places)
+        self._places.update({slot.param: slot.param.detach() for flight in flights for slot in flight.slots})
 
     # Steps.
 
     def take(self, factor: Factor, is_skipped: bool) -> None:
         """Take a step with gradients times ``factor``, unless it is skipped. Collective."""
         assert self._partition is not None
-        if self._newcomers and not is_skipped:
-            self._try_newcomers(factor)
-        changed: Any = None
         with self._partition.step(self.optimizer, factor, is_skipped=is_skipped, needs_gradients=False) as is_taken:
-            if not is_taken:
-                return
-            if self.on_trial:
-                with self._stepping.stepped(factor):
-                    self._try()
-            else:
-                changed = self._step_own(factor)
-        if self._trial is not None and self._newcomers and not self._trial.count(self._exchanged(changed)):
-            self._newcomers, self._trial = [], None
+            if is_taken:
+                self._step_own(factor)
 
-    def _step_own(self, factor: Factor) -> Any:
-        """Step this rank's own parameters; return what the trial of newcomers says of the step, if there is one."""
+    def _step_own(self, factor: Factor) -> None:
+        """Step this rank's own parameters."""
+        if not self.is_divided:
+            self.is_divided = True
+            self._stepping.keep_only(self.owners.is_own)
         state, others = self.optimizer.state, [(param, param.grad) for param in self.owners.others()]
         for param, _ in others:
-            state.pop(param, None)  # from the trial, or a checkpoint
+            state.pop(param, None)  # from before attach, or a checkpoint
             param.grad = None
         try:
             with self._stepping.stepped(factor):
                 own_step(self.optimizer, None)
-                changed = attempt(self._trial.after_step) if self._trial is not None else None
         finally:
             for param, grad in others:
                 param.grad = grad
         self._bring_back()
-        return changed
 
     def _bring_back(self) -> None:
         """Copy parameters that the optimizer has replaced (``param.data = ...``) to their places."""
@@ -150,48 +125,6 @@ class WholeStep:
             if place is not None and param.data_ptr() != place.data_ptr():
                 place.copy_(param.detach())
                 param.data = place
-
-    def _try(self) -> None:
-        """Take a step of the trial; deal the parameters after the last one. Collective.
-
-        Raises:
-            ValueError: on every rank: the optimizer does not step parameters one by one, or a rank's step has failed.
-            Exception: this rank's step has raised it.
-        """
-        trial = self._trial
-        assert trial is not None
-        tried = attempt(trial.before_step)
-        stepped = attempt(lambda: own_step(self.optimizer, None))
-        failed = [each for each in (stepped, tried) if isinstance(each, Exception)]
-        outcome = failed[0] if failed else attempt(trial.after_step)
-        if trial.count(self._exchanged(outcome)):
-            return
-        costs = attempt(lambda: costs_of(trial, prior_costs(self.optimizer)) if self._communicator.rank == 0 else [])
-        gather = self._communicator.channel.all_gather_bytes
-        self.owners.deal(exchanged(gather, costs, "measure the cost of steps")[0])
-        self._trial, self.on_trial = None, False
-        if self._communicator.rank == 0:
-            self.owners.warn_if_uneven()
-
-    def _exchanged(self, outcome: Any) -> list[Any]:
-        """Return all ranks' ``outcome`` of a trial's step; raise ValueError if one has failed. Collective."""
-        words = f"step its own parameters alone, as shard= requires of {type(self.optimizer).__name__}"
-        return exchanged(self._communicator.channel.all_gather_bytes, outcome, words)
-
-    def _try_newcomers(self, factor: Factor) -> None:
-        """Try a step with parameters that came after the trial, before any rank takes it. Collective.
-
-        Raises:
-            ValueError: on every rank: the optimizer does not step them one by one.
-        """
-        trial = self._trial
-        assert trial is not None
-
-        def before_step() -> None:
-            with self._stepping.tried(factor) as left:
-                trial.before_step(left)
-
-        self._exchanged(attempt(before_step))
 
     # As the steps by kernels.
 
@@ -221,9 +154,9 @@ class WholeStep:
         for name in self._methods:
             if isinstance(vars(self.optimizer).get(name), _Shared):
                 del vars(self.optimizer)[name]
-        if not self.is_dealt:
+        if not self.is_divided:
             return
-        self.is_dealt = False
+        self.is_divided = False
         try:
             params = list(optimizer_parameters(self.optimizer))
             self._stepping.add_entries({params[index]: entry for index, entry in self._others_states().items()})
@@ -236,7 +169,7 @@ class WholeStep:
 
     def call(self, method: Callable[[], Any]) -> Any:
         """Call ``method`` of the optimizer, which changes its parameters; all ranks get the new values. Collective."""
-        if self._partition is None or not self.is_dealt:
+        if self._partition is None or not self.is_divided:
             return method()
         groups, own = self.optimizer.param_groups, set(self.owners.own())
         whole = [group["params"] for group in groups]
@@ -280,8 +213,18 @@ class WholeStep:
 
     def _complete(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         """Add the state of other ranks' parameters. Collective."""
-        if self.is_dealt:
+        if self.is_divided:
             state_dict["state"].update(self._others_states())
+
+
+def encoded_state(entry: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return the state ``entry`` of a parameter, encoded for other ranks; its tensors are appended to ``tensors``."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"its state of a parameter is a {type(entry).__name__}, wanted a dict")
+    for key, value in entry.items():
+        if '["own",' in json.dumps(encode(value, []), separators=(",", ":")):
+            raise ValueError(f"its state {key!r} of a parameter has a {type(value).__name__}, which cannot be sent")
+    return encode(dict(entry), tensors)
 
 
 class _Shared:
