@@ -314,7 +314,7 @@ class Survivors:
     def __init__(self, min_ranks: int) -> None:
         here = world()
         self._communicator = Communicator(here.sets[0].group, here.timeout)
-        self._membership = Membership.found(self._communicator, min_ranks, False)
+        self._membership = Membership.found(self._communicator, min_ranks)
 
     def begin_anew(self, error: Exception) -> None:
         """Leave the world, and begin another one with the ranks that are left. Collective among these."""

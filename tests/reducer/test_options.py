@@ -28,7 +28,6 @@ class State:
     ("make", "says"),
     [
         (lambda: pycomm.Survive(min_ranks=0), "min_ranks is 0"),
-        (lambda: pycomm.Survive(backup=-1), "backup is -1"),
         (lambda: Survive(carry=5), "carry is 5, wanted a mapping"),
         (lambda: Survive(carry={5: State()}), "carry has the name 5, wanted strings"),
         (lambda: pycomm.Survive(carry={"a": 5}), r"carry\['a'\] is 5, wanted an object with state_dict"),

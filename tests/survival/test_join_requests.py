@@ -69,7 +69,7 @@ def test_a_broken_connection_to_the_store_is_made_anew(store: TCPStore) -> None:
 def test_a_newcomer_whose_host_has_died_meanwhile_learns_it(store: TCPStore) -> None:
     invitation = {"agreement": ["name", "/proc/999999999/fd/3"], "world": [0, 1]}
     with pytest.raises(CommError, match="the rank that let it in has died"):
-        Membership.accept(invitation, store, 1, 1.0, counts_ready=False)
+        Membership.accept(invitation, store, 1, 1.0)
 
 
 def test_the_memory_of_a_newcomers_host_must_be_a_file(store: TCPStore) -> None:
@@ -77,7 +77,7 @@ def test_the_memory_of_a_newcomers_host_must_be_a_file(store: TCPStore) -> None:
     with open(reader, "rb"), open(writer, "wb"):
         path = f"/proc/{os.getpid()}/fd/{reader}"
         with pytest.raises(ValueError, match=f"{path} is a FIFO, wanted a regular file"):
-            Membership.accept({**ANSWER, "agreement": ["name", path]}, store, 1, 1.0, counts_ready=False)
+            Membership.accept({**ANSWER, "agreement": ["name", path]}, store, 1, 1.0)
 
 
 LINES = [("setting", "every=1"), ("parameter", "weight: [2]")]

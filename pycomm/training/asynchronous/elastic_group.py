@@ -39,7 +39,7 @@ class ElasticGroup:
     @classmethod
     def found(cls, communicator: Communicator, lines: Lines) -> ElasticGroup:
         """Make the group of the ranks of ``communicator``. Collective."""
-        membership = Membership.found(communicator, _MIN_RANKS, counts_ready=False)
+        membership = Membership.found(communicator, _MIN_RANKS)
         name = f"averager/{next(_numbers)}"
         return cls(communicator, membership, JoinListener(membership.store, name, lines, _host_of(membership)))
 
@@ -49,7 +49,7 @@ class ElasticGroup:
         client = JoinClient(address, f"averager/{next(_numbers)}", timeout)
         while True:
             answer = client.ask(this_process(), lines)
-            membership, place = Membership.accept(answer, client.store, _MIN_RANKS, timeout, False)
+            membership, place = Membership.accept(answer, client.store, _MIN_RANKS, timeout)
             try:
                 communicator = communicator_at(place, timeout)
                 membership.settle(communicator)

@@ -64,7 +64,6 @@ def load(path: str | os.PathLike[str], reducer: Reducer, /, **more: Any) -> dict
         RuntimeError: an accumulation window is open, or the reducer is detached. All of these on every rank.
     """
     training = reducer.attached
-    training.stand_down()
     communicator = training.communicator
     settle(reducer)
     folder = together(communicator, "load a checkpoint", lambda: _checked_folder(path, reducer, more))

@@ -132,7 +132,6 @@ def _prepare(
 ) -> WriteJob:
     """Return the job that writes this rank's part. Collective."""
     training = reducer.attached
-    training.stand_down()
     communicator = training.communicator
     folder, sections, shared = _agree(path, reducer, keep, more, error)
     if not training.survives:  # else the next reductions compare them, and exclude ranks that differ

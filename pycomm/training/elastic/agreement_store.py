@@ -179,37 +179,3 @@ class ReadyPage:
 
 def _number(event: int) -> int:
     return event % 0x7FFF + 1  # positive, unlike the 0 of a fresh page
-
-
-_REMEMBERED = 2  # steps, after which no rank asks about a step any more
-
-
-class ReadyCount:
-    """Count of the ranks that are ready for a step: on a shared page on one host, else in the store."""
-
-    def __init__(self, agreement: AgreementStore, name: str, page: ReadyPage | None) -> None:
-        self._agreement, self._page = agreement, page
-        self._store = PrefixStore(f"ready/{name}", agreement.store)
-
-    def add(self, step: int) -> None:
-        """Count this rank as ready in ``step``. Raises CommError if the store does not answer."""
-        if self._page is not None:
-            self._page.write(step)
-            return
-        self._agreement.ask(lambda: self._store.add(str(step), 1))
-        self._agreement.ask(lambda: self._store.delete_key(str(step - _REMEMBERED)))
-
-    def num_ready(self, step: int) -> int:
-        """Return the number of ranks that are ready in ``step``. Raises as :meth:`add` does."""
-        if self._page is not None:
-            return len(self._page.read(step))
-        return self._agreement.ask(lambda: self._store.add(str(step), 0))
-
-
-def open_ready_count(communicator: Communicator, agreement: AgreementStore, name: str) -> ReadyCount:
-    """Return the count for the ranks of ``communicator``, under a unique ``name``. Collective."""
-    page = None
-    if communicator.transport == "shared_memory" and communicator.size > 1:
-        otherwise = "who is ready is counted in the process group's store"
-        page = ReadyPage.shared(communicator, "pycomm-ready", otherwise)
-    return ReadyCount(agreement, name, page)

@@ -25,10 +25,8 @@ from pycomm.errors import CommError
 from pycomm.torch_internals import PrefixStore, Store
 from pycomm.training.elastic.agreement_store import (
     AgreementStore,
-    ReadyCount,
     open_agreement_store,
     open_file,
-    open_ready_count,
 )
 from pycomm.training.elastic.liveness import (
     PATIENCE,
@@ -157,27 +155,21 @@ class Membership:
         me: this rank's number.
         min_ranks: fewest ranks that continue.
         timeout: seconds for which a living rank may be silent.
-        counts_ready: whether ranks count those that are ready.
 
     Attributes:
         world: the ranks, by the numbers that they got when they joined.
         me: this rank's number.
         epoch: number of changes of the world.
         watch: the ranks' processes.
-        ready: count of the ranks that are ready, with ``counts_ready``.
     """
 
-    ready: ReadyCount | None = None
-
-    def __init__(
-        self, agreement: AgreementStore, first: Place, me: int, min_ranks: int, timeout: float, counts_ready: bool
-    ) -> None:
+    def __init__(self, agreement: AgreementStore, first: Place, me: int, min_ranks: int, timeout: float) -> None:
         self.world: World = tuple(range(first.size))
         self.me = me
         self.epoch = 0
         self.watch = ProcessWatch()
         self._agreement, self._first = agreement, first
-        self._min_ranks, self._timeout, self._counts_ready = min_ranks, timeout, counts_ready
+        self._min_ranks, self._timeout = min_ranks, timeout
         self._round = 0
         self._meetings = 0  # attempts since the last complete one
         self._numbers = first.size  # handed out so far
@@ -189,10 +181,10 @@ class Membership:
         return self.world[0] == self.me
 
     @classmethod
-    def found(cls, communicator: Communicator, min_ranks: int, counts_ready: bool) -> Membership:
+    def found(cls, communicator: Communicator, min_ranks: int) -> Membership:
         """Return the membership of the first ranks, those of ``communicator``. Collective."""
         store, first, timeout = open_agreement_store(communicator), communicator.place, communicator.channel.timeout
-        made = cls(store, first, communicator.rank, min_ranks, timeout, counts_ready)
+        made = cls(store, first, communicator.rank, min_ranks, timeout)
         made._meet(communicator)
         return made
 
@@ -290,7 +282,7 @@ class Membership:
 
     @classmethod
     def accept(
-        cls, invitation: Mapping[str, Any], store: Store, min_ranks: int, timeout: float, counts_ready: bool
+        cls, invitation: Mapping[str, Any], store: Store, min_ranks: int, timeout: float
     ) -> tuple[Membership, Place]:
         """Return a newcomer's membership after an :meth:`invitation`, and the place where its ranks meet."""
         name, path = invitation["agreement"]
@@ -301,7 +293,7 @@ class Membership:
             raise CommError.during("join", f"the rank that let it in has died: {error}", rank=world[-1]) from error
         agreement = AgreementStore(world[-1], store, name, file)
         first = Place(invitation["name"], store, len(world) - 1, world, invitation["backends"])
-        made = cls(agreement, first, world[-1], min_ranks, timeout, counts_ready)
+        made = cls(agreement, first, world[-1], min_ranks, timeout)
         made.world, made._round, made.epoch = world, invitation["round"], invitation["epoch"]
         made._numbers = invitation["numbers"]
         made.watch.processes = dict(invitation["processes"])
@@ -325,8 +317,6 @@ class Membership:
             self._heartbeat = Heartbeat(self._agreement.store, self.me, len(self.world))
         if self._heartbeat is not None:
             self._heartbeat.expect(self._round + 1)
-        if self._counts_ready:
-            self.ready = open_ready_count(communicator, self._agreement, communicator.place.name)
 
     def close(self) -> None:
         """Stop answering, and release the store."""

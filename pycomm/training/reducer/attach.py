@@ -33,7 +33,6 @@ from pycomm.training.elastic.join_requests import JoinClient, JoinListener
 from pycomm.training.elastic.liveness import this_process
 from pycomm.training.elastic.membership import Membership
 from pycomm.training.reducer.attached_tensors import AttachedTensors
-from pycomm.training.reducer.backup import BackupPolicy
 from pycomm.training.reducer.buckets import check_sharding
 from pycomm.training.reducer.engine import Engine, StepPolicy
 from pycomm.training.reducer.lanes import open_lanes
@@ -177,7 +176,7 @@ def attach(  # noqa: PLR0913
         buffers: treatment of the module's buffers (BatchNorm's statistics, for example) in each reduction.
             "local": each rank keeps its own; "broadcast": all ranks get rank 0's; "average": floating-point
             buffers are averaged, all others become rank 0's. Sparse or quantised buffers are compared instead.
-        survive: ``pycomm.Survive(min_ranks=..., backup=..., carry=...)``: continue when ranks are lost, and admit
+        survive: ``pycomm.Survive(min_ranks=..., carry=...)``: continue when ranks are lost, and admit
             newcomers (:func:`pycomm.join`). ``None``: every rank gets a CommError.
         shard: ``pycomm.Sharding("optimizer" | "parameters", grads=...)``, or one of the two names: the ranks divide
             the optimizer's step and state among themselves (ZeRO).
@@ -291,8 +290,6 @@ def _checked(optimizer: Any, model: Any, unknown: Mapping[str, Any], ranks: Sequ
     tensors = AttachedTensors(table)
     table.ranks = tuple(ranks)
     check_sharding(names, table.ranks)
-    if 0 < len(table.ranks) <= settings.backup:
-        raise ValueError(f"backup={settings.backup} requires more ranks than the {len(table.ranks)} that there are")
     return settings, table, tensors
 
 
@@ -340,9 +337,9 @@ def _attach_over(lanes: Sequence[Communicator], settings: AttachSettings, table:
     try:
         policy = StepPolicy()
         if settings.survive is not None:
-            membership = Membership.found(lanes[0], settings.survive.min_ranks, settings.backup > 0)
+            membership = Membership.found(lanes[0], settings.survive.min_ranks)
             listener = _listener(membership, membership.store, next(_indices), lines_of(settings, table))
-            policy = _policy(settings, Survival(membership, lanes[0], table, settings, listener))
+            policy = SurvivingPolicy(Survival(membership, lanes[0], table, settings, listener))
         engine = Engine(table, lanes, settings, policy)
         engine.statistics.waits = Waits(page, engine)
         if settings.shard is not None:
@@ -390,10 +387,6 @@ _indices = itertools.count()
 """Numbers of the attaches with ``survive``: the n-th of a newcomer joins the n-th of the others."""
 
 
-def _policy(settings: AttachSettings, survival: Survival) -> SurvivingPolicy:
-    return BackupPolicy(survival) if settings.backup > 0 else SurvivingPolicy(survival)
-
-
 def _listener(membership: Membership, store: Store, index: int | str, lines: Sequence[tuple[str, str]]) -> JoinListener:
     return JoinListener(store, index, lines, str(this_process()["host"]) if membership.is_on_one_host else "")
 
@@ -403,7 +396,7 @@ def _join(
 ) -> Reducer:
     lines = lines_of(settings, table)
     answer = client.ask(this_process(), lines)
-    membership, place = Membership.accept(answer, client.store, survive.min_ranks, timeout, settings.backup > 0)
+    membership, place = Membership.accept(answer, client.store, survive.min_ranks, timeout)
     with contextlib.ExitStack() as until_joined:
         until_joined.callback(membership.close)
         communicator = communicator_at(place, timeout)
@@ -414,7 +407,7 @@ def _join(
         listener.skip_to(answer["request"])
         until_joined.callback(listener.close)
         survival = Survival(membership, communicator, table, settings, listener)
-        policy = _policy(settings, survival)
+        policy = SurvivingPolicy(survival)
         engine = Engine(table, lanes, settings, policy)
         engine.statistics.waits = Waits(ranks=engine)
         state = share_state(engine, newcomer=True)

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -85,11 +84,12 @@ class StepPolicy:
     Attributes:
         engine: the engine that calls these hooks; it sets this.
         survives: whether ranks may be lost and others may join.
+        is_idle: whether this step was launched without this rank's gradients, before its pass.
         lets_count: whether hooks may count gradients without calling the engine.
     """
 
     engine: Engine
-    survives, lets_count = False, True
+    survives, is_idle, lets_count = False, False, True
 
     @property
     def world(self) -> tuple[int, ...]:
@@ -97,10 +97,6 @@ class StepPolicy:
         return tuple(range(self.engine.communicator.size))
 
     # Launching.
-
-    def turn(self) -> AbstractContextManager[bool]:
-        """Keep other threads from launching inside; yield whether this step was launched without this rank."""
-        return _ALONE
 
     def submit(self, job: Callable[[], None], launch: Launch) -> Work | GpuWork:
         """Run ``job`` on the communication thread or stream, usually by ``launch``."""
@@ -136,26 +132,11 @@ class StepPolicy:
     def admit_newcomer(self) -> None:
         """Admit a waiting newcomer."""
 
-    def stand_by(self) -> None:
-        """Prepare a job that launches the next step without this rank's gradients if they are late."""
-
-    def stand_down(self) -> None:
-        """Cancel that job, so that the main thread may communicate before the next step."""
-
     def leave(self, reason: str) -> None:
         """Announce to the others that this rank no longer takes part."""
 
     def close(self, reason: str) -> None:
         """Leave, and release the policy's resources."""
-
-    # State.
-
-    def save(self, state: State) -> None:
-        """Add what the policy carries to the next step to ``state``."""
-
-    def load(self, state: State) -> State:
-        """Take back what :meth:`save` added to ``state``; return the rest."""
-        return state
 
     def stats(self) -> dict[str, Any]:
         """Return further counters for ``Reducer.stats``."""
@@ -164,7 +145,6 @@ class StepPolicy:
 
 Grads = list[torch.Tensor | None]
 Launch = Callable[[Callable[[], None]], Work | GpuWork]
-_ALONE = contextlib.nullcontext(False)
 
 
 class Engine:
@@ -208,14 +188,12 @@ class Engine:
         self.statistics = Statistics()
         self._buffer_work: Work | GpuWork | None = None
         self.num_launched, self._has_sent = 0, False  # in this reduction
-        self._num_left_out = 0  # launched without this rank's gradients, which were late
         self.firing: Slot | None = None
         self._late: Slot | None = None  # its .grad becomes the bucket's view once all its hooks have run
         policy.engine = self
         self.reported_world = self.world
         if policy.survives:
             self.flags.takes_new = False  # buckets launched after a step's commit would not be part of it
-            self.flags.compares_loop = self.comparison.looks_soon = settings.backup == 0
 
     @property
     def world(self) -> tuple[int, ...]:
@@ -226,8 +204,7 @@ class Engine:
 
     def has_launched(self) -> bool:
         """Return whether some of this pass's gradients have been sent."""
-        with self.policy.turn():
-            return self.num_launched > self._num_left_out
+        return self.num_launched > 0
 
     def is_waited_for(self) -> bool:
         """Return whether any bucket is in flight."""
@@ -241,23 +218,22 @@ class Engine:
         Args:
             with_next: whether another pass, with its samples, is part of it; ``None`` if the scales have been fixed.
         """
-        with self.policy.turn() as is_left_out:
-            if is_left_out:
-                for flight in self.table.flights:
-                    flight.counts.begin_pass()
-                return
-            self.statistics.phases.begin()
-            self.table.await_parameters()
-            self.expect_gradients()
-            if self.window.sending:
-                self.comparison.require_suitable()
-                try:
-                    self.comparison.compare_previous()
-                except DamageError as error:
-                    self.policy.recover(error)
-                if with_next is not None:
-                    self.window.fix_scales(with_next=with_next, step=self.outcome.committed_steps)
-                self.flags.loss_scale, self.flags.num_passes = self.window.compared(is_flushed=not with_next)
+        if self.policy.is_idle:
+            for flight in self.table.flights:
+                flight.counts.begin_pass()
+            return
+        self.statistics.phases.begin()
+        self.table.await_parameters()
+        self.expect_gradients()
+        if self.window.sending:
+            self.comparison.require_suitable()
+            try:
+                self.comparison.compare_previous()
+            except DamageError as error:
+                self.policy.recover(error)
+            if with_next is not None:
+                self.window.fix_scales(with_next=with_next, step=self.outcome.committed_steps)
+            self.flags.loss_scale, self.flags.num_passes = self.window.compared(is_flushed=not with_next)
 
     def expect_gradients(self) -> None:
         """Prepare the buckets for another pass's gradients."""
@@ -270,12 +246,9 @@ class Engine:
         """Note that the gradient of ``slot`` has been accumulated; launch the buckets that are ready."""
         if slot.is_undefined():
             return  # as if the parameter had not been used
-        with self.policy.turn() as is_left_out:
-            slot.fire()
-            if not is_left_out:
-                self._take(slot)
-
-    def _take(self, slot: Slot) -> None:
+        slot.fire()
+        if self.policy.is_idle:
+            return
         require_sendable(slot)
         flight = slot.flight
         assert flight is not None
@@ -315,7 +288,7 @@ class Engine:
     # Launching.
 
     def forget_launched(self) -> None:
-        self.num_launched = self._num_left_out = 0
+        self.num_launched = 0
 
     def _launch_ready(self) -> None:
         firing = self.firing
@@ -330,29 +303,14 @@ class Engine:
 
     def launch_rest(self) -> None:
         """Launch the remaining buckets, in order, and what follows them."""
-        with self.policy.turn():
-            if self.num_launched == 0:
-                round_gradients(self.table.slots())
-                self.window.fix_clipping(self.table.slots(), self.table.shards)
-            while self.num_launched < len(self.table.flights):
-                self.launch(self.table.flights[self.num_launched])
-            if self.buffers is not None and self._buffer_work is None:
-                self._buffer_work = self.submit(self.communicator, self.buffers.run)
-            self.policy.launched()
-
-    def launch_without(self) -> list[Slot]:
-        """Launch the remaining buckets without this rank's gradients; return the slots of their parameters.
-
-        Runs on the communication thread. The results go to new memory, as autograd and the user may use the old one.
-        """
-        first, flights = self.num_launched, self.table.flights[self.num_launched :]
-        self._num_left_out = len(flights)
-        for flight in flights:
-            flight.bucket.renew()
-        for number, flight in enumerate(flights, first + 1):
-            flight.work = self.submit(self.communicator, self._exchange_of(flight, [None] * len(flight.slots), number))
-        self.num_launched = len(self.table.flights)
-        return [slot for flight in flights for slot in flight.slots]
+        if self.num_launched == 0:
+            round_gradients(self.table.slots())
+            self.window.fix_clipping(self.table.slots(), self.table.shards)
+        while self.num_launched < len(self.table.flights):
+            self.launch(self.table.flights[self.num_launched])
+        if self.buffers is not None and self._buffer_work is None:
+            self._buffer_work = self.submit(self.communicator, self.buffers.run)
+        self.policy.launched()
 
     def restart(self, lanes: Sequence[Communicator]) -> None:
         """Prepare to launch all buckets of this step again, over ``lanes``."""
@@ -487,14 +445,11 @@ class Engine:
     # State that is carried from step to step.
 
     def state(self) -> State:
-        """Return this rank's state of compression and policy, by parameter (not copied)."""
-        state = state_of(self.table.flights)
-        self.policy.save(state)
-        return state
+        """Return this rank's state of compression, by parameter (not copied)."""
+        return state_of(self.table.flights)
 
     def load_state(self, state: State, num_steps: int) -> None:
         """Load a result of :meth:`state`, taken after ``num_steps`` committed steps."""
-        state = self.policy.load(state)
         for flight in self.table.flights:
             flight.exchange.load_state(state)
         self.statistics.figures.forget()

@@ -26,16 +26,13 @@ _LEAST_BYTES = 1 << 20
 def open_lanes(communicator: Communicator, settings: AttachSettings, on_gpu: bool) -> list[Communicator]:
     """Return the lanes. The first is ``communicator``, which closes the others with itself. Collective.
 
-    A method that measures uses one lane, as nothing else may use the link meanwhile. So does ``backup``, where one
-    thread decides which buckets are sent without this rank.
+    A method that measures uses one lane, as nothing else may use the link meanwhile.
 
     Args:
         on_gpu: whether the gradients are on a GPU, and so do not use the transport.
     """
     lanes = [communicator]
     if on_gpu or not is_remote(communicator) or settings.compression.measures:
-        return lanes
-    if settings.backup > 0:
         return lanes
     while len(lanes) < _NUM_LANES:
         lane = communicator_beside(communicator)

@@ -224,7 +224,6 @@ class ParameterChanges:
         """Add parameters that are new or unfrozen. Collective, if there are any."""
         if not self._table.has_new():
             return
-        self._engine.policy.stand_down()
         self._require_replaceable()
         with self._announced():
             try:

@@ -264,8 +264,6 @@ class Passes:
         self._engine.flags.just_stepped = True
         if self._table.flights:
             self._engine.flags.loop.note_step(self._table.flights[0].slots[0])
-        if not self._window.is_open and not self.stopped:
-            self._engine.policy.stand_by()
 
     # Callbacks of autograd.
 

@@ -159,7 +159,6 @@ class RankFlags:
         readers: readers of the numbers in the optimizers' groups, by the names of the optimizers' first parameters.
         steps, absent, loss_scale, num_passes: see :class:`Record`; of the window that is about to end.
         takes_new: whether new parameters are announced by a flag; otherwise the ranks meet to add them.
-        compares_loop: whether loop index and groups are compared; false where ranks may be a step behind.
         veto, stop: reasons of this rank's requests, until all ranks have received them.
         skips: whether this rank has no batch for this reduction.
         just_stepped: whether the optimizer has taken a step, and no forward or ``zero_grad`` has followed.
@@ -172,7 +171,7 @@ class RankFlags:
         self.loop = LoopIndex()
         self.readers: Mapping[str, Hyperparameters] = {}
         self.steps: Mapping[str, int] = {}
-        self.takes_new = self.compares_loop = True
+        self.takes_new = True
         self.veto: str | None = None
         self.stop: str | None = None
         self.skips = self.absent = False
@@ -198,11 +197,10 @@ class RankFlags:
         self, num_reductions: int, frozen: tuple[str, ...] = (), new: tuple[str, ...] = (), modes: int = 0
     ) -> torch.Tensor:
         """Fix this rank's record for the reduction that follows ``num_reductions`` others; return its bits."""
-        loop, compared = self.loop, self.compares_loop
-        has_pass = compared and self.has_pass
+        loop, has_pass = self.loop, self.has_pass
         fields = (
             (loop.num_unused, loop.num_calls, loop.accumulated) if has_pass else None,
-            modes if compared else 0,
+            modes,
             self.loss_scale if has_pass else None,
             self.num_passes if has_pass else 0,
             frozen,
@@ -213,7 +211,7 @@ class RankFlags:
             self.absent,
             self.steps,
         )
-        digests = [self.readers[name].digest for name in sorted(self.readers)] if compared else []
+        digests = [self.readers[name].digest for name in sorted(self.readers)]
         _, _, record, value, bits = self._sent[-1]
         if (fields, digests) != self._last:  # most reductions repeat the one before
             record = Record(*fields)

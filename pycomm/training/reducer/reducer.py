@@ -115,7 +115,7 @@ class Reducer:
             ``symmetric_bytes``, ``wait_seconds``, ``pack_seconds``, ``wire_seconds``, ``unpack_seconds``,
             ``hidden_share``, ``waits``, ``nonfinite_steps``, ``last_nonfinite``, ``vetoed_steps``, ``last_veto``. Error
             feedback: ``residual_norm``, ``compression_error``; TopK, DGC: ``selections``, ``selections_missed``,
-            ``miss_rate``; ``survive``: ``recoveries``, ``joins``, ``late``; ``shard``: ``step_shares``.
+            ``miss_rate``; ``survive``: ``recoveries``, ``joins``; ``shard``: ``step_shares``.
         """
         if self._detached:
             return dict(self._last_stats)
@@ -148,7 +148,7 @@ class Reducer:
 
         Raises:
             RuntimeError: this step's gradients have been sent, or averaged.
-            ValueError: with ``backup``; or without a ``loss_scaler`` on a GPU or with ``shard``.
+            ValueError: without a ``loss_scaler`` on a GPU or with ``shard``.
         """
         self._require_attached()
         request_veto(self._engine, str(reason))
@@ -281,12 +281,9 @@ class Reducer:
 
         Raises:
             TypeError, ValueError: ``num_samples`` is not a finite number, or is negative; inside an accumulation
-                window it is 0, or the window began without it; ``backup`` is in use. From ``backward()``, on every
-                rank: all weights are 0.
+                window it is 0, or the window began without it. From ``backward()``, on every rank: all weights are 0.
         """
         self._require_attached()
-        if self._settings.backup > 0:
-            raise ValueError("set_weight does not go with backup: a gradient that comes late would have no weight")
         self._passes.forget_abandoned()
         self._window.complete = False  # the weight is that of the next pass
         factor = self._window.weights.set(num_samples, self._window.num_passes)
@@ -405,7 +402,6 @@ def _has_nothing_to_do(engine: Engine) -> bool:
 
 
 def _release(engine: Engine) -> None:
-    engine.policy.stand_down()
     engine.comparison.release()
     engine.statistics.waits.close()
 
@@ -463,10 +459,6 @@ class AttachedTraining:
     def refuse_gradient(self, param: torch.Tensor, problem: str) -> NoReturn:
         """Raise RuntimeError, on every rank, for a step that would use the gradient of ``param``."""
         self._passes.refuse_gradient(param, problem)
-
-    def stand_down(self) -> None:
-        """Permit collectives of the main thread before the next step."""
-        self._engine.policy.stand_down()
 
     def compare_replicas(self) -> None:
         """Raise an error on every rank if the ranks' parameters differ. Collective."""

@@ -78,17 +78,17 @@ Named = Sequence[tuple[str, torch.Tensor]]
 """Tensors with their names."""
 
 
-def is_comparison_due(num_reductions: int, interval: int, *, looks_soon: bool = True) -> bool:
+def is_comparison_due(num_reductions: int, interval: int) -> bool:
     """Return whether all parameters are compared in the reduction that follows ``num_reductions`` others.
 
     Args:
-        interval: they are compared after the first one, and then once in so many; 0: never.
-        looks_soon: also in the 3rd, 5th, 9th, ... one, as most differences show soon after the first step.
+        interval: they are compared after the first one, in the 3rd, 5th, 9th, ... one, as most differences show soon,
+            and once in so many; 0: never.
     """
     if interval == 0 or num_reductions == 0:
         return False
     is_power_of_two = num_reductions.bit_count() == 1
-    soon = is_power_of_two and num_reductions < interval and looks_soon
+    soon = is_power_of_two and num_reductions < interval
     return soon or num_reductions == 1 or num_reductions % interval == 0
 
 

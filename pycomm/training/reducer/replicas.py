@@ -150,7 +150,6 @@ class RankComparison:
 
     Attributes:
         flags: further bits of this rank, and what the other ranks have announced.
-        looks_soon: whether parameters are compared more often at the beginning; false where steps do not wait for all.
         moved: see ``ParameterPlaces``.
     """
 
@@ -165,7 +164,6 @@ class RankComparison:
     ) -> None:
         self._communicator, self._table, self._progress, self._world = communicator, table, progress, world
         self._interval, device = settings.tuning.check_replicas, table.device
-        self.looks_soon = True
         self.moved: Mapping[str, str] = {}
         self._compares_modes = "training" not in settings.tuning.per_rank
         self._compression, ignores = settings.compression, table.ignored.covers if table.ignored else None
@@ -196,7 +194,7 @@ class RankComparison:
 
     def is_due(self, num_reductions: int) -> bool:
         """Return whether parameters are compared in the reduction that follows ``num_reductions`` others."""
-        return is_comparison_due(num_reductions, self._interval, looks_soon=self.looks_soon)
+        return is_comparison_due(num_reductions, self._interval)
 
     def fingerprint_of(self, number: int) -> Callable[[], torch.Tensor] | None:
         """Return the function that makes the bits sent with the ``number``-th launched bucket, if it carries any."""
@@ -246,7 +244,7 @@ class RankComparison:
 
     def _with_part(self, by_step: torch.Tensor, reductions: int) -> Callable[[], torch.Tensor]:
         """Return the function that adds a hash of a part of the parameters to the bits ``by_step``."""
-        is_compared = self._interval > 0 and self.looks_soon and not (self._table.on_gpu or self._differences.warned)
+        is_compared = self._interval > 0 and not (self._table.on_gpu or self._differences.warned)
         tensors = self._rolling.part_of(self._table.slots(), reductions) if is_compared else []
         if not tensors:
             return lambda: by_step
@@ -287,12 +285,9 @@ class RankComparison:
             self._report(self.flags.received_late(), self._progress.num_reductions - 2)
 
     def compare_replicas(self) -> None:
-        """Report parameters that differ between the ranks now. Collective, and waits for a GPU.
-
-        Does nothing where reductions do not compare them more often at the beginning either.
-        """
+        """Report parameters that differ between the ranks now. Collective, and waits for a GPU."""
         num_reductions = self._progress.num_reductions
-        if self._interval == 0 or num_reductions == 0 or not self.looks_soon:
+        if self._interval == 0 or num_reductions == 0:
             return
         self._parameter_hashes.bits(self._parameters())
         absent = [False] * self._communicator.size

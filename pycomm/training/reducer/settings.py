@@ -28,9 +28,6 @@ class Survive:
 
     Args:
         min_ranks: fewest ranks that continue; if fewer remain, each of them gets the same CommError.
-        backup: number of ranks that a step need not wait for. Once the other ranks have all their gradients, the step
-            goes on without those of a late rank, which adds them to its next step (Chen et al., "Revisiting
-            Distributed Synchronous SGD", 2016).
         carry: objects with ``state_dict`` and ``load_state_dict``, by name, whose state newcomers get as well:
             learning-rate schedules, samplers. Equal names on all ranks.
 
@@ -39,12 +36,10 @@ class Survive:
     """
 
     min_ranks: int = 1
-    backup: int = 0
     carry: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "min_ranks", count("min_ranks", self.min_ranks, 1))
-        object.__setattr__(self, "backup", count("backup", self.backup, 0))
         object.__setattr__(self, "carry", _carry(self.carry))
 
     def __repr__(self) -> str:
@@ -257,11 +252,6 @@ class AttachSettings:
         return settings
 
     @property
-    def backup(self) -> int:
-        """Number of ranks that need not be waited for."""
-        return 0 if self.survive is None else self.survive.backup
-
-    @property
     def makes_averages(self) -> bool:
         """Whether ``.grad`` is an average, or a sum, rather than a direction made from the ranks' gradients."""
         return bool(getattr(self.compression, "averages", True))
@@ -316,8 +306,6 @@ def _check_together(settings: AttachSettings) -> None:
         )
     if settings.tuning.optimizer_state == "keep":
         _check_kept_state(settings)
-    if settings.backup > 0:
-        _check_backup(settings)
     if settings.shard is not None:
         _check_shard(settings, settings.shard)
 
@@ -363,22 +351,6 @@ def _check_kept_state(settings: AttachSettings) -> None:
     for what, (option, why) in unsuitable.items():
         if option is not None:
             raise ValueError(f'optimizer_state="keep" does not go with {what}: {why}')
-
-
-def _check_backup(settings: AttachSettings) -> None:
-    """Raise ValueError if ``settings`` exclude backup, by which gradients may come a step later."""
-    unsuitable = {
-        f"accumulate={settings.passes}": settings.accumulates,
-        "a loss_scaler": settings.loss_scaler is not None,
-        f"clip_local_norm={settings.clip_local_norm}": settings.clip_local_norm is not None,
-        f'buffers="{settings.buffers}"': settings.buffers != "local",
-    }
-    for what, is_unsuitable in unsuitable.items():
-        if is_unsuitable:
-            raise ValueError(
-                f"backup={settings.backup} does not go with {what}: it requires one backward() per step, and sends "
-                "gradients in a later step, as they are"
-            )
 
 
 _ELSEWHERE = {

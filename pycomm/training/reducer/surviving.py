@@ -12,7 +12,6 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -204,15 +203,10 @@ class SurvivingPolicy(StepPolicy):
     def __init__(self, survival: Survival) -> None:
         self.survival = survival
         self._commit_work: Work | GpuWork | None = None
-        self._is_idle = False  # whether this step was launched without gradients before its pass
 
     @property
     def world(self) -> tuple[int, ...]:
         return self.survival.membership.world
-
-    def turn(self) -> AbstractContextManager[bool]:
-        """Yield whether this step was launched without this rank's gradients."""
-        return nullcontext(self._is_idle)
 
     def launching(self, flight: BucketInFlight) -> None:
         """Drop the last step's kept gradients, not earlier, so that autograd reuses memory bucket by bucket."""
@@ -229,12 +223,9 @@ class SurvivingPolicy(StepPolicy):
         return grads
 
     def launched(self) -> None:
-        if self._commit_work is None:
-            self.launch_commit()
-
-    def launch_commit(self) -> None:
         """Launch the exchange that ends the step."""
-        self._commit_work = self.engine.submit(self.engine.communicator, self._commit_job())
+        if self._commit_work is None:
+            self._commit_work = self.engine.submit(self.engine.communicator, self._commit_job())
 
     def _commit_job(self) -> Callable[[], None]:
         engine, works = self.engine, self.engine.works()
@@ -243,7 +234,7 @@ class SurvivingPolicy(StepPolicy):
             for work in works:
                 work.wait()  # those of other lanes may still run; raises if one failed
             engine.outcome.share_source()  # before the commit: a rank may be lost in it
-            is_known = not self._is_idle and not engine.table.on_gpu  # there the host runs ahead of the gradients
+            is_known = not self.is_idle and not engine.table.on_gpu  # there the host runs ahead of the gradients
             self.survival.commit(engine.statistics.waits.microseconds_here() if is_known else 0)
 
         return job
@@ -263,7 +254,7 @@ class SurvivingPolicy(StepPolicy):
                     self._launch_again()
                     continue
             else:
-                self.hand_out()
+                engine.hand_out()
             self.survival.newcomers.clear()
             engine.window.num_idle = 0
             arrivals, self.survival.arrivals = self.survival.arrivals, {}
@@ -273,13 +264,10 @@ class SurvivingPolicy(StepPolicy):
         assert self._commit_work is not None
         self._commit_work.wait()
 
-    def hand_out(self) -> None:
-        self.engine.hand_out()
-
     def ended(self) -> None:
         self._commit_work = None
-        if self._is_idle:
-            self._is_idle, self.lets_count = False, True
+        if self.is_idle:
+            self.is_idle, self.lets_count = False, True
             self.engine.window.weights.forget_passes()
 
     # Losing ranks.
@@ -288,7 +276,7 @@ class SurvivingPolicy(StepPolicy):
         """Continue with the remaining ranks; return whether this step counts and has been handed out."""
         engine = self.engine
         works = [*engine.works(), self._commit_work]
-        was_complete, lanes = self.survival.recover(error, engine.progress.num_reductions, self.hand_out)
+        was_complete, lanes = self.survival.recover(error, engine.progress.num_reductions, engine.hand_out)
         self.continue_over(lanes)
         for work in works:
             if isinstance(work, Work):
@@ -329,7 +317,7 @@ class SurvivingPolicy(StepPolicy):
         engine.flags.has_pass = False
         engine.window.num_idle = self.survival.num_newcomers()
         engine.window.fix_scales(with_next=True, step=engine.outcome.committed_steps)
-        self._is_idle, self.lets_count = True, False
+        self.is_idle, self.lets_count = True, False
         for flight in engine.table.flights:
             engine.launch(flight, [None] * len(flight.slots))
         engine.launch_rest()

@@ -17,8 +17,6 @@ _LOG = logging.getLogger("pycomm")
 def request_veto(engine: Engine, reason: str) -> None:
     """Request that the step of this reduction, or of the next one, is discarded on all ranks."""
     table, settings = engine.table, engine.settings
-    if settings.backup > 0:
-        raise ValueError("veto_step() does not go with backup: ranks go on without waiting for all gradients")
     if settings.loss_scaler is None and (table.on_gpu or table.partition is not None):
         raise ValueError(
             "veto_step() on a GPU, or with shard, requires attach(..., loss_scaler=...), which leaves out the step"
@@ -188,7 +186,6 @@ class WithoutBackward:
 
     def _prepare(self) -> None:
         self._passes.require_taking_part()
-        self._engine.policy.stand_down()
         self._passes.admit_newcomer()
 
     def _any_passes(self) -> bool:
