@@ -92,8 +92,6 @@ def _require_whole_steps(shard: Sharding, stepper: Stepper, compression: Compres
             f"shard={shard} requires parameters in CPU memory: between GPUs, "
             'Sharding("optimizer", grads="part" or "full") works'
         )
-    if shard.gather is not None:
-        raise ValueError(f"shard={shard} requires parameters in CPU memory: between GPUs they travel as they are")
     if shard.grads == "part" and not isinstance(compression, (NoCompression, FP16, BF16)):
         raise ValueError(
             f"shard={shard} with compression={type(compression).__name__} requires gradients in CPU memory; "

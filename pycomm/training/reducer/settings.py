@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pycomm.checks import count, positive, shown
-from pycomm.compression import FP8, Compression, Int4, Int8, NoCompression
+from pycomm.compression import Compression, NoCompression
 from pycomm.compression.dense import method_text
 from pycomm.optim.loss_scaler import checked_scaler
 from pycomm.training.cost.named import checked_method
@@ -57,9 +57,6 @@ class Sharding:
             local gradient (zeros, if a method with state sends gradients); "full": the whole average on every rank;
             "local": this rank's local gradient. Gradients are then reduced inside ``step()``, which moves fewer bytes;
             on one host, in CPU memory.
-        gather: form in which float32 parameters travel to other hosts after a step: :class:`pycomm.FP8`, ``Int8`` or
-            ``Int4``, or ``None`` for themselves. Their changes are sent so; what rounding leaves is sent with the next
-            change. Not between GPUs. Ranks of one host share memory, so no rounding takes place there.
         independent: declare that the optimizer steps each parameter by its own gradient and state alone, keeps that
             state in ``optimizer.state``, and leaves parameters without a gradient alone. Needed for optimizers that
             pycomm does not know (docs/sharding.md, "Any optimizer"). If it is untrue, training goes on wrongly.
@@ -71,7 +68,6 @@ class Sharding:
     kind: str
     grads: str = "part"
     _: KW_ONLY
-    gather: FP8 | Int8 | Int4 | None = None
     independent: bool = False
 
     def __post_init__(self) -> None:
@@ -81,25 +77,11 @@ class Sharding:
             raise ValueError(f'shard is {self.kind!r}, wanted "optimizer", "parameters" or None')
         if self.grads not in ("part", "full", "local"):
             raise ValueError(f'grads is {self.grads!r}, wanted "part", "full" or "local"')
-        if self.gather is None:
-            return
-        if not isinstance(self.gather, (FP8, Int8, Int4)):
-            raise TypeError(
-                f"gather is {shown(self.gather)}, wanted pycomm.FP8(), pycomm.Int8(), pycomm.Int4() or None"
-            )
-        if not self.gather.error_feedback:
-            raise ValueError(f"gather is {self.gather}, wanted error_feedback=True: changes would be lost")
-        if self.kind == "parameters" or self.grads == "local":
-            raise ValueError(
-                f"gather={self.gather} does not go with {self.kind!r}, grads={self.grads!r}, which require all ranks "
-                "on one host: no parameters travel there"
-            )
 
     def __repr__(self) -> str:
         grads = "" if self.grads == "part" else f", grads={self.grads!r}"
-        gather = "" if self.gather is None else f", gather={self.gather}"
         independent = ", independent=True" if self.independent else ""
-        return f"Sharding({self.kind!r}{grads}{gather}{independent})"
+        return f"Sharding({self.kind!r}{grads}{independent})"
 
 
 @dataclass(frozen=True)

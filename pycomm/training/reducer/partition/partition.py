@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,7 +78,6 @@ class StepPartition:
         whole: step of whole parameters; ``None`` if kernels step.
         terms: gradients that the step adds up; ``None`` if they have been reduced before it.
         comparison: what ranks compare before each step.
-        before_writing: called before each rank writes to its own parameters.
     """
 
     def __init__(
@@ -103,7 +102,6 @@ class StepPartition:
         self._places: dict[torch.Tensor, tuple[Segment, int]] = {}
         self._num_steps = 0
         self.terms: GradientTerms | None = None
-        self.before_writing: Callable[[], None] = lambda: None
         self._stepper.share(self)
 
     def place_in_bucket(self, slot: Slot) -> int:
@@ -226,7 +224,6 @@ class StepPartition:
         self.await_parameters()
         self._num_steps += 1
         try:
-            self.before_writing()
             yield
             self.comparison.note_step(self._places)
             self._hand_out()

@@ -1,8 +1,7 @@
 """SpreadPartition: a sharded step between ranks on several hosts, or on GPUs.
 
 If P hosts average n gradients and each steps all parameters, each sends 2 (P - 1) / P n elements before the step. Here
-each sends (P - 1) / P n before the step, and as many after it: the new parameters of its part, or, with ``gather``,
-their changes in few bits (changes.py). These travel during the next forward, which waits only for the parameters that
+each sends (P - 1) / P n before the step, and as many after it: the new parameters of its part. These travel during the next forward, which waits only for the parameters that
 it uses. Each rank keeps the optimizer state of its own part (ZeRO, Rajbhandari et al., 2020, section 5.1).
 
 Until a parameter has arrived, it has the class :class:`_Arriving`, so that every torch operation on it waits first. On
@@ -39,7 +38,6 @@ from pycomm.torch_internals import (
     without_torch_function,
 )
 from pycomm.training.reducer.buckets import BucketInFlight
-from pycomm.training.reducer.partition.changes import SentChanges, add_unsent
 from pycomm.training.reducer.partition.partition import GpuMemory, Memory, Segment, StepPartition, begins_of
 from pycomm.training.reducer.replica_differences import DamageError
 from pycomm.training.reducer.settings import AttachSettings
@@ -324,8 +322,6 @@ class SpreadPartition(StepPartition):
         self._arrivals, self._is_lost = ParameterArrivals(module), False
         order = order_of(communicator.channel.transport.hosts)
         super().__init__(communicator, optimizer, module, settings, order, on_gpu)
-        self._changes = SentChanges(settings.shard, optimizer, self._order)
-        self.before_writing = self._changes.make_exact
         self._hook = self._optimizer.register_state_dict_post_hook(self._complete)
 
     def _adopt(self, flights: Sequence[BucketInFlight]) -> None:
@@ -339,7 +335,6 @@ class SpreadPartition(StepPartition):
             own = GpuMemory(room, 0, num_bytes) if room.is_cuda else room.numpy()
             segment = self._segments[flight] = SpreadSegment(bucket, params, shares, rank, own, alignment)
             self._settle_in(flight, segment)
-            self._changes.adopt(flight, segment)
             self._arrivals.expect(params)
 
     def await_parameters(self) -> None:
@@ -372,7 +367,7 @@ class SpreadPartition(StepPartition):
         # The last bucket has the first layers.
         for flight in reversed(self._flights):
             gather = functools.partial(self._segments[flight].gather, flight.communicator.channel)
-            self._arrivals.begin(flight, self._changes.encoded(flight) or gather, lost)
+            self._arrivals.begin(flight, gather, lost)
 
     def _is_complete(self) -> bool:
         return False
@@ -397,7 +392,6 @@ class SpreadPartition(StepPartition):
         for index, param in enumerate(optimizer_parameters(optimizer)):
             if index in states:
                 states[index] = self._completed(states[index], param, whole)
-            add_unsent(states, index, whole.get(id(param), {}))
 
     def move_out(self) -> None:
         """Move parameters and whole state to this rank's own memory, and let it step alone. Collective."""
@@ -406,7 +400,6 @@ class SpreadPartition(StepPartition):
         try:
             self.await_parameters()
             whole = self._whole_states()
-            self._changes.finish({param: whole[id(param)] for param in self._places})
             self._stepper.take_whole(lambda entry, param: self._completed(entry, param, whole))
         except (CommError, ValueError) as error:
             _LOG.warning(
