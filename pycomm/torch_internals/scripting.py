@@ -18,8 +18,6 @@ _is_fx_tracing: Callable[[], bool] = (
 _recursive: Any = torch.jit._recursive
 
 _left_out: set[type] = set()
-_preparations: list[Callable[[torch.nn.Module], None]] = []
-_scripted: list[bool] = []
 
 
 def leave_out_of_scripts(kind: type) -> None:
@@ -30,20 +28,6 @@ def leave_out_of_scripts(kind: type) -> None:
     """
     _watch_scripts()
     _left_out.add(kind)
-
-
-def prepare_scripts(prepare: Callable[[torch.nn.Module], None]) -> None:
-    """Have ``prepare`` called with every module, parents first, that TorchScript is about to take parameters from."""
-    _watch_scripts()
-    _preparations.append(prepare)
-
-
-def has_scripted() -> bool:
-    """Return whether TorchScript has scripted or traced a module since the first :func:`leave_out_of_scripts`.
-
-    Its code reads tensors regardless of their class.
-    """
-    return bool(_scripted)
 
 
 def is_recording() -> bool:
@@ -57,9 +41,6 @@ def _watch_scripts() -> None:
 
     @functools.wraps(infer_type)
     def infer_type_without_hooks(nn_module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        _scripted[:] = [True]
-        for prepare in _preparations:
-            prepare(nn_module)
         with _without_hooks(nn_module):
             return infer_type(nn_module, *args, **kwargs)
 

@@ -2,52 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch._functorch.eager_transforms
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 def fake_tensors() -> AbstractContextManager[Any]:
     """Return a context in which new tensors have shapes, storages and a graph, but no memory and no values."""
     return FakeTensorMode()
-
-
-def has_compiled() -> bool:
-    """Return whether torch.compile has compiled anything here: such code checks classes, and calls no hooks."""
-    dynamo = sys.modules.get("torch._dynamo.convert_frame")
-    return dynamo is not None and dynamo.FRAME_COUNTER > 0
-
-
-@functools.cache
-def prepare_graphs(prepare: Callable[[], None]) -> None:
-    """Have ``prepare`` called before each capture and each launch of a CUDA graph: a launch calls nothing in Python."""
-    for name in ("capture_begin", "replay"):
-        _prepare_calls(torch.cuda.CUDAGraph, name, lambda _: prepare())
-
-
-@functools.cache
-def prepare_transforms(prepare: Callable[[Any], None]) -> None:
-    """Have ``prepare`` called with each tensor that ``torch.func`` is about to wrap, whose class it then ignores."""
-    for name in ("_wrap_for_grad", "_wrap_functional_tensor"):
-        _prepare_calls(torch._functorch.eager_transforms, name, prepare)
-
-
-def _prepare_calls(owner: Any, name: str, prepare: Callable[[Any], None]) -> None:
-    """Have ``prepare`` called with the first argument of each call of a function of ``owner``, before it."""
-    function = getattr(owner, name)
-
-    @functools.wraps(function)
-    def prepared(first: Any, *args: Any, **kwargs: Any) -> Any:
-        prepare(first)
-        return function(first, *args, **kwargs)
-
-    setattr(owner, name, prepared)
 
 
 def is_profiling() -> bool:

@@ -223,7 +223,6 @@ class Engine:
                 flight.counts.begin_pass()
             return
         self.statistics.phases.begin()
-        self.table.await_parameters()
         self.expect_gradients()
         if self.window.sending:
             self.comparison.require_suitable()

@@ -171,11 +171,6 @@ class ParameterTable:
         """The partition, if each rank has only its own part of the averaged gradients."""
         return None if self.partition is None or self.partition.has_full_grad else self.partition
 
-    def await_parameters(self) -> None:
-        """Wait until all parameters have arrived that other hosts have stepped."""
-        if self.partition is not None:
-            self.partition.await_parameters()
-
     def slots(self) -> list[Slot]:
         """Return the slots of all trainable parameters."""
         return list(self._slots.values())

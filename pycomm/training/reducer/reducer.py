@@ -232,7 +232,6 @@ class Reducer:
 
     def named_parameters(self) -> dict[str, torch.Tensor]:
         """Return all parameters that are averaged here, or will be once they are unfrozen, by name."""
-        self._table.await_parameters()
         return dict(self._table.named())
 
     def flush(self) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,8 +10,6 @@ import torch
 from torch import nn
 
 import pycomm
-from pycomm.collectives.channel import Channel
-from pycomm.training.reducer.partition import spread
 from tests.on_ranks import Pools, on_ranks
 from tests.reducer.attaching import assert_replicas_equal, attached, grouped
 from tests.reducer.partition import test_same_steps as bodies
@@ -23,7 +18,7 @@ from tests.reducer.partition.stepping import gradients_of as random_gradients
 from tests.reducer.partition.test_spread import Layers, stepped
 from tests.reducer.partition.test_whole_steps import HALF, SCALERS, SHARED, skipped_steps, steps, trained
 from tests.reducer.partition.whole_optimizers import OPTIMIZERS, Averaging, Orthogonal
-from tests.reducer.test_gpu_path import STREAM, LateWork, no_host_reads, pretended_gpu
+from tests.reducer.test_gpu_path import LateWork, no_host_reads, pretended_gpu
 
 FUSABLE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
@@ -132,116 +127,34 @@ def test_parameters_lie_apart_in_memory_as_kernels_of_a_gpu_want_it() -> None:
         assert_replicas_equal(model)
 
 
-# Arrivals.
-
-
-class Streams:
-    """Torch's current stream, and of each work the streams that wait for it."""
-
-    def __init__(self) -> None:
-        self.now = STREAM
-        self.waiting: list[tuple[int, LateWork]] = []
-
-
-@contextmanager
-def several_streams() -> Iterator[Streams]:
-    streams, original = Streams(), LateWork.wait
+@on_ranks(2)
+def test_the_current_stream_waits_for_parameters_in_the_step() -> None:
+    """The host does not: a work that nobody waits for does nothing here, so parameters would be old ones."""
+    model, waited = Layers(), list[LateWork]()
+    optimizer = Orthogonal(model.parameters())
+    original = LateWork.wait
 
     def wait(self: LateWork) -> Any:
-        streams.waiting.append((streams.now, self))
+        waited.append(self)
         return original(self)
 
-    with pretended_gpu(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Channel, "current_stream_of", staticmethod(lambda _: lambda: streams.now))
-        patch.setattr(LateWork, "wait", wait)
-        for name in ("has_compiled", "has_scripted"):  # earlier tests of these ranks may have
-            patch.setattr(spread, name, lambda: False)
-        yield streams
-
-
-def are_arriving(model: nn.Module) -> list[bool]:
-    return [type(p) is not nn.Parameter for p in model.parameters()]
-
-
-@contextmanager
-def stepped_once(model: Layers, optimizer: torch.optim.Optimizer) -> Iterator[Streams]:
-    """Yields the streams after a step whose parameters have not arrived."""
-    with several_streams() as streams, attached(optimizer, model, shard="optimizer", independent=True, bucket_mb=0.02):
-        for _ in range(2):
-            stepped(model, optimizer)
+    with pretended_gpu(), attached(optimizer, model, shard=SHARED, bucket_mb=0.02) as reducer:
+        stepped(model, optimizer)
         optimizer.zero_grad()
-        streams.waiting.clear()
-        assert all(are_arriving(model))
-        yield streams
+        model(torch.full((2, 64), 0.1 + rank())).backward()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LateWork, "wait", wait)
+            optimizer.step()
+        assert len(waited) >= reducer.stats()["num_buckets"] > 1
         assert_replicas_equal(model)
 
 
 @on_ranks(2)
-def test_every_stream_that_uses_parameters_waits_for_them() -> None:
-    """Also one that uses them later than another, which may have begun to follow the step's stream before."""
-    model = Layers()
-    optimizer = Orthogonal(model.parameters())
-    with stepped_once(model, optimizer) as streams:
-        for now in (8, 9, 8, STREAM):
-            streams.now = now
-            model(torch.ones(1, 64))
-        seen = [stream for stream, _ in streams.waiting]
-        number = seen.count(8)
-        assert number > 1
-        assert seen == [8] * number + [9] * number + [STREAM] * number
-        assert all(are_arriving(model))
-        model(torch.full((2, 64), 0.1 + rank())).backward()
-        assert not any(are_arriving(model))
-
-
-@on_ranks(2)
-def test_a_forward_waits_for_the_layers_that_it_has_reached() -> None:
-    model = Layers()
-    optimizer = Orthogonal(model.parameters())
-    seen: list[int] = []
-    with stepped_once(model, optimizer) as streams:
-        for layer in model.layers:
-            layer.register_forward_hook(lambda *_: seen.append(len(streams.waiting)))
-        model(torch.ones(1, 64))
-        assert seen == sorted(seen)
-        assert 0 < seen[0] < seen[-1], seen
-
-
-USES: dict[str, Callable[[Layers], Any]] = {
-    "reading": lambda model: [p + 0 for p in model.parameters()],
-    "writing": lambda model: [p.data.add_(1.0) for p in model.parameters()],
-    "state_dict": lambda model: {k: v.clone() for k, v in model.state_dict().items()},
-    "deepcopy": lambda model: [p.detach().clone() for p in copy.deepcopy(model).parameters()],
-    "pickle": lambda model: [p.detach().clone() for p in pickle.loads(pickle.dumps(model)).parameters()],
-    "repr": lambda model: repr(list(model.parameters())),
-    "foreach": lambda model: torch._foreach_add(list(model.parameters()), 1.0),
-    "evaluation": lambda model: model.eval()(torch.ones(1, 64)),
-}
-
-
-@pytest.mark.parametrize("use", USES)
-@on_ranks(2)
-def test_uses_of_parameters(use: str) -> None:
-    model = Layers()
-    optimizer = Orthogonal(model.parameters())
-    with stepped_once(model, optimizer) as streams:
-        found = USES[use](model)
-        works = {id(work) for _, work in streams.waiting}
-        assert len(works) > 1
-        assert len(works) == len(streams.waiting)
-        if isinstance(found, list):
-            assert all(type(x) in (torch.Tensor, nn.Parameter) for x in found)
-
-
-@on_ranks(2)
 def test_cuda_graphs() -> None:
-    """They call no Python when they are launched: parameters arrive before. Steps stay outside."""
+    """Steps stay outside."""
     model = Layers()
     optimizer = Orthogonal(model.parameters())
-    with stepped_once(model, optimizer) as streams, pytest.MonkeyPatch.context() as context:
-        spread._await_all()
-        assert not any(are_arriving(model))
-        assert len(streams.waiting) > 1
+    with pretended_gpu(), attached(optimizer, model, shard=SHARED), pytest.MonkeyPatch.context() as context:
         stepped(model, optimizer)
         optimizer.zero_grad()
         model(torch.full((2, 64), 0.1 + rank())).backward()
@@ -277,7 +190,7 @@ def test_what_cannot_be_shared_out_on_a_gpu_is_refused() -> None:
 
 
 def lose_messages(point: str) -> None:
-    """NCCL fails: nobody knows whether the parameters of the step before have arrived."""
+    """NCCL fails: nobody knows whether parameters, those of this step or of the one before, have arrived."""
     model = Layers()
     optimizer = Orthogonal(model.parameters())
     with pretended_gpu():
@@ -288,14 +201,14 @@ def lose_messages(point: str) -> None:
         def fail(self: LateWork) -> Any:
             raise pycomm.CommError.during("broadcast", "NCCL has failed", rank=rank())
 
-        if point == "gradients":
-            reducer.named_parameters()
+        if point == "parameters":
+            optimizer.zero_grad()
+            model(torch.full((2, 64), 0.1 + rank())).backward()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(LateWork, "wait", fail)
             patch.setattr(LateWork, "ends_within", lambda *_: True)
             with pytest.raises(pycomm.CommError, match="NCCL has failed"):
-                stepped(model, optimizer)
-            assert not any(are_arriving(model))
+                optimizer.step() if point == "parameters" else stepped(model, optimizer)
             assert_unusable_until_loaded(reducer, optimizer, lambda: model(torch.ones(1, 64)), model)
 
 

@@ -119,9 +119,6 @@ class StepPartition:
             return self.whole.owners.shares_of(slots, self._order)
         return shares_of(bucket.num_elements, self._order)
 
-    def await_parameters(self) -> None:
-        """Wait until all parameters have arrived; raise CommError if they do not."""
-
     def reduction_failed(self, error: BaseException) -> None:
         """Note that gradients could not be reduced."""
 
@@ -198,7 +195,6 @@ class StepPartition:
     def step(
         self, optimizer: torch.optim.Optimizer, factor: Factor, *, is_skipped: bool, needs_gradients: bool
     ) -> Iterator[bool]:
-        self.await_parameters()
         try:
             self._prepare(optimizer)
         except (RuntimeError, ValueError) as error:
@@ -221,7 +217,6 @@ class StepPartition:
     @contextlib.contextmanager
     def writing(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Return a context in which each rank writes to its own parameters; then all get the new values. Collective."""
-        self.await_parameters()
         self._num_steps += 1
         try:
             yield
