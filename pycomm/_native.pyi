@@ -229,8 +229,6 @@ class PreparedStep:
         copies: Sequence[Any] | None,
         states: Sequence[Sequence[Any] | None],
         counts: Sequence[Any] | None,
-        terms: Sequence[Sequence[Any]] = ...,
-        reduction: str = ...,
         mirrors: Sequence[Sequence[Any]] = ...,
     ) -> None: ...
     def run(

@@ -4,14 +4,12 @@
 #include <cstring>
 
 #include "bindings/described.h"
-#include "bindings/reduce_op.h"
 #include "kernels/norms.h"
 
 namespace pycomm {
 
 PreparedStep::PreparedStep(const std::string& rule, const py::object& weights, const py::object& grads,
                            const py::object& copies, const std::vector<py::object>& states, const py::object& counts,
-                           const std::vector<py::object>& terms, const std::string& reduction,
                            const std::vector<py::object>& mirrors) {
     StepArrays arrays(rule, {}, weights, grads, copies, states);
     Arguments arguments;
@@ -20,12 +18,7 @@ PreparedStep::PreparedStep(const std::string& rule, const py::object& weights, c
     for (Array& array : arrays.all()) held_.push_back(std::move(array.owner));
     if (!counts.is_none()) take_counts(as_arrays(counts, "counts", Access::kWrite), arguments);
     arguments.require_apart();
-    take_shared(terms, "terms", nullptr, job.terms);
-    job.reduction = reduce_op_named(py::str(reduction));
-    if (job.reduction != ReduceOp::kSum && job.reduction != ReduceOp::kMean) {
-        throw ArgumentError("reduction is " + reduction + ", wanted sum or mean");
-    }
-    take_shared(mirrors, "mirrors", job.copies.empty() ? &job.weights : &job.copies, job.mirrors);
+    take_mirrors(mirrors);
     auto add = [&](const std::vector<Buffer>& some) {
         for (const Buffer& one : some) {
             if (one.count > 0) written_.push_back({one.bytes(), one.bytes() + one.num_bytes()});
@@ -38,24 +31,22 @@ PreparedStep::PreparedStep(const std::string& rule, const py::object& weights, c
     std::sort(written_.begin(), written_.end(), [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
 }
 
-void PreparedStep::take_shared(const std::vector<py::object>& arrays, const char* name, const std::vector<Buffer>* like,
-                               std::vector<std::vector<Buffer>>& out) {
-    for (const py::object& some : arrays) {
+void PreparedStep::take_mirrors(const std::vector<py::object>& mirrors) {
+    const std::vector<Buffer>& mirrored = job.copies.empty() ? job.weights : job.copies;
+    for (const py::object& some : mirrors) {
         if (job.weights[0].device != Buffer::kHost) {
-            throw ArgumentError(std::string(name) + " are given, wanted weights in CPU memory then");
+            throw ArgumentError("mirrors are given, wanted weights in CPU memory then");
         }
-        PerWeight each(some, name, Access::kWrite);
+        PerWeight each(some, "mirrors", Access::kWrite);
         each.require_shape_of(job.weights);
         for (size_t j = 0; j < each.arrays().size(); ++j) {
             const Array& array = each.arrays()[j];
-            require_host(array, name);
-            if (const std::vector<Buffer>* wanted = like == nullptr && !out.empty() ? &out.front() : like) {
-                require_same(array.buffer, each.name_of_one(j), Buffer{nullptr, array.buffer.count, (*wanted)[j].dtype},
-                             "the array that goes with it");
-            }
+            require_host(array, "mirrors");
+            require_same(array.buffer, each.name_of_one(j), Buffer{nullptr, array.buffer.count, mirrored[j].dtype},
+                         "the array that goes with it");
             shared_.push_back(array);
         }
-        out.push_back(each.buffers());
+        job.mirrors.push_back(each.buffers());
     }
 }
 

@@ -18,8 +18,8 @@ class PreparedStep {
 
     // Throws what StepArrays does, and where arrays overlap.
     PreparedStep(const std::string& rule, const py::object& weights, const py::object& grads, const py::object& copies,
-                 const std::vector<py::object>& states, const py::object& counts, const std::vector<py::object>& terms,
-                 const std::string& reduction, const std::vector<py::object>& mirrors);
+                 const std::vector<py::object>& states, const py::object& counts,
+                 const std::vector<py::object>& mirrors);
 
     // Whether the array has no bytes in common with those that are written.
     bool is_apart_from(const Buffer& array) const;
@@ -38,8 +38,7 @@ class PreparedStep {
         const char* end;
     };
     // Adds arrays that other processes access too. like: arrays whose types they must have; null: the first of them.
-    void take_shared(const std::vector<py::object>& arrays, const char* name, const std::vector<Buffer>* like,
-                     std::vector<std::vector<Buffer>>& out);
+    void take_mirrors(const std::vector<py::object>& mirrors);
     void take_counts(const std::vector<Array>& counts, Arguments& arguments);
     Array example() const;
 

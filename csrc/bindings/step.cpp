@@ -65,11 +65,9 @@ void bind_step(py::module_& module) {
                py::arg("scratch"), py::arg("num_threads"));
     py::class_<PreparedStep, std::shared_ptr<PreparedStep>>(module, "PreparedStep")
         .def(py::init<const std::string&, const py::object&, const py::object&, const py::object&,
-                      const std::vector<py::object>&, const py::object&, const std::vector<py::object>&,
-                      const std::string&, const std::vector<py::object>&>(),
+                      const std::vector<py::object>&, const py::object&, const std::vector<py::object>&>(),
              py::arg("rule"), py::arg("weights"), py::arg("grads"), py::arg("copies"), py::arg("states"),
-             py::arg("counts"), py::arg("terms") = std::vector<py::object>(), py::arg("reduction") = "mean",
-             py::arg("mirrors") = std::vector<py::object>())
+             py::arg("counts"), py::arg("mirrors") = std::vector<py::object>())
         .def_readwrite("taken", &PreparedStep::taken)
         .def("run", &PreparedStep::run, py::arg("rule"), py::arg("coefficients"), py::arg("rates"), py::arg("squares"),
              py::arg("scale"), py::arg("divisor"), py::arg("found"), py::arg("scratch"), py::arg("num_threads"))

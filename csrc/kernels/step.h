@@ -24,9 +24,7 @@
 //              corrected by it, parameter by parameter, in place of the coefficients' inverses. Powers are rounded
 //              correctly; the C library's, which callers use for those inverses, sometimes differ in the last bit.
 //
-// If other processes of the host have copies of the parameters, or gradients (host only):
-//   terms      in place of grads[j], the gradient is the reduction, by `reduction` (kSum or kMean), of terms[t][j] over
-//              all t, in their order, rounded to their type as kernels/reduce.h says. grads are not read then.
+// If other processes of the host have copies of the parameters (host only):
 //   mirrors    mirrors[m][j] gets what is written to the parameter itself: to copies[j], or weights[j] without copies.
 //              Of that type; nobody reads it meanwhile.
 //
@@ -40,7 +38,6 @@
 
 #include "base/buffer.h"
 #include "kernels/on_device.h"
-#include "kernels/reduce_op.h"
 #include "kernels/rules.h"
 
 namespace pycomm {
@@ -51,9 +48,7 @@ struct Step {
     std::vector<Buffer> weights, grads, copies;  // grads and copies: one for each weight, or none
     std::vector<Buffer> states[kMostStates];     // likewise; states[s] as has[s] in rules.h
     std::vector<Buffer> counts;                  // likewise
-    std::vector<std::vector<Buffer>> terms;      // each likewise
     std::vector<std::vector<Buffer>> mirrors;    // each likewise
-    ReduceOp reduction = ReduceOp::kMean;        // of terms
     const float* found = nullptr;                // where the weights are
     const double* rates = nullptr;               // one for each weight, where the weights are; null: all 1
     double* squares = nullptr;                   // two for each weight, kLambMoments only

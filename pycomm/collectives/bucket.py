@@ -78,18 +78,16 @@ class Bucket:
         self._offsets = [itemsize * begin for begin in itertools.accumulate(self.numels, initial=0)][:-1]
         self._handed_out_uses = 0  # references to the storage when the views were handed out
         self.shares: Sequence[slice] | None = None
-        self.defers, self.is_deferred = False, False
         self._has_graph = False  # whether a CUDA graph knows the address of the memory
         self._rank = 0
         self.use(self._new_memory())
 
-    def reduce_part_only(self, shares: Sequence[slice], rank: int, *, later: bool = False) -> None:
+    def reduce_part_only(self, shares: Sequence[slice], rank: int) -> None:
         """Give each rank only its own part of the sum: elements ``shares[rank]``.
 
-        The rest of ``flat`` remains this rank's contribution. With ``later`` all of ``flat`` does, and ``is_deferred``
-        is true until it is reduced.
+        The rest of ``flat`` remains this rank's contribution.
         """
-        self.shares, self._rank, self.defers = shares, rank, later
+        self.shares, self._rank = shares, rank
 
     @property
     def own(self) -> slice:

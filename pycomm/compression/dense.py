@@ -24,20 +24,18 @@ def reduce_message(
     """Reduce ``message``, which has the layout of ``bucket``'s memory, over the ranks, in place.
 
     With sharding a rank receives its own part of the gradients only, but all flags; its own input for that part may be
-    ``pieces``, see :func:`reduce_part`.
+    ``pieces``, see :func:`_reduce_part`.
     """
     if bucket.shares is None:
         communicator.all_reduce(message, op, algorithm)
         return
-    bucket.is_deferred = bucket.defers
-    if not bucket.defers:
-        reduce_part(communicator, bucket, message, op, pieces)
+    _reduce_part(communicator, bucket, message, op, pieces)
     flags = message[bucket.num_elements :]
     communicator.all_reduce(flags, op)
 
 
-def reduce_part(
-    communicator: Communicator, bucket: Bucket, message: torch.Tensor, op: str, pieces: Sequence[torch.Tensor] = ()
+def _reduce_part(
+    communicator: Communicator, bucket: Bucket, message: torch.Tensor, op: str, pieces: Sequence[torch.Tensor]
 ) -> None:
     """Reduce this rank's own part of ``message`` over the ranks, in place. Collective.
 
@@ -50,7 +48,6 @@ def reduce_part(
         note_largest(bucket, largest)
     else:
         communicator.channel.reduce_scatter_v(own, parts, op)
-    bucket.is_deferred = False
 
 
 def note_largest(bucket: Bucket, largest: float) -> None:
@@ -100,7 +97,7 @@ class DenseExchange(Defaults):
     def _own_share(self) -> slice | None:
         """Return the elements that this rank reduces itself, and so need not copy into the bucket."""
         bucket = self._bucket
-        if bucket.on_gpu or bucket.defers:
+        if bucket.on_gpu:
             return None
         if bucket.shares is None:
             return self._communicator.own_share(bucket.memory, bucket.algorithm)

@@ -194,11 +194,9 @@ class PreparedStep(_native.PreparedStep):
         states: for each state of the rule, the arrays of all weights, or ``None``.
         counts: ``None``, or for each weight one float32 on its device: the number of steps taken, which the
             kernel then counts itself.
-        terms: lists of arrays, one for each weight. Their ``reduction``, "sum" or "mean", is the gradient, and
-            ``grads`` are not read.
         mirrors: lists of arrays, one for each weight, which receive what is written to ``copies``, or to ``weights``
-            if there are no copies. Mirrors and terms are in CPU memory, which may be shared with other processes;
-            references to them are kept.
+            if there are no copies. They are in CPU memory, which may be shared with other processes; references to
+            them are kept.
 
     Attributes:
         taken: number of steps, including this one.

@@ -79,7 +79,7 @@ class KernelStep(FactorStep):
         loss = evaluate(closure)
         rule = rule_of(self.optimizer)
         scaling = self.take_scaling(waits=any(map(rule.waits, self.optimizer.param_groups)))
-        with self._together(rule, scaling) as is_taken:
+        with self._together(scaling) as is_taken:
             if scaling is None or not is_taken:
                 self.forget()
             else:
@@ -87,11 +87,11 @@ class KernelStep(FactorStep):
                     self.update(rule, scaling)
         return loss
 
-    def _together(self, rule: Rule, scaling: PackScaling | None) -> contextlib.AbstractContextManager[bool]:
+    def _together(self, scaling: PackScaling | None) -> contextlib.AbstractContextManager[bool]:
         if self.partition is None:
             return contextlib.nullcontext(scaling is not None)
-        factor, needs = 1.0 if scaling is None else scaling.factor, rule.norms is not None
-        return self.partition.step(self.optimizer, factor, is_skipped=scaling is None, needs_gradients=needs)
+        factor = 1.0 if scaling is None else scaling.factor
+        return self.partition.step(self.optimizer, factor, is_skipped=scaling is None)
 
     def update(self, rule: Rule, scaling: PackScaling) -> None:
         """Step all parameters that have a gradient, which is scaled first."""

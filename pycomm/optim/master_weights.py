@@ -153,8 +153,6 @@ class MasterWeights(KernelStep):
     def unscale(self, factor: Factor) -> None:
         """Store gradients times ``factor`` in ``.grad`` of :meth:`parameters`; those of masters in float32."""
         self._masters.refresh(self.partition)
-        if self.partition is not None and self.partition.terms is not None:
-            self.partition.terms.require_reduced()
         for param in optimizer_parameters(self.optimizer):
             if param.grad is None:
                 continue

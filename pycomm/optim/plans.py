@@ -25,7 +25,6 @@ from pycomm.optim.targets import (
     grads_of,
     mirrors_of,
     next_steps,
-    terms_of,
     weights_of,
 )
 from pycomm.torch_internals import is_dtensor, local_of, note_writes
@@ -146,7 +145,7 @@ class Step:
     def settings(self, group: Group) -> Hashable:
         """Return the settings that a plan of ``group`` depends on, besides its tensors."""
         partition = self.partition
-        shared = None if partition is None else (ref(partition), partition.terms and partition.terms.version)
+        shared = None if partition is None else ref(partition)
         return self.rule, self.rule.keys(group), group.get("exclude"), self.counted_by_kernels, shared
 
 
@@ -267,7 +266,7 @@ def _part(
     states = [None if name is None else buffers_of(targets, name, initial) for name in rule.keys(group)]
     arrays = PreparedStep(
         *(rule.kernel, weights_of(targets), grads_of(targets), copies_of(targets), states, counts),
-        *(terms_of(targets), "mean" if step.partition is None else step.partition.reduction, mirrors_of(targets)),
+        mirrors_of(targets),
     )
     arrays.taken = key.taken
     return PlanPart(key, arrays, len(targets), scratches, label)

@@ -125,15 +125,6 @@ def copies_of(targets: Sequence[StepTarget]) -> list[torch.Tensor] | None:
     return copies or None
 
 
-def terms_of(targets: Sequence[StepTarget]) -> list[list[torch.Tensor]]:
-    """Return each rank's gradients, if the step reduces them."""
-    partition = targets[0].partition
-    terms = None if partition is None else partition.terms
-    if terms is None or terms.version == 0:
-        return []
-    return [list(of) for of in zip(*(terms.of(t.param) for t in targets), strict=True)]
-
-
 def mirrors_of(targets: Sequence[StepTarget]) -> list[list[torch.Tensor]]:
     """Return each other rank's memory to which the new weights are written as well."""
     partition = targets[0].partition

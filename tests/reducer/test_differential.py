@@ -64,7 +64,7 @@ class Plan:
         self.norm, self.tied, self.frozen = rng.choice((None, "batch", "layer")), rng.random() < 0.2, rng.random() < 0.2
         self.options = {"bucket_mb": rng.choice((1e-4, 1e-3, 1.0)), "accumulate": self.accumulate}
         if self.method == "dense" and self.optimizer in SHARDED and rng.random() < 0.4:
-            self.options["shard"] = rng.choice(("optimizer", "parameters"))
+            self.options["shard"] = "optimizer"
         if self.method == "dense" and "shard" not in self.options and rng.random() < 0.2:
             self.options["on_failure"] = "shrink"
 

@@ -217,7 +217,7 @@ def test_a_window_half_full() -> None:
         assert_replicas_equal(model)
 
 
-@pytest.mark.parametrize("options", [{"on_failure": "shrink"}, {"shard": "optimizer", "grads": "local"}], ids=str)
+@pytest.mark.parametrize("options", [{"on_failure": "shrink"}], ids=str)
 @on_ranks(2)
 def test_what_requires_weights_to_skip(options: dict[str, Any]) -> None:
     model = make_model(dtype=torch.float32)

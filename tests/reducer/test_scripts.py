@@ -68,7 +68,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 KINDS: dict[str, Callable[..., Any]] = {
     "attach": attach(),
     "shrink": attach(survive=pycomm.Survive()),
-    "shard": attach(shard="parameters"),
+    "shard": attach(shard="optimizer"),
     "DGC": attach(compression=pycomm.TopK(0.5)),
     "local_sgd": average,
     "gossip": lambda optimizer, model: pycomm.gossip(optimizer, model, timeout=30),

@@ -39,8 +39,6 @@ std::vector<void*> elements_of(const std::vector<std::vector<Buffer>>& processes
     return out;
 }
 
-static_assert(kNormBlock <= kMostStepElements);
-
 }  // namespace
 
 void step(const Step& job, double scale, int num_threads) {
@@ -51,25 +49,20 @@ void step(const Step& job, double scale, int num_threads) {
     int threads = useful_threads(4 * bytes_of(job.weights), num_threads);
     const Store store = bytes_of(job.weights) >= kStreamingBytes ? Store::kStreaming : Store::kCached;
     blocks.for_each(threads, [&](size_t j, Range part, int64_t block) {
-        const std::vector<void*> gradients = elements_of(job.terms, j, part.begin);
         const std::vector<void*> mirrors = elements_of(job.mirrors, j, part.begin);
-        const std::vector<Buffer>& grads = job.terms.empty() ? job.grads : job.terms[0];
         StepTerms terms{.rule = job.rule,
                         .coefficients = each.empty() ? &job.coefficients : &each[j],
                         .scale = scale,
                         .rate = job.rates == nullptr ? 1.0 : job.rates[j],
                         .weight = element_or_null(job.weights, j, part.begin),
-                        .grad = element_or_null(grads, j, part.begin),
+                        .grad = element_or_null(job.grads, j, part.begin),
                         .copy = element_or_null(job.copies, j, part.begin),
                         .states = {},
                         .dtype = job.weights[j].dtype,
-                        .grad_dtype = grads.empty() ? DType::kF32 : grads[j].dtype,
+                        .grad_dtype = job.grads.empty() ? DType::kF32 : job.grads[j].dtype,
                         .copy_dtype = job.copies.empty() ? DType::kF32 : job.copies[j].dtype,
                         .count = part.size(),
                         .squares = sums.empty() ? nullptr : &sums[2 * static_cast<size_t>(block)],
-                        .terms = gradients.data(),
-                        .num_terms = reads_grads(job.rule) ? static_cast<int>(gradients.size()) : 0,
-                        .reduction = job.reduction,
                         .mirrors = mirrors.data(),
                         .num_mirrors = writes_weights(job.rule) ? static_cast<int>(mirrors.size()) : 0,
                         .mirror_store = store};

@@ -55,7 +55,7 @@ from pycomm.training.reducer.surviving import Survival, SurvivingPolicy
 
 
 def require_shardable(table: ParameterTable, shard: Sharding, compression: Compression) -> None:
-    """Raise ValueError if the step of the optimizer of ``table`` cannot be divided, or its parameters be shared."""
+    """Raise ValueError if the step of the optimizer of ``table`` cannot be divided."""
     name, optimizer, stepper = f'shard="{shard.kind}"', table.optimizer, table.stepper
     own_masters = isinstance(stepper, MasterWeights) and (table.on_gpu or not stepper.has_kernels)
     if table.on_gpu:
@@ -67,11 +67,6 @@ def require_shardable(table: ParameterTable, shard: Sharding, compression: Compr
             rule_of(optimizer)
         except ValueError as error:
             raise ValueError(f"{name} requires options that pycomm's kernels take: {error}") from None
-    if shard.grads == "local" and not has_rule(optimizer):
-        raise ValueError(
-            f"shard={shard} requires an optimizer that pycomm's kernels step (torch's SGD, Adam, AdamW, RMSprop, "
-            f"Adagrad; LARS, LAMB), and this is a {type(optimizer).__name__}"
-        )
     for label, param in table.named():
         if is_dtensor(param):
             raise ValueError(
@@ -87,11 +82,6 @@ def require_shardable(table: ParameterTable, shard: Sharding, compression: Compr
 
 def _require_whole_steps(shard: Sharding, stepper: Stepper, compression: Compression) -> None:
     """Raise ValueError if ``shard`` requires more than steps of whole parameters, the only ones shared out on GPUs."""
-    if shard.kind == "parameters" or shard.grads == "local":
-        raise ValueError(
-            f"shard={shard} requires parameters in CPU memory: between GPUs, "
-            'Sharding("optimizer", grads="part" or "full") works'
-        )
     if shard.grads == "part" and not isinstance(compression, (NoCompression, FP16, BF16)):
         raise ValueError(
             f"shard={shard} with compression={type(compression).__name__} requires gradients in CPU memory; "
@@ -101,17 +91,6 @@ def _require_whole_steps(shard: Sharding, stepper: Stepper, compression: Compres
         raise ValueError(
             f"shard={shard} on a GPU shares out whole parameters, which the optimizer's own step() steps: call it "
             "without pycomm.fuse"
-        )
-
-
-def require_reachable(communicator: Communicator, shard: Sharding) -> None:
-    """Raise ValueError if ``shard`` requires all ranks of ``communicator`` to reach one memory, and they do not."""
-    if memory_of_all(communicator) is not None:
-        return
-    if shard.kind == "parameters" or shard.grads == "local":
-        raise ValueError(
-            f"shard={shard} requires all ranks on one host, where they reach each other's memory; these travel by "
-            f'{communicator.transport!r}, over which Sharding("optimizer", grads="part" or "full") works'
         )
 
 
@@ -176,8 +155,8 @@ def attach(  # noqa: PLR0913
             buffers are averaged, all others become rank 0's. Sparse or quantised buffers are compared instead.
         survive: ``pycomm.Survive(min_ranks=..., carry=...)``: continue when ranks are lost, and admit
             newcomers (:func:`pycomm.join`). ``None``: every rank gets a CommError.
-        shard: ``pycomm.Sharding("optimizer" | "parameters", grads=...)``, or one of the two names: the ranks divide
-            the optimizer's step and state among themselves (ZeRO).
+        shard: ``pycomm.Sharding("optimizer", grads=...)``, or "optimizer": the ranks divide the optimizer's step and
+            state among themselves (ZeRO).
         tuning: ``pycomm.Tuning(bucket_mb=..., algorithm=..., check_replicas=..., timeout=..., ignore=...)``: settings
             that most scripts leave alone.
 
@@ -198,8 +177,6 @@ def attach(  # noqa: PLR0913
         settings, table, tensors = made
         _make_equal(communicator, settings, table, tensors)
         lanes = open_lanes(communicator, settings, table.on_gpu)
-        if settings.shard is not None:
-            require_reachable(communicator, settings.shard)
         return _attach_over(lanes, settings, table)
     except BaseException:
         communicator.close()

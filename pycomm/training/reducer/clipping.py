@@ -108,8 +108,6 @@ def unscaled_norm(table: ParameterTable, settings: AttachSettings) -> torch.Tens
 def _norm(table: ParameterTable) -> torch.Tensor:
     """Return the norm of all gradients together; of unscaled copies, if the optimizer has them."""
     unscaled, partial = table.stepper.unscaled(), table.partial
-    if partial is not None and partial.terms is not None:
-        partial.terms.reduce_early()
     whole = None if table.partition is None else table.partition.whole
     # Once a step of whole parameters has been divided, a rank has the masters of its own ones only.
     owners = table.partition if unscaled is not None and whole is not None and whole.is_divided else partial

@@ -53,8 +53,6 @@ def spread_failure_of_parts(
         return None
     if all(bool(flight.exchange.finite()) for flight in flights):
         return None
-    if partition.terms is not None:
-        partition.terms.require_reduced()
     parts = [(slot.name, part) for f in flights for slot, part in zip(f.slots, f.bucket.own_parts(), strict=True)]
     found = next((i for i, (_, part) in enumerate(parts) if not bool(torch.isfinite(part).all())), len(parts))
     first = partition.first_of(found)

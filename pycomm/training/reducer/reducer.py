@@ -163,7 +163,7 @@ class Reducer:
 
         Raises:
             RuntimeError: after ``backward()``, or in an accumulation window that has gradients already.
-            ValueError: on a GPU, with ``survive`` or ``grads="local"``, unless :meth:`set_weight` is in use.
+            ValueError: on a GPU, with ``survive``, unless :meth:`set_weight` is in use.
         """
         self._require_attached()
         if self._idle:

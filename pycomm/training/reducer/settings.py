@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pycomm.checks import count, positive, shown
-from pycomm.compression import Compression, NoCompression
+from pycomm.compression import Compression
 from pycomm.compression.dense import method_text
 from pycomm.optim.loss_scaler import checked_scaler
 from pycomm.training.cost.named import checked_method
@@ -52,11 +52,9 @@ class Sharding:
 
     Args:
         kind: "optimizer": each rank steps its own part of the parameters, and keeps only that part of the optimizer's
-            state. "parameters": likewise, and the ranks of one host share one copy of the parameters, in CPU memory.
+            state.
         grads: content of ``.grad`` after ``backward()``. "part": the average in this rank's own part, elsewhere its
-            local gradient (zeros, if a method with state sends gradients); "full": the whole average on every rank;
-            "local": this rank's local gradient. Gradients are then reduced inside ``step()``, which moves fewer bytes;
-            on one host, in CPU memory.
+            local gradient (zeros, if a method with state sends gradients); "full": the whole average on every rank.
         independent: declare that the optimizer steps each parameter by its own gradient and state alone, keeps that
             state in ``optimizer.state``, and leaves parameters without a gradient alone. Needed for optimizers that
             pycomm does not know (docs/sharding.md, "Any optimizer"). If it is untrue, training goes on wrongly.
@@ -73,10 +71,10 @@ class Sharding:
     def __post_init__(self) -> None:
         if not isinstance(self.independent, bool):
             raise TypeError(f"independent is {shown(self.independent)}, wanted True or False")
-        if self.kind not in ("optimizer", "parameters"):
-            raise ValueError(f'shard is {self.kind!r}, wanted "optimizer", "parameters" or None')
-        if self.grads not in ("part", "full", "local"):
-            raise ValueError(f'grads is {self.grads!r}, wanted "part", "full" or "local"')
+        if self.kind != "optimizer":
+            raise ValueError(f'shard is {self.kind!r}, wanted "optimizer" or None')
+        if self.grads not in ("part", "full"):
+            raise ValueError(f'grads is {self.grads!r}, wanted "part" or "full"')
 
     def __repr__(self) -> str:
         grads = "" if self.grads == "part" else f", grads={self.grads!r}"
@@ -226,7 +224,7 @@ class AttachSettings:
             clip_local_norm=None if clip_local_norm is None else positive("clip_local_norm", clip_local_norm),
             buffers=_buffers(buffers, model),
             survive=checked_option("survive", survive, Survive, "pycomm.Survive(min_ranks=...)"),
-            shard=checked_option("shard", shard, Sharding, '"optimizer", "parameters", pycomm.Sharding(...)'),
+            shard=checked_option("shard", shard, Sharding, '"optimizer", pycomm.Sharding(...)'),
             tuning=Tuning() if tuning is None else tuning,
             **flags,
         )
@@ -308,10 +306,6 @@ def _check_shard(settings: AttachSettings, shard: Sharding) -> None:
         f"survive={settings.survive}": (
             settings.survive is not None,
             "a lost rank takes its part of the step with it; go on from a checkpoint",
-        ),
-        f'grads="local" and compression={method}': (
-            shard.grads == "local" and not isinstance(settings.compression, NoCompression),
-            "only gradients that travel as they are can be summed in the step",
         ),
         f'grads="part" and compression={method}(sum="float32")': (
             shard.grads == "part" and getattr(settings.compression, "sum", "native") == "float32",

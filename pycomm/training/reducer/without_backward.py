@@ -42,7 +42,6 @@ def require_skippable(engine: Engine) -> None:
     unsuitable = {
         "gradients on a GPU": engine.table.on_gpu,
         "survive": engine.settings.survive is not None,
-        'grads="local"': engine.settings.shard is not None and engine.settings.shard.grads == "local",
     }
     for what, is_unsuitable in unsuitable.items():
         if is_unsuitable:

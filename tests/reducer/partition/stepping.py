@@ -16,9 +16,6 @@ SHAPES = ((37, 29), (29,), (2, 3, 5, 7), (), (411,), (0, 3), (64, 48))
 SHARDS: dict[str, dict[str, Any]] = {
     "optimizer": {"shard": "optimizer"},
     "optimizer, all gradients": {"shard": "optimizer", "grads": "full"},
-    "optimizer, no gradients": {"shard": "optimizer", "grads": "local"},
-    "parameters": {"shard": "parameters"},
-    "parameters, no gradients": {"shard": "parameters", "grads": "local"},
 }
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.01),

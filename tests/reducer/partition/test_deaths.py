@@ -73,11 +73,11 @@ def values_before_and_after() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return values[0], values[1]
 
 
-def lose_a_rank(shard: str, point: str) -> str:
+def lose_a_rank(point: str) -> str:
     """Return what the parameters of a rank that is left are: "old", "new" or "unusable"."""
     model = Weights()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    reducer = pycomm.attach(optimizer, model, tuning=pycomm.Tuning(timeout=20, check_replicas=0), shard=shard)
+    reducer = pycomm.attach(optimizer, model, tuning=pycomm.Tuning(timeout=20, check_replicas=0), shard="optimizer")
 
     def step(number: int) -> None:
         optimizer.zero_grad()
@@ -116,9 +116,8 @@ def _usable(model: Weights) -> bool:
 
 
 @pytest.mark.parametrize("point", POINTS)
-@pytest.mark.parametrize("shard", ["optimizer", "parameters"])
-def test_no_mixture_trains_on(shard: str, point: str, new_ranks: Pools) -> None:
-    outcomes = new_ranks(4).outcomes(lose_a_rank, shard, point, timeout=60.0)
+def test_no_mixture_trains_on(point: str, new_ranks: Pools) -> None:
+    outcomes = new_ranks(4).outcomes(lose_a_rank, point, timeout=60.0)
     assert isinstance(outcomes[1].error, ChildProcessError)
     left = [outcomes[0], *outcomes[2:]]
     assert [outcome.error for outcome in left] == [None] * 3, [outcome.trace for outcome in left]

@@ -21,7 +21,7 @@ import pycomm
 from pycomm.collectives.channel import Channel
 from tests.hosts import on_hosts
 from tests.on_ranks import Pools, on_ranks
-from tests.reducer.attaching import assert_replicas_equal, attached, grouped
+from tests.reducer.attaching import assert_replicas_equal, attached
 from tests.reducer.partition import test_same_steps as whole
 from tests.reducer.partition.stepping import (
     OPTIMIZERS,
@@ -248,20 +248,6 @@ def train(_: Any, optimizer: torch.optim.Optimizer, model: Weights, begin: int =
         optimizer.zero_grad()
         backward(model.parameters(), gradients_of(0, number))  # the same of all ranks: their average is exact
         optimizer.step()
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"shard": "parameters"}, r"shard=Sharding\('parameters'\) requires all ranks on one host"),
-        ({"shard": "optimizer", "grads": "local"}, r"grads='local'\) requires all ranks on one host"),
-    ],
-)
-@on_ranks(2)
-def test_what_wants_one_host_is_refused(options: dict[str, Any], match: str) -> None:
-    model = Weights()
-    with hosts(), pytest.raises(ValueError, match=match):
-        pycomm.attach(torch.optim.Adam(model.parameters()), model, **grouped(timeout=30, **options))
 
 
 @on_ranks(2)

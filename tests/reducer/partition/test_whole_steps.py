@@ -39,7 +39,6 @@ SHARED = pycomm.Sharding("optimizer", independent=True)
 SHARDS: dict[str, Any] = {
     "optimizer": SHARED,
     "all gradients": pycomm.Sharding("optimizer", grads="full", independent=True),
-    "parameters": pycomm.Sharding("parameters", independent=True),
 }
 
 
@@ -230,7 +229,7 @@ def test_masters_of_half_precision_parameters(dtype: str) -> None:
         torch.optim.Adagrad, bodies.few_steps, bodies.few_steps, dtype=HALF[dtype]
     )  # no kernels for masters
     assert_same(
-        trained(torch.optim.Adagrad, bodies.few_steps, bodies.few_steps, dtype=HALF[dtype], shard=SHARDS["parameters"]),
+        trained(torch.optim.Adagrad, bodies.few_steps, bodies.few_steps, dtype=HALF[dtype], shard="optimizer"),
         wanted,
     )
 

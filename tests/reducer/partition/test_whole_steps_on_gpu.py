@@ -182,8 +182,6 @@ def test_what_cannot_be_shared_out_on_a_gpu_is_refused() -> None:
         return optimizer
 
     with pretended_gpu():
-        refused(r"Sharding\('parameters'\) requires parameters in CPU memory", Orthogonal, "parameters")
-        refused("grads='local'.* requires parameters in CPU", Orthogonal, pycomm.Sharding("optimizer", grads="local"))
         refused("Orthogonal is not among the optimizers that are known", Orthogonal, "optimizer")
         refused("call it without pycomm.fuse", fused, "optimizer")
         refused("LBFGS: its step depends on all gradients together", torch.optim.LBFGS, "optimizer")

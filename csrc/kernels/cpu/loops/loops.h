@@ -64,10 +64,7 @@ struct StepTerms {
     DType dtype, grad_dtype, copy_dtype;  // dtype: of weight and states
     int64_t count;
     double* squares;  // two: of weight and direction
-    // Of other processes, as in kernels/step.h; terms are of grad_dtype.
-    const void* const* terms;
-    int num_terms;
-    ReduceOp reduction;
+    // Of other processes, as in kernels/step.h.
     void* const* mirrors;
     int num_mirrors;
     Store mirror_store;
@@ -79,9 +76,6 @@ struct IndexCode {
     int low;
     int64_t lower_words, upper_words;
 };
-
-// Elements of a step with terms, at most.
-inline constexpr int64_t kMostStepElements = 16384;
 
 struct Loops {
     const char* name;

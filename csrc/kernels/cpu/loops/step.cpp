@@ -55,7 +55,7 @@ struct UsuallyKept {
 // Works in groups of 32 elements; the last one may be partial. kUsual: gradients are floats, and the states are the
 // usual ones. Not branching on these two makes a step with momentum 13 % faster (measured on Sapphire Rapids): with
 // fewer instructions per element, a processor requests memory further ahead. kShared: a usual step, in floats
-// throughout, with terms or mirrors.
+// throughout, with mirrors.
 template <Rule kRule, bool kUsual, bool kShared = false>
 class FloatStep {
    public:
@@ -64,7 +64,6 @@ class FloatStep {
           kept_(terms),
           constants_(Constants<Floats>::of(*terms.coefficients, terms.scale)),
           rate_(Floats::of(terms.rate)),
-          term_factor_(splat(terms.reduction == ReduceOp::kMean ? 1.0f / static_cast<float>(terms.num_terms) : 1.0f)),
           weight_(static_cast<float*>(terms.weight)) {
         for (int m = 0; m < terms.num_mirrors; ++m) streams_ &= is_aligned(terms.mirrors[m], 64);
     }
@@ -95,23 +94,12 @@ class FloatStep {
 
     template <bool kWhole>
     Vec gradient(int64_t at) const {
-        if (kShared && terms_.num_terms > 0) return sum_of_terms<kWhole>(at);
         if constexpr (kUsual) return get<kWhole>(static_cast<const float*>(terms_.grad), at);
         if (terms_.grad_dtype == DType::kF64) return rounded_gradient(at, kWhole ? kLanes : left(at));
         return with_float_type(terms_.grad_dtype, [&](auto* t) {
             return get<kWhole>(static_cast<const std::remove_pointer_t<decltype(t)>*>(terms_.grad), at);
         });
     }
-
-    // Sums as loops.reduce() does.
-    template <bool kWhole>
-    Vec sum_of_terms(int64_t at) const {
-        Vec sum = get<kWhole>(term(0), at);
-        for (int t = 1; t < terms_.num_terms; ++t) sum = add(sum, get<kWhole>(term(t), at));
-        return mul(sum, term_factor_);
-    }
-
-    const float* term(int t) const { return static_cast<const float*>(terms_.terms[t]); }
 
     // A whole group per mirror: alternating between mirrors would flush write buffers half full.
     template <bool kWhole>
@@ -147,10 +135,7 @@ class FloatStep {
 
     void prefetch(int64_t i) const {
         prefetch_ahead(weight_ + i, 32);
-        if (kShared) {
-            for (int t = 0; t < terms_.num_terms; ++t) prefetch_ahead(term(t) + i, 32);
-        }
-        if (reads_grads(kRule) && !(kShared && terms_.num_terms > 0)) {
+        if (reads_grads(kRule)) {
             prefetch_ahead(static_cast<const char*>(terms_.grad) + i * size_of(terms_.grad_dtype),
                            32 * size_of(terms_.grad_dtype));
         }
@@ -206,7 +191,7 @@ class FloatStep {
     const StepTerms& terms_;
     const std::conditional_t<kUsual, UsuallyKept<kRule>, Kept> kept_;
     const Constants<Floats> constants_;
-    const Vec rate_, term_factor_;
+    const Vec rate_;
     float* const weight_;
     bool streams_ = terms_.mirror_store == Store::kStreaming;
     Squares weights_, directions_;
@@ -279,18 +264,7 @@ bool floats_throughout(const StepTerms& terms) {
     return terms.dtype == DType::kF32 && terms.copy == nullptr && is_usual(terms);
 }
 
-// Room for gradients of any type.
-struct alignas(64) Room {
-    char bytes[kMostStepElements * static_cast<int64_t>(sizeof(double))];
-};
-
-void step_shared_by_parts(StepTerms terms) {
-    Room room;
-    if (terms.num_terms > 0) {
-        void* out = room.bytes;
-        reduce(&out, 1, terms.terms, terms.num_terms, terms.grad_dtype, terms.reduction, terms.count, 0);
-        terms.grad = out;
-    }
+void step_then_copy(const StepTerms& terms) {
     step_once(terms);
     const void* written = terms.copy == nullptr ? terms.weight : terms.copy;
     const int64_t num_bytes = terms.count * size_of(terms.copy == nullptr ? terms.dtype : terms.copy_dtype);
@@ -300,15 +274,15 @@ void step_shared_by_parts(StepTerms terms) {
 }  // namespace
 
 void step(const StepTerms& terms) {
-    if (terms.num_terms == 0 && terms.num_mirrors == 0) return step_once(terms);
-    if (!floats_throughout(terms)) return step_shared_by_parts(terms);
+    if (terms.num_mirrors == 0) return step_once(terms);
+    if (!floats_throughout(terms)) return step_then_copy(terms);
     switch (terms.rule) {
         case Rule::kMomentum:
             return FloatStep<Rule::kMomentum, true, true>(terms).run();
         case Rule::kAdam:
             return FloatStep<Rule::kAdam, true, true>(terms).run();
         default:  // not worth a loop of its own
-            return step_shared_by_parts(terms);
+            return step_then_copy(terms);
     }
 }
 

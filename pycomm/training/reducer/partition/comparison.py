@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -32,13 +32,6 @@ _ADVICE = (
     ". Do the same on all ranks before optimizer.step(), and clip by reducer.clip_grad_norm(): with shard=, each rank "
     "steps its own parameters for all"
 )
-
-
-class Agreement(NamedTuple):
-    """What ranks have agreed on: whether the step is taken, and whether gradients of some rank have moved."""
-
-    is_taken: bool
-    has_moved: bool
 
 
 class StepComparison:
@@ -69,15 +62,12 @@ class StepComparison:
         self._params = list(params)
         self._versions = versions_of(self._params)
 
-    def agree(
-        self, flights: Sequence[BucketInFlight], *, is_skipped: bool, has_moved: bool, factor: Factor
-    ) -> Agreement:
-        """Agree on the step. Collective.
+    def agree(self, flights: Sequence[BucketInFlight], *, is_skipped: bool, factor: Factor) -> bool:
+        """Agree on the step; return whether it is taken. Collective.
 
         Args:
             flights: buckets of the gradients.
             is_skipped: whether this rank skips the step.
-            has_moved: whether its gradients are in other memory than in the last step.
             factor: factor of its gradients in the step.
 
         Raises:
@@ -91,10 +81,10 @@ class StepComparison:
         factors = {"factor of the gradients (clipping, loss scale)": [] if _is_on_gpu(factor) else [str(float(factor))]}
         digest, of_factor = (zlib.crc32(repr(each).encode()) for each in (lines, factors))
         is_written = versions_of(self._params) != self._versions
-        flags = [is_skipped, has_moved, is_written, self._are_written(flights)]
+        flags = [is_skipped, is_written, self._are_written(flights)]
         votes = torch.tensor([*flags, digest, -digest, of_factor, -of_factor], dtype=torch.int64)
         self._communicator.all_reduce(votes, "max")
-        skips, moved, written, grads_written, most, least, most_factor, least_factor = votes.tolist()
+        skips, written, grads_written, most, least, most_factor, least_factor = votes.tolist()
         if most != -least:
             self._require_same(lines)
         if most_factor != -least_factor and not skips:
@@ -105,7 +95,7 @@ class StepComparison:
             compare()
         if grads_written and not skips:
             self._require_same({"gradient after backward()": self._gradients(flights)})
-        return Agreement(not skips, bool(moved))
+        return not skips
 
     def _require_same(self, lines: dict[str, list[str]]) -> None:
         require_same(exchanged(self._communicator.channel.all_gather_bytes, lines, "compare"), "compare", hint=_ADVICE)

@@ -2,13 +2,12 @@
 
 If each of P ranks averages the gradients of n parameters and steps all of them by Adam, this moves 36 P n bytes: 8 P n
 in the all-reduce, 28 P n in the steps. Here each rank reduces its own part of the gradients, reads weights and moments
-of that part once, and writes the new weights to all ranks, (8 P + 28) n bytes, or to the one copy that they share,
-(4 P + 28) n. Summing inside the step saves writing and reading the sums: (8 P + 20) n and (4 P + 24) n.
+of that part once, and writes the new weights to all ranks: (8 P + 28) n bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -17,9 +16,7 @@ from pycomm.agreement import agreed
 from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.transport.base import HostMemory
-from pycomm.compression.dense import reduce_part
 from pycomm.errors import attempt
-from pycomm.optim.partition import Span
 from pycomm.training.reducer.buckets import BucketInFlight
 from pycomm.training.reducer.partition.partition import Memory, Segment, StepPartition
 from pycomm.training.reducer.settings import AttachSettings
@@ -65,15 +62,6 @@ class CommonMemory:
         self._communicator.barrier()
         return memory
 
-    def of_all(self, own: torch.Tensor) -> list[Memory]:
-        """Return the memory of all ranks' tensors, ``own`` among them, in rank order. Collective.
-
-        Each lies in memory of its rank that all reach, and takes as many bytes.
-        """
-        offset = self._memory.offset_of(own.data_ptr(), own.nbytes)
-        assert offset >= 0
-        return self._exchange(offset, own.nbytes, range(self._communicator.size))
-
     def release(self) -> None:
         """Let go of what this rank has allocated, once the communicator is closed: nobody gets it again."""
         self._own.clear()
@@ -104,76 +92,18 @@ class HostSegment(Segment):
         shares: Sequence[slice],
         rank: int,
         memory: CommonMemory,
-        shares_parameters: bool,
     ) -> None:
         self._memory, size = memory, len(shares)
-        num_bytes = bucket.num_elements * bucket.dtype.itemsize
-        everyone = [memory.of_one(num_bytes)] if shares_parameters else memory.of_each(num_bytes)
+        everyone = memory.of_each(bucket.num_elements * bucket.dtype.itemsize)
         # Each rank begins with another one, so that they do not all write to the same memory at once.
-        self._others = [] if shares_parameters else [everyone[(rank + i) % size] for i in range(1, size)]
-        super().__init__(bucket, params, shares, rank, everyone[0 if shares_parameters else rank])
+        self._others = [everyone[(rank + i) % size] for i in range(1, size)]
+        super().__init__(bucket, params, shares, rank, everyone[rank])
 
     def mirrors_of(self, index: int) -> list[torch.Tensor]:
         return [self.part_in(memory, index) for memory in self._others]
 
     def _zeros(self, num_bytes: int) -> Memory:
         return self._memory.of_one(num_bytes)
-
-
-class HostTerms:
-    """Gradients that the step adds up, in memory that all ranks reach.
-
-    Attributes:
-        version: number of times that the gradients have moved; 0 while they have been reduced.
-        defers: whether sums are left to the step.
-    """
-
-    def __init__(
-        self,
-        memory: CommonMemory,
-        flights: Sequence[BucketInFlight],
-        places: Mapping[torch.Tensor, tuple[Segment, int]],
-        reduction: str,
-    ) -> None:
-        self._memory, self._flights, self._places, self._reduction = memory, flights, places, reduction
-        self._terms: dict[Bucket, tuple[int, list[Memory]]] = {}
-        self._num_moves = 0
-        self.defers = True
-
-    @property
-    def version(self) -> int:
-        return self._num_moves if self._are_deferred() else 0
-
-    def of(self, param: torch.Tensor) -> list[torch.Tensor]:
-        segment, index = self._places[param]
-        return [segment.part_in(memory, index) for memory in self._terms[segment.bucket][1]]
-
-    def _are_deferred(self) -> bool:
-        return any(flight.bucket.is_deferred for flight in self._flights)
-
-    @property
-    def has_moved(self) -> bool:
-        known = {bucket: address for bucket, (address, _) in self._terms.items()}
-        return self._are_deferred() and any(
-            known.get(flight.bucket) != flight.bucket.flat.data_ptr() for flight in self._flights
-        )
-
-    def open(self) -> None:
-        for flight in self._flights:
-            flat = flight.bucket.flat
-            self._terms[flight.bucket] = flat.data_ptr(), self._memory.of_all(flat)
-        self._num_moves += 1
-
-    def require_reduced(self) -> None:
-        for flight in self._flights:
-            if flight.bucket.is_deferred:
-                reduce_part(flight.communicator, flight.bucket, flight.bucket.memory, self._reduction)
-
-    def reduce_early(self) -> None:
-        self.require_reduced()
-        self.defers = False
-        for flight in self._flights:
-            flight.bucket.defers = False
 
 
 class HostPartition(StepPartition):
@@ -186,30 +116,20 @@ class HostPartition(StepPartition):
         module: torch.nn.Module | None,
         settings: AttachSettings,
     ) -> None:
-        assert settings.shard is not None
-        self._shares_parameters = settings.shard.kind == "parameters"
         self._memory = CommonMemory(communicator)
         # Number of steps of which each rank has completed its own part.
         self._num_taken = np.frombuffer(self._memory.of_one(8 * communicator.size), np.int64)
         super().__init__(communicator, optimizer, module, settings, range(communicator.size))
-        if settings.shard.grads == "local":
-            self.terms = HostTerms(self._memory, self._flights, self._places, self.reduction)
 
     def _adopt(self, flights: Sequence[BucketInFlight]) -> None:
         rank = self._communicator.rank
         for flight in flights:
             params = [slot.param for slot in flight.slots]
             shares = self._shares_of(flight.bucket, flight.slots)
-            segment = HostSegment(flight.bucket, params, shares, rank, self._memory, self._shares_parameters)
+            segment = HostSegment(flight.bucket, params, shares, rank, self._memory)
             self._settle_in(flight, segment)
             self._stepper.move_home(params)
         self._communicator.barrier()  # all ranks have written shared memory
-
-    def _fill(self, place: torch.Tensor, param: torch.Tensor, span: Span) -> None:
-        if self._shares_parameters:
-            span.of(place).copy_(span.of(param))
-        else:
-            super()._fill(place, param, span)
 
     def release(self) -> None:
         self._memory.release()

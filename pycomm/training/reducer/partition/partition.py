@@ -18,7 +18,7 @@ from pycomm.errors import CommError
 from pycomm.optim.fused import FusedStep, KernelStep, has_rule
 from pycomm.optim.master_weights import MasterWeights
 from pycomm.optim.module_hooks import BeforeForward
-from pycomm.optim.partition import GradientTerms, Span
+from pycomm.optim.partition import Span
 from pycomm.optim.step_override import Factor, stepper_of
 from pycomm.torch_internals import version_of
 from pycomm.training.reducer.buckets import BucketInFlight, Slot
@@ -76,7 +76,6 @@ class StepPartition:
     Attributes:
         has_full_grad: whether every rank gets all averages also when the step is divided.
         whole: step of whole parameters; ``None`` if kernels step.
-        terms: gradients that the step adds up; ``None`` if they have been reduced before it.
         comparison: what ranks compare before each step.
     """
 
@@ -91,7 +90,6 @@ class StepPartition:
     ) -> None:
         assert settings.shard is not None
         self.has_full_grad, self._order = settings.shard.grads == "full", order
-        self.reduction = "mean" if settings.average else "sum"
         self._communicator, self._module = communicator, module
         self.comparison = StepComparison(communicator, optimizer, self.has_full_grad)
         stepper = stepper_of(optimizer)
@@ -101,7 +99,6 @@ class StepPartition:
         self._flights: list[BucketInFlight] = []
         self._places: dict[torch.Tensor, tuple[Segment, int]] = {}
         self._num_steps = 0
-        self.terms: GradientTerms | None = None
         self._stepper.share(self)
 
     def place_in_bucket(self, slot: Slot) -> int:
@@ -111,8 +108,7 @@ class StepPartition:
     def divide(self, bucket: Bucket, slots: Sequence[Slot]) -> None:
         """Let each rank reduce only its own share of ``bucket``, which has the parameters of ``slots``, if it may."""
         if not self.has_full_grad:
-            is_later = self.terms is not None and self.terms.defers
-            bucket.reduce_part_only(self._shares_of(bucket, slots), self._communicator.rank, later=is_later)
+            bucket.reduce_part_only(self._shares_of(bucket, slots), self._communicator.rank)
 
     def _shares_of(self, bucket: Bucket, slots: Sequence[Slot]) -> list[slice]:
         if self.whole is not None:
@@ -141,12 +137,9 @@ class StepPartition:
             param, place = slot.param, segment.places[index]
             self._places[param] = segment, index
             with torch.no_grad():
-                self._fill(place, param, segment.spans[index])
+                place.copy_(param.detach())
             param.data = place
         self._flights.append(flight)
-
-    def _fill(self, place: torch.Tensor, param: torch.Tensor, span: Span) -> None:
-        place.copy_(param.detach())
 
     def span_of(self, param: torch.Tensor) -> Span:
         segment, index = self._places[param]
@@ -172,7 +165,6 @@ class StepPartition:
         if self._was_fused_here:
             self._stepper.detach()
         self.comparison.remove()
-        self.terms = None
         self._places.clear()
         self._flights.clear()
 
@@ -192,9 +184,7 @@ class StepPartition:
     # Steps.
 
     @contextlib.contextmanager
-    def step(
-        self, optimizer: torch.optim.Optimizer, factor: Factor, *, is_skipped: bool, needs_gradients: bool
-    ) -> Iterator[bool]:
+    def step(self, optimizer: torch.optim.Optimizer, factor: Factor, *, is_skipped: bool) -> Iterator[bool]:
         try:
             self._prepare(optimizer)
         except (RuntimeError, ValueError) as error:
@@ -202,8 +192,6 @@ class StepPartition:
             raise
         try:
             is_taken = self._agree(factor, is_skipped)
-            if is_taken and needs_gradients and self.terms is not None:
-                self.terms.require_reduced()
         except CommError as error:
             if not isinstance(error, DamageError):
                 self._lost(optimizer, error)  # others may have completed the vote
@@ -267,11 +255,7 @@ class StepPartition:
 
     def _agree(self, factor: Factor, is_skipped: bool) -> bool:
         """Return whether no rank skips the step; see :meth:`StepComparison.agree`. Collective."""
-        has_moved = self.terms is not None and self.terms.has_moved
-        found = self.comparison.agree(self._flights, is_skipped=is_skipped, has_moved=has_moved, factor=factor)
-        if found.has_moved and found.is_taken and self.terms is not None:
-            self.terms.open()
-        return found.is_taken
+        return self.comparison.agree(self._flights, is_skipped=is_skipped, factor=factor)
 
 
 def _whole_step(

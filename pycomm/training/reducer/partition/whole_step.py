@@ -97,7 +97,7 @@ class WholeStep:
     def take(self, factor: Factor, is_skipped: bool) -> None:
         """Take a step with gradients times ``factor``, unless it is skipped. Collective."""
         assert self._partition is not None
-        with self._partition.step(self.optimizer, factor, is_skipped=is_skipped, needs_gradients=False) as is_taken:
+        with self._partition.step(self.optimizer, factor, is_skipped=is_skipped) as is_taken:
             if is_taken:
                 self._step_own(factor)
 
