@@ -17,19 +17,13 @@ from bench.harness.ranks import join_group
 WHOLE = "all_reduce, fused step"
 OPTIMIZER = 'shard="optimizer"'
 FULL = 'shard="optimizer", grads="full"'
-PARAMETERS = 'shard="parameters"'
 ZERO = "ZeroRedundancyOptimizer over Gloo"
-LATER = 'shard="optimizer", grads="local"'
-PARAMETERS_LATER = 'shard="parameters", grads="local"'
-WAYS = (WHOLE, OPTIMIZER, LATER, FULL, PARAMETERS, PARAMETERS_LATER, ZERO)
+WAYS = (WHOLE, OPTIMIZER, FULL, ZERO)
 
 _ATTACH: dict[str, dict[str, Any]] = {
     WHOLE: {},
     OPTIMIZER: {"shard": "optimizer"},
     FULL: {"shard": pycomm.Sharding("optimizer", grads="full")},
-    LATER: {"shard": pycomm.Sharding("optimizer", grads="local")},
-    PARAMETERS: {"shard": "parameters"},
-    PARAMETERS_LATER: {"shard": pycomm.Sharding("parameters", grads="local")},
 }
 _BUCKET_BYTES = 25 << 20  # as DistributedDataParallel has them
 

@@ -3,8 +3,8 @@
     python -m bench.training [--ranks 2] [--rounds 9] [--steps 8] [--busy 1 [--nice 10]] [--json FILE]
 
 (a) Step time of a perceptron with 10 million parameters, one thread per rank: without communication,
-DistributedDataParallel over Gloo, and pycomm, also with steps that the ranks take together (sums in the
-step, grads="local"). All ways live side by side in the same processes,
+DistributedDataParallel over Gloo, and pycomm, also with steps that the ranks take together
+(shard="optimizer"). All ways live side by side in the same processes,
 start from the same parameters, see the same data, and have turns of a few steps. Freed memory is kept for all of them
 (docs/performance.md), so DDP gains by that too. A barrier after
 backward, with no data, shows what meeting costs by itself: ranks wait for the later one, and then step

@@ -37,7 +37,7 @@ _UNSYNCHRONISED = (NONE, MEET)
 
 _ATTACH: dict[str, dict[str, Any]] = {
     DENSE: {},
-    SHARD: {"shard": pycomm.Sharding("optimizer", grads="local")},
+    SHARD: {"shard": "optimizer"},
     SHRINK: {"survive": pycomm.Survive()},
     FP16: {"compression": pycomm.FP16()},
     TOPK: {"compression": pycomm.TopK(0.01)},

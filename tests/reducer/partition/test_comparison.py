@@ -194,7 +194,7 @@ def test_parameters_that_one_rank_writes(name: str, hosts: str) -> None:
 def test_another_optimizer_that_would_step_parts(name: str) -> None:
     model = Weights()
     optimizer = OPTIMIZERS[name](model.parameters())
-    with attached(optimizer, model, shard="optimizer"):
+    with attached(optimizer, model, shard="optimizer", independent=True):
         for step in range(LAST):
             begin_step(optimizer, model, step)
             optimizer.step()
