@@ -21,7 +21,7 @@ from bench.harness.busy import add_arguments, busy
 from bench.harness.ranks import KEEP_MEMORY, WorkerGroup
 from bench.harness.results import headline, write_json
 from bench.harness.timing import Samples, times
-from bench.sharding.ranks import FULL, LATER, OPTIMIZER, PARAMETERS, PARAMETERS_LATER, WAYS, WHOLE
+from bench.sharding.ranks import FULL, OPTIMIZER, WAYS, WHOLE
 from pycomm.tools.cli.table import print_table
 from pycomm.tools.launching import rendezvous
 
@@ -68,10 +68,7 @@ def _bytes_moved(way: str, ranks: int) -> int | None:
     moved = {
         WHOLE: 44 * ranks - 8,
         OPTIMIZER: 16 * ranks + 20,
-        LATER: 16 * ranks + 20,
         FULL: 20 * ranks + 16,
-        PARAMETERS: 12 * ranks + 20,
-        PARAMETERS_LATER: 12 * ranks + 24,
     }
     return moved.get(way)
 

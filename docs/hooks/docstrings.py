@@ -41,8 +41,8 @@ _REFERENCE = _DOCS / "reference"
 
 GROUPS = {
     "pycomm.training.reducer.attach.attach": {
-        "What is averaged": "optimizer model process_group average all_parameters buffers",
-        "Batches, precision and clipping": "accumulate loss_scaler clip_local_norm",
+        "What is averaged": "optimizer model process_group average buffers",
+        "Batches, precision and clipping": "accumulate loss_scaler",
         "Compression and tuning": "compression tuning",
         "Sharded optimizer": "shard",
         "Lost ranks": "survive",

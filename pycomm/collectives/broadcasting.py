@@ -284,9 +284,8 @@ def check_state_keys(
             name = next((name for name, p in names.items() if p is param), str(i))
             raise ValueError(
                 f"this has {more[0]!r} of parameter {name!r}, which would be lost: if the optimizer shares its state "
-                'out among the ranks, write tuning=pycomm.Tuning(optimizer_state="keep"); if only some ranks have '
-                "loaded a checkpoint, load it on all of them, or on rank 0; before that, "
-                "pycomm.broadcast_optimizer_state(optimizer) drops what rank 0 does not have"
+                'out among the ranks, write tuning=pycomm.Tuning(ignore=["optimizer state"]); if only some ranks have '
+                "loaded a checkpoint, load it on all of them, or on rank 0"
             )
 
 

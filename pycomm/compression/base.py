@@ -173,6 +173,10 @@ class Compression(Protocol):
         """Approximate number of bytes sent for each byte of a gradient; at most 1."""
 
     @property
+    def clip_local_norm(self) -> float | None:
+        """Norm to which each rank clips its own whole gradient before anything is sent; ``None``: it does not."""
+
+    @property
     def measures(self) -> bool:
         """Whether its exchanges measure the link, which nothing else may use meanwhile."""
 
@@ -213,6 +217,7 @@ class Defaults:
 class Method:
     """Base of methods: suits every optimizer and parameter, and carries no state."""
 
+    clip_local_norm: float | None = None
     measures = False
     reduces_parts = False
     """Whether its exchanges give each rank the sum of its own share alone, if the bucket has shares."""

@@ -19,7 +19,7 @@ from pycomm.compression.saved_state import gather_state, select_state
 from pycomm.ddp.exchanges import HookPart, Sorting
 from pycomm.optim.loss_scaler import checked_scaler, scale_of
 from pycomm.optim.parameters import checked_optimizer
-from pycomm.training.cost.named import checked_method
+from pycomm.training.cost.named import checked_method, refuse_local_norm
 from pycomm.training.reducer import Tuning
 
 
@@ -44,6 +44,7 @@ class HookSettings:
 def checked_settings(compression: Any, loss_scaler: Any, optimizer: Any, **tuning: Any) -> HookSettings:
     """Return the arguments of a registration as checked settings; ``tuning``: those of ``Tuning``."""
     method = checked_method(compression)
+    refuse_local_norm(method, "DistributedDataParallel")
     if optimizer is not None:
         optimizer = checked_optimizer(optimizer)
         method.check(optimizer)

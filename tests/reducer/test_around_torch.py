@@ -92,7 +92,7 @@ METHODS: list[Any] = [
     pycomm.FP16(),
     pycomm.TopK(0.2),
     pycomm.TopK(0.2, half_values=True),
-    pycomm.DGC(0.2, 0.9, warmup_steps=2, clip_norm=1.0),
+    pycomm.DGC(0.2, 0.9, warmup_steps=2, clip_norm=1.0, clip_local_norm=5.0),
     pycomm.PowerSGD(1),
     pycomm.Int8(),
     pycomm.OneBit(),
@@ -109,7 +109,7 @@ def run_under(default: torch.dtype, compression: Any) -> tuple[list[torch.Tensor
     torch.set_default_dtype(default)
     try:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with attached(optimizer, model, compression=compression, clip_local_norm=5.0) as reducer:
+        with attached(optimizer, model, compression=compression) as reducer:
             for step in range(4):
                 optimizer.zero_grad()
                 loss_of(model, rank, step).backward()

@@ -239,7 +239,7 @@ def test_state_that_rank_0_lacks(two_ranks: RankPool) -> None:
         assert first.startswith(
             f"the optimizer state of rank 0 does not fit rank 1: this has {says}, which would be lost"
         )
-        assert 'optimizer_state="keep"' in first
+        assert 'ignore=["optimizer state"]' in first
     for how in ("keep", "dropped before"):
         assert two_ranks.run(keyed, how) == ["attached", "attached"]
 
@@ -258,7 +258,7 @@ def test_a_sharded_optimizer_is_resumed_with_its_state() -> None:
                 optimizer.state.update(
                     {p: {"momentum_buffer": state[i]} for i, p in enumerate(net.parameters()) if i in state}
                 )
-                reducer = pycomm.attach(optimizer, net, tuning=pycomm.Tuning(timeout=20, optimizer_state="keep"))
+                reducer = pycomm.attach(optimizer, net, tuning=pycomm.Tuning(timeout=20, ignore=["optimizer state"]))
             for step in range(3):
                 optimizer.zero_grad()
                 loss_of(net, rank, 3 * part + step).backward()
@@ -271,7 +271,5 @@ def test_a_sharded_optimizer_is_resumed_with_its_state() -> None:
     for here, there in zip(train(True), train(False), strict=True):
         assert torch.equal(here, there)
     for options, says in (({"on_failure": "shrink"}, "Survive"), ({"shard": "optimizer"}, "shard")):
-        with pytest.raises(ValueError, match=f'optimizer_state="keep" does not go with .*{says}'):
-            pycomm.attach(sgd(model), model, **grouped(optimizer_state="keep", **options))
-    with pytest.raises(ValueError, match='optimizer_state is \'drop\', wanted "broadcast" or "keep"'):
-        pycomm.attach(sgd(model), model, tuning=pycomm.Tuning(optimizer_state="drop"))
+        with pytest.raises(ValueError, match=rf'ignore=\["optimizer state"\] does not go with .*{says}'):
+            pycomm.attach(sgd(model), model, **grouped(ignore=["optimizer state"], **options))

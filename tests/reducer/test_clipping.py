@@ -56,12 +56,12 @@ METHODS: dict[str, Any] = {
 }
 
 
-def clip_locally(method: str, scaled: bool, accumulate: int, bound: float, weighted: bool) -> None:
+def clip_locally(ratio: float, scaled: bool, accumulate: int, bound: float, weighted: bool) -> None:
     rank, size = rank_and_size()
     params = parameters()
     optimizer = torch.optim.SGD([p for _, p in params], lr=1.0)
     scaler = pycomm.LossScaler(2.0**8, enabled=scaled)
-    options = {"compression": METHODS[method], "clip_local_norm": bound, "accumulate": accumulate}
+    options = {"compression": pycomm.DGC(ratio, 0.0, clip_local_norm=bound), "accumulate": accumulate}
     with attached(optimizer, params, loss_scaler=scaler, bucket_mb=1e-4, **options) as reducer:
         for step in range(3):
             optimizer.zero_grad()
@@ -74,31 +74,49 @@ def clip_locally(method: str, scaled: bool, accumulate: int, bound: float, weigh
             theirs = [clipped(gradients_at(r, step, 1), bound) for r in range(size)]
             for i, (_, p) in enumerate(params):
                 wanted = sum(share * grads[i] for share, grads in zip(shares, theirs, strict=True))
-                close(p.grad, wanted, method)
+                close(p.grad, wanted, "DGC")
             scaler.step(optimizer)
             if scaled:
                 scaler.update()
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("method", METHODS)
+RATIOS = pytest.mark.parametrize("ratio", [1.0, 1.0 - 1e-9], ids=["whole", "entries"])
+"""All entries are sent: by an all-reduce, or as entries that have been selected."""
+
+
+@RATIOS
 @pytest.mark.parametrize(("scaled", "accumulate"), [(False, 1), (True, 1), (True, 2)])
 @on_ranks(2)
-def test_before_the_reduction(method: str, scaled: bool, accumulate: int) -> None:
+def test_before_the_reduction(ratio: float, scaled: bool, accumulate: int) -> None:
     """A bound between the two ranks' norms: one is clipped, the other is not."""
-    clip_locally(method, scaled, accumulate, 20.0, False)
+    clip_locally(ratio, scaled, accumulate, 20.0, False)
 
 
-@pytest.mark.parametrize("method", ["dense", "DGC"])
+@RATIOS
 @pytest.mark.parametrize("accumulate", [1, 2])
 @on_ranks(2)
-def test_before_the_reduction_with_weights(method: str, accumulate: int) -> None:
-    clip_locally(method, False, accumulate, 20.0, True)
+def test_before_the_reduction_with_weights(ratio: float, accumulate: int) -> None:
+    clip_locally(ratio, False, accumulate, 20.0, True)
 
 
 @on_ranks(1, 3)
 def test_before_the_reduction_on_other_numbers_of_ranks() -> None:
-    clip_locally("dense", True, 1, 5.0, False)
+    clip_locally(1.0, True, 1, 5.0, False)
+
+
+@on_ranks(2)
+def test_only_attach_knows_the_whole_gradient() -> None:
+    method = pycomm.DGC(0.1, clip_local_norm=1.0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    for use in (
+        lambda: pycomm.ddp.register(wrapped, compression=method),
+        lambda: pycomm.local_sgd(optimizer, model, every=2, compression=method),
+        lambda: pycomm.parameter_server(optimizer, model, compression=method),
+    ):
+        with pytest.raises(ValueError, match="clip_local_norm=1.0 goes with pycomm.attach only"):
+            use()
 
 
 @on_ranks(2)
@@ -106,7 +124,7 @@ def test_what_is_not_finite_is_not_clipped_away() -> None:
     rank, _ = rank_and_size()
     params = parameters()
     optimizer = torch.optim.SGD([p for _, p in params], lr=1.0)
-    with attached(optimizer, params, clip_local_norm=1.0):
+    with attached(optimizer, params, compression=pycomm.DGC(1.0, 0.0, clip_local_norm=1.0)):
         grads = gradients_at(rank, 0, 1)
         if rank == 1:
             grads[1][2] = float("inf")
@@ -218,7 +236,7 @@ def test_bad_bounds(value: Any, error: type[Exception], match: str) -> None:
     params = parameters()
     optimizer = torch.optim.SGD([p for _, p in params], lr=1.0)
     with pytest.raises(error, match=f"clip_local_norm {match}"):
-        pycomm.attach(optimizer, params, clip_local_norm=value)
+        pycomm.DGC(clip_local_norm=value)
     with attached(optimizer, params) as reducer:
         with pytest.raises(error, match=f"max_norm {match}"):
             reducer.clip_grad_norm(value)

@@ -73,7 +73,11 @@ def test_training_equals_one_process(name: str, plan: str) -> None:
 def test_windows_and_local_clipping_equal_one_process() -> None:
     alone = Block()
     reference = torch.optim.SGD(alone.parameters(), lr=0.1)
-    options: dict[str, Any] = {"accumulate": 2, "clip_local_norm": 0.02, "plan": "sequence"}
+    options: dict[str, Any] = {
+        "accumulate": 2,
+        "compression": pycomm.DGC(1.0, 0.0, clip_local_norm=0.02),
+        "plan": "sequence",
+    }
     with attached_block(lambda params: torch.optim.SGD(params, lr=0.1), **options) as (model, optimizer, _, mesh):
         for step in range(3):
             optimizer.zero_grad()

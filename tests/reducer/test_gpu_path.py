@@ -210,13 +210,17 @@ def test_same_results_without_a_look_at_the_host(method: str, dtype: torch.dtype
     compare(METHODS[method], dtype, {})
 
 
-@pytest.mark.parametrize(
-    "options", [{"weight": 3.0}, {"clip_local_norm": 0.3}, {"weight": 2.0, "clip_local_norm": 0.3}]
-)
 @pytest.mark.parametrize("method", ["none", "fp16", "dgc"])
 @on_ranks(2)
-def test_weights_and_clipping(method: str, options: dict[str, Any]) -> None:
-    compare(METHODS[method], torch.float32, options)
+def test_weights(method: str) -> None:
+    compare(METHODS[method], torch.float32, {"weight": 3.0})
+
+
+@pytest.mark.parametrize("options", [{}, {"weight": 2.0}], ids=str)
+@pytest.mark.parametrize("ratio", [0.1, 1.0])
+@on_ranks(2)
+def test_clipping_of_each_ranks_gradient(ratio: float, options: dict[str, Any]) -> None:
+    compare(pycomm.DGC(ratio, clip_local_norm=0.3), torch.float32, options)
 
 
 def refuse_copies(*_: object) -> None:

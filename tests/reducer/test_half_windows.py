@@ -95,7 +95,8 @@ def test_hooks_that_come_later_see_each_gradient(clip: float | None) -> None:
     rank, model = dist.get_rank(), make(torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     seen: list[torch.Tensor | None] = []
-    with attached(optimizer, model, accumulate=3, clip_local_norm=clip):
+    compression = None if clip is None else pycomm.DGC(1.0, 0.0, clip_local_norm=clip)
+    with attached(optimizer, model, accumulate=3, compression=compression):
         for param in model.parameters():
             hook: Any = param.register_post_accumulate_grad_hook
             hook(lambda p: seen.append(None if p.grad is None else p.grad.clone()))

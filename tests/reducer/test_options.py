@@ -37,7 +37,7 @@ class State:
         (lambda: Tuning(algorithm=5), "algorithm is 5, wanted a name"),
         (lambda: pycomm.Tuning(check_replicas=-1), "check_replicas is -1"),
         (lambda: pycomm.Tuning(per_rank="lr"), "per_rank is 'lr', wanted names of hyperparameters"),
-        (lambda: pycomm.Tuning(optimizer_state="drop"), 'optimizer_state is \'drop\', wanted "broadcast" or "keep"'),
+        (lambda: Tuning(all_parameters="yes"), "all_parameters is 'yes', wanted True or False"),
     ],
 )
 def test_what_an_option_refuses(make: Callable[[], object], says: str) -> None:
@@ -73,6 +73,9 @@ def test_options_are_written_as_one_writes_them(option: object, text: str) -> No
         ({"tuning": {"bucket_mb": 8}}, TypeError, r"tuning is \{'bucket_mb': 8\}, wanted pycomm.Tuning"),
         ({"bucket_mbs": 8}, TypeError, r"unknown argument 'bucket_mbs': write tuning=pycomm.Tuning\(bucket_mb=...\)"),
         ({"min_ranks": 2}, TypeError, r"unknown argument 'min_ranks': write survive=pycomm.Survive\(min_ranks=...\)"),
+        ({"all_parameters": True}, TypeError, r"write tuning=pycomm.Tuning\(all_parameters=...\)"),
+        ({"clip_local_norm": 1.0}, TypeError, r"write compression=pycomm.DGC\(clip_local_norm=...\)"),
+        ({"optimizer_state": "keep"}, TypeError, r'write tuning=pycomm.Tuning\(ignore=\["optimizer state"\]\)'),
         ({"compresion": None}, TypeError, "unknown argument 'compresion': did you mean compression?"),
         ({"static_graph": True}, TypeError, "'static_graph': leave it out, no graph is assumed to stay the same"),
         ({"zzz": 1}, TypeError, "unknown argument 'zzz': wanted among compression, accumulate"),

@@ -44,6 +44,9 @@ class DGC(CodecMethod):
             to 1/sqrt(N) of that (section 3.3), per parameter as the authors' code does, so that no bucket
             waits for another. For a DTensor the norm of the whole parameter's gradient counts, and nothing
             is sent while backward runs.
+        clip_local_norm: the norm to clip a rank's own gradient to, of all parameters together and without the
+            loss scale, as section 3.3 writes it. The whole gradient must be known first, so nothing is sent while
+            backward runs. With ``pycomm.attach`` only.
         warmup_steps: number of optimizer steps over which the density falls from 25 % in five stages
             by factors of four, never below ``ratio``. On a GPU the host waits once in each of these
             steps, to know whether the previous step was finite.
@@ -60,6 +63,7 @@ class DGC(CodecMethod):
     clip_norm: float | None = None
     warmup_steps: int = 0
     _: KW_ONLY
+    clip_local_norm: float | None = None
     weight_decay: float = 0.0
     half_values: bool = False
 
@@ -71,6 +75,8 @@ class DGC(CodecMethod):
             raise ValueError("nesterov=True with momentum=0: Nesterov's momentum needs one above 0")
         if self.clip_norm is not None:
             checks.real("clip_norm", self.clip_norm, 0.0, or_equal=False)
+        if self.clip_local_norm is not None:
+            object.__setattr__(self, "clip_local_norm", checks.positive("clip_local_norm", self.clip_local_norm))
         checks.integer("warmup_steps", self.warmup_steps, 0)
         checks.real("weight_decay", self.weight_decay, 0.0)
         checks.flag("half_values", self.half_values)

@@ -13,7 +13,7 @@ from pycomm.compression import Compression, NoCompression
 from pycomm.optim.attached import refuse_second_average
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.training.asynchronous.loop import Loop
-from pycomm.training.cost.named import checked_method
+from pycomm.training.cost.named import checked_method, refuse_local_norm
 
 
 class Averager(ABC):
@@ -161,6 +161,7 @@ SELDOM = "measures many steps, and ranks that meet this seldom have few"
 def named_method(compression: Any, why_not_auto: str = SELDOM) -> Compression | None:
     """Return the method; ``None`` for no compression. Raise ValueError for "auto", with the reason."""
     method = checked_method(compression)
+    refuse_local_norm(method, "an average over several steps")
     if method.measures:
         raise ValueError(f'compression="auto" {why_not_auto}: name a method')
     return None if isinstance(method, NoCompression) else method

@@ -185,7 +185,7 @@ class Saved:
             return self._decoded(name, self._parts[0][SHARED][name], None, old)
         if name in _OF_MODEL and self._size != self._checkpoint.world_size:
             raise ValueError(
-                f"each rank has saved {name} values of its own (attach had ignore or optimizer_state in its Tuning), "
+                f"each rank has saved {name} values of its own (attach had ignore in its Tuning), "
                 f"{self._checkpoint.world_size} ranks in all: there are {self._size} here, wanted as many"
             )
         return self._value_of(name, self._rank if self.has_own else 0, old)

@@ -34,6 +34,15 @@ _NAMED: Mapping[str, Callable[[], Compression]] = {
 """Methods that need no arguments."""
 
 
+def refuse_local_norm(method: Compression, whose: str) -> None:
+    """Raise ValueError if ``method`` clips a rank's whole gradient, which ``whose`` does not know before it sends."""
+    if method.clip_local_norm is not None:
+        raise ValueError(
+            f"clip_local_norm={method.clip_local_norm} goes with pycomm.attach only: {whose} does not know the whole "
+            "gradient before it sends; clip_norm clips each parameter's"
+        )
+
+
 def checked_method(compression: Any) -> Compression:
     """Return the method that ``compression`` means: an object, a name or ``None``."""
     if compression is None:

@@ -28,7 +28,7 @@ class ArrivalOrder:
         self._engine, self._table = engine, engine.table
         settings = engine.settings
         is_kept = engine.policy.survives or engine.table.partition is not None or settings.compression.measures
-        self._is_open = not is_kept and engine.communicator.size > 1 and settings.clip_local_norm is None
+        self._is_open = not is_kept and engine.communicator.size > 1 and settings.compression.clip_local_norm is None
         self._arrived: dict[Slot, None] = {}
         self._agreed = np.zeros(0, np.int64)  # places of the slots
         self._slots: list[Slot] = []

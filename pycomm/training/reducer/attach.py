@@ -44,6 +44,7 @@ from pycomm.training.reducer.partition.on_host import HostPartition, memory_of_a
 from pycomm.training.reducer.partition.spread import SpreadPartition
 from pycomm.training.reducer.reducer import Reducer
 from pycomm.training.reducer.settings import (
+    OPTIMIZER_STATE,
     AttachSettings,
     Sharding,
     Survive,
@@ -94,7 +95,7 @@ def _require_whole_steps(shard: Sharding, stepper: Stepper, compression: Compres
         )
 
 
-def attach(  # noqa: PLR0913
+def attach(
     optimizer: torch.optim.Optimizer,
     model: torch.nn.Module | Iterable[tuple[str, torch.Tensor]],
     *,
@@ -103,9 +104,7 @@ def attach(  # noqa: PLR0913
     accumulate: int | Callable[[], bool] = 1,
     loss_scaler: Any = None,
     average: bool = True,
-    clip_local_norm: float | None = None,
     buffers: str = "local",
-    all_parameters: bool = False,
     survive: Survive | None = None,
     shard: Sharding | str | None = None,
     tuning: Tuning | None = None,
@@ -144,12 +143,6 @@ def attach(  # noqa: PLR0913
         loss_scaler: the :class:`pycomm.LossScaler` or ``torch.amp.GradScaler`` in use, or any object
             with the same ``scale`` method. Required by methods that carry state, which is kept without the
             loss scale, and with DTensors.
-        clip_local_norm: maximum norm of each rank's own gradient, without the loss scale, before it is
-            averaged. The whole gradient must be known first, so nothing is sent while backward runs. To
-            clip the average, see ``Reducer.clip_grad_norm``.
-        all_parameters: average the gradients of all named parameters, whether or not they belong to the
-            optimizer. Otherwise a parameter of the module that gets a gradient without being covered by
-            any attach is reported, once, by a warning.
         buffers: treatment of the module's buffers (BatchNorm's statistics, for example) in each reduction.
             "local": each rank keeps its own; "broadcast": all ranks get rank 0's; "average": floating-point
             buffers are averaged, all others become rank 0's. Sparse or quantised buffers are compared instead.
@@ -192,9 +185,7 @@ def join(
     accumulate: int | Callable[[], bool] = 1,
     loss_scaler: Any = None,
     average: bool = True,
-    clip_local_norm: float | None = None,
     buffers: str = "local",
-    all_parameters: bool = False,
     survive: Survive | None = None,
     tuning: Tuning | None = None,
     **unknown: NoReturn,
@@ -250,7 +241,7 @@ def _checked(optimizer: Any, model: Any, unknown: Mapping[str, Any], ranks: Sequ
     """Check the arguments of an ``attach`` over the global ``ranks``; raise the first error."""
     refuse_unknown(unknown)
     settings = AttachSettings.checked(model, **given)
-    table = table_of(optimizer, model, settings.all_parameters, settings.tuning.ignore)
+    table = table_of(optimizer, model, settings.tuning.all_parameters, settings.tuning.ignore)
     settings = replace(settings, tuning=replace(settings.tuning, ignore=table.ignored.patterns, timeout=None))
     names = dict(table.named())
     refuse_wrapped(names, model)
@@ -281,7 +272,14 @@ def _refuse_wrapped_step(optimizer: Any, table: ParameterTable, shard: Sharding)
 
 
 def _check_ignored(table: ParameterTable, settings: AttachSettings) -> None:
-    """Raise ValueError if the optimizer has ignored parameters, and a setting requires it to step all or none."""
+    """Raise ValueError if a setting does not go with what ``ignore`` leaves to each rank."""
+    if table.ignored.keeps_state:
+        for what, option, why in (
+            (f"survive={settings.survive}", settings.survive, "a lost rank takes its share of the state with it"),
+            (f"shard={settings.shard}", settings.shard, "pycomm shares the state out by itself then"),
+        ):
+            if option is not None:
+                raise ValueError(f'ignore=["{OPTIMIZER_STATE}"] does not go with {what}: {why}')
     ignored = next(filter(None, map(table.ignored.name_of, optimizer_parameters(table.optimizer))), None)
     if ignored is None:
         return
@@ -354,7 +352,7 @@ def _make_equal(
         *(communicator, table.optimizer, 0),
         leaves_out=table.ignored.covers,
         check=functools.partial(check_state_keys, table.optimizer, names),
-        keeps_state=settings.tuning.optimizer_state == "keep",
+        keeps_state=table.ignored.keeps_state,
     )
 
 

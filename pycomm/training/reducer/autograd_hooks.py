@@ -64,7 +64,7 @@ class Uncovered:
             "these parameters of the module get gradients, but are no parameters of the optimizer, and nothing "
             f"averages them: {shown}. Anything computed from them differs between the ranks, for example "
             "clip_grad_norm_(model.parameters()). Attach the optimizer that has them too, or write "
-            "attach(..., all_parameters=True), or requires_grad_(False)",
+            "tuning=pycomm.Tuning(all_parameters=True), or requires_grad_(False)",
             RuntimeWarning,
             stacklevel=2,
         )

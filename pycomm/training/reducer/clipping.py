@@ -100,7 +100,7 @@ def unscaled_norm(table: ParameterTable, settings: AttachSettings) -> torch.Tens
     if not settings.makes_averages:
         raise RuntimeError(
             f"clip_grad_norm finds directions of {method_text(settings.compression)} in .grad, wanted averages: leave "
-            "it out, or clip each rank's own gradient by attach(clip_local_norm=...)"
+            "it out, or clip each rank's own gradient by pycomm.DGC(clip_local_norm=...)"
         )
     return _norm(table) * table.stepper.factor_left() / scale_left(settings.loss_scaler, table.optimizer)
 

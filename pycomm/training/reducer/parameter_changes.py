@@ -31,7 +31,7 @@ from pycomm.untrusted import ListOf, parse
 _INSTEAD = (
     "optimizer.step() would move this rank's parameters alone. For gradients that backward() did not make "
     "(torch.autograd.grad, torch.func.grad, p.grad = ...), call reducer.reduce() on all ranks before the step. For "
-    "parameters that were not attached, write attach(..., all_parameters=True), or detach() and attach() again"
+    "parameters that were not attached, write tuning=pycomm.Tuning(all_parameters=True), or detach() and attach() again"
 )
 
 

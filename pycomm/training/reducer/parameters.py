@@ -28,7 +28,7 @@ from pycomm.training.reducer.buckets import (
 )
 from pycomm.training.reducer.lanes import bucket_sizes
 from pycomm.training.reducer.partition import StepPartition
-from pycomm.training.reducer.settings import AttachSettings
+from pycomm.training.reducer.settings import OPTIMIZER_STATE, AttachSettings
 
 
 class Ignored:
@@ -36,16 +36,19 @@ class Ignored:
 
     Attributes:
         patterns: the patterns, with names in place of tensors, to be compared between ranks.
+        keeps_state: whether each rank keeps the optimizer's state that it has.
     """
 
     def __init__(self, patterns: Sequence[str] = (), tensors: Mapping[str, torch.Tensor] | None = None) -> None:
         self.patterns = tuple(dict.fromkeys(patterns))
+        self.keeps_state = OPTIMIZER_STATE in self.patterns
         self._names: dict[int, tuple[str, weakref.ref[torch.Tensor]]] = {}
         for name, tensor in (tensors or {}).items():
             self.add(name, tensor)
 
     def __bool__(self) -> bool:
-        return bool(self.patterns)
+        """Whether there are patterns of tensors."""
+        return len(self.patterns) > self.keeps_state
 
     def matches(self, name: str) -> bool:
         """Return whether the parameter or buffer called ``name`` is ignored."""
@@ -81,7 +84,9 @@ def ignored_of(
     names = {id(tensor): name for name, tensor in reversed([*pairs, *buffers])}
     patterns: list[str] = []
     for item in _items(ignore):
-        if isinstance(item, str):
+        if isinstance(item, str) and item == OPTIMIZER_STATE:
+            patterns.append(item)
+        elif isinstance(item, str):
             if not any(_is_match(name, item) for name in named):
                 raise ValueError(f"ignore has {item!r}, which matches {_nothing_of(named, item)}")
             patterns.append(item)

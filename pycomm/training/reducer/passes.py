@@ -367,7 +367,7 @@ class Passes:
         self.require_taking_part()
         self._local.require_gone("this backward() would add to it", self._engine.firing)
         # With all_parameters the parameters may belong to several optimizers, of which only one reports its steps.
-        if not self._window.is_open and not self._settings.all_parameters:
+        if not self._window.is_open and not self._settings.tuning.all_parameters:
             self._progress.require_used()
         self._table.require_as_attached()
 

@@ -396,8 +396,7 @@ def _has_nothing_to_do(engine: Engine) -> bool:
     settings, table = engine.settings, engine.table
     if engine.communicator.size > 1 or engine.policy.survives or table.partition is not None:
         return False
-    transforms = settings.compression.transactional or settings.clip_local_norm
-    return not transforms and not any(is_dtensor(param) for _, param in table.named())
+    return not settings.compression.transactional and not any(is_dtensor(param) for _, param in table.named())
 
 
 def _release(engine: Engine) -> None:
@@ -444,7 +443,7 @@ class AttachedTraining:
     def has_own_values(self) -> bool:
         """Whether parameters or optimizer state may differ between ranks on purpose."""
         table = self._engine.table
-        return bool(table.ignored or table.rank_local) or self._engine.settings.tuning.optimizer_state == "keep"
+        return bool(table.ignored or table.rank_local or table.ignored.keeps_state)
 
     @property
     def is_window_open(self) -> bool:

@@ -17,6 +17,9 @@ from pycomm.optim.loss_scaler import checked_scaler
 from pycomm.training.cost.named import checked_method
 from pycomm.training.reducer.module_buffers import BUFFERS
 
+OPTIMIZER_STATE = "optimizer state"
+"""Word of ``ignore``: the optimizer's state. No parameter is called so."""
+
 
 @dataclass(frozen=True)
 class Survive:
@@ -103,13 +106,15 @@ class Tuning:
             ("experts.*"), parameters, or modules. They are not sent, averaged, compared or warned of, and may have
             different shapes on different ranks. Patterns must be equal on all ranks. Other trainable parameters of the
             module that this optimizer does not have stay as they are if they differ, with a RuntimeWarning that names
-            them; everything else becomes rank 0's.
+            them; everything else becomes rank 0's. "optimizer state": each rank keeps its own, for an optimizer that
+            divides its state among the ranks, and only hyperparameters become rank 0's; else all ranks get rank 0's,
+            and state that rank 0 does not have is an error.
         per_rank: keys of ``optimizer.param_groups``, such as "lr", whose numbers may differ between ranks. All others
             are compared in every reduction, and a difference is an error that names group, key and values. "training":
             modules may be in training mode on some ranks only.
-        optimizer_state: "broadcast": all ranks get rank 0's; state that rank 0 does not have is an error. "keep": each
-            rank keeps its own, for an optimizer that divides its state among the ranks; only hyperparameters become
-            rank 0's.
+        all_parameters: average the gradients of all named parameters, whether or not they belong to the optimizer.
+            Otherwise a parameter of the module that gets a gradient without being covered by any attach is reported,
+            once, by a warning.
 
     Raises:
         TypeError, ValueError: an argument is wrong.
@@ -122,7 +127,7 @@ class Tuning:
     timeout: timedelta | float | None = None
     ignore: Iterable[Any] = ()
     per_rank: Iterable[str] = ()
-    optimizer_state: str = "broadcast"
+    all_parameters: bool = False
 
     def __post_init__(self) -> None:
         if self.bucket_mb is not None:
@@ -131,8 +136,8 @@ class Tuning:
             raise TypeError(f"algorithm is {self.algorithm!r}, wanted a name")
         object.__setattr__(self, "check_replicas", count("check_replicas", self.check_replicas, 0))
         object.__setattr__(self, "per_rank", _per_rank(self.per_rank))
-        if self.optimizer_state not in ("broadcast", "keep"):
-            raise ValueError(f'optimizer_state is {self.optimizer_state!r}, wanted "broadcast" or "keep"')
+        if not isinstance(self.all_parameters, bool):
+            raise TypeError(f"all_parameters is {shown(self.all_parameters)}, wanted True or False")
 
     def __repr__(self) -> str:
         return _written(self)
@@ -188,9 +193,7 @@ class AttachSettings:
     accumulate: int | Callable[[], bool] = 1
     loss_scaler: Any = None
     average: bool = True
-    clip_local_norm: float | None = None
     buffers: str = "local"
-    all_parameters: bool = False
     survive: Survive | None = None
     shard: Sharding | None = None
     tuning: Tuning = field(default_factory=Tuning)
@@ -203,7 +206,6 @@ class AttachSettings:
         compression: Any,
         accumulate: Any,
         loss_scaler: Any,
-        clip_local_norm: Any,
         buffers: Any,
         survive: Any,
         shard: Any,
@@ -221,7 +223,6 @@ class AttachSettings:
             compression=checked_method(compression),
             accumulate=accumulate if callable(accumulate) else count("accumulate", accumulate, 1),
             loss_scaler=checked_scaler(loss_scaler),
-            clip_local_norm=None if clip_local_norm is None else positive("clip_local_norm", clip_local_norm),
             buffers=_buffers(buffers, model),
             survive=checked_option("survive", survive, Survive, "pycomm.Survive(min_ranks=...)"),
             shard=checked_option("shard", shard, Sharding, '"optimizer", pycomm.Sharding(...)'),
@@ -251,9 +252,7 @@ class AttachSettings:
 
         Parts of an average, beside which ``.grad`` has local gradients, are none.
         """
-        return (
-            self.average and not self.has_parts and not self.compression.transactional and self.clip_local_norm is None
-        )
+        return self.average and not self.has_parts and not self.compression.transactional
 
     @property
     def accumulates(self) -> bool:
@@ -284,8 +283,6 @@ def _check_together(settings: AttachSettings) -> None:
             f"average=False does not go with compression={method_text(settings.compression)}: .grad of a matrix is a "
             "direction, which has no sum over the ranks; leave average out"
         )
-    if settings.tuning.optimizer_state == "keep":
-        _check_kept_state(settings)
     if settings.shard is not None:
         _check_shard(settings, settings.shard)
 
@@ -311,28 +308,19 @@ def _check_shard(settings: AttachSettings, shard: Sharding) -> None:
             shard.grads == "part" and getattr(settings.compression, "sum", "native") == "float32",
             'parts are reduce-scattered, on GPUs in the half type; grads="full" has sums in float32',
         ),
-        "all_parameters=True": (settings.all_parameters, "the optimizer steps its own parameters only"),
+        "all_parameters=True": (settings.tuning.all_parameters, "the optimizer steps its own parameters only"),
     }
     for what, (is_unsuitable, why) in unsuitable.items():
         if is_unsuitable:
             raise ValueError(f'shard="{shard.kind}" does not go with {what}: {why}')
 
 
-def _check_kept_state(settings: AttachSettings) -> None:
-    """Raise ValueError if ``settings`` exclude optimizer state that each rank keeps for itself."""
-    unsuitable = {
-        f"survive={settings.survive}": (settings.survive, "a lost rank takes its share of the state with it"),
-        f"shard={settings.shard}": (settings.shard, "pycomm shares the state out by itself then"),
-    }
-    for what, (option, why) in unsuitable.items():
-        if option is not None:
-            raise ValueError(f'optimizer_state="keep" does not go with {what}: {why}')
-
-
 _ELSEWHERE = {
     **{field.name: f"write tuning=pycomm.Tuning({field.name}=...)" for field in fields(Tuning)},
     **{field.name: f"write survive=pycomm.Survive({field.name}=...)" for field in fields(Survive)},
     "grads": "write shard=pycomm.Sharding(kind, grads=...)",
+    "clip_local_norm": "write compression=pycomm.DGC(clip_local_norm=...)",
+    "optimizer_state": 'write tuning=pycomm.Tuning(ignore=["optimizer state"])',
     "broadcast_buffers": 'buffers="broadcast" does what it does in DistributedDataParallel',
     "find_unused_parameters": "leave it out, unused parameters are found by themselves",
     "static_graph": "leave it out, no graph is assumed to stay the same",

@@ -358,10 +358,10 @@ class AccumulationWindow:
 
     def sends_early(self, shards: Shards) -> bool:
         """Return whether gradients may be sent before all have arrived, as none is clipped by a norm of several."""
-        return self._settings.clip_local_norm is None and (self._part_norm is None or not shards)
+        return self._settings.compression.clip_local_norm is None and (self._part_norm is None or not shards)
 
     def _clip_all(self, slots: Sequence[Slot], shards: Shards) -> None:
-        max_norm = self._settings.clip_local_norm
+        max_norm = self._settings.compression.clip_local_norm
         if max_norm is None:
             return
         squares = norms.squared_norm(slots, shards)
