@@ -84,7 +84,7 @@ if TYPE_CHECKING:  # imported at first use: see _HOMES
     from pycomm.training.reducer import Tuning as Tuning
     from pycomm.training.reducer import stop_on_signal as stop_on_signal
     from pycomm.training.reducer.attach import attach as attach
-    from pycomm.training.reducer.attach import join as join
+    from pycomm.training.reducer.join import join as join
 
 
 def _installed() -> ModuleSpec:
@@ -166,8 +166,9 @@ _HOMES = {
         *("fuse", "master_weights", "muon_groups"),
     ),
     "training.dion": ("Dion",),
+    "training.reducer.join": ("join",),
     "training.reducer": (
-        *("Reducer", "Sharding", "SignalStop", "StopRequest", "Survive", "Tuning", "attach", "join"),
+        *("Reducer", "Sharding", "SignalStop", "StopRequest", "Survive", "Tuning", "attach"),
         "stop_on_signal",
     ),
     "collectives.transport.gpu": ("GpuWork",),

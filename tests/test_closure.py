@@ -39,6 +39,7 @@ IN_FUNCTIONS = {
     "pycomm.collectives.recorder.watch._failed": "writes a file after a failure",
     "pycomm.collectives.recorder.watch._on_signal": "writes a file on SIGUSR2",
     "pycomm.collectives.transport.choice._make": "between hosts",
+    "pycomm.training.reducer.attach._surviving": "for `survive=`",
     "pycomm.training.cost.named._auto": 'for compression="auto"',
     "pycomm.training.reducer.statistics.trace_of": "for `pycomm trace`",
     "pycomm.tools.cli.bench.command._measure": "torch, after the arguments have been read",

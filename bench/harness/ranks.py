@@ -19,8 +19,7 @@ from multiprocessing.process import BaseProcess
 from bench.harness import worker as worker_module
 from bench.harness.processes import kill_session
 from bench.harness.worker import DRIVER
-from pycomm.collectives.transport.authentication import process_behind
-from pycomm.collectives.transport.rendezvous import listen
+from pycomm.collectives.transport.rendezvous import listen, process_behind
 from pycomm.tools.cli.bench.workers import PATIENCE_SECONDS, STARTUP_SECONDS, Start, WorkerGroup
 from pycomm.tools.launching import Outputs, Pipe, RankError, join
 

@@ -30,10 +30,10 @@ from pycomm.collectives.transport.authentication import (
     join_address,
     loopback,
     own_folder,
-    process_behind,
     split_address,
     store_on_loopback,
 )
+from pycomm.collectives.transport.rendezvous import process_behind
 from pycomm.torch_internals import PrefixStore, Store
 
 _LAUNCHERS = (

@@ -20,8 +20,7 @@ from torch._C._distributed_c10d import HashStore, Store
 
 from pycomm import CommError
 from pycomm.collectives.transport import rendezvous
-from pycomm.collectives.transport.authentication import process_behind
-from pycomm.collectives.transport.rendezvous import Peers, host_identity
+from pycomm.collectives.transport.rendezvous import Peers, host_identity, process_behind
 from tests.transport.meetings import close_all, swap_in_threads, swap_memory
 
 

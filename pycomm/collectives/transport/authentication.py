@@ -135,7 +135,6 @@ def store_on_loopback(patience: timedelta) -> TCPStore:
 SECRET, SECRET_FILE = "PYCOMM_SECRET", "PYCOMM_SECRET_FILE"
 TLS = "PYCOMM_TLS_CERTIFICATE", "PYCOMM_TLS_KEY", "PYCOMM_TLS_AUTHORITY"
 _SHORTEST, _LONGEST = 16, 4096  # characters of a secret
-_CREDENTIALS = struct.Struct("3i")  # process, user, group
 _GREETING = b"pycomm 1"
 _NONCE = _PROOF = 32  # bytes
 _REFUSED = bytes(_PROOF)
@@ -144,13 +143,6 @@ EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 Step = Generator[int, None, None]
 """Generator that yields the event it waits for, ``select.POLLIN`` or ``select.POLLOUT``, of a non-blocking socket."""
-
-
-def process_behind(connection: socket.socket) -> int | None:
-    """Return the id of the process at the other end of a Unix socket; ``None`` if it belongs to another user."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, _gid = _CREDENTIALS.unpack(raw)
-    return pid if uid == os.geteuid() and pid > 0 else None
 
 
 def own_folder() -> Path:

@@ -22,13 +22,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import pycomm._native as _native
-from pycomm.collectives.transport.authentication import process_behind
 from pycomm.collectives.transport.meeting import Meeting
 
 _HELLO = struct.Struct("=i")  # the sender's rank
 _ROOM_FOR_STRANGERS = 64
 _SLICE = 0.2  # seconds between checks for failures that other ranks report
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
 def host_identity() -> str:
@@ -289,3 +289,10 @@ def log_isolation(rank: int, greetings: Sequence[Mapping[str, Any]], transport: 
         "start containers with the same network, pid and user namespaces and user to share memory",
         *(rank, other, " and ".join(walls), transport),
     )
+
+
+def process_behind(connection: socket.socket) -> int | None:
+    """Return the id of the process at the other end of a Unix socket; ``None`` if it belongs to another user."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _gid = _CREDENTIALS.unpack(raw)
+    return pid if uid == os.geteuid() and pid > 0 else None

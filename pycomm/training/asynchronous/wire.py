@@ -33,11 +33,10 @@ from pycomm.collectives.transport.authentication import (
     family_of,
     join_address,
     patiently,
-    process_behind,
     prove_as_client,
     socket_address,
 )
-from pycomm.collectives.transport.rendezvous import anonymous_memory, is_sealed_memory
+from pycomm.collectives.transport.rendezvous import anonymous_memory, is_sealed_memory, process_behind
 from pycomm.untrusted import ANYTHING, MapOf, parse
 
 _ACCESS = os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY

@@ -1,7 +1,6 @@
 """Averaging of gradients over the ranks: ``attach``, and the ``Reducer`` that it returns."""
 
 from pycomm.training.reducer.attach import attach as attach
-from pycomm.training.reducer.attach import join as join
 from pycomm.training.reducer.autograd_hooks import FinalCallback as FinalCallback
 from pycomm.training.reducer.rank_flags import ALIKE as ALIKE
 from pycomm.training.reducer.rank_flags import RankFlags as RankFlags

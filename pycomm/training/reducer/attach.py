@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
+from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
@@ -14,29 +13,22 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pycomm.agreement import agreed, check_same_lines
-from pycomm.checks import shown
 from pycomm.collectives.broadcasting import broadcast_state, check_state_keys
-from pycomm.collectives.communicator import Communicator, communicator_at
+from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import require_dense
-from pycomm.collectives.transport.authentication import secret
-from pycomm.collectives.transport.own_group import timeout_seconds
 from pycomm.compression import BF16, FP16, Compression, NoCompression
-from pycomm.errors import CommError, attempt
+from pycomm.errors import attempt
 from pycomm.optim.attached import refuse_second_average, register
 from pycomm.optim.fused import FusedStep, has_rule, rule_of
 from pycomm.optim.master_weights import MasterWeights
 from pycomm.optim.parameters import optimizer_parameters, wrapper_of_unknown_step
 from pycomm.optim.step_override import HALF, Stepper
 from pycomm.optim.wrappers import refuse_wrapped
-from pycomm.torch_internals import Store, is_dtensor
-from pycomm.training.elastic.join_requests import JoinClient, JoinListener
-from pycomm.training.elastic.liveness import this_process
-from pycomm.training.elastic.membership import Membership
+from pycomm.torch_internals import is_dtensor
 from pycomm.training.reducer.attached_tensors import AttachedTensors
 from pycomm.training.reducer.buckets import check_sharding
 from pycomm.training.reducer.engine import Engine, StepPolicy
 from pycomm.training.reducer.lanes import open_lanes
-from pycomm.training.reducer.newcomers import lines_of, share_state
 from pycomm.training.reducer.parameters import ParameterTable, table_of
 from pycomm.training.reducer.partition.comparison import settings_of
 from pycomm.training.reducer.partition.independent import require_independent
@@ -52,7 +44,6 @@ from pycomm.training.reducer.settings import (
     refuse_unknown,
 )
 from pycomm.training.reducer.statistics import Waits, open_ready_page
-from pycomm.training.reducer.surviving import Survival, SurvivingPolicy
 
 
 def require_shardable(table: ParameterTable, shard: Sharding, compression: Compression) -> None:
@@ -162,10 +153,10 @@ def attach(
             shapes, dtypes, order or kinds of parameters and buffers, or in the contents of those that cannot be sent;
             or a parameter cannot be averaged (on every rank, naming the first one). Everything is undone then.
     """
-    given = _settings_in(locals())
+    given = settings_in(locals())
     communicator = Communicator(process_group, tuning.timeout if isinstance(tuning, Tuning) else None)
     try:
-        check = functools.partial(_checked, optimizer, model, unknown, communicator.place.ranks, **given)
+        check = functools.partial(checked, optimizer, model, unknown, communicator.place.ranks, **given)
         made = agreed(communicator.channel.all_gather_bytes, attempt(check), lines=_lines)
         settings, table, tensors = made
         _make_equal(communicator, settings, table, tensors)
@@ -176,68 +167,22 @@ def attach(
         raise
 
 
-def join(
-    address: str,
-    optimizer: torch.optim.Optimizer,
-    model: torch.nn.Module | Iterable[tuple[str, torch.Tensor]],
-    *,
-    compression: Compression | str | None = None,
-    accumulate: int | Callable[[], bool] = 1,
-    loss_scaler: Any = None,
-    average: bool = True,
-    buffers: str = "local",
-    survive: Survive | None = None,
-    tuning: Tuning | None = None,
-    **unknown: NoReturn,
-) -> Reducer:
-    """Join the ranks that have called ``attach(..., survive=pycomm.Survive(...))``, between two of their steps.
-
-    The new process calls no ``init_process_group``. It receives all state from the others, and takes part in its first
-    step with weight zero.
-
-    Args:
-        address: "host:port" or "[::1]:port" of the store in which the other ranks have met.
-        optimizer, model: as for :func:`attach`, like all further arguments. Settings must equal the other ranks'.
-        survive: ``None`` means ``pycomm.Survive()``.
-
-    Returns:
-        The :class:`Reducer`.
-
-    Raises:
-        CommError: no rank answers.
-        TypeError, ValueError: an argument is wrong, has an unknown name, or differs from that of the other ranks.
-    """
-    if not isinstance(address, str):
-        raise TypeError(f"address is {shown(address)}, wanted a text such as 'host:port'")
-    survive, shard = Survive() if survive is None else survive, None  # a newcomer has no part of the others' step
-    settings, table, _ = _checked(optimizer, model, unknown, (), **_settings_in(locals()))
-    assert settings.survive is not None
-    timeout = timeout_seconds(None if tuning is None else tuning.timeout)
-    client = JoinClient(address, next(_indices), timeout)
-    while True:
-        try:
-            return _join(client, table, settings, settings.survive, timeout)
-        except CommError:  # also if a rank is lost while this process joins
-            if client.is_late():
-                raise
-
-
 _Checked = tuple[AttachSettings, ParameterTable, AttachedTensors]
 """Checked arguments of ``attach`` on this rank: settings, parameters, and all other tensors."""
 
 
-def _lines(checked: _Checked) -> dict[str, list[str]]:
+def _lines(found: _Checked) -> dict[str, list[str]]:
     """Return lines that must be equal on all ranks."""
-    settings, table, _ = checked
+    settings, table, _ = found
     return {"setting": settings.lines(), "optimizer": [type(table.optimizer).__name__]}
 
 
-def _settings_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def settings_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Select the settings among a call's ``arguments``."""
     return {field.name: arguments[field.name] for field in fields(AttachSettings)}
 
 
-def _checked(optimizer: Any, model: Any, unknown: Mapping[str, Any], ranks: Sequence[int], **given: Any) -> _Checked:
+def checked(optimizer: Any, model: Any, unknown: Mapping[str, Any], ranks: Sequence[int], **given: Any) -> _Checked:
     """Check the arguments of an ``attach`` over the global ``ranks``; raise the first error."""
     refuse_unknown(unknown)
     settings = AttachSettings.checked(model, **given)
@@ -248,7 +193,7 @@ def _checked(optimizer: Any, model: Any, unknown: Mapping[str, Any], ranks: Sequ
     refuse_second_average(names, "attach()")
     settings.compression.check(table.optimizer)
     if settings.survive is not None:
-        _require_survivable(table)
+        _surviving().require_survivable(table)
     if settings.shard is not None:
         _refuse_wrapped_step(optimizer, table, settings.shard)
         require_shardable(table, settings.shard, settings.compression)
@@ -291,17 +236,11 @@ def _check_ignored(table: ParameterTable, settings: AttachSettings) -> None:
             )
 
 
-def _require_survivable(table: ParameterTable) -> None:
-    """Raise TypeError or ValueError if these gradients cannot be kept and moved when ranks are lost."""
-    if table.on_gpu:
-        raise ValueError("survive requires gradients in CPU memory, and these parameters are on a GPU")
-    secret()  # raises its error here, where all ranks learn of it
-    for name, param in table.named():
-        if is_dtensor(param):
-            raise TypeError(
-                f"parameter {name!r} is a DTensor, which survive does not take: a lost rank takes its part of the "
-                "parameter with it"
-            )
+def _surviving() -> ModuleType:
+    """Return the module of ranks that may be lost, which few scripts need."""
+    from pycomm.training.reducer import surviving
+
+    return surviving
 
 
 def _attach_over(lanes: Sequence[Communicator], settings: AttachSettings, table: ParameterTable) -> Reducer:
@@ -310,9 +249,7 @@ def _attach_over(lanes: Sequence[Communicator], settings: AttachSettings, table:
     try:
         policy = StepPolicy()
         if settings.survive is not None:
-            membership = Membership.found(lanes[0], settings.survive.min_ranks)
-            listener = _listener(membership, membership.store, next(_indices), lines_of(settings, table))
-            policy = SurvivingPolicy(Survival(membership, lanes[0], table, settings, listener))
+            policy = _surviving().policy_over(lanes[0], table, settings)
         engine = Engine(table, lanes, settings, policy)
         engine.statistics.waits = Waits(page, engine)
         if settings.shard is not None:
@@ -354,43 +291,3 @@ def _make_equal(
         check=functools.partial(check_state_keys, table.optimizer, names),
         keeps_state=table.ignored.keeps_state,
     )
-
-
-_indices = itertools.count()
-"""Numbers of the attaches with ``survive``: the n-th of a newcomer joins the n-th of the others."""
-
-
-def _listener(membership: Membership, store: Store, index: int | str, lines: Sequence[tuple[str, str]]) -> JoinListener:
-    return JoinListener(store, index, lines, str(this_process()["host"]) if membership.is_on_one_host else "")
-
-
-def _join(
-    client: JoinClient, table: ParameterTable, settings: AttachSettings, survive: Survive, timeout: float
-) -> Reducer:
-    lines = lines_of(settings, table)
-    answer = client.ask(this_process(), lines)
-    membership, place = Membership.accept(answer, client.store, survive.min_ranks, timeout)
-    with contextlib.ExitStack() as until_joined:
-        until_joined.callback(membership.close)
-        communicator = communicator_at(place, timeout)
-        until_joined.callback(communicator.close)
-        lanes = open_lanes(communicator, settings, table.on_gpu)
-        membership.settle(communicator)
-        listener = _listener(membership, client.store, client.index, lines)
-        listener.skip_to(answer["request"])
-        until_joined.callback(listener.close)
-        survival = Survival(membership, communicator, table, settings, listener)
-        policy = SurvivingPolicy(survival)
-        engine = Engine(table, lanes, settings, policy)
-        engine.statistics.waits = Waits(ranks=engine)
-        state = share_state(engine, newcomer=True)
-        until_joined.pop_all()
-    table.ranks = membership.world
-    reducer = Reducer(engine)
-    for flight in table.flights:
-        flight.exchange.load_state(state)
-    engine.reported_world = membership.world[:-1]
-    survival.note_join(engine.progress.num_reductions, 0.0)
-    register(reducer)
-    policy.enter()
-    return reducer

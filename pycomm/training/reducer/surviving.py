@@ -9,6 +9,7 @@ the step again from the gradients that backward made. Backward itself is not rep
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,14 +19,17 @@ import numpy as np
 import torch
 
 from pycomm.collectives.communicator import Communicator
+from pycomm.collectives.transport.authentication import secret
 from pycomm.collectives.transport.gpu import GpuWork
 from pycomm.errors import CommError
+from pycomm.torch_internals import Store, is_dtensor
 from pycomm.training.elastic.join_requests import JoinListener
+from pycomm.training.elastic.liveness import this_process
 from pycomm.training.elastic.membership import Decision, Membership, reconvene
 from pycomm.training.reducer.buckets import BucketInFlight
 from pycomm.training.reducer.engine import Engine, Grads, Launch, StepPolicy
 from pycomm.training.reducer.lanes import open_lanes
-from pycomm.training.reducer.newcomers import share_state
+from pycomm.training.reducer.newcomers import lines_of, share_state
 from pycomm.training.reducer.parameters import ParameterTable
 from pycomm.training.reducer.replica_differences import DamageError
 from pycomm.training.reducer.settings import AttachSettings
@@ -330,3 +334,40 @@ class SurvivingPolicy(StepPolicy):
 
     def stats(self) -> dict[str, Any]:
         return self.survival.stats()
+
+
+def require_survivable(table: ParameterTable) -> None:
+    """Raise TypeError or ValueError if these gradients cannot be kept and moved when ranks are lost."""
+    if table.on_gpu:
+        raise ValueError("survive requires gradients in CPU memory, and these parameters are on a GPU")
+    secret()  # raises its error here, where all ranks learn of it
+    for name, param in table.named():
+        if is_dtensor(param):
+            raise TypeError(
+                f"parameter {name!r} is a DTensor, which survive does not take: a lost rank takes its part of the "
+                "parameter with it"
+            )
+
+
+_indices = itertools.count()
+"""Numbers of the attaches with ``survive``: the n-th of a newcomer joins the n-th of the others."""
+
+
+def next_index() -> int:
+    """Return the number of the attach with ``survive`` that begins."""
+    return next(_indices)
+
+
+def listener_of(
+    membership: Membership, store: Store, index: int | str, lines: Sequence[tuple[str, str]]
+) -> JoinListener:
+    """Return the listener for newcomers, which must have ``lines`` in common with the ranks."""
+    return JoinListener(store, index, lines, str(this_process()["host"]) if membership.is_on_one_host else "")
+
+
+def policy_over(communicator: Communicator, table: ParameterTable, settings: AttachSettings) -> SurvivingPolicy:
+    """Return the policy of the first ranks, those of ``communicator``. Collective."""
+    assert settings.survive is not None
+    membership = Membership.found(communicator, settings.survive.min_ranks)
+    listener = listener_of(membership, membership.store, next_index(), lines_of(settings, table))
+    return SurvivingPolicy(Survival(membership, communicator, table, settings, listener))
