@@ -142,7 +142,7 @@ def test_sums_instead_of_averages(shard: str) -> None:
 
 
 @pytest.mark.parametrize("method", [pycomm.FP16(), pycomm.BF16()])
-@pytest.mark.parametrize("shard", ["optimizer", pycomm.Sharding("optimizer", grads="full")], ids=str)
+@pytest.mark.parametrize("shard", SHARDS)
 @on_ranks(2)
 def test_gradients_that_travel_in_half_precision(shard: str, method: Any) -> None:
     wanted = trained(OPTIMIZERS["Adam"], few_steps, compression=method)
