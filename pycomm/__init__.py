@@ -57,11 +57,8 @@ if TYPE_CHECKING:  # imported at first use: see _HOMES
     from pycomm.tools.monitoring.monitor import Monitor as Monitor
     from pycomm.tools.monitoring.monitor import monitor as monitor
     from pycomm.training import checkpoint as checkpoint
-    from pycomm.training.asynchronous.averager import Averager as Averager
     from pycomm.training.asynchronous.averaging import elastic_averaging as elastic_averaging
     from pycomm.training.asynchronous.averaging import local_sgd as local_sgd
-    from pycomm.training.asynchronous.decoupled import decoupled_sgd as decoupled_sgd
-    from pycomm.training.asynchronous.fragment import DelayedNesterov as DelayedNesterov
     from pycomm.training.asynchronous.fragment import Nesterov as Nesterov
     from pycomm.training.asynchronous.gossip import Gossip as Gossip
     from pycomm.training.asynchronous.gossip import gossip as gossip
@@ -173,13 +170,11 @@ _MOVED = (
 """Names of :mod:`pycomm.optim` that remain available here for one more release."""
 
 _HOMES = {
-    "training.asynchronous.averager": ("Averager",),
     "training.asynchronous.averaging": ("elastic_averaging", "local_sgd"),
-    "training.asynchronous.decoupled": ("decoupled_sgd",),
     "training.asynchronous.gossip": ("Gossip", "gossip"),
     "training.asynchronous.local_averager": ("LocalAverager",),
     "training.asynchronous.modes": ("Async", "DelayCompensation", "SoftSync", "StaleSynchronous", "Sync"),
-    "training.asynchronous.fragment": ("DelayedNesterov", "Nesterov"),
+    "training.asynchronous.fragment": ("Nesterov",),
     "training.asynchronous.parameter_server": ("ParameterServer", "parameter_server"),
     "collectives.broadcasting": ("broadcast_optimizer_state", "broadcast_parameters"),
     "training.checkpoint": ("load", "save"),

@@ -148,7 +148,7 @@ AFTERWARDS = 24  # steps that all make together once one has come
 MOST = 20_000
 
 
-def go_on(course: Course, handle: pycomm.Averager, model: torch.nn.Module, rank: int, first: int) -> Any:
+def go_on(course: Course, handle: pycomm.LocalAverager, model: torch.nn.Module, rank: int, first: int) -> Any:
     """Train until a rank has come, and some steps more."""
     optimizer, found, come, step = handle.optimizer, {}, first if rank == course.size else None, first
     while come is None or step < come + AFTERWARDS:

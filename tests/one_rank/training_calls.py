@@ -281,17 +281,6 @@ CALLS: dict[str, Call] = {
         process_group=NO_GROUPS,
         join=(lambda: 5, Awkward),
     ),
-    "decoupled_sgd": call(
-        ended(pycomm.decoupled_sgd),
-        lambda: {**training(), "every": 2, "outer": None, "quorum": None, "compression": None, "per_rank": ()},
-        per_rank=(lambda: 5, lambda: "lr", lambda: [5], lambda: ["lr"]),
-        optimizer=(*NO_OPTIMIZERS, Awkward),
-        model=NO_MODELS,
-        every=(*NO_COUNTS, lambda: 0, lambda: 3),
-        outer=(lambda: 5, pycomm.Nesterov, lambda: pycomm.DelayedNesterov(0.1), Awkward),
-        quorum=(lambda: "x", lambda: 0, lambda: 1, lambda: 9, Awkward),
-        compression=(lambda: 5, lambda: "zip", pycomm.FP16),
-    ),
     "gossip": call(
         ended(pycomm.gossip),
         lambda: {**training(), "topology": "ring", "every": 1, "seed": 0, "per_rank": (), "process_group": None},

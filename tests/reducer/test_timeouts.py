@@ -47,7 +47,6 @@ MEETINGS: dict[str, Body] = {
 }
 SERVERS: dict[str, Body] = {  # which meet in the default group
     "server": lambda **given: pycomm.parameter_server(*optimizer_and_model(), **given),
-    "quorum": lambda **given: pycomm.decoupled_sgd(*optimizer_and_model(), every=2, quorum=1, **given),
     "attach": lambda **given: pycomm.attach(*optimizer_and_model(), **grouped(**given)),
 }
 
@@ -55,7 +54,7 @@ SERVERS: dict[str, Body] = {  # which meet in the default group
 def test_no_public_function_has_a_default_of_its_own() -> None:
     functions: list[Any] = [
         *(Communicator, pycomm.Tuning, pycomm.ddp.register, pycomm.ddp.register_hsdp, pycomm.parameter_server),
-        *(pycomm.local_sgd, pycomm.decoupled_sgd, pycomm.elastic_averaging, pycomm.gossip),
+        *(pycomm.local_sgd, pycomm.elastic_averaging, pycomm.gossip),
     ]
     assert {function: inspect.signature(function).parameters["timeout"].default for function in functions} == (
         dict.fromkeys(functions)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,56 +19,20 @@ from pycomm.collectives.transport.authentication import secret
 from pycomm.collectives.transport.choice import version
 from pycomm.collectives.transport.own_group import timeout_seconds
 from pycomm.compression import Compression, NoCompression
-from pycomm.deprecated import Moved, Old, renamed
 from pycomm.errors import attempt
 from pycomm.optim.parameters import checked_optimizer
 from pycomm.training.asynchronous.averager import (
-    Averager,
     check_outer,
     checked_parameters,
     checked_per_rank,
     named_method,
 )
-from pycomm.training.asynchronous.decoupled import decoupled_sgd
 from pycomm.training.asynchronous.elastic_group import ElasticGroup, Lines
-from pycomm.training.asynchronous.fragment import DelayedNesterov, Elastic, Fragment, Nesterov, Outer
+from pycomm.training.asynchronous.fragment import Elastic, Fragment, Nesterov, Outer
 from pycomm.training.asynchronous.local_averager import LocalAverager, MeetingSchedule
 from pycomm.training.asynchronous.loop import Loop, TrackedParameters
 
-_DEFAULTS = {"fragments": 1, "delay": 0, "on_failure": "raise", "join": None, "per_rank": ()}
-"""Options of ``local_sgd`` that :func:`decoupled_sgd` does not have."""
 
-
-class _Quorum(NamedTuple):
-    """Deprecated arguments of ``local_sgd`` that :func:`decoupled_sgd` takes."""
-
-    outer: Any
-    quorum: Any
-
-
-def _with_quorum(quorum: Any, outer: Any = None) -> Any:
-    return outer if quorum is None else _Quorum(outer, quorum)
-
-
-def _to_decoupled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Convert the arguments of ``local_sgd`` to those of :func:`decoupled_sgd`."""
-    rest, outer = dict(kwargs), kwargs["outer"]
-    if isinstance(outer, _Quorum):
-        rest |= outer._asdict()
-    for name, default in {**_DEFAULTS, "process_group": None}.items():
-        value = rest.pop(name, default)
-        if value != default:
-            what = f"{name}={value!r} does not go with ranks that meet one by one"
-            rest["outer"] = ValueError(f"{what} (quorum, or outer=DelayedNesterov)")
-    return args, rest
-
-
-@renamed(
-    Moved(
-        lambda kwargs: isinstance(kwargs.get("outer"), _Quorum | DelayedNesterov), lambda: decoupled_sgd, _to_decoupled
-    ),
-    outer=Old(("quorum",), _with_quorum, short=object),
-)
 def local_sgd(
     optimizer: torch.optim.Optimizer,
     model: torch.nn.Module,
@@ -83,7 +47,7 @@ def local_sgd(
     per_rank: Iterable[str] = (),
     process_group: dist.ProcessGroup | None = None,
     timeout: timedelta | float | None = None,
-) -> Averager:
+) -> LocalAverager:
     """Let each rank step by itself, and average the parameters over the ranks after every ``every`` steps.
 
     The loop stays ``zero_grad``, ``backward``, ``step``: ranks meet at the end of ``optimizer.step()``. Each rank
@@ -202,7 +166,7 @@ class _Settings:
 
 def _checked_outer(outer: Any) -> Outer:
     if outer is not None and not isinstance(outer, Nesterov):
-        raise TypeError(f"outer is {outer!r}, wanted None or a pycomm.Nesterov, or pycomm.decoupled_sgd()")
+        raise TypeError(f"outer is {outer!r}, wanted None or a pycomm.Nesterov")
     return outer
 
 

@@ -241,11 +241,6 @@ class ShardOptimizer:
             "schedules": [[each.scheduler.state_dict(), each.num_steps] for each in self._schedules],
         }
 
-    def restore(self, memory: torch.Tensor, optimizer: dict[str, Any]) -> None:
-        """Restore the parameters and the optimizer's state."""
-        self._optimizer.load_state_dict(optimizer)
-        self.memory.copy_(memory)
-
     def load_state(self, state: dict[str, Any]) -> None:
         """Load the result of :meth:`state`. Raise ValueError if it is of another model or optimizer."""
         if len(state["schedules"]) != len(self._schedules):
@@ -253,7 +248,8 @@ class ShardOptimizer:
                 f"the checkpoint has {len(state['schedules'])} schedules, this server {len(self._schedules)}"
             )
         with explained("the optimizer does not take what was saved"):
-            self.restore(state["memory"], state["optimizer"])
+            self._optimizer.load_state_dict(state["optimizer"])
+            self.memory.copy_(state["memory"])
         self.num_updates, self._sum = state["updates"], state["sum"]
         self._count, self._weight, self._samples, self._all_samples = state["collected"]
         for each, (own, num_steps) in zip(self._schedules, state["schedules"], strict=True):
@@ -411,7 +407,6 @@ class Core:
         """Note that ``worker`` gets the present parameters; return the number of updates so far."""
         self._pulled[worker] = self.shard.num_updates
         self._compensator.pulled(worker, self.shard.memory)
-        self.mode.pulled(worker)
         return self.shard.num_updates
 
     def gradient_of(self, worker: int, number: int, sent: torch.Tensor) -> torch.Tensor:
@@ -430,7 +425,7 @@ class Core:
         staleness = self.shard.num_updates - self._pulled.get(worker, self.shard.num_updates)
         self.counts["pushes"] += 1
         self.staleness[staleness] += 1
-        if not self.mode.push(worker, staleness, samples):
+        if not self.mode.push(worker, staleness):
             self.counts["dropped"] += 1
             return
         gradient = self._compensator.compensate(worker, gradient, self.shard.memory)

@@ -6,7 +6,6 @@ a server asks them, and notifies them of what it has done.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
@@ -215,18 +214,10 @@ class Rules(ABC):
         """Return whether ``worker`` may get the parameters now, or must wait."""
         return True
 
-    def pulled(self, worker: int) -> None:
-        """Note that ``worker`` got the parameters."""
-        return
-
-    def push(self, worker: int, staleness: int, samples: float) -> bool:
+    def push(self, worker: int, staleness: int) -> bool:
         """Return whether a gradient counts that was computed ``staleness`` updates ago."""
         self.num_collected += 1
         return True
-
-    def seconds_left(self) -> float:
-        """Return for how many seconds :meth:`is_due` cannot change without an event."""
-        return math.inf
 
     @abstractmethod
     def is_due(self) -> bool:
@@ -282,9 +273,9 @@ class StaleSynchronousRules(AsyncRules):
     def may_pull(self, worker: int) -> bool:
         return self._clocks[worker] - min(self._clocks.values()) <= self._bound
 
-    def push(self, worker: int, staleness: int, samples: float) -> bool:
+    def push(self, worker: int, staleness: int) -> bool:
         self._clocks[worker] += 1
-        return super().push(worker, staleness, samples)
+        return super().push(worker, staleness)
 
     def state(self) -> dict[str, Any]:
         return {**super().state(), "clocks": dict(self._clocks)}
@@ -309,11 +300,11 @@ class SyncRules(Rules):
     def may_pull(self, worker: int) -> bool:
         return worker not in self._done
 
-    def push(self, worker: int, staleness: int, samples: float) -> bool:
+    def push(self, worker: int, staleness: int) -> bool:
         if staleness > 0:
             return False
         self._done.add(worker)
-        return super().push(worker, staleness, samples)
+        return super().push(worker, staleness)
 
     def is_due(self) -> bool:
         return self.num_collected >= max(1, len(self.workers) - self._backup)

@@ -9,7 +9,6 @@ import logging
 import re
 import select
 import sys
-import threading
 import time
 import weakref
 from collections import deque
@@ -24,7 +23,6 @@ from pycomm.collectives.transport.authentication import Step
 from pycomm.errors import CommError
 from pycomm.training.asynchronous.core import Core, packed_limit
 from pycomm.training.asynchronous.journal import Journal
-from pycomm.training.asynchronous.loop import NUMBERS, NumbersBySteps
 from pycomm.training.asynchronous.settings import Replay, Trace
 from pycomm.training.asynchronous.wire import (
     STALLED,
@@ -37,7 +35,7 @@ from pycomm.training.asynchronous.wire import (
     ready,
     receiving,
 )
-from pycomm.untrusted import COUNT, PROCESS_ID, ListOf, Number, OneOf, require
+from pycomm.untrusted import COUNT, PROCESS_ID, Number, OneOf, require
 
 _LOG = logging.getLogger("pycomm")
 _TICK = 0.25  # seconds
@@ -62,7 +60,7 @@ _ASKS = {"ask": OneOf("hello", "pull", "push", "read", "stats", "close")}
 _SHAPES: dict[str, Any] = {
     "hello": {"worker": COUNT, "life": str, "host": str, "process": PROCESS_ID, "memory": OneOf(None, str)},
     "pull": {"number": COUNT},
-    "push": {"number": COUNT, "samples": Number(_TINY), "rate?": Number(0), "numbers?": ListOf(NUMBERS)},
+    "push": {"number": COUNT, "samples": Number(_TINY)},
     "read": {},
     "stats": {},
     "close": {},
@@ -80,7 +78,6 @@ class _Worker:
         life: token of its process.
         slot: its gradients: in memory that it shares, in this server's memory, or in its message.
         since: time at which it began to read the shared parameters; 0 if it is not reading.
-        rate: its steps per second, if it reports them.
         last_active: time of its last message, or of the last answer to it. It is not late while it waits for an answer.
         sending: answers that it has not read yet. Until it has, no more of its messages are received.
         receiving: its message, if a part has come.
@@ -95,7 +92,6 @@ class _Worker:
     slot: torch.Tensor | None = None
     is_local: bool = False
     since: float = 0.0
-    rate: float = 0.0
     last_active: float = field(default_factory=time.monotonic)
     sending: deque[Step] = field(default_factory=deque)
     receiving: Step | None = None
@@ -150,10 +146,6 @@ class Serving:
         expected: numbers of the workers that must connect, or connect again.
         timeout: seconds that they may take.
         rank: rank of this process, for errors.
-
-    Attributes:
-        lock: held while ``core`` is used.
-        stopped: set by another thread to make :meth:`run` return soon.
     """
 
     def __init__(
@@ -172,11 +164,9 @@ class Serving:
         self._core, self._memory, self._listener, self._host = core, memory, listener, host
         self._expected, self._timeout, self._rank = set(expected), timeout, rank
         self._journal, self._trace, self._replay = journal, trace, replay
-        self._numbers = NumbersBySteps()
         self._workers: dict[Connection, _Worker] = {}
         self._queue: list[tuple[_Worker, Message]] = []  # requests, in order
         self._begun = time.monotonic()
-        self.lock, self.stopped = threading.RLock(), threading.Event()
         self._served = 0 if self._expected else 1  # a server restarted after all workers ended expects none
         self._sent: Callable[[], memoryview | None] = lambda: None
         self._sent_version = -1
@@ -197,19 +187,17 @@ class Serving:
                 connection.close()
 
     def _serve(self) -> None:
-        while not self.stopped.is_set() and (self._expected or self._workers or self._away):
-            seconds = min(_TICK, self._core.mode.seconds_left())
+        while self._expected or self._workers or self._away:
             waits = {connection: worker.waits_for for connection, worker in self._workers.items()}
-            found, has_come = ready(waits, self._listener.wakeup, seconds)
+            found, has_come = ready(waits, self._listener.wakeup, _TICK)
             for connection in found:
                 if connection in self._workers:  # an earlier one in the loop may have replaced it
                     self._continue(self._workers[connection])
             for connection in self._listener.admitted() if has_come else []:
                 self._workers[connection] = _Worker(connection)
-            with self.lock:
-                self._apply_timeouts()
-                self._process_queue()
-        if self._served == 0 and not self.stopped.is_set():
+            self._apply_timeouts()
+            self._process_queue()
+        if self._served == 0:
             what = f"no worker came in {self._timeout:g} s"
             raise CommError.during("serve", what, rank=self._rank, elapsed=self._timeout)
 
@@ -360,19 +348,13 @@ class Serving:
                 self._disconnect(worker, error)
             return
         event = _event(worker, message)
-        if message["ask"] in ("pull", "push") and (
-            problem := self._numbers.problem_of(worker.number, message.get("numbers", []))
-        ):
-            self._answer(worker, problem=problem)
-        elif message["ask"] == "pull":
+        if message["ask"] == "pull":
             self._record(event)
             version = self._core.pull(worker.number)
             worker.since = time.monotonic() if worker.is_local else 0.0
-            fastest = max(w.rate for w in self._workers.values())
-            self._answer(worker, None if worker.is_local else self._snapshot(version), version=version, fastest=fastest)
+            self._answer(worker, None if worker.is_local else self._snapshot(version), version=version)
         elif message["ask"] == "push":
-            assert worker.slot is not None
-            self._push(worker, event, message.get("rate", 0.0))
+            self._push(worker, event)
         else:
             self._leave(event)
             if message["ask"] == "close":
@@ -388,7 +370,7 @@ class Serving:
             self._sent, self._sent_version = weakref.ref(sent), version
         return sent
 
-    def _push(self, worker: _Worker, event: dict[str, Any], rate: float) -> None:
+    def _push(self, worker: _Worker, event: dict[str, Any]) -> None:
         assert worker.slot is not None
         try:
             gradient = self._core.gradient_of(worker.number, event["number"], worker.slot)
@@ -396,7 +378,6 @@ class Serving:
             self._disconnect(worker, error)
             return
         self._record(event, worker.slot)
-        worker.rate = rate
         self._core.push(worker.number, event["number"], event["samples"], gradient)
         self._answer(worker, pushed=event["number"])
 
