@@ -63,9 +63,8 @@ def weight_of(rank: int, step: int) -> float:
 
 
 def serve(optimizer: torch.optim.Optimizer, model: nn.Module, **options: Any) -> pycomm.ParameterServer:
-    """Start a parameter server, which may write a trace, or repeat it."""
-    is_traced = not {"trace", "replay"}.isdisjoint(options)
-    return (traced if is_traced else pycomm.parameter_server)(optimizer, model, **options)
+    """Start a parameter server, which may write a trace."""
+    return (traced if "trace" in options else pycomm.parameter_server)(optimizer, model, **options)
 
 
 def work(run: Run) -> dict[str, Any]:

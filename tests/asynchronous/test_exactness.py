@@ -81,18 +81,6 @@ def test_every_mode_is_its_simulation(rank_pools: Pools, run: Run, tmp_path: Pat
     assert {worker["stats"]["steps"] for worker in told[servers:]} == {run.steps}
 
 
-@pytest.mark.parametrize(
-    "name", ["adaptive, two servers", "softsync", "sync, backup", "stale synchronous", "async, TopK"]
-)
-def test_a_replay_ends_with_the_same_bits(rank_pools: Pools, name: str, tmp_path: Path) -> None:
-    run = RUNS[name]
-    first = trained(rank_pools(SIZE), replace(run, options={**run.options, "trace": str(tmp_path / "trace")}))
-    again = replace(run, slow=1, options={**run.options, "replay": str(tmp_path / "trace")})
-    second = trained(rank_pools(SIZE), again)
-    for server, piece in enumerate(pieces_of(run)):
-        assert torch.equal(flat(first[server])[piece], flat(second[server])[piece])
-
-
 def with_a_schedule(folder: str, samples: float | None) -> float:
     """The learning rate after 16 updates, of servers that were made twice: the second goes on from the first one's."""
     rate = 0.0
@@ -187,7 +175,7 @@ def test_a_gradient_that_is_not_finite_goes_to_no_server(rank_pools: Pools, opti
 
 
 def test_a_worker_that_comes_late_counts_from_the_beginning() -> None:
-    """When it came is in no trace: a replay would wait for others than the run did."""
+    """When it came is in no trace: a simulation would wait for others than the run did."""
     mode = StaleSynchronousRules(1)
     parameter = torch.nn.Parameter(torch.zeros(2))
     shard = ShardOptimizer(torch.optim.SGD([parameter], 0.1), [Piece(0, 0, 2)], torch.zeros(2))

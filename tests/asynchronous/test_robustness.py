@@ -18,6 +18,7 @@ from torch import nn
 
 import pycomm
 from pycomm.tools.launching.processes import _fork_server
+from pycomm.training.asynchronous import server_checkpoint
 from pycomm.training.asynchronous.worker import ServerLink
 from tests.asynchronous.runs import Run, loss_of, model_of, optimizer_of, serve, weight_of, work
 from tests.checkpoint.test_failures import file_size_limit
@@ -83,6 +84,7 @@ def play(part: str, port: int, rank: int, folder: str | None, options: dict[str,
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="3")
     if rank >= 0:
         os.environ["RANK"] = str(rank)
+    server_checkpoint._EVERY = 0.2
     model = model_of()
     options = {"timeout": 60.0, **options}
     try:
@@ -178,7 +180,7 @@ def stop(workers: list[Player]) -> None:
         ),
     ],
 )
-def test_a_server_that_was_killed_goes_on_without_any_loss(
+def test_a_server_that_was_killed_goes_on_and_counts_what_is_lost(
     start: Start, port: int, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     server = start("server", port, 0, tmp_path, **options)
@@ -193,7 +195,8 @@ def test_a_server_that_was_killed_goes_on_without_any_loss(
     until("the end", lambda: all(p.end is not None for p in everyone), everyone)
     assert [p.end[0] for p in everyone] == ["ended"] * 3, [p.end for p in everyone]
     stats = server.end[1]
-    assert stats["pushes"] == sum(worker.end[1]["steps"] for worker in workers), "what was acknowledged is there, once"
+    assert stats["pushes"] + stats["lost"] == sum(worker.end[1]["steps"] for worker in workers)
+    assert min(stats["pushes"], stats["lost"]) > 0
 
 
 def test_a_process_that_comes_later_works_too_and_one_takes_the_place_of_another(start: Start, port: int) -> None:
@@ -289,7 +292,7 @@ def refused(options: dict[str, Any]) -> str:
 
 
 @pytest.mark.timeout(100)
-@pytest.mark.parametrize("name", ["trace", "replay", "checkpoint"])
+@pytest.mark.parametrize("name", ["trace", "checkpoint"])
 def test_files_that_cannot_be_opened_are_told_to_all(new_ranks: Pools, tmp_path: Path, name: str) -> None:
     """At once: nobody waits for a server that will never serve."""
     (tmp_path / "file").touch()
@@ -325,15 +328,17 @@ def test_a_server_that_cannot_begin_tells_its_workers(new_ranks: Pools, tmp_path
 
 
 def serve_on_a_full_disk(folder: str) -> str:
-    """Make steps until the server's journal exceeds a limit; return what is said, and how long that took."""
+    """Make steps until the server's checkpoint exceeds a limit; return what is said, and how long that took."""
     begun = time.monotonic()
     model = torch.nn.Linear(100, 100)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)  # the first checkpoint has no momentum
     try:
         with (
+            pytest.MonkeyPatch.context() as patch,
             pycomm.parameter_server(optimizer, model, checkpoint=folder, timeout=60) as server,
-            file_size_limit(120_000),
+            file_size_limit(70_000),
         ):
+            patch.setattr(server_checkpoint, "_EVERY", 0.1)
             if not server.is_worker:
                 server.close()
             while server.is_worker:
@@ -345,15 +350,15 @@ def serve_on_a_full_disk(folder: str) -> str:
 
 
 @pytest.mark.timeout(100)
-def test_a_server_that_cannot_write_its_journal_tells_its_workers(new_ranks: Pools, tmp_path: Path) -> None:
+def test_a_server_that_cannot_write_its_checkpoint_tells_its_workers(new_ranks: Pools, tmp_path: Path) -> None:
     server, worker = new_ranks(2).run(serve_on_a_full_disk, str(tmp_path), timeout=TIMEOUT)
     for told in (server, worker):
-        assert re.search(rf"File too large: '{tmp_path}/server-0/journal-1' after [0-9] s", told)
+        assert re.search(rf"File too large: '{tmp_path}/server-0/unfinished'.* after [0-9] s", told)
     assert "server 0 cannot go on" in worker
 
 
 @pytest.mark.timeout(100)
-@pytest.mark.parametrize("name", ["trace.0", "replay.0", "server-0/journal-1", "server-0/checkpoint-1.pt"])
+@pytest.mark.parametrize("name", ["trace.0", "server-0/checkpoint-1.pt"])
 def test_files_that_block_are_told_to_all(new_ranks: Pools, tmp_path: Path, name: str) -> None:
     (tmp_path / "server-0").mkdir()
     os.mkfifo(tmp_path / name)

@@ -39,7 +39,7 @@ from pycomm.training.asynchronous.settings import (
 from pycomm.training.asynchronous.wire import SharedMemory
 from pycomm.training.asynchronous.worker import ServerLink
 
-_TRACED = frozenset(("trace", "replay"))
+_TRACED = frozenset(("trace",))
 
 
 @renamed(
@@ -77,8 +77,9 @@ def parameter_server(
         compression: method, or its name, by which gradients travel; over the connection even on one host. Residuals
             stay with the worker. For each worker, a server requires the memory of the method's state and a bucket, 8
             bytes per parameter for most methods. Parameters are then cut only at their borders.
-        checkpoint: folder in which servers record each event before they acknowledge it. A restarted server continues
-            from there without loss, and workers wait for it. All ranks must name the same folder.
+        checkpoint: folder in which servers save their state every minute, when workers come or go, and at the end. A
+            restarted server continues from there, and workers wait for it. The log says how many pushes came after the
+            last checkpoint, and are lost. All ranks must name the same folder.
         timeout: limit of every wait for a peer; seconds or ``timedelta``. ``None``: the process group's own.
 
     Raises:
@@ -103,22 +104,20 @@ def traced(
     model: torch.nn.Module,
     *,
     trace: str | Path | None = None,
-    replay: str | Path | None = None,
     timeout: timedelta | float | None = None,
     **options: Any,
 ) -> ParameterServer:
-    """Do the same as :func:`parameter_server`, and write or replay traces. For tests and debugging.
+    """Do the same as :func:`parameter_server`, and write traces. For tests and debugging.
 
     Args:
         optimizer, model, timeout, options: as for :func:`parameter_server`.
         trace: file to which a server writes the order of events. The server's number is added to the name.
-        replay: such a file; the servers repeat its order of events, with the same bits.
     """
     meeting, lines, problem = ServerMeeting(timeout), list[str](), None
     files: ServerFiles | None = None
     try:
         optimizer = checked_optimizer(optimizer, model, "parameter_server")
-        settings = checked_settings(meeting.size, meeting.timeout, trace=trace, replay=replay, **options)
+        settings = checked_settings(meeting.size, meeting.timeout, trace=trace, **options)
         named = checked_parameters(optimizer, model)
         refuse_second_average(named, "parameter_server()")
         if settings.compression is not None:
@@ -282,8 +281,9 @@ class ParameterServer:
         Returns:
             On a worker: its ``steps`` (pushes), ``bytes_sent`` and ``wait_seconds``, and ``servers``, a list of each
             server's counters. On a serving rank: ``updates``, ``pushes``, ``dropped`` (gradients that came too late in
-            mode "sync"), ``duplicates``, ``staleness`` (number of gradients by their age in updates, as text) and
-            ``workers`` (their numbers).
+            mode "sync"), ``duplicates``, ``lost`` (pushes that came after the checkpoint from which the server has
+            restarted), ``staleness`` (number of gradients by their age in updates, as text) and ``workers`` (their
+            numbers).
         """
         if self._is_closed:
             return dict(self._last_stats)
@@ -339,13 +339,13 @@ class ParameterServer:
         with contextlib.ExitStack() as opened:
             opened.callback(files.close)
             with meeting.reporting(meeting.rank, meeting.size - settings.servers):
-                journal = files.begin(core)
+                files.begin(core)
                 listener = meeting.open_listener()
                 opened.callback(listener.close)
                 expected = set(core.mode.workers if meeting.is_late else range(settings.servers, meeting.size))
                 serving = Serving(
                     *(core, self._memory, listener, rendezvous.host_identity(), expected),
-                    *(settings.timeout, meeting.rank, journal, files.trace, files.replay),
+                    *(settings.timeout, meeting.rank, files.checkpoint, files.trace),
                 )
             meeting.publish_address(meeting.rank, listener)
             try:
@@ -353,8 +353,6 @@ class ParameterServer:
                     serving.run()
             finally:
                 self._last_stats = serving.stats()
-            if journal is not None:
-                journal.checkpoint()
         self._write_back()
 
     @torch.no_grad()

@@ -22,8 +22,8 @@ from pycomm.collectives.transport import processes
 from pycomm.collectives.transport.authentication import Step
 from pycomm.errors import CommError
 from pycomm.training.asynchronous.core import Core, packed_limit
-from pycomm.training.asynchronous.journal import Journal
-from pycomm.training.asynchronous.settings import Replay, Trace
+from pycomm.training.asynchronous.server_checkpoint import ServerCheckpoint
+from pycomm.training.asynchronous.settings import Trace
 from pycomm.training.asynchronous.wire import (
     STALLED,
     Connection,
@@ -58,7 +58,14 @@ _TINY = sys.float_info.min
 _MEMORY = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
 _ASKS = {"ask": OneOf("hello", "pull", "push", "read", "stats", "close")}
 _SHAPES: dict[str, Any] = {
-    "hello": {"worker": COUNT, "life": str, "host": str, "process": PROCESS_ID, "memory": OneOf(None, str)},
+    "hello": {
+        "worker": COUNT,
+        "life": str,
+        "host": str,
+        "process": PROCESS_ID,
+        "memory": OneOf(None, str),
+        "acknowledged": COUNT,
+    },
     "pull": {"number": COUNT},
     "push": {"number": COUNT, "samples": Number(_TINY)},
     "read": {},
@@ -146,6 +153,8 @@ class Serving:
         expected: numbers of the workers that must connect, or connect again.
         timeout: seconds that they may take.
         rank: rank of this process, for errors.
+        checkpoint: where to write the state, from which the server may restart.
+        trace: where to write the order of events.
     """
 
     def __init__(
@@ -157,13 +166,12 @@ class Serving:
         expected: Iterable[int],
         timeout: float,
         rank: int,
-        journal: Journal | None = None,
+        checkpoint: ServerCheckpoint | None = None,
         trace: Trace | None = None,
-        replay: Replay | None = None,
     ) -> None:
         self._core, self._memory, self._listener, self._host = core, memory, listener, host
         self._expected, self._timeout, self._rank = set(expected), timeout, rank
-        self._journal, self._trace, self._replay = journal, trace, replay
+        self._checkpoint, self._trace = checkpoint, trace
         self._workers: dict[Connection, _Worker] = {}
         self._queue: list[tuple[_Worker, Message]] = []  # requests, in order
         self._begun = time.monotonic()
@@ -175,8 +183,8 @@ class Serving:
             core.leave(number)
         for number in self._expected:  # the mode waits for them from the start
             core.mode.join(number)
-        if journal is not None:  # after these changes, for which there are no events
-            journal.checkpoint()
+        if checkpoint is not None:
+            checkpoint.write(core)
 
     def run(self) -> None:
         """Serve until no worker is left."""
@@ -197,6 +205,8 @@ class Serving:
                 self._workers[connection] = _Worker(connection)
             self._apply_timeouts()
             self._process_queue()
+            if self._checkpoint is not None and self._checkpoint.is_due(self._core):  # also after the last worker
+                self._checkpoint.write(self._core)
         if self._served == 0:
             what = f"no worker came in {self._timeout:g} s"
             raise CommError.during("serve", what, rank=self._rank, elapsed=self._timeout)
@@ -251,10 +261,10 @@ class Serving:
         self._away.pop(number, None)
         self._served += 1
         worker.life = life = message["life"]
-        self._record({"event": "join", "worker": number, "life": life})
-        last = self._core.join(number, life)
-        path = self._memory.path if worker.is_local else None
-        self._answer(worker, memory=path, last=last)
+        if lost := self._core.join(number, life, message["acknowledged"]):
+            what = "came after the checkpoint from which this server has restarted, and are lost"
+            _LOG.warning("worker %d: %d of its pushes %s", number, lost, what)
+        self._answer(worker, memory=self._memory.path if worker.is_local else None)
 
     def _answer(self, worker: _Worker, array: memoryview | None = None, **content: Any) -> None:
         if worker.connection not in self._workers:
@@ -310,8 +320,6 @@ class Serving:
             if index is None:
                 return
             self._handle(*self._queue.pop(index))
-            if self._journal is not None and self._journal.is_long():
-                self._journal.checkpoint()
 
     def _has_readers(self) -> bool:
         """Return whether a worker is reading the shared parameters."""
@@ -328,10 +336,8 @@ class Serving:
         if ask == "pull":
             # After earlier pushes, which wait for readers: else further pulls could delay them for ever.
             earlier = itertools.takewhile(lambda each: each[1] is not message, self._queue)
-            is_behind = self._replay is None and any(m["ask"] == "push" for _, m in earlier)
-            if is_behind or not self._core.mode.may_pull(worker.number):
-                return False
-        return self._replay is None or self._replay.is_next(_event(worker, message))
+            return not any(m["ask"] == "push" for _, m in earlier) and self._core.mode.may_pull(worker.number)
+        return True
 
     def _replace_old_connections(self) -> None:
         """Disconnect the earlier connections of workers that have connected again."""
@@ -377,7 +383,7 @@ class Serving:
         except ValueError as error:
             self._disconnect(worker, error)
             return
-        self._record(event, worker.slot)
+        self._record(event)
         self._core.push(worker.number, event["number"], event["samples"], gradient)
         self._answer(worker, pushed=event["number"])
 
@@ -385,14 +391,10 @@ class Serving:
         self._record(event)
         self._core.leave(event["worker"])
 
-    def _record(self, event: dict[str, Any], sent: torch.Tensor | None = None) -> None:
-        """Write ``event`` to trace and journal before it is applied, with the data of a push."""
-        if event["event"] != "join" and self._trace is not None:
+    def _record(self, event: dict[str, Any]) -> None:
+        """Write ``event`` to the trace, before it is applied."""
+        if self._trace is not None:
             self._trace.write(event)
-        if event["event"] != "join" and self._replay is not None:
-            self._replay.advance()
-        if self._journal is not None:
-            self._journal.write(event, sent)
 
     def stats(self) -> dict[str, Any]:
         """Return the counters."""

@@ -113,7 +113,7 @@ def _part(gradient: torch.Tensor | None, piece: Piece) -> torch.Tensor:
 
 _RETRY = 0.05  # seconds
 _LOST = (EOFError, OSError, ValueError)
-_GREETED = {"memory": OneOf(None, str), "last": COUNT}
+_GREETED = {"memory": OneOf(None, str)}
 _ANSWERS = {
     "version": {"version": COUNT},
     "pushed": {"pushed": COUNT},
@@ -328,7 +328,7 @@ class ServerLink:
     def _handshake(self, connection: Connection) -> None:
         self._connection = connection
         me = {"worker": self._meeting.worker, "life": self._life, "host": self._host, "process": os.getpid()}
-        send(connection, ask="hello", memory=self._outbox.path, **me)
+        send(connection, ask="hello", memory=self._outbox.path, acknowledged=self._acknowledged, **me)
         if not connection.poll(self._timeout):
             raise OSError("it does not answer hello")
         answer = receive(connection, _GREETED)
@@ -339,10 +339,6 @@ class ServerLink:
             self._values = self._there.tensor(there)[: self._count]
         else:
             self._there, self._values = None, torch.empty(self._count, dtype=self._dtype)
-        if answer["last"] < self._acknowledged:
-            raise self._error(
-                f"it has lost pushes: {answer['last']} of {self._acknowledged} are left", time.monotonic()
-            )
         if self._unanswered is None:
             return
         if self._unanswered["ask"] == "push" or self._acknowledged < self._pushed:
