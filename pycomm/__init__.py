@@ -64,8 +64,6 @@ if TYPE_CHECKING:  # imported at first use: see _HOMES
     from pycomm.training.asynchronous.gossip import gossip as gossip
     from pycomm.training.asynchronous.local_averager import LocalAverager as LocalAverager
     from pycomm.training.asynchronous.modes import Async as Async
-    from pycomm.training.asynchronous.modes import DelayCompensation as DelayCompensation
-    from pycomm.training.asynchronous.modes import SoftSync as SoftSync
     from pycomm.training.asynchronous.modes import StaleSynchronous as StaleSynchronous
     from pycomm.training.asynchronous.modes import Sync as Sync
     from pycomm.training.asynchronous.parameter_server import ParameterServer as ParameterServer
@@ -173,7 +171,7 @@ _HOMES = {
     "training.asynchronous.averaging": ("elastic_averaging", "local_sgd"),
     "training.asynchronous.gossip": ("Gossip", "gossip"),
     "training.asynchronous.local_averager": ("LocalAverager",),
-    "training.asynchronous.modes": ("Async", "DelayCompensation", "SoftSync", "StaleSynchronous", "Sync"),
+    "training.asynchronous.modes": ("Async", "StaleSynchronous", "Sync"),
     "training.asynchronous.fragment": ("Nesterov",),
     "training.asynchronous.parameter_server": ("ParameterServer", "parameter_server"),
     "collectives.broadcasting": ("broadcast_optimizer_state", "broadcast_parameters"),

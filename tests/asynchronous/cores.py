@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from pycomm.training.asynchronous.core import Core, ShardOptimizer, cut
-from pycomm.training.asynchronous.modes import Compensator, SoftSync, StaleSynchronous, checked_mode
+from pycomm.training.asynchronous.modes import Compensator, StaleSynchronous, Sync, checked_mode
 from pycomm.training.asynchronous.server_checkpoint import ServerCheckpoint
 
 SIZE = 8
-MODES = {"async": "async", "ssp": StaleSynchronous(1), "softsync": SoftSync(2), "sync": "sync"}
+MODES = {"async": "async", "ssp": StaleSynchronous(1), "softsync": Sync(quorum=2), "sync": "sync"}
 
 
 def core_of(mode: str, settings: str = "", size: int = SIZE) -> Core:
@@ -20,7 +20,8 @@ def core_of(mode: str, settings: str = "", size: int = SIZE) -> Core:
     model = nn.Linear(size // 2 - 1, 2).double()
     pieces = cut([size - 2, 2], 1, anywhere=True)[0]
     shard = ShardOptimizer(torch.optim.Adam(model.parameters(), 0.01), pieces, torch.zeros(size, dtype=torch.float64))
-    return Core(shard, checked_mode(MODES[mode]).rules(), Compensator(None), torch.float64, settings=settings)
+    chosen = checked_mode(MODES[mode])
+    return Core(shard, chosen.rules(), Compensator(chosen), torch.float64, settings=settings)
 
 
 def restored(mode: str, folder: Path) -> Core:

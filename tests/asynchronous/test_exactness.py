@@ -26,17 +26,16 @@ RUNS = {
     "async, two servers": Run({"servers": 2}),
     "divided by staleness": Run({"mode": pycomm.Async("lr")}),
     "delay compensation": Run({"mode": pycomm.Async("dc")}, "sgd"),
-    "adaptive, two servers": Run(
-        {"mode": pycomm.Async(pycomm.DelayCompensation(0.5, adaptive=True, decay=0.9)), "servers": 2}
-    ),
+    "adaptive, two servers": Run({"mode": pycomm.Async("dc", strength=0.5, adaptive=True, decay=0.9), "servers": 2}),
     "stale synchronous": Run({"mode": pycomm.StaleSynchronous(1)}, slow=2),
-    "softsync": Run({"mode": pycomm.SoftSync(2)}),
-    "softsync, divided": Run({"mode": pycomm.SoftSync(3, "lr")}, "sgd"),
+    "softsync": Run({"mode": pycomm.Sync(quorum=2)}),
+    "softsync, divided": Run({"mode": pycomm.Sync(quorum=3, compensation="lr")}, "sgd"),
+    "softsync, delay compensation": Run({"mode": pycomm.Sync(quorum=2, compensation="dc", strength=0.5)}, "sgd"),
     "sync": Run({"mode": pycomm.Sync()}, "adam"),
     "sync, backup": Run({"mode": pycomm.Sync(backup=1)}, slow=3),
     "async, TopK": Run({"compression": pycomm.TopK(0.2)}),
     "softsync, TopK, two servers": Run(
-        {"mode": pycomm.SoftSync(2), "servers": 2, "compression": pycomm.TopK(0.1)}, "adam"
+        {"mode": pycomm.Sync(quorum=2), "servers": 2, "compression": pycomm.TopK(0.1)}, "adam"
     ),
     "delay compensation, TopK": Run({"mode": pycomm.Async("dc"), "compression": pycomm.TopK(0.3)}, "sgd"),
 }
@@ -179,7 +178,7 @@ def test_a_worker_that_comes_late_counts_from_the_beginning() -> None:
     mode = StaleSynchronousRules(1)
     parameter = torch.nn.Parameter(torch.zeros(2))
     shard = ShardOptimizer(torch.optim.SGD([parameter], 0.1), [Piece(0, 0, 2)], torch.zeros(2))
-    core = Core(shard, mode, Compensator(None), torch.float64)
+    core = Core(shard, mode, Compensator(pycomm.StaleSynchronous(1)), torch.float64)
     for worker in (1, 2):
         mode.join(worker)
     core.join(1, "a")

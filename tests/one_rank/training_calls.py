@@ -338,7 +338,7 @@ CALLS: dict[str, Call] = {
         servers=(*NO_COUNTS, lambda: 0, lambda: 2),
         mode=(
             *(lambda: None, lambda: 5, lambda: "asp", lambda: "ssp", lambda: "sync", Awkward),
-            *(lambda: pycomm.StaleSynchronous(2), lambda: pycomm.SoftSync(2), lambda: pycomm.Sync(1)),
+            *(lambda: pycomm.StaleSynchronous(2), lambda: pycomm.Sync(quorum=2), lambda: pycomm.Sync(1)),
             lambda: pycomm.Async("lr"),
         ),
         compression=(lambda: 5, lambda: pycomm.TopK, lambda: pycomm.TopK(0.1), Awkward),

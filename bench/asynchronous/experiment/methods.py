@@ -59,7 +59,7 @@ METHODS = {
     "async": _served("asynchronous"),
     "async-lr": _served("asynchronous, rate / staleness", mode=pycomm.Async("lr")),
     "async-dc": _served("asynchronous, delay-compensated", mode=pycomm.Async("dc")),
-    "softsync": _served("softsync, 4", mode=pycomm.SoftSync(4)),
+    "softsync": _served("softsync, 4", mode=pycomm.Sync(quorum=4)),
     "local": _local("local SGD", every=EVERY),
     "diloco": _local("DiLoCo", every=EVERY, outer=pycomm.Nesterov(*OUTER)),
     "easgd": Method("elastic averaging", attach=lambda o, m: pycomm.elastic_averaging(o, m, every=EVERY)),

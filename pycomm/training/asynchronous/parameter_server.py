@@ -16,14 +16,13 @@ from pycomm.checks import bounded, positive
 from pycomm.collectives.transport import rendezvous
 from pycomm.compression import Compression
 from pycomm.compression.dense import method_text
-from pycomm.deprecated import Moved, Old, renamed
 from pycomm.descriptions import counted, settings_text, tensors_text
 from pycomm.optim.attached import refuse_second_average
 from pycomm.optim.fused import RULES, require_fusable
 from pycomm.optim.parameters import checked_optimizer
 from pycomm.training.asynchronous.core import Core, Piece, ShardOptimizer, shard_dtype
 from pycomm.training.asynchronous.loop import WorkerParameters
-from pycomm.training.asynchronous.modes import Compensator, Mode, mode_of
+from pycomm.training.asynchronous.modes import Compensator, Mode
 from pycomm.training.asynchronous.packing import Packer, Unpackers
 from pycomm.training.asynchronous.server_meeting import ServerMeeting
 from pycomm.training.asynchronous.serving import Serving
@@ -39,13 +38,7 @@ from pycomm.training.asynchronous.settings import (
 from pycomm.training.asynchronous.wire import SharedMemory
 from pycomm.training.asynchronous.worker import ServerLink
 
-_TRACED = frozenset(("trace",))
 
-
-@renamed(
-    Moved(lambda kwargs: not _TRACED.isdisjoint(kwargs), lambda: traced),
-    mode=Old(("staleness", "compensation", "quorum", "backup"), mode_of, short=str),
-)
 def parameter_server(
     optimizer: torch.optim.Optimizer,
     model: torch.nn.Module,
@@ -72,8 +65,8 @@ def parameter_server(
         servers: number of serving ranks. Each holds an equal part of the parameters' bytes. Parameters themselves are
             cut only if the optimizer is known to update each element independently.
         mode: which gradients make an update, and which workers wait: :class:`pycomm.Async`,
-            :class:`pycomm.StaleSynchronous`, :class:`pycomm.SoftSync` or :class:`pycomm.Sync`. "async" and "sync" are
-            short for the first and the last without options.
+            :class:`pycomm.StaleSynchronous` or :class:`pycomm.Sync`. "async" and "sync" are short for the first and the
+            last without options.
         compression: method, or its name, by which gradients travel; over the connection even on one host. Residuals
             stay with the worker. For each worker, a server requires the memory of the method's state and a bucket, 8
             bytes per parameter for most methods. Parameters are then cut only at their borders.
@@ -330,7 +323,7 @@ class ParameterServer:
             unpackers = Unpackers([self._params[piece.index] for piece in pieces], settings.compression, dtype)
         memory = SharedMemory(max(1, size) * dtype.itemsize)
         shard = ShardOptimizer(self._optimizer, pieces, memory.tensor(dtype)[:size])
-        rules, compensator = settings.mode.rules(), Compensator(settings.compensation)
+        rules, compensator = settings.mode.rules(), Compensator(settings.mode)
         return Core(shard, rules, compensator, wire, unpackers, settings.of_updates()), memory
 
     def _serve(self) -> None:

@@ -15,11 +15,11 @@ from pycomm import kernels
 from pycomm.checks import count
 from pycomm.collectives.transport.choice import version
 from pycomm.compression import Compression
-from pycomm.deprecated import settled
+from pycomm.descriptions import settings_text
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.training.asynchronous.averager import named_method
 from pycomm.training.asynchronous.core import Core, Piece, StateSpec, cut, group_sizes, is_elementwise, shard_dtype
-from pycomm.training.asynchronous.modes import MODES, Mode, Sync, checked_mode
+from pycomm.training.asynchronous.modes import Mode, Sync, checked_mode
 from pycomm.training.asynchronous.server_checkpoint import ServerCheckpoint
 from pycomm.untrusted import naming, open_output, path_of
 
@@ -61,18 +61,9 @@ class ServerSettings:
     trace: Path | None
     timeout: float
 
-    @property
-    def compensation(self) -> Any:
-        return getattr(self.mode, "compensation", None)
-
     def of_updates(self) -> str:
-        """Return the settings that updates depend on, as the first release wrote them to its checkpoints."""
-        name = next(name for name, kind in MODES.items() if type(self.mode) is kind)
-        staleness, quorum = (getattr(self.mode, option, None) for option in ("staleness", "quorum"))
-        return (
-            f"mode={name}, staleness={staleness}, compensation={self.compensation}, compression={self.compression}, "
-            f"quorum={quorum}, backup={getattr(self.mode, 'backup', 0)}, servers={self.servers}"
-        )
+        """Return the settings that updates depend on."""
+        return f"mode={settings_text(self.mode)}, compression={self.compression}, servers={self.servers}"
 
 
 def checked_settings(
@@ -88,7 +79,7 @@ def checked_settings(
     num_workers = size - count("servers", servers, 1)
     if num_workers < 1:
         raise ValueError(f"servers={servers} of {size} ranks leaves none to work")
-    mode = checked_mode(settled(mode))
+    mode = checked_mode(mode)
     if isinstance(mode, Sync) and mode.backup >= num_workers:
         raise ValueError(f"backup={mode.backup} requires more workers than the {num_workers} of this job")
     paths = {"checkpoint": checkpoint, "trace": trace}
