@@ -57,8 +57,8 @@ if TYPE_CHECKING:  # imported at first use: see _HOMES
     from pycomm.tools.monitoring.monitor import Monitor as Monitor
     from pycomm.tools.monitoring.monitor import monitor as monitor
     from pycomm.training import checkpoint as checkpoint
-    from pycomm.training.asynchronous.averaging import elastic_averaging as elastic_averaging
     from pycomm.training.asynchronous.averaging import local_sgd as local_sgd
+    from pycomm.training.asynchronous.fragment import Elastic as Elastic
     from pycomm.training.asynchronous.fragment import Nesterov as Nesterov
     from pycomm.training.asynchronous.gossip import Gossip as Gossip
     from pycomm.training.asynchronous.gossip import gossip as gossip
@@ -168,11 +168,11 @@ _MOVED = (
 """Names of :mod:`pycomm.optim` that remain available here for one more release."""
 
 _HOMES = {
-    "training.asynchronous.averaging": ("elastic_averaging", "local_sgd"),
+    "training.asynchronous.averaging": ("local_sgd",),
     "training.asynchronous.gossip": ("Gossip", "gossip"),
     "training.asynchronous.local_averager": ("LocalAverager",),
     "training.asynchronous.modes": ("Async", "StaleSynchronous", "Sync"),
-    "training.asynchronous.fragment": ("Nesterov",),
+    "training.asynchronous.fragment": ("Elastic", "Nesterov"),
     "training.asynchronous.parameter_server": ("ParameterServer", "parameter_server"),
     "collectives.broadcasting": ("broadcast_optimizer_state", "broadcast_parameters"),
     "training.checkpoint": ("load", "save"),

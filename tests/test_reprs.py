@@ -79,7 +79,7 @@ def test_averagers() -> None:
         "Nesterov(lr=0.5), FP16())"
     )
     averager.detach()
-    averager = pycomm.elastic_averaging(optimizer, model, every=1, timeout=30)
+    averager = pycomm.local_sgd(optimizer, model, every=1, outer=pycomm.Elastic(), timeout=30)
     assert repr(averager).endswith("in 1 fragment, every 1 step, Elastic(strength=0.9), dense)")
     averager.detach()
     mixer = pycomm.gossip(optimizer, model, topology="ring", timeout=30)

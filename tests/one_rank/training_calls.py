@@ -276,7 +276,7 @@ CALLS: dict[str, Call] = {
         optimizer=(*NO_OPTIMIZERS, Awkward),
         model=NO_MODELS,
         every=(*NO_COUNTS, lambda: 0, lambda: 3),
-        outer=(lambda: 5, lambda: "nesterov", pycomm.Nesterov),
+        outer=(lambda: 5, lambda: "nesterov", pycomm.Nesterov, pycomm.Elastic, lambda: pycomm.Elastic(2.0), Awkward),
         compression=(lambda: 5, lambda: "zip", pycomm.FP16),
         process_group=NO_GROUPS,
         join=(lambda: 5, Awkward),
@@ -343,14 +343,5 @@ CALLS: dict[str, Call] = {
         ),
         compression=(lambda: 5, lambda: pycomm.TopK, lambda: pycomm.TopK(0.1), Awkward),
         checkpoint=(lambda: 5, lambda: "/proc/nowhere", lambda: Path(__file__), Awkward),
-    ),
-    "elastic_averaging": call(
-        ended(pycomm.elastic_averaging),
-        lambda: {**training(), "every": 2, "strength": 0.9, "process_group": None},
-        optimizer=(*NO_OPTIMIZERS, Awkward),
-        model=NO_MODELS,
-        every=(*NO_COUNTS, lambda: 0, lambda: 3),
-        strength=(lambda: "x", lambda: math.nan, lambda: 2.0, Awkward),
-        process_group=NO_GROUPS,
     ),
 }

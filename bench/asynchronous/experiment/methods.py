@@ -62,7 +62,7 @@ METHODS = {
     "softsync": _served("softsync, 4", mode=pycomm.Sync(quorum=4)),
     "local": _local("local SGD", every=EVERY),
     "diloco": _local("DiLoCo", every=EVERY, outer=pycomm.Nesterov(*OUTER)),
-    "easgd": Method("elastic averaging", attach=lambda o, m: pycomm.elastic_averaging(o, m, every=EVERY)),
+    "easgd": _local("elastic averaging", every=EVERY, outer=pycomm.Elastic()),
     "gossip": Method("gossip, exponential", attach=lambda o, m: pycomm.gossip(o, m), is_mixed=True),
 }
 

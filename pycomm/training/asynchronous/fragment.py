@@ -54,9 +54,24 @@ class Nesterov:
 
 @dataclass(frozen=True)
 class Elastic:
-    """Outer optimizer of elastic averaging; ``strength`` is beta."""
+    """Elastic averaging (EASGD): ranks stay different, which explores more, and are pulled towards a common center.
 
-    strength: float
+    With a = strength / ranks, rank i's parameters x_i become x_i - a (x_i - c), and the center c becomes c plus a
+    times the sum of (x_i - c) (Zhang, Choromanska and LeCun, "Deep learning with Elastic Averaging SGD", 2015). With
+    momentum in the ranks' optimizers this is EAMSGD. At the end of training, ``take_center()`` of the handle copies the
+    center to all ranks' parameters.
+
+    Args:
+        strength: beta, above 0 and at most 1; the paper has 0.9.
+
+    Raises:
+        TypeError, ValueError: ``strength`` is wrong.
+    """
+
+    strength: float = 0.9
+
+    def __post_init__(self) -> None:
+        checks.bounded("strength", self.strength, "a number above 0 and at most 1", lambda b: 0 < b <= 1)
 
 
 Outer = Nesterov | Elastic | None
@@ -105,12 +120,10 @@ class _FragmentPart:
         """Return each parameter with its view of ``flat`` before it."""
         return [(view_like(x, p), p.detach()) for x, p in zip(self.bucket.parts(flat), self.params, strict=True)]
 
-    def fill(self, pull: float) -> None:
-        """Write anchor minus parameters to the bucket; add ``pull`` times that to the parameters."""
+    def fill(self) -> None:
+        """Write anchor minus parameters to the bucket."""
         for view, (before, p) in zip(self.bucket.views, self.views_of(self.anchor), strict=True):
             torch.sub(before, p, out=view)
-            if pull:
-                p.add_(view, alpha=pull)
 
     def keep(self) -> None:
         """Keep a copy of the bucket, for :meth:`restore`."""
@@ -149,7 +162,7 @@ class Fragment:
         ]
         self.launched: int | None = None
         self.num_meetings, self.met_at = 0, -1
-        self._sent_before = 0
+        self._sent_before = self._num_ranks = 0  # of the last exchange
         self._work: Work | GpuWork | None = None
 
     @torch.no_grad()
@@ -182,9 +195,8 @@ class Fragment:
     def launch(self, check: Check, weight: float, num_steps: int, then: Callable[[], None]) -> None:
         """Begin a meeting; the communication thread calls ``then`` when it has the mean. Collective."""
         self.launched, self._weight, self._check = num_steps, weight, check
-        pull = self.outer.strength / self._communicator.size if isinstance(self.outer, Elastic) else 0.0
         for part in self._parts:
-            part.fill(pull)
+            part.fill()
             if self._keeps:
                 part.keep()
         self._submit(lambda: self._exchange(then))
@@ -196,7 +208,7 @@ class Fragment:
             if self._keeps:
                 part.restore()
             else:  # without a delay, the parameters have not changed
-                part.fill(0.0)
+                part.fill()
         self._submit(lambda: self._exchange(then))
 
     def _submit(self, job: Callable[[], None]) -> None:
@@ -208,6 +220,7 @@ class Fragment:
 
     def _exchange(self, then: Callable[[], None]) -> None:
         total, size = self._check(self._communicator), self._communicator.size
+        self._num_ranks = size
         scaling = Scaling(size, relative=self._weight * size / total, step=self.num_meetings)
         for part in self._parts:
             assert part.exchange is not None
@@ -266,6 +279,8 @@ class Fragment:
     def apply_mean(self, *, is_late: bool) -> None:
         """Apply the received mean; ``is_late``: the parameters were stepped since the meeting began."""
         self.launched = None
+        if isinstance(self.outer, Elastic):  # before the center moves
+            self.move_to_anchor(share=self.outer.strength / self._num_ranks)
         for part in self._parts:
             moved, part.mean = part.mean, None
             assert moved is not None

@@ -1,4 +1,4 @@
-"""Handle of ``local_sgd`` and ``elastic_averaging``."""
+"""Handle of ``local_sgd``."""
 
 from __future__ import annotations
 
