@@ -56,18 +56,13 @@ if TYPE_CHECKING:  # imported at first use: see _HOMES
     from pycomm.tools.monitoring.monitor import Monitor as Monitor
     from pycomm.tools.monitoring.monitor import monitor as monitor
     from pycomm.training import checkpoint as checkpoint
-    from pycomm.training.asynchronous.averager import Averager as Averager
-    from pycomm.training.asynchronous.averaging import elastic_averaging as elastic_averaging
     from pycomm.training.asynchronous.averaging import local_sgd as local_sgd
-    from pycomm.training.asynchronous.decoupled import decoupled_sgd as decoupled_sgd
-    from pycomm.training.asynchronous.fragment import DelayedNesterov as DelayedNesterov
+    from pycomm.training.asynchronous.fragment import Elastic as Elastic
     from pycomm.training.asynchronous.fragment import Nesterov as Nesterov
     from pycomm.training.asynchronous.gossip import Gossip as Gossip
     from pycomm.training.asynchronous.gossip import gossip as gossip
     from pycomm.training.asynchronous.local_averager import LocalAverager as LocalAverager
     from pycomm.training.asynchronous.modes import Async as Async
-    from pycomm.training.asynchronous.modes import DelayCompensation as DelayCompensation
-    from pycomm.training.asynchronous.modes import SoftSync as SoftSync
     from pycomm.training.asynchronous.modes import StaleSynchronous as StaleSynchronous
     from pycomm.training.asynchronous.modes import Sync as Sync
     from pycomm.training.asynchronous.parameter_server import ParameterServer as ParameterServer
@@ -143,13 +138,11 @@ def build_info() -> dict[str, Any]:
 
 
 _HOMES = {
-    "training.asynchronous.averager": ("Averager",),
-    "training.asynchronous.averaging": ("elastic_averaging", "local_sgd"),
-    "training.asynchronous.decoupled": ("decoupled_sgd",),
+    "training.asynchronous.averaging": ("local_sgd",),
     "training.asynchronous.gossip": ("Gossip", "gossip"),
     "training.asynchronous.local_averager": ("LocalAverager",),
-    "training.asynchronous.modes": ("Async", "DelayCompensation", "SoftSync", "StaleSynchronous", "Sync"),
-    "training.asynchronous.fragment": ("DelayedNesterov", "Nesterov"),
+    "training.asynchronous.modes": ("Async", "StaleSynchronous", "Sync"),
+    "training.asynchronous.fragment": ("Elastic", "Nesterov"),
     "training.asynchronous.parameter_server": ("ParameterServer", "parameter_server"),
     "collectives.broadcasting": ("broadcast_optimizer_state", "broadcast_parameters"),
     "training.checkpoint": ("load", "save"),

@@ -32,6 +32,7 @@ import pycomm.horovod as hvd
 from pycomm.collectives.transport import late_ranks, rendezvous
 from pycomm.tools.launching.processes import connect
 from pycomm.torch_internals import PrefixStore, Store
+from pycomm.training.asynchronous.wire import WorkerListener, connect_here
 from pycomm.training.elastic import join_requests, liveness
 from pycomm.worker import Worker
 from tests.chaos.ranks import PR_SET_PDEATHSIG
@@ -175,11 +176,17 @@ def _join_listener(_: Here) -> None:
     _train(pycomm.attach, steps=3, on_failure="shrink")
 
 
-def _center(here: Here) -> None:
-    """The first rank serves the others, who come again and again until it has ended."""
-    with contextlib.suppress(pycomm.CommError):
-        steps = 3 if here.rank == 0 else 10**6
-        _train(pycomm.decoupled_sgd, steps=steps, every=1)
+def _worker_listener(here: Here) -> None:
+    """The first rank's listener admits the others, who connect again and again until that rank has ended."""
+    name: list[Any] = [None]
+    if here.rank == 0:
+        _kept.append(listener := WorkerListener())
+        name = [listener.name]
+    dist.broadcast_object_list(name)
+    with contextlib.suppress(OSError):
+        while here.rank > 0:
+            connect_here(name[0]).close()
+            time.sleep(1e-3)
 
 
 def _late_ranks(here: Here) -> None:
@@ -218,7 +225,7 @@ KINDS = {
     "callbacks, torch": Kind(_wait_in_callbacks, "pycomm"),
     "heartbeat": Kind(_heartbeat),
     "join listener": Kind(_join_listener),
-    "center": Kind(_center),
+    "worker listener": Kind(_worker_listener),
     "late ranks": Kind(_late_ranks),
     "horovod, shared memory": Kind(_horovod, hosts="aa"),
     "horovod, torch": Kind(_horovod),

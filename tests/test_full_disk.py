@@ -19,11 +19,12 @@ from pycomm.integrations.averaging import Averaging
 from pycomm.schedule.network import Link, Network
 from pycomm.tools.cli.bench import table
 from pycomm.tools.cli.plan import calibrate
+from pycomm.training.asynchronous.server_checkpoint import ServerCheckpoint
 from pycomm.training.asynchronous.settings import Trace
 from pycomm.training.checkpoint.files import Reserve, save_values, write_json
 from pycomm.training.checkpoint.torch_files import write_tensors
 from pycomm.training.reducer.step_trace import StepTrace
-from tests.asynchronous.stories import MODES, Story
+from tests.asynchronous.cores import core_of
 from tests.checkpoint.test_failures import file_size_limit
 from tests.on_ranks import on_ranks
 
@@ -38,11 +39,9 @@ def write_trace(folder: Path) -> None:
             trace.write({"event": "push", "worker": 1, "number": 2})
 
 
-def write_journal(folder: Path) -> None:
-    story = Story(next(iter(MODES)), folder)
-    with contextlib.closing(story.journal):
-        for number in range(1, 100):
-            story.journal.write({"event": "pull", "worker": 1, "number": number})
+def write_server_checkpoint(folder: Path) -> None:
+    core = core_of("async", size=1000)
+    ServerCheckpoint(folder, core.state_spec()).write(core)
 
 
 WRITERS: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -51,7 +50,7 @@ WRITERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "the file that reports errors": (lambda folder: Reserve(folder / "writing"), "writing"),
     "values": (lambda folder: save_values(folder / "a.pt", TENSORS), "a.pt"),
     "a server's trace": (write_trace, "trace"),
-    "a server's journal": (write_journal, "(journal-.*|unfinished)"),
+    "a server's checkpoint": (write_server_checkpoint, "unfinished"),
     "a bench's report": (lambda folder: table.write(folder / "out.json", {"a": "x" * 5000}), "out.json"),
 }
 

@@ -29,11 +29,10 @@ from pycomm.parallel import Plan
 from pycomm.parallel.planning.scaling import read_points
 from pycomm.schedule import NETWORKS, load
 from pycomm.tools.cli.main import build_parser
-from pycomm.training.asynchronous.journal import Journal, packed, read_events
-from pycomm.training.asynchronous.settings import Replay
+from pycomm.training.asynchronous.server_checkpoint import ServerCheckpoint
 from pycomm.training.checkpoint.files import Reserve, read_report, write_json, write_sealed
 from pycomm.training.checkpoint.torch_files import load_values
-from tests.asynchronous.stories import begun, core_of
+from tests.asynchronous.cores import begun, core_of
 from tests.checkpoint.training import Training, training
 from tests.cli.test_explain import DUMP
 from tests.hostile import damage, damaged_bytes, other_json, remove, with_other_value
@@ -190,12 +189,6 @@ def step_trace(folder: Path) -> Reader:
     return json_reader(folder / "rank0.json", json.dumps(content), read)
 
 
-def server_trace(folder: Path) -> Reader:
-    events = [{"event": kind, "worker": 1, "number": number} for number in range(4) for kind in ("pull", "push")]
-    content = "\n".join(map(json.dumps, [*events, {"event": "leave", "worker": 1}])) + "\n"
-    return json_reader(folder / "trace.0", content, Replay)
-
-
 def told(folder: Path) -> Reader:
     path = folder / "failed"
     Reserve(folder / "writing").report("OSError", "no room", "failed")
@@ -241,39 +234,19 @@ def torch_file(folder: Path) -> Reader:
 
 
 def server(folder: Path) -> Reader:
-    """A server's checkpoints and journals."""
-    story = begun("ssp", folder)
-    targets: dict[Path, Remake | None] = {}
-    for path in folder.glob("checkpoint-*"):
-        targets[path] = other_values(path.read_bytes())
-    for path in folder.glob("journal-*"):
-        targets[path] = other_events(path)
+    """A server's checkpoints."""
+    states = begun("ssp", folder)
+    targets: dict[Path, Remake | None] = {path: other_values(path.read_bytes()) for path in folder.iterdir()}
 
     def read() -> str:
         core = core_of("ssp")
-        journal = Journal(folder, core)
-        known = any(torch.equal(core.shard.memory, memory) for memory in story.past)
-        journal.checkpoint()
-        journal.close()
+        checkpoint = ServerCheckpoint(folder, core.state_spec())
+        checkpoint.load(core)
+        known = str(core.state()) in states
+        checkpoint.write(core)
         return "result" if known else "another state"
 
     return Reader(read, folder, targets)
-
-
-def other_events(path: Path) -> Remake:
-    events = list(read_events(path, core_of("ssp").state_spec()))
-
-    def make(chance: random.Random) -> bytes:
-        at, parts = chance.randrange(len(events)), []
-        for number, one in enumerate(events):
-            content, data = one.content, bytes(one.data)
-            if number == at:
-                content = with_other_value(content, chance)
-                data = chance.choice([data, data, damaged_bytes(data, chance)])
-            parts += packed(content, memoryview(data))
-        return b"".join(map(bytes, parts))
-
-    return make
 
 
 def checkpoint_of(folder: Path, run: Training) -> Reader:
@@ -323,7 +296,6 @@ READERS = [
     network,
     calibration,
     step_trace,
-    server_trace,
     told,
     torch_file,
     server,

@@ -138,15 +138,6 @@ def server() -> None:
             made.pull()
 
 
-def quorum() -> None:
-    model = model_of()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    averager = pycomm.decoupled_sgd(optimizer, model, every=1, quorum=1, timeout=20)
-    step(model)
-    optimizer.step()
-    averager.detach()
-
-
 def checkpoint() -> None:
     model = model_of()
     reducer = pycomm.attach(torch.optim.SGD(model.parameters(), 0.1), model)
@@ -192,14 +183,13 @@ def test_ranks_of_several_hosts(call: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("has_secret", [False, True])
-@pytest.mark.parametrize("call", [server, quorum])
 @on_ranks(2)
-def test_servers(call: Callable[[], None], has_secret: bool) -> None:
+def test_servers(has_secret: bool) -> None:
     assert row_of("a server")[:2] == ["Unix socket while it serves", "this network namespace"]
     assert row_of("the same, with a secret")[0] == "TCP while it serves"
     before = listening()
     with on_hosts("AB") if has_secret else contextlib.nullcontext(), watched() as found:
-        call()
+        server()
     wanted = {"Unix socket"} | ({"TCP 127.0.0.1"} if has_secret else set())
     assert on_any_rank(found) == wanted, found
     assert listening() <= before

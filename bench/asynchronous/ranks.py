@@ -22,7 +22,7 @@ OURS, GLOO, REDUCE = "pycomm, push and pull", "Gloo, send and recv", "pycomm, al
 MODES: dict[str, dict[str, Any]] = {
     "async": {},
     "ssp, bound 100": {"mode": pycomm.StaleSynchronous(100)},
-    "softsync 2": {"mode": pycomm.SoftSync(2)},
+    "softsync 2": {"mode": pycomm.Sync(quorum=2)},
     "sync, backup 1": {"mode": pycomm.Sync(backup=1)},
     "sync": {"mode": "sync"},
 }

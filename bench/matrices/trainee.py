@@ -103,7 +103,7 @@ class Trainee:
             optimizer.step()
             schedule.step()
         seconds = time.process_time() - begun
-        if isinstance(handle, pycomm.Averager):
+        if isinstance(handle, pycomm.LocalAverager):
             handle.meet()
         sent = float(handle.stats()["bytes_sent"]) / steps
         handle.detach()

@@ -34,7 +34,7 @@ class Course:
     size: int
     steps: int
     every: int = 4
-    outer: pycomm.Nesterov | None = None
+    outer: pycomm.Nesterov | pycomm.Elastic | None = None
     delay: int = 0
     top: float | None = None
     turns: list[tuple[slice, int]] = field(default_factory=lambda: [(slice(0, NUMEL), 4)])
@@ -69,9 +69,13 @@ class Course:
                     now[:, piece] = 0.5 * (now[:, piece] + self._anchor[piece])
             for piece, turn in self.turns:
                 if step % self.every + 1 == turn:
-                    mean = self._mean(now, piece, [r for r in world if step <= self.missed.get(r, self.steps)])
+                    met = [r for r in world if step <= self.missed.get(r, self.steps)]
+                    mean = self._mean(now, piece, met)
                     if self.delay:
                         under_way.append((step, piece, mean))
+                    elif isinstance(self.outer, pycomm.Elastic):
+                        now[:, piece] -= self.outer.strength / len(met) * (now[:, piece] - self._anchor[piece])
+                        self._anchor[piece] -= self.outer.strength * mean
                     else:
                         self._land(piece, mean)
                         now[:, piece] = self._anchor[piece]
@@ -101,7 +105,7 @@ class Course:
         return total
 
     def _land(self, piece: slice, moved: torch.Tensor) -> None:
-        if self.outer is not None:
+        if isinstance(self.outer, pycomm.Nesterov):
             self._velocity[piece] = self.outer.momentum * self._velocity[piece] + moved
             moved = self.outer.lr * (moved + self.outer.momentum * self._velocity[piece])
         self._anchor[piece] -= moved

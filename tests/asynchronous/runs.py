@@ -63,9 +63,8 @@ def weight_of(rank: int, step: int) -> float:
 
 
 def serve(optimizer: torch.optim.Optimizer, model: nn.Module, **options: Any) -> pycomm.ParameterServer:
-    """Start a parameter server, which may write a trace, or repeat it."""
-    is_traced = not {"trace", "replay"}.isdisjoint(options)
-    return (traced if is_traced else pycomm.parameter_server)(optimizer, model, **options)
+    """Start a parameter server, which may write a trace."""
+    return (traced if "trace" in options else pycomm.parameter_server)(optimizer, model, **options)
 
 
 def work(run: Run) -> dict[str, Any]:
@@ -155,27 +154,24 @@ class Simulation:
         mode, piece = self._run.options.get("mode", pycomm.Async()), self._pieces[server]
         version, then = self._pulled[server, worker, step]
         stale = self._updates[server] - version
-        if isinstance(mode, pycomm.Sync) and stale > 0:
+        if isinstance(mode, pycomm.Sync) and mode.quorum is None and stale > 0:
             return
         g = self._sent(worker, self._gradient(worker, step), piece)
-        compensation = getattr(mode, "compensation", None)
-        if isinstance(compensation, pycomm.DelayCompensation):
-            strength: Any = compensation.strength
-            if compensation.adaptive:
-                mean = compensation.decay * self._squares[piece] + (1 - compensation.decay) * g**2
+        if mode.compensation == "dc":
+            strength: Any = mode.strength
+            if mode.adaptive:
+                mean = mode.decay * self._squares[piece] + (1 - mode.decay) * g**2
                 self._squares[piece] = mean
-                strength = strength / torch.sqrt(mean + compensation.eps)
+                strength = strength / torch.sqrt(mean + mode.eps)
             g = g + strength * g * g * (self.now[piece] - then)
-        rate = 1 / max(1, stale) if compensation == "lr" else 1.0
+        rate = 1 / max(1, stale) if mode.compensation == "lr" else 1.0
         self._collected[server].append((weight_of(worker, step), rate, g))
         self._update_if_due(server)
 
     def _update_if_due(self, server: int) -> None:
         mode, needed = self._run.options.get("mode"), 1
-        if isinstance(mode, pycomm.SoftSync):
-            needed = mode.quorum
-        elif isinstance(mode, pycomm.Sync):
-            needed = max(1, self._workers[server] - mode.backup)
+        if isinstance(mode, pycomm.Sync):
+            needed = mode.quorum or max(1, self._workers[server] - mode.backup)
         if len(self._collected[server]) >= needed:
             self._update(server)
 

@@ -15,8 +15,6 @@ from tests.reducer.models import loss_of, make_model, sgd
 
 CALLS: dict[str, Any] = {
     "local_sgd()": lambda *what: pycomm.local_sgd(*what, every=2, timeout=30),
-    "decoupled_sgd()": lambda *what: pycomm.decoupled_sgd(*what, every=2, timeout=30),
-    "elastic_averaging()": lambda *what: pycomm.elastic_averaging(*what, every=2, timeout=30),
     "gossip()": lambda *what: pycomm.gossip(*what, timeout=30),
     "parameter_server()": lambda *what: pycomm.parameter_server(*what, timeout=30),
 }

@@ -102,12 +102,14 @@ def test_outer_gradients_lose_nothing_in_parts(method: Any) -> None:
     handle.detach()
 
 
+@pytest.mark.parametrize("fragments", [1, 2])
 @on_ranks(3, timeout=TIMEOUT)
-def test_elastic_averaging_is_what_one_process_comes_to() -> None:
-    rank, size, every, pull = dist.get_rank(), 3, 3, 0.8 / 3
+def test_elastic_averaging_is_what_one_process_comes_to(fragments: int) -> None:
+    rank, size, every, pull = dist.get_rank(), 3, 4, 0.8 / 3
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    handle = pycomm.elastic_averaging(optimizer, model, every=every, strength=0.8, timeout=60)
+    outer = pycomm.Elastic(0.8)
+    handle = pycomm.local_sgd(optimizer, model, every=every, outer=outer, fragments=fragments, timeout=60)
     models = [model_of() for _ in range(size)]
     optimizers = [torch.optim.SGD(each.parameters(), 0.05, momentum=0.9) for each in models]
     center = flat(models[0])
@@ -116,11 +118,14 @@ def test_elastic_averaging_is_what_one_process_comes_to() -> None:
             its.zero_grad()
             loss_of(each, number, step).backward()
             its.step()
-        if step % every == every - 1:
-            apart = torch.stack([flat(each) for each in models]) - center
-            for each, distance in zip(models, apart, strict=True):
-                torch.nn.utils.vector_to_parameters(flat(each) - pull * distance, each.parameters())
-            center = center + pull * apart.sum(0)
+        for piece, turn in HALVES if fragments == 2 else [(slice(None), every)]:
+            if step % every + 1 == turn:
+                now = torch.stack([flat(each) for each in models])
+                apart = now[:, piece] - center[piece]
+                now[:, piece] -= pull * apart
+                center[piece] += pull * apart.sum(0)
+                for each, values in zip(models, now, strict=True):
+                    torch.nn.utils.vector_to_parameters(values.clone(), each.parameters())
         optimizer.zero_grad()
         loss_of(model, rank, step).backward()
         optimizer.step()
@@ -128,15 +133,24 @@ def test_elastic_averaging_is_what_one_process_comes_to() -> None:
     handle.take_center()
     torch.testing.assert_close(flat(model), center, rtol=1e-12, atol=1e-12)
     handle.detach()
-    with pytest.raises(ValueError, match="strength"):
-        pycomm.elastic_averaging(optimizer, model, every=every, strength=1.5, timeout=60)
 
 
-@pytest.mark.parametrize("options", [{}, {"delay": 3, "compression": pycomm.TopK(0.2)}], ids=["plain", "under way"])
+@pytest.mark.parametrize("strength", [0, 1.5, -0.1, float("nan"), "0.9", None])
+def test_an_elastic_strength_is_checked(strength: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="strength is .*, wanted a number"):
+        pycomm.Elastic(strength)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"delay": 3, "compression": pycomm.TopK(0.2)}, {"outer": pycomm.Elastic()}],
+    ids=["plain", "under way", "elastic"],
+)
 @on_ranks(2, timeout=TIMEOUT)
 def test_it_goes_on_from_its_state(options: dict[str, Any]) -> None:
     rank, ends = dist.get_rank(), []
     options = {"every": 4, "outer": pycomm.Nesterov(), "fragments": 2, "timeout": 60, **options}
+    has_velocity = isinstance(options["outer"], pycomm.Nesterov)
     for interrupted in (False, True):
         model = model_of()
         optimizer = torch.optim.SGD(model.parameters(), 0.05)
@@ -156,8 +170,9 @@ def test_it_goes_on_from_its_state(options: dict[str, Any]) -> None:
         ends.append(flat(model))
         with pytest.raises(ValueError, match="not a LocalAverager"):
             handle.load_state_dict({})
+        velocities = {} if has_velocity else {"0.weight": torch.zeros(5, 6)}
         with pytest.raises(ValueError, match="another outer optimizer"):
-            handle.load_state_dict({**handle.state_dict(), "velocities": {}})
+            handle.load_state_dict({**handle.state_dict(), "velocities": velocities})
         with pytest.raises(ValueError, match="compression"):
             handle.load_state_dict({**handle.state_dict(), "compression": {"other": {}}})
         handle.detach()
@@ -179,7 +194,13 @@ def make(options: dict[str, Any]) -> None:
         ({"every": 0}, "every"),
         ({"every": 2.5}, "every"),
         ({"every": 2, "fragments": 3}, "fragments=3, wanted at most every=2"),
-        ({"every": 4, "outer": "sgd"}, "outer is 'sgd'"),
+        ({"every": 4, "outer": "sgd"}, "outer is 'sgd', wanted None, a pycomm.Nesterov or a pycomm.Elastic"),
+        ({"every": 4, "outer": pycomm.Elastic(), "delay": 1}, "delay=1 with outer=Elastic(strength=0.9), wanted 0"),
+        (
+            {"every": 4, "outer": pycomm.Elastic(), "compression": "fp16"},
+            "compression=FP16() with outer=Elastic(strength=0.9), wanted None: ranks stay apart",
+        ),
+        ({"every": 4, "outer": pycomm.Elastic(), "other": {"outer": None}}, "the ranks disagree: setting"),
         ({"every": 4, "delay": 4}, "delay=4, wanted less than every=4"),
         ({"every": 4, "delay": -1}, "delay"),
         ({"every": 4, "compression": "topk"}, "compression is 'topk'"),

@@ -26,17 +26,16 @@ RUNS = {
     "async, two servers": Run({"servers": 2}),
     "divided by staleness": Run({"mode": pycomm.Async("lr")}),
     "delay compensation": Run({"mode": pycomm.Async("dc")}, "sgd"),
-    "adaptive, two servers": Run(
-        {"mode": pycomm.Async(pycomm.DelayCompensation(0.5, adaptive=True, decay=0.9)), "servers": 2}
-    ),
+    "adaptive, two servers": Run({"mode": pycomm.Async("dc", strength=0.5, adaptive=True, decay=0.9), "servers": 2}),
     "stale synchronous": Run({"mode": pycomm.StaleSynchronous(1)}, slow=2),
-    "softsync": Run({"mode": pycomm.SoftSync(2)}),
-    "softsync, divided": Run({"mode": pycomm.SoftSync(3, "lr")}, "sgd"),
+    "softsync": Run({"mode": pycomm.Sync(quorum=2)}),
+    "softsync, divided": Run({"mode": pycomm.Sync(quorum=3, compensation="lr")}, "sgd"),
+    "softsync, delay compensation": Run({"mode": pycomm.Sync(quorum=2, compensation="dc", strength=0.5)}, "sgd"),
     "sync": Run({"mode": pycomm.Sync()}, "adam"),
     "sync, backup": Run({"mode": pycomm.Sync(backup=1)}, slow=3),
     "async, TopK": Run({"compression": pycomm.TopK(0.2)}),
     "softsync, TopK, two servers": Run(
-        {"mode": pycomm.SoftSync(2), "servers": 2, "compression": pycomm.TopK(0.1)}, "adam"
+        {"mode": pycomm.Sync(quorum=2), "servers": 2, "compression": pycomm.TopK(0.1)}, "adam"
     ),
     "delay compensation, TopK": Run({"mode": pycomm.Async("dc"), "compression": pycomm.TopK(0.3)}, "sgd"),
 }
@@ -79,18 +78,6 @@ def test_every_mode_is_its_simulation(rank_pools: Pools, run: Run, tmp_path: Pat
             # Of each other worker, no more gradients than the bound and the one that it may just be pushing.
             assert max(map(int, stats["staleness"])) <= 2 * (2 * mode.staleness + 1)
     assert {worker["stats"]["steps"] for worker in told[servers:]} == {run.steps}
-
-
-@pytest.mark.parametrize(
-    "name", ["adaptive, two servers", "softsync", "sync, backup", "stale synchronous", "async, TopK"]
-)
-def test_a_replay_ends_with_the_same_bits(rank_pools: Pools, name: str, tmp_path: Path) -> None:
-    run = RUNS[name]
-    first = trained(rank_pools(SIZE), replace(run, options={**run.options, "trace": str(tmp_path / "trace")}))
-    again = replace(run, slow=1, options={**run.options, "replay": str(tmp_path / "trace")})
-    second = trained(rank_pools(SIZE), again)
-    for server, piece in enumerate(pieces_of(run)):
-        assert torch.equal(flat(first[server])[piece], flat(second[server])[piece])
 
 
 def with_a_schedule(folder: str, samples: float | None) -> float:
@@ -187,11 +174,11 @@ def test_a_gradient_that_is_not_finite_goes_to_no_server(rank_pools: Pools, opti
 
 
 def test_a_worker_that_comes_late_counts_from_the_beginning() -> None:
-    """When it came is in no trace: a replay would wait for others than the run did."""
+    """When it came is in no trace: a simulation would wait for others than the run did."""
     mode = StaleSynchronousRules(1)
     parameter = torch.nn.Parameter(torch.zeros(2))
     shard = ShardOptimizer(torch.optim.SGD([parameter], 0.1), [Piece(0, 0, 2)], torch.zeros(2))
-    core = Core(shard, mode, Compensator(None), torch.float64)
+    core = Core(shard, mode, Compensator(pycomm.StaleSynchronous(1)), torch.float64)
     for worker in (1, 2):
         mode.join(worker)
     core.join(1, "a")

@@ -97,24 +97,6 @@ def test_a_parameter_server_at_a_link_local_address(new_ranks: Pools) -> None:
     assert new_ranks(2).run(serve_between_hosts, link_local_address(), free_port(), timeout=60) == [True] * 2
 
 
-def average(port: int) -> int:
-    """Ranks that meet one by one, in what rank 0 holds; how often they have."""
-    meet(port, 2)
-    optimizer, model = small()
-    averager = pycomm.decoupled_sgd(optimizer, model, every=2, quorum=1, timeout=20)
-    for _ in range(6):
-        optimizer.zero_grad()
-        loss_of(model).backward()
-        optimizer.step()
-    meetings: int = averager.stats()["meetings"]
-    averager.detach()
-    return meetings
-
-
-def test_a_quorum(new_ranks: Pools) -> None:
-    assert min(new_ranks(2).run(average, free_port(), timeout=60)) > 0
-
-
 def join(how: str, port: int, address: str) -> int:
     """Two ranks, and one that joins them; the largest number of ranks at a time."""
     meet(port, 2)

@@ -22,11 +22,11 @@ from tests.on_ranks import Pools, on_ranks
 TIMEOUT = 60.0
 
 
-def begin(call: Any = pycomm.local_sgd, **options: Any) -> tuple[Any, Any, Any]:
+def begin(**options: Any) -> tuple[Any, Any, Any]:
     """A model, its optimizer, and the handle of local SGD."""
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    return model, optimizer, call(optimizer, model, timeout=20, **{"every": 4, **options})
+    return model, optimizer, pycomm.local_sgd(optimizer, model, timeout=20, **{"every": 4, **options})
 
 
 def step(model: Any, optimizer: Any, number: int) -> None:
@@ -286,10 +286,9 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("how", CHANGES)
-@pytest.mark.parametrize("call", [pycomm.local_sgd, pycomm.decoupled_sgd], ids=["meetings", "one by one"])
 @on_ranks(2, timeout=TIMEOUT, fresh=True)
-def test_other_parameters_are_an_error_that_names_them(how: str, call: Any) -> None:
-    model, optimizer, _ = begin(call)
+def test_other_parameters_are_an_error_that_names_them(how: str) -> None:
+    model, optimizer, _ = begin()
     change, says, within = CHANGES[how]
     step(model, optimizer, 0)
     model, optimizer = change(model, optimizer)

@@ -18,6 +18,7 @@ from torch import nn
 
 import pycomm
 from pycomm.tools.launching.processes import _fork_server
+from pycomm.training.asynchronous import server_checkpoint
 from pycomm.training.asynchronous.worker import ServerLink
 from tests.asynchronous.runs import Run, loss_of, model_of, optimizer_of, serve, weight_of, work
 from tests.checkpoint.test_failures import file_size_limit
@@ -83,6 +84,7 @@ def play(part: str, port: int, rank: int, folder: str | None, options: dict[str,
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="3")
     if rank >= 0:
         os.environ["RANK"] = str(rank)
+    server_checkpoint._EVERY = 0.2
     model = model_of()
     options = {"timeout": 60.0, **options}
     try:
@@ -178,7 +180,7 @@ def stop(workers: list[Player]) -> None:
         ),
     ],
 )
-def test_a_server_that_was_killed_goes_on_without_any_loss(
+def test_a_server_that_was_killed_goes_on_and_counts_what_is_lost(
     start: Start, port: int, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     server = start("server", port, 0, tmp_path, **options)
@@ -193,7 +195,8 @@ def test_a_server_that_was_killed_goes_on_without_any_loss(
     until("the end", lambda: all(p.end is not None for p in everyone), everyone)
     assert [p.end[0] for p in everyone] == ["ended"] * 3, [p.end for p in everyone]
     stats = server.end[1]
-    assert stats["pushes"] == sum(worker.end[1]["steps"] for worker in workers), "what was acknowledged is there, once"
+    assert stats["pushes"] + stats["lost"] == sum(worker.end[1]["steps"] for worker in workers)
+    assert min(stats["pushes"], stats["lost"]) > 0
 
 
 def test_a_process_that_comes_later_works_too_and_one_takes_the_place_of_another(start: Start, port: int) -> None:
@@ -263,7 +266,7 @@ def serve_with(folder: str, options: dict[str, Any], again: dict[str, Any]) -> s
 @pytest.mark.parametrize(
     ("options", "again", "said"),
     [
-        ({}, {"mode": "sync"}, "mode=async"),
+        ({}, {"mode": "sync"}, "mode=Async()"),
         ({}, {"compression": pycomm.TopK(0.2)}, "compression=None"),
         ({"compression": pycomm.TopK(0.2)}, {"compression": pycomm.TopK(0.3)}, "compression=TopK(ratio=0.2"),
     ],
@@ -289,7 +292,7 @@ def refused(options: dict[str, Any]) -> str:
 
 
 @pytest.mark.timeout(100)
-@pytest.mark.parametrize("name", ["trace", "replay", "checkpoint"])
+@pytest.mark.parametrize("name", ["trace", "checkpoint"])
 def test_files_that_cannot_be_opened_are_told_to_all(new_ranks: Pools, tmp_path: Path, name: str) -> None:
     """At once: nobody waits for a server that will never serve."""
     (tmp_path / "file").touch()
@@ -325,15 +328,17 @@ def test_a_server_that_cannot_begin_tells_its_workers(new_ranks: Pools, tmp_path
 
 
 def serve_on_a_full_disk(folder: str) -> str:
-    """Make steps until the server's journal exceeds a limit; return what is said, and how long that took."""
+    """Make steps until the server's checkpoint exceeds a limit; return what is said, and how long that took."""
     begun = time.monotonic()
     model = torch.nn.Linear(100, 100)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)  # the first checkpoint has no momentum
     try:
         with (
+            pytest.MonkeyPatch.context() as patch,
             pycomm.parameter_server(optimizer, model, checkpoint=folder, timeout=60) as server,
-            file_size_limit(120_000),
+            file_size_limit(70_000),
         ):
+            patch.setattr(server_checkpoint, "_EVERY", 0.1)
             if not server.is_worker:
                 server.close()
             while server.is_worker:
@@ -345,15 +350,15 @@ def serve_on_a_full_disk(folder: str) -> str:
 
 
 @pytest.mark.timeout(100)
-def test_a_server_that_cannot_write_its_journal_tells_its_workers(new_ranks: Pools, tmp_path: Path) -> None:
+def test_a_server_that_cannot_write_its_checkpoint_tells_its_workers(new_ranks: Pools, tmp_path: Path) -> None:
     server, worker = new_ranks(2).run(serve_on_a_full_disk, str(tmp_path), timeout=TIMEOUT)
     for told in (server, worker):
-        assert re.search(rf"File too large: '{tmp_path}/server-0/journal-1' after [0-9] s", told)
+        assert re.search(rf"File too large: '{tmp_path}/server-0/unfinished'.* after [0-9] s", told)
     assert "server 0 cannot go on" in worker
 
 
 @pytest.mark.timeout(100)
-@pytest.mark.parametrize("name", ["trace.0", "replay.0", "server-0/journal-1", "server-0/checkpoint-1.pt"])
+@pytest.mark.parametrize("name", ["trace.0", "server-0/checkpoint-1.pt"])
 def test_files_that_block_are_told_to_all(new_ranks: Pools, tmp_path: Path, name: str) -> None:
     (tmp_path / "server-0").mkdir()
     os.mkfifo(tmp_path / name)
@@ -384,17 +389,9 @@ def make(options: dict[str, Any]) -> None:
         ({"servers": 3}, "servers=3 of 3 ranks leaves none to work"),
         ({"servers": 0}, "servers"),
         ({"mode": "bulk"}, "mode is 'bulk'"),
-        ({"mode": "ssp"}, "mode is 'ssp', wanted an object with its option, such as pycomm.StaleSynchronous(3)"),
-        ({"mode": "softsync"}, "such as pycomm.SoftSync(4)"),
-        ({"mode": "ssp", "staleness": 0}, "staleness"),
-        ({"mode": "softsync", "quorum": 0}, "quorum"),
-        ({"quorum": 2}, 'it is for mode="softsync"'),
-        ({"mode": "softsync", "compensation": "lr"}, 'it is for mode="softsync", which requires it'),
+        ({"mode": "ssp"}, 'mode is \'ssp\', wanted "async", "sync", a pycomm.Async, StaleSynchronous or Sync'),
         ({"mode": pycomm.Sync(backup=2)}, "backup=2 requires more workers"),
-        ({"backup": 1}, 'it is for mode="sync"'),
-        ({"mode": "sync", "compensation": "lr"}, "in which no gradient is stale"),
         ({"compression": "topk"}, "compression is 'topk'"),
-        ({"compensation": "more"}, "compensation is 'more'"),
         ({"optimizer": torch.optim.LBFGS}, "requires a closure"),
         ({"dtype": torch.complex64}, "parameters are torch.complex64 on cpu"),
         ({"compression": "auto"}, "name a method"),

@@ -72,14 +72,8 @@ def test_hosts_without_a_secret_are_an_error_of_all() -> None:
             (("short", "short"), "the secret in PYCOMM_SECRET has 5 characters"),
         ):
             patch.setenv("PYCOMM_SECRET", secrets[dist.get_rank()])
-            for call in (
-                lambda: pycomm.parameter_server(torch.optim.SGD(model.parameters(), 0.1), model, timeout=20),
-                lambda: pycomm.decoupled_sgd(
-                    torch.optim.SGD(model.parameters(), 0.1), model, every=2, quorum=1, timeout=20
-                ),
-            ):
-                with pytest.raises(ValueError, match=message):
-                    call()
+            with pytest.raises(ValueError, match=message):
+                pycomm.parameter_server(torch.optim.SGD(model.parameters(), 0.1), model, timeout=20)
 
 
 @on_ranks(2)
@@ -111,30 +105,11 @@ def test_a_wrong_timeout_on_one_rank_is_told_to_all(rank: int) -> None:
     def server(timeout: Any) -> None:
         pycomm.parameter_server(torch.optim.SGD(model.parameters(), 0.1), model, timeout=timeout).close()
 
-    def averager(timeout: Any) -> None:
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        pycomm.decoupled_sgd(optimizer, model, every=2, quorum=1, timeout=timeout).detach()
-
-    for call in (server, averager):
-        for wrong in (-1, "ten", float("nan"), float("inf")):
-            message = "timeout is" if here == rank else f"rank {rank}.*: timeout is"
-            with pytest.raises((TypeError, ValueError), match=message):
-                call(wrong if here == rank else 20)
-        call(20)
-
-
-@on_ranks(2)
-def test_ranks_of_which_one_is_decoupled_are_told() -> None:
-    model = model_of()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    given: list[dict[str, Any]] = [{}, {"outer": pycomm.Nesterov()}, {"on_failure": "shrink"}]
-    for options in given:
-        mine: tuple[Any, dict[str, Any]] = (
-            (pycomm.local_sgd, options) if dist.get_rank() else (pycomm.decoupled_sgd, {})
-        )
-        with pytest.raises(ValueError, match="the ranks disagree: setting 0 is .*'ranks meet one by one' on rank 0"):
-            mine[0](optimizer, model, every=2, timeout=20, **mine[1])
-    pycomm.decoupled_sgd(optimizer, model, every=2, quorum=1, timeout=20).detach()
+    for wrong in (-1, "ten", float("nan"), float("inf")):
+        message = "timeout is" if here == rank else f"rank {rank}.*: timeout is"
+        with pytest.raises((TypeError, ValueError), match=message):
+            server(wrong if here == rank else 20)
+    server(20)
 
 
 # TLS.

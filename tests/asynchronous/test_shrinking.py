@@ -24,7 +24,7 @@ from tests.on_ranks import Pools
 from tests.survival.training import die, stop
 
 TIMEOUT = 60.0
-OUTER = pycomm.Nesterov(0.7, 0.9)
+OUTER, ELASTIC = pycomm.Nesterov(0.7, 0.9), pycomm.Elastic(0.8)
 
 
 def options_of(course: Course) -> dict[str, Any]:
@@ -63,7 +63,8 @@ def lose_here(course: Course, moment: str) -> dict[str, Any]:
         if rank in course.lost and "commit" in moment:
             patch.setattr(ElasticGroup, "commit", dies_in_commit(moment == "before the commit", 2))
         handle = pycomm.local_sgd(optimizer, model, **options_of(course))
-        handle.set_weight(rank + 1)
+        if course.weighted:
+            handle.set_weight(rank + 1)
         found = []
         for step in range(course.steps):
             if course.lost.get(rank) == step and moment in ("step", "stop"):
@@ -81,6 +82,7 @@ COURSES = {
     "local SGD": Course(3, 13, lost={1: 5}),
     "rank 0": Course(3, 13, outer=OUTER, lost={0: 7}),
     "two, compressed": Course(4, 13, outer=OUTER, turns=HALVES, top=0.3, lost={1: 3, 3: 9}),
+    "elastic": Course(3, 13, outer=ELASTIC, turns=HALVES, weighted=False, lost={0: 6}),
 }
 
 
@@ -132,15 +134,16 @@ def test_of_the_meetings_under_way_all_count_that_began_before_one_that_does(new
     assert fits == 1
 
 
-@pytest.mark.parametrize("delay", [0, 3])
-def test_one_that_dies_before_the_commit_has_not_met(new_ranks: Pools, delay: int) -> None:
+@pytest.mark.parametrize(("outer", "delay"), [(OUTER, 0), (OUTER, 3), (ELASTIC, 0)], ids=repr)
+def test_one_that_dies_before_the_commit_has_not_met(new_ranks: Pools, outer: Any, delay: int) -> None:
     # The second meeting of all is that of the second half, after step 3.
-    course = Course(3, 13, outer=OUTER, turns=HALVES, delay=delay, lost={2: 3})
+    course = Course(3, 13, outer=outer, turns=HALVES, delay=delay, lost={2: 3})
     agree(new_ranks(3).outcomes(lose, course, "before the commit", timeout=TIMEOUT), course)
 
 
-def test_one_that_dies_after_the_commit_has_met(new_ranks: Pools) -> None:
-    course = Course(3, 13, outer=OUTER, turns=HALVES, lost={2: 4})
+@pytest.mark.parametrize("outer", [OUTER, ELASTIC], ids=repr)
+def test_one_that_dies_after_the_commit_has_met(new_ranks: Pools, outer: Any) -> None:
+    course = Course(3, 13, outer=outer, turns=HALVES, lost={2: 4})
     agree(new_ranks(3).outcomes(lose, course, "after the commit", timeout=TIMEOUT), course)
 
 
@@ -148,7 +151,7 @@ AFTERWARDS = 24  # steps that all make together once one has come
 MOST = 20_000
 
 
-def go_on(course: Course, handle: pycomm.Averager, model: torch.nn.Module, rank: int, first: int) -> Any:
+def go_on(course: Course, handle: pycomm.LocalAverager, model: torch.nn.Module, rank: int, first: int) -> Any:
     """Train until a rank has come, and some steps more."""
     optimizer, found, come, step = handle.optimizer, {}, first if rank == course.size else None, first
     while come is None or step < come + AFTERWARDS:
@@ -182,9 +185,9 @@ def come(course: Course, port: int) -> Any:
     return go_on(course, handle, model, handle.world[-1], handle.stats()["steps"])
 
 
-@pytest.mark.parametrize("delay", [0, 3])
-def test_one_that_comes_begins_with_what_the_others_have(new_ranks: Pools, delay: int) -> None:
-    course = Course(2, 0, outer=OUTER, turns=HALVES, delay=delay, weighted=False)
+@pytest.mark.parametrize(("outer", "delay"), [(OUTER, 0), (OUTER, 3), (ELASTIC, 0)], ids=repr)
+def test_one_that_comes_begins_with_what_the_others_have(new_ranks: Pools, outer: Any, delay: int) -> None:
+    course = Course(2, 0, outer=outer, turns=HALVES, delay=delay, weighted=False)
     members = new_ranks(2)
     with ThreadPoolExecutor() as threads:
         first = threads.submit(members.outcomes, stay, course, timeout=TIMEOUT)

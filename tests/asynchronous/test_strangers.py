@@ -24,7 +24,7 @@ from pycomm.training.asynchronous import wire
 from pycomm.training.asynchronous.serving import Serving
 from pycomm.training.asynchronous.wire import SharedMemory
 from pycomm.untrusted import COUNT
-from tests.asynchronous.stories import SIZE, core_of
+from tests.asynchronous.cores import SIZE, core_of
 
 KEY = b"a secret of the job"
 REAL = socket.create_connection
@@ -249,6 +249,7 @@ class Server:
             "host": "here",
             "process": process,
             "memory": None,
+            "acknowledged": 0,
         }
         wire.send(connection, ask="hello", **{**hello, **more})
         return connection
@@ -256,7 +257,7 @@ class Server:
     def worker(self, number: int, process: int = 0, **more: Any) -> wire.Connection:
         connection = self.greet(number, process, **more)
         assert connection.poll(10.0)
-        assert wire.receive(connection)["last"] == 0
+        assert wire.receive(connection).keys() == {"memory"}
         return connection
 
     def step(self, connection: wire.Connection, number: int, size: int = SIZE, pause: float = 0.0) -> None:
@@ -267,7 +268,7 @@ class Server:
         wire.receive_array(connection, torch.empty(size, dtype=torch.float64))
         if not is_soon:
             time.sleep(pause)
-        wire.send(connection, ask="push", number=number, samples=1.0, rate=0.0)
+        wire.send(connection, ask="push", number=number, samples=1.0)
         wire.send_array(connection, torch.ones(size, dtype=torch.float64))
         assert wire.receive(connection) == {"pushed": number}
 
@@ -296,18 +297,28 @@ def serve() -> Iterator[Callable[..., Server]]:
         yield start
 
 
+HELLO: dict[str, Any] = {
+    "ask": "hello",
+    "worker": 1,
+    "life": "x",
+    "host": "here",
+    "process": 0,
+    "memory": None,
+    "acknowledged": 0,
+}
 MALFORMED: list[dict[str, Any]] = [
     {},
     {"ask": None},
     {"ask": "eval"},
     {"ask": ["push"]},
-    {"ask": "hello", "worker": [1], "life": "x", "host": "here", "process": 0, "memory": None},
-    {"ask": "hello", "worker": -5, "life": "x", "host": "here", "process": 0, "memory": None},
-    {"ask": "hello", "worker": 1, "life": "x", "host": "here", "process": 0, "memory": "/etc/passwd"},
-    {"ask": "hello", "worker": 1, "life": "x", "host": "here", "process": 2**31, "memory": None},
-    {"ask": "hello", "worker": 1, "life": {}, "host": "here", "process": 0, "memory": None},
-    {"ask": "push", "number": 1, "samples": float("nan"), "rate": 0.0},
-    {"ask": "push", "number": 1, "samples": 0.0, "rate": 0.0},
+    {**HELLO, "worker": [1]},
+    {**HELLO, "worker": -5},
+    {**HELLO, "memory": "/etc/passwd"},
+    {**HELLO, "process": 2**31},
+    {**HELLO, "life": {}},
+    {**HELLO, "acknowledged": "1"},
+    {"ask": "push", "number": 1, "samples": float("nan")},
+    {"ask": "push", "number": 1, "samples": 0.0},
     {"ask": "push", "number": 1, "samples": float("inf")},
     {"ask": "push", "number": "1", "samples": 1.0},
     {"ask": "push", "number": 10**30, "samples": 1.0},
@@ -392,7 +403,7 @@ def test_whatever_a_worker_sends_ends_only_itself(serve: Callable[..., Server]) 
     server.step(good, 1)
     for size in (0, 1, SIZE * 8 - 1, SIZE * 8 + 1, 2**20 + 1):  # of an array
         connection = server.worker(7)
-        wire.send(connection, ask="push", number=1, samples=1.0, rate=0.0)
+        wire.send(connection, ask="push", number=1, samples=1.0)
         with contextlib.suppress(OSError):
             connection.finish(connection.sending(bytes(size)))
         with pytest.raises((EOFError, OSError)):
@@ -494,7 +505,7 @@ def test_nothing_counts_that_comes_after_close(
         wire.send_array(bad, torch.ones(SIZE, dtype=torch.float64))
     await_text(caplog, "worker 2 is lost, the others go on: 'push' came after close")
     wire.send(good, ask="read")
-    wire.send(good, ask="push", number=1, samples=1.0, rate=0.0)
+    wire.send(good, ask="push", number=1, samples=1.0)
     assert wire.receive(good) == {"pushed": 1}
     bad.close()
     server.end(good)
@@ -517,8 +528,9 @@ def test_nobody_takes_the_number_of_a_living_worker(
             wire.receive(thief)
         await_text(caplog, f"process {os.getpid()} is refused: worker 1 is process {child}, which is alive")
         server.step(first, 1)
-        again = server.greet(1, process=child)
-        assert wire.receive(again)["last"] == 1
+        again = server.greet(1, process=child, acknowledged=1)
+        assert wire.receive(again).keys() == {"memory"}
+        assert server.serving.stats()["lost"] == 0
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -526,6 +538,21 @@ def test_nobody_takes_the_number_of_a_living_worker(
     for one in (first, thief, again):
         one.close()
     server.end(later)
+
+
+@pytest.mark.timeout(60)
+def test_pushes_that_the_server_does_not_know_are_counted_and_the_worker_goes_on(
+    serve: Callable[..., Server], caplog: pytest.LogCaptureFixture
+) -> None:
+    server = serve(1, 2)
+    knows_less, same = server.worker(1, acknowledged=5), server.worker(2)
+    await_text(caplog, "worker 1: 5 of its pushes came after the checkpoint from which this server has restarted")
+    assert "worker 2:" not in caplog.text
+    server.step(knows_less, 6)
+    server.step(same, 1)
+    stats = server.serving.stats()
+    assert (stats["pushes"], stats["lost"], stats["duplicates"]) == (2, 5, 0)
+    server.end(knows_less, same)
 
 
 @pytest.mark.timeout(60)

@@ -123,8 +123,6 @@ def test_momentum_besides_the_decay_is_refused() -> None:
     pycomm.attach(optimizer, model, compression=plain).detach()
     with pytest.raises(ValueError, match=rf"outer=Nesterov\(lr=0.7, momentum=0.9\): {says}"):
         pycomm.local_sgd(optimizer, model, every=4, outer=pycomm.Nesterov(), compression=decayed, timeout=60)
-    with pytest.raises(ValueError, match=rf"outer=DelayedNesterov\(.*\): {says}"):
-        pycomm.decoupled_sgd(optimizer, model, every=4, compression=decayed, timeout=60)
     with pytest.raises(ValueError, match=r"outer=Nesterov\(.*\): DGC\(momentum=0.9\) .* would apply momentum twice"):
         pycomm.local_sgd(optimizer, model, every=4, outer=pycomm.Nesterov(), compression=pycomm.DGC(0.1), timeout=60)
     # The ranks' own optimizers may have momentum.

@@ -183,7 +183,7 @@ def test_what_averages(how: str) -> None:
     for begin in (
         lambda given, model: pycomm.attach(given, model),
         lambda given, model: pycomm.local_sgd(given, model, every=2),
-        lambda given, model: pycomm.elastic_averaging(given, model, every=2),
+        lambda given, model: pycomm.local_sgd(given, model, every=2, outer=pycomm.Elastic()),
         lambda given, model: pycomm.gossip(given, model),
     ):
 

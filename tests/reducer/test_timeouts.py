@@ -39,15 +39,11 @@ MEETINGS: dict[str, Body] = {
         *optimizer_and_model(), process_group=group, survive=pycomm.Survive(), **given
     ),
     "local_sgd": lambda group, **given: pycomm.local_sgd(*optimizer_and_model(), every=2, process_group=group, **given),
-    "elastic": lambda group, **given: pycomm.elastic_averaging(
-        *optimizer_and_model(), every=2, process_group=group, **given
-    ),
     "gossip": lambda group, **given: pycomm.gossip(*optimizer_and_model(), process_group=group, **given),
     "state": lambda group: broadcast_optimizer_state(optimizer_and_model()[0], 0, process_group=group),
 }
 SERVERS: dict[str, Body] = {  # which meet in the default group
     "server": lambda **given: pycomm.parameter_server(*optimizer_and_model(), **given),
-    "quorum": lambda **given: pycomm.decoupled_sgd(*optimizer_and_model(), every=2, quorum=1, **given),
     "attach": lambda **given: pycomm.attach(*optimizer_and_model(), **grouped(**given)),
 }
 
@@ -55,7 +51,7 @@ SERVERS: dict[str, Body] = {  # which meet in the default group
 def test_no_public_function_has_a_default_of_its_own() -> None:
     functions: list[Any] = [
         *(Communicator, pycomm.Tuning, pycomm.ddp.register, pycomm.ddp.register_hsdp, pycomm.parameter_server),
-        *(pycomm.local_sgd, pycomm.decoupled_sgd, pycomm.elastic_averaging, pycomm.gossip),
+        *(pycomm.local_sgd, pycomm.gossip),
     ]
     assert {function: inspect.signature(function).parameters["timeout"].default for function in functions} == (
         dict.fromkeys(functions)

@@ -35,27 +35,21 @@ class Method:
         label: a name for people.
         served: arguments of ``parameter_server``, if there is one.
         attach: makes the handle of ranks that have their own optimizers, otherwise.
-        in_step: whether all workers make equally many steps.
         is_mixed: whether what counts is the mean of the workers' parameters.
     """
 
     label: str
     served: Mapping[str, Any] | None = None
     attach: Callable[[torch.optim.Optimizer, torch.nn.Module], Any] | None = None
-    in_step: bool = True
     is_mixed: bool = False
 
 
 def _served(label: str, **options: Any) -> Method:
-    return Method(label, served=options, in_step=False)
+    return Method(label, served=options)
 
 
 def _local(label: str, **options: Any) -> Method:
     return Method(label, attach=lambda optimizer, model: pycomm.local_sgd(optimizer, model, **options))
-
-
-def _decoupled(label: str, **options: Any) -> Method:
-    return Method(label, attach=lambda o, m: pycomm.decoupled_sgd(o, m, every=EVERY, **options), in_step=False)
 
 
 METHODS = {
@@ -65,12 +59,10 @@ METHODS = {
     "async": _served("asynchronous"),
     "async-lr": _served("asynchronous, rate / staleness", mode=pycomm.Async("lr")),
     "async-dc": _served("asynchronous, delay-compensated", mode=pycomm.Async("dc")),
-    "softsync": _served("softsync, 4", mode=pycomm.SoftSync(4)),
+    "softsync": _served("softsync, 4", mode=pycomm.Sync(quorum=4)),
     "local": _local("local SGD", every=EVERY),
     "diloco": _local("DiLoCo", every=EVERY, outer=pycomm.Nesterov(*OUTER)),
-    "delayed": _decoupled("DN + DyLU", outer=pycomm.DelayedNesterov(*OUTER)),
-    "quorum": _decoupled("quorum 3 with grace", outer=pycomm.Nesterov(*OUTER), quorum=3),
-    "easgd": Method("elastic averaging", attach=lambda o, m: pycomm.elastic_averaging(o, m, every=EVERY)),
+    "easgd": _local("elastic averaging", every=EVERY, outer=pycomm.Elastic()),
     "gossip": Method("gossip, exponential", attach=lambda o, m: pycomm.gossip(o, m), is_mixed=True),
 }
 

@@ -130,7 +130,7 @@ On {content["headline"]}, by this command:
 - **Learning rates** of AdamW: the best of {rates} for each method, {TUNED_IN_WORDS}, with the first seed. Nothing else
   was tuned. Local SGD and DiLoCo average every {EVERY} steps. Outer optimizers have the rate {OUTER[0]} and the
   momentum {OUTER[1]}, the best ones for `bench.asynchronous --losses`. With the papers' 0.7 and 0.9, and so few
-  averages, DiLoCo came to a loss of 2.8, and its delayed variant to 3 and more.
+  averages, DiLoCo came to a loss of 2.8.
 - **Losses** are those of held-out text, in nats per byte. The parameters are the server's, those of the last average,
   or (for gossip) the ranks' mean. Means of {settings["seeds"]} seeds ± standard deviation.
 - Methods that make equally many steps on all workers make as many as the slowest worker has time for.

@@ -93,12 +93,12 @@ class Trainee:
         assert method.attach is not None
         handle = method.attach(optimizer, model)
         outcome, kept = Outcome(), list[tuple[float, list[torch.Tensor]]]()
-        num_steps = run.steps_in_step() if method.in_step else 0
+        num_steps = run.steps_in_step()
         dist.barrier()
         begun, is_gone, step = time.perf_counter(), False, 0
         while True:
             now = time.perf_counter() - begun
-            share = step / num_steps if num_steps else now / run.seconds  # of the training
+            share = step / num_steps  # of the training
             if share * run.points >= len(kept) and (self._worker == 0 or method.is_mixed):
                 kept.append((now, _center(handle, model)))
             if share >= 1.0:
@@ -135,7 +135,7 @@ def _copies(model: torch.nn.Module) -> list[torch.Tensor]:
 
 def _center(handle: Any, model: torch.nn.Module) -> list[torch.Tensor]:
     """Return what the ranks have in common; where they have nothing, or all, this rank's parameters."""
-    if not isinstance(handle, pycomm.Averager):
+    if not isinstance(handle, pycomm.LocalAverager):
         return _copies(model)
     anchors = handle.state_dict()["anchors"]
     return [anchors[name] for name, _ in model.named_parameters()]

@@ -1,8 +1,7 @@
-"""Averager: the common interface of the handles of ``local_sgd`` and ``decoupled_sgd``, and checks of arguments."""
+"""Checks of the arguments of ``local_sgd`` and its relatives."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,108 +11,7 @@ from pycomm import checks
 from pycomm.compression import Compression, NoCompression
 from pycomm.optim.attached import refuse_second_average
 from pycomm.optim.parameters import optimizer_parameters
-from pycomm.training.asynchronous.loop import Loop
 from pycomm.training.cost.named import checked_method, refuse_local_norm
-
-
-class Averager(ABC):
-    """Handle of :func:`local_sgd`, :func:`elastic_averaging` and :func:`decoupled_sgd`. The optimizer keeps it alive.
-
-    Attributes:
-        optimizer: ranks meet after its steps.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, loop: Loop) -> None:
-        self.optimizer = optimizer
-        self._weight = 1.0
-        self._loop, self._is_attached = loop, True
-        loop.watch(self._stepped, self._skipped, self._refused)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._description() if self._is_attached else 'detached'})"
-
-    @abstractmethod
-    def _description(self) -> str:
-        """Return what ``repr`` shows: ranks, parameters and settings."""
-
-    @abstractmethod
-    def _stepped(self) -> None:
-        """Run after each step."""
-
-    @abstractmethod
-    def _skipped(self) -> None:
-        """Run when a loss scaler skips a step of this rank."""
-
-    @abstractmethod
-    def _refused(self, problem: str) -> None:
-        """Report to the waiting ranks that this rank raises an error about its parameters."""
-
-    @property
-    @abstractmethod
-    def world(self) -> tuple[int, ...]:
-        """Ranks that take part, by the numbers that they got when they joined."""
-
-    @abstractmethod
-    def meet(self) -> None:
-        """Meet now, whatever the number of steps."""
-
-    @abstractmethod
-    def take_center(self) -> None:
-        """Overwrite the parameters with the common ones."""
-
-    @abstractmethod
-    def stats(self) -> dict[str, Any]:
-        """Return counters, among them ``steps``, ``meetings``, ``bytes_sent`` and ``wait_seconds``."""
-
-    @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, which loads with ``torch.load(weights_only=True)``."""
-
-    @abstractmethod
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` has returned. The parameters stay as they are: load the model's own state."""
-
-    @abstractmethod
-    def _release(self) -> None:
-        """Leave the group of ranks, and release shared memory and connections."""
-
-    def set_weight(self, num_samples: float) -> None:
-        """Weight this rank by its number of samples or tokens in later meetings. All ranks start with equal weights.
-
-        With :func:`decoupled_sgd` the number is per step.
-
-        Raises:
-            TypeError, ValueError: ``num_samples`` is not a positive number.
-        """
-        self._require_attached()
-        self._weight = checks.positive("num_samples", num_samples)
-
-    def detach(self) -> None:
-        """End the averaging and release its memory. Idempotent.
-
-        With :func:`decoupled_sgd`, rank 0 waits until all other ranks have detached.
-
-        Raises:
-            CommError: another rank did not detach within the timeout.
-        """
-        if self._is_attached:
-            self._is_attached = False
-            self._loop.close()
-            self._release()
-
-    def skip_step(self) -> None:
-        """Skip this step, because its batch cannot be used. Call it in place of the rest of the step.
-
-        The step still counts, so that ranks meet after equally many batches. Steps that a ``pycomm.LossScaler`` or
-        torch's ``GradScaler`` skips need no call.
-        """
-        self._require_attached()
-        self._loop.exclude_counts()
-        self._skipped()
-
-    def _require_attached(self) -> None:
-        if not self._is_attached:
-            raise RuntimeError(f"this {type(self).__name__} is detached")
 
 
 def checked_parameters(
@@ -172,7 +70,7 @@ def check_outer(method: Compression | None, outer: Any) -> None:
     if method is None or not hasattr(outer, "optimizer"):
         return
     try:
-        method.check(outer.optimizer([torch.zeros(1)], 1))
+        method.check(outer.optimizer([torch.zeros(1)]))
     except ValueError as error:
         raise ValueError(f"outer={outer!r}: {error}") from error
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,62 +19,26 @@ from pycomm.collectives.transport.authentication import secret
 from pycomm.collectives.transport.choice import version
 from pycomm.collectives.transport.own_group import timeout_seconds
 from pycomm.compression import Compression, NoCompression
-from pycomm.deprecated import Moved, Old, renamed
 from pycomm.errors import attempt
 from pycomm.optim.parameters import checked_optimizer
 from pycomm.training.asynchronous.averager import (
-    Averager,
     check_outer,
     checked_parameters,
     checked_per_rank,
     named_method,
 )
-from pycomm.training.asynchronous.decoupled import decoupled_sgd
 from pycomm.training.asynchronous.elastic_group import ElasticGroup, Lines
-from pycomm.training.asynchronous.fragment import DelayedNesterov, Elastic, Fragment, Nesterov, Outer
+from pycomm.training.asynchronous.fragment import Elastic, Fragment, Nesterov, Outer
 from pycomm.training.asynchronous.local_averager import LocalAverager, MeetingSchedule
 from pycomm.training.asynchronous.loop import Loop, TrackedParameters
 
-_DEFAULTS = {"fragments": 1, "delay": 0, "on_failure": "raise", "join": None, "per_rank": ()}
-"""Options of ``local_sgd`` that :func:`decoupled_sgd` does not have."""
 
-
-class _Quorum(NamedTuple):
-    """Deprecated arguments of ``local_sgd`` that :func:`decoupled_sgd` takes."""
-
-    outer: Any
-    quorum: Any
-
-
-def _with_quorum(quorum: Any, outer: Any = None) -> Any:
-    return outer if quorum is None else _Quorum(outer, quorum)
-
-
-def _to_decoupled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Convert the arguments of ``local_sgd`` to those of :func:`decoupled_sgd`."""
-    rest, outer = dict(kwargs), kwargs["outer"]
-    if isinstance(outer, _Quorum):
-        rest |= outer._asdict()
-    for name, default in {**_DEFAULTS, "process_group": None}.items():
-        value = rest.pop(name, default)
-        if value != default:
-            what = f"{name}={value!r} does not go with ranks that meet one by one"
-            rest["outer"] = ValueError(f"{what} (quorum, or outer=DelayedNesterov)")
-    return args, rest
-
-
-@renamed(
-    Moved(
-        lambda kwargs: isinstance(kwargs.get("outer"), _Quorum | DelayedNesterov), lambda: decoupled_sgd, _to_decoupled
-    ),
-    outer=Old(("quorum",), _with_quorum, short=object),
-)
 def local_sgd(
     optimizer: torch.optim.Optimizer,
     model: torch.nn.Module,
     *,
     every: int,
-    outer: Nesterov | None = None,
+    outer: Nesterov | Elastic | None = None,
     fragments: int = 1,
     delay: int = 0,
     compression: Compression | str | None = None,
@@ -83,7 +47,7 @@ def local_sgd(
     per_rank: Iterable[str] = (),
     process_group: dist.ProcessGroup | None = None,
     timeout: timedelta | float | None = None,
-) -> Averager:
+) -> LocalAverager:
     """Let each rank step by itself, and average the parameters over the ranks after every ``every`` steps.
 
     The loop stays ``zero_grad``, ``backward``, ``step``: ranks meet at the end of ``optimizer.step()``. Each rank
@@ -95,7 +59,8 @@ def local_sgd(
         model: its parameters must all belong to the optimizer, and be all float32 or all float64, on one device.
         every: number of steps between meetings; the same on all ranks, which must all make equally many steps.
         outer: how the mean is applied. ``None``: it becomes the parameters (local SGD; with ``attach`` for the first
-            steps and then ``detach()``, post-local SGD). ``pycomm.Nesterov()``: DiLoCo.
+            steps and then ``detach()``, post-local SGD). ``pycomm.Nesterov()``: DiLoCo. ``pycomm.Elastic()``: the ranks
+            stay different, and are pulled towards a common center (EASGD); without ``delay`` and ``compression``.
         fragments: number of parts of about equal size, which meet in turns, each of them every ``every`` steps. The
             same bytes then travel in smaller portions (Douillard et al., "Streaming DiLoCo", 2025).
         delay: number of steps, below ``every``, that ranks make while a mean is being computed. The result is then
@@ -123,50 +88,16 @@ def local_sgd(
             have made different numbers of steps, or one has left out a batch (see ``skip_step`` of the handle).
     """
     given = dict[str, Any](fragments=fragments, delay=delay, compression=compression, on_failure=on_failure)
-    checked = partial(_checked, "local_sgd", optimizer, model, partial(_checked_outer, outer), every, per_rank, **given)
+    checked = partial(_checked, optimizer, model, outer, every, per_rank, **given)
     if join is not None and (not dist.is_initialized() or isinstance(join, str)):  # alone, without the ranks
         return _join(checked(join=join), join, timeout)
     return _average(partial(checked, join=join), process_group, timeout)
-
-
-def elastic_averaging(
-    optimizer: torch.optim.Optimizer,
-    model: torch.nn.Module,
-    *,
-    every: int,
-    strength: float = 0.9,
-    per_rank: Iterable[str] = (),
-    process_group: dist.ProcessGroup | None = None,
-    timeout: timedelta | float | None = None,
-) -> LocalAverager:
-    """Let each rank step by itself, and pull it towards a common center after every ``every`` steps (EASGD).
-
-    With a = strength / ranks, rank i's parameters x_i become x_i - a (x_i - c), and the center c becomes c plus a
-    times the sum of (x_i - c) (Zhang, Choromanska and LeCun, "Deep learning with Elastic Averaging SGD", 2015). With
-    momentum in ``optimizer`` this is EAMSGD. The ranks stay different, which explores more. At the end of training,
-    :meth:`LocalAverager.take_center` copies the center to all ranks' parameters.
-
-    Args:
-        optimizer, model, every, per_rank, process_group, timeout: as for :func:`local_sgd`.
-        strength: beta, above 0 and at most 1; the paper has 0.9.
-
-    Raises:
-        TypeError, ValueError, CommError, RuntimeError: as from :func:`local_sgd`.
-    """
-
-    def outer() -> Outer:
-        checks.bounded("strength", strength, "a number above 0 and at most 1", lambda b: 0 < b <= 1)
-        return Elastic(float(strength))
-
-    checked = partial(_checked, "elastic_averaging", optimizer, model, outer, every, per_rank)
-    return _average(checked, process_group, timeout)
 
 
 @dataclass(frozen=True)
 class _Settings:
     """Checked arguments."""
 
-    call: str
     optimizer: torch.optim.Optimizer
     model: torch.nn.Module
     outer: Outer
@@ -195,22 +126,15 @@ class _Settings:
         keeps = self.survives and self.schedule.delay > 0
         parts = _split(self.named, len(self.schedule.turns))
         fragments = [Fragment(part, self.outer, self.method, keeps) for part in parts]
-        loop = Loop(TrackedParameters(self.model, self.optimizer, self.named, f"{self.call}()"), self.per_rank)
+        loop = Loop(TrackedParameters(self.model, self.optimizer, self.named, "local_sgd()"), self.per_rank)
         buffers = list(self.model.buffers())
         return LocalAverager(communicator, self.optimizer, fragments, self.schedule, group, buffers, loop)
 
 
-def _checked_outer(outer: Any) -> Outer:
-    if outer is not None and not isinstance(outer, Nesterov):
-        raise TypeError(f"outer is {outer!r}, wanted None or a pycomm.Nesterov, or pycomm.decoupled_sgd()")
-    return outer
-
-
 def _checked(
-    call: str,
     optimizer: torch.optim.Optimizer,
     model: torch.nn.Module,
-    outer: Callable[[], Outer],
+    outer: Any,
     every: Any,
     per_rank: Any,
     *,
@@ -220,12 +144,19 @@ def _checked(
     on_failure: Any = "raise",
     join: Any = None,
 ) -> _Settings:
-    optimizer = checked_optimizer(optimizer, model, call)
-    merges, named = outer(), checked_parameters(optimizer, model, every, fragments, f"{call}()")
+    optimizer = checked_optimizer(optimizer, model, "local_sgd")
+    if outer is not None and not isinstance(outer, Nesterov | Elastic):
+        raise TypeError(f"outer is {outer!r}, wanted None, a pycomm.Nesterov or a pycomm.Elastic")
+    named = checked_parameters(optimizer, model, every, fragments)
     if checks.count("delay", delay, 0) >= every:
         raise ValueError(f"delay={delay}, wanted less than every={every}: the next meeting would begin before that")
     method = named_method(compression) or NoCompression()
-    check_outer(method, merges)
+    check_outer(method, outer)
+    if isinstance(outer, Elastic) and delay > 0:
+        raise ValueError(f"delay={delay} with outer={outer!r}, wanted 0: ranks and center are pulled at the same time")
+    if isinstance(outer, Elastic) and not isinstance(method, NoCompression):
+        why = "ranks stay apart, so what a method leaves out would be sent twice"
+        raise ValueError(f"compression={method!r} with outer={outer!r}, wanted None: {why}")
     if on_failure not in ("raise", "shrink"):
         raise ValueError(f'on_failure is {on_failure!r}, wanted "raise" or "shrink"')
     survives = on_failure == "shrink"
@@ -239,7 +170,7 @@ def _checked(
         raise ValueError('join requires on_failure="shrink", as the ranks that are there have it')
     schedule = MeetingSchedule(every, delay, tuple(every * (i + 1) // fragments for i in range(fragments)))
     names = checked_per_rank(per_rank, optimizer)
-    return _Settings(call, optimizer, model, merges, method, schedule, survives, named, names)
+    return _Settings(optimizer, model, outer, method, schedule, survives, named, names)
 
 
 def _average(

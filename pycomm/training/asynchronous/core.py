@@ -241,11 +241,6 @@ class ShardOptimizer:
             "schedules": [[each.scheduler.state_dict(), each.num_steps] for each in self._schedules],
         }
 
-    def restore(self, memory: torch.Tensor, optimizer: dict[str, Any]) -> None:
-        """Restore the parameters and the optimizer's state."""
-        self._optimizer.load_state_dict(optimizer)
-        self.memory.copy_(memory)
-
     def load_state(self, state: dict[str, Any]) -> None:
         """Load the result of :meth:`state`. Raise ValueError if it is of another model or optimizer."""
         if len(state["schedules"]) != len(self._schedules):
@@ -253,7 +248,8 @@ class ShardOptimizer:
                 f"the checkpoint has {len(state['schedules'])} schedules, this server {len(self._schedules)}"
             )
         with explained("the optimizer does not take what was saved"):
-            self.restore(state["memory"], state["optimizer"])
+            self._optimizer.load_state_dict(state["optimizer"])
+            self.memory.copy_(state["memory"])
         self.num_updates, self._sum = state["updates"], state["sum"]
         self._count, self._weight, self._samples, self._all_samples = state["collected"]
         for each, (own, num_steps) in zip(self._schedules, state["schedules"], strict=True):
@@ -291,14 +287,13 @@ _SHAPE = {
 
 @dataclass(frozen=True)
 class StateSpec:
-    """Form of the state and of the pushes that a server accepts.
+    """Form of the state that a server accepts.
 
     Attributes:
         settings: settings that updates depend on.
         size, dtype: of its shard of the parameters.
         groups: number of parameters in each group of its optimizer.
         mode: keys of the mode's state.
-        push_bytes: bytes of each push; ``None`` if pushes are packed.
     """
 
     settings: str
@@ -306,7 +301,6 @@ class StateSpec:
     dtype: torch.dtype
     groups: tuple[int, ...]
     mode: Collection[str]
-    push_bytes: int | None
 
     def check(self, state: Any, what: str) -> None:
         """Check ``state``; ``what`` names it in errors."""
@@ -365,7 +359,8 @@ class Core:
 
     Attributes:
         staleness: number of gradients by staleness, the number of updates since their parameters were pulled.
-        counts: "pushes", "dropped" (pushes that came too late), and "duplicates".
+        counts: "pushes", "dropped" (pushes that came too late), "duplicates", and "lost" (pushes of which a restarted
+            server knows nothing).
     """
 
     def __init__(
@@ -380,13 +375,16 @@ class Core:
         self.shard, self.mode, self._compensator, self.wire = shard, mode, compensator, wire
         self.unpackers, self._settings = unpackers, settings
         self.staleness: Counter[int] = Counter()
-        self.counts: Counter[str] = Counter(pushes=0, dropped=0, duplicates=0)
+        self.counts: Counter[str] = Counter(pushes=0, dropped=0, duplicates=0, lost=0)
         self._lives: dict[int, str] = {}  # unique token of each worker's process
         self._last: dict[int, int] = {}  # number of each worker's last push
         self._pulled: dict[int, int] = {}  # number of updates when it pulled
 
-    def join(self, worker: int, life: str) -> int:
-        """Add ``worker``, whose process has the token ``life``; return the number of its last push, 0 for none."""
+    def join(self, worker: int, life: str, acknowledged: int = 0) -> int:
+        """Add ``worker``, whose process has the token ``life``; return how many of its pushes were lost since.
+
+        Pushes up to number ``acknowledged`` were applied, by an earlier server if this one knows fewer.
+        """
         if self._lives.get(worker) != life:
             if worker in self._lives:  # the mode knows the first process with that number from the start
                 self.mode.leave(worker)
@@ -394,7 +392,10 @@ class Core:
             self._pulled.pop(worker, None)
             self._lives[worker], self._last[worker] = life, 0
         self.mode.join(worker)
-        return self._last[worker]
+        lost = max(0, acknowledged - self._last[worker])
+        self._last[worker] += lost
+        self.counts["lost"] += lost
+        return lost
 
     def leave(self, worker: int) -> None:
         """Remove ``worker``, and update if others waited for it only. It may join again."""
@@ -411,7 +412,6 @@ class Core:
         """Note that ``worker`` gets the present parameters; return the number of updates so far."""
         self._pulled[worker] = self.shard.num_updates
         self._compensator.pulled(worker, self.shard.memory)
-        self.mode.pulled(worker)
         return self.shard.num_updates
 
     def gradient_of(self, worker: int, number: int, sent: torch.Tensor) -> torch.Tensor:
@@ -430,7 +430,7 @@ class Core:
         staleness = self.shard.num_updates - self._pulled.get(worker, self.shard.num_updates)
         self.counts["pushes"] += 1
         self.staleness[staleness] += 1
-        if not self.mode.push(worker, staleness, samples):
+        if not self.mode.push(worker, staleness):
             self.counts["dropped"] += 1
             return
         gradient = self._compensator.compensate(worker, gradient, self.shard.memory)
@@ -462,9 +462,8 @@ class Core:
     def state_spec(self) -> StateSpec:
         """Return the form of state that :meth:`load_state` accepts."""
         memory = self.shard.memory
-        size = None if self.unpackers is not None else len(memory) * self.wire.itemsize
         groups, mode = self.shard.group_sizes(), self.mode.state().keys()
-        return StateSpec(self._settings, len(memory), memory.dtype, groups, mode, size)
+        return StateSpec(self._settings, len(memory), memory.dtype, groups, mode)
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Load the result of :meth:`state`. Raise ValueError if it is of another model, optimizer, or settings."""

@@ -47,87 +47,31 @@ class Nesterov:
         velocity.mul_(self.momentum).add_(moved)
         anchor.sub_(moved.add_(velocity, alpha=self.momentum), alpha=self.lr)
 
-    def optimizer(self, params: Iterable[torch.Tensor], num_ranks: int) -> torch.optim.Optimizer:
+    def optimizer(self, params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
         """Return a torch optimizer that takes the same steps with ``.grad``."""
         return torch.optim.SGD(params, self.lr, self.momentum, nesterov=self.momentum > 0)
 
 
 @dataclass(frozen=True)
-class DelayedNesterov:
-    """Outer optimizer for contributions that arrive one by one: the momentum is updated after several of them.
+class Elastic:
+    """Elastic averaging (EASGD): ranks stay different, which explores more, and are pulled towards a common center.
 
-    The velocity v changes after every n contributions. Each contribution g moves the parameters at once, by
-    lr * (g / n + c * momentum * v). Every n-th contribution first changes v to momentum * v plus the mean of the last
-    n, and then moves the parameters by lr * (g / n + (1 - c * n + c) * momentum * v). With full momentum at each
-    contribution, which are all stale, training diverges (Liu et al., "Asynchronous Local-SGD Training for Language
-    Modeling", 2024, arXiv:2401.09135, algorithm 3).
+    With a = strength / ranks, rank i's parameters x_i become x_i - a (x_i - c), and the center c becomes c plus a
+    times the sum of (x_i - c) (Zhang, Choromanska and LeCun, "Deep learning with Elastic Averaging SGD", 2015). With
+    momentum in the ranks' optimizers this is EAMSGD. At the end of training, ``take_center()`` of the handle copies the
+    center to all ranks' parameters.
 
     Args:
-        lr: positive.
-        momentum: from 0 to below 1.
-        buffer: n, at least 1; the number of ranks if ``None``.
-        activation: c, from 0 to 1 / n: share of the momentum applied at each contribution. The paper has 0.
+        strength: beta, above 0 and at most 1; the paper has 0.9.
 
     Raises:
-        TypeError, ValueError: an argument is wrong; it is named.
+        TypeError, ValueError: ``strength`` is wrong.
     """
 
-    lr: float = 0.7
-    momentum: float = 0.9
-    buffer: int | None = None
-    activation: float = 0.0
+    strength: float = 0.9
 
     def __post_init__(self) -> None:
-        checks.real("lr", self.lr, 0.0, or_equal=False)
-        checks.real("momentum", self.momentum, 0.0, 1.0)
-        if self.buffer is not None:
-            checks.count("buffer", self.buffer, 1)
-        most = 1.0 / (self.buffer or 1)
-        checks.bounded(
-            "activation", self.activation, f"a number from 0 to 1 / buffer = {most:g}", lambda c: 0 <= c <= most
-        )
-
-    def optimizer(self, params: Iterable[torch.Tensor], num_ranks: int) -> torch.optim.Optimizer:
-        """Return a torch optimizer that takes such a step for the contribution in ``.grad``."""
-        return _DelayedNesterov(params, self, self.buffer or num_ranks)
-
-
-class _DelayedNesterov(torch.optim.Optimizer):
-    def __init__(self, params: Iterable[torch.Tensor], settings: DelayedNesterov, buffer: int) -> None:
-        activation = min(settings.activation, 1.0 / buffer)
-        super().__init__(
-            params, {"lr": settings.lr, "momentum": settings.momentum, "buffer": buffer, "activation": activation}
-        )
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None if closure is None else closure()
-        for group in self.param_groups:
-            lr, momentum, count, share = (group[key] for key in ("lr", "momentum", "buffer", "activation"))
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state |= {"step": 0, "velocity": torch.zeros_like(p), "sum": torch.zeros_like(p)}
-                state["step"] += 1
-                state["sum"].add_(p.grad)
-                applied = share
-                if state["step"] % count == 0:
-                    state["velocity"].mul_(momentum).add_(state["sum"], alpha=1.0 / count)
-                    state["sum"].zero_()
-                    applied = 1.0 - share * count + share
-                p.sub_(p.grad, alpha=lr / count)
-                if applied:
-                    p.sub_(state["velocity"], alpha=lr * momentum * applied)
-        return loss
-
-
-@dataclass(frozen=True)
-class Elastic:
-    """Outer optimizer of elastic averaging; ``strength`` is beta."""
-
-    strength: float
+        checks.bounded("strength", self.strength, "a number above 0 and at most 1", lambda b: 0 < b <= 1)
 
 
 Outer = Nesterov | Elastic | None
@@ -176,12 +120,10 @@ class _FragmentPart:
         """Return each parameter with its view of ``flat`` before it."""
         return [(view_like(x, p), p.detach()) for x, p in zip(self.bucket.parts(flat), self.params, strict=True)]
 
-    def fill(self, pull: float) -> None:
-        """Write anchor minus parameters to the bucket; add ``pull`` times that to the parameters."""
+    def fill(self) -> None:
+        """Write anchor minus parameters to the bucket."""
         for view, (before, p) in zip(self.bucket.views, self.views_of(self.anchor), strict=True):
             torch.sub(before, p, out=view)
-            if pull:
-                p.add_(view, alpha=pull)
 
     def keep(self) -> None:
         """Keep a copy of the bucket, for :meth:`restore`."""
@@ -220,7 +162,7 @@ class Fragment:
         ]
         self.launched: int | None = None
         self.num_meetings, self.met_at = 0, -1
-        self._sent_before = 0
+        self._sent_before = self._num_ranks = 0  # of the last exchange
         self._work: Work | GpuWork | None = None
 
     @torch.no_grad()
@@ -253,9 +195,8 @@ class Fragment:
     def launch(self, check: Check, weight: float, num_steps: int, then: Callable[[], None]) -> None:
         """Begin a meeting; the communication thread calls ``then`` when it has the mean. Collective."""
         self.launched, self._weight, self._check = num_steps, weight, check
-        pull = self.outer.strength / self._communicator.size if isinstance(self.outer, Elastic) else 0.0
         for part in self._parts:
-            part.fill(pull)
+            part.fill()
             if self._keeps:
                 part.keep()
         self._submit(lambda: self._exchange(then))
@@ -267,7 +208,7 @@ class Fragment:
             if self._keeps:
                 part.restore()
             else:  # without a delay, the parameters have not changed
-                part.fill(0.0)
+                part.fill()
         self._submit(lambda: self._exchange(then))
 
     def _submit(self, job: Callable[[], None]) -> None:
@@ -279,6 +220,7 @@ class Fragment:
 
     def _exchange(self, then: Callable[[], None]) -> None:
         total, size = self._check(self._communicator), self._communicator.size
+        self._num_ranks = size
         scaling = Scaling(size, relative=self._weight * size / total, step=self.num_meetings)
         for part in self._parts:
             assert part.exchange is not None
@@ -337,6 +279,8 @@ class Fragment:
     def apply_mean(self, *, is_late: bool) -> None:
         """Apply the received mean; ``is_late``: the parameters were stepped since the meeting began."""
         self.launched = None
+        if isinstance(self.outer, Elastic):  # before the center moves
+            self.move_to_anchor(share=self.outer.strength / self._num_ranks)
         for part in self._parts:
             moved, part.mean = part.mean, None
             assert moved is not None

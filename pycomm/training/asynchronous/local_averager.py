@@ -1,4 +1,4 @@
-"""Handle of ``local_sgd`` and ``elastic_averaging``."""
+"""Handle of ``local_sgd``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
+from pycomm import checks
 from pycomm.collectives.broadcasting import broadcast_tensors
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.tensor_memory import shared_parts
 from pycomm.compression.dense import method_text
 from pycomm.descriptions import counted, settings_text, tensors_text
 from pycomm.errors import CommError
-from pycomm.training.asynchronous.averager import Averager, clone_tensors
+from pycomm.training.asynchronous.averager import clone_tensors
 from pycomm.training.asynchronous.elastic_group import ElasticGroup
 from pycomm.training.asynchronous.fragment import Fragment
 from pycomm.training.asynchronous.loop import Loop, MeetingCheck
@@ -67,8 +68,12 @@ def _not_let_in(error: Exception, rank: int) -> CommError:
     return CommError.during("join", f"the newcomer was not let in: {error}", rank=rank)
 
 
-class LocalAverager(Averager):
-    """Averager of ranks that wait for each other. All make equally many steps between meetings."""
+class LocalAverager:
+    """Handle of :func:`local_sgd`. The optimizer keeps it alive.
+
+    Attributes:
+        optimizer: ranks meet after its steps.
+    """
 
     def __init__(
         self,
@@ -80,6 +85,8 @@ class LocalAverager(Averager):
         buffers: Sequence[torch.Tensor],
         loop: Loop,
     ) -> None:
+        self.optimizer, self._loop = optimizer, loop
+        self._weight, self._is_attached = 1.0, True
         self._communicator, self._schedule, self._group = communicator, schedule, group
         self._fragments, self._buffers = list(fragments), list(buffers)
         for fragment in self._fragments:
@@ -91,7 +98,10 @@ class LocalAverager(Averager):
         self._progress = _Progress()
         self._finalizer = weakref.finalize(self, _end, communicator, self._progress)
         self._is_new, self._seconds = False, 0.0  # a new rank has hyperparameters of its own
-        super().__init__(optimizer, loop)
+        loop.watch(self._stepped, self._skipped, self._refused)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._description() if self._is_attached else 'detached'})"
 
     @property
     def _num_steps(self) -> int:
@@ -118,10 +128,12 @@ class LocalAverager(Averager):
     # Meetings.
 
     def _skipped(self) -> None:
+        """Count a step that a loss scaler skips on this rank."""
         self._num_skipped += 1
         self._stepped()
 
     def _refused(self, problem: str) -> None:
+        """Report to the waiting ranks that this rank raises an error about its parameters."""
         self._leave(problem)
 
     def _stepped(self) -> None:
@@ -247,6 +259,25 @@ class LocalAverager(Averager):
 
     # What users call.
 
+    def set_weight(self, num_samples: float) -> None:
+        """Weight this rank by its number of samples or tokens in later meetings. All ranks start with equal weights.
+
+        Raises:
+            TypeError, ValueError: ``num_samples`` is not a positive number.
+        """
+        self._require_attached()
+        self._weight = checks.positive("num_samples", num_samples)
+
+    def skip_step(self) -> None:
+        """Skip this step, because its batch cannot be used. Call it in place of the rest of the step.
+
+        The step still counts, so that ranks meet after equally many batches. Steps that a ``pycomm.LossScaler`` or
+        torch's ``GradScaler`` skips need no call.
+        """
+        self._require_attached()
+        self._loop.exclude_counts()
+        self._skipped()
+
     def meet(self) -> None:
         """Average all fragments that have not met since the last step, as at the end of training. Collective."""
         self._require_attached()
@@ -311,8 +342,16 @@ class LocalAverager(Averager):
         for fragment in self._fragments:
             fragment.load_state(state)
 
-    def _release(self) -> None:
-        self._leave(f"it has ended its training (detach) after step {self._num_steps}")
+    def detach(self) -> None:
+        """End the averaging and release its memory. Idempotent."""
+        if self._is_attached:
+            self._is_attached = False
+            self._loop.close()
+            self._leave(f"it has ended its training (detach) after step {self._num_steps}")
+
+    def _require_attached(self) -> None:
+        if not self._is_attached:
+            raise RuntimeError(f"this {type(self).__name__} is detached")
 
     def _leave(self, reason: str) -> None:
         if self._group is not None:

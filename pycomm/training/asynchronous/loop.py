@@ -128,10 +128,6 @@ class GroupNumbers:
         """Return the numbers of each group, and a 63-bit hash of them."""
         return self._reader.read(), self._reader.digest >> 1
 
-    def at_step(self, step: int) -> dict[str, Any]:
-        """Return the numbers after ``step``, with the keys of those that the optimizer itself changes."""
-        return {"step": step, "groups": self._reader.read(), "own": sorted(self.own)}
-
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if type(value) in (int, float)}
@@ -373,48 +369,12 @@ def raise_differences(texts: Mapping[int, bytes], *, compares_steps: bool) -> No
         )
     loops = {rank: (*of["loop"], False) for rank, of in by_rank.items() if of["loop"] is not None}
     raise_out_of_loop(loops, f"Steps made: {made}. {_LEFT_OUT}", since="the last meeting")
-    require_equal({rank: (of["groups"], of["own"]) for rank, of in by_rank.items()})
-
-
-def require_equal(numbers: Mapping[int, Sequence[Any]]) -> None:
-    """Raise ValueError if the numbers of ranks' groups differ.
-
-    Args:
-        numbers: for each rank its groups (``None`` for one that does not count), and the keys that its optimizer itself
-            changes. These are not compared.
-    """
-    own = {key for _, keys in numbers.values() for key in keys}
+    own = {key for of in by_rank.values() for key in of["own"]}  # what some rank's optimizer itself changes
     groups = {
-        rank: None if of_rank is None else [{k: n for k, n in group.items() if k not in own} for group in of_rank]
-        for rank, (of_rank, _) in numbers.items()
+        rank: None if of["groups"] is None else [{k: n for k, n in g.items() if k not in own} for g in of["groups"]]
+        for rank, of in by_rank.items()
     }
     require_equal_groups(groups)
-
-
-NUMBERS = {"step": COUNT, "groups": ListOf(MapOf(ANYTHING)), "own": ListOf(str)}
-"""Form of a rank's :meth:`GroupNumbers.at_step`."""
-_KEPT_STEPS = 4096
-
-
-class NumbersBySteps:
-    """Numbers of ranks that meet at different times, compared at equal steps."""
-
-    def __init__(self) -> None:
-        self._first: dict[int, tuple[int, Sequence[Any]]] = {}  # rank that was the first to make the step, its numbers
-        self._problem = ""
-
-    def problem_of(self, rank: int, numbers: Iterable[Mapping[str, Any]]) -> str:
-        """Return how the ``numbers`` of ``rank`` differ from those of another, or how earlier ones did; else ""."""
-        for each in numbers:
-            mine = [each["groups"], each["own"]]
-            other, theirs = self._first.setdefault(each["step"], (rank, mine))
-            try:
-                require_equal({other: theirs, rank: mine})
-            except ValueError as error:
-                self._problem = self._problem or f"{error} (after step {each['step']} of each)"
-        while len(self._first) > _KEPT_STEPS:
-            del self._first[next(iter(self._first))]
-        return self._problem
 
 
 class WorkerParameters:

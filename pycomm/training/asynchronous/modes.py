@@ -6,7 +6,6 @@ a server asks them, and notifies them of what it has done.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
@@ -16,50 +15,30 @@ import torch
 from pycomm import checks
 
 
-@dataclass(frozen=True)
-class DelayCompensation:
-    """DC-ASGD (Zheng et al., "Asynchronous SGD with Delay Compensation", 2017): g + λ g⊙g⊙(w_now - w_then).
-
-    The product g⊙g approximates the diagonal of the Hessian. The server keeps the parameters that each worker pulled.
-
-    Args:
-        strength: λ; with ``adaptive``, λ₀, not negative.
-        adaptive: divide λ₀, element by element, by the square root of a moving mean of g⊙g.
-        decay: of that mean, from 0 to below 1.
-        eps: added to the mean, positive.
-
-    Raises:
-        TypeError, ValueError: an argument is wrong; it is named.
-    """
-
-    strength: float = 0.04
-    adaptive: bool = False
-    decay: float = 0.95
-    eps: float = 1e-7
-
-    def __post_init__(self) -> None:
-        checks.real("strength", self.strength, 0.0)
-        checks.flag("adaptive", self.adaptive)
-        checks.real("decay", self.decay, 0.0, 1.0)
-        checks.real("eps", self.eps, 0.0, or_equal=False)
-
-
-def _check_compensation(mode: Async | StaleSynchronous | SoftSync) -> None:
-    """Check ``mode.compensation``, and replace "dc" by an object."""
-    value: Any = mode.compensation
-    if not (value is None or isinstance(value, DelayCompensation)):
-        if not isinstance(value, str) or value not in ("lr", "dc"):
-            found = checks.shown(value)
-            raise ValueError(f'compensation is {found}, wanted None, "lr", "dc" or a pycomm.DelayCompensation')
-        object.__setattr__(mode, "compensation", "lr" if value == "lr" else DelayCompensation())
-
-
 class Mode(ABC):
-    """Base class of the ``mode`` of :func:`pycomm.parameter_server`."""
+    """Base class of the ``mode`` of :func:`pycomm.parameter_server`: of :class:`pycomm.Async` for the attributes."""
+
+    compensation: str | None
+    strength: float
+    adaptive: bool
+    decay: float
+    eps: float
 
     @abstractmethod
     def rules(self) -> Rules:
         """Return the rules of one server."""
+
+    def _check_compensation(self) -> None:
+        value: Any = self.compensation
+        if value is not None and not (isinstance(value, str) and value in ("lr", "dc")):
+            raise ValueError(f'compensation is {checks.shown(value)}, wanted None, "lr" or "dc"')
+        checks.real("strength", self.strength, 0.0)
+        checks.flag("adaptive", self.adaptive)
+        checks.real("decay", self.decay, 0.0, 1.0)
+        checks.real("eps", self.eps, 0.0, or_equal=False)
+        for name in ("strength", "adaptive", "decay", "eps"):
+            if value != "dc" and getattr(self, name) != getattr(type(self), name):
+                raise ValueError(f'{name}={getattr(self, name)} with compensation={value!r}, wanted "dc" there')
 
 
 @dataclass(frozen=True)
@@ -69,16 +48,25 @@ class Async(Mode):
     Args:
         compensation: correction of stale gradients, whose parameters were updated after they were pulled. "lr": the
             learning rate is divided by the number of those updates (Zhang et al., "Staleness-aware Async-SGD", 2016).
-            "dc", or a :class:`pycomm.DelayCompensation`: DC-ASGD.
+            "dc": DC-ASGD (Zheng et al., "Asynchronous SGD with Delay Compensation", 2017): g + λ g⊙g⊙(w_now - w_then),
+            where g⊙g approximates the diagonal of the Hessian. The server keeps the parameters that each worker pulled.
+        strength: λ of "dc"; with ``adaptive``, λ₀, not negative.
+        adaptive: divide λ₀, element by element, by the square root of a moving mean of g⊙g.
+        decay: of that mean, from 0 to below 1.
+        eps: added to the mean, positive.
 
     Raises:
-        ValueError: ``compensation`` is something else.
+        TypeError, ValueError: an argument is wrong; it is named.
     """
 
-    compensation: DelayCompensation | str | None = None
+    compensation: str | None = None
+    strength: float = 0.04
+    adaptive: bool = False
+    decay: float = 0.95
+    eps: float = 1e-7
 
     def __post_init__(self) -> None:
-        _check_compensation(self)
+        self._check_compensation()
 
     def rules(self) -> Rules:
         return AsyncRules()
@@ -90,107 +78,78 @@ class StaleSynchronous(Mode):
 
     Args:
         staleness: the bound, at least 1.
-        compensation: as of :class:`pycomm.Async`.
+        compensation, strength, adaptive, decay, eps: as of :class:`pycomm.Async`.
 
     Raises:
         TypeError, ValueError: an argument is wrong; it is named.
     """
 
     staleness: int
-    compensation: DelayCompensation | str | None = None
+    compensation: str | None = None
+    strength: float = 0.04
+    adaptive: bool = False
+    decay: float = 0.95
+    eps: float = 1e-7
 
     def __post_init__(self) -> None:
         checks.integer("staleness", self.staleness, 1)
-        _check_compensation(self)
+        self._check_compensation()
 
     def rules(self) -> Rules:
         return StaleSynchronousRules(self.staleness)
 
 
 @dataclass(frozen=True)
-class SoftSync(Mode):
-    """Every ``quorum`` gradients, of any workers, make an update by their mean (Zhang et al., 2016).
+class Sync(Mode):
+    """An update is the mean of one gradient from each worker, or from all but ``backup`` of them (Chen et al., 2016).
+
+    Later gradients are dropped. With a ``quorum`` (n-softsync: Zhang et al., 2016), an update is the mean of so many
+    gradients, of any workers: nobody waits, and none is dropped.
 
     Args:
-        quorum: number of gradients, at least 1.
-        compensation: as of :class:`pycomm.Async`.
+        backup: number of workers that an update does not wait for; less than the number of workers.
+        quorum: number of gradients, at least 1; not together with ``backup``.
+        compensation, strength, adaptive, decay, eps: as of :class:`pycomm.Async`; with a ``quorum`` only, as otherwise
+            no gradient is stale.
 
     Raises:
         TypeError, ValueError: an argument is wrong; it is named.
     """
 
-    quorum: int
-    compensation: DelayCompensation | str | None = None
-
-    def __post_init__(self) -> None:
-        checks.integer("quorum", self.quorum, 1)
-        _check_compensation(self)
-
-    def rules(self) -> Rules:
-        return SoftSyncRules(self.quorum)
-
-
-@dataclass(frozen=True)
-class Sync(Mode):
-    """An update is the mean of one gradient from each worker, or from all but ``backup`` of them (Chen et al., 2016).
-
-    Later gradients are dropped.
-
-    Args:
-        backup: number of workers that an update does not wait for; less than the number of workers.
-
-    Raises:
-        TypeError, ValueError: ``backup`` is wrong.
-    """
-
     backup: int = 0
+    quorum: int | None = None
+    compensation: str | None = None
+    strength: float = 0.04
+    adaptive: bool = False
+    decay: float = 0.95
+    eps: float = 1e-7
 
     def __post_init__(self) -> None:
         checks.integer("backup", self.backup, 0)
+        self._check_compensation()
+        if self.quorum is None:
+            if self.compensation is not None:
+                raise ValueError(f"compensation={self.compensation!r} without a quorum: no gradient is stale then")
+            return
+        checks.integer("quorum", self.quorum, 1)
+        if self.backup > 0:
+            raise ValueError(f"backup={self.backup} with quorum={self.quorum}: nobody is waited for then")
 
     def rules(self) -> Rules:
-        return SyncRules(self.backup)
+        return SyncRules(self.backup) if self.quorum is None else SoftSyncRules(self.quorum)
 
 
-MODES: dict[str, type[Mode]] = {"async": Async, "ssp": StaleSynchronous, "softsync": SoftSync, "sync": Sync}
 _SHORT = {"async": Async(), "sync": Sync()}
-_EXAMPLES = {"ssp": "StaleSynchronous(3)", "softsync": "SoftSync(4)"}
 
 
 def checked_mode(mode: Any) -> Mode:
-    """Return ``mode``, or the mode of that name if it needs no options. Raise TypeError or ValueError otherwise."""
+    """Return ``mode``, or the mode of that name without options. Raise TypeError or ValueError otherwise."""
     if isinstance(mode, Mode):
         return mode
-    name = mode if isinstance(mode, str) else ""
-    if name in _SHORT:
-        return _SHORT[name]
-    wanted = '"async", "sync", a pycomm.Async, StaleSynchronous, SoftSync or Sync'
-    if name in _EXAMPLES:
-        wanted = f"an object with its option, such as pycomm.{_EXAMPLES[name]}"
+    if isinstance(mode, str) and mode in _SHORT:
+        return _SHORT[mode]
+    wanted = '"async", "sync", a pycomm.Async, StaleSynchronous or Sync'
     raise (ValueError if isinstance(mode, str) else TypeError)(f"mode is {checks.shown(mode)}, wanted {wanted}")
-
-
-def mode_of(
-    mode: Any = "async", staleness: Any = None, compensation: Any = None, quorum: Any = None, backup: Any = 0
-) -> Mode:
-    """Return the mode for the deprecated keywords of ``parameter_server``."""
-    for name, value, wanted in (("staleness", staleness, "ssp"), ("quorum", quorum, "softsync")):
-        if (value is not None) != (mode == wanted):
-            raise ValueError(f'{name}={value} with mode="{mode}": it is for mode="{wanted}", which requires it')
-    if backup != 0 and mode != "sync":
-        raise ValueError(f'backup={backup} with mode="{mode}": it is for mode="sync"')
-    match mode:
-        case "ssp":
-            return StaleSynchronous(staleness, compensation)
-        case "softsync":
-            return SoftSync(quorum, compensation)
-        case "async":
-            return Async(compensation)
-        case "sync" if compensation is not None:
-            raise ValueError('compensation with mode="sync", in which no gradient is stale')
-        case "sync":
-            return Sync(backup)
-    return checked_mode(mode)
 
 
 class Rules(ABC):
@@ -215,18 +174,10 @@ class Rules(ABC):
         """Return whether ``worker`` may get the parameters now, or must wait."""
         return True
 
-    def pulled(self, worker: int) -> None:
-        """Note that ``worker`` got the parameters."""
-        return
-
-    def push(self, worker: int, staleness: int, samples: float) -> bool:
+    def push(self, worker: int, staleness: int) -> bool:
         """Return whether a gradient counts that was computed ``staleness`` updates ago."""
         self.num_collected += 1
         return True
-
-    def seconds_left(self) -> float:
-        """Return for how many seconds :meth:`is_due` cannot change without an event."""
-        return math.inf
 
     @abstractmethod
     def is_due(self) -> bool:
@@ -251,7 +202,7 @@ class AsyncRules(Rules):
 
 
 class SoftSyncRules(Rules):
-    """Rules of :class:`SoftSync`."""
+    """Rules of :class:`Sync` with a quorum: gradients of any age count."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -282,9 +233,9 @@ class StaleSynchronousRules(AsyncRules):
     def may_pull(self, worker: int) -> bool:
         return self._clocks[worker] - min(self._clocks.values()) <= self._bound
 
-    def push(self, worker: int, staleness: int, samples: float) -> bool:
+    def push(self, worker: int, staleness: int) -> bool:
         self._clocks[worker] += 1
-        return super().push(worker, staleness, samples)
+        return super().push(worker, staleness)
 
     def state(self) -> dict[str, Any]:
         return {**super().state(), "clocks": dict(self._clocks)}
@@ -295,7 +246,7 @@ class StaleSynchronousRules(AsyncRules):
 
 
 class SyncRules(Rules):
-    """Rules of :class:`Sync`: gradients of earlier parameters do not count."""
+    """Rules of :class:`Sync` without a quorum: gradients of earlier parameters do not count."""
 
     def __init__(self, backup: int) -> None:
         super().__init__()
@@ -309,11 +260,11 @@ class SyncRules(Rules):
     def may_pull(self, worker: int) -> bool:
         return worker not in self._done
 
-    def push(self, worker: int, staleness: int, samples: float) -> bool:
+    def push(self, worker: int, staleness: int) -> bool:
         if staleness > 0:
             return False
         self._done.add(worker)
-        return super().push(worker, staleness, samples)
+        return super().push(worker, staleness)
 
     def is_due(self) -> bool:
         return self.num_collected >= max(1, len(self.workers) - self._backup)
@@ -331,17 +282,16 @@ class SyncRules(Rules):
 
 
 class Compensator:
-    """Correction of stale gradients on a server; ``kind`` is the ``compensation`` of :class:`Async`."""
+    """Correction of stale gradients on a server, by the ``compensation`` of its ``mode``."""
 
-    def __init__(self, kind: DelayCompensation | str | None) -> None:
-        self._delay = kind if isinstance(kind, DelayCompensation) else None
-        self._by_rate = kind == "lr"
+    def __init__(self, mode: Mode) -> None:
+        self._mode, self._is_delayed = mode, mode.compensation == "dc"
         self._then: dict[int, torch.Tensor] = {}
         self._squares: torch.Tensor | None = None
 
     def pulled(self, worker: int, now: torch.Tensor) -> None:
         """Note that ``worker`` got the parameters ``now``."""
-        if self._delay is None:
+        if not self._is_delayed:
             return
         if worker in self._then:
             self._then[worker].copy_(now)
@@ -353,19 +303,19 @@ class Compensator:
 
     def weight(self, staleness: int) -> float:
         """Return the factor of the learning rate for a gradient."""
-        return 1.0 / max(staleness, 1) if self._by_rate else 1.0
+        return 1.0 / max(staleness, 1) if self._mode.compensation == "lr" else 1.0
 
     def compensate(self, worker: int, gradient: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
         """Return an approximation of the gradient of ``worker`` with the parameters ``now``."""
-        if self._delay is None:
+        if not self._is_delayed:
             return gradient
-        delay, square = self._delay, gradient * gradient
-        strength: float | torch.Tensor = delay.strength
-        if delay.adaptive:
+        mode, square = self._mode, gradient * gradient
+        strength: float | torch.Tensor = mode.strength
+        if mode.adaptive:
             if self._squares is None:
                 self._squares = torch.zeros_like(square)
-            self._squares.mul_(delay.decay).add_(square, alpha=1 - delay.decay)
-            strength = delay.strength / (self._squares + delay.eps).sqrt()
+            self._squares.mul_(mode.decay).add_(square, alpha=1 - mode.decay)
+            strength = mode.strength / (self._squares + mode.eps).sqrt()
         then = self._then.get(worker)
         return gradient if then is None else gradient + strength * square * (now - then)
 

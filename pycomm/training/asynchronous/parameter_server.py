@@ -16,14 +16,13 @@ from pycomm.checks import bounded, positive
 from pycomm.collectives.transport import rendezvous
 from pycomm.compression import Compression
 from pycomm.compression.dense import method_text
-from pycomm.deprecated import Moved, Old, renamed
 from pycomm.descriptions import counted, settings_text, tensors_text
 from pycomm.optim.attached import refuse_second_average
 from pycomm.optim.fused import RULES, require_fusable
 from pycomm.optim.parameters import checked_optimizer
 from pycomm.training.asynchronous.core import Core, Piece, ShardOptimizer, shard_dtype
 from pycomm.training.asynchronous.loop import WorkerParameters
-from pycomm.training.asynchronous.modes import Compensator, Mode, mode_of
+from pycomm.training.asynchronous.modes import Compensator, Mode
 from pycomm.training.asynchronous.packing import Packer, Unpackers
 from pycomm.training.asynchronous.server_meeting import ServerMeeting
 from pycomm.training.asynchronous.serving import Serving
@@ -39,13 +38,7 @@ from pycomm.training.asynchronous.settings import (
 from pycomm.training.asynchronous.wire import SharedMemory
 from pycomm.training.asynchronous.worker import ServerLink
 
-_TRACED = frozenset(("trace", "replay"))
 
-
-@renamed(
-    Moved(lambda kwargs: not _TRACED.isdisjoint(kwargs), lambda: traced),
-    mode=Old(("staleness", "compensation", "quorum", "backup"), mode_of, short=str),
-)
 def parameter_server(
     optimizer: torch.optim.Optimizer,
     model: torch.nn.Module,
@@ -72,13 +65,14 @@ def parameter_server(
         servers: number of serving ranks. Each holds an equal part of the parameters' bytes. Parameters themselves are
             cut only if the optimizer is known to update each element independently.
         mode: which gradients make an update, and which workers wait: :class:`pycomm.Async`,
-            :class:`pycomm.StaleSynchronous`, :class:`pycomm.SoftSync` or :class:`pycomm.Sync`. "async" and "sync" are
-            short for the first and the last without options.
+            :class:`pycomm.StaleSynchronous` or :class:`pycomm.Sync`. "async" and "sync" are short for the first and the
+            last without options.
         compression: method, or its name, by which gradients travel; over the connection even on one host. Residuals
             stay with the worker. For each worker, a server requires the memory of the method's state and a bucket, 8
             bytes per parameter for most methods. Parameters are then cut only at their borders.
-        checkpoint: folder in which servers record each event before they acknowledge it. A restarted server continues
-            from there without loss, and workers wait for it. All ranks must name the same folder.
+        checkpoint: folder in which servers save their state every minute, when workers come or go, and at the end. A
+            restarted server continues from there, and workers wait for it. The log says how many pushes came after the
+            last checkpoint, and are lost. All ranks must name the same folder.
         timeout: limit of every wait for a peer; seconds or ``timedelta``. ``None``: the process group's own.
 
     Raises:
@@ -103,22 +97,20 @@ def traced(
     model: torch.nn.Module,
     *,
     trace: str | Path | None = None,
-    replay: str | Path | None = None,
     timeout: timedelta | float | None = None,
     **options: Any,
 ) -> ParameterServer:
-    """Do the same as :func:`parameter_server`, and write or replay traces. For tests and debugging.
+    """Do the same as :func:`parameter_server`, and write traces. For tests and debugging.
 
     Args:
         optimizer, model, timeout, options: as for :func:`parameter_server`.
         trace: file to which a server writes the order of events. The server's number is added to the name.
-        replay: such a file; the servers repeat its order of events, with the same bits.
     """
     meeting, lines, problem = ServerMeeting(timeout), list[str](), None
     files: ServerFiles | None = None
     try:
         optimizer = checked_optimizer(optimizer, model, "parameter_server")
-        settings = checked_settings(meeting.size, meeting.timeout, trace=trace, replay=replay, **options)
+        settings = checked_settings(meeting.size, meeting.timeout, trace=trace, **options)
         named = checked_parameters(optimizer, model)
         refuse_second_average(named, "parameter_server()")
         if settings.compression is not None:
@@ -282,8 +274,9 @@ class ParameterServer:
         Returns:
             On a worker: its ``steps`` (pushes), ``bytes_sent`` and ``wait_seconds``, and ``servers``, a list of each
             server's counters. On a serving rank: ``updates``, ``pushes``, ``dropped`` (gradients that came too late in
-            mode "sync"), ``duplicates``, ``staleness`` (number of gradients by their age in updates, as text) and
-            ``workers`` (their numbers).
+            mode "sync"), ``duplicates``, ``lost`` (pushes that came after the checkpoint from which the server has
+            restarted), ``staleness`` (number of gradients by their age in updates, as text) and ``workers`` (their
+            numbers).
         """
         if self._is_closed:
             return dict(self._last_stats)
@@ -330,7 +323,7 @@ class ParameterServer:
             unpackers = Unpackers([self._params[piece.index] for piece in pieces], settings.compression, dtype)
         memory = SharedMemory(max(1, size) * dtype.itemsize)
         shard = ShardOptimizer(self._optimizer, pieces, memory.tensor(dtype)[:size])
-        rules, compensator = settings.mode.rules(), Compensator(settings.compensation)
+        rules, compensator = settings.mode.rules(), Compensator(settings.mode)
         return Core(shard, rules, compensator, wire, unpackers, settings.of_updates()), memory
 
     def _serve(self) -> None:
@@ -339,13 +332,13 @@ class ParameterServer:
         with contextlib.ExitStack() as opened:
             opened.callback(files.close)
             with meeting.reporting(meeting.rank, meeting.size - settings.servers):
-                journal = files.begin(core)
+                files.begin(core)
                 listener = meeting.open_listener()
                 opened.callback(listener.close)
                 expected = set(core.mode.workers if meeting.is_late else range(settings.servers, meeting.size))
                 serving = Serving(
                     *(core, self._memory, listener, rendezvous.host_identity(), expected),
-                    *(settings.timeout, meeting.rank, journal, files.trace, files.replay),
+                    *(settings.timeout, meeting.rank, files.checkpoint, files.trace),
                 )
             meeting.publish_address(meeting.rank, listener)
             try:
@@ -353,8 +346,6 @@ class ParameterServer:
                     serving.run()
             finally:
                 self._last_stats = serving.stats()
-            if journal is not None:
-                journal.checkpoint()
         self._write_back()
 
     @torch.no_grad()

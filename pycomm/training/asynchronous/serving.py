@@ -9,7 +9,6 @@ import logging
 import re
 import select
 import sys
-import threading
 import time
 import weakref
 from collections import deque
@@ -23,9 +22,8 @@ from pycomm.collectives.transport import processes
 from pycomm.collectives.transport.authentication import Step
 from pycomm.errors import CommError
 from pycomm.training.asynchronous.core import Core, packed_limit
-from pycomm.training.asynchronous.journal import Journal
-from pycomm.training.asynchronous.loop import NUMBERS, NumbersBySteps
-from pycomm.training.asynchronous.settings import Replay, Trace
+from pycomm.training.asynchronous.server_checkpoint import ServerCheckpoint
+from pycomm.training.asynchronous.settings import Trace
 from pycomm.training.asynchronous.wire import (
     STALLED,
     Connection,
@@ -37,7 +35,7 @@ from pycomm.training.asynchronous.wire import (
     ready,
     receiving,
 )
-from pycomm.untrusted import COUNT, PROCESS_ID, ListOf, Number, OneOf, require
+from pycomm.untrusted import COUNT, PROCESS_ID, Number, OneOf, require
 
 _LOG = logging.getLogger("pycomm")
 _TICK = 0.25  # seconds
@@ -60,9 +58,16 @@ _TINY = sys.float_info.min
 _MEMORY = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
 _ASKS = {"ask": OneOf("hello", "pull", "push", "read", "stats", "close")}
 _SHAPES: dict[str, Any] = {
-    "hello": {"worker": COUNT, "life": str, "host": str, "process": PROCESS_ID, "memory": OneOf(None, str)},
+    "hello": {
+        "worker": COUNT,
+        "life": str,
+        "host": str,
+        "process": PROCESS_ID,
+        "memory": OneOf(None, str),
+        "acknowledged": COUNT,
+    },
     "pull": {"number": COUNT},
-    "push": {"number": COUNT, "samples": Number(_TINY), "rate?": Number(0), "numbers?": ListOf(NUMBERS)},
+    "push": {"number": COUNT, "samples": Number(_TINY)},
     "read": {},
     "stats": {},
     "close": {},
@@ -80,7 +85,6 @@ class _Worker:
         life: token of its process.
         slot: its gradients: in memory that it shares, in this server's memory, or in its message.
         since: time at which it began to read the shared parameters; 0 if it is not reading.
-        rate: its steps per second, if it reports them.
         last_active: time of its last message, or of the last answer to it. It is not late while it waits for an answer.
         sending: answers that it has not read yet. Until it has, no more of its messages are received.
         receiving: its message, if a part has come.
@@ -95,7 +99,6 @@ class _Worker:
     slot: torch.Tensor | None = None
     is_local: bool = False
     since: float = 0.0
-    rate: float = 0.0
     last_active: float = field(default_factory=time.monotonic)
     sending: deque[Step] = field(default_factory=deque)
     receiving: Step | None = None
@@ -150,10 +153,8 @@ class Serving:
         expected: numbers of the workers that must connect, or connect again.
         timeout: seconds that they may take.
         rank: rank of this process, for errors.
-
-    Attributes:
-        lock: held while ``core`` is used.
-        stopped: set by another thread to make :meth:`run` return soon.
+        checkpoint: where to write the state, from which the server may restart.
+        trace: where to write the order of events.
     """
 
     def __init__(
@@ -165,18 +166,15 @@ class Serving:
         expected: Iterable[int],
         timeout: float,
         rank: int,
-        journal: Journal | None = None,
+        checkpoint: ServerCheckpoint | None = None,
         trace: Trace | None = None,
-        replay: Replay | None = None,
     ) -> None:
         self._core, self._memory, self._listener, self._host = core, memory, listener, host
         self._expected, self._timeout, self._rank = set(expected), timeout, rank
-        self._journal, self._trace, self._replay = journal, trace, replay
-        self._numbers = NumbersBySteps()
+        self._checkpoint, self._trace = checkpoint, trace
         self._workers: dict[Connection, _Worker] = {}
         self._queue: list[tuple[_Worker, Message]] = []  # requests, in order
         self._begun = time.monotonic()
-        self.lock, self.stopped = threading.RLock(), threading.Event()
         self._served = 0 if self._expected else 1  # a server restarted after all workers ended expects none
         self._sent: Callable[[], memoryview | None] = lambda: None
         self._sent_version = -1
@@ -185,8 +183,8 @@ class Serving:
             core.leave(number)
         for number in self._expected:  # the mode waits for them from the start
             core.mode.join(number)
-        if journal is not None:  # after these changes, for which there are no events
-            journal.checkpoint()
+        if checkpoint is not None:
+            checkpoint.write(core)
 
     def run(self) -> None:
         """Serve until no worker is left."""
@@ -197,19 +195,19 @@ class Serving:
                 connection.close()
 
     def _serve(self) -> None:
-        while not self.stopped.is_set() and (self._expected or self._workers or self._away):
-            seconds = min(_TICK, self._core.mode.seconds_left())
+        while self._expected or self._workers or self._away:
             waits = {connection: worker.waits_for for connection, worker in self._workers.items()}
-            found, has_come = ready(waits, self._listener.wakeup, seconds)
+            found, has_come = ready(waits, self._listener.wakeup, _TICK)
             for connection in found:
                 if connection in self._workers:  # an earlier one in the loop may have replaced it
                     self._continue(self._workers[connection])
             for connection in self._listener.admitted() if has_come else []:
                 self._workers[connection] = _Worker(connection)
-            with self.lock:
-                self._apply_timeouts()
-                self._process_queue()
-        if self._served == 0 and not self.stopped.is_set():
+            self._apply_timeouts()
+            self._process_queue()
+            if self._checkpoint is not None and self._checkpoint.is_due(self._core):  # also after the last worker
+                self._checkpoint.write(self._core)
+        if self._served == 0:
             what = f"no worker came in {self._timeout:g} s"
             raise CommError.during("serve", what, rank=self._rank, elapsed=self._timeout)
 
@@ -263,10 +261,10 @@ class Serving:
         self._away.pop(number, None)
         self._served += 1
         worker.life = life = message["life"]
-        self._record({"event": "join", "worker": number, "life": life})
-        last = self._core.join(number, life)
-        path = self._memory.path if worker.is_local else None
-        self._answer(worker, memory=path, last=last)
+        if lost := self._core.join(number, life, message["acknowledged"]):
+            what = "came after the checkpoint from which this server has restarted, and are lost"
+            _LOG.warning("worker %d: %d of its pushes %s", number, lost, what)
+        self._answer(worker, memory=self._memory.path if worker.is_local else None)
 
     def _answer(self, worker: _Worker, array: memoryview | None = None, **content: Any) -> None:
         if worker.connection not in self._workers:
@@ -322,8 +320,6 @@ class Serving:
             if index is None:
                 return
             self._handle(*self._queue.pop(index))
-            if self._journal is not None and self._journal.is_long():
-                self._journal.checkpoint()
 
     def _has_readers(self) -> bool:
         """Return whether a worker is reading the shared parameters."""
@@ -340,10 +336,8 @@ class Serving:
         if ask == "pull":
             # After earlier pushes, which wait for readers: else further pulls could delay them for ever.
             earlier = itertools.takewhile(lambda each: each[1] is not message, self._queue)
-            is_behind = self._replay is None and any(m["ask"] == "push" for _, m in earlier)
-            if is_behind or not self._core.mode.may_pull(worker.number):
-                return False
-        return self._replay is None or self._replay.is_next(_event(worker, message))
+            return not any(m["ask"] == "push" for _, m in earlier) and self._core.mode.may_pull(worker.number)
+        return True
 
     def _replace_old_connections(self) -> None:
         """Disconnect the earlier connections of workers that have connected again."""
@@ -360,19 +354,13 @@ class Serving:
                 self._disconnect(worker, error)
             return
         event = _event(worker, message)
-        if message["ask"] in ("pull", "push") and (
-            problem := self._numbers.problem_of(worker.number, message.get("numbers", []))
-        ):
-            self._answer(worker, problem=problem)
-        elif message["ask"] == "pull":
+        if message["ask"] == "pull":
             self._record(event)
             version = self._core.pull(worker.number)
             worker.since = time.monotonic() if worker.is_local else 0.0
-            fastest = max(w.rate for w in self._workers.values())
-            self._answer(worker, None if worker.is_local else self._snapshot(version), version=version, fastest=fastest)
+            self._answer(worker, None if worker.is_local else self._snapshot(version), version=version)
         elif message["ask"] == "push":
-            assert worker.slot is not None
-            self._push(worker, event, message.get("rate", 0.0))
+            self._push(worker, event)
         else:
             self._leave(event)
             if message["ask"] == "close":
@@ -388,15 +376,14 @@ class Serving:
             self._sent, self._sent_version = weakref.ref(sent), version
         return sent
 
-    def _push(self, worker: _Worker, event: dict[str, Any], rate: float) -> None:
+    def _push(self, worker: _Worker, event: dict[str, Any]) -> None:
         assert worker.slot is not None
         try:
             gradient = self._core.gradient_of(worker.number, event["number"], worker.slot)
         except ValueError as error:
             self._disconnect(worker, error)
             return
-        self._record(event, worker.slot)
-        worker.rate = rate
+        self._record(event)
         self._core.push(worker.number, event["number"], event["samples"], gradient)
         self._answer(worker, pushed=event["number"])
 
@@ -404,14 +391,10 @@ class Serving:
         self._record(event)
         self._core.leave(event["worker"])
 
-    def _record(self, event: dict[str, Any], sent: torch.Tensor | None = None) -> None:
-        """Write ``event`` to trace and journal before it is applied, with the data of a push."""
-        if event["event"] != "join" and self._trace is not None:
+    def _record(self, event: dict[str, Any]) -> None:
+        """Write ``event`` to the trace, before it is applied."""
+        if self._trace is not None:
             self._trace.write(event)
-        if event["event"] != "join" and self._replay is not None:
-            self._replay.advance()
-        if self._journal is not None:
-            self._journal.write(event, sent)
 
     def stats(self) -> dict[str, Any]:
         """Return the counters."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,19 +15,16 @@ from pycomm import kernels
 from pycomm.checks import count
 from pycomm.collectives.transport.choice import version
 from pycomm.compression import Compression
-from pycomm.deprecated import settled
+from pycomm.descriptions import settings_text
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.training.asynchronous.averager import named_method
 from pycomm.training.asynchronous.core import Core, Piece, StateSpec, cut, group_sizes, is_elementwise, shard_dtype
-from pycomm.training.asynchronous.journal import Journal, Recovery
-from pycomm.training.asynchronous.modes import MODES, Mode, Sync, checked_mode
-from pycomm.untrusted import COUNT, OneOf, naming, open_output, parse, path_of, reading
+from pycomm.training.asynchronous.modes import Mode, Sync, checked_mode
+from pycomm.training.asynchronous.server_checkpoint import ServerCheckpoint
+from pycomm.untrusted import naming, open_output, path_of
 
 KEYS = ("event", "worker", "number")
 """Keys that identify an event of a worker."""
-
-_EVENT = {"event": OneOf("pull", "push", "leave"), "worker": COUNT, "number?": COUNT}
-_LARGEST = 512 << 20  # bytes: ten million events
 
 
 class Trace:
@@ -52,31 +47,6 @@ class Trace:
             self._file.close()
 
 
-class Replay:
-    """Order of events to repeat, read from a trace at ``path``."""
-
-    def __init__(self, path: Path) -> None:
-        with reading(path) as file:
-            if os.fstat(file.fileno()).st_size > _LARGEST:
-                raise ValueError(f"replay={str(path)!r} has more than {_LARGEST} bytes")
-            try:
-                self._events = [_order(parse(line, _EVENT, f"line {n}")) for n, line in enumerate(file, 1)]
-            except ValueError as error:
-                raise ValueError(f"replay={str(path)!r} is no trace: {error}") from error
-        self._next = 0
-
-    def is_next(self, event: dict[str, Any]) -> bool:
-        """Return whether ``event`` is the next one of the trace. After the last one, any event is."""
-        return self._next >= len(self._events) or _order(event) == self._events[self._next]
-
-    def advance(self) -> None:
-        self._next += 1
-
-
-def _order(event: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(event.get(key) for key in KEYS)
-
-
 _DTYPES = torch.float32, torch.float64, torch.float16, torch.bfloat16
 
 
@@ -89,21 +59,11 @@ class ServerSettings:
     compression: Compression | None
     checkpoint: Path | None
     trace: Path | None
-    replay: Path | None
     timeout: float
 
-    @property
-    def compensation(self) -> Any:
-        return getattr(self.mode, "compensation", None)
-
     def of_updates(self) -> str:
-        """Return the settings that updates depend on, as the first release wrote them to its checkpoints."""
-        name = next(name for name, kind in MODES.items() if type(self.mode) is kind)
-        staleness, quorum = (getattr(self.mode, option, None) for option in ("staleness", "quorum"))
-        return (
-            f"mode={name}, staleness={staleness}, compensation={self.compensation}, compression={self.compression}, "
-            f"quorum={quorum}, backup={getattr(self.mode, 'backup', 0)}, servers={self.servers}"
-        )
+        """Return the settings that updates depend on."""
+        return f"mode={settings_text(self.mode)}, compression={self.compression}, servers={self.servers}"
 
 
 def checked_settings(
@@ -115,15 +75,14 @@ def checked_settings(
     compression: Any = None,
     checkpoint: Any = None,
     trace: Any = None,
-    replay: Any = None,
 ) -> ServerSettings:
     num_workers = size - count("servers", servers, 1)
     if num_workers < 1:
         raise ValueError(f"servers={servers} of {size} ranks leaves none to work")
-    mode = checked_mode(settled(mode))
+    mode = checked_mode(mode)
     if isinstance(mode, Sync) and mode.backup >= num_workers:
         raise ValueError(f"backup={mode.backup} requires more workers than the {num_workers} of this job")
-    paths = {"checkpoint": checkpoint, "trace": trace, "replay": replay}
+    paths = {"checkpoint": checkpoint, "trace": trace}
     checked = {name: _path(name, path) for name, path in paths.items()}
     method = named_method(compression, "compares the costs of collectives, and a server has none")
     return ServerSettings(servers, mode, method, timeout=timeout, **checked)
@@ -186,37 +145,27 @@ class ServerFiles:
 
     Attributes:
         trace: trace to write, or ``None``.
-        replay: order of events to repeat, or ``None``.
+        checkpoint: checkpoints to restart from, and to write, or ``None``.
     """
 
     def __init__(self, settings: ServerSettings, server: int, wanted: StateSpec) -> None:
-        self._folder: Path | None = None
-        self._recovery: Recovery | None = None
+        self.checkpoint: ServerCheckpoint | None = None
         self.trace: Trace | None = None
-        self.replay: Replay | None = None
-        with contextlib.ExitStack() as opened:
-            if settings.checkpoint is not None:
-                self._folder = settings.checkpoint / f"server-{server}"
-                self._recovery = Recovery(self._folder, wanted)
-            if settings.replay is not None:
-                self.replay = Replay(_numbered(settings.replay, server))
-            if settings.trace is not None:
-                self.trace = Trace(_numbered(settings.trace, server))
-                opened.callback(self.trace.close)
-            self._opened = opened.pop_all()
+        if settings.checkpoint is not None:
+            self.checkpoint = ServerCheckpoint(settings.checkpoint / f"server-{server}", wanted)
+        if settings.trace is not None:
+            self.trace = Trace(_numbered(settings.trace, server))
 
-    def begin(self, core: Core) -> Journal | None:
-        """Apply the saved state and events to ``core``; return the journal that continues them, if there is one."""
+    def begin(self, core: Core) -> None:
+        """Load the saved state into ``core``, if there is one, and begin the trace."""
         if self.trace is not None:
             self.trace.begin()
-        if self._folder is None:
-            return None
-        journal = Journal(self._folder, core, self._recovery)
-        self._opened.callback(journal.close)
-        return journal
+        if self.checkpoint is not None:
+            self.checkpoint.load(core)
 
     def close(self) -> None:
-        self._opened.close()
+        if self.trace is not None:
+            self.trace.close()
 
 
 def _numbered(path: Path, server: int) -> Path:
@@ -236,8 +185,5 @@ def state_spec_of(
 ) -> StateSpec:
     """Return the form of state of the server that will hold ``pieces`` of parameters of ``dtype``."""
     size = sum(piece.size for piece in pieces)
-    push_bytes = None if settings.compression is not None else size * dtype.itemsize
     groups = group_sizes(optimizer, pieces)
-    return StateSpec(
-        settings.of_updates(), size, shard_dtype(dtype), groups, settings.mode.rules().state().keys(), push_bytes
-    )
+    return StateSpec(settings.of_updates(), size, shard_dtype(dtype), groups, settings.mode.rules().state().keys())

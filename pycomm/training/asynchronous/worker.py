@@ -29,7 +29,7 @@ from pycomm.training.asynchronous.wire import (
     send,
     send_array,
 )
-from pycomm.untrusted import COUNT, Number, OneOf
+from pycomm.untrusted import COUNT, OneOf
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -113,9 +113,9 @@ def _part(gradient: torch.Tensor | None, piece: Piece) -> torch.Tensor:
 
 _RETRY = 0.05  # seconds
 _LOST = (EOFError, OSError, ValueError)
-_GREETED = {"memory": OneOf(None, str), "last": COUNT}
+_GREETED = {"memory": OneOf(None, str)}
 _ANSWERS = {
-    "version": {"version": COUNT, "fastest": Number(0)},
+    "version": {"version": COUNT},
     "pushed": {"pushed": COUNT},
     "updates": {"updates": COUNT},
 }
@@ -138,9 +138,6 @@ class ServerLink:
         version: number of updates that the parameters here include.
         bytes_sent: bytes of gradients that were sent.
         seconds: time for which this worker has waited.
-        rate: this worker's steps per second, which pushes report; set by the caller.
-        numbers: numbers of its groups since the last push, which the next one reports; set by the caller.
-        fastest: the largest rate of all workers, as of the last pull.
     """
 
     def __init__(
@@ -167,8 +164,6 @@ class ServerLink:
         self._unanswered: Message | None = None
         self.version = -1
         self.bytes_sent, self.seconds = 0, 0.0
-        self.rate = self.fastest = 0.0
-        self.numbers: list[Message] = []
 
     def fileno(self) -> int:
         """Return the descriptor of the connection, which is readable when the server has answered."""
@@ -190,7 +185,7 @@ class ServerLink:
                 break
             except _LOST as error:
                 self._reconnect(error)
-        self.version, self.fastest, self._unanswered = answer["version"], answer["fastest"], None
+        self.version, self._unanswered = answer["version"], None
 
     def _read(self) -> None:
         """Copy the parameters. Raise OSError or EOFError if the copy may be torn, so that it must be repeated."""
@@ -226,8 +221,7 @@ class ServerLink:
         self._ask(self._push_message())
 
     def _push_message(self) -> Message:
-        numbers = {"numbers": self.numbers} if self.numbers else {}
-        return {"ask": "push", "number": self._pushed, "samples": self._samples, "rate": self.rate, **numbers}
+        return {"ask": "push", "number": self._pushed, "samples": self._samples}
 
     def settle(self) -> None:
         """Wait until the last push is acknowledged."""
@@ -286,7 +280,7 @@ class ServerLink:
             self._outbox.send(connection, is_shared=self._there is not None)
 
     def _await(self, what: str) -> Message:
-        """Return the server's answer that has ``what``. Raise ValueError if it has a problem instead."""
+        """Return the server's answer that has ``what``."""
         start, answer = time.monotonic(), Message()
         try:
             while not answer:
@@ -294,14 +288,11 @@ class ServerLink:
                     if not self._require().poll(max(0.0, start + self._timeout - time.monotonic())):
                         self._drop()  # else a late answer would be taken for that to another request
                         raise self._error(f"it has not answered for {self._timeout:g} s", start)
-                    answer = receive(self._require(), OneOf({"problem": str}, _ANSWERS[what]))
+                    answer = receive(self._require(), _ANSWERS[what])
                 except _LOST as error:
                     self._reconnect(error)
         finally:
             self.seconds += time.monotonic() - start
-        if "problem" in answer:  # nothing was applied, and nothing more is answered
-            self._acknowledged, self._unanswered = self._pushed, None
-            raise ValueError(answer["problem"])
         return answer
 
     def _reconnect(self, error: Exception | None) -> None:
@@ -337,7 +328,7 @@ class ServerLink:
     def _handshake(self, connection: Connection) -> None:
         self._connection = connection
         me = {"worker": self._meeting.worker, "life": self._life, "host": self._host, "process": os.getpid()}
-        send(connection, ask="hello", memory=self._outbox.path, **me)
+        send(connection, ask="hello", memory=self._outbox.path, acknowledged=self._acknowledged, **me)
         if not connection.poll(self._timeout):
             raise OSError("it does not answer hello")
         answer = receive(connection, _GREETED)
@@ -348,10 +339,6 @@ class ServerLink:
             self._values = self._there.tensor(there)[: self._count]
         else:
             self._there, self._values = None, torch.empty(self._count, dtype=self._dtype)
-        if answer["last"] < self._acknowledged:
-            raise self._error(
-                f"it has lost pushes: {answer['last']} of {self._acknowledged} are left", time.monotonic()
-            )
         if self._unanswered is None:
             return
         if self._unanswered["ask"] == "push" or self._acknowledged < self._pushed:

@@ -233,7 +233,6 @@ def test_another_class_on_one_rank(shard: pycomm.Sharding | None) -> None:
     for average in (
         lambda: pycomm.local_sgd(optimizer, model, every=2),
         lambda: pycomm.gossip(optimizer, model),
-        lambda: pycomm.decoupled_sgd(optimizer, model, every=2, outer=pycomm.DelayedNesterov()),
     ):
         with pytest.raises(ValueError, match="Rounded"):
             average()
