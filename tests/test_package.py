@@ -87,7 +87,7 @@ def test_the_first_use_leaves_garbage_collection_as_it_was(before: str) -> None:
     assert done.stdout.split() == [str(before == "enable")]
 
 
-MOVED = "BatchSizeGrowth CosineDecay PolynomialDecay Shard StepDecay WarmupLR shard_batch"
+MOVED = "BatchSizeGrowth Shard WarmupLR shard_batch"
 
 
 @pytest.mark.parametrize("name", [*MOVED.split(), "linear_scaled_lr", "sqrt_scaled_lr"])
