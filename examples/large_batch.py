@@ -10,7 +10,7 @@ The recipe (Jia et al. 2018, "Highly Scalable Deep Learning Training System with
 - gradients fused into buckets, averaged while backward runs: attach (this model fits into one bucket)
 - an all-reduce that suits the network: pycomm.Tuning(algorithm="auto") reads the file of `pycomm plan calibrate`
   that PYCOMM_NETWORK names; "hierarchical(4,8)" means four hosts of eight ranks
-- gradual warm-up, then polynomial decay: WarmupLR, PolynomialDecay
+- gradual warm-up, then polynomial decay: WarmupLR, and torch's LambdaLR
 
 The baseline is SGD with Nesterov momentum in float32; the shape of the schedule, momentum, weight decay, epochs and
 batches are the same. At every batch size both get the same search over learning rates and warm-ups, by the
@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.run import main as torchrun
+from torch.optim.lr_scheduler import LambdaLR, SequentialLR
 
 import pycomm
 
@@ -124,6 +125,12 @@ def make_optimizer(model: nn.Module, setting: Setting) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, setting.rate, MOMENTUM, nesterov=True)
 
 
+def make_schedule(optimizer: torch.optim.Optimizer, warmup: int, steps: int) -> SequentialLR:
+    decay = LambdaLR(optimizer, lambda step: (1 - min(1.0, step / (steps - warmup))) ** POWER)
+    rise = pycomm.optim.WarmupLR(optimizer, warmup, start_factor=START)
+    return SequentialLR(optimizer, [rise, decay], [warmup])
+
+
 def outputs(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x.to(next(model.parameters()).dtype)).float()  # type: ignore[no-any-return]
 
@@ -149,8 +156,7 @@ def train(setting: Setting, samples: Samples, epochs: int, seed: int) -> tuple[n
     scaler = pycomm.LossScaler(enabled=half)
     reducer = pycomm.attach(optimizer, model, loss_scaler=scaler, tuning=pycomm.Tuning(algorithm="auto"))
     steps = setting.num_steps(samples, epochs)
-    decay = pycomm.optim.PolynomialDecay(steps, POWER)
-    schedule = pycomm.optim.WarmupLR(optimizer, round(setting.warmup * steps), decay, start_factor=START)
+    schedule = make_schedule(optimizer, round(setting.warmup * steps), steps)
     for batch in global_batches(samples, setting.batch, epochs, seed):
         shard = pycomm.optim.shard_batch(
             batch

@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
 
 import pycomm
 
@@ -108,7 +109,7 @@ class Training:
         self.scaler = pycomm.LossScaler(enabled=self._half and recipe.has("scaling"))
         steps = self.num_steps
         warmup = round(0.1 * steps) if recipe.plain or recipe.has("warmup") else 0
-        self._schedule = pycomm.optim.WarmupLR(optimizer, warmup, pycomm.optim.PolynomialDecay(steps, 2.0))
+        self._schedule = make_schedule(optimizer, warmup, steps)
         self.reducer: pycomm.Reducer | None = None
         if recipe.plain:
             self.model = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
@@ -174,6 +175,12 @@ class Training:
 def make_model() -> nn.Sequential:
     hidden = [nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU()]
     return nn.Sequential(*hidden, nn.Linear(WIDTH, 10))
+
+
+def make_schedule(optimizer: torch.optim.Optimizer, warmup: int, steps: int) -> LRScheduler:
+    decay = LambdaLR(optimizer, lambda step: (1 - min(1.0, step / (steps - warmup))) ** 2)
+    # A SequentialLR whose first scheduler has no step would be late by one.
+    return SequentialLR(optimizer, [pycomm.optim.WarmupLR(optimizer, warmup), decay], [warmup]) if warmup else decay
 
 
 def make_optimizer(model: nn.Module, recipe: Recipe, rate: float) -> torch.optim.Optimizer:

@@ -46,9 +46,7 @@ if TYPE_CHECKING:  # imported at first use: see _HOMES
     from pycomm.optim import FusedStep as FusedStep
     from pycomm.optim import LossScaler as LossScaler
     from pycomm.optim import MasterWeights as MasterWeights
-    from pycomm.optim import Muon as Muon
     from pycomm.optim import fuse as fuse
-    from pycomm.optim import muon_groups as muon_groups
     from pycomm.optim.master_weights import master_weights as master_weights
     from pycomm.tools.launching import RankError as RankError
     from pycomm.tools.launching import launch as launch
@@ -70,7 +68,6 @@ if TYPE_CHECKING:  # imported at first use: see _HOMES
     from pycomm.training.checkpoint import load as load
     from pycomm.training.checkpoint import save as save
     from pycomm.training.cost.auto import Auto as Auto
-    from pycomm.training.dion import Dion as Dion
     from pycomm.training.reducer import Reducer as Reducer
     from pycomm.training.reducer import Sharding as Sharding
     from pycomm.training.reducer import SignalStop as SignalStop
@@ -155,10 +152,9 @@ _HOMES = {
     "tools.launching": ("RankError", "launch", "progress"),
     "tools.monitoring": ("Monitor", "monitor"),
     "optim": (
-        *("FusedStep", "LAMB", "LARS", "LossScaler", "MasterWeights", "Muon"),
-        *("fuse", "master_weights", "muon_groups"),
+        *("FusedStep", "LAMB", "LARS", "LossScaler", "MasterWeights"),
+        *("fuse", "master_weights"),
     ),
-    "training.dion": ("Dion",),
     "training.reducer.join": ("join",),
     "training.reducer": (
         *("Reducer", "Sharding", "SignalStop", "StopRequest", "Survive", "Tuning", "attach"),

@@ -173,7 +173,7 @@ def names_used_twice(names: Iterable[str]) -> set[str]:
 
 def test_class_names_are_unique() -> None:
     found = [name for path in python_files().values() for name in classes_of(path)]
-    assert len(found) > 300
+    assert len(found) > 250
     assert names_used_twice(found) == USED_TWICE
 
 
@@ -256,7 +256,7 @@ def test_nobody_looks_into_the_reducer() -> None:
         inside = where == Path("pycomm/__init__.py") or "reducer" in where.parts
         if path.suffix == ".py" and where.parts[0] == "pycomm" and not inside:
             found[str(where)] = set(users_of_the_reducers_inside(parsed(path)))
-    assert len(found) > 300
+    assert len(found) > 250
     assert {where: inside for where, inside in found.items() if inside} == {
         "pycomm/torch_internals/modules.py": {"reducer._get_zeros_like_grad_buckets"}  # DistributedDataParallel's
     }

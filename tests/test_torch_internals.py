@@ -129,15 +129,6 @@ def test_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch_internals.storage_uses(x) == uses
 
 
-def test_processors_tell_whether_they_multiply_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, flags = torch.device("cpu"), Path("/proc/cpuinfo").read_text()
-    wanted = "avx512_bf16" in flags or "amx_tile" in flags
-    assert torch_internals.multiplies_bfloat16(device) == wanted
-    monkeypatch.delattr(torch.cpu, "_is_avx512_bf16_supported")  # as in early releases
-    assert torch_internals.multiplies_bfloat16(device) == ("amx_tile" in flags)
-    assert not torch_internals.multiplies_bfloat16(torch.device("meta"))
-
-
 def test_parameters_that_others_own() -> None:
     param = nn.Parameter(torch.zeros(3))
     assert not torch_internals.is_flat_parameter(param)

@@ -2,11 +2,11 @@
 
     python -m bench.matrices [--ranks 1,2,4] [--width 320] [--layers 8] [--batch 2] [--rounds 9] [--json FILE]
 
-One thread per rank. All ways live in the same processes and have turns: pycomm.Muon under ``attach``, and torch's Muon
-under DistributedDataParallel over Gloo, both whole on each rank; pycomm.Muon with ``shard="optimizer"``; and torch's
-with the matrices dealt to the ranks, which send them to one another by an all-gather after the step. A figure is that
-of the slowest rank. Where there are fewer cores than ranks, processor seconds of a rank's step say more than its time.
-"state" is that of the optimizers, on the rank that has most.
+One thread per rank. All ways live in the same processes and have turns. Each steps hidden matrices by torch's Muon, and
+the rest by AdamW: under ``attach``, and under DistributedDataParallel over Gloo, both whole on each rank; with
+``shard="optimizer"``; and under DistributedDataParallel with the matrices dealt to the ranks, which send them to one
+another by an all-gather after the step. A figure is that of the slowest rank. Where there are fewer cores than ranks,
+processor seconds of a rank's step say more than its time. "state" is that of the optimizers, on the rank that has most.
 
 After four steps from equal parameters all ways must have the same ones, up to the rounding of bfloat16, on all ranks,
 before anything is timed.

@@ -1,8 +1,8 @@
-"""Loss against bytes: a byte-level language model by AdamW, Muon, Dion, and Muon with fewer bytes.
+"""Loss against bytes: a byte-level language model by AdamW, Muon, and Muon with fewer bytes.
 
     python -m bench.matrices.losses [--ranks 2] [--steps 240] [--seeds 3] [--json FILE]
     python -m bench.matrices.losses --methods "AdamW;Muon"                  # at equal steps, and at equal seconds
-    python -m bench.matrices.losses --from FILE --methods "Dion, rank 4;Dion, rank 16" --json FILE
+    python -m bench.matrices.losses --from FILE --methods "Muon, PowerSGD(4)" --json FILE
 
 The byte-level GPT of ``pycomm demo``, 2 layers of width 64, on the standard library's source text; 8 windows of 64
 bytes per rank and step. Each method gets the best of four learning rates, which is chosen with the first seed. All make

@@ -15,10 +15,10 @@ import pycomm
 from bench.harness.ranks import join_group
 from pycomm.tools.cli.demo.model import ByteGPT, loss_of
 
-WHOLE = "pycomm.Muon, attach"
+WHOLE = "torch.optim.Muon, attach"
 TORCH = "torch.optim.Muon, DDP"
 GATHERED = "torch.optim.Muon, DDP, matrices dealt, all_gather after the step"
-SHARED = 'pycomm.Muon, attach, shard="optimizer"'
+SHARED = 'torch.optim.Muon, attach, shard="optimizer"'
 WAYS = (WHOLE, SHARED, TORCH, GATHERED)
 _CONTEXT, _HEADS = 64, 4
 _MUON: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.01}
@@ -43,44 +43,49 @@ class MatricesRank:
             {WHOLE: self._ours, SHARED: self._ours, TORCH: self._torch, GATHERED: self._gathered}[way](way, model)
 
     def _ours(self, way: str, model: nn.Module) -> None:
-        optimizer = pycomm.Muon(pycomm.muon_groups(model, adamw=_ADAMW), **_MUON)
         shard = "optimizer" if way == SHARED else None
-        self._reducers.append(pycomm.attach(optimizer, model, shard=shard, tuning=pycomm.Tuning(check_replicas=0)))
-        self._note(way, model, [optimizer], optimizer.step)
+        matrices, others = matrices_and_others(model)
+        optimizers = [muon(matrices, **_MUON), torch.optim.AdamW(others, **_ADAMW)]
+        for optimizer in optimizers:
+            self._reducers.append(pycomm.attach(optimizer, model, shard=shard, tuning=pycomm.Tuning(check_replicas=0)))
+        self._note(way, model, optimizers)
 
     def _torch(self, way: str, model: nn.Module) -> None:
-        matrices, others = pycomm.muon_groups(model, adamw=_ADAMW)
-        optimizers = [_torch_muon(matrices["params"]), torch.optim.AdamW(others["params"], **_ADAMW)]
-
-        def step() -> None:
-            for optimizer in optimizers:
-                optimizer.step()
-
-        self._note(way, DistributedDataParallel(model, gradient_as_bucket_view=True), optimizers, step)
+        matrices, others = matrices_and_others(model)
+        optimizers = [muon(matrices, **_MUON), torch.optim.AdamW(others, **_ADAMW)]
+        self._note(way, DistributedDataParallel(model, gradient_as_bucket_view=True), optimizers)
 
     def _gathered(self, way: str, model: nn.Module) -> None:
         """Deal matrices of one shape in turns: each rank steps its own, and sends them to the others."""
-        matrices, others = pycomm.muon_groups(model, adamw=_ADAMW)
-        dealt = sorted(matrices["params"], key=lambda p: (p.numel(), p.shape))
+        matrices, others = matrices_and_others(model)
+        dealt = sorted(matrices, key=lambda p: (p.numel(), p.shape))
         parts = [dealt[rank :: self._size] for rank in range(self._size)]
-        optimizers = [_torch_muon(parts[self.rank]), torch.optim.AdamW(others["params"], **_ADAMW)]
+        optimizers = [muon(parts[self.rank], **_MUON), torch.optim.AdamW(others, **_ADAMW)]
         longest = max(sum(p.numel() for p in part) for part in parts)
         mine, everyones = torch.zeros(longest), [torch.zeros(longest) for _ in parts]
 
-        def step() -> None:
-            for optimizer in optimizers:
-                optimizer.step()
+        def gather() -> None:
             with torch.no_grad():
                 _copy(parts[self.rank], mine, out=True)
                 dist.all_gather(everyones, mine)
                 for part, theirs in zip(parts, everyones, strict=True):
                     _copy(part, theirs, out=False)
 
-        self._note(way, DistributedDataParallel(model, gradient_as_bucket_view=True), optimizers, step)
+        self._note(way, DistributedDataParallel(model, gradient_as_bucket_view=True), optimizers, gather)
 
     def _note(
-        self, way: str, forward: nn.Module, optimizers: list[torch.optim.Optimizer], step: Callable[[], None]
+        self,
+        way: str,
+        forward: nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        after: Callable[[], None] | None = None,
     ) -> None:
+        def step() -> None:
+            for optimizer in optimizers:
+                optimizer.step()
+            if after is not None:
+                after()
+
         self._forwards[way], self._optimizers[way], self._steps[way] = forward, optimizers, step
 
     def _backward(self, way: str) -> None:
@@ -90,8 +95,6 @@ class MatricesRank:
 
     def verify(self) -> None:
         """Check that four steps lead all ways to the same parameters, up to bfloat16's rounding, on all ranks.
-
-        Three of them are the trial of ``shard``.
 
         Raises:
             AssertionError: they do not.
@@ -142,13 +145,22 @@ class MatricesRank:
         dist.destroy_process_group()
 
 
-def _torch_muon(params: list[torch.Tensor]) -> torch.optim.Optimizer:
-    muon: Any = torch.optim.Muon  # torch 2.9
-    optimizer: torch.optim.Optimizer = muon(params, **_MUON)
+def matrices_and_others(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return the hidden matrices, for Muon; and vectors, embeddings and the head, for AdamW."""
+    ends = [part for name, part in model.named_modules() if isinstance(part, nn.Embedding) or name == "head"]
+    apart = {id(p) for part in ends for p in part.parameters()}
+    matrices = [p for p in model.parameters() if p.dim() == 2 and id(p) not in apart]
+    return matrices, [p for p in model.parameters() if p.dim() != 2 or id(p) in apart]
+
+
+def muon(params: list[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
+    """Return torch's Muon of ``params``, which must be matrices."""
+    make: Any = torch.optim.Muon  # torch 2.9
+    optimizer: torch.optim.Optimizer = make(params, **options)
     return optimizer
 
 
-def _copy(params: list[torch.Tensor], flat: torch.Tensor, out: bool) -> None:
+def _copy(params: list[nn.Parameter], flat: torch.Tensor, out: bool) -> None:
     """Copy ``params`` out to ``flat``, or back."""
     sizes = [p.numel() for p in params]
     for p, part in zip(params, torch.split(flat[: sum(sizes)], sizes), strict=True):

@@ -15,7 +15,8 @@ def matrices(reports: Reports) -> str:
         heading("Muon on several ranks", reports, ("ranks", "width", "layers", "batch", "rounds"), "bench.matrices"),
         f"Steps of a byte-level GPT of {settings['layers']} layers of width {settings['width']}, one thread per rank: "
         "the lowest processor time of the turns, with that of its messages, on the rank that needs most. The report "
-        "has times, too; with more ranks than cores they say little. The optimizer: [Muon and Dion](muon.md).\n",
+        "has times, too; with more ranks than cores they say little. The optimizer: "
+        "[Muon, SOAP and other matrix optimizers](matrix_optimizers.md).\n",
     ]
     found = by_processor(reports)
     for ranks in settings["ranks"]:
@@ -35,10 +36,10 @@ def losses(reports: Reports) -> str:
     """Show losses and bytes of each method."""
     settings = next(iter(reports.values()))["settings"]
     parts = [
-        heading("Muon and Dion: loss against bytes", reports, ("ranks", "steps", "seeds"), "bench.matrices.losses"),
+        heading("Muon: loss against bytes", reports, ("ranks", "steps", "seeds"), "bench.matrices.losses"),
         f"A byte-level GPT of 2 layers of width 64 on {count(settings['ranks'], 'rank')}, mean and deviation over "
         f"{count(settings['seeds'], 'seed')}; each method with the best of four learning rates. Bytes are what a rank "
-        "sends per step: embeddings and head are a quarter of Muon's. Dion sends these whole, PowerSGD as factors.\n",
+        "sends per step: embeddings and head are a quarter of Muon's.\n",
         beside("method", by_processor(reports), _methods, several(reports)),
     ]
     return "\n".join(parts)

@@ -11,7 +11,7 @@ Four parts turn gradients into bytes:
   them (``SummedMessage``). Quantized ones are summed by ``TwoHopCodec`` (two_hop.py).
 
 A method, such as ``FP16`` or ``DGC``, is a frozen configuration that makes the exchange of a bucket; see
-``methods/``. ``sparse/`` has the codec for selected entries, and three ways to sum such entries over the
+``methods/``. ``sparse/`` has the codec for selected entries, and two ways to sum such entries over the
 ranks. Custom methods derive from ``CodecMethod``, or from ``Method`` if they keep no state:
 docs/extending/compression_method.md. ``pycomm.training.cost`` estimates what a method costs on a network.
 """

@@ -98,9 +98,6 @@ class RankSum(Defaults):
         if not outcome.in_bucket:
             kernels.unpack(outcome.sums, [outcome.bucket.flat])
 
-    def commit(self, finite: Flag) -> None:
-        """Keep this step's state for the next one, if ``finite``."""
-
 
 class BaseCodec(RankSum):
     """Form in which a part of a bucket's accumulated gradients is sent."""
@@ -116,6 +113,9 @@ class BaseCodec(RankSum):
     def send(self, accumulated: Accumulated, told: Told) -> Report:
         """Take a part out of ``accumulated``, send it with what is ``told``, and receive every rank's."""
         raise NotImplementedError
+
+    def commit(self, finite: Flag) -> None:
+        """Keep this step's state for the next one, if ``finite``."""
 
 
 def _put_back(outcome: Outcome, now: torch.Tensor, before: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Optimizer steps: fused rules, LARS, LAMB, Muon, master weights, loss scaling, learning rates, batch shards."""
+"""Optimizer steps: fused rules, LARS, LAMB, master weights, loss scaling, learning rates, batch shards."""
 
 from pycomm.checks import public_names as _public_names
 from pycomm.optim.fused import FusedStep as FusedStep
@@ -7,16 +7,11 @@ from pycomm.optim.lamb import LAMB as LAMB
 from pycomm.optim.lars import LARS as LARS
 from pycomm.optim.loss_scaler import LossScaler as LossScaler
 from pycomm.optim.lr_schedules import BatchSizeGrowth as BatchSizeGrowth
-from pycomm.optim.lr_schedules import CosineDecay as CosineDecay
-from pycomm.optim.lr_schedules import PolynomialDecay as PolynomialDecay
-from pycomm.optim.lr_schedules import StepDecay as StepDecay
 from pycomm.optim.lr_schedules import WarmupLR as WarmupLR
 from pycomm.optim.lr_schedules import linear_scaled_lr as linear_scaled_lr
 from pycomm.optim.lr_schedules import sqrt_scaled_lr as sqrt_scaled_lr
 from pycomm.optim.master_weights import MasterWeights as MasterWeights
 from pycomm.optim.master_weights import master_weights as master_weights
-from pycomm.optim.matrices import muon_groups as muon_groups
-from pycomm.optim.muon import Muon as Muon
 from pycomm.optim.shard_batch import Shard as Shard
 from pycomm.optim.shard_batch import shard_batch as shard_batch
 

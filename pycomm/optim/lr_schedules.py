@@ -1,11 +1,10 @@
-"""Schedules of learning rate and batch size for large batches: scaling rules, warm-up and decay."""
+"""Schedules of learning rate and batch size for large batches: scaling rules, warm-up, growth of the batch."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -41,99 +40,17 @@ def sqrt_scaled_lr(base_lr: float, batch_size: int, base_batch_size: int = 256) 
     return _lr(base_lr) * math.sqrt(count("batch_size", batch_size, 1) / count("base_batch_size", base_batch_size, 1))
 
 
-@dataclass(frozen=True)
-class CosineDecay:
-    """Decay along half a cosine from 1 at the end of the warm-up to ``final`` at ``total_steps``; then constant.
-
-    This is equation 5 of Loshchilov and Hutter 2017, "SGDR", without restarts.
-
-    Args:
-        total_steps: optimizer steps of the run, including the warm-up.
-        final: the last learning rate as a fraction of the highest one; 0 to 1.
-
-    Raises:
-        TypeError, ValueError: an argument is wrong.
-    """
-
-    total_steps: int
-    final: float = 0.0
-
-    def __post_init__(self) -> None:
-        _set(self, total_steps=count("total_steps", self.total_steps, 1), final=_fraction("final", self.final))
-
-    def factor(self, step: int, warmup_steps: int) -> float:
-        """Return the factor by which lr is multiplied in ``step``, which is not inside the warm-up."""
-        done = _progress(step, warmup_steps, self.total_steps)
-        return self.final + (1 - self.final) * (1 + math.cos(math.pi * done)) / 2
-
-
-@dataclass(frozen=True)
-class PolynomialDecay:
-    """Decay by a power: the factor is ``final + (1 - final) * (1 - t) ** power``.
-
-    t goes from 0 at the end of the warm-up to 1 at ``total_steps``; from then on the factor is constant.
-    Power 1 is the linear decay of LAMB; LARS (You et al. 2017, "Large Batch Training of Convolutional
-    Networks", section 5) uses 2.
-
-    Args:
-        total_steps: optimizer steps of the run, including the warm-up.
-        power: a positive number.
-        final: the last learning rate as a fraction of the highest one; 0 to 1.
-
-    Raises:
-        TypeError, ValueError: an argument is wrong.
-    """
-
-    total_steps: int
-    power: float = 1.0
-    final: float = 0.0
-
-    def __post_init__(self) -> None:
-        power = bounded("power", self.power, "a positive number", lambda x: 0 < x < math.inf)
-        final = _fraction("final", self.final)
-        _set(self, total_steps=count("total_steps", self.total_steps, 1), power=power, final=final)
-
-    def factor(self, step: int, warmup_steps: int) -> float:
-        """Return the factor by which lr is multiplied in ``step``, which is not inside the warm-up."""
-        done = _progress(step, warmup_steps, self.total_steps)
-        return self.final + (1 - self.final) * math.pow(1 - done, self.power)
-
-
-@dataclass(frozen=True)
-class StepDecay:
-    """Decay in steps: the factor is ``gamma`` to the power of the number of ``milestones`` reached.
-
-    Args:
-        milestones: steps at which the learning rate falls, in increasing order, counted from the start of
-            the run; none of them inside the warm-up.
-        gamma: above 0 and at most 1.
-
-    Raises:
-        TypeError, ValueError: an argument is wrong.
-    """
-
-    milestones: tuple[int, ...]
-    gamma: float = 0.1
-
-    def __post_init__(self) -> None:
-        gamma = bounded("gamma", self.gamma, "above 0 and at most 1", lambda x: 0 < x <= 1)
-        _set(self, milestones=_milestones(self.milestones), gamma=gamma)
-
-    def factor(self, step: int, warmup_steps: int) -> float:
-        """Return the factor by which lr is multiplied in ``step``, which is not inside the warm-up."""
-        return float(self.gamma ** bisect_right(self.milestones, step))
-
-
-Decay = CosineDecay | PolynomialDecay | StepDecay
-
-
 class WarmupLR(LambdaLR):
-    """Scheduler for gradual warm-up and then decay; call its ``step()`` after every optimizer step.
+    """Scheduler for gradual warm-up; call its ``step()`` after every optimizer step.
 
-    ``WarmupLR(optimizer, 500, CosineDecay(total_steps=90_000), start_factor=0.1)``. Optimizer step s,
-    counted from 0, uses the group's own lr times ``start_factor + (1 - start_factor) * s / warmup_steps``
-    during the warm-up, and times the factor of ``decay`` from step ``warmup_steps`` on. The learning rate
-    depends on s alone: other changes to ``group["lr"]`` last until the next ``step()``.
+    Optimizer step s, counted from 0, uses the group's own lr times
+    ``start_factor + (1 - start_factor) * s / warmup_steps`` during the warm-up, and the lr itself from step
+    ``warmup_steps`` on. The learning rate depends on s alone: other changes to ``group["lr"]`` last until the
+    next ``step()``. For a decay afterwards, put both into torch's ``SequentialLR``::
+
+        warmup = pycomm.optim.WarmupLR(optimizer, 500)
+        decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 90_000 - 500)
+        scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, decay], [500])
 
     Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 2.2, warm up in every iteration of the
     first 5 epochs, starting from the unscaled learning rate, which is a ``start_factor`` of
@@ -146,36 +63,31 @@ class WarmupLR(LambdaLR):
     Args:
         optimizer: any torch optimizer; its groups may differ in lr, and lr may be a tensor.
         warmup_steps: optimizer steps of the warm-up; 0 for none.
-        decay: :class:`CosineDecay`, :class:`PolynomialDecay`, :class:`StepDecay`, or ``None`` for a
-            constant learning rate after the warm-up.
         start_factor: factor at the start of the warm-up; 0 to 1.
         last_epoch: index of the last optimizer step taken, n - 1 after n steps; -1 at the start of a run.
 
     Raises:
-        TypeError, ValueError: an argument is wrong, or the warm-up extends into the decay.
+        TypeError, ValueError: an argument is wrong.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         warmup_steps: int,
-        decay: Decay | None = None,
         *,
         start_factor: float = 0.0,
         last_epoch: int = -1,
     ) -> None:
         optimizer = checked_optimizer(optimizer)
         self.warmup_steps = count("warmup_steps", warmup_steps, 0)
-        self.start_factor = _fraction("start_factor", start_factor)
-        self.decay = decay
-        _check_warmup(self.warmup_steps, decay)
+        self.start_factor = bounded("start_factor", start_factor, "0 to 1", lambda x: 0 <= x <= 1)
         super().__init__(optimizer, self.factor, count("last_epoch", last_epoch, -1))
 
     def factor(self, step: int) -> float:
         """Return the factor by which lr is multiplied in optimizer step ``step``."""
         if step < self.warmup_steps:
             return self.start_factor + (1 - self.start_factor) * step / self.warmup_steps
-        return 1.0 if self.decay is None else self.decay.factor(step, self.warmup_steps)
+        return 1.0
 
     def get_lr(self) -> list[float | torch.Tensor]:
         """Return the learning rates of the next optimizer step, one for each parameter group."""
@@ -185,9 +97,9 @@ class WarmupLR(LambdaLR):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the step, learning rates and schedule as plain values, for ``torch.load(weights_only=True)``."""
-        own = ("warmup_steps", "start_factor", "decay", "lr_lambdas")
+        own = ("warmup_steps", "start_factor", "lr_lambdas")
         state = {key: value for key, value in LRScheduler.state_dict(self).items() if key not in own}
-        return {**state, "schedule": self._schedule()}
+        return {**state, "schedule": {"warmup_steps": self.warmup_steps, "start_factor": self.start_factor}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from the step at which ``state_dict`` was saved.
@@ -195,13 +107,8 @@ class WarmupLR(LambdaLR):
         Raises:
             ValueError: it is of another schedule or another number of parameter groups; nothing is changed.
         """
-        _check_state(
-            state_dict,
-            self.state_dict(),
-            "schedule",
-            "WarmupLR",
-            "; for another schedule, construct it with last_epoch",
-        )
+        advice = "; for another schedule, construct it with last_epoch"
+        _check_state(state_dict, self.state_dict(), "schedule", "WarmupLR", advice)
         state = {key: value for key, value in state_dict.items() if key != "schedule"}
         groups = len(self.optimizer.param_groups)
         for key in ("base_lrs", "_last_lr"):
@@ -212,14 +119,6 @@ class WarmupLR(LambdaLR):
         if not isinstance(state["last_epoch"], int) or state["last_epoch"] < -1:
             raise ValueError(f"state_dict['last_epoch'] is {state['last_epoch']!r}, wanted an int")
         LRScheduler.load_state_dict(self, state)
-
-    def _schedule(self) -> dict[str, Any]:
-        schedule: dict[str, Any] = {"warmup_steps": self.warmup_steps, "start_factor": self.start_factor}
-        if self.decay is None:
-            return {**schedule, "decay": None}
-        schedule |= {"decay": type(self.decay).__name__, **asdict(self.decay)}
-        # Lists instead of tuples, as JSON would return them.
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in schedule.items()}
 
 
 class BatchSizeGrowth:
@@ -298,28 +197,6 @@ class BatchSizeGrowth:
         return {"initial": self.initial, "milestones": list(self.milestones), "factor": self.factor}
 
 
-def _set(frozen: Any, **values: Any) -> None:
-    for name, value in values.items():
-        object.__setattr__(frozen, name, value)
-
-
-def _progress(step: int, warmup_steps: int, total_steps: int) -> float:
-    """Return the progress of the decay: 0 at the end of the warm-up, 1 from the end of the run on."""
-    return 1.0 if step >= total_steps else (step - warmup_steps) / (total_steps - warmup_steps)
-
-
-def _check_warmup(warmup_steps: int, decay: Any) -> None:
-    if decay is None:
-        return
-    if not isinstance(decay, Decay):
-        raise TypeError(f"decay is {decay!r}, wanted CosineDecay, PolynomialDecay, StepDecay or None")
-    if isinstance(decay, StepDecay):
-        if decay.milestones and decay.milestones[0] < warmup_steps:
-            raise ValueError(f"milestones[0] is {decay.milestones[0]}, wanted at least warmup_steps = {warmup_steps}")
-    elif decay.total_steps < warmup_steps:
-        raise ValueError(f"warmup_steps is {warmup_steps}, wanted at most total_steps = {decay.total_steps}")
-
-
 def _check_state(saved: Any, own: dict[str, Any], key: str, kind: str, advice: str = "") -> None:
     """Raise ValueError unless ``saved`` has the keys of ``own``, and under ``key`` the same arguments."""
     missing = [name for name in own if name not in saved] if isinstance(saved, dict) else []
@@ -351,7 +228,3 @@ def _milestones(values: Any) -> tuple[int, ...]:
 
 def _lr(base_lr: float) -> float:
     return bounded("base_lr", base_lr, "a positive number", lambda x: 0 < x < math.inf)
-
-
-def _fraction(name: str, value: float) -> float:
-    return bounded(name, value, "0 to 1", lambda x: 0 <= x <= 1)

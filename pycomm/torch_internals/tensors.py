@@ -98,11 +98,3 @@ def without_conjugation(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_conj():
         tensor = tensor.conj()
     return torch._neg_view(tensor) if tensor.is_neg() else tensor
-
-
-def multiplies_bfloat16(device: torch.device) -> bool:
-    """Return whether ``device`` has instructions that multiply bfloat16 matrices."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)
-    supports = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
-    return device.type == "cpu" and any(found is not None and found() for found in supports)

@@ -62,7 +62,15 @@ ROOT = Path(__file__).parents[2]
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            ["matrices.losses", "--steps", "2", "--seeds", "1", "--methods", "AdamW;Muon;Dion, rank 4"],
+            [
+                "matrices.losses",
+                "--steps",
+                "2",
+                "--seeds",
+                "1",
+                "--methods",
+                "AdamW;Muon;Muon, local_sgd every 30 (MuLoCo)",
+            ],
             marks=pytest.mark.slow,
         ),
         pytest.param(["chaos", "--faults", "2", "--ranks", "3", "--methods", "dense"], marks=pytest.mark.slow),

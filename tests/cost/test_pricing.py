@@ -25,7 +25,5 @@ def test_a_rehearsal_sends_what_the_method_sends(size: int, name: str) -> None:
     powersgd = 16 * 620 + 2 * 4 * FINGERPRINT_PLACES
     wanted = {"dense": 4 * n, "fp16": 2 * n, "int8": 1.03 * n, "powersgd(4)": powersgd, "dgc(1%)": 0.051 * n}
     wanted |= {"chunktopk(64)": 84 * n / 4096 + 128}
-    if size == 9 and name.startswith("dgc"):
-        assert [operation.kind for operation in costs.operations] == ["all_to_all", "all_gather"]
-    elif name in wanted:
+    if name in wanted:
         assert costs.num_bytes(size) == pytest.approx(wanted[name], rel=0.05)

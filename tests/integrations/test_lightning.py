@@ -35,7 +35,7 @@ def data(ranks: list[int]) -> DataLoader[Any]:
     return DataLoader(TensorDataset(x.reshape(-1, 12), y.reshape(-1, 5)), size)
 
 
-def module_of(manual: bool, muon: bool = False) -> Any:
+def module_of(manual: bool, adafactor: bool = False) -> Any:
     """Return a model with one optimizer, or two models that a step trains in turn, with windows of two passes."""
     import lightning
 
@@ -49,9 +49,8 @@ def module_of(manual: bool, muon: bool = False) -> Any:
             return ((self.layers(x) - y) ** 2).mean()
 
         def configure_optimizers(self) -> Any:
-            groups = pycomm.muon_groups(self, adamw={"lr": 0.01})
             own = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-            optimizer = pycomm.Muon(groups, lr=0.02) if muon else own
+            optimizer = torch.optim.Adafactor(self.parameters(), lr=0.02) if adafactor else own
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
     class Manual(lightning.LightningModule):  # type: ignore[misc, unused-ignore]
@@ -82,13 +81,13 @@ def module_of(manual: bool, muon: bool = False) -> Any:
 
 
 def fitted(
-    folder: str, manual: bool, strategy: Any, epochs: int, ckpt: str | None = None, muon: bool = False
+    folder: str, manual: bool, strategy: Any, epochs: int, ckpt: str | None = None, adafactor: bool = False
 ) -> list[torch.Tensor]:
     """Return the parameters after training, on two ranks or, without a strategy, alone on both ranks' data."""
     import lightning
     from lightning.fabric.plugins.environments import LightningEnvironment
 
-    module = module_of(manual, muon)
+    module = module_of(manual, adafactor)
     alone = strategy is None
     trainer = lightning.Trainer(
         accelerator="cpu",
@@ -115,12 +114,12 @@ def strategy_of(manual: bool, compression: Any, **options: Any) -> Any:
     return PycommStrategy(compression=compression, accumulate=2 if manual else None, **options)
 
 
-def equals_one_process(folder: str, manual: bool, options: dict[str, Any], muon: bool = False) -> None:
+def equals_one_process(folder: str, manual: bool, options: dict[str, Any], adafactor: bool = False) -> None:
     strategy = strategy_of(manual, **options)
-    ours = fitted(folder, manual, strategy, epochs=2, muon=muon)
+    ours = fitted(folder, manual, strategy, epochs=2, adafactor=adafactor)
     assert not strategy.reducers, "detached when training ended"
-    wanted = fitted(f"{folder}/alone-{dist.get_rank()}", manual, None, epochs=2, muon=muon)
-    tolerance = 1e-9 if muon else 1e-12
+    wanted = fitted(f"{folder}/alone-{dist.get_rank()}", manual, None, epochs=2, adafactor=adafactor)
+    tolerance = 1e-9 if adafactor else 1e-12
     for mine, theirs in zip(ours, wanted, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
     assert_replicas_equal(nn.ParameterList(ours))
@@ -139,7 +138,7 @@ def test_training_equals_one_process(trainers: RankPool, tmp_path: Path, manual:
     trainers.run(equals_one_process, str(tmp_path), manual, options)
 
 
-def test_muon(trainers: RankPool, tmp_path: Path) -> None:
+def test_adafactor(trainers: RankPool, tmp_path: Path) -> None:
     trainers.run(equals_one_process, str(tmp_path), False, {"compression": None}, True)
 
 

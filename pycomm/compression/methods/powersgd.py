@@ -23,12 +23,7 @@ class LowRankCodec(BaseCodec):
     P = M Q is summed over the ranks and orthogonalized; then Q = M^T P is summed, and the next step begins
     with it. This rank's contribution is P Q^T with its own Q; the contributions of all ranks add up to what
     every rank receives.
-
-    Attributes:
-        share: fraction of its contribution that this rank takes out of what it keeps.
     """
-
-    share = 1.0
 
     def __init__(self, bucket: Bucket, communicator: Communicator, rank: int, seed: int) -> None:
         super().__init__()
@@ -56,29 +51,29 @@ class LowRankCodec(BaseCodec):
         self._bases = [torch.linalg.qr(torch.where(finite, p, 0.0)).Q for p in ps]
         for matrix, p, q in zip(matrices, self._bases, qs, strict=True):
             torch.mm(matrix.t(), p, out=q)
-            matrix.addmm_(p, q.t(), alpha=-self.share)
+            matrix.addmm_(p, q.t(), alpha=-1.0)
         self._qs.all_reduce(told)
         self.bytes_sent += self._ps.num_bytes + self._qs.num_bytes
         return report
 
     def largest(self) -> torch.Tensor:
         # Columns of P have length 1, so an element of P Q^T is at most a row of Q long.
-        rows = [q.norm(dim=1).max() for q in self.received_qs()]
+        rows = [q.norm(dim=1).max() for q in self._received_qs()]
         return torch.stack(rows).max().double()
 
     def write(self, out: torch.Tensor, factor: float | torch.Tensor) -> None:
-        products = zip(self._bucket.parts(out), self._shapes, self._bases, self.received_qs(), strict=True)
+        products = zip(self._bucket.parts(out), self._shapes, self._bases, self._received_qs(), strict=True)
         for part, shape, p, q in products:
             torch.mm(p * factor, q.t(), out=part.view(shape))
 
-    def received_qs(self) -> list[torch.Tensor]:
+    def _received_qs(self) -> list[torch.Tensor]:
         """Return Q of each parameter, equal on all ranks."""
         return _cut(self._qs.values, self._q_shapes)
 
     def commit(self, finite: Flag) -> None:
         keep = finite if isinstance(finite, torch.Tensor) else torch.tensor(finite)
         # A Q of zeros, where nothing was received, would stay zero: the old one is kept then.
-        for old, new in zip(_cut(self._q, self._q_shapes), self.received_qs(), strict=True):
+        for old, new in zip(_cut(self._q, self._q_shapes), self._received_qs(), strict=True):
             old.copy_(torch.where(keep & new.any(), new, old))
 
     def state(self) -> State:

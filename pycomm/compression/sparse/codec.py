@@ -1,6 +1,6 @@
 """Codecs of TopK and DGC: the k largest sums of every parameter with their indices, or all of them.
 
-Of three ways to sum such entries over the ranks, the one with the fewest bytes is chosen.
+Of two ways to sum such entries over the ranks, the one with the fewer bytes is chosen.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from pycomm import kernels
 from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import to_device
-from pycomm.compression.base import Flag, Operation
+from pycomm.compression.base import Operation
 from pycomm.compression.codec import Accumulated, BaseCodec, Outcome, wide_dtype
 from pycomm.compression.messages import SummedMessage
 from pycomm.compression.report import Report, Told
-from pycomm.compression.sparse.balanced import BalancedSum, split_room, sum_room
-from pycomm.compression.sparse.sums import DenseSum, Entries, GatheredSum, Selected
+from pycomm.compression.sparse.sums import DenseSum, GatheredSum, Selected, entry_bytes
 
 ENTRY_BYTES = 1.5
 """Approximate bytes of an entry, with its index, for each byte of its value."""
@@ -27,11 +26,8 @@ ENTRY_BYTES = 1.5
 Density = Callable[[int | torch.Tensor], float]
 """Fraction of the entries to send, as a function of the step's number."""
 
-SparseSum = GatheredSum | BalancedSum | DenseSum
-WAYS: dict[str, type[SparseSum]] = {"gathered": GatheredSum, "balanced": BalancedSum, "dense": DenseSum}
-
-_BALANCED_MARGIN = 1.3
-"""Factor by which the balanced sum must take fewer bytes: it has one more step, and drops what does not fit."""
+SparseSum = GatheredSum | DenseSum
+WAYS: dict[str, type[SparseSum]] = {"gathered": GatheredSum, "dense": DenseSum}
 
 
 class SparseCodec(BaseCodec):
@@ -75,7 +71,7 @@ class SparseCodec(BaseCodec):
             each = torch.tensor(whole)
             self._whole = to_device(each, bucket.device)
             self._keeps = to_device(each.repeat_interleave(torch.tensor(self._counts)), bucket.device)
-        way = choose_way(bucket.num_elements, total, self._communicator.size, dtype, self._half_values, bucket.on_gpu)
+        way = choose_way(bucket.num_elements, total, self._communicator.size, dtype, self._half_values)
         self._sum = WAYS[way](bucket, self._communicator, total, self._half_values)
         self.packs_apart = isinstance(self._sum, GatheredSum)
 
@@ -108,10 +104,6 @@ class SparseCodec(BaseCodec):
         assert self._sum is not None
         self._sum.settle(outcome)
 
-    def commit(self, finite: Flag) -> None:
-        assert self._sum is not None
-        self._sum.commit(finite)
-
     def operations_among(self, size: int, per_host: int = 1) -> list[Operation] | None:
         bucket = self._bucket
         return operations(bucket.num_elements, sum(self._counts), size, wide_dtype(bucket), self._half_values)
@@ -143,38 +135,20 @@ class WholeCodec(BaseCodec):
 def received_bytes(num_elements: int, count: int, size: int, dtype: torch.dtype, half: bool) -> dict[str, float]:
     """Return the bytes that a rank receives by each way if every rank has ``count`` entries; without headers."""
     others = size - 1
-    split, sums = _balanced_bytes(num_elements, count, size, dtype, half)
     return {
-        "gathered": others * Entries(dtype, num_elements, count, half).num_bytes(),
-        "balanced": others * (split + sums),
+        "gathered": others * entry_bytes(dtype, num_elements, count, half),
         "dense": 2 * others / size * num_elements * dtype.itemsize,
     }
 
 
-def choose_way(num_elements: int, count: int, size: int, dtype: torch.dtype, half: bool, on_gpu: bool) -> str:
-    """Return the way with the fewest bytes: a function of what all ranks know."""
+def choose_way(num_elements: int, count: int, size: int, dtype: torch.dtype, half: bool) -> str:
+    """Return the way with the fewer bytes: a function of what all ranks know."""
     costs = received_bytes(num_elements, count, size, dtype, half)
-    if on_gpu:
-        del costs["balanced"]
-    else:
-        costs["balanced"] *= _BALANCED_MARGIN
     return min(costs, key=lambda way: costs[way])
 
 
 def operations(num_elements: int, count: int, size: int, dtype: torch.dtype, half: bool) -> list[Operation]:
-    """Return the collectives of the way that is chosen on the CPU; without headers."""
-    way = choose_way(num_elements, count, size, dtype, half, on_gpu=False)
-    if way == "dense":
+    """Return the collective of the way that is chosen; without headers."""
+    if choose_way(num_elements, count, size, dtype, half) == "dense":
         return [Operation("all_reduce", num_elements * dtype.itemsize)]
-    if way == "gathered":
-        return [Operation("all_gather", Entries(dtype, num_elements, count, half).num_bytes())]
-    split, sums = _balanced_bytes(num_elements, count, size, dtype, half)
-    return [Operation("all_to_all", size * split), Operation("all_gather", sums)]
-
-
-def _balanced_bytes(num_elements: int, count: int, size: int, dtype: torch.dtype, half: bool) -> tuple[int, int]:
-    """Return the bytes of one rank's entries in one part, and of one part's sums."""
-    part = max(1, num_elements // size)
-    room = min(sum_room(count, size, None), part)
-    sums = min(part * dtype.itemsize, Entries(dtype, part, room, half).num_bytes())
-    return Entries(dtype, part, split_room(count, size), half).num_bytes(), sums
+    return [Operation("all_gather", entry_bytes(dtype, num_elements, count, half))]

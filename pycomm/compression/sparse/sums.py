@@ -1,7 +1,6 @@
 """Sums over the ranks of the entries that each has selected: gathered, or as dense arrays.
 
-Every rank gathers k entries of each of P ranks, or sums dense arrays if that takes fewer bytes.
-balanced.py has the third way; codec.py chooses.
+Every rank gathers k entries of each of P ranks, or sums dense arrays if that takes fewer bytes: codec.py chooses.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from pycomm import kernels
 from pycomm.collectives.bucket import FINGERPRINT_BITS, Bucket
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import to_device
-from pycomm.compression.codec import Accumulated, Outcome, RankSum, agreed_scale, wide_dtype
+from pycomm.compression.codec import Accumulated, Outcome, RankSum, wide_dtype
 from pycomm.compression.messages import SummedMessage, gathered_memory
 from pycomm.compression.report import UNUSED, Report, Told
 
@@ -56,43 +55,15 @@ class Selected:
         velocity[sent] = torch.where(kept, velocity[sent], 0.0)
 
 
-class Entries:
-    """Form of ``count`` values and their ascending indices, all below ``limit``, in a message.
+def entry_bytes(dtype: torch.dtype, limit: int, count: int, half: bool) -> int:
+    """Return the bytes of ``count`` values and their ascending indices, all below ``limit``, in a message.
 
-    Half values are scaled by a power of two that brings the largest to the top of float16.
-
-    Attributes:
-        arrays: dtype and number of elements of each array in the message.
+    ``half``: float32 values are sent as float16, with one scale for all.
     """
-
-    def __init__(self, dtype: torch.dtype, limit: int, count: int, half: bool) -> None:
-        self._half = half and dtype == torch.float32
-        self._limit, self.count = limit, count
-        value = (torch.float16, count) if self._half else (dtype, count)
-        self.arrays = [value, (torch.int32, kernels.packed_words(limit, count))]
-        if self._half:
-            self.arrays.insert(0, (torch.float32, 1))
-        self._scratch = kernels.Scratch()
-
-    def num_bytes(self) -> int:
-        return sum(dtype.itemsize * count for dtype, count in self.arrays)
-
-    def put(self, values: torch.Tensor, indices: torch.Tensor, arrays: list[torch.Tensor]) -> torch.Tensor:
-        """Write ``values`` and ``indices`` to a message's arrays; return the rounding errors of ``values``."""
-        *scale, sent, words = arrays
-        kernels.pack_indices(indices, self._limit, words)
-        if not scale:
-            sent.copy_(values)
-            return torch.zeros_like(values)
-        scale[0].copy_(agreed_scale(values.abs().max(), 1))
-        sent.copy_(values * scale[0])
-        return values - sent.float() / scale[0]
-
-    def get(self, arrays: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the values, without their scale, and the indices of a message."""
-        *scale, sent, words = arrays
-        indices = kernels.unpack_indices(words, self._limit, self.count, scratch=self._scratch)
-        return (sent.float() / scale[0] if scale else sent), indices
+    index_bytes = torch.int32.itemsize * int(kernels.packed_words(limit, count))
+    if half and dtype == torch.float32:
+        return torch.float32.itemsize + torch.float16.itemsize * count + index_bytes
+    return dtype.itemsize * count + index_bytes
 
 
 class Verdict:

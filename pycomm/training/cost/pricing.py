@@ -113,7 +113,7 @@ def rehearse(method: Compression, params: Sequence[torch.Tensor], size: int, per
         return Costs(local, operations)
     if size > small and any(operation.kind == "all_gather" for operation in operations):
         fewer, _ = _rehearse(method, params, 2, 2)
-        if all(operation.kind == "all_gather" for operation in operations):  # balanced sums do not grow with the ranks
+        if all(operation.kind == "all_gather" for operation in operations):  # two hops do not grow with the ranks
             local += max(0.0, local - fewer) / (small - 2) * (size - small)
     return Costs(local, operations)
 

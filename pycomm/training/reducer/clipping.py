@@ -16,7 +16,6 @@ from torch.utils.hooks import RemovableHandle
 
 from pycomm import kernels
 from pycomm.collectives.layout import flat_alias
-from pycomm.compression.dense import method_text
 from pycomm.optim.loss_scaler import scale_left
 from pycomm.optim.shards import Shards
 from pycomm.torch_internals import local_of
@@ -97,11 +96,6 @@ def unscaled_norm(table: ParameterTable, settings: AttachSettings) -> torch.Tens
 
     It includes clipping since ``backward()``, as the next step will.
     """
-    if not settings.makes_averages:
-        raise RuntimeError(
-            f"clip_grad_norm finds directions of {method_text(settings.compression)} in .grad, wanted averages: leave "
-            "it out, or clip each rank's own gradient by pycomm.DGC(clip_local_norm=...)"
-        )
     return _norm(table) * table.stepper.factor_left() / scale_left(settings.loss_scaler, table.optimizer)
 
 

@@ -150,8 +150,7 @@ class ReductionOutcome:
         size = self._communicator.size
         if 0 < num_skipping < size and self._settings.average:
             for flight in self._table.flights:
-                if self._settings.has_averages_of(flight.slots[0].param):
-                    flight.bucket.flat.mul_(size / (size - num_skipping))
+                flight.bucket.flat.mul_(size / (size - num_skipping))
 
     def _discard(self) -> None:
         """Discard this reduction.

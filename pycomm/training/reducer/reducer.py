@@ -306,7 +306,7 @@ class Reducer:
 
         Raises:
             TypeError, ValueError: ``max_norm`` is not a positive number.
-            RuntimeError: a window is open; :class:`pycomm.Dion` steps; or the norm is not finite, if asked for.
+            RuntimeError: a window is open; or the norm is not finite, if asked for.
         """
         self._require_attached()
         max_norm = checks.positive("max_norm", max_norm)

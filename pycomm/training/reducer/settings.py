@@ -12,7 +12,6 @@ import torch
 
 from pycomm.checks import count, positive, shown
 from pycomm.compression import Compression
-from pycomm.compression.dense import method_text
 from pycomm.optim.loss_scaler import checked_scaler
 from pycomm.training.cost.named import checked_method
 from pycomm.training.reducer.module_buffers import BUFFERS
@@ -229,18 +228,11 @@ class AttachSettings:
             tuning=Tuning() if tuning is None else tuning,
             **flags,
         )
-        _check_together(settings)
+        if settings.shard is not None:
+            _check_shard(settings, settings.shard)
         return settings
 
     @property
-    def makes_averages(self) -> bool:
-        """Whether ``.grad`` is an average, or a sum, rather than a direction made from the ranks' gradients."""
-        return bool(getattr(self.compression, "averages", True))
-
-    def has_averages_of(self, param: torch.Tensor) -> bool:
-        """Return whether that holds of ``param``."""
-        return self.makes_averages or not self.compression.applies_to(param)
-
     @property
     def has_parts(self) -> bool:
         """Whether each rank may get only its own part of an average."""
@@ -276,25 +268,10 @@ class AttachSettings:
         return [f"{each.name}={texts.get(each.name, getattr(self, each.name))}" for each in fields(self)]
 
 
-def _check_together(settings: AttachSettings) -> None:
-    """Raise ValueError if some of ``settings`` exclude each other."""
-    if not settings.average and not settings.makes_averages:
-        raise ValueError(
-            f"average=False does not go with compression={method_text(settings.compression)}: .grad of a matrix is a "
-            "direction, which has no sum over the ranks; leave average out"
-        )
-    if settings.shard is not None:
-        _check_shard(settings, settings.shard)
-
-
 def _check_shard(settings: AttachSettings, shard: Sharding) -> None:
     """Raise ValueError if ``settings`` exclude sharded steps."""
     method = type(settings.compression).__name__
     unsuitable = {
-        f"compression={method}": (
-            not settings.makes_averages,
-            ".grad of a matrix is a direction, which all ranks make from whole sums",
-        ),
         f'grads="part" and compression={method}': (
             shard.grads == "part" and not getattr(settings.compression, "reduces_parts", False),
             "a rank gets the sum of its own part only, which this method cannot send by itself; FP16, BF16 and the "
