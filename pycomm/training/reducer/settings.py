@@ -233,7 +233,6 @@ class AttachSettings:
         return settings
 
     @property
-    @property
     def has_parts(self) -> bool:
         """Whether each rank may get only its own part of an average."""
         return self.shard is not None and self.shard.grads != "full"
