@@ -39,6 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
 
 import pycomm
+from pycomm.tools.launching import progress
 
 Samples = tuple[torch.Tensor, torch.Tensor]
 
@@ -245,7 +246,7 @@ def run(recipes: list[Recipe], seeds: int, epochs: int, rate: float | None) -> N
             dist.barrier()
             found.append({"seconds": time.perf_counter() - begin, **outcome(training, data)})
             done += 1
-            pycomm.progress(done, len(recipes) * seeds)
+            progress(done, len(recipes) * seeds)
         mean = {key: sum(each[key] for each in found) / seeds for key in found[0]}
         if dist.get_rank() == 0:
             step, sent = 1e3 * mean["seconds"] / mean["steps"], mean["payload"] / mean["steps"] / 1e3

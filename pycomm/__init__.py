@@ -23,10 +23,7 @@ if TYPE_CHECKING:  # imported at first use: see _HOMES
     from pycomm import optim as optim
     from pycomm import parallel as parallel
     from pycomm import schedule as schedule
-    from pycomm.collectives.broadcasting import broadcast_optimizer_state as broadcast_optimizer_state
-    from pycomm.collectives.broadcasting import broadcast_parameters as broadcast_parameters
     from pycomm.collectives.communicator import Communicator as Communicator
-    from pycomm.collectives.transport.gpu import GpuWork as GpuWork
     from pycomm.compression import BF16 as BF16
     from pycomm.compression import DGC as DGC
     from pycomm.compression import FP8 as FP8
@@ -43,35 +40,26 @@ if TYPE_CHECKING:  # imported at first use: see _HOMES
     from pycomm.compression import TopK as TopK
     from pycomm.optim import LAMB as LAMB
     from pycomm.optim import LARS as LARS
-    from pycomm.optim import FusedStep as FusedStep
     from pycomm.optim import LossScaler as LossScaler
-    from pycomm.optim import MasterWeights as MasterWeights
     from pycomm.optim import fuse as fuse
     from pycomm.optim.master_weights import master_weights as master_weights
     from pycomm.tools.launching import RankError as RankError
     from pycomm.tools.launching import launch as launch
-    from pycomm.tools.launching import progress as progress
-    from pycomm.tools.monitoring.monitor import Monitor as Monitor
     from pycomm.tools.monitoring.monitor import monitor as monitor
     from pycomm.training import checkpoint as checkpoint
     from pycomm.training.asynchronous.averaging import local_sgd as local_sgd
     from pycomm.training.asynchronous.fragment import Elastic as Elastic
     from pycomm.training.asynchronous.fragment import Nesterov as Nesterov
-    from pycomm.training.asynchronous.gossip import Gossip as Gossip
     from pycomm.training.asynchronous.gossip import gossip as gossip
-    from pycomm.training.asynchronous.local_averager import LocalAverager as LocalAverager
     from pycomm.training.asynchronous.modes import Async as Async
     from pycomm.training.asynchronous.modes import StaleSynchronous as StaleSynchronous
     from pycomm.training.asynchronous.modes import Sync as Sync
-    from pycomm.training.asynchronous.parameter_server import ParameterServer as ParameterServer
     from pycomm.training.asynchronous.parameter_server import parameter_server as parameter_server
     from pycomm.training.checkpoint import load as load
     from pycomm.training.checkpoint import save as save
     from pycomm.training.cost.auto import Auto as Auto
     from pycomm.training.reducer import Reducer as Reducer
     from pycomm.training.reducer import Sharding as Sharding
-    from pycomm.training.reducer import SignalStop as SignalStop
-    from pycomm.training.reducer import StopRequest as StopRequest
     from pycomm.training.reducer import Survive as Survive
     from pycomm.training.reducer import Tuning as Tuning
     from pycomm.training.reducer import stop_on_signal as stop_on_signal
@@ -109,39 +97,20 @@ def _run_installed() -> None:
 if importlib.util.find_spec("pycomm._native") is None:
     _run_installed()
 else:
+    import pycomm._native as _native
     from pycomm import logs as _logs  # noqa: F401  # prefixes log lines with the rank
-    from pycomm._native import build_info as _native_build_info
     from pycomm.collectives import backend as backend
     from pycomm.errors import CommError as CommError
-    from pycomm.worker import Work as Work
 
-    __version__: str = _native_build_info()["version"]
+    __version__: str = _native.build_info()["version"]
     backend.register()
-
-
-def build_info() -> dict[str, Any]:
-    """Describe this build.
-
-    Returns:
-        ``version``; ``cuda``: the toolkit's version, ``None`` if built without; ``cuda_architectures``: what its
-        kernels were compiled for, in CMake's notation, or ``None``; ``nccl``: version of the NCCL that pycomm
-        loads, ``None`` if there is none; ``simd``: the instruction set in use ("avx512", "avx2", "baseline");
-        ``compiler``.
-    """
-    from pycomm.collectives.transport.nccl import nccl_version
-
-    nccl = nccl_version()
-    return {**_native_build_info(), "nccl": None if nccl is None else nccl[0]}
-
 
 _HOMES = {
     "training.asynchronous.averaging": ("local_sgd",),
-    "training.asynchronous.gossip": ("Gossip", "gossip"),
-    "training.asynchronous.local_averager": ("LocalAverager",),
+    "training.asynchronous.gossip": ("gossip",),
     "training.asynchronous.modes": ("Async", "StaleSynchronous", "Sync"),
     "training.asynchronous.fragment": ("Elastic", "Nesterov"),
-    "training.asynchronous.parameter_server": ("ParameterServer", "parameter_server"),
-    "collectives.broadcasting": ("broadcast_optimizer_state", "broadcast_parameters"),
+    "training.asynchronous.parameter_server": ("parameter_server",),
     "training.checkpoint": ("load", "save"),
     "collectives.communicator": ("Communicator",),
     "compression": (
@@ -149,18 +118,11 @@ _HOMES = {
         *("PowerSGD", "QSGD", "RandomK", "TernGrad", "TopK"),
     ),
     "training.cost.auto": ("Auto",),
-    "tools.launching": ("RankError", "launch", "progress"),
-    "tools.monitoring": ("Monitor", "monitor"),
-    "optim": (
-        *("FusedStep", "LAMB", "LARS", "LossScaler", "MasterWeights"),
-        *("fuse", "master_weights"),
-    ),
+    "tools.launching": ("RankError", "launch"),
+    "tools.monitoring": ("monitor",),
+    "optim": ("LAMB", "LARS", "LossScaler", "fuse", "master_weights"),
     "training.reducer.join": ("join",),
-    "training.reducer": (
-        *("Reducer", "Sharding", "SignalStop", "StopRequest", "Survive", "Tuning", "attach"),
-        "stop_on_signal",
-    ),
-    "collectives.transport.gpu": ("GpuWork",),
+    "training.reducer": ("Reducer", "Sharding", "Survive", "Tuning", "attach", "stop_on_signal"),
 }
 """Module of each name, imported at its first use: so ``import pycomm`` adds little to ``import torch``."""
 _PACKAGES = {
@@ -169,9 +131,7 @@ _PACKAGES = {
     **{name: name for name in ("compression", "ddp", "kernels", "optim", "parallel", "schedule")},
 }
 """Packages that scripts use by name, and where they are."""
-__all__ = sorted(
-    ["CommError", "Work", "build_info", *_PACKAGES, *(name for names in _HOMES.values() for name in names)]
-)
+__all__ = sorted(["CommError", *_PACKAGES, *(name for names in _HOMES.values() for name in names)])
 
 
 def _imported(name: str) -> Any:

@@ -33,7 +33,6 @@ dist.barrier()
 """
 
 IN_FUNCTIONS = {
-    "pycomm.build_info": "looks for NCCL, which `import pycomm` need not",
     "pycomm.collectives.backend._make": "for users of the backend",
     "pycomm.collectives.backend.stats": "for users of the backend",
     "pycomm.collectives.recorder.watch._failed": "writes a file after a failure",

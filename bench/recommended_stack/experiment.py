@@ -25,6 +25,7 @@ import pycomm
 from bench import ROOT
 from bench.slow_network.ranks import bytes_sent, mean_over_ranks
 from pycomm.tools.cli.demo.train import first_difference
+from pycomm.tools.launching import progress
 
 sys.path.append(str(ROOT / "examples"))
 example: Any = importlib.import_module("recommended_stack")
@@ -47,7 +48,7 @@ def search(names: Sequence[str], rates: Sequence[float], seeds: int, epochs: int
         losses = [_validation_loss(recipe, rate, _FIRST_TUNING_SEED + seed, epochs, data) for seed in range(seeds)]
         loss = sum(losses) / seeds
         rows.append({"name": recipe.name, "rate": rate, "loss": loss if math.isfinite(loss) else None})
-        pycomm.progress(number, len(tries), loss=loss)
+        progress(number, len(tries), loss=loss)
     return rows
 
 

@@ -7,14 +7,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from pycomm.agreement import Words, agreed, check_same_lines
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.tensor_memory import Memory, digests_of, look_at, shared_parts
-from pycomm.collectives.transport.host_tensors import rank_of
 from pycomm.errors import attempt
-from pycomm.optim.parameters import checked_optimizer
 from pycomm.optim.shards import part_of
 from pycomm.torch_internals import dtensor_around, is_dtensor, local_of
 from pycomm.untrusted import ANYTHING, ListOf, parse
@@ -28,63 +25,6 @@ _CHUNK_BYTES = 32 << 20
 
 OWN = "what is each rank's own belongs in attach(..., tuning=pycomm.Tuning(ignore=[names or patterns]))"
 """Hint for messages about tensors that differ."""
-
-
-def broadcast_parameters(
-    model_or_state_dict: torch.nn.Module | Mapping[str, Any],
-    src: int = 0,
-    *,
-    process_group: dist.ProcessGroup | None = None,
-) -> None:
-    """Overwrite all parameters and buffers in place with those of rank ``src``. Collective.
-
-    Copies bytes of any dtype; of an expanded tensor, the memory behind it. Tensors without plain memory (sparse and
-    quantised tensors, subclasses made of several tensors) are compared instead.
-
-    Args:
-        model_or_state_dict: a module, or a mapping of names to tensors (other values are left alone).
-        src: rank within ``process_group``.
-        process_group: the default group if ``None``.
-
-    Raises:
-        TypeError: ``model_or_state_dict`` is neither a module nor a mapping (on every rank).
-        ValueError: names, shapes or dtypes differ between ranks (on every rank, naming the first difference), or
-            tensors differ that cannot be overwritten, or ``src`` is not a rank of the group.
-    """
-    with Communicator(process_group) as communicator:
-        outcome = attempt(lambda: (named_tensors(model_or_state_dict), rank_of(src, "src", communicator.size)))
-        tensors, root = agreed(communicator.channel.all_gather_bytes, outcome, "copy parameters", _source)
-        share_tensors(communicator, tensors, root)
-
-
-def broadcast_optimizer_state(
-    optimizer: torch.optim.Optimizer, src: int = 0, *, process_group: dist.ProcessGroup | None = None
-) -> None:
-    """Copy the optimizer state and hyperparameters of rank ``src`` to every rank. Collective.
-
-    No step is taken, and tensors keep their dtypes (``load_state_dict`` would cast the fp32 state of an fp16 parameter
-    to fp16). State that rank ``src`` does not have is dropped on the other ranks; ``attach`` would refuse instead.
-    Nothing is unpickled: each rank keeps its own functions and other objects that are not numbers, strings, tensors or
-    containers of them.
-
-    Args:
-        optimizer: changed in place.
-        src: rank within ``process_group``.
-        process_group: the default group if ``None``.
-
-    Raises:
-        TypeError: ``optimizer`` is not an optimizer (on every rank).
-        ValueError: the parameter groups differ in number or size, or a rank lacks an object that cannot
-            be sent.
-    """
-    with Communicator(process_group) as communicator:
-        outcome = attempt(lambda: (checked_optimizer(optimizer), rank_of(src, "src", communicator.size)))
-        inner, root = agreed(communicator.channel.all_gather_bytes, outcome, "copy the optimizer's state", _source)
-        broadcast_state(communicator, inner, root)
-
-
-def _source(outcome: tuple[object, int]) -> dict[str, list[str]]:
-    return {"argument": [f"src={outcome[1]}"]}
 
 
 def named_tensors(model_or_state_dict: torch.nn.Module | Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -216,10 +156,11 @@ def broadcast_state(
     check: Callable[[list[torch.Tensor], list[Node]], None] = lambda _, __: None,
     keeps_state: bool = False,
 ) -> None:
-    """Do the work of :func:`broadcast_optimizer_state`.
+    """Copy the optimizer state and hyperparameters of rank ``src`` to every rank. Collective.
 
-    An object that is not a number, string, tensor or container of them (a function among the
-    hyperparameters, for example) is not sent: each rank must have its own, and keeps it.
+    No step is taken, and tensors keep their dtypes (``load_state_dict`` would cast the fp32 state of an fp16 parameter
+    to fp16). Nothing is unpickled. An object that is not a number, string, tensor or container of them (a function
+    among the hyperparameters, for example) is not sent: each rank must have its own, and keeps it.
 
     Args:
         leaves_out: returns whether a parameter, with its state, is this rank's own and not sent.

@@ -17,7 +17,8 @@ import torch
 
 import pycomm.compression as methods
 from pycomm import kernels
-from pycomm.collectives.broadcasting import broadcast_optimizer_state, broadcast_parameters
+from pycomm.collectives.broadcasting import broadcast_state, share_tensors
+from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.tensor_memory import hashable
 from pycomm.horovod.collectives import AllReduce, Submission, synchronize
 from pycomm.horovod.coordinator import ALLREDUCE
@@ -74,7 +75,8 @@ class AttachedAveraging:
         self._optimizer, self._world = optimizer, world()
         own = {name for name, _ in self._named}
         others = {name: param for name, param in arguments.named if name not in own}  # as of a frozen trunk
-        broadcast_parameters(others, process_group=members_of(arguments.process_set).group)
+        with Communicator(members_of(arguments.process_set).group) as communicator:
+            share_tensors(communicator, others, src=0)
         self.reducer = self._attach()
 
     def _attach(self) -> Reducer:
@@ -384,9 +386,9 @@ def _begin_all_reduce(tensors: Sequence[torch.Tensor], name: str, arguments: Arg
 
 def _make_equal(optimizer: torch.optim.Optimizer, arguments: Arguments) -> None:
     """Copy the first rank's named parameters and optimizer state to all. Collective."""
-    group = members_of(arguments.process_set).group
-    broadcast_parameters(dict(arguments.named), process_group=group)
-    broadcast_optimizer_state(optimizer, process_group=group)
+    with Communicator(members_of(arguments.process_set).group) as communicator:
+        share_tensors(communicator, dict(arguments.named), src=0)
+        broadcast_state(communicator, optimizer, src=0)
 
 
 def _nothing() -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
-from pycomm.training.asynchronous.parameter_server import traced
+from pycomm.training.asynchronous.parameter_server import ParameterServer, traced
 from tests.models import mean_square, perceptron
 
 STEPS = 8
@@ -62,7 +62,7 @@ def weight_of(rank: int, step: int) -> float:
     return 1.0 + (rank + step) % 3
 
 
-def serve(optimizer: torch.optim.Optimizer, model: nn.Module, **options: Any) -> pycomm.ParameterServer:
+def serve(optimizer: torch.optim.Optimizer, model: nn.Module, **options: Any) -> ParameterServer:
     """Start a parameter server, which may write a trace."""
     return (traced if "trace" in options else pycomm.parameter_server)(optimizer, model, **options)
 

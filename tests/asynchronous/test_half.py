@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
+from pycomm.training.asynchronous.parameter_server import ParameterServer
 from tests.hosts import on_hosts
 from tests.on_ranks import Pools
 
@@ -30,7 +31,7 @@ def gradients_of(model: nn.Module, step: int) -> list[torch.Tensor]:
     return [torch.randn(p.shape, generator=generator).to(p.dtype) for p in model.parameters()]
 
 
-def pull_and_push(server: pycomm.ParameterServer, model: nn.Module, step: int) -> None:
+def pull_and_push(server: ParameterServer, model: nn.Module, step: int) -> None:
     server.pull()
     for p, g in zip(model.parameters(), gradients_of(model, step), strict=True):
         p.grad = g

@@ -17,6 +17,7 @@ import pycomm
 from pycomm import CommError
 from pycomm.training.asynchronous import serving, wire, worker
 from pycomm.training.asynchronous.core import Core
+from pycomm.training.asynchronous.parameter_server import ParameterServer
 from pycomm.training.asynchronous.worker import Outbox
 from tests.asynchronous.runs import Run, work
 from tests.hosts import on_hosts
@@ -25,7 +26,7 @@ from tests.on_ranks import Pools
 TIMEOUT = 110.0
 
 
-def server_of(size: int, **options: Any) -> tuple[nn.Module, pycomm.ParameterServer]:
+def server_of(size: int, **options: Any) -> tuple[nn.Module, ParameterServer]:
     torch.manual_seed(0)
     model = nn.Linear(size, 1, bias=False)
     return model, pycomm.parameter_server(torch.optim.SGD(model.parameters(), 1.0), model, **{"timeout": 20, **options})

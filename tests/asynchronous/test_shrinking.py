@@ -17,6 +17,7 @@ import torch.distributed as dist
 import pycomm
 from pycomm import CommError
 from pycomm.training.asynchronous.elastic_group import ElasticGroup
+from pycomm.training.asynchronous.local_averager import LocalAverager
 from tests.asynchronous.averaged import HALVES, Course, flat
 from tests.asynchronous.runs import loss_of, model_of
 from tests.hosts import on_hosts
@@ -151,7 +152,7 @@ AFTERWARDS = 24  # steps that all make together once one has come
 MOST = 20_000
 
 
-def go_on(course: Course, handle: pycomm.LocalAverager, model: torch.nn.Module, rank: int, first: int) -> Any:
+def go_on(course: Course, handle: LocalAverager, model: torch.nn.Module, rank: int, first: int) -> Any:
     """Train until a rank has come, and some steps more."""
     optimizer, found, come, step = handle.optimizer, {}, first if rank == course.size else None, first
     while come is None or step < come + AFTERWARDS:

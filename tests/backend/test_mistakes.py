@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _make_nccl_premul_sum
 
-from pycomm import _native, torch_internals
+import pycomm._native as _native
+from pycomm import torch_internals
 from tests.backend.groups import pycomm_group
 from tests.backend.worlds import on_world
 from tests.on_ranks import on_ranks

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import pycomm
+from pycomm.tools.launching import progress
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "GREETING")
 
@@ -133,7 +134,7 @@ def sleeps(seconds: float) -> None:
 
 def makes_progress() -> None:
     for step in range(1, 101):
-        pycomm.progress(step, 100, loss=torch.tensor(1.0 / step))
+        progress(step, 100, loss=torch.tensor(1.0 / step))
 
 
 _kept: list[Any] = []  # until the process ends

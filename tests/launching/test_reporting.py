@@ -1,4 +1,4 @@
-"""``pycomm.progress``: what is passed on, and how it is shown."""
+"""``progress``: what is passed on, and how it is shown."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-import pycomm
-from pycomm.tools.launching import reporting
+from pycomm.tools.launching import progress, reporting
 from pycomm.tools.launching.reporting import Bar, Lines, Progress
 
 
@@ -22,13 +21,13 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[Progress]:
 
 
 def test_a_loss_that_requires_grad(told: list[Progress]) -> None:
-    pycomm.progress(1, 1, loss=torch.ones((), requires_grad=True))
+    progress(1, 1, loss=torch.ones((), requires_grad=True))
     assert told == [Progress(1, 1, {"loss": 1.0})]
 
 
 def test_not_every_step_is_told_but_the_last_is(told: list[Progress]) -> None:
     for step in range(1, 10_001):
-        pycomm.progress(step, 10_000, loss=1 / step)
+        progress(step, 10_000, loss=1 / step)
     assert told[0] == Progress(1, 10_000, {"loss": 1.0})
     assert told[-1] == Progress(10_000, 10_000, {"loss": 1e-4})
     assert len(told) < 1000
@@ -48,7 +47,7 @@ def test_wrong_arguments(
     told: list[Progress], arguments: tuple[int, int], figures: dict[str, Any], kind: type[Exception], says: str
 ) -> None:
     with pytest.raises(kind, match=says):
-        pycomm.progress(*arguments, **figures)
+        progress(*arguments, **figures)
     assert not told
 
 
@@ -65,10 +64,10 @@ def test_a_line_for_every_tenth(capsys: pytest.CaptureFixture[str]) -> None:
 def test_outside_of_a_launch_rank_0_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(reporting, "_last", float("-inf"))
     monkeypatch.setenv("RANK", "1")
-    pycomm.progress(2, 2)
+    progress(2, 2)
     monkeypatch.setenv("RANK", "0")
     for _ in range(2):  # the second is something new
-        pycomm.progress(1, 1)
+        progress(1, 1)
     assert capsys.readouterr().out == "1/1\n1/1\n"
 
 

@@ -16,12 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.tools.monitoring import FIELDS
-from pycomm.tools.monitoring.monitor import row_between
+from pycomm.tools.monitoring.monitor import Monitor, row_between
 from tests.on_ranks import on_ranks
 from tests.reducer.models import loss_of, make_model, sgd
 
 Rows = list[dict[str, Any]]
-MODULE = sys.modules[pycomm.Monitor.__module__]  # the package has a function of its name
+MODULE = sys.modules[Monitor.__module__]  # the package has a function of its name
 
 
 class Summary:

@@ -224,20 +224,6 @@ CALLS: dict[str, Call] = {
         lambda: {"timeout": TIMEOUT},
         timeout=NO_TIMEOUTS,
     ),
-    "broadcast_parameters": call(
-        pycomm.broadcast_parameters,
-        lambda: {"model_or_state_dict": model(), "src": 0, "process_group": None},
-        model_or_state_dict=(*NO_MODELS, lambda: {1: ones()}, dict, lambda: {"weight": freed(), "bias": ones(2)}),
-        src=(*NO_COUNTS, lambda: size(), lambda: 1),
-        process_group=NO_GROUPS,
-    ),
-    "broadcast_optimizer_state": call(
-        pycomm.broadcast_optimizer_state,
-        lambda: {"optimizer": training()["optimizer"], "src": 0, "process_group": None},
-        optimizer=(*NO_OPTIMIZERS[:2], Awkward),  # one of other parameters has no state yet that could differ
-        src=(*NO_COUNTS, lambda: size(), lambda: 1),
-        process_group=NO_GROUPS,
-    ),
     "local_sgd": call(
         ended(pycomm.local_sgd),
         lambda: {**training(), "every": 2, "process_group": None, "outer": None, "compression": None, "join": None},

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import pycomm
+from pycomm.optim.master_weights import MasterWeights
 from tests.optim.stepping import Params, give_gradients, parameters
 
 Build = Callable[[Any], torch.optim.Optimizer]
@@ -44,7 +45,7 @@ OTHERS: dict[str, Build] = {
 ALL = {**KERNELS, **OTHERS}
 
 
-def make(name: str, dtype: torch.dtype, seed: int = 0) -> tuple[Params, torch.optim.Optimizer, pycomm.MasterWeights]:
+def make(name: str, dtype: torch.dtype, seed: int = 0) -> tuple[Params, torch.optim.Optimizer, MasterWeights]:
     params = parameters_for(name, dtype, seed)
     optimizer = ALL[name](params)
     return params, optimizer, pycomm.master_weights(optimizer)

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
-from pycomm.collectives.broadcasting import broadcast_optimizer_state
 from pycomm.optim.parameters import checked_optimizer, unwrapped
 from tests.on_ranks import on_ranks
 from tests.reducer.test_around_torch import proxy_of
@@ -195,8 +194,6 @@ def test_what_averages(how: str) -> None:
             handle.detach()
 
         compare(how, train)
-    optimizer, _ = optimizer_of()
-    broadcast_optimizer_state(wrapped(optimizer, how))
 
 
 class Counted:
@@ -238,8 +235,8 @@ def test_what_is_no_optimizer(take: Any, given: Any) -> None:
 @on_ranks(2)
 def test_no_optimizer_on_one_rank() -> None:
     """An error on every rank, and the next call works."""
-    optimizer, _ = optimizer_of()
+    optimizer, model = optimizer_of()
     given: Any = nn.Linear(2, 2) if dist.get_rank() == 1 else optimizer
     with pytest.raises((TypeError, ValueError), match="optimizer is a Linear, wanted a torch.optim.Optimizer"):
-        broadcast_optimizer_state(given)
-    broadcast_optimizer_state(proxy_of(optimizer, "accelerate"))
+        pycomm.attach(given, model)
+    pycomm.attach(proxy_of(optimizer, "accelerate"), model).detach()

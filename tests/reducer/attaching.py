@@ -87,6 +87,16 @@ def assert_replicas_equal(model: nn.Module) -> None:
     assert all(torch.equal(other, everyone[0]) for other in everyone)
 
 
+def make_equal(model: nn.Module) -> None:
+    """Overwrite parameters with those of rank 0, through torch.distributed itself, where they differ."""
+    for param in model.parameters():
+        first = param.detach().clone()
+        dist.broadcast(first, 0)
+        if not torch.equal(first, param):
+            with torch.no_grad():
+                param.copy_(first)
+
+
 @contextmanager
 def warnings_noted(said: list[str]) -> Iterator[None]:
     """Append to ``said`` every warning that is given inside."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -123,13 +122,12 @@ DIFFERENT: dict[str, tuple[Callable[[int], torch.Tensor], str]] = {
 }
 
 
-def differ(kind: str, how: str) -> str:
+def differ(kind: str) -> str:
     rank = dist.get_rank()
     model = Holder(DIFFERENT[kind][0](rank))
     optimizer = sgd(model.body)
-    call = partial(pycomm.attach, optimizer) if how == "attach" else pycomm.broadcast_parameters
     with pytest.raises(ValueError, match=r"side\.odd") as caught:
-        call(model)
+        pycomm.attach(optimizer, model)
     del model.side
     with attached(optimizer, model):  # nothing is left behind
         loss_of(model, rank, 0).backward()
@@ -139,11 +137,10 @@ def differ(kind: str, how: str) -> str:
 @pytest.mark.filterwarnings("ignore:.*Sparse")
 @pytest.mark.parametrize("kind", DIFFERENT)
 def test_ranks_that_differ_are_named_on_all(two_ranks: RankPool, kind: str) -> None:
-    for how in ("attach", "broadcast_parameters"):
-        first, second = two_ranks.run(differ, kind, how)
-        assert first == second
-        assert DIFFERENT[kind][1].removesuffix(" frozen' on rank" if how != "attach" else "") in first
-        assert ("ignore=" in first) == (how == "attach")
+    first, second = two_ranks.run(differ, kind)
+    assert first == second
+    assert DIFFERENT[kind][1] in first
+    assert "ignore=" in first
 
 
 REFUSED: list[tuple[type[Exception], str, Callable[[], Any]]] = [
@@ -202,9 +199,8 @@ def test_gradients_of_another_dtype_are_refused() -> None:
 def test_lazy_tensors_are_named() -> None:
     model = make_model()
     model.append(nn.LazyLinear(3))
-    for call in (lambda: pycomm.attach(sgd(model[:5]), model), lambda: pycomm.broadcast_parameters(model)):
-        with pytest.raises(TypeError, match="parameter or buffer '5.weight' is not initialised: run a forward"):
-            call()
+    with pytest.raises(TypeError, match="parameter or buffer '5.weight' is not initialised: run a forward"):
+        pycomm.attach(sgd(model[:5]), model)
 
 
 def keyed(how: str) -> str:
@@ -216,9 +212,7 @@ def keyed(how: str) -> str:
         optimizer.state[model[2].bias]["momentum_buffer"] = torch.full((30,), float(rank))
     if how == "on both" and rank == 1:
         optimizer.state[model[0].bias]["buffers"] = [1, 2]
-    options: dict[str, Any] = {"optimizer_state": "keep"} if how == "keep" else {}
-    if how == "dropped before":
-        pycomm.broadcast_optimizer_state(optimizer)
+    options: dict[str, Any] = {"ignore": ["optimizer state"]} if how == "keep" else {}
     try:
         reducer = pycomm.attach(optimizer, model, **grouped(timeout=20, **options))
     except ValueError as error:
@@ -240,8 +234,7 @@ def test_state_that_rank_0_lacks(two_ranks: RankPool) -> None:
             f"the optimizer state of rank 0 does not fit rank 1: this has {says}, which would be lost"
         )
         assert 'ignore=["optimizer state"]' in first
-    for how in ("keep", "dropped before"):
-        assert two_ranks.run(keyed, how) == ["attached", "attached"]
+    assert two_ranks.run(keyed, "keep") == ["attached", "attached"]
 
 
 @on_ranks(2)

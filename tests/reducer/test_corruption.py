@@ -13,7 +13,7 @@ import torch.distributed as dist
 import pycomm
 from pycomm.training.reducer.buckets import state_of
 from tests.on_ranks import Pools, on_ranks
-from tests.reducer.attaching import assert_replicas_equal, grouped
+from tests.reducer.attaching import assert_replicas_equal, grouped, make_equal
 from tests.reducer.models import loss_of, make_model, sgd
 
 STATEFUL = [pycomm.TopK(0.1), pycomm.DGC(0.1, momentum=0.9), pycomm.PowerSGD(2), pycomm.OneBit()]
@@ -121,7 +121,7 @@ def check_found(training: Training, error: pycomm.CommError, name: str) -> None:
     else:
         assert error.peer == VICTIM
         assert f"on rank {VICTIM} differs from the other ranks" in says
-    pycomm.broadcast_parameters(training.model)  # as it says: nothing else is amiss
+    make_equal(training.model)  # nothing else is amiss
     training.step()
     assert_replicas_equal(training.model)
     training.reducer.detach()
@@ -183,7 +183,7 @@ def left_behind(compression: Any, what: str) -> tuple[str, int, tuple[int, ...],
     except pycomm.CommError as error:
         says = str(error)
         if error.peer is None:
-            pycomm.broadcast_parameters(training.model)
+            make_equal(training.model)
             training.step()
         else:
             with pytest.raises(RuntimeError, match="no longer takes part after an earlier error: .* on rank 1 "):

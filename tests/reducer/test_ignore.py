@@ -17,7 +17,7 @@ from torch import nn
 import pycomm
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
-from tests.reducer.attaching import attached, grouped, warnings_noted
+from tests.reducer.attaching import attached, grouped, make_equal, warnings_noted
 from tests.reducer.models import average_gradients, close, loss_of, losses_at, make_model, sgd
 
 
@@ -182,11 +182,11 @@ def test_parameters_that_differ_outside_stay_and_are_named_once() -> None:
         "differ between the ranks: 'trunk.0.weight', 'experts.0.weight', 'experts.0.bias'. Each rank keeps" in said[0]
     )
     assert "tuning=pycomm.Tuning(ignore=[names or patterns])" in said[0]
-    assert "pycomm.broadcast_parameters(model)" in said[0]
+    assert "make the model from the same seed on all ranks" in said[0]
     for p, was in zip(model.experts.parameters(), before, strict=True):
         assert torch.equal(p, was)
     assert float(model.trunk[4].weight.detach().sum()) == 0  # frozen: rank 0's
-    for cure in (lambda: pycomm.broadcast_parameters(model), lambda: None):
+    for cure in (lambda: make_equal(model), lambda: None):
         cure()
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm import CommError, Communicator, torch_internals
 from pycomm.checks import LONGEST_TIMEOUT
-from pycomm.collectives.broadcasting import broadcast_optimizer_state
 from pycomm.collectives.transport.own_group import timeout_seconds
 from tests.on_ranks import on_ranks
 from tests.reducer.attaching import grouped
@@ -40,7 +39,6 @@ MEETINGS: dict[str, Body] = {
     ),
     "local_sgd": lambda group, **given: pycomm.local_sgd(*optimizer_and_model(), every=2, process_group=group, **given),
     "gossip": lambda group, **given: pycomm.gossip(*optimizer_and_model(), process_group=group, **given),
-    "state": lambda group: broadcast_optimizer_state(optimizer_and_model()[0], 0, process_group=group),
 }
 SERVERS: dict[str, Body] = {  # which meet in the default group
     "server": lambda **given: pycomm.parameter_server(*optimizer_and_model(), **given),

@@ -13,6 +13,7 @@ import pycomm
 from bench.asynchronous.experiment.methods import METHODS, SLOWNESS, Method, Outcome, Run
 from bench.harness.ranks import join_group
 from pycomm.tools.cli.demo.model import ByteGPT, loss_of, random_starts, read_corpus, windows
+from pycomm.training.asynchronous.local_averager import LocalAverager
 
 BATCH, CONTEXT, WIDTH, LAYERS, HEADS = 8, 64, 64, 2, 2
 _WINDOWS, _SEED = 256, 1
@@ -135,7 +136,7 @@ def _copies(model: torch.nn.Module) -> list[torch.Tensor]:
 
 def _center(handle: Any, model: torch.nn.Module) -> list[torch.Tensor]:
     """Return what the ranks have in common; where they have nothing, or all, this rank's parameters."""
-    if not isinstance(handle, pycomm.LocalAverager):
+    if not isinstance(handle, LocalAverager):
         return _copies(model)
     anchors = handle.state_dict()["anchors"]
     return [anchors[name] for name, _ in model.named_parameters()]

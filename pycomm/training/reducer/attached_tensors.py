@@ -76,7 +76,7 @@ def _warn_of(names: Sequence[str]) -> None:
         "parameters of the module that this optimizer does not have differ between the ranks: "
         f"{first_names(names)}. Each rank keeps its own. If they are meant to differ, write "
         "tuning=pycomm.Tuning(ignore=[names or patterns]); if not, give them to the optimizer, attach theirs too, or "
-        "call pycomm.broadcast_parameters(model) before",
+        "make the model from the same seed on all ranks",
         RuntimeWarning,
         stacklevel=6,
     )

@@ -70,7 +70,7 @@ _FEW_OF = 8
 
 _DRIFT = (
     "updates them differently: a learning rate, data that decides whether a step is taken, code that writes to "
-    "parameters, gradients that were never averaged. pycomm.broadcast_parameters(model) makes them equal again; "
+    "parameters, gradients that were never averaged. detach() and attach() again make them equal; "
     "check_replicas=0, in tuning=pycomm.Tuning(...) or of pycomm.ddp.register, turns this check off"
 )
 

@@ -14,7 +14,7 @@ from torch import nn
 import pycomm
 from tests.hosts import on_hosts
 from tests.on_ranks import on_ranks
-from tests.reducer.attaching import assert_replicas_equal, attached
+from tests.reducer.attaching import assert_replicas_equal, attached, make_equal
 from tests.reducer.partition.stepping import Weights, backward, gradients_of, rank
 from tests.reducer.partition.whole_optimizers import Orthogonal
 
@@ -184,7 +184,7 @@ def test_parameters_that_one_rank_writes(name: str, hosts: str) -> None:
         for _ in range(2):
             with pytest.raises(RuntimeError, match=r"parameter 'weights\.0' differs"):
                 optimizer.step()
-        pycomm.broadcast_parameters(model)
+        make_equal(model)
         optimizer.step()
         assert_replicas_equal(model)
 
