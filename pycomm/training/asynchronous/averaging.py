@@ -21,7 +21,7 @@ from pycomm.collectives.transport.own_group import timeout_seconds
 from pycomm.compression import Compression, NoCompression
 from pycomm.errors import attempt
 from pycomm.optim.parameters import checked_optimizer
-from pycomm.training.asynchronous.averager import (
+from pycomm.training.asynchronous.arguments import (
     check_outer,
     checked_parameters,
     checked_per_rank,

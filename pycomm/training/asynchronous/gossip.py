@@ -19,7 +19,7 @@ from pycomm.collectives.communicator import Communicator
 from pycomm.descriptions import counted, tensors_text
 from pycomm.errors import attempt
 from pycomm.optim.parameters import checked_optimizer
-from pycomm.training.asynchronous.averager import checked_parameters, checked_per_rank
+from pycomm.training.asynchronous.arguments import checked_parameters, checked_per_rank
 from pycomm.training.asynchronous.loop import Loop, MeetingReport, TrackedParameters, raise_differences
 
 _SEGMENT_BYTES = 4 << 20

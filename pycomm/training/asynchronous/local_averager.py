@@ -19,7 +19,7 @@ from pycomm.collectives.tensor_memory import shared_parts
 from pycomm.compression.dense import method_text
 from pycomm.descriptions import counted, settings_text, tensors_text
 from pycomm.errors import CommError
-from pycomm.training.asynchronous.averager import clone_tensors
+from pycomm.training.asynchronous.arguments import clone_tensors
 from pycomm.training.asynchronous.elastic_group import ElasticGroup
 from pycomm.training.asynchronous.fragment import Fragment
 from pycomm.training.asynchronous.loop import Loop, MeetingCheck

@@ -17,7 +17,7 @@ from pycomm.collectives.transport.choice import version
 from pycomm.compression import Compression
 from pycomm.descriptions import settings_text
 from pycomm.optim.parameters import optimizer_parameters
-from pycomm.training.asynchronous.averager import named_method
+from pycomm.training.asynchronous.arguments import named_method
 from pycomm.training.asynchronous.core import Core, Piece, StateSpec, cut, group_sizes, is_elementwise, shard_dtype
 from pycomm.training.asynchronous.modes import Mode, Sync, checked_mode
 from pycomm.training.asynchronous.server_checkpoint import ServerCheckpoint

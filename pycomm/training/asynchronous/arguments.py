@@ -1,4 +1,4 @@
-"""Checks of the arguments of ``local_sgd`` and its relatives."""
+"""Checks of the arguments of ``local_sgd``, ``gossip`` and ``parameter_server``."""
 
 from __future__ import annotations
 
