@@ -157,12 +157,8 @@ def test_bases_are_found_through_imports(tmp_path: Path) -> None:
 USED_TWICE = {
     "Compression",
     "Exchange",
-    "Layout",
-    "Memory",
-    "Part",
     "Pipeline",
     "Proof",
-    "Ranking",
 }
 """Names that two classes of pycomm have. Remove each one that no longer is."""
 
@@ -256,7 +252,7 @@ def test_nobody_looks_into_the_reducer() -> None:
         inside = where == Path("pycomm/__init__.py") or "reducer" in where.parts
         if path.suffix == ".py" and where.parts[0] == "pycomm" and not inside:
             found[str(where)] = set(users_of_the_reducers_inside(parsed(path)))
-    assert len(found) > 300
+    assert len(found) > 250
     assert {where: inside for where, inside in found.items() if inside} == {
         "pycomm/torch_internals/modules.py": {"reducer._get_zeros_like_grad_buckets"}  # DistributedDataParallel's
     }
