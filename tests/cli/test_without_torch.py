@@ -55,7 +55,7 @@ WRONG = [
     (["plan", "ranks", "--ranks", "4", "--network", "empty.json"], "empty.json is no JSON"),
     (["plan", "--ranks", "4"], "invalid choice: '4'"),
     (["plan", "compression"], "pycomm plan compression: error: the following arguments are required: --ranks"),
-    (["plan", "compression", "--ranks", "4", "--plot", "x.png"], "--plot is an option of pycomm plan ranks"),
+    (["plan", "compression", "--ranks", "4", "--output", "x"], "--output is an option of pycomm plan calibrate"),
     (["plan", "compression", "--ranks", "0"], "--ranks: 0, wanted at least 1"),
     (["plan", "compression", "--ranks", "4", "--bytes", "-1"], "--bytes: '-1', wanted a size such as 100MB"),
     (["plan", "compression", "--ranks", "4", "--devices", "2"], "--devices is an option of pycomm plan layers"),

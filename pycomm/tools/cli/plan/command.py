@@ -28,7 +28,7 @@ def size(text: str) -> float:
 def positive_size(text: str) -> float:
     """Parse a number of bytes above 0."""
     value = size(text)
-    if not 0 < value < float("inf"):
+    if value == 0:
         raise argparse.ArgumentTypeError(f"{text!r}, wanted a size above 0, such as 10GB")
     return value
 
@@ -40,7 +40,7 @@ def sizes(text: str) -> tuple[float, ...]:
 
 _RANKS = """\
 Simulates every all-reduce algorithm on a described network. Prints their ranking for one size, and the fastest for each
-range of sizes. --plot draws time against size. Nothing is sent.
+range of sizes. Nothing is sent.
 """
 _COMPRESSION = """\
 Says whether compressing gradients pays. Measures each method's cost on this machine, simulates the network, and prints
@@ -71,13 +71,11 @@ def add_parser(commands: Any) -> None:
         option("--network", help="a name or a file, see below")
         option("--per-host", type=integer(1), help="ranks on each host (default: as the network says)")
         priced.epilog_later = _networks
-    ranks.add_argument("--plot", type=Path, metavar="FILE", help="also draw a plot, as a PNG")
     option = calibrate.add_argument
     option("--ranks", type=integer(1), help="processes to start (default: those of torchrun)")
     option("--transport", choices=TRANSPORTS, default="auto", help="transport of messages (default auto)")
     option("--output", type=Path, default=Path("network.json"), metavar="FILE", help="file (default network.json)")
-    for writing in (ranks, calibrate):
-        writing.add_argument("--force", action="store_true", help="replace an existing file")
+    option("--force", action="store_true", help="replace an existing file")
     option = layers.add_argument
     option("sizes", type=sizes, metavar="SIZES", help="bytes of the layers, such as 16GB,2GB")
     option("--devices", type=integer(1), required=True, help="number of devices")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 
 from pycomm.descriptions import size_text
 from pycomm.schedule import by_name
 from pycomm.schedule.choose import SIZES, Ranking, rank_algorithms
-from pycomm.tools.cli.arguments import complain
-from pycomm.tools.cli.plan.report import link_text, network_of, require_free, time_text
+from pycomm.tools.cli.plan.report import link_text, network_of, time_text
 from pycomm.tools.cli.table import print_table
 from pycomm.untrusted import one_line
 
@@ -17,24 +15,10 @@ _SMALL_BYTES = 1024.0  # only latency counts at this size
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the ranking, and draw it if asked; return the exit code."""
+    """Print the ranking; return the exit code."""
     network = network_of(arguments)
     ranking = rank_algorithms(arguments.ranks, network, sorted({*SIZES, arguments.bytes}))
     print_ranking(ranking, arguments.bytes)
-    return 0 if arguments.plot is None else _draw(ranking, arguments)
-
-
-def _draw(ranking: Ranking, arguments: argparse.Namespace) -> int:
-    """Draw the ranking; return the exit code: 1 if that fails. It is not 2, since the figures have been printed."""
-    try:
-        require_free(arguments.plot, "--plot", arguments)
-        plot = importlib.import_module("pycomm.tools.cli.plan.plot")  # needs an extra
-        plot.save_plot(ranking, arguments.bytes, arguments.plot)
-    except (OSError, ValueError, ModuleNotFoundError) as error:
-        hint = ", pip install 'pycomm-torch[demo]'" if isinstance(error, ModuleNotFoundError) else ""
-        complain(f"pycomm plan: no plot: {error}{hint}")
-        return 1
-    print(f"\nplot of time against size: {arguments.plot}")
     return 0
 
 

@@ -1,9 +1,8 @@
-"""Shared by the commands of ``pycomm plan``: the network, checks of output files, and text."""
+"""Shared by the commands of ``pycomm plan``: the network, and text."""
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from pycomm import schedule
 from pycomm.schedule.network import Network
@@ -15,14 +14,6 @@ def network_of(arguments: argparse.Namespace) -> Network:
     if network.per_host is not None and arguments.per_host and arguments.ranks % network.per_host:
         raise ValueError(f"--ranks {arguments.ranks} do not factor into hosts of {network.per_host}")
     return network
-
-
-def require_free(path: Path, option: str, arguments: argparse.Namespace) -> None:
-    """Raise ValueError if ``path`` cannot be written, or exists and ``--force`` is not given."""
-    if not path.parent.is_dir():
-        raise ValueError(f"{path} cannot be written: {path.parent} is no folder")
-    if path.exists() and not arguments.force:
-        raise ValueError(f"{path} is there already: give another name with {option}, or --force to replace it")
 
 
 def time_text(seconds: float) -> str:
