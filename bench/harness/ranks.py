@@ -21,8 +21,16 @@ from bench.harness.processes import kill_session
 from bench.harness.worker import DRIVER
 from pycomm.collectives.transport.authentication import process_behind
 from pycomm.collectives.transport.rendezvous import listen
-from pycomm.tools.cli.bench.workers import PATIENCE_SECONDS, STARTUP_SECONDS, Start, WorkerGroup
-from pycomm.tools.launching import Outputs, Pipe, RankError, join
+from pycomm.tools.launching import (
+    PATIENCE_SECONDS,
+    STARTUP_SECONDS,
+    Outputs,
+    Pipe,
+    RankError,
+    Start,
+    WorkerGroup,
+    join,
+)
 
 __all__ = ["KEEP_MEMORY", "WorkerGroup", "by_launcher", "join_group"]
 

@@ -11,8 +11,7 @@ import threading
 import time
 from multiprocessing.connection import Connection
 
-from pycomm.tools.cli.bench.workers import PATIENCE_SECONDS
-from pycomm.tools.launching import Pipe, serve
+from pycomm.tools.launching import PATIENCE_SECONDS, Pipe, serve
 
 DRIVER = "PYCOMM_BENCH_DRIVER"
 _RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")  # as this repository, MPICH and Open MPI call it

@@ -8,20 +8,25 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any, Protocol
 
+from torch.distributed import rendezvous as launchers_rendezvous  # type: ignore[attr-defined]
+
+from pycomm.agreement import Words, exchanged
 from pycomm.tools.cli.bench import table
 from pycomm.tools.cli.bench.operations import Case
 from pycomm.tools.cli.bench.rank import BenchRank
-from pycomm.tools.cli.bench.settings import BenchSettings
-from pycomm.tools.cli.bench.table import PLACES, TableLine, Timed
-from pycomm.tools.cli.bench.timing import Samples
-from pycomm.tools.cli.bench.workers import LaunchedWorkers, WorkerGroup
-from pycomm.tools.launching import RankError, rendezvous
+from pycomm.tools.cli.bench.settings import BenchSettings, calls_of
+from pycomm.tools.cli.bench.table import PLACES, ROUNDS, TableLine
+from pycomm.tools.cli.timing import Samples
+from pycomm.tools.launching import RankError, WorkerGroup, rendezvous
+from pycomm.torch_internals import PrefixStore
 
-_WRONG = 7  # nccl-tests' exit code for wrong results or too little bandwidth
+_WRONG = 7  # nccl-tests' exit code
 
 
 class Team(Protocol):
@@ -52,31 +57,21 @@ def run(settings: BenchSettings, others: Mapping[str, Started] | None = None) ->
     Args:
         others: libraries other than torch's: name -> function that starts their ranks.
     """
-    if settings.launched and os.environ["RANK"] != "0":  # only rank 0 prints
-        with open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
-            return _run(replace(settings, output=None), {})
-    return _run(settings, others or {})
-
-
-def _run(settings: BenchSettings, others: Mapping[str, Started]) -> int:
     try:
-        return _among_launched(settings) if settings.launched else _among_own(settings, others)
+        if not settings.launched:
+            return _among_own(settings, others or {})
+        if os.environ["RANK"] == "0":
+            return _among_launched(settings)
+        with open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
+            return _among_launched(replace(settings, output=None))
     except RankError as error:
         print(f"pycomm bench: {error}", file=sys.stderr)
-        if "timed out" in str(error):
-            hint = f"-T is {settings.timeout:g} s; raise it where ranks outnumber cores, or other programs use them"
-            print(f"pycomm bench: a wait took longer than -T allows: {hint}", file=sys.stderr)
         return 1
 
 
 def setup_of(settings: BenchSettings) -> dict[str, Any]:
     """Return the arguments of :class:`BenchRank` besides ``port`` or ``store``."""
-    return {
-        "num_bytes": settings.largest,
-        "device": settings.device,
-        "timeout": settings.timeout,
-        "registered": settings.registered,
-    }
+    return {"num_bytes": max(case.size for case in settings.cases), "device": settings.device}
 
 
 def _among_own(settings: BenchSettings, others: Mapping[str, Started]) -> int:
@@ -95,16 +90,58 @@ def _among_own(settings: BenchSettings, others: Mapping[str, Started]) -> int:
 
 @contextlib.contextmanager
 def _torchs_ranks(settings: BenchSettings) -> Iterator[Team]:
-    setup, worker = setup_of(settings), f"{BenchRank.__module__}:{BenchRank.__name__}"
-    with rendezvous() as port, WorkerGroup("torch", worker, settings.ranks, {**setup, "port": port}) as workers:
-        yield workers
+    worker = f"{BenchRank.__module__}:{BenchRank.__name__}"
+    with (
+        rendezvous() as port,
+        WorkerGroup("torch", worker, settings.ranks, setup_of(settings) | {"port": port}) as ranks,
+    ):
+        yield ranks
+
+
+_WORDS = Words(failed="rank {rank} failed: {problem}", error=RankError, shares_lost=True)
+_PATIENCE = timedelta(minutes=20)  # for one turn: the launcher notices ranks that die
+
+
+class LaunchedWorkers:
+    """All launched ranks, used like a :class:`WorkerGroup` by each of them. Answers travel through their store."""
+
+    def __init__(self) -> None:
+        found, self.rank, self.size = next(launchers_rendezvous("env://"))
+        found.set_timeout(_PATIENCE)
+        self.store = PrefixStore("pycomm bench", found)
+        self.worker: Any = None  # every rank sets its own
+        self._calls = 0
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call ``method`` of this rank's worker; return all ranks' results in rank order. Collective."""
+        answer: Any
+        try:
+            answer = getattr(self.worker, method)(*arguments)
+        except Exception:
+            answer = RankError(f"rank {self.rank} failed:\n{traceback.format_exc()}")
+        return exchanged(self._gather, answer, method, words=_WORDS)
+
+    def close(self) -> None:
+        """Wait for the others; rank 0 is the last to go, since it may host the store. Collective."""
+        self._gather(b"")
+        if self.rank > 0:
+            self.store.set(f"gone {self.rank}", "")
+        else:
+            self.store.wait([f"gone {rank}" for rank in range(1, self.size)])
+
+    def _gather(self, mine: bytes) -> list[bytes]:
+        number, self._calls = self._calls, self._calls + 1
+        self.store.set(f"{number} {self.rank}", mine.decode())
+        everyones = [self.store.get(f"{number} {rank}") for rank in range(self.size)]
+        self.store.delete_key(f"{number - 1} {self.rank}")  # which all have read
+        return everyones
 
 
 def _among_launched(settings: BenchSettings) -> int:
     """Run as one of a launcher's ranks. All do the same; only rank 0 prints and writes."""
     workers = LaunchedWorkers()
     worker = workers.worker = BenchRank(**setup_of(settings), store=workers.store)
-    try:
+    with contextlib.closing(worker):
         try:
             contenders = [Contender(name, workers) for name in (settings.backend, *settings.peers)]
             for contender in contenders:
@@ -115,82 +152,59 @@ def _among_launched(settings: BenchSettings) -> int:
             raise
         workers.close()
         return code
-    finally:
-        worker.close()
 
 
 def _conclude(settings: BenchSettings, contenders: Sequence[Contender]) -> int:
     """Measure, print and write; return the exit code."""
     started = table.now()
-    ours, *peers = contenders
-    devices = ours.team.call("describe")
+    devices = contenders[0].team.call("describe")
     print(table.preamble(settings, devices))
-    print(table.header(), flush=True)
     found: list[TableLine] = []
-    for line in lines(settings, ours, peers):
-        print(table.row(line), flush=True)
-        found.append(line)
+    for case in settings.cases:
+        wrong = {who.name: counts for who in contenders if (counts := _verify(case, who)) is not None}
+        if contenders[0].name in wrong:
+            found.append(_line(case, [who for who in contenders if who.name in wrong], wrong))
+            print(table.row(found[-1]), flush=True)
     missing = [note for who in contenders for note in who.missing]
     if not found:
         print(f"pycomm bench: {missing[0]}", file=sys.stderr)
         return 2
-    failed = sum(bool(line.ours[place].wrong) for line in found for place in PLACES)
-    verdict = table.verdict_of(failed, table.average_busbw(found), settings.min_busbw, missing)
+    verdict = table.verdict_of(found, missing)
     print(table.below(settings, found, verdict))
     if settings.output is not None:
         table.write(settings.output, table.report(settings, found, devices, verdict, started))
         print(f"# JSON output written to {settings.output}")
-    return _WRONG if failed or verdict["average_bus_bandwidth"]["okay"] == "false" else 0
+    return _WRONG if verdict["out_of_bounds"]["count"] else 0
 
 
-def lines(settings: BenchSettings, ours: Contender, peers: list[Contender]) -> Iterator[TableLine]:
-    """Yield a line for every case that ``ours`` supports."""
-    for case in settings.cases:
-        wrong = {who.name: _verify(settings, case, who) for who in (ours, *peers)}
-        if wrong[ours.name] is not None:
-            present = [who for who in (ours, *peers) if wrong[who.name] is not None]
-            yield _line(settings, case, present, wrong)
-
-
-def _verify(settings: BenchSettings, case: Case, who: Contender) -> dict[str, int | None] | None:
-    """Return the number of wrong elements by place; ``None``, with a note, if ``who`` does not support the case.
-
-    This calls the collective at least once, since only a call shows whether it is supported.
-    """
-    found: dict[str, int | None] = {}
+def _verify(case: Case, who: Contender) -> dict[str, int] | None:
+    """Return the number of wrong elements by place; ``None``, with a note, if ``who`` does not support the case."""
+    found: dict[str, int] = {}
     for place in PLACES:
-        total = 0
-        for _ in range(max(1, settings.checks)):
-            answers = who.team.call("verify", who.name, case.as_json(), place == "in_place")
-            reasons = sorted({answer["none"] for answer in answers if "none" in answer})
-            if reasons and all("none" in answer for answer in answers):
-                what = " ".join(word for word in (case.operation, case.dtype, case.redop) if word != "none")
-                note = f"{who.name}, {what}: {reasons[0]}"
-                who.missing += [note] if note not in who.missing else []
-                return None
-            if reasons:
-                raise RankError(f"{who.name}: some ranks failed, others did not: {'; '.join(reasons)}")
-            total += sum(answer["wrong"] for answer in answers)
-        found[place] = total if settings.checks else None
+        answers = who.team.call("verify", who.name, case, place == "in_place")
+        reasons = sorted({answer for answer in answers if isinstance(answer, str)})
+        if reasons and all(isinstance(answer, str) for answer in answers):
+            what = " ".join(word for word in (case.operation, case.dtype, case.redop) if word != "none")
+            note = f"{who.name}, {what}: {reasons[0]}"
+            who.missing += [note] if note not in who.missing else []
+            return None
+        if reasons:
+            raise RankError(f"{who.name}: some ranks failed, others did not: {'; '.join(reasons)}")
+        found[place] = sum(answers)
     return found
 
 
-def _line(
-    settings: BenchSettings, case: Case, present: list[Contender], wrong: dict[str, dict[str, int | None] | None]
-) -> TableLine:
-    calls, warmups = settings.calls_of(case), settings.warmups_of(case)
+def _line(case: Case, present: list[Contender], wrong: dict[str, dict[str, int]]) -> TableLine:
+    warmups, calls = calls_of(case.size)
     taken: dict[str, dict[str, list[float]]] = {place: {who.name: [] for who in present} for place in PLACES}
     copies: list[float] = []
-    for number in range(settings.rounds):
+    for number in range(ROUNDS):
         for place in PLACES:
             # Alternate the order, so that no library always follows the same other one.
             for who in present if number % 2 == 0 else reversed(present):
-                arguments = (who.name, case.as_json(), place == "in_place", warmups, calls)
-                taken[place][who.name].append(max(who.team.call("turn", *arguments)))
+                seconds = who.team.call("turn", who.name, case, place == "in_place", warmups, calls)
+                taken[place][who.name].append(max(seconds))
         copies.append(max(present[0].team.call("turn_copy", present[0].name, case.size, calls)))
-    timed = {
-        place: {name: Timed((wrong[name] or {})[place], Samples.of(seconds)) for name, seconds in taken[place].items()}
-        for place in PLACES
-    }
-    floor = Samples.of(seconds * case.least_traffic() for seconds in copies)
-    return TableLine(case, calls, {place: timed[place].pop(present[0].name) for place in PLACES}, timed, floor)
+    samples = {who.name: {place: Samples.of(taken[place][who.name]) for place in PLACES} for who in present}
+    floor = Samples.of(copies).median * case.least_traffic()
+    return TableLine(case, {who.name: wrong[who.name] for who in present}, samples, floor)
