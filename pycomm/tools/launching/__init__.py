@@ -1,9 +1,5 @@
 """Ranks on this host: start processes, join them in a group, call functions on all of them, leave none behind."""
 
-from pycomm.tools.launching.group import PATIENCE_SECONDS as PATIENCE_SECONDS
-from pycomm.tools.launching.group import STARTUP_SECONDS as STARTUP_SECONDS
-from pycomm.tools.launching.group import Start as Start
-from pycomm.tools.launching.group import WorkerGroup as WorkerGroup
 from pycomm.tools.launching.launcher import launch as launch
 from pycomm.tools.launching.launcher import run_ranks as run_ranks
 from pycomm.tools.launching.pool import PerRank as PerRank

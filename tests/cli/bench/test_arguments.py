@@ -93,12 +93,12 @@ def test_many_ranks_are_told_of() -> None:
 
 
 def test_a_rank_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def fail(*_: object) -> int:
+    def fail(*_: object, **__: object) -> None:
         raise RankError("rank 1 failed:\nrank 1: all_reduce: it died")
 
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("pycomm.tools.cli.bench.measure._among_own", fail)
+    monkeypatch.setattr("pycomm.tools.cli.bench.measure.RankPool", fail)
     assert main(["bench", "all_reduce", "-b", "4", "--backend", "communicator"]) == 1
     assert capsys.readouterr().err == "pycomm bench: rank 1 failed:\nrank 1: all_reduce: it died\n"
 

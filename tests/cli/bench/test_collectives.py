@@ -157,4 +157,4 @@ def test_a_rank_that_dies_is_an_error(tmp_path: Path) -> None:
         left = left_behind(process.pid, 30.0)
     assert left == []
     assert process.returncode == 1
-    assert re.match("pycomm bench: torch: rank 1 was killed by SIGKILL", errors, re.DOTALL), errors
+    assert re.match("pycomm bench: rank 1 was killed by SIGKILL", errors, re.DOTALL), errors

@@ -19,7 +19,6 @@ from pycomm.collectives.communicator import Communicator
 from pycomm.descriptions import cpu_model
 from pycomm.errors import CommError
 from pycomm.tools.cli.bench.operations import COMMUNICATOR, Case
-from pycomm.tools.launching import connect
 from pycomm.torch_internals import PrefixStore, Store, all_gather_single, reduce_scatter_single
 
 Indices = npt.NDArray[np.uint32]
@@ -65,10 +64,11 @@ def _given(case: Case, rank: int | Indices, index: Indices) -> torch.Tensor:
 
 def count_wrong(case: Case, rank: int, got: torch.Tensor) -> int:
     """Return the number of wrong elements in the result ``got`` of ``rank``."""
-    tolerance, wrong = _tolerance(case), 0
+    exact = case.redop != "avg" or case.ranks & (case.ranks - 1) == 0
+    # In an average, each rank's term and the sum may be rounded once.
+    tolerance, wrong = 0.0 if exact else 2 * torch.finfo(case.torch_dtype).eps, 0
     for piece, index in chunks(got.numel()):
-        found, wanted = got[piece].cpu(), _wanted(case, rank, index)
-        same = found == wanted if tolerance == 0.0 else torch.isclose(found, wanted, rtol=tolerance, atol=0.0)
+        same = torch.isclose(got[piece].cpu(), _wanted(case, rank, index), rtol=tolerance, atol=0.0)
         wrong += int((~same).sum())
     return wrong
 
@@ -81,15 +81,12 @@ def _integers(case: Case, rank: int | Indices, index: Indices) -> npt.NDArray[np
 
 def _wanted(case: Case, rank: int, index: Indices) -> torch.Tensor:
     """Return elements ``index`` of the right result of ``rank``."""
-    own_part = np.uint32(rank * case.count)
-    if case.spec.reduces:
-        return _reduced(case, index + own_part if case.spec.writes == "part" else index)
+    source: int | Indices = (rank - 1) % case.ranks if case.operation == "sendrecv" else case.root
     if case.operation in ("all_gather", "gather", "all_to_all"):
-        source, within = index // np.uint32(case.count), index % np.uint32(case.count)
-        return _given(case, source, within + own_part if case.operation == "all_to_all" else within)
-    if case.operation == "scatter":
-        return _given(case, case.root, index + own_part)
-    return _given(case, case.root if case.operation == "broadcast" else (rank - 1) % case.ranks, index)
+        source, index = index // np.uint32(case.count), index % np.uint32(case.count)
+    if case.operation in ("all_to_all", "scatter", "reduce_scatter"):
+        index = index + np.uint32(rank * case.count)
+    return _reduced(case, index) if case.spec.reduces else _given(case, source, index)
 
 
 def _reduced(case: Case, index: Indices) -> torch.Tensor:
@@ -98,12 +95,6 @@ def _reduced(case: Case, index: Indices) -> torch.Tensor:
     reduce = {"sum": np.add, "avg": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}[case.redop]
     reduced = torch.from_numpy(functools.reduce(reduce, by_rank))
     return (reduced.double() / case.ranks if case.redop == "avg" else reduced).to(case.torch_dtype)
-
-
-def _tolerance(case: Case) -> float:
-    """Return the relative error allowed in an average: each rank's term and the sum may be rounded once."""
-    exact = case.redop != "avg" or case.ranks & (case.ranks - 1) == 0
-    return 0.0 if exact else 2 * torch.finfo(case.torch_dtype).eps
 
 
 Call = Callable[[], object]
@@ -133,7 +124,7 @@ class Library:
         in_place: the collectives of two arrays whose input may lie inside the result.
     """
 
-    in_place: tuple[str, ...] = ("all_gather",)
+    in_place: tuple[str, ...] = ("all_gather", "barrier")
 
     def __init__(
         self, backend: str, store: Store, rank: int, size: int, device: torch.device, timeout: timedelta
@@ -152,8 +143,6 @@ class Library:
         includes a copy, as the user would need one, too. An array that only the root needs may serve as scratch on
         other ranks.
         """
-        if case.operation == "barrier":
-            return self.barrier
         call, away = self.collective(case, given), case.spec.rooted and self.rank != case.root
         if case.operation in ("all_reduce", "reduce", "broadcast"):  # of one array
             # Ranks other than the root of a reduction copy, too: it leaves partial sums in their array.
@@ -180,6 +169,7 @@ class Library:
             "gather": lambda x: dist.gather(given, list(x.chunk(self.size)) if at_root else None, root, group=group),
             "scatter": lambda x: dist.scatter(x, parts, root, group=group),
             "sendrecv": lambda x: self._send_on(given, x),
+            "barrier": lambda x: self.barrier(),
         }
         return of[case.operation]
 
@@ -210,7 +200,7 @@ class Library:
 class CommunicatorLibrary(Library):
     """Collectives of a :class:`Communicator` over the default group; creates a Gloo group if there is none."""
 
-    in_place = ()
+    in_place = ("barrier",)
 
     def __init__(self, *place: Any) -> None:
         self._store, self.rank, self.size, self.device, timeout = place
@@ -226,6 +216,7 @@ class CommunicatorLibrary(Library):
             "all_gather": lambda x: ours.all_gather(x, given),
             "reduce_scatter": lambda x: ours.reduce_scatter(x, given, op),
             "all_to_all": lambda x: ours.all_to_all(x, given),
+            "barrier": lambda x: self.barrier(),
         }
         if case.operation not in of:
             raise UnsupportedError(f"pycomm.Communicator has no {case.operation}")
@@ -255,13 +246,10 @@ class BenchRank:
     Args:
         num_bytes: of the largest array.
         device: "cpu" or "cuda".
-        port: of the rendezvous, for ranks that the driver has started.
-        store: the launcher's store, for ranks that a launcher has started.
+        store: where the ranks meet; only torch's libraries require it.
     """
 
-    def __init__(
-        self, num_bytes: int, device: str = "cpu", port: int | None = None, store: Store | None = None
-    ) -> None:
+    def __init__(self, num_bytes: int, device: str = "cpu", store: Store | None = None) -> None:
         torch.set_num_threads(1)  # ranks may outnumber cores
         self.rank, self._size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self._device = torch.device(device)
@@ -269,11 +257,15 @@ class BenchRank:
             self._device = torch.device(
                 device, int(os.environ.get("LOCAL_RANK", self.rank)) % torch.cuda.device_count()
             )
-        self._store = connect(port, _TIMEOUT) if port is not None else store
+        self._store = store
         self._libraries: dict[str, Library] = {}
         source, target = (torch.ones(max(1, num_bytes), dtype=torch.uint8, device=self._device) for _ in range(2))
         self._source, self._target = source, target
         self._filled: Case | None = None
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call ``method``; return its result, as one of a team of ranks does."""
+        return [getattr(self, method)(*arguments)]
 
     def open(self, name: str) -> None:
         """Join the group of the library ``name``."""

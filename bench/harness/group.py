@@ -11,8 +11,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pycomm.tools.launching.pool import RankPool, StartedRanks
-from pycomm.tools.launching.serving import RankError
+from pycomm.tools.launching import RankError, RankPool, StartedRanks
 
 PATIENCE_SECONDS = 10.0
 STARTUP_SECONDS = 120.0
