@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
+from pycomm import schedule
 from tests.cli.processes import left_behind
 
 ROOT = Path(__file__).parent.parent
@@ -92,17 +93,21 @@ def test_large_batch_starts_ranks_by_itself() -> None:
     assert re.search(r"took \d+ s with 2 ranks", out)
 
 
-@pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Imported, in a process that torchrun did not start."""
-    spec = importlib.util.spec_from_file_location("large_batch", EXAMPLE)
+def imported(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, module)
-    monkeypatch.delenv("RANK", raising=False)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Imported, in a process that torchrun did not start."""
+    monkeypatch.delenv("RANK", raising=False)
+    return imported("large_batch", monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -278,3 +283,56 @@ def test_im2col() -> None:
     options = ["--threads", "1", "2", "--channels", "16", "--size", "12", "--batch", "1", "--rounds", "2"]
     out = run([sys.executable, str(EXAMPLES / "im2col.py"), *options])  # which compares with torch's convolution
     assert re.search(r"^2 threads, 8 rows each: .* ms", out, re.MULTILINE), out
+
+
+@pytest.fixture
+def scaling(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return imported("scaling", monkeypatch)
+
+
+def test_published_speedups(scaling: ModuleType) -> None:
+    """Gustafson's 1,024 processors, whose serial parts of 0.4 to 0.8 % make speedups of 1,016 to 1,020."""
+    for serial, speedup in ((0.004, 1020), (0.005, 1019), (0.008, 1016)):
+        assert 1024 * scaling.gustafson(1024, serial) == pytest.approx(speedup, abs=0.5)
+        points = {1: 1.0, 1024: float(speedup)}
+        assert scaling.fit(points, scaling.gustafson).serial == pytest.approx(serial, abs=0.0005)
+    assert 1024 * scaling.amdahl(1024, 0.004) == pytest.approx(201, abs=0.5)
+    assert 10 * scaling.amdahl(10, 0.5) == pytest.approx(1 / (0.5 + 0.5 / 10), rel=1e-14)
+
+
+@pytest.mark.parametrize(("form", "serial"), [("amdahl", 0.03), ("amdahl", 0.0), ("amdahl", 1.0), ("gustafson", 0.25)])
+def test_a_form_is_found_again(form: str, serial: float, scaling: ModuleType) -> None:
+    efficiency = getattr(scaling, form)
+    points = {count: 123.0 * count * efficiency(count, serial) for count in (1, 2, 4, 7, 16)}
+    found = scaling.fit(points, efficiency)
+    assert found.serial == pytest.approx(serial, rel=1e-6, abs=1e-9)
+    assert found.throughput == pytest.approx(123.0, rel=1e-7)
+    assert found.residual < 1e-7
+    assert found.total(4096) == pytest.approx(123.0 * 4096 * efficiency(4096, serial), rel=1e-5)
+
+
+def test_scaling_on_a_network(scaling: ModuleType) -> None:
+    link = schedule.Link(alpha=0, beta=1e-9, gamma=0)
+    network = schedule.Network(name="n", within_host=link, between_hosts=link)
+    # 2 (P - 1) / P of 0.1 s, by an algorithm that has the fewest bytes.
+    assert scaling.by_network(4, 0.3, 1e8, network) == pytest.approx(0.3 / 0.45, rel=1e-9)
+    assert scaling.by_network(1, 0.3, 1e8, network) == 1
+
+
+@pytest.mark.parametrize("points", [{}, {1: 100.0}, {0: 100.0, 1: 1.0}, {1: 100.0, 2: 0.0}, {1: 100.0, 2: math.nan}])
+def test_points_that_make_no_sense(points: dict[int, float], scaling: ModuleType) -> None:
+    with pytest.raises(ValueError, match="points are"):
+        scaling.fit(points, scaling.amdahl)
+
+
+def test_scaling_prints_fits(
+    scaling: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["scaling.py", "--points", "1:100", "2:190", "4:350"])
+    scaling.main()
+    out = capsys.readouterr().out
+    assert re.search(r"^amdahl: S = 99.8, s = 0.0473, ", out, re.MULTILINE), out
+    for devices, measured in ((1, "100"), (2, "190"), (4, "350")):
+        assert re.search(rf"^ +{devices} +{measured}.0 ", out, re.MULTILINE), out
+    assert re.search(r"^ +4096  ", out, re.MULTILINE), out
+    assert out.endswith("Beyond 4 devices nothing was measured.\n")

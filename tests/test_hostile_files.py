@@ -25,8 +25,6 @@ import pytest
 import torch
 
 import pycomm
-from pycomm.parallel import Plan
-from pycomm.parallel.planning.scaling import read_points
 from pycomm.schedule import NETWORKS, load
 from pycomm.tools.cli.main import build_parser
 from pycomm.training.asynchronous.server_checkpoint import ServerCheckpoint
@@ -150,19 +148,6 @@ def explain_folder(folder: Path) -> Reader:
     return Reader(lambda: run_command(folder, "explain", str(folder)), folder, made.targets)
 
 
-PLAN = Plan(
-    mesh={"pp": 2, "tp": 2}, split={"a.*": "columns"}, stages=(("a", "b"), ("c",)), microbatches=8, compression="fp16"
-)
-
-
-def plan(folder: Path) -> Reader:
-    return json_reader(folder / "plan.json", PLAN.to_json(), Plan.load)
-
-
-def points(folder: Path) -> Reader:
-    return json_reader(folder / "points.json", "[[1, 100.5], [2, 190], [4, 350]]", read_points)
-
-
 def network(folder: Path) -> Reader:
     link = {"alpha": 1e-6, "beta": 1e-9, "gamma": 0}
     measured = {"ring": [[8, 1e-5], [1e6, 1e-3]], "native": [[8, 1e-5], [1e6, 2e-3]]}
@@ -172,7 +157,7 @@ def network(folder: Path) -> Reader:
 
 def calibration(folder: Path) -> Reader:
     made = network(folder)
-    arguments = ("plan", "--ranks", "4", "--no-plot", "--network", str(folder / "network.json"))
+    arguments = ("plan", "ranks", "--ranks", "4", "--network", str(folder / "network.json"))
     return Reader(lambda: run_command(folder, *arguments), folder, made.targets)
 
 
@@ -291,8 +276,6 @@ def checkpoint_of(folder: Path, run: Training) -> Reader:
 READERS = [
     explain,
     explain_folder,
-    plan,
-    points,
     network,
     calibration,
     step_trace,

@@ -18,8 +18,8 @@ from bench.harness.arguments import make_parser
 from bench.harness.results import headline, write_json
 from bench.harness.timing import duration, times
 from pycomm import Communicator, schedule
-from pycomm.collectives.calibration import calibrate
 from pycomm.tools.cli.table import print_table
+from pycomm.training.cost.calibration import calibrate
 
 _SIZES = tuple(4**i for i in range(5, 14))
 

@@ -75,11 +75,22 @@ def _why_not(launched: bool, name: str) -> str | None:
 
 @contextlib.contextmanager
 def _mpi_ranks(name: str, settings: BenchSettings) -> Iterator[Team]:
+    """Have rank 0 drive ranks that MPI starts; the others have none."""
+    if os.environ["RANK"] != "0":
+        yield _NoRanks()
+        return
     label, find = MPIS[name]
     mpi = find()
     start = by_launcher(label, mpi.launcher)
     with WorkerGroup(label, _WORKER, settings.ranks, setup_of(settings), mpi.environment, start) as ranks:
         yield ranks
+
+
+class _NoRanks:
+    """Team of nobody."""
+
+    def call(self, method: str, *arguments: object) -> list[object]:
+        return []
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Groups of ranks for the benches: those of ``pycomm bench``, and others that a launcher such as MPI's starts.
+"""Groups of ranks for the benches that a launcher such as MPI's starts; WorkerGroup starts others here.
 
 Ranks that a launcher starts connect to a Unix socket, and the kernel tells that they are of the same user.
 """
@@ -17,10 +17,10 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
 from bench.harness import worker as worker_module
+from bench.harness.group import PATIENCE_SECONDS, STARTUP_SECONDS, Start, WorkerGroup
 from bench.harness.processes import kill_session
 from bench.harness.worker import DRIVER
 from pycomm.collectives.transport.rendezvous import listen, process_behind
-from pycomm.tools.cli.bench.workers import PATIENCE_SECONDS, STARTUP_SECONDS, Start, WorkerGroup
 from pycomm.tools.launching import Outputs, Pipe, RankError, join
 
 __all__ = ["KEEP_MEMORY", "WorkerGroup", "by_launcher", "join_group"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from pycomm.tools.cli.bench.timing import Samples, duration, times
+from pycomm.tools.cli.timing import Samples, duration, times
 
 __all__ = ["Samples", "duration", "interleave", "stopwatch", "times"]
 

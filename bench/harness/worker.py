@@ -11,11 +11,11 @@ import threading
 import time
 from multiprocessing.connection import Connection
 
-from pycomm.tools.cli.bench.workers import PATIENCE_SECONDS
+from bench.harness.group import PATIENCE_SECONDS
 from pycomm.tools.launching import Pipe, serve
 
 DRIVER = "PYCOMM_BENCH_DRIVER"
-_RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")  # as this repository, MPICH and Open MPI call it
+_RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "RANK")  # as MPICH, Open MPI and this repository call it
 
 
 def answer_driver() -> None:

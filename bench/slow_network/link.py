@@ -30,10 +30,10 @@ from bench.harness.results import headline, write_json
 from bench.harness.timing import Samples, duration, interleave, times
 from bench.slow_network.namespaces import Host, available, go_first, hosts, run_ranks
 from pycomm import schedule
-from pycomm.collectives.calibration import SIZES, calibrate
 from pycomm.collectives.communicator import Communicator
 from pycomm.schedule import Network
 from pycomm.tools.cli.table import print_table
+from pycomm.training.cost.calibration import SIZES, calibrate
 
 ALGORITHMS = ("ring", "recursive_doubling", "halving_doubling", "circulant", "direct")
 CASES = (*ALGORITHMS, "native", "auto")

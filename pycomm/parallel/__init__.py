@@ -5,8 +5,8 @@
     pycomm.attach(optimizer, model, process_group=mesh["dp"])      # gradients over mesh["dp"]
 
 torch executes the model (DTensor, ``torch.distributed.tensor.parallel``, ``torch.distributed.pipelining``) over the
-backend "pycomm". This package assigns the parts to devices, verifies schedules before they run, and predicts memory and
-time. See docs/parallel.md.
+backend "pycomm". This package assigns the parts to devices, and verifies schedules before they run. See
+docs/parallel.md.
 """
 
 from pycomm.checks import public_names as _public_names
@@ -21,7 +21,6 @@ from pycomm.parallel.experts import parameters_by_group as parameters_by_group
 from pycomm.parallel.mesh import group_over as group_over
 from pycomm.parallel.mesh import mesh as mesh
 from pycomm.parallel.pipeline import Pipeline as Pipeline
-from pycomm.parallel.plan import Plan as Plan
 from pycomm.parallel.split import split as split
 
 __all__ = _public_names(globals(), "auto", "functional")

@@ -26,16 +26,11 @@ _FUSED = re.compile(r"qkv|query_key_value|^c_attn$|^in_proj$", re.IGNORECASE)
 _SPLITTABLE = (nn.Linear, *CONVOLUTIONS)
 
 
-def styles_of(model: nn.Module, devices: int) -> dict[str, str]:
-    """Return the style of each module that can be split over ``devices``, by its name in ``model``.
-
-    Works on the meta device too; nothing is communicated or changed.
-    """
-    return _SplitSearch(model, devices).styles
-
-
 def explain(model: nn.Module, devices: int) -> dict[str, str]:
-    """Return for each layer with parameters that could be split, by its name, its style or why it stays whole."""
+    """Return for each layer with parameters that could be split over ``devices`` its style or why it stays whole.
+
+    The names are those in ``model``. Works on the meta device too; nothing is communicated or changed.
+    """
     search = _SplitSearch(model, devices)
     return {**{name: f"stays whole: {why}" for name, why in search.reasons.items()}, **search.styles}
 

@@ -18,8 +18,10 @@ from pycomm.collectives.backend.process_group import PycommProcessGroup
 from pycomm.collectives.transport.own_group import group_of
 from pycomm.collectives.transport.rendezvous import host_identity
 from pycomm.errors import attempt, text_of
-from pycomm.parallel.plan import DIMENSIONS
 from pycomm.torch_internals import backend_of
+
+DIMENSIONS = ("pp", "dp", "ep", "tp")
+"""Dimensions of a mesh, from the outermost to the innermost: stages, replicas, experts, parts of an operator."""
 
 GroupLike = dist.ProcessGroup | DeviceMesh | None
 

@@ -6,7 +6,6 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -21,17 +20,22 @@ from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.transport.own_group import found_group, group_of
 from pycomm.errors import attempt
 from pycomm.parallel import auto
-from pycomm.parallel.plan import STYLES, Plan
-from pycomm.parallel.styles import WHOLE, check_module, layouts_of, let_attention_be_split, padding, parallel_style
+from pycomm.parallel.styles import (
+    STYLES,
+    WHOLE,
+    check_module,
+    layouts_of,
+    let_attention_be_split,
+    padding,
+    parallel_style,
+)
 
 _LOG = logging.getLogger("pycomm")
 _Model = TypeVar("_Model", bound=nn.Module)
 Styles = dict[str, "str | ParallelStyle"]
 
 
-def split(
-    model: _Model, mesh: DeviceMesh, plan: Mapping[str, str | ParallelStyle] | Plan | str | Path = "auto"
-) -> _Model:
+def split(model: _Model, mesh: DeviceMesh, plan: Mapping[str, str | ParallelStyle] | str = "auto") -> _Model:
     """Split layers of ``model`` over the ranks of ``mesh["tp"]``, in place, and return it.
 
     Collective over these ranks, whose models must have the same structure. All get the first rank's parameters and
@@ -58,13 +62,11 @@ def split(
         mesh: mesh with a dimension "tp", or of one dimension.
         plan: style by name of a module, in which ``*`` stands for one part of a dotted name, or for some of its
             letters; "" is the model itself, if it is a single layer. A style is one of the four, or a ``ParallelStyle``
-            of torch's, applied as it is. Or a :class:`Plan`, or a file of one; or "auto" for what
-            :func:`pycomm.parallel.auto.styles_of` finds.
+            of torch's, applied as it is. Or "auto" for the styles that :func:`pycomm.parallel.auto.explain` returns.
 
     Raises:
         TypeError, ValueError: an argument is wrong, a pattern matches nothing, a style does not fit its module,
             sizes do not divide, or the ranks differ (on every rank, with the model untouched).
-        OSError: the file of the plan cannot be read (on that rank; the others get a ValueError).
     """
     ranks, problem = found_group(lambda: group_of(_dimension(mesh)))
     with Communicator(ranks) as communicator:
@@ -111,7 +113,7 @@ def _dimension(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _checked(model: Any, devices: int, plan: Any) -> Styles:
-    """Return the style of each module. Raises TypeError, ValueError or OSError if an argument is wrong."""
+    """Return the style of each module. Raises TypeError or ValueError if an argument is wrong."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, wanted a torch.nn.Module")
     styles = _resolved(model, _mapping(model, devices, plan))
@@ -131,7 +133,7 @@ def _checked(model: Any, devices: int, plan: Any) -> Styles:
 def _mapping(model: nn.Module, devices: int, plan: Any) -> Mapping[str, Any]:
     if isinstance(plan, str) and plan == "auto":
         reasons = auto.explain(model, devices)
-        styles: Mapping[str, Any] = auto.styles_of(model, devices)
+        styles: Mapping[str, Any] = {name: style for name, style in reasons.items() if style in STYLES}
         for name, why in reasons.items():
             _LOG.info("split: %s: %s", name, why)
         if not styles and devices > 1:
@@ -139,14 +141,10 @@ def _mapping(model: nn.Module, devices: int, plan: Any) -> Mapping[str, Any]:
             alone = ': for the model itself write split(model, mesh, {"": "columns"})' if "" in reasons else ""
             raise ValueError(f"plan is 'auto', which finds no layer to split ({told or 'there is none'}){alone}")
         return styles
-    if isinstance(plan, str | Path):
-        plan = Plan.load(plan)
-    if isinstance(plan, Plan):
-        if plan.mesh.get("tp", 1) != devices:
-            raise ValueError(f"plan is made for tp = {plan.mesh.get('tp', 1)}, but mesh has {devices} ranks there")
-        return plan.split
+    if isinstance(plan, str):
+        raise ValueError(f"plan is {plan!r}, wanted 'auto' or a mapping of names to styles")
     if not isinstance(plan, Mapping):
-        raise TypeError(f"plan is a {type(plan).__name__}, wanted a mapping of names to styles, a Plan or 'auto'")
+        raise TypeError(f"plan is a {type(plan).__name__}, wanted a mapping of names to styles, or 'auto'")
     return plan
 
 

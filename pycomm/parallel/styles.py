@@ -20,6 +20,9 @@ from pycomm.parallel.functional import copy_to_group, gather_from_group, reduce_
 from pycomm.parallel.mesh import reporting
 from pycomm.torch_internals import children_of, convolve
 
+STYLES = ("columns", "rows", "vocabulary", "sequence")
+"""Ways to split an operator over the ranks of "tp"; see :func:`pycomm.parallel.split`."""
+
 Chain = list[tuple[str, nn.Module]]
 """Modules with their names. The output of each goes to the next module, and nowhere else."""
 

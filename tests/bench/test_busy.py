@@ -14,7 +14,7 @@ import pytest
 from bench import ROOT
 from bench.harness.busy import busy
 from tests.bench.test_nccl_tests import NCCL_TESTS
-from tests.cli.bench.running import SHORT, bench
+from tests.cli.bench.running import bench
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -66,6 +66,6 @@ def test_they_end_with_a_process_that_is_killed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_bench_says_so_and_leaves_nothing() -> None:
-    code, printed, errors = bench("barrier", *SHORT, "--busy", "1", "--nice", "10", cwd=ROOT, command=NCCL_TESTS)
+    code, printed, errors = bench("barrier", "--busy", "1", "--nice", "10", cwd=ROOT, command=NCCL_TESTS)
     assert code == 0, errors
     assert "# busy processes beside it: 1, niceness 10" in printed

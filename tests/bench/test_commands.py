@@ -41,10 +41,6 @@ ROOT = Path(__file__).parents[2]
             ["tensor_parallel", "--rounds", "1", "--steps", "1", "--width", "16", "--layers", "1", "--context", "8"],
             marks=pytest.mark.slow,
         ),
-        pytest.param(
-            ["planning", "--rounds", "1", "--steps", "1", "--ranks", "2", "--models", "perceptron"],
-            marks=pytest.mark.slow,
-        ),
         pytest.param(["asynchronous", "--megabytes", "1", "--rounds", "1"], marks=pytest.mark.slow),
         pytest.param(
             ["asynchronous", "--losses", "--ranks", "2", "--steps", "10", "--seeds", "1"], marks=pytest.mark.slow

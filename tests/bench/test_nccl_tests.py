@@ -10,7 +10,7 @@ from bench import ROOT
 from bench.collectives.nccl_tests import checked, make_parser
 from bench.harness import mpi
 from pycomm.tools.cli.bench.settings import BenchSettings, UsageError
-from tests.cli.bench.running import SHORT, bench
+from tests.cli.bench.running import bench
 from tests.cli.bench.third_party import read_table
 
 NCCL_TESTS = [sys.executable, "-m", "bench.collectives.nccl_tests"]
@@ -45,7 +45,7 @@ def test_mpi_has_no_arrays_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_mpi_beside_gloo(name: str, operation: str) -> None:
     """Out of place and in place, with right results."""
     pytest.importorskip("mpi4py")
-    arguments = [operation, "-b", "4K", *SHORT, "--backend", "gloo", "--peers", name]
+    arguments = [operation, "-b", "4K", "--backend", "gloo", "--peers", name]
     code, printed, errors = bench(*arguments, cwd=ROOT, command=NCCL_TESTS)
     assert code == 0, errors
     (row,) = read_table(printed)

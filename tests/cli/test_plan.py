@@ -1,4 +1,4 @@
-"""pycomm plan: the ranking, the crossovers, the picture, the calibration."""
+"""pycomm plan: the ranking, the crossovers, the calibration."""
 
 from __future__ import annotations
 
@@ -20,16 +20,13 @@ from pycomm.tools.cli.plan.report import time_text
 from pycomm.training.cost.planning import Priced
 from tests.cli.processes import left_behind
 
-PNG = b"\x89PNG\r\n"
-
 
 def plan(*arguments: str) -> int:
     return main(["plan", *arguments])
 
 
-def test_ranking_crossovers_and_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    picture = tmp_path / "plan.png"
-    assert plan("ranks", "--ranks", "24", "--per-host", "8", "--bytes", "100MB", "--plot", str(picture)) == 0
+def test_ranking_and_crossovers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("ranks", "--ranks", "24", "--per-host", "8", "--bytes", "100MB") == 0
     out = capsys.readouterr().out
     assert "all_reduce of 100 MB among 24 ranks, 8 per host, network ethernet-10g (simulated)" in out
     for name in (*schedule.names()[:-2], "torus(8,3)", "hierarchical(3,8)"):
@@ -38,20 +35,17 @@ def test_ranking_crossovers_and_plot(capsys: pytest.CaptureFixture[str], tmp_pat
     assert times == sorted(times)
     assert times[0] == 1
     assert "from      0 B  recursive_doubling" in out
-    assert picture.read_bytes().startswith(PNG)
 
 
 @pytest.mark.timeout(60)
-def test_names_in_a_calibration_are_no_formulas_and_no_escapes(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_names_in_a_calibration_are_no_escapes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     evil = "$\\frac{$\x1b]0;owned\x07\n\U0001f600"
     link = {"alpha": 1e-6, "beta": 1e-9, "gamma": 0}
     measured = {name: [[1, 1e-5], [1e6, 1e-3]] for name in (evil, "native", "hierarchical(5,7)")}
     content = {"name": evil, "within_host": link, "between_hosts": link, "measured": measured, "measured_ranks": 4}
     file = tmp_path / "network.json"
     file.write_text(json.dumps(content))
-    assert plan("ranks", "--ranks", "4", "--network", str(file), "--plot", str(tmp_path / "plan.png")) == 0
+    assert plan("ranks", "--ranks", "4", "--network", str(file)) == 0
     out = capsys.readouterr().out
     assert "\\x1b]0;owned\\x07\\n" in out
     assert out.replace("\n", "").isprintable()
@@ -145,25 +139,11 @@ def test_networks_that_are_wrong(content: str, says: str, tmp_path: Path, capsys
     assert str(file) in error
 
 
-def test_other_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan("ranks", "--ranks", "10", "--per-host", "4") == 2
     assert "--ranks 10 do not factor into hosts of 4" in capsys.readouterr().err
     assert plan("ranks", "--ranks", "4", "--network", "carrier-pigeon") == 2
     assert "none of ethernet-1g" in capsys.readouterr().err
-    assert plan("ranks", "--ranks", "2", "--plot", str(tmp_path / "nowhere" / "plan.png")) == 1
-    assert "no plot" in capsys.readouterr().err
-
-
-def test_without_matplotlib(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in [name for name in sys.modules if name.startswith(("matplotlib", "pycomm.tools.cli.plan.plot"))]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert plan("ranks", "--ranks", "2", "--plot", str(tmp_path / "plan.png")) == 1
-    printed = capsys.readouterr()
-    assert "fastest, by size" in printed.out
-    assert "pip install 'pycomm-torch[demo]'" in printed.err
 
 
 def test_units() -> None:

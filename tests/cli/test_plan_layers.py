@@ -47,22 +47,22 @@ def test_every_device_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "device 1: 1/4 of layer 1, layer 2 (9.5 GB)" in out
     assert "device 2: 1/4 of layer 1, layer 3 (9.5 GB)" in out
-    assert "devices 3 and 4: 1/4 of layer 1 (7.5 GB)" in out
+    assert "devices 3, 4: 1/4 of layer 1 (7.5 GB)" in out
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--layers", "16GB"], "required: --devices"),
-        (["--layers", "16GB", "--devices", "2"], "required: --memory"),
-        (["--layers", "16GB,0", "--devices", "2", "--memory", "10GB"], "'0', wanted a size above 0"),
-        (["--layers", "", "--devices", "2", "--memory", "10GB"], "'', wanted a size"),
-        (["--layers", "1GB,,2GB", "--devices", "2", "--memory", "10GB"], "'', wanted a size"),
-        (["--layers=-1GB", "--devices", "2", "--memory", "10GB"], "'-1GB', wanted a size"),
-        (["--layers", "1GB", "--devices", "2", "--memory", "nanGB"], "'nanGB', wanted a size"),
-        (["--layers", "1GB", "--devices", "0", "--memory", "1GB"], "--devices: 0, wanted at least 1"),
-        (["--layers", "1GB", "--devices", "two", "--memory", "1GB"], "--devices: invalid integer value: 'two'"),
-        (["--layers", "1GB", "--calibrate"], "not allowed with argument"),
+        (["layers", "16GB"], "required: --devices"),
+        (["layers", "16GB", "--devices", "2"], "required: --memory"),
+        (["layers", "16GB,0", "--devices", "2", "--memory", "10GB"], "'0', wanted a size above 0"),
+        (["layers", "", "--devices", "2", "--memory", "10GB"], "'', wanted a size"),
+        (["layers", "1GB,,2GB", "--devices", "2", "--memory", "10GB"], "'', wanted a size"),
+        (["layers", "--devices", "2", "--memory", "10GB", "--", "-1GB"], "'-1GB', wanted a size"),
+        (["layers", "1GB", "--devices", "2", "--memory", "nanGB"], "'nanGB', wanted a size"),
+        (["layers", "1GB", "--devices", "0", "--memory", "1GB"], "--devices: 0, wanted at least 1"),
+        (["layers", "1GB", "--devices", "two", "--memory", "1GB"], "--devices: invalid integer value: 'two'"),
+        (["--layers", "1GB", "--devices", "2", "--memory", "1GB"], "invalid choice: '1GB'"),
     ],
 )
 def test_arguments_that_are_wrong(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -249,7 +249,6 @@ CALLS: dict[str, Call] = {
             lambda: None,
             lambda: "/nonexistent/plan",
             lambda: {"0": "columns"},
-            lambda: parallel.Plan(mesh={"tp": 7}),
         ),
     ),
     "forward of a split model": call(

@@ -7,7 +7,13 @@ import torch
 from torch import nn
 
 from pycomm.parallel import auto
+from pycomm.parallel.styles import STYLES
 from tests.parallel.models import Attention, GatedMLP, make
+
+
+def styles_of(model: nn.Module, devices: int) -> dict[str, str]:
+    """Return the style of each module that is split."""
+    return {name: style for name, style in auto.explain(model, devices).items() if style in STYLES}
 
 
 class MaskedAttention(Attention):
@@ -19,7 +25,7 @@ class MaskedAttention(Attention):
 
 def test_transformer_blocks() -> None:
     model = nn.Sequential(Attention(), GatedMLP())
-    assert auto.styles_of(model, 2) == {
+    assert styles_of(model, 2) == {
         **{f"0.{key}_proj": "columns" for key in "qkv"},
         "0.out_proj": "rows",
         "1.gate_proj": "columns",
@@ -31,7 +37,7 @@ def test_transformer_blocks() -> None:
 def test_the_byte_level_gpt() -> None:
     gpt, _ = make("gpt")
     block = {"query_key_value": "columns", "attention_out": "columns", "mlp_in": "columns", "mlp_out": "rows"}
-    assert auto.styles_of(gpt, 2) == {
+    assert styles_of(gpt, 2) == {
         **{f"blocks.{i}.{key}": style for i in range(2) for key, style in block.items()},
         "byte_embedding": "vocabulary",
         "head": "vocabulary",
@@ -41,19 +47,19 @@ def test_the_byte_level_gpt() -> None:
 
 def test_stacks() -> None:
     stack, _ = make("convolutions")
-    assert auto.styles_of(stack, 2) == {"0.0": "columns", "0.3": "rows", "0.5": "columns", "3.0": "rows"} | {
+    assert styles_of(stack, 2) == {"0.0": "columns", "0.3": "rows", "0.5": "columns", "3.0": "rows"} | {
         "3.3": "columns",
         "3.4": "rows",
     }
     with torch.device("meta"):
         large = nn.Sequential(nn.Linear(512, 512), nn.LayerNorm(512), nn.Linear(512, 8))
-    assert auto.styles_of(large, 4) == {"0": "columns"}
+    assert styles_of(large, 4) == {"0": "columns"}
     assert "no partner, and only 4104 parameters" in auto.explain(large, 4)["2"]
 
 
 def test_heads_that_do_not_divide_leave_the_attention_whole() -> None:
     attention = Attention(num_heads=4)
-    styles, reasons = auto.styles_of(attention, 8), auto.explain(attention, 8)
+    styles, reasons = styles_of(attention, 8), auto.explain(attention, 8)
     assert styles == {}
     assert reasons["q_proj"] == "stays whole: 4 heads (4 of keys) do not divide by 8 devices"
     del attention.num_heads
@@ -66,18 +72,18 @@ def test_heads_that_do_not_divide_leave_the_attention_whole() -> None:
 
 def test_torchs_own_layers() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 12)
-    assert auto.styles_of(layer, 2) == {"linear1": "columns", "linear2": "rows"}
+    assert styles_of(layer, 2) == {"linear1": "columns", "linear2": "rows"}
     assert "computes with its weights directly" in auto.explain(layer, 2)["self_attn"]
 
 
 def test_what_is_used_twice_stays_whole() -> None:
     shared = nn.Linear(8, 8)
     model = nn.Sequential(shared, nn.ReLU(), shared)
-    assert auto.styles_of(model, 2) == {}
+    assert styles_of(model, 2) == {}
     assert "used several times" in auto.explain(model, 2)["0"]
 
 
 def test_nothing_is_split_over_one_device() -> None:
-    assert auto.styles_of(GatedMLP(), 1) == {}
+    assert styles_of(GatedMLP(), 1) == {}
     with pytest.raises(ValueError, match="devices is 0, wanted at least 1"):
-        auto.styles_of(GatedMLP(), 0)
+        styles_of(GatedMLP(), 0)

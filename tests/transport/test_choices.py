@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from pycomm import Communicator, schedule
-from pycomm.collectives import calibration
-from pycomm.collectives.calibration import calibrate
 from pycomm.collectives.transport import algorithms
 from pycomm.collectives.transport.algorithms import AlgorithmSelector, ranks_per_host
+from pycomm.training.cost import calibration
+from pycomm.training.cost.calibration import calibrate
 from tests.ranks import PerRank, RankPool
 
 LINK = schedule.Link(alpha=1e-6, beta=1e-9, gamma=0.0)

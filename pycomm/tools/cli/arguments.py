@@ -19,18 +19,13 @@ class Parser(argparse.ArgumentParser):
     Attributes:
         siblings: other commands by name. If an unknown option belongs to one of them, the error says so.
         epilog_later: returns the epilog; called only when help is printed.
-        modernized: rewrites arguments of an older form that is still supported.
     """
 
     siblings: Mapping[str, argparse.ArgumentParser] = {}
     epilog_later: Callable[[], str] | None = None
-    modernized: Callable[[list[str]], list[str]] | None = None
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse ``args``; unknown ones are an error."""
-        args = list(sys.argv[1:] if args is None else args)
-        if self.modernized is not None:
-            args = self.modernized(args)
         known, rest = super().parse_known_args(args, namespace)
         if rest:
             self.error(f"unrecognized arguments: {' '.join(rest)}{self._owners_of(rest)}")

@@ -23,13 +23,7 @@ from pycomm.compression.base import Exchange, Flag, Operation, Scaling, State
 from pycomm.compression.codec import BaseCodec
 from pycomm.compression.feedback import CodecExchange, CodecMethod, StatefulMethod
 from pycomm.compression.sparse.codec import WholeCodec
-from pycomm.training.cost.pricing import Costs, MeasuredLink, agreed, measure_link, rehearse
-
-_LOSSIER = 0.9
-"""A lossier method must take less than this fraction of the time: it changes the training."""
-
-_SWITCH = 0.8
-"""Another method must take less than this fraction of the current one's time: measurements are noisy."""
+from pycomm.training.cost.pricing import CLEARLY_FASTER, Costs, MeasuredLink, agreed, measure_link, rehearse
 
 _INTERVAL = 200
 """Number of reductions after which the link is measured again."""
@@ -105,14 +99,11 @@ class AutoExchange:
 
     def _codec_of(self, method: str) -> BaseCodec:
         if method not in self._codecs:
-            self._codecs[method] = self._make_codec(method)
+            config = self._config
+            methods: dict[str, CodecMethod] = {"fp8": FP8(), "powersgd": config.low_rank(), "dgc": config.sparse()}
+            make = methods[method].codec if method in methods else WholeCodec
+            self._codecs[method] = make(self._bucket, self._communicator)
         return self._codecs[method]
-
-    def _make_codec(self, method: str) -> BaseCodec:
-        config = self._config
-        methods: dict[str, CodecMethod] = {"fp8": FP8(), "powersgd": config.low_rank(), "dgc": config.sparse()}
-        make = methods[method].codec if method in methods else WholeCodec
-        return make(self._bucket, self._communicator)
 
     @property
     def transactional(self) -> bool:
@@ -196,9 +187,9 @@ def cheapest(costs: dict[str, Costs], link: MeasuredLink, current: str | None) -
     seconds = {method: cost.seconds(link) for method, cost in costs.items()}
     best, *others = seconds
     for method in others:
-        if seconds[method] < _LOSSIER * seconds[best]:
+        if seconds[method] < CLEARLY_FASTER * seconds[best]:
             best = method
-    if current is None or seconds[best] < _SWITCH * seconds[current]:
+    if current is None or seconds[best] < CLEARLY_FASTER * seconds[current]:
         return best
     return current
 
@@ -209,7 +200,7 @@ class Auto(StatefulMethod):
 
     ``attach`` times a few collectives, and runs every method on gradients of the bucket's size. Every 200
     reductions it measures the link again. All ranks use the slowest rank's figures, so they choose alike. A
-    lossier method must be 10 % faster than a less lossy one, and 20 % faster than the one in use.
+    method must take 20 % less time than those that lose less, and than the one in use.
 
     Args:
         ratio: fraction of the entries that top-k sends, in (0, 1]. rank: PowerSGD's.

@@ -19,6 +19,10 @@ from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
 from pycomm.compression.base import Compression, Operation, Scaling
 
+CLEARLY_FASTER = 0.8
+"""Fraction of another method's time that a method must stay below to be taken instead: one that loses more changes the
+training, and measurements are noisy."""
+
 _REPEATS = 3
 _MOST_RANKS = 4  # to rehearse with; the rest is extrapolated
 _ALL_REDUCE_BYTES, _ALL_GATHER_BYTES = (1 << 16, 1 << 22), (1 << 12, 1 << 18)
@@ -111,7 +115,7 @@ def rehearse(method: Compression, params: Sequence[torch.Tensor], size: int, per
     if any(operation.kind == "reduce_on_host" for operation in operations):
         local, _ = _rehearse(method, params, min(size, _MOST_RANKS * per_host), size, per_host, on_hosts=True)
         return Costs(local, operations)
-    if size > small and any(operation.kind == "all_gather" for operation in operations):
+    if size > small and all(operation.kind == "all_gather" for operation in operations):
         fewer, _ = _rehearse(method, params, 2, 2)
         if all(operation.kind == "all_gather" for operation in operations):  # two hops do not grow with the ranks
             local += max(0.0, local - fewer) / (small - 2) * (size - small)

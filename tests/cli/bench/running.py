@@ -12,7 +12,6 @@ from tests.cli.processes import left_behind
 
 COMMAND = [sys.executable, "-m", "pycomm.tools.cli.main", "bench"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-SHORT = ["--rounds", "2", "-n", "2", "-w", "1"]
 
 
 def bench(

@@ -11,20 +11,20 @@ from typing import Any
 
 import pytest
 
-from tests.cli.bench.running import COMMAND, SHORT, TORCHRUN, bench
+from tests.cli.bench.running import COMMAND, TORCHRUN, bench
 from tests.cli.bench.third_party import read_average, read_report, read_table
 from tests.cli.processes import left_behind, ranks_of_session
 
 pytestmark = pytest.mark.timeout(120)
 
 
-def check_figures(rows: list[dict[str, Any]], factor: float, wrong: str = "0") -> None:
+def check_figures(rows: list[dict[str, Any]], factor: float) -> None:
     for row in rows:
         for place in (row, row["in_place"]):
             algbw = int(row["size"]) / float(place["time"]) / 1e3
             assert float(place["algbw"]) == pytest.approx(algbw, abs=0.006, rel=0.01)
             assert float(place["busbw"]) == pytest.approx(algbw * factor, abs=0.006, rel=0.01)
-            assert place["#wrong"] == wrong
+            assert place["#wrong"] == "0"
 
 
 def test_table_and_report_of_an_all_reduce(tmp_path: Path) -> None:
@@ -37,12 +37,10 @@ def test_table_and_report_of_an_all_reduce(tmp_path: Path) -> None:
         "communicator",
         "--ranks",
         "2",
-        "--min-busbw",
-        "1e-9",
         "-J",
         str(report_file),
     ]
-    code, printed, errors = bench("all_reduce", *sizes, *SHORT, *more, cwd=tmp_path)
+    code, printed, errors = bench("all_reduce", *sizes, *more, cwd=tmp_path)
     assert code == 0, errors
     rows = read_table(printed)
     assert [row["size"] for row in rows] == ["1024", "8192", "65536"]
@@ -58,18 +56,18 @@ def test_table_and_report_of_an_all_reduce(tmp_path: Path) -> None:
     for line, row in zip(report["results"], rows, strict=True):
         assert float(row["time"]) == pytest.approx(line["out_of_place"]["time"], rel=0.01)
         assert float(row["in_place"]["time"]) == pytest.approx(line["in_place"]["time"], rel=0.01)
-        assert line["actual_iterations"] == 2
+        assert line["actual_iterations"] == 20
         for place in ("out_of_place", "in_place"):
             check_comparison(line[place])
     assert report["config"]["step_factor"] == 8
     assert report["out_of_bounds"] == {"count": 0, "okay": "true"}
-    assert report["average_bus_bandwidth"]["okay"] == "true"
+    assert report["average_bus_bandwidth"]["okay"] == "unchecked"
 
 
 def check_comparison(place: dict[str, Any]) -> None:
     """What nccl-tests does not have fits together."""
     peer = place["peers"]["communicator"]
-    assert len(place["samples"]) == len(peer["samples"]) == 2
+    assert len(place["samples"]) == len(peer["samples"]) == 5
     assert place["p10"] <= place["time"] <= place["p90"]
     assert peer["times_longer"] == pytest.approx(peer["time"] / place["time"])
     assert place["fraction_of_floor"] == pytest.approx(place["floor"] / place["time"])
@@ -79,7 +77,7 @@ def check_comparison(place: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_under_torchrun_it_starts_nothing(tmp_path: Path) -> None:
-    arguments = ["all_reduce", "-b", "4K", *SHORT, "--peers", "gloo,communicator", "-J", "x.json"]
+    arguments = ["all_reduce", "-b", "4K", "--peers", "gloo,communicator", "-J", "x.json"]
     code, printed, errors = bench(*arguments, cwd=tmp_path, launcher=TORCHRUN)
     assert code == 0, errors
     check_figures(read_table(printed), 1.0)  # printed once
@@ -107,7 +105,7 @@ def test_wrong_results_are_counted_and_end_in_7(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(WRONG)
     search = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
-    arguments = ["all_reduce", "-b", "256", "-e", "1K", "-f", "4", *SHORT, "--backend", "gloo", "-J", "x.json"]
+    arguments = ["all_reduce", "-b", "256", "-e", "1K", "-f", "4", "--backend", "gloo", "-J", "x.json"]
     code, printed, errors = bench(*arguments, cwd=tmp_path, variables={"PYTHONPATH": search})
     assert code == 7, errors
     small, large = read_table(printed)
@@ -118,19 +116,8 @@ def test_wrong_results_are_counted_and_end_in_7(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_too_little_bandwidth_ends_in_7(tmp_path: Path) -> None:
-    """By nccl-tests' own variable; and nothing is said of results that nobody has looked at."""
-    arguments = ["all_gather", "-b", "4K", *SHORT, "--backend", "communicator", "-c", "0"]
-    code, printed, errors = bench(*arguments, cwd=tmp_path, variables={"NCCL_TESTS_MIN_BW": "1e9"})
-    assert code == 7, errors
-    assert re.search("Avg bus bandwidth .* FAILED$", printed, re.MULTILINE)
-    rows = read_table(printed)
-    check_figures(rows, 0.5, wrong="N/A")
-
-
-@pytest.mark.slow
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
-    arguments = ["all_reduce", "-b", "1M", "--rounds", "100000", "--backend", "gloo", "-J", "x.json"]
+    arguments = ["all_reduce", "-b", "1M", "-e", "64M", "-d", "all", "--backend", "gloo", "-J", "x.json"]
     process = subprocess.Popen(
         [*COMMAND, *arguments], cwd=tmp_path, stdout=-1, stderr=-1, text=True, start_new_session=True
     )
@@ -152,7 +139,7 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_rank_that_dies_is_an_error(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [*COMMAND, "all_reduce", "-b", "1M", "--rounds", "100000", "--backend", "communicator"],
+        [*COMMAND, "all_reduce", "-b", "1M", "-e", "64M", "-d", "all", "--backend", "communicator"],
         cwd=tmp_path,
         stdout=-1,
         stderr=-1,
@@ -170,4 +157,4 @@ def test_a_rank_that_dies_is_an_error(tmp_path: Path) -> None:
         left = left_behind(process.pid, 30.0)
     assert left == []
     assert process.returncode == 1
-    assert re.match("pycomm bench: torch: rank 1 was killed by SIGKILL", errors, re.DOTALL), errors
+    assert re.match("pycomm bench: rank 1 was killed by SIGKILL", errors, re.DOTALL), errors

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from pycomm.tools.cli.bench.operations import DTYPES, OPERATIONS, REDUCTIONS, Case
+from pycomm.tools.cli.bench.operations import ITEMSIZES, OPERATIONS, REDUCTIONS, Case
 from pycomm.tools.cli.bench.rank import chunks, count_wrong, fill, modulus, pattern
 
 RANKS = 3
@@ -57,7 +57,7 @@ def reducer(redop: str) -> Any:
 
 
 @pytest.mark.parametrize("operation", [name for name in OPERATIONS if name != "barrier"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ITEMSIZES)
 def test_right_results_are_right_and_each_wrong_element_is_counted(operation: str, dtype: str) -> None:
     case = case_of(operation, dtype)
     for rank, result in enumerate(results(case)):

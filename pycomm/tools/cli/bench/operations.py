@@ -8,30 +8,14 @@ cross the links, so that it can be compared with the hardware for any number of 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
-
-class Dtype(NamedTuple):
-    """Element type: its name in torch, and its size in bytes."""
-
-    torch_name: str
-    itemsize: int
-
-
-DTYPES = {
-    "int8": Dtype("int8", 1),
-    "uint8": Dtype("uint8", 1),
-    "int32": Dtype("int32", 4),
-    "int64": Dtype("int64", 8),
-    "half": Dtype("float16", 2),
-    "float": Dtype("float32", 4),
-    "double": Dtype("float64", 8),
-    "bfloat16": Dtype("bfloat16", 2),
-}
-"""dtypes by nccl-tests' names, without unsigned ones of more than 8 bits: torch cannot add these."""
+ITEMSIZES = {"int8": 1, "uint8": 1, "int32": 4, "int64": 8, "half": 2, "float": 4, "double": 8, "bfloat16": 2}
+"""Bytes of an element by nccl-tests' and torch's names, without unsigned ones of more than 8 bits: torch cannot add
+these."""
 
 COMMUNICATOR = "communicator"
 """Name of :class:`pycomm.Communicator` for ``--backend`` and ``--peers``."""
@@ -48,7 +32,6 @@ class BenchOperation:
         split: whether one of its arrays consists of a part for each rank.
         reduces, rooted: whether it has a reduction, and a root.
         reads, writes: whether a rank's input and its result are a "part" or "all".
-        bus: busbw / algbw for P ranks: "twice" 2(P-1)/P, "once" (P-1)/P, "one" 1.
     """
 
     name: str
@@ -57,11 +40,12 @@ class BenchOperation:
     rooted: bool = False
     reads: str = "all"
     writes: str = "all"
-    bus: str = "one"
 
     def bus_factor(self, ranks: int) -> float:
         """Return busbw / algbw."""
-        return {"twice": 2 * (ranks - 1) / ranks, "once": (ranks - 1) / ranks, "one": 1.0}[self.bus]
+        if self.name == "all_reduce":
+            return 2 * (ranks - 1) / ranks
+        return (ranks - 1) / ranks if self.split else 1.0
 
     def count_of(self, num_bytes: int, itemsize: int, ranks: int) -> int:
         """Return the elements of a part (of the array, if there are no parts) for a size of about ``num_bytes``."""
@@ -75,14 +59,14 @@ class BenchOperation:
 OPERATIONS = {
     operation.name: operation
     for operation in (
-        BenchOperation("all_reduce", reduces=True, bus="twice"),
+        BenchOperation("all_reduce", reduces=True),
         BenchOperation("reduce", reduces=True, rooted=True),
         BenchOperation("broadcast", rooted=True),
-        BenchOperation("all_gather", split=True, reads="part", bus="once"),
-        BenchOperation("reduce_scatter", split=True, reduces=True, writes="part", bus="once"),
-        BenchOperation("all_to_all", split=True, bus="once"),
-        BenchOperation("gather", split=True, rooted=True, reads="part", bus="once"),
-        BenchOperation("scatter", split=True, rooted=True, writes="part", bus="once"),
+        BenchOperation("all_gather", split=True, reads="part"),
+        BenchOperation("reduce_scatter", split=True, reduces=True, writes="part"),
+        BenchOperation("all_to_all", split=True),
+        BenchOperation("gather", split=True, rooted=True, reads="part"),
+        BenchOperation("scatter", split=True, rooted=True, writes="part"),
         BenchOperation("sendrecv"),
         BenchOperation("barrier"),
     )
@@ -114,7 +98,7 @@ class Case:
     def torch_dtype(self) -> torch.dtype:
         import torch  # not above: the parser reads the names alone
 
-        found: torch.dtype = getattr(torch, DTYPES[self.dtype].torch_name)
+        found: torch.dtype = getattr(torch, self.dtype)
         return found
 
     @property
@@ -125,11 +109,7 @@ class Case:
     @property
     def size(self) -> int:
         """Bytes of the larger array."""
-        return self.elements * DTYPES[self.dtype].itemsize
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the constructor's arguments, for another process."""
-        return dict(vars(self))
+        return self.elements * ITEMSIZES[self.dtype]
 
     def gives(self, rank: int) -> bool:
         """Return whether ``rank`` has an input."""
@@ -137,9 +117,7 @@ class Case:
 
     def gets(self, rank: int) -> bool:
         """Return whether ``rank`` has a result."""
-        if self.operation == "barrier":
-            return False
-        return self.operation not in ("reduce", "gather") or rank == self.root
+        return self.operation not in ("reduce", "gather", "barrier") or rank == self.root
 
     def input_span(self, rank: int, in_place: bool) -> slice:
         """Return where a rank's input lies in its array; ``in_place``: in that of the result."""
@@ -158,7 +136,6 @@ class Case:
 
         This is for one host: an array that several ranks read counts once.
         """
-        ranks = self.ranks
-        given = {"broadcast": 1, "scatter": 1, "all_gather": 1, "gather": 1}.get(self.operation, ranks)
-        got = {"reduce": 1, "gather": 1, "reduce_scatter": 1, "scatter": 1}.get(self.operation, ranks)
-        return (given + got) / (2 * ranks)
+        given = 1 if self.operation in ("broadcast", "scatter", "all_gather", "gather") else self.ranks
+        got = 1 if self.operation in ("reduce", "gather", "reduce_scatter", "scatter") else self.ranks
+        return (given + got) / (2 * self.ranks)

@@ -19,7 +19,6 @@ from pycomm.collectives.communicator import Communicator
 from pycomm.descriptions import cpu_model
 from pycomm.errors import CommError
 from pycomm.tools.cli.bench.operations import COMMUNICATOR, Case
-from pycomm.tools.launching import connect
 from pycomm.torch_internals import PrefixStore, Store, all_gather_single, reduce_scatter_single
 
 Indices = npt.NDArray[np.uint32]
@@ -28,6 +27,7 @@ Indices = npt.NDArray[np.uint32]
 # ranks are exact in the dtype. Any M consecutive elements differ, and so do the same elements of any M ranks. For
 # products, elements are 1 or 2 by the same rule.
 
+_TIMEOUT = timedelta(seconds=120)  # of every wait for another rank
 _CHUNK = 1 << 16
 _SIGNIFICANT_BITS = {"half": 11, "bfloat16": 8, "float": 24, "double": 24, "int8": 7, "uint8": 8}
 _BITS = 24  # for all others: more would test no more
@@ -58,18 +58,19 @@ def fill(case: Case, rank: int, target: torch.Tensor) -> None:
         target[piece] = _given(case, rank, index)
 
 
-def count_wrong(case: Case, rank: int, got: torch.Tensor) -> int:
-    """Return the number of wrong elements in the result ``got`` of ``rank``."""
-    tolerance, wrong = _tolerance(case), 0
-    for piece, index in chunks(got.numel()):
-        found, wanted = got[piece].cpu(), _wanted(case, rank, index)
-        same = found == wanted if tolerance == 0.0 else torch.isclose(found, wanted, rtol=tolerance, atol=0.0)
-        wrong += int((~same).sum())
-    return wrong
-
-
 def _given(case: Case, rank: int | Indices, index: Indices) -> torch.Tensor:
     return torch.from_numpy(_integers(case, rank, index)).to(case.torch_dtype)
+
+
+def count_wrong(case: Case, rank: int, got: torch.Tensor) -> int:
+    """Return the number of wrong elements in the result ``got`` of ``rank``."""
+    exact = case.redop != "avg" or case.ranks & (case.ranks - 1) == 0
+    # In an average, each rank's term and the sum may be rounded once.
+    tolerance, wrong = 0.0 if exact else 2 * torch.finfo(case.torch_dtype).eps, 0
+    for piece, index in chunks(got.numel()):
+        same = torch.isclose(got[piece].cpu(), _wanted(case, rank, index), rtol=tolerance, atol=0.0)
+        wrong += int((~same).sum())
+    return wrong
 
 
 def _integers(case: Case, rank: int | Indices, index: Indices) -> npt.NDArray[np.int64]:
@@ -80,15 +81,12 @@ def _integers(case: Case, rank: int | Indices, index: Indices) -> npt.NDArray[np
 
 def _wanted(case: Case, rank: int, index: Indices) -> torch.Tensor:
     """Return elements ``index`` of the right result of ``rank``."""
-    own_part = np.uint32(rank * case.count)
-    if case.spec.reduces:
-        return _reduced(case, index + own_part if case.spec.writes == "part" else index)
+    source: int | Indices = (rank - 1) % case.ranks if case.operation == "sendrecv" else case.root
     if case.operation in ("all_gather", "gather", "all_to_all"):
-        source, within = index // np.uint32(case.count), index % np.uint32(case.count)
-        return _given(case, source, within + own_part if case.operation == "all_to_all" else within)
-    if case.operation == "scatter":
-        return _given(case, case.root, index + own_part)
-    return _given(case, case.root if case.operation == "broadcast" else (rank - 1) % case.ranks, index)
+        source, index = index // np.uint32(case.count), index % np.uint32(case.count)
+    if case.operation in ("all_to_all", "scatter", "reduce_scatter"):
+        index = index + np.uint32(rank * case.count)
+    return _reduced(case, index) if case.spec.reduces else _given(case, source, index)
 
 
 def _reduced(case: Case, index: Indices) -> torch.Tensor:
@@ -99,23 +97,12 @@ def _reduced(case: Case, index: Indices) -> torch.Tensor:
     return (reduced.double() / case.ranks if case.redop == "avg" else reduced).to(case.torch_dtype)
 
 
-def _tolerance(case: Case) -> float:
-    """Return the relative error allowed in an average: each rank's term and the sum may be rounded once."""
-    exact = case.redop != "avg" or case.ranks & (case.ranks - 1) == 0
-    return 0.0 if exact else 2 * torch.finfo(case.torch_dtype).eps
-
-
 Call = Callable[[], object]
 Into = Callable[[torch.Tensor], object]
 """A collective that writes its result to its argument."""
 
-_REDUCTIONS: dict[str, Any] = {
-    "sum": dist.ReduceOp.SUM,
-    "prod": dist.ReduceOp.PRODUCT,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "avg": dist.ReduceOp.AVG,
-}
+_REDUCTIONS: dict[str, Any] = {name: getattr(dist.ReduceOp, name.upper()) for name in ("sum", "max", "min", "avg")}
+_REDUCTIONS["prod"] = dist.ReduceOp.PRODUCT
 _OWN_REDUCTIONS = {"sum": "sum", "max": "max", "min": "min", "avg": "mean"}
 
 
@@ -126,12 +113,7 @@ class UnsupportedError(Exception):
 def through_scratch(call: Into, result: torch.Tensor) -> Call:
     """Return ``call`` into a scratch tensor, then a copy to ``result``, for libraries that cannot work in place."""
     scratch = torch.empty_like(result)
-
-    def then_copy() -> None:
-        call(scratch)
-        result.copy_(scratch)
-
-    return then_copy
+    return lambda: (call(scratch), result.copy_(scratch))
 
 
 class Library:
@@ -142,7 +124,7 @@ class Library:
         in_place: the collectives of two arrays whose input may lie inside the result.
     """
 
-    in_place: tuple[str, ...] = ("all_gather",)
+    in_place: tuple[str, ...] = ("all_gather", "barrier")
 
     def __init__(
         self, backend: str, store: Store, rank: int, size: int, device: torch.device, timeout: timedelta
@@ -161,8 +143,6 @@ class Library:
         includes a copy, as the user would need one, too. An array that only the root needs may serve as scratch on
         other ranks.
         """
-        if case.operation == "barrier":
-            return self.barrier
         call, away = self.collective(case, given), case.spec.rooted and self.rank != case.root
         if case.operation in ("all_reduce", "reduce", "broadcast"):  # of one array
             # Ranks other than the root of a reduction copy, too: it leaves partial sums in their array.
@@ -189,6 +169,7 @@ class Library:
             "gather": lambda x: dist.gather(given, list(x.chunk(self.size)) if at_root else None, root, group=group),
             "scatter": lambda x: dist.scatter(x, parts, root, group=group),
             "sendrecv": lambda x: self._send_on(given, x),
+            "barrier": lambda x: self.barrier(),
         }
         return of[case.operation]
 
@@ -205,10 +186,6 @@ class Library:
     def barrier(self) -> None:
         dist.barrier(group=self._group)
 
-    def empty(self, num_bytes: int) -> torch.Tensor:
-        """Return an uninitialized uint8 tensor."""
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-
     def synchronize(self) -> None:
         """Wait for work enqueued on a GPU."""
         if self.device.type == "cuda":
@@ -221,20 +198,14 @@ class Library:
 
 
 class CommunicatorLibrary(Library):
-    """Collectives of a :class:`Communicator` over the default group; creates a Gloo group if there is none.
+    """Collectives of a :class:`Communicator` over the default group; creates a Gloo group if there is none."""
 
-    Args:
-        registered: whether :meth:`empty` returns memory of ``Communicator.empty``, which all ranks of the host reach.
-    """
+    in_place = ("barrier",)
 
-    in_place = ()
-
-    def __init__(
-        self, store: Store, rank: int, size: int, device: torch.device, timeout: timedelta, registered: bool
-    ) -> None:
-        self.rank, self.size, self.device, self._registered = rank, size, device, registered
+    def __init__(self, *place: Any) -> None:
+        self._store, self.rank, self.size, self.device, timeout = place
         if not dist.is_initialized():
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+            super().__init__("gloo", *place)
         self._communicator = Communicator(timeout=timeout)
 
     def collective(self, case: Case, given: torch.Tensor) -> Into:
@@ -245,6 +216,7 @@ class CommunicatorLibrary(Library):
             "all_gather": lambda x: ours.all_gather(x, given),
             "reduce_scatter": lambda x: ours.reduce_scatter(x, given, op),
             "all_to_all": lambda x: ours.all_to_all(x, given),
+            "barrier": lambda x: self.barrier(),
         }
         if case.operation not in of:
             raise UnsupportedError(f"pycomm.Communicator has no {case.operation}")
@@ -254,11 +226,6 @@ class CommunicatorLibrary(Library):
 
     def barrier(self) -> None:
         self._communicator.barrier()
-
-    def empty(self, num_bytes: int) -> torch.Tensor:
-        if self._registered:
-            return self._communicator.empty(num_bytes, torch.uint8, self.device)
-        return super().empty(num_bytes)
 
     def synchronize(self) -> None:
         super().synchronize()
@@ -279,45 +246,40 @@ class BenchRank:
     Args:
         num_bytes: of the largest array.
         device: "cpu" or "cuda".
-        timeout: of every wait for another rank, in seconds.
-        registered: whether :class:`pycomm.Communicator` works on memory that it allocated itself.
-        port: of the rendezvous, for ranks that the driver has started.
-        store: the launcher's store, for ranks that a launcher has started.
+        store: where the ranks meet; only torch's libraries require it.
     """
 
-    def __init__(
-        self,
-        num_bytes: int,
-        device: str = "cpu",
-        timeout: float = 120.0,
-        registered: bool = False,
-        port: int | None = None,
-        store: Store | None = None,
-    ) -> None:
+    def __init__(self, num_bytes: int, device: str = "cpu", store: Store | None = None) -> None:
         torch.set_num_threads(1)  # ranks may outnumber cores
         self.rank, self._size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        self._num_bytes, self._registered, self._timeout = num_bytes, registered, timedelta(seconds=timeout)
-        self._device = _device_of(device, self.rank)
-        self._store = connect(port, self._timeout) if port is not None else store
+        self._device = torch.device(device)
+        if device == "cuda":  # by the rank on this host
+            self._device = torch.device(
+                device, int(os.environ.get("LOCAL_RANK", self.rank)) % torch.cuda.device_count()
+            )
+        self._store = store
         self._libraries: dict[str, Library] = {}
-        self._memory: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._filled: dict[str, Case] = {}
-        self._bound: tuple[Any, Call] | None = None
+        source, target = (torch.ones(max(1, num_bytes), dtype=torch.uint8, device=self._device) for _ in range(2))
+        self._source, self._target = source, target
+        self._filled: Case | None = None
 
-    def open(self, name: str) -> int:
-        """Join the group of the library ``name``; return this process's rank in it."""
-        self._libraries[name] = library = self._make(name)
-        return library.rank
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call ``method``; return its result, as one of a team of ranks does."""
+        return [getattr(self, method)(*arguments)]
+
+    def open(self, name: str) -> None:
+        """Join the group of the library ``name``."""
+        self._libraries[name] = self._make(name)
 
     def _make(self, name: str) -> Library:
         assert self._store is not None, "torch's libraries require a store"
-        place = (PrefixStore(name, self._store), self.rank, self._size, self._device, self._timeout)
-        return CommunicatorLibrary(*place, self._registered) if name == COMMUNICATOR else Library(name, *place)
+        place = (PrefixStore(name, self._store), self.rank, self._size, self._device, _TIMEOUT)
+        return CommunicatorLibrary(*place) if name == COMMUNICATOR else Library(name, *place)
 
     def describe(self) -> dict[str, Any]:
         """Return where this rank runs, under nccl-tests' keys."""
-        index, on_gpu = self._device.index or 0, self._device.type == "cuda"
-        gpu = torch.cuda.get_device_properties(index) if on_gpu else None
+        index = self._device.index or 0
+        gpu = torch.cuda.get_device_properties(index) if self._device.type == "cuda" else None
         return {
             "rank": self.rank,
             "group": 0,
@@ -328,88 +290,57 @@ class BenchRank:
             "device_info": cpu_model() if gpu is None else gpu.name,
         }
 
-    def verify(self, name: str, case: dict[str, Any], in_place: bool) -> dict[str, Any]:
-        """Call once; return the number of "wrong" elements, or under "none" why the library does not support this."""
-        described, library = Case(**case), self._libraries[name]
-        given, result = self._arrays(name, described, in_place, fresh=True)
+    def verify(self, name: str, case: Case, in_place: bool) -> int | str:
+        """Call once; return the number of wrong elements, or why the library does not support this."""
+        library = self._libraries[name]
+        self._target.fill_(_NAN)  # over an earlier result
+        given, result = self._arrays(library.rank, case, in_place)
         try:
-            self._bind(name, described, in_place, given, result)()
+            library.bind(case, given, result)()
             library.synchronize()
         except CommError:
             raise
         except (UnsupportedError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-            return {"none": (str(error) or type(error).__name__).splitlines()[0]}
-        return {"wrong": count_wrong(described, library.rank, result) if described.gets(library.rank) else 0}
+            return (str(error) or type(error).__name__).splitlines()[0]
+        return count_wrong(case, library.rank, result) if case.gets(library.rank) else 0
 
-    def turn(self, name: str, case: dict[str, Any], in_place: bool, warmups: int, calls: int) -> float:
+    def turn(self, name: str, case: Case, in_place: bool, warmups: int, calls: int) -> float:
         """Return seconds per call, of ``calls`` calls back to back after ``warmups`` untimed ones and a barrier."""
-        described = Case(**case)
-        call = self._bind(name, described, in_place, *self._arrays(name, described, in_place))
-        return self._timed(name, call, warmups, calls)
+        library = self._libraries[name]
+        call = library.bind(case, *self._arrays(library.rank, case, in_place))
+        return _timed(library, call, warmups, calls)
 
     def turn_copy(self, name: str, num_bytes: int, calls: int) -> float:
         """Return seconds for copying ``num_bytes`` while all ranks do so: the basis of the floor."""
-        source, target = (array[:num_bytes] for array in self._two_arrays(name))
-        if source.device.type != "cpu":
-            return self._timed(name, lambda: target.copy_(source), 1, calls)
+        source, target = self._source[:num_bytes], self._target[:num_bytes]
+        if self._device.type != "cpu":
+            return _timed(self._libraries[name], lambda: target.copy_(source), 1, calls)
         to, what = target.numpy(), source.numpy()
-        return self._timed(name, lambda: np.copyto(to, what), 1, calls)
+        return _timed(self._libraries[name], lambda: np.copyto(to, what), 1, calls)
 
     def close(self) -> None:
         for library in reversed(self._libraries.values()):  # the first one has the default group
             library.close()
 
-    def _timed(self, name: str, call: Call, warmups: int, calls: int) -> float:
-        library = self._libraries[name]
-        for _ in range(warmups):
-            call()
-        library.synchronize()
-        library.barrier()
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        library.synchronize()
-        return (time.perf_counter() - start) / calls
-
-    def _kind(self, name: str) -> str:
-        """Return the key of the memory that library ``name`` works on: "" for the shared one."""
-        return name if self._registered and name == COMMUNICATOR else ""
-
-    def _two_arrays(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the memory for inputs, and that for results."""
-        kind = self._kind(name)
-        if kind not in self._memory:
-            source, target = (self._libraries[name].empty(max(1, self._num_bytes)) for _ in range(2))
-            self._memory[kind] = source.fill_(1), target.fill_(1)  # touches every page
-        return self._memory[kind]
-
-    def _arrays(self, name: str, case: Case, in_place: bool, fresh: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this rank's input and the array for its result; ``fresh``: overwrite an earlier result with NaN."""
-        rank, dtype, kind = self._libraries[name].rank, case.torch_dtype, self._kind(name)
-        source, target = (array[: case.size].view(dtype) for array in self._two_arrays(name))
-        apart = source[case.input_span(rank, in_place=False)]
-        if self._filled.get(kind) != case:
-            if case.gives(rank):
-                fill(case, rank, apart)
-            self._filled[kind] = case
-        if fresh:
-            target.view(torch.uint8).fill_(_NAN)
-        given = apart
+    def _arrays(self, rank: int, case: Case, in_place: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the input of ``rank`` and the array for its result."""
+        source, target = (array[: case.size].view(case.torch_dtype) for array in (self._source, self._target))
+        given = source[case.input_span(rank, in_place=False)]
+        if self._filled != case and case.gives(rank):
+            fill(case, rank, given)
+        self._filled = case
         if in_place:
-            given = target[case.input_span(rank, in_place=True)]
-            given.copy_(apart)
+            given = target[case.input_span(rank, in_place=True)].copy_(given)
         return given, target[case.output_span(rank, in_place)]
 
-    def _bind(self, name: str, case: Case, in_place: bool, given: torch.Tensor, result: torch.Tensor) -> Call:
-        key = name, case, in_place
-        if self._bound is None or self._bound[0] != key:
-            self._bound = None  # frees its scratch before the next one is allocated
-            self._bound = key, self._libraries[name].bind(case, given, result)
-        return self._bound[1]
 
-
-def _device_of(kind: str, rank: int) -> torch.device:
-    """Return the device of ``rank``; GPUs go by the rank on this host."""
-    if kind == "cpu":
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
+def _timed(library: Library, call: Call, warmups: int, calls: int) -> float:
+    for _ in range(warmups):
+        call()
+    library.synchronize()
+    library.barrier()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    library.synchronize()
+    return (time.perf_counter() - start) / calls

@@ -9,10 +9,8 @@ from pycomm.descriptions import size_text
 from pycomm.tools.cli.plan.report import network_of, time_text
 from pycomm.tools.cli.table import print_table
 from pycomm.training.cost.planning import Priced, price
+from pycomm.training.cost.pricing import CLEARLY_FASTER
 from pycomm.untrusted import one_line
-
-_CLEARLY_FASTER = 0.8
-"""Fraction of dense gradients' time that a method must stay below: it changes the training, so a tie is not enough."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -45,9 +43,9 @@ def verdict(priced: dict[str, Priced]) -> str:
     dense = priced["dense"].seconds()
     best = min(priced, key=lambda name: priced[name].seconds())
     seconds = priced[best].seconds()
-    if seconds >= _CLEARLY_FASTER * dense:
+    if seconds >= CLEARLY_FASTER * dense:
         return "Do not compress: nothing is clearly faster than dense gradients on this network."
-    mildest = next(name for name, each in priced.items() if each.seconds() < _CLEARLY_FASTER * dense)
+    mildest = next(name for name, each in priced.items() if each.seconds() < CLEARLY_FASTER * dense)
     text = f"{best} takes {dense / seconds:.1f} times less than dense gradients"
     if mildest != best:
         text += f"; {mildest}, which changes the training less, {dense / priced[mildest].seconds():.1f} times"

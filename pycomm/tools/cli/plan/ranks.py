@@ -7,7 +7,7 @@ import argparse
 from pycomm.descriptions import size_text
 from pycomm.schedule import by_name
 from pycomm.schedule.choose import SIZES, Ranking, rank_algorithms
-from pycomm.tools.cli.plan.report import draw, link_text, network_of, time_text
+from pycomm.tools.cli.plan.report import link_text, network_of, time_text
 from pycomm.tools.cli.table import print_table
 from pycomm.untrusted import one_line
 
@@ -15,11 +15,11 @@ _SMALL_BYTES = 1024.0  # only latency counts at this size
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the ranking, and draw it if asked; return the exit code."""
+    """Print the ranking; return the exit code."""
     network = network_of(arguments)
     ranking = rank_algorithms(arguments.ranks, network, sorted({*SIZES, arguments.bytes}))
     print_ranking(ranking, arguments.bytes)
-    return draw("save_plot", "time against size", arguments, ranking, arguments.bytes)
+    return 0
 
 
 def print_ranking(ranking: Ranking, nbytes: float) -> None:

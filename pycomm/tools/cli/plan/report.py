@@ -1,15 +1,11 @@
-"""Shared by the commands of ``pycomm plan``: the network, checks of output files, plots, and text."""
+"""Shared by the commands of ``pycomm plan``: the network, and text."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
-from pathlib import Path
-from typing import Any
 
 from pycomm import schedule
 from pycomm.schedule.network import Network
-from pycomm.tools.cli.arguments import complain
 
 
 def network_of(arguments: argparse.Namespace) -> Network:
@@ -18,35 +14,6 @@ def network_of(arguments: argparse.Namespace) -> Network:
     if network.per_host is not None and arguments.per_host and arguments.ranks % network.per_host:
         raise ValueError(f"--ranks {arguments.ranks} do not factor into hosts of {network.per_host}")
     return network
-
-
-def require_free(path: Path, option: str, arguments: argparse.Namespace) -> None:
-    """Raise ValueError if ``path`` cannot be written, or exists and ``--force`` is not given."""
-    if not path.parent.is_dir():
-        raise ValueError(f"{path} cannot be written: {path.parent} is no folder")
-    if path.exists() and not arguments.force:
-        raise ValueError(f"{path} is there already: give another name with {option}, or --force to replace it")
-
-
-def draw(function: str, what: str, arguments: argparse.Namespace, *data: Any) -> int:
-    """If ``--plot`` is given, draw ``data`` with ``function`` of :mod:`pycomm.tools.cli.plan.plot`.
-
-    Return the exit code: 1 if drawing fails. It is not 2, since the figures have been printed.
-    """
-    if arguments.plot is None:
-        return 0
-    try:
-        require_free(arguments.plot, "--plot", arguments)
-        plot = importlib.import_module("pycomm.tools.cli.plan.plot")  # needs an extra
-        getattr(plot, function)(*data, arguments.plot)
-    except ModuleNotFoundError as error:
-        complain(f"pycomm plan: no plot, {error.name} is not installed: pip install 'pycomm-torch[demo]'")
-        return 1
-    except (OSError, ValueError) as error:
-        complain(f"pycomm plan: no plot: {error}")
-        return 1
-    print(f"\nplot of {what}: {arguments.plot}")
-    return 0
 
 
 def time_text(seconds: float) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Samples:
-    """Repeated measurements of one duration, in seconds."""
+    """Repeated measurements of one duration, in seconds; ``low`` and ``high`` are the 10th and 90th percentiles."""
 
     seconds: tuple[float, ...]
 
@@ -20,20 +20,15 @@ class Samples:
 
     @property
     def median(self) -> float:
-        return self._percentile(50)
+        return float(np.percentile(self.seconds, 50))
 
     @property
     def low(self) -> float:
-        """The 10th percentile."""
-        return self._percentile(10)
+        return float(np.percentile(self.seconds, 10))
 
     @property
     def high(self) -> float:
-        """The 90th percentile."""
-        return self._percentile(90)
-
-    def _percentile(self, percent: float) -> float:
-        return float(np.percentile(self.seconds, percent))
+        return float(np.percentile(self.seconds, 90))
 
     def as_json(self) -> dict[str, float | list[float]]:
         return {"median": self.median, "p10": self.low, "p90": self.high, "samples": list(self.seconds)}

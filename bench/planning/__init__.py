@@ -1,1 +1,0 @@
-"""``python -m bench.planning``: what the planner predicts of steps on one host, against what is measured there."""
