@@ -141,11 +141,6 @@ class Worker:
         """Return whether the caller is a job of this worker."""
         return self._thread is threading.current_thread()
 
-    @property
-    def is_stopped(self) -> bool:
-        """Whether further jobs are refused."""
-        return bool(self._refusal)
-
     def stop(self, patience: float) -> None:
         """Refuse further jobs, and wait for the queued ones for at most ``patience`` seconds."""
         with self._lock:

@@ -330,10 +330,6 @@ class Segment(ABC):
         """Return the parts of the ranks in memory that is laid out as the bucket."""
         return [tensor_in(memory, dtype, share.start, share.stop) for share in self.shares]
 
-    def own_state(self, key: str) -> torch.Tensor:
-        """Return this rank's own elements of a float32 state that has a home."""
-        return self.parts_in(self._states[key, torch.float32], torch.float32)[self._rank]
-
     @abstractmethod
     def mirrors_of(self, index: int) -> list[torch.Tensor]:
         """Return the other ranks' memory of this rank's own elements of the ``index``-th parameter."""
