@@ -257,7 +257,11 @@ def aarch64(session: nox.Session) -> None:
     session.run(*pip, "install", "--quiet", "--only-binary=:all:", "-c", str(constraints), *EMULATED)
     session.run(*pip, "install", "--quiet", "--no-deps", str(cross_compiled(session, pip, root, home)))
     session.run(
-        str(python), "-P", "-c", "from pycomm.tools.cli.info import build_info; print(build_info())", external=True
+        str(python),
+        "-P",
+        "-c",
+        "from pycomm.collectives.transport.nccl import build_info; print(build_info())",
+        external=True,
     )
     little, source = home / "little_memory.so", home / "little_memory.c"
     source.write_text(LITTLE_MEMORY)

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 import pycomm
-from pycomm.tools.cli.info import build_info
+from pycomm.collectives.transport.nccl import build_info
 
 
 def test_names_that_scripts_rely_on() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import pycomm
-from pycomm.collectives.transport.nccl import why_not_registered
+from pycomm.collectives.transport.nccl import build_info, why_not_registered
 from pycomm.tools.cli import info
 from pycomm.tools.cli.main import main
 
@@ -15,15 +15,15 @@ from pycomm.tools.cli.main import main
 def test_info_says_what_runs_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info"]) == 0
     facts = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert facts["pycomm"] == info.build_info()["version"]
-    assert facts["simd"] == info.build_info()["simd"]
+    assert facts["pycomm"] == build_info()["version"]
+    assert facts["simd"] == build_info()["simd"]
     assert facts["torch"] == torch.__version__
     assert facts["numpy"] == np.__version__
     assert "shared_memory" in facts["transports"]
     assert "gloo" in facts["transports"]
     assert "hierarchical" in facts["transports"]
     assert "gpus" in facts
-    assert facts["nccl"].split()[0] == (info.build_info()["nccl"] or "none")
+    assert facts["nccl"].split()[0] == (build_info()["nccl"] or "none")
     assert facts["registered"].startswith("no memory with NCCL: ") == bool(why_not_registered())
 
 
@@ -41,7 +41,7 @@ def test_info_says_what_runs_here(capsys: pytest.CaptureFixture[str]) -> None:
 def test_info_names_the_architectures_of_the_build(
     cuda: str | None, architectures: str | None, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build = {**info.build_info(), "cuda": cuda, "cuda_architectures": architectures}
+    build = {**build_info(), "cuda": cuda, "cuda_architectures": architectures}
     monkeypatch.setattr(info, "build_info", lambda: build)
     assert info.collect()["cuda"] == says
 

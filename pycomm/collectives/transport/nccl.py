@@ -54,6 +54,19 @@ def nccl_version() -> tuple[str, str] | None:
     return _native.nccl_version(candidate_paths()) if hasattr(_native, "nccl_version") else None
 
 
+def build_info() -> dict[str, Any]:
+    """Describe this build.
+
+    Returns:
+        ``version``; ``cuda``: the toolkit's version, ``None`` if built without; ``cuda_architectures``: what its
+        kernels were compiled for, in CMake's notation, or ``None``; ``nccl``: version of the NCCL that pycomm
+        loads, ``None`` if there is none; ``simd``: the instruction set in use ("avx512", "avx2", "baseline");
+        ``compiler``.
+    """
+    nccl = nccl_version()
+    return {**_native.build_info(), "nccl": None if nccl is None else nccl[0]}
+
+
 def why_not_registered(*, symmetric: bool = False) -> str:
     """Return why memory on GPUs is not registered with NCCL; "" if it is, provided all ranks can.
 

@@ -11,9 +11,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import pycomm._native as _native
 from pycomm.collectives.freed_memory import VARIABLE, why_not_kept
-from pycomm.collectives.transport.nccl import nccl_version, why_not_registered
+from pycomm.collectives.transport.nccl import build_info, nccl_version, why_not_registered
 from pycomm.kernels import cuda_devices
 
 
@@ -24,19 +23,6 @@ def run(_arguments: argparse.Namespace) -> int:
     for name, value in facts.items():
         print(f"{name:<{width}}  {value}")
     return 0
-
-
-def build_info() -> dict[str, Any]:
-    """Describe this build.
-
-    Returns:
-        ``version``; ``cuda``: the toolkit's version, ``None`` if built without; ``cuda_architectures``: what its
-        kernels were compiled for, in CMake's notation, or ``None``; ``nccl``: version of the NCCL that pycomm
-        loads, ``None`` if there is none; ``simd``: the instruction set in use ("avx512", "avx2", "baseline");
-        ``compiler``.
-    """
-    nccl = nccl_version()
-    return {**_native.build_info(), "nccl": None if nccl is None else nccl[0]}
 
 
 def collect() -> dict[str, str]:

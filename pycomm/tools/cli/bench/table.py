@@ -15,7 +15,7 @@ from typing import Any
 import numpy
 import torch
 
-import pycomm
+from pycomm.collectives.transport.nccl import build_info
 from pycomm.descriptions import cpu_model
 from pycomm.tools.cli.bench.operations import Case
 from pycomm.tools.cli.bench.settings import BenchSettings, calls_of
@@ -86,7 +86,7 @@ def preamble(settings: BenchSettings, devices: Sequence[Mapping[str, Any]]) -> s
 def environment() -> dict[str, Any]:
     """Return versions and the machine."""
     versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__}
-    return {"pycomm": pycomm.build_info(), **versions, "cpu": cpu_model(), "cores": len(os.sched_getaffinity(0))}
+    return {"pycomm": build_info(), **versions, "cpu": cpu_model(), "cores": len(os.sched_getaffinity(0))}
 
 
 def headline(processor: str) -> str:
