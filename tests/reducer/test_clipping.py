@@ -124,13 +124,14 @@ def test_what_is_not_finite_is_not_clipped_away() -> None:
     rank, _ = rank_and_size()
     params = parameters()
     optimizer = torch.optim.SGD([p for _, p in params], lr=1.0)
-    with attached(optimizer, params, compression=pycomm.DGC(1.0, 0.0, clip_local_norm=1.0)):
+    with attached(optimizer, params, compression=pycomm.DGC(1.0, 0.0, clip_local_norm=1.0)) as reducer:
         grads = gradients_at(rank, 0, 1)
         if rank == 1:
             grads[1][2] = float("inf")
         backward(params, grads, pycomm.LossScaler(enabled=False))
-    finite = [bool(torch.isfinite(p.grad).all()) for _, p in params if p.grad is not None]
-    assert finite == [True, False, True]
+        assert reducer.stats()["nonfinite_steps"] == 1
+        assert "p1" in str(reducer.stats()["last_nonfinite"])
+    assert not bool(torch.isfinite(params[1][1].grad).all())  # type: ignore[arg-type]
 
 
 def clip_average(method: str, kind: str, accumulate: int, bound: float, unscale: bool) -> list[float]:

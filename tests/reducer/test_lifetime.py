@@ -164,7 +164,7 @@ def fails(how: str) -> str:
 FAILURES = {
     "while it is made": ("rank 1 could not attach: no room for this bucket", "MemoryError: no room for this bucket"),
     "by an argument of one rank": ("rank 1 could not attach: accumulate is 0", "ValueError: accumulate is 0"),
-    "by a setting": ("the ranks disagree: setting 9", "the ranks disagree: setting 9"),
+    "by a setting": ("the ranks disagree: setting 7", "the ranks disagree: setting 7"),
     "by an algorithm": ("algorithm is 'rong', wanted one of", "algorithm is 'rong', wanted one of"),
 }
 

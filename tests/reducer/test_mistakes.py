@@ -144,7 +144,7 @@ def test_parameters_that_cannot_be_averaged() -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("ratio", "unknown argument 'ratio': wanted one of compression, process_group, "),
+        ("ratio", "unknown argument 'ratio': wanted one of compression, accumulate, "),
         ("bucket_cap_mb", r"'bucket_cap_mb': did you mean tuning=pycomm.Tuning\(bucket_mb=...\)\?"),
         ("find_unused_parameters", "'find_unused_parameters': leave it out"),
     ],

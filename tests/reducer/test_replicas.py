@@ -149,7 +149,7 @@ def test_not_looked_where_not_asked() -> None:
     with pytest.raises(ValueError, match="check_replicas is -1, wanted at least 0"):
         pycomm.attach(optimizer, model, tuning=pycomm.Tuning(check_replicas=-1))
     with pytest.raises(
-        ValueError, match="the ranks disagree: setting 9 is 'tuning=Tuning.check_replicas=6.' on rank 1"
+        ValueError, match="the ranks disagree: setting 7 is 'tuning=Tuning.check_replicas=6.' on rank 1"
     ):
         pycomm.attach(optimizer, model, tuning=pycomm.Tuning(check_replicas=5 + rank))
 

@@ -15,7 +15,6 @@ from torch import nn
 
 import pycomm
 from pycomm.optim.module_hooks import ForwardHook
-from tests.hosts import on_hosts
 from tests.on_ranks import on_ranks
 from tests.reducer.attaching import assert_replicas_equal, grouped
 
@@ -181,21 +180,3 @@ def test_hooks_of_all_kinds_are_left_out() -> None:
     scripted: Any = torch.jit.script(model)
     assert torch.equal(scripted(x), model(x))
     assert len(model._forward_hooks) == len(model._forward_pre_hooks) == 2
-
-
-@on_ranks(2, fresh=True)
-def test_scripts_wait_for_parameters_that_arrive_late() -> None:
-    """Ranks of two hosts: the last parameters of a step arrive during the next forward, unless a script reads them."""
-    model, x = Net(), torch.randn(3, 4)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    with on_hosts("ab"):
-        reducer = pycomm.attach(optimizer, model, tuning=pycomm.Tuning(timeout=30, bucket_mb=1e-4), shard="optimizer")
-    train(model, optimizer)
-    assert any(type(p) is not nn.Parameter for p in model.parameters())
-    scripted: Any = torch.jit.script(model)
-    assert all(type(p) is nn.Parameter for p in model.parameters())
-    for _ in range(3):
-        train(model, optimizer)
-        assert all(type(p) is nn.Parameter for p in model.parameters())
-        assert torch.equal(scripted(x), model(x))
-    reducer.detach()

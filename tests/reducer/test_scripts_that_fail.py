@@ -23,7 +23,7 @@ optimizer = torch.optim.SGD(model.parameters(), 0.1)
 if sys.argv[1] == "torch":
     choose = communicator.choose_transport
     communicator.choose_transport = lambda place, _, *rest: choose(place, "torch", *rest)
-reducer = pycomm.attach(optimizer, model, timeout=60)
+reducer = pycomm.attach(optimizer, model, tuning=pycomm.Tuning(timeout=60))
 model(torch.ones(4)).sum().backward()
 optimizer.step()
 dist.barrier()

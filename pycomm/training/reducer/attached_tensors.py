@@ -78,5 +78,5 @@ def _warn_of(names: Sequence[str]) -> None:
         "tuning=pycomm.Tuning(ignore=[names or patterns]); if not, give them to the optimizer, attach theirs too, or "
         "make the model from the same seed on all ranks",
         RuntimeWarning,
-        stacklevel=6,
+        stacklevel=5,
     )

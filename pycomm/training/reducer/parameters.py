@@ -151,7 +151,7 @@ class ParameterTable:
         ignored: Ignored | None = None,
     ) -> None:
         self.optimizer, self.module = optimizer, module
-        self.ignored = ignored or Ignored()
+        self.ignored = Ignored() if ignored is None else ignored
         self._slots: dict[int, Slot] = {}
         own = set(map(id, optimizer_parameters(optimizer)))
         self._frozen = {id(param): Slot(name, param, in_optimizer=id(param) in own) for name, param in names.items()}

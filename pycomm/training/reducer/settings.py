@@ -311,7 +311,12 @@ def refuse_unknown(names: Iterable[str]) -> None:
     own = [*(field.name for field in fields(AttachSettings)), "process_group"]
     for name in names:
         close = "".join(difflib.get_close_matches(name, [*own, *_ELSEWHERE], n=1))
-        meant = f"did you mean {close}?" if close in own else _ELSEWHERE.get(close, f"wanted among {', '.join(own)}")
+        if name in _ELSEWHERE:
+            meant = _ELSEWHERE[name]
+        elif close:
+            meant = f"did you mean {_ELSEWHERE.get(close, close).removeprefix('write ')}?"
+        else:
+            meant = f"wanted one of {', '.join(own)}"
         raise TypeError(f"attach got an unknown argument {name!r}: {meant}")
 
 
