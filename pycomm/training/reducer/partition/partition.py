@@ -66,7 +66,7 @@ class Aftermath:
 class StepPartition:
     """Partition of the parameters of an attached optimizer; see :class:`pycomm.optim.partition.Partition`.
 
-    By default gradients are reduced before the step, and all parameters have arrived when it ends.
+    Gradients are reduced before the step, and all parameters have arrived when it ends.
 
     Args:
         optimizer: the attached optimizer. If kernels step it, ranks have equal parts of every bucket, else, and on
@@ -74,7 +74,7 @@ class StepPartition:
         order: ranks in the order in which their parts of a bucket lie.
 
     Attributes:
-        has_full_grad: whether every rank gets all averages also when the step is divided.
+        has_full_grad: whether every rank gets all averages.
         whole: step of whole parameters; ``None`` if kernels step.
         comparison: what ranks compare before each step.
     """
