@@ -130,7 +130,7 @@ class TestTheTestsThemselves:
         ("line", "wrong"),
         [
             ("pip install '.[demo,tests]'", "page.md:3: there is no extra 'tests'"),
-            ("pycomm plan --rank 4 --speed 3", "unrecognized arguments: --speed"),
+            ("pycomm plan ranks --ranks 4 --speed 3", "unrecognized arguments: --speed"),
             ("pycomm train", "invalid choice: 'train'"),
             ("python -m bench.kernels --elements 3", "bench.kernels has no option --elements"),
             ("python -m bench.kernel", "there is no module 'bench.kernel'"),
