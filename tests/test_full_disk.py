@@ -17,7 +17,7 @@ import pycomm
 from pycomm.horovod.timeline import Timeline
 from pycomm.integrations.averaging import Averaging
 from pycomm.schedule.network import Link, Network
-from pycomm.tools.cli.bench import table
+from pycomm.tools.cli.bench import measure
 from pycomm.tools.cli.plan import calibrate
 from pycomm.training.asynchronous.server_checkpoint import ServerCheckpoint
 from pycomm.training.asynchronous.settings import Trace
@@ -51,7 +51,7 @@ WRITERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "values": (lambda folder: save_values(folder / "a.pt", TENSORS), "a.pt"),
     "a server's trace": (write_trace, "trace"),
     "a server's checkpoint": (write_server_checkpoint, "unfinished"),
-    "a bench's report": (lambda folder: table.write(folder / "out.json", {"a": "x" * 5000}), "out.json"),
+    "a bench's report": (lambda folder: measure.write(folder / "out.json", {"a": "x" * 5000}), "out.json"),
 }
 
 

@@ -20,21 +20,18 @@ from bench.harness.arguments import plain_parser
 from bench.harness.busy import add_arguments, busy
 from bench.harness.mpi import MPIS, NotInstalledError
 from bench.harness.ranks import WorkerGroup, by_launcher
-from pycomm.tools.cli.bench import settings as options
-from pycomm.tools.cli.bench.measure import Team, run, setup_of
-from pycomm.tools.cli.bench.settings import BenchSettings, UsageError, launched_ranks, settings_of
+from pycomm.tools.cli.bench import command
+from pycomm.tools.cli.bench.command import BenchSettings, add_collective, launched, settings_of
+from pycomm.tools.cli.bench.measure import Team, run
+from pycomm.tools.cli.bench.operations import OPERATIONS
 
 _WORKER = "bench.harness.mpi_rank:MpiRank"
 
 
 def main() -> int:
     arguments = make_parser().parse_args()
-    try:
-        launched = launched_ranks()
-        settings = checked(arguments, launched)
-    except UsageError as error:
-        arguments.parser.error(str(error))
-    drives = launched is None or os.environ["RANK"] == "0"
+    settings = checked(arguments)
+    drives = not settings.launched or os.environ["RANK"] == "0"
     if drives and arguments.busy:
         print(f"# busy processes beside it: {arguments.busy}, niceness {arguments.nice}")
     with busy(arguments.busy if drives else 0, arguments.nice):
@@ -44,27 +41,24 @@ def main() -> int:
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all collectives."""
     parser = plain_parser("bench.collectives.nccl_tests", __doc__)
-    for one in options.add_collectives(parser.add_subparsers(required=True, metavar="WHAT")):
-        add_arguments(one)
+    benches = parser.add_subparsers(required=True, metavar="WHAT")
+    for operation in OPERATIONS:
+        add_arguments(add_collective(benches, operation))
     return parser
 
 
-def checked(arguments: argparse.Namespace, launched: int | None) -> BenchSettings:
-    """Return what the arguments ask for, where the libraries may be MPI's, too.
-
-    Raises:
-        UsageError: something is wrong, or cannot be had here.
-    """
-    settings = settings_of(arguments, launched, partial(_why_not, launched is not None))
+def checked(arguments: argparse.Namespace) -> BenchSettings:
+    """Return what the arguments ask for, where the libraries may be MPI's, too, or end with the parser's error."""
+    settings = settings_of(arguments, _why_not)
     if settings.device == "cuda" and {settings.backend, *settings.peers} & set(MPIS):
-        raise UsageError("--peers: nccl requires arrays on GPUs, and MPI is called with arrays in CPU memory")
+        arguments.parser.error("--peers: nccl requires arrays on GPUs, and MPI is called with arrays in CPU memory")
     return settings
 
 
-def _why_not(launched: bool, name: str) -> str | None:
+def _why_not(name: str) -> str | None:
     if name not in MPIS:
-        return options.why_not(name)
-    if launched:
+        return command.why_not(name)
+    if launched():
         return f"{name} starts its ranks itself, which it cannot under another launcher"
     try:
         MPIS[name][1]()
@@ -77,20 +71,13 @@ def _why_not(launched: bool, name: str) -> str | None:
 def _mpi_ranks(name: str, settings: BenchSettings) -> Iterator[Team]:
     """Have rank 0 drive ranks that MPI starts; the others have none."""
     if os.environ["RANK"] != "0":
-        yield _NoRanks()
+        yield lambda *_: []
         return
     label, find = MPIS[name]
     mpi = find()
-    start = by_launcher(label, mpi.launcher)
-    with WorkerGroup(label, _WORKER, settings.ranks, setup_of(settings), mpi.environment, start) as ranks:
-        yield ranks
-
-
-class _NoRanks:
-    """Team of nobody."""
-
-    def call(self, method: str, *arguments: object) -> list[object]:
-        return []
+    start, setup = by_launcher(label, mpi.launcher), {"num_bytes": settings.num_bytes}
+    with WorkerGroup(label, _WORKER, settings.ranks, setup, mpi.environment, start) as ranks:
+        yield ranks.call
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pycomm.tools.cli.bench.rank import Indices, chunks, modulus, pattern
+from pycomm.tools.cli.bench.rank import Indices, chunks, pattern
 
 Floats = npt.NDArray[np.float32]
 
@@ -28,7 +28,7 @@ _LARGEST_EXPONENT = 126  # of two, in float32
 
 def starting_values(rank: int, size: int, index: Indices) -> Floats:
     """Return the elements ``index`` of ``rank``'s input; see ``pycomm.tools.cli.bench.rank``."""
-    return pattern(rank, index, modulus(size)).astype(np.float32)
+    return pattern(rank, index, size).astype(np.float32)
 
 
 def sums(size: int, index: Indices) -> Floats:

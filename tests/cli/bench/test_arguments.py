@@ -7,14 +7,28 @@ from pathlib import Path
 
 import pytest
 
-from pycomm.tools.cli.bench import table
-from pycomm.tools.cli.bench.settings import BenchSettings, UsageError, calls_of, settings_of
+from pycomm.tools.cli.bench import measure
+from pycomm.tools.cli.bench.command import BenchSettings, settings_of
+from pycomm.tools.cli.bench.operations import Case
 from pycomm.tools.cli.main import build_parser, main
 from pycomm.tools.launching import RankError
 
 
-def parsed(*arguments: str, launched: int | None = None) -> BenchSettings:
-    return settings_of(build_parser().parse_args(["bench", *arguments, "--backend", "communicator"]), launched)
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def parsed(*arguments: str) -> BenchSettings:
+    return settings_of(build_parser().parse_args(["bench", *arguments, "--backend", "communicator"]))
+
+
+def check_refused(says: str, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", *arguments])
+    assert caught.value.code == 2
+    assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -51,12 +65,7 @@ def test_wrong_arguments(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(SystemExit) as caught:
-        main(["bench", *arguments])
-    assert caught.value.code == 2
-    assert says in capsys.readouterr().err
+    check_refused(says, arguments, capsys)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -68,44 +77,37 @@ def test_sizes() -> None:
 
 
 def test_calls_go_by_the_size() -> None:
-    counts = [calls_of(size) for size in (0, 1 << 10, 1 << 22, 1 << 26, 1 << 30)]
+    sizes = (0, 1 << 10, 1 << 22, 1 << 26, 1 << 30)
+    counts = [Case("all_reduce", size, "uint8", "sum", -1, 2).calls() for size in sizes]
     assert counts == [(5, 20), (5, 20), (5, 20), (1, 4), (1, 2)]
 
 
-def test_roots_and_dtypes_of_a_group() -> None:
-    found = parsed("reduce", "-r", "all", "-d", "all", "-o", "max", "-b", "64", launched=3)
-    assert found.ranks == 3
-    assert len(list(found.cases)) == 3 * 8
-    with pytest.raises(UsageError, match="--ranks: 2, but the launcher has started 3"):
-        parsed("reduce", "--ranks", "2", launched=3)
+def test_ranks_of_a_launcher(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    found = parsed("reduce", "-r", "all", "-d", "all", "-o", "max", "-b", "64")
+    assert (found.ranks, len(found.cases)) == (3, 3 * 8)
+    check_refused("--ranks: 2, but the launcher has started 3", ["reduce", "--ranks", "2"], capsys)
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    check_refused("--ranks: invalid integer value: 'many'", ["all_reduce"], capsys)
 
 
-def test_libraries_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_libraries_that_are_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("pycomm.kernels.cuda_devices", lambda: (0, "no driver"))
-    with pytest.raises(UsageError, match="--peers: nccl requires GPUs: no driver"):
-        parsed("all_reduce", "--peers", "nccl")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    check_refused("--peers: nccl requires GPUs: no driver", ["all_reduce", "--peers", "nccl"], capsys)
 
 
 def test_many_ranks_are_told_of() -> None:
     few, many = (parsed("all_reduce", "-b", "4K", "--ranks", ranks) for ranks in ("1", "2000"))
-    assert "take turns" not in table.preamble(few, [])
-    assert re.search(r"^# 2000 ranks on \d+ cores take turns: ", table.preamble(many, []), re.MULTILINE)
+    assert "take turns" not in measure.preamble(few, [])
+    assert re.search(r"^# 2000 ranks on \d+ cores take turns: ", measure.preamble(many, []), re.MULTILINE)
 
 
 def test_a_rank_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def fail(*_: object, **__: object) -> None:
         raise RankError("rank 1 failed:\nrank 1: all_reduce: it died")
 
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pycomm.tools.cli.bench.measure.RankPool", fail)
     assert main(["bench", "all_reduce", "-b", "4", "--backend", "communicator"]) == 1
     assert capsys.readouterr().err == "pycomm bench: rank 1 failed:\nrank 1: all_reduce: it died\n"
-
-
-def test_a_launcher_that_says_nonsense(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "many")
-    with pytest.raises(SystemExit):
-        main(["bench", "all_reduce", "-b", "4"])
-    assert "WORLD_SIZE is 'many', wanted a number of ranks" in capsys.readouterr().err

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +32,7 @@ def check_figures(rows: list[dict[str, Any]], factor: float) -> None:
 def test_table_and_report_of_an_all_reduce(tmp_path: Path) -> None:
     report_file = tmp_path / "out.json"
     sizes = ["-b", "1K", "-e", "100K", "-f", "8"]
-    more = [
-        "--backend",
-        "gloo",
-        "--peers",
-        "communicator",
-        "--ranks",
-        "2",
-        "-J",
-        str(report_file),
-    ]
+    more = ["--backend", "gloo", "--peers", "communicator", "--ranks", "2", "-J", str(report_file)]
     code, printed, errors = bench("all_reduce", *sizes, *more, cwd=tmp_path)
     assert code == 0, errors
     rows = read_table(printed)
@@ -56,7 +49,6 @@ def test_table_and_report_of_an_all_reduce(tmp_path: Path) -> None:
     for line, row in zip(report["results"], rows, strict=True):
         assert float(row["time"]) == pytest.approx(line["out_of_place"]["time"], rel=0.01)
         assert float(row["in_place"]["time"]) == pytest.approx(line["in_place"]["time"], rel=0.01)
-        assert line["actual_iterations"] == 20
         for place in ("out_of_place", "in_place"):
             check_comparison(line[place])
     assert report["config"]["step_factor"] == 8
@@ -115,46 +107,36 @@ def test_wrong_results_are_counted_and_end_in_7(tmp_path: Path) -> None:
     assert read_report(tmp_path / "x.json")["out_of_bounds"] == {"count": 2, "okay": "false"}
 
 
-@pytest.mark.slow
-def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
-    arguments = ["all_reduce", "-b", "1M", "-e", "64M", "-d", "all", "--backend", "gloo", "-J", "x.json"]
-    process = subprocess.Popen(
-        [*COMMAND, *arguments], cwd=tmp_path, stdout=-1, stderr=-1, text=True, start_new_session=True
-    )
+@contextlib.contextmanager
+def measuring(*arguments: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
+    """Start a long bench and wait for its table. Nothing may be left of it afterwards."""
+    command = [*COMMAND, "all_reduce", "-b", "1M", "-e", "64M", "-d", "all", *arguments]
+    process = subprocess.Popen(command, cwd=cwd, stdout=-1, stderr=-1, text=True, start_new_session=True)
     try:
         assert process.stdout is not None
         while "#wrong" not in process.stdout.readline():
             assert process.poll() is None
-        assert len(ranks_of_session(process.pid)) == 2
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the ranks get it, too
-        _, errors = process.communicate(timeout=60)
+        yield process
     finally:
         process.kill()
         left = left_behind(process.pid, 30.0)
     assert left == []
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+    with measuring("--backend", "gloo", "-J", "x.json", cwd=tmp_path) as process:
+        assert len(ranks_of_session(process.pid)) == 2
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the ranks get it, too
+        _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (130, "pycomm: interrupted\n")
     assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.slow
 def test_a_rank_that_dies_is_an_error(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [*COMMAND, "all_reduce", "-b", "1M", "-e", "64M", "-d", "all", "--backend", "communicator"],
-        cwd=tmp_path,
-        stdout=-1,
-        stderr=-1,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        assert process.stdout is not None
-        while "#wrong" not in process.stdout.readline():
-            assert process.poll() is None
+    with measuring("--backend", "communicator", cwd=tmp_path) as process:
         os.kill(ranks_of_session(process.pid)[1], signal.SIGKILL)
         _, errors = process.communicate(timeout=60)
-    finally:
-        process.kill()
-        left = left_behind(process.pid, 30.0)
-    assert left == []
     assert process.returncode == 1
     assert re.match("pycomm bench: rank 1 was killed by SIGKILL", errors, re.DOTALL), errors
