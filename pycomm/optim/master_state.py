@@ -127,21 +127,25 @@ class Masters(dict[torch.Tensor, torch.Tensor]):
         """
         if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
             raise ValueError("state_dict is not of an optimizer: it has no 'state' and 'param_groups'")
-        optimizer, saved = self.optimizer, dict(state_dict)
+        optimizer, saved, is_kept = self.optimizer, dict(state_dict), self._is_kept
         params = list(optimizer_parameters(optimizer))
-        numbers, state, found = without_masters(saved, params, self)
-        saved["state"] = state
-        with self.widened(unscaled, 1.0, done):
-            type(optimizer).load_state_dict(optimizer, saved)
-        for number, param in zip(numbers, params, strict=True):
-            if param in found and is_dtensor(param):  # which cannot be widened: torch has cast its state
-                for key, value in state.get(number, {}).items():
-                    if key != "step" and isinstance(value, torch.Tensor) and value.is_floating_point():
-                        optimizer.state[param][key] = value.to(param.device, torch.float32, copy=True)
-        with torch.no_grad():
-            for param, master in found.items():
-                self[param].copy_(master)
-        self.restore()
+        self.keep_only(lambda _: True)  # all ranks load the same, whoever steps a parameter
+        self.add(params)
+        try:
+            numbers, saved["state"], found = without_masters(saved, params, self)
+            with self.widened(unscaled, 1.0, done):
+                type(optimizer).load_state_dict(optimizer, saved)
+            for number, param in zip(numbers, params, strict=True):
+                if param in found and is_dtensor(param):  # which cannot be widened: torch has cast its state
+                    for key, value in saved["state"].get(number, {}).items():
+                        if key != "step" and isinstance(value, torch.Tensor) and value.is_floating_point():
+                            optimizer.state[param][key] = value.to(param.device, torch.float32, copy=True)
+            with torch.no_grad():
+                for param, master in found.items():
+                    self[param].copy_(master)
+            self.restore()
+        finally:
+            self.keep_only(is_kept)
 
     def cast_state(self, param: torch.Tensor, dtype: torch.dtype) -> None:
         """Cast ``param``'s float32 and half-precision state, except the step count, as torch does when it loads."""

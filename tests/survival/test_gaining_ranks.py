@@ -155,12 +155,10 @@ def come_and_die(plan: Plan, size: int, port: int) -> None:
     moment = plan.options["moment"]
     with pytest.MonkeyPatch.context() as patch:
         if moment == "meeting":
-            patch.setattr(
-                importlib.import_module("pycomm.training.reducer.attach"), "communicator_at", lambda *_: die()
-            )
+            patch.setattr(importlib.import_module("pycomm.training.reducer.join"), "communicator_at", lambda *_: die())
         elif moment == "state":
             patch.setattr(
-                importlib.import_module("pycomm.training.reducer.attach"), "share_state", lambda *_, **__: die()
+                importlib.import_module("pycomm.training.reducer.join"), "share_state", lambda *_, **__: die()
             )
         elif moment == "hashes":
             patch.setattr(newcomers, "_compare", lambda *_: die())

@@ -199,8 +199,8 @@ class WholeStep:
 
         def encoded() -> list[Any]:
             mine = set(self.owners.own())
-            own = [(i, entry) for i, p in enumerate(params) if p in mine and (entry := self._stepping.entry_of(p))]
-            return [[index, encoded_state(entry, sent)] for index, entry in own]
+            own = [(index, self._stepping.entry_of(param)) for index, param in enumerate(params) if param in mine]
+            return [[index, encoded_state(entry, sent)] for index, entry in own if entry != {}]
 
         everyones = exchanged(gather, attempt(encoded), "gather the optimizer's state")
         found: dict[int, dict[str, Any]] = {}
