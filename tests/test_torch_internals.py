@@ -252,15 +252,6 @@ def test_grad_scaler_leaves_its_factor_to_the_step(before: bool | None) -> None:
     assert vars(optimizer).get("_step_supports_amp_scaling") == before
 
 
-def test_grad_scalers_kernel() -> None:
-    grads, found_inf = [torch.tensor([2.0, 4.0]), torch.tensor([6.0])], torch.zeros(1)
-    torch_internals.unscale_as_grad_scaler(grads, found_inf, torch.tensor([0.5]))
-    assert [grad.tolist() for grad in grads] == [[1.0, 2.0], [3.0]]
-    assert found_inf.item() == 0
-    torch_internals.unscale_as_grad_scaler([torch.tensor([float("inf")])], found_inf, torch.tensor([0.5]))
-    assert found_inf.item() == 1
-
-
 def test_storages() -> None:
     x = torch.arange(3000.0)
     views, storage = x.split(1000), x.untyped_storage()

@@ -18,7 +18,6 @@ from bench.kernels.case import (
     require_written,
 )
 from pycomm import kernels
-from pycomm.torch_internals import unscale_as_grad_scaler
 
 _AMP = "_amp_foreach_non_finite_check_and_unscale_"
 
@@ -97,7 +96,7 @@ def _pack_half(arrays: Arrays) -> Calls:
         return kernels.pack(grads, out, SCALE, scratch=scratch)
 
     def peer() -> None:
-        unscale_as_grad_scaler(own, found_inf, factor)
+        getattr(torch, _AMP)(own, found_inf, factor)
         torch._foreach_copy_(outs, own)
 
     def verify() -> None:
@@ -187,7 +186,7 @@ def _accumulate(arrays: Arrays) -> Calls:
 
     def peer() -> None:
         torch.add(residual, grad, alpha=SCALE, out=out)
-        unscale_as_grad_scaler([out], found_inf, one)
+        getattr(torch, _AMP)([out], found_inf, one)
 
     def verify() -> None:
         require_written(out, residual + grad * SCALE, (ours, peer), "accumulate")

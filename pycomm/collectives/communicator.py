@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -162,7 +162,8 @@ class Communicator(_Messages):
         try:
             share = self.channel.all_gather_bytes
             self.channel.native = self._selector.agree(self._network, self.transport, share)
-            self._at_once = self.channel.at_once if _AUTO in self.channel.native else _never
+            is_native = _AUTO in self.channel.native
+            self._at_once: Callable[[Any, Any], bool] = self.channel.at_once if is_native else lambda x, op: False
         except BaseException:
             self.close()
             raise
@@ -328,10 +329,6 @@ class Communicator(_Messages):
             return self._selector.find(algorithm, x)
         except Exception as error:  # a foreign object may raise anything
             self.channel.refuse_and_raise(error)
-
-
-def _never(x: Any, op: Any) -> bool:
-    return False
 
 
 def communicator_at(place: Place, timeout: float, transport: str = "auto", network: Any = None) -> Communicator:

@@ -176,7 +176,8 @@ class BatchSizeGrowth:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the step and the arguments as plain values, except ``maximum``, which may change between runs."""
-        return {"steps": self.steps, "growth": self._growth()}
+        growth = {"initial": self.initial, "milestones": list(self.milestones), "factor": self.factor}
+        return {"steps": self.steps, "growth": growth}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from the step at which ``state_dict`` was saved; ``maximum`` may have changed.
@@ -192,9 +193,6 @@ class BatchSizeGrowth:
 
     def _wanted(self) -> float:
         return float(self.initial * self.factor ** bisect_right(self.milestones, self.steps))
-
-    def _growth(self) -> dict[str, Any]:
-        return {"initial": self.initial, "milestones": list(self.milestones), "factor": self.factor}
 
 
 def _check_state(saved: Any, own: dict[str, Any], key: str, kind: str, advice: str = "") -> None:

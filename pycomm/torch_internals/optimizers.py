@@ -83,11 +83,6 @@ def take_scale(optimizer: torch.optim.Optimizer) -> tuple[torch.Tensor | None, t
     return scale, found
 
 
-def unscale_as_grad_scaler(grads: list[torch.Tensor], found_inf: torch.Tensor, factor: torch.Tensor) -> None:
-    """Multiply ``grads`` by ``factor``, and set ``found_inf`` if any is not finite, with GradScaler's own kernel."""
-    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
-
-
 def watch_grad_scalers(
     is_watched: Callable[[torch.optim.Optimizer], bool], skipped: Callable[[torch.optim.Optimizer], None]
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 import socket
@@ -101,10 +100,16 @@ def join(how: str, port: int, address: str) -> int:
     """Two ranks, and one that joins them; the largest number of ranks at a time."""
     meet(port, 2)
     optimizer, model = small()
-    join = None if dist.is_initialized() else address
-    options: dict[str, Any] = {"on_failure": "shrink", "timeout": 20, "join": join}
-    make: Any = pycomm.attach if how == "attach" else functools.partial(pycomm.local_sgd, every=1)
-    handle = make(optimizer, model, **options)
+    joins = not dist.is_initialized()
+    handle: Any
+    if how == "local_sgd":
+        handle = pycomm.local_sgd(
+            optimizer, model, every=1, on_failure="shrink", timeout=20, join=address if joins else None
+        )
+    elif joins:
+        handle = pycomm.join(address, optimizer, model, tuning=pycomm.Tuning(timeout=20))
+    else:
+        handle = pycomm.attach(optimizer, model, survive=pycomm.Survive(), tuning=pycomm.Tuning(timeout=20))
     deadline, size = time.monotonic() + 30, 2
     while size < 3 and time.monotonic() < deadline:
         size = len(handle.world)

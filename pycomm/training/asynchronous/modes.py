@@ -15,14 +15,15 @@ import torch
 from pycomm import checks
 
 
+@dataclass(frozen=True, kw_only=True)
 class Mode(ABC):
     """Base class of the ``mode`` of :func:`pycomm.parameter_server`: of :class:`pycomm.Async` for the attributes."""
 
-    compensation: str | None
-    strength: float
-    adaptive: bool
-    decay: float
-    eps: float
+    compensation: str | None = None
+    strength: float = 0.04
+    adaptive: bool = False
+    decay: float = 0.95
+    eps: float = 1e-7
 
     @abstractmethod
     def rules(self) -> Rules:
@@ -59,11 +60,7 @@ class Async(Mode):
         TypeError, ValueError: an argument is wrong; it is named.
     """
 
-    compensation: str | None = None
-    strength: float = 0.04
-    adaptive: bool = False
-    decay: float = 0.95
-    eps: float = 1e-7
+    compensation: str | None = None  # the one that may be given by place
 
     def __post_init__(self) -> None:
         self._check_compensation()
@@ -85,11 +82,6 @@ class StaleSynchronous(Mode):
     """
 
     staleness: int
-    compensation: str | None = None
-    strength: float = 0.04
-    adaptive: bool = False
-    decay: float = 0.95
-    eps: float = 1e-7
 
     def __post_init__(self) -> None:
         checks.integer("staleness", self.staleness, 1)
@@ -118,11 +110,6 @@ class Sync(Mode):
 
     backup: int = 0
     quorum: int | None = None
-    compensation: str | None = None
-    strength: float = 0.04
-    adaptive: bool = False
-    decay: float = 0.95
-    eps: float = 1e-7
 
     def __post_init__(self) -> None:
         checks.integer("backup", self.backup, 0)

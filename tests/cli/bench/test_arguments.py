@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from pycomm.tools.cli.bench import measure
-from pycomm.tools.cli.bench.command import BenchSettings, settings_of
-from pycomm.tools.cli.bench.operations import Case
+from pycomm.tools.cli.bench.command import settings_of
+from pycomm.tools.cli.bench.operations import BenchSettings, Case
 from pycomm.tools.cli.main import build_parser, main
 from pycomm.tools.launching import RankError
 

@@ -26,8 +26,7 @@ from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.transport.nccl import build_info
 from pycomm.descriptions import cpu_model
 from pycomm.errors import CommError, text_of
-from pycomm.tools.cli.bench.command import BenchSettings
-from pycomm.tools.cli.bench.operations import Case
+from pycomm.tools.cli.bench.operations import BenchSettings, Case
 from pycomm.tools.cli.bench.rank import BenchRank
 from pycomm.tools.cli.table import table
 from pycomm.tools.cli.timing import Samples, duration, times

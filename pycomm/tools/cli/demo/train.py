@@ -10,7 +10,6 @@ import signal
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -186,7 +185,7 @@ def train_with_a_death(settings: DemoSettings, send: Send) -> None:
     for step in range(1, _DEATH_STEPS + 1):
         if rank == size - 1 and step == _DEATH_STEPS // 2:
             middle = list(model.parameters())[len(list(model.parameters())) // 2]
-            middle.register_post_accumulate_grad_hook(_die)  # type: ignore[no-untyped-call]
+            middle.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))  # type: ignore[no-untyped-call]
         start = time.perf_counter()
         starts = random_starts(
             corpus.train, settings.context, (settings.batch,), (settings.seed << 40) + (step << 16) + rank
@@ -204,10 +203,6 @@ def train_with_a_death(settings: DemoSettings, send: Send) -> None:
         raise RuntimeError(f"the ranks that go on are {reducer.world}, wanted all of {size} but the last")
     if rank == 0:
         send(Death(size, _DEATH_STEPS // 2, seconds, losses))
-
-
-def _die(_parameter: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 _ADAM_RATE, _SGD_RATE = 1e-3, 0.01

@@ -78,7 +78,8 @@ class StepComparison:
             "parameter group": settings_of(self._optimizer),
             "state loaded since the last step, of parameter": self._loaded,
         }
-        factors = {"factor of the gradients (clipping, loss scale)": [] if _is_on_gpu(factor) else [str(float(factor))]}
+        is_on_gpu = isinstance(factor, torch.Tensor) and on_gpu(factor)  # for which the host would wait
+        factors = {"factor of the gradients (clipping, loss scale)": [] if is_on_gpu else [str(float(factor))]}
         digest, of_factor = (zlib.crc32(repr(each).encode()) for each in (lines, factors))
         is_written = versions_of(self._params) != self._versions
         flags = [is_skipped, is_written, self._are_written(flights)]
@@ -131,10 +132,6 @@ def has_written_unscaled(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether unscaled gradients of masters were written to."""
     stepper = stepper_of(optimizer)
     return isinstance(stepper, MasterWeights) and stepper.has_written_unscaled()
-
-
-def _is_on_gpu(factor: Factor) -> bool:
-    return isinstance(factor, torch.Tensor) and on_gpu(factor)  # for which the host would wait
 
 
 def digests_of_state(optimizer: torch.optim.Optimizer) -> list[str]:

@@ -10,6 +10,7 @@ An optimizer may do so if it steps each parameter by that one's gradient and sta
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -134,7 +135,7 @@ class WholeStep:
         self._stepping.take_together(self.take)
         for name, method in self._methods.items():
             if callable(method):
-                vars(self.optimizer)[name] = _Shared(method, self)
+                vars(self.optimizer)[name] = functools.partial(self.call, method)
 
     def move_home(self, params: Iterable[torch.Tensor]) -> None:
         """State stays in this rank's own memory."""
@@ -152,7 +153,7 @@ class WholeStep:
         self._stepping.keep_only(lambda _: True)
         self._hook.remove()
         for name in self._methods:
-            if isinstance(vars(self.optimizer).get(name), _Shared):
+            if isinstance(vars(self.optimizer).get(name), functools.partial):
                 del vars(self.optimizer)[name]
         if not self.is_divided:
             return
@@ -225,13 +226,3 @@ def encoded_state(entry: Any, tensors: list[torch.Tensor]) -> Any:
         if '["own",' in json.dumps(encode(value, []), separators=(",", ":")):
             raise ValueError(f"its state {key!r} of a parameter has a {type(value).__name__}, which cannot be sent")
     return encode(dict(entry), tensors)
-
-
-class _Shared:
-    """Method of an optimizer that changes its parameters, not only in steps. Collective."""
-
-    def __init__(self, method: Callable[[], Any], stepper: WholeStep) -> None:
-        self._method, self._stepper = method, stepper
-
-    def __call__(self) -> Any:
-        return self._stepper.call(self._method)
