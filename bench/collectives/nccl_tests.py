@@ -21,9 +21,9 @@ from bench.harness.busy import add_arguments, busy
 from bench.harness.mpi import MPIS, NotInstalledError
 from bench.harness.ranks import WorkerGroup, by_launcher
 from pycomm.tools.cli.bench import command
-from pycomm.tools.cli.bench.command import BenchSettings, add_collective, launched, settings_of
+from pycomm.tools.cli.bench.command import add_collective, launched, settings_of
 from pycomm.tools.cli.bench.measure import Team, run
-from pycomm.tools.cli.bench.operations import OPERATIONS
+from pycomm.tools.cli.bench.operations import OPERATIONS, BenchSettings
 
 _WORKER = "bench.harness.mpi_rank:MpiRank"
 

@@ -7,7 +7,6 @@ import itertools
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from pycomm.tools.cli.bench.operations import (
     REDUCING,
     REDUCTIONS,
     ROOTED,
+    BenchSettings,
     Case,
     count_of,
 )
@@ -31,30 +31,6 @@ table give spread, floor, and the times of --peers, which are measured in turns 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _ALL = -2
 _ARRAYS = 3  # as large as -e, on every rank: input, result, and scratch
-
-
-@dataclass(frozen=True)
-class BenchSettings:
-    """Settings of one bench, checked.
-
-    Attributes:
-        sizes: bytes, ascending, each ``factor`` times the one before.
-        cases: in the order of the table.
-        launched: whether a launcher has started the ranks.
-        num_bytes: of the largest array.
-        device: type of device of all arrays.
-    """
-
-    sizes: tuple[int, ...]
-    factor: int
-    cases: tuple[Case, ...]
-    ranks: int
-    launched: bool
-    backend: str
-    peers: tuple[str, ...]
-    output: Path | None
-    num_bytes: int
-    device: str
 
 
 def add_parser(commands: Any) -> None:

@@ -8,6 +8,7 @@ cross the links, so that it can be compared with the hardware for any number of 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 ITEMSIZES = {"int8": 1, "uint8": 1, "int32": 4, "int64": 8, "half": 2, "float": 4, "double": 8, "bfloat16": 2}
 """Bytes of an element by nccl-tests' and torch's names, without unsigned ones of more than 8 bits: torch cannot add
@@ -78,3 +79,27 @@ class Case:
         given = 1 if self.operation in ("broadcast", "scatter", "all_gather", "gather") else self.ranks
         got = 1 if self.operation in ("reduce", "gather", "reduce_scatter", "scatter") else self.ranks
         return (given + got) / (2 * self.ranks)
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """Settings of one bench, checked.
+
+    Attributes:
+        sizes: bytes, ascending, each ``factor`` times the one before.
+        cases: in the order of the table.
+        launched: whether a launcher has started the ranks.
+        num_bytes: of the largest array.
+        device: type of device of all arrays.
+    """
+
+    sizes: tuple[int, ...]
+    factor: int
+    cases: tuple[Case, ...]
+    ranks: int
+    launched: bool
+    backend: str
+    peers: tuple[str, ...]
+    output: Path | None
+    num_bytes: int
+    device: str
