@@ -68,9 +68,8 @@ def run(settings: BenchSettings, others: Mapping[str, Opened]) -> int:
 def measure(settings: BenchSettings, others: Mapping[str, Opened]) -> int:
     """Run as one of the ranks, of which only rank 0 prints and writes; return the exit code. Collective."""
     dist.init_process_group("gloo", timeout=_PATIENCE)
+    link = Communicator(transport="torch")  # left open by an error, so that other ranks do not report its end instead
     with contextlib.ExitStack() as stack:
-        stack.callback(dist.destroy_process_group)
-        link = stack.enter_context(Communicator(transport="torch"))
         if link.rank > 0:
             stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
         own = stack.enter_context(contextlib.closing(BenchRank(settings.num_bytes, settings.device)))
@@ -81,8 +80,10 @@ def measure(settings: BenchSettings, others: Mapping[str, Opened]) -> int:
             teams[name]("open")
         devices = exchanged(link.channel.all_gather_bytes, own.describe(), "describe")
         code = _conclude(settings, devices, teams)
-        link.barrier()  # rank 0 may host the store that the others use
-        return code
+    link.barrier()  # rank 0 may host the store that the others use
+    link.close()
+    dist.destroy_process_group()
+    return code
 
 
 def _ask(link: Communicator, team: Team, name: str, method: str, *arguments: Any) -> list[Any]:
