@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from unittest.mock import patch
-
 import torch.distributed as dist
 
 from pycomm.tools.cli.bench.operations import COMMUNICATOR, ITEMSIZES, OPERATIONS, REDUCING, REDUCTIONS, ROOTED, Case
@@ -61,13 +59,4 @@ def test_dtypes_and_reductions() -> None:
             assert found == 0, case
         if case.redop == "prod":
             assert rank.verify("gloo", case, "in_place") == 0, case
-    rank.close()
-
-
-@on_ranks(2)
-def test_a_wrong_rank_is_noticed() -> None:
-    rank = bench_rank("gloo")
-    case = cases(2, "float")[0]
-    with patch.object(dist, "all_reduce", lambda *_, **__: None):
-        assert rank.verify("gloo", case, "out_of_place") in (36, 37)  # one element of rank 0 is zero
     rank.close()

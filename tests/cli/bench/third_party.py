@@ -32,12 +32,6 @@ def read_table(printed: str) -> list[dict[str, Any]]:
     return lines
 
 
-def read_average(printed: str) -> float:
-    """Return the average bus bandwidth, as ``grep "Avg bus bandwidth" | awk '{print $6}'`` does."""
-    (line,) = [line for line in printed.splitlines() if "Avg bus bandwidth" in line]
-    return float(line.split()[5])
-
-
 def read_report(path: Path) -> dict[str, Any]:
     """Return a report, after a look at every key of nccl-tests' that it has."""
     report: dict[str, Any] = json.loads(path.read_text())
