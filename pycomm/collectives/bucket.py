@@ -127,10 +127,8 @@ class Bucket:
 
     def holds(self, index: int, grad: torch.Tensor) -> bool:
         """Return whether ``grad`` already lies where the bucket keeps the ``index``-th gradient."""
-        return self._is_in_place(index, grad) and grad.stride() == self.views[index].stride()
-
-    def _is_in_place(self, index: int, tensor: torch.Tensor) -> bool:
-        return tensor.data_ptr() == self._address + self._offsets[index] or tensor.numel() == 0
+        is_there = grad.data_ptr() == self._address + self._offsets[index] or grad.numel() == 0
+        return is_there and grad.stride() == self.views[index].stride()
 
     def repair(self) -> None:
         """Replace views whose memory was swapped, as by ``p.grad.data = ...`` and ``module.to()``."""
