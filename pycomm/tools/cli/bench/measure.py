@@ -256,6 +256,7 @@ def _compared(result: Mapping[str, Any], place: str, peers: Sequence[str]) -> li
 def write(path: Path, content: Mapping[str, Any]) -> None:
     """Write the report. An earlier file stays until it is complete."""
     partial = path.with_name(f".{path.name}.partial")
-    with naming(path):
+    with naming(path), contextlib.ExitStack() as stack:
+        stack.callback(partial.unlink, missing_ok=True)
         partial.write_text(json.dumps(content, indent=1) + "\n")
-    partial.replace(path)
+        partial.replace(path)
