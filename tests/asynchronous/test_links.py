@@ -15,7 +15,8 @@ from torch import nn
 
 import pycomm
 from pycomm import CommError
-from pycomm.training.asynchronous import serving, wire, worker
+from pycomm.errors import text_of
+from pycomm.training.asynchronous import server_meeting, serving, wire, worker
 from pycomm.training.asynchronous.core import Core
 from pycomm.training.asynchronous.parameter_server import ParameterServer
 from pycomm.training.asynchronous.worker import Outbox
@@ -88,6 +89,12 @@ def test_parameters_that_are_lost_on_their_way_come_again(new_ranks: Pools, tmp_
     assert told[0]["stats"]["pushes"] == 2 * 8
 
 
+def written_slowly(error: BaseException) -> str:
+    """Return the text of ``error``, half a second late, after which a worker without a connection has given up."""
+    time.sleep(0.5)
+    return text_of(error)
+
+
 def lose_one_of_two_servers() -> tuple[str, ...]:
     """Server 0 ends with an error; the worker learns of it, whatever it does next, and server 1 does not wait."""
     _, server = server_of(10, servers=2, timeout=5)
@@ -95,6 +102,7 @@ def lose_one_of_two_servers() -> tuple[str, ...]:
     if dist.get_rank() == 0:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Core, "pull", lambda *_: 1 / 0)
+            patch.setattr(server_meeting, "text_of", written_slowly)
             with pytest.raises(ZeroDivisionError):
                 server.close()
     elif dist.get_rank() == 1:

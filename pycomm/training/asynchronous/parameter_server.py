@@ -340,9 +340,10 @@ class ParameterServer:
                     *(core, self._memory, listener, rendezvous.host_identity(), expected),
                     *(settings.timeout, meeting.rank, files.checkpoint, files.trace),
                 )
+            opened.callback(serving.close)
             meeting.publish_address(meeting.rank, listener)
             try:
-                with meeting.reporting(meeting.rank, len(expected), "cannot go on"):
+                with meeting.reporting(meeting.rank, len(expected), "cannot go on", serving.close):
                     serving.run()
             finally:
                 self._last_stats = serving.stats()

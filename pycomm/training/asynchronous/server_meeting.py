@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -169,13 +169,20 @@ class ServerMeeting:
         self._store.set(f"server/{server}", json.dumps(asdict(place)))
 
     @contextlib.contextmanager
-    def reporting(self, server: int, num_workers: int, what: str = "could not begin") -> Iterator[None]:
-        """Report that ``server`` failed in ``what``, with an error inside the block, to its ``num_workers`` workers."""
+    def reporting(
+        self, server: int, num_workers: int, what: str = "could not begin", disconnect: Callable[[], None] | None = None
+    ) -> Iterator[None]:
+        """Report that ``server`` failed in ``what``, with an error inside the block, to its ``num_workers`` workers.
+
+        They look for the report when their connections end: ``disconnect`` is called once it can be read.
+        """
         try:
             yield
         except Exception as error:
             if not self.is_late:  # else they wait for another process in its place
                 self._store.set(f"server/{server}", json.dumps({"failure": f"{what}: {text_of(error)}"}))
+                if disconnect is not None:
+                    disconnect()
                 self._await(f"read_failure/{server}", num_workers)
             raise
 

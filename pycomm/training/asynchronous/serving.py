@@ -188,13 +188,6 @@ class Serving:
 
     def run(self) -> None:
         """Serve until no worker is left."""
-        try:
-            self._serve()
-        finally:  # at once, even if a traceback keeps the connections alive
-            for connection in self._workers:
-                connection.close()
-
-    def _serve(self) -> None:
         while self._expected or self._workers or self._away:
             waits = {connection: worker.waits_for for connection, worker in self._workers.items()}
             found, has_come = ready(waits, self._listener.wakeup, _TICK)
@@ -210,6 +203,11 @@ class Serving:
         if self._served == 0:
             what = f"no worker came in {self._timeout:g} s"
             raise CommError.during("serve", what, rank=self._rank, elapsed=self._timeout)
+
+    def close(self) -> None:
+        """Close all connections, also those that a traceback keeps alive. Idempotent."""
+        for connection in self._workers:
+            connection.close()
 
     def _continue(self, worker: _Worker) -> None:
         """Continue to send to ``worker``, or else to receive its message, as far as possible without waiting."""
