@@ -7,12 +7,13 @@ forwards that no backward followed; with some passes the parameters, too. See :m
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from pycomm.collectives.communicator import Communicator
+from pycomm.collectives.layout import is_capturing
 from pycomm.compression.base import Exchange
 from pycomm.ddp.registration import HookSettings
 from pycomm.descriptions import counts_text
@@ -26,6 +27,7 @@ from pycomm.training.reducer import (
     RankFlags,
     Record,
     ReplicaDifferences,
+    StepEvidence,
     is_comparison_due,
     loops_of,
     raise_different_groups,
@@ -53,10 +55,19 @@ class SteppedOptimizers:
         counts: number of steps since the last :meth:`restart`, by the name of the optimizer's first parameter. An
             optimizer may be gone before they are compared.
         requires_passes: whether many steps without a pass that is averaged are an error.
+
+    Args:
+        begins, ends: bound methods, held weakly, that are called before and after each step of such an optimizer; also
+            inside the step of another one, which may be a wrapper.
     """
 
     def __init__(
-        self, params: Mapping[str, torch.Tensor], given: torch.optim.Optimizer | None, per_rank: Sequence[str]
+        self,
+        params: Mapping[str, torch.Tensor],
+        given: torch.optim.Optimizer | None,
+        per_rank: Sequence[str],
+        begins: Callable[[], None] | None = None,
+        ends: Callable[[], None] | None = None,
     ) -> None:
         self._names = {id(param): name for name, param in params.items()}
         self._params, self._per_rank = list(params.values()), per_rank  # keeps the ids valid
@@ -67,11 +78,31 @@ class SteppedOptimizers:
         self._stepped: list[weakref.ref[torch.optim.Optimizer]] = []
         self.counts: dict[str, int] = {}
         self.requires_passes = False
+        self._calls = [None if each is None else weakref.WeakMethod(each) for each in (begins, ends)]
         self._watch = StepWatch(self._begin, self._end)
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
         self._close(optimizer)  # the step before may have ended with an exception
         self._open.append(weakref.ref(optimizer))
+        if self._concerns(optimizer):
+            self._call(0)
+
+    def _call(self, number: int) -> None:
+        """Call the method that is called before (0) or after (1) a step, if it still exists."""
+        reference = self._calls[number]
+        method = None if reference is None else reference()
+        if method is not None:
+            method()
+
+    def _concerns(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether ``optimizer`` has parameters of the model; looked up until it has other parameters."""
+        size = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self._unconcerned.get(optimizer) == size:
+            return False
+        if not self._name_of(optimizer):
+            self._unconcerned[optimizer] = size
+            return False
+        return True
 
     def _close(self, optimizer: torch.optim.Optimizer) -> bool:
         """Forget the open step of ``optimizer``; return whether it was the outermost one."""
@@ -81,15 +112,14 @@ class SteppedOptimizers:
         return depth == 0
 
     def _end(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self._close(optimizer):
+        is_outermost = self._close(optimizer)
+        if not self._concerns(optimizer):
             return
-        size = sum(len(group["params"]) for group in optimizer.param_groups)
-        if self._unconcerned.get(optimizer) == size:
+        self._call(1)
+        if not is_outermost:
             return
         name = self._name_of(optimizer)
-        if not name:
-            self._unconcerned[optimizer] = size
-        elif any(True for _ in self._gradients(optimizer)) and any(
+        if any(True for _ in self._gradients(optimizer)) and any(
             not _is_zero(group.get("lr")) for group in optimizer.param_groups
         ):
             self.counts[name] = self.counts.get(name, 0) + 1
@@ -166,13 +196,35 @@ class PassComparison:
         self._trained = {name: param for name, param in params.items() if param.requires_grad}
         self._interval = settings.tuning.check_replicas
         self._hashes = Hashes(next((param.device for _, param in self._named()), device), ALIKE.start)
-        self._differences = ReplicaDifferences(communicator, self._named, lambda: range(communicator.size))
+        evidence = StepEvidence(lambda: list(self._trained.items()), self._model, device)
+        self._differences = ReplicaDifferences(communicator, self._named, lambda: range(communicator.size), evidence)
+        self._num_passes, self._has_stepped = 0, False
+        self._at_step: torch.Tensor | None = None  # on a GPU, bits of the parameters as the last step left them
         self.flags = RankFlags(device, device.type == "cuda")
-        self.optimizers = SteppedOptimizers(params, settings.optimizer, tuple(settings.tuning.per_rank))
+        self.optimizers = SteppedOptimizers(
+            params, settings.optimizer, tuple(settings.tuning.per_rank), self._before_step, self._after_step
+        )
+        evidence.after_step()
         self._forwards = ForwardWatch(model, self._note_forward)
 
     def _named(self) -> list[tuple[str, torch.Tensor]]:
         return [(name, local_of(param).detach()) for name, param in self._trained.items()]
+
+    def _is_due(self) -> bool:
+        """Return whether the parameters are compared in the next pass."""
+        return self._differences.question is not None or is_comparison_due(self._num_passes, self._interval)
+
+    def _before_step(self) -> None:
+        """Compare the parameters again, if the last pass has found a difference. Collective in that case."""
+        self._differences.evidence.before_step(looks=self._num_passes == 1 or self._is_due())
+        self._differences.look_again(self._hashes, self._named)
+
+    def _after_step(self) -> None:
+        """Note a step. On a GPU, hash what is compared in the next pass: see ``RankComparison.after_step``."""
+        self._has_stepped = True
+        self._differences.evidence.after_step()
+        if self.flags.reads_late and self._is_due() and not is_capturing():
+            self._at_step = self._hashes.bits(self._named())
 
     def _note_forward(self, output: Any, called: str) -> None:
         if current_graph_task() == -1:  # else a checkpointed piece is being recomputed
@@ -189,9 +241,12 @@ class PassComparison:
         flags.absent, flags.has_pass = has_joined, not has_joined
         flags.steps, flags.readers = ({}, {}) if has_joined else (optimizers.counts, optimizers.readers())
         bits = flags.fix(num_passes)
-        if is_comparison_due(num_passes, self._interval):
+        self._num_passes = num_passes
+        if self._is_due():
             bits = bits.clone()
-            bits[_PARAMETERS] = self._hashes.bits(self._named())
+            at_step, self._at_step = self._at_step, None
+            bits[_PARAMETERS] = self._hashes.bits(self._named()) if at_step is None else at_step
+        self._num_passes += 1
         if not has_joined:
             self._forwards.trained(flags.loop.has_forwards)
             flags.reduced()
@@ -212,6 +267,8 @@ class PassComparison:
         Raises:
             RuntimeError, ValueError: on all ranks: they have done different things, or their parameters differ.
         """
+        if not any(differing[_PARAMETERS]):
+            self._differences.question = None
         if not any(differing):
             return
         gather, world = self._communicator.channel.all_gather_bytes, range(self._communicator.size)
@@ -222,7 +279,12 @@ class PassComparison:
         raise_different_groups(there, 'per_rank=("{}",)')
         self.flags.apply(records)
         absent = [record.absent for record in records.values()]
-        if any(differing[_PARAMETERS]) and self._differences.find(self._hashes, absent)[0]:
+        if not any(differing[_PARAMETERS]):
+            return
+        if not self.flags.reads_late:
+            if not any(absent):  # who is absent takes no step that could answer
+                self._differences.ask(self._hashes, num_passes, has_stepped=self._has_stepped)
+        elif self._differences.find(self._hashes, absent)[0]:
             self._differences.report(self._hashes, num_passes, absent)
 
     def _raise_out_of_step(self, records: Mapping[int, Record]) -> None:

@@ -48,12 +48,13 @@ class LoopIndex:
         num_zero_grads: number of calls of ``optimizer.zero_grad()``.
         has_paused: whether there was a pass of this rank alone, around which it may have called ``zero_grad`` too.
         accumulated: whether backward has added to gradients that the last step has used already.
+        num_cleared: number of passes whose gradients were cleared before their accumulation window had ended.
     """
 
     def __init__(self) -> None:
         self._forwards: dict[str, list[_Forward]] = {}  # by the called module's name
         self._stepped: tuple[Gradient, int] | None = None  # a gradient that the last step has used, with its version
-        self.num_zero_grads = 0
+        self.num_zero_grads = self.num_cleared = 0
         self.accumulated = self.has_paused = False
 
     def note_step(self, slot: Gradient) -> None:
@@ -105,7 +106,7 @@ class LoopIndex:
         """Count from zero: gradients have been averaged."""
         self._forwards.clear()
         self._stepped = None
-        self.num_zero_grads, self.accumulated, self.has_paused = 0, False, False
+        self.num_zero_grads, self.num_cleared, self.accumulated, self.has_paused = 0, 0, False, False
 
 
 def _tensors_in(output: Any) -> Iterator[torch.Tensor]:

@@ -15,6 +15,7 @@ from pycomm.training.reducer.reducer import AttachedTraining as AttachedTraining
 from pycomm.training.reducer.reducer import Reducer as Reducer
 from pycomm.training.reducer.replica_differences import Hashes as Hashes
 from pycomm.training.reducer.replica_differences import ReplicaDifferences as ReplicaDifferences
+from pycomm.training.reducer.replica_differences import StepEvidence as StepEvidence
 from pycomm.training.reducer.replica_differences import is_comparison_due as is_comparison_due
 from pycomm.training.reducer.settings import Sharding as Sharding
 from pycomm.training.reducer.settings import Survive as Survive

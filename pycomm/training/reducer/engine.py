@@ -315,6 +315,7 @@ class Engine:
         """Prepare to launch all buckets of this step again, over ``lanes``."""
         self.lanes, self._buffer_work = lanes, None
         self.forget_launched()
+        self.comparison.forget_question()
         self.window.rescale()
         self.hash_state()
 
@@ -399,10 +400,29 @@ class Engine:
             self.policy.ended()
         self.statistics.phases.trace.end_reduction()
         self.hash_state()
+        self._report_world()
+
+    def _report_world(self) -> None:
         old, self.reported_world = self.reported_world, self.world
         if old != self.reported_world:
             for callback in list(self.callbacks):
                 callback(old, self.reported_world)
+
+    def look_again(self) -> None:
+        """Compare the replicas again before a step, if the reduction has found a difference. Collective in that case.
+
+        Ranks that may go on without a damaged one leave out the step, as its gradients are in the averages.
+        """
+        try:
+            self.comparison.look_again()
+        except RuntimeError as error:  # a CommError is one
+            self.table.drop_gradients(error)
+            self.table.stepper.forget()
+            self.progress.skipped()
+            if not isinstance(error, DamageError):
+                raise
+            self.policy.recover(error)
+            self._report_world()
 
     def await_all(self, then: Callable[[], None]) -> None:
         """Wait for all results, including those of new parameters, and compare the ranks' flags.

@@ -203,6 +203,7 @@ class ParameterChanges:
         engine.comparison.moved = self.places.moved
         self._has_weights = False
         self._steps_of_others = WeakKeyDictionary[torch.optim.Optimizer, int]()  # reductions before the last one
+        self._holding = WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]]()  # see steps_attached()
         self._keys = f"pycomm/{self._communicator.place.name}/{next(_numbers)}"
         engine.admit_new = self._admit_late
         if engine.table.partition is not None:
@@ -326,8 +327,6 @@ class ParameterChanges:
         Without a call of the module, nothing else shows them.
         """
         table = self._table
-        if optimizer is table.optimizer or self._communicator.size == 1:
-            return
         self._require_reduced(optimizer)
         self._require_whole(optimizer)
         if self.places.are_unchanged():
@@ -363,8 +362,7 @@ class ParameterChanges:
         A wrapper of the attached one only calls it, and so does one that the attached one calls.
         """
         attached = self._table.optimizer
-        is_around = any(value is attached for value in vars(optimizer).values())
-        if self._table.partial is None or self._engine.progress.is_stepping or is_around:
+        if self._table.partial is None or self._engine.progress.is_stepping or self._is_around(optimizer):
             return
         slots = {id(slot.param): slot for slot in self._table.slots()}
         for slot in (slots[id(param)] for param in optimizer_parameters(optimizer) if id(param) in slots):
@@ -374,6 +372,24 @@ class ParameterChanges:
                     f"rank that steps it by the attached {type(attached).__name__}, as shard= says, and not on the "
                     'others: step the attached optimizer, or pass Sharding(grads="full")'
                 )
+
+    def steps_attached(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether another ``optimizer`` holds attached parameters, and is no wrapper around the attached one.
+
+        Looked up once for each optimizer, until it gets other parameters.
+        """
+        size = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._holding.get(optimizer)
+        if known is None or known[0] != size:
+            holds = any(map(self._table.knows, optimizer_parameters(optimizer)))
+            known = self._holding[optimizer] = size, holds and not self._is_around(optimizer)
+        return known[1]
+
+    def _is_around(self, optimizer: torch.optim.Optimizer) -> bool:
+        attached = self._table.optimizer
+        values = list(vars(optimizer).values())
+        inside = [each for value in values if isinstance(value, (list, tuple)) for each in value]
+        return any(value is attached for value in (*values, *inside))
 
     def _raise_stopped(self, problem: str) -> NoReturn:
         """Raise RuntimeError on this rank, and on the others at once."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
@@ -21,7 +22,8 @@ from pycomm.optim.module_hooks import (
     ZeroGradHook,
     forget_original,
 )
-from pycomm.optim.parameters import Writes
+from pycomm.optim.parameters import Writes, parameter_ids
+from pycomm.optim.skips import listen_to_skips, stop_listening
 from pycomm.optim.wrappers import refuse_active_wrapper
 from pycomm.torch_internals import current_graph_task
 from pycomm.training.reducer.arrival import ArrivalOrder
@@ -30,6 +32,8 @@ from pycomm.training.reducer.buckets import Slot, forget_wide
 from pycomm.training.reducer.engine import Engine
 from pycomm.training.reducer.parameter_changes import ParameterChanges, require_provenance
 from pycomm.training.reducer.replica_differences import DamageError
+
+_LOG = logging.getLogger("pycomm")
 
 _MOST_LOCAL_UPDATES = 4
 """Number of changes of the parameters between forwards whose gradients no reduction has averaged, that is an error."""
@@ -101,6 +105,7 @@ class Passes:
         self._uncovered: Uncovered | None = None
         self._forwards: ForwardWatch | None = None
         self._local_writes: tuple[int, Writes] | None = None  # since that reduction
+        self._has_told = False  # of averages that no step has used
         self.stopped = ""
 
     # Parameters.
@@ -123,7 +128,9 @@ class Passes:
             optimizer.register_step_pre_hook(self._progress.step_hook(self.require_averaged)),
             optimizer.register_step_post_hook(lambda *_: self.stepped()),
             ZeroGradHook(optimizer, self.note_zero_grad),
+            StepWatch(self.before_other_step, self.after_other_step),
         ]
+        listen_to_skips(optimizer, self._progress.skipped)
         if self._settings.accumulates:
             self._handles.append(ModuleZeroGradWatch(self._note_module_zero_grad))
         if module is not None:
@@ -132,7 +139,7 @@ class Passes:
             before = BeforeForward(self.before_forward, watches_copies=True)
             self._handles.append(module.register_forward_pre_hook(before))
             self._forwards = ForwardWatch(module, self.note_forward, self.before_forward)
-            self._handles += [self._forwards, MarkedParts(module), StepWatch(self.changes.before_other_step)]
+            self._handles += [self._forwards, MarkedParts(module)]
 
     def unhook(self) -> None:
         for slot in self._table.slots():
@@ -140,6 +147,7 @@ class Passes:
                 slot.hook.remove()
         for handle in self._handles:
             handle.remove()
+        stop_listening(self._table.optimizer)
         if self._uncovered is not None:
             self._uncovered.close()
         self._owner = None
@@ -150,7 +158,7 @@ class Passes:
             return  # inside backward: a checkpointed piece is being recomputed
         refuse_active_wrapper(lambda: dict(self._table.named()))
         self._engine.flags.just_stepped = False
-        self.forget_abandoned()
+        self.forget_lost()
         if not self._window.is_open and not self.stopped and not self._local.depth:
             if self._hookless:
                 slots, self._hookless = self._hookless, []
@@ -192,20 +200,31 @@ class Passes:
         self._window.complete = self._engine.flags.just_stepped = False
         if not self._local.depth:
             self._engine.flags.loop.num_zero_grads += 1
-        if self._window.is_open:
-            forget_wide(self._table.slots())
+        self._note_cleared(set(parameter_ids(self._table.optimizer)))
 
     def _note_module_zero_grad(self, module: torch.nn.Module) -> None:
         """Note that any ``module`` clears its gradients, of which those of an open window may not be shown."""
         if self._window.is_open:
-            cleared = set(map(id, module.parameters()))
-            forget_wide(slot for slot in self._table.slots() if id(slot.param) in cleared)
+            self._note_cleared(set(map(id, module.parameters())))
+
+    def _note_cleared(self, ids: set[int]) -> None:
+        """Discard an open window if the gradients of the parameters with these ``ids``, which are cleared, are all."""
+        if not self._window.is_open:
+            return
+        slots = self._table.slots()
+        forget_wide(slot for slot in slots if id(slot.param) in ids)
+        if all(id(slot.param) in ids for slot in slots):
+            self._discard_window()
+
+    def _discard_window(self) -> None:
+        self._engine.flags.loop.num_cleared += self._window.discard()
 
     # Passes of this rank alone.
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Keep backward passes inside local to this rank; see ``Reducer.paused``."""
+        self.forget_lost()
         if self._window.is_open:
             raise RuntimeError(
                 "paused() inside an accumulation window: its gradients would be mixed; call flush() first"
@@ -219,14 +238,12 @@ class Passes:
         finally:
             self._local.depth -= 1
 
-    def require_averaged(self) -> None:
-        """Raise RuntimeError if ``optimizer.step()`` would use gradients that have not been averaged. Sends nothing."""
-        self.forget_abandoned()
-        if self._window.is_open:
-            raise RuntimeError(
-                f"optimizer.step() after {self._window.num_passes} of {self._settings.passes} backward passes: "
-                "these gradients have not been averaged; call reducer.flush() first"
-            )
+    def require_averaged(self, in_closure: bool = False) -> None:
+        """Raise RuntimeError if ``optimizer.step()`` would use gradients that have not been averaged.
+
+        Collective only if the last reduction has found that the replicas differ; ``in_closure`` puts that off.
+        """
+        self._require_closed()
         self._local.require_gone("optimizer.step() would move this rank's parameters alone")
         self._table.require_no_unknown_gradients()
         with self._stopping():
@@ -234,7 +251,65 @@ class Passes:
             require_provenance(
                 self._table, self._progress.has_averages, self._engine.outcome.unused, self._communicator.rank
             )
+        if not in_closure:
+            self._engine.comparison.before_step()
+            self._look_again()
         self._progress.stepped()
+
+    def _require_closed(self) -> None:
+        """Raise RuntimeError if a step would leave gradients of an open window behind."""
+        self.forget_lost()
+        if self._window.is_open:
+            cleared = self._engine.flags.loop.num_cleared
+            before = f"; those of {cleared} passes before them were cleared inside the window" if cleared else ""
+            raise RuntimeError(
+                f"optimizer.step() after {self._window.num_passes} of {self._settings.passes} backward passes: "
+                f"these gradients have not been averaged; call reducer.flush() first{before}"
+            )
+
+    def _look_again(self) -> None:
+        """See ``Engine.look_again``."""
+        try:
+            self._engine.look_again()
+        except DamageError as error:
+            self._note_damage(error)
+            raise
+
+    def _note_damage(self, error: DamageError) -> None:
+        if self._engine.policy.survives and error.ranks:
+            self.stopped = str(error)  # the others continue without this rank
+
+    def before_other_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check the step of another optimizer than the attached one, if it holds attached parameters.
+
+        It may be inside the attached one, as the one that SAM steps. One around it only calls it.
+        """
+        if optimizer is self._table.optimizer or self._communicator.size == 1:
+            return
+        self.changes.before_other_step(optimizer)
+        if self._engine.flags.loop.has_paused or not self.changes.steps_attached(optimizer):
+            return
+        if self._counts():
+            self._require_closed()
+            self._engine.comparison.before_step()
+        self._look_again()
+
+    def after_other_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note a step of another optimizer as one of the attached parameters, if it is."""
+        if optimizer is self._table.optimizer or self._communicator.size == 1:
+            return
+        if self._counts() and self.changes.steps_attached(optimizer):
+            self._progress.stepped()
+            self._note_step()
+
+    def _counts(self) -> bool:
+        """Return whether a step of another optimizer that holds attached parameters is one of this Reducer.
+
+        Not inside a step of the attached one, nor after a pass of this rank alone. With all_parameters the parameters
+        may belong to several optimizers, of which only one reports its steps.
+        """
+        is_own = self._progress.is_stepping or self._engine.flags.loop.has_paused
+        return not (is_own or self._settings.tuning.all_parameters)
 
     @contextlib.contextmanager
     def _stopping(self) -> Iterator[None]:
@@ -254,12 +329,17 @@ class Passes:
         raise error
 
     def stepped(self) -> None:
-        self._engine.statistics.phases.trace.end_step()
         if not self._progress.leave_step():
             return
         with self._stopping():
             # Again: hooks that run after that of pycomm may have set numbers.
             self._engine.comparison.require_suitable(in_step=True)
+        self._look_again()  # if closures have put it off
+        self._note_step()
+
+    def _note_step(self) -> None:
+        self._engine.statistics.phases.trace.end_step()
+        self._engine.comparison.after_step()
         self._window.complete = False
         self._engine.flags.just_stepped = True
         if self._table.flights:
@@ -289,7 +369,7 @@ class Passes:
             self._gate.close()
 
     def _begin(self) -> None:
-        self.forget_abandoned()
+        self.forget_lost()
         self.admit_newcomer()
         self._window.begin_pass()
         self.begin_pass()
@@ -314,7 +394,7 @@ class Passes:
             flight.counts.end_pass()
         if not self._window.sending:
             self._engine.settle_late()
-        self._window.end_pass()
+        self._window.end_pass(holds=self._holds_gradients(None))
         if self._window.sending:
             self.reduce()
         else:
@@ -336,8 +416,7 @@ class Passes:
         try:
             self._engine.reduce()
         except DamageError as error:
-            if self._engine.policy.survives and error.ranks:
-                self.stopped = str(error)  # the others continue without this rank
+            self._note_damage(error)
             raise
         except CommError as error:
             if not self._engine.policy.survives:  # else all ranks have agreed on the cause
@@ -367,8 +446,8 @@ class Passes:
         self.require_taking_part()
         self._local.require_gone("this backward() would add to it", self._engine.firing)
         # With all_parameters the parameters may belong to several optimizers, of which only one reports its steps.
-        if not self._window.is_open and not self._settings.tuning.all_parameters:
-            self._progress.require_used()
+        if not self._window.is_open and not self._settings.tuning.all_parameters and not self._progress.require_used():
+            self._tell_of_unused()
         self._table.require_as_attached()
 
     def stop(self, error: Exception) -> None:
@@ -380,8 +459,30 @@ class Passes:
         self._engine.policy.leave(f"gave up: {self.stopped}")
         self._communicator.channel.abandon(self.stopped, in_step=not self._engine.is_waited_for())
 
-    def forget_abandoned(self) -> None:
-        """Recover from a pass that ended with an exception, if possible; else raise RuntimeError."""
+    def _tell_of_unused(self) -> None:
+        """Log, once, that a pass begins although no step has used the last averages."""
+        if not self._has_told and self._communicator.rank == 0 and not self._progress.is_stepping:
+            self._has_told = True
+            _LOG.warning(
+                "backward() runs again before an optimizer.step() has used the last averages: a pass that is no "
+                "training step of this optimizer (a generator's through its discriminator, a norm of gradients) "
+                "belongs in `with reducer.paused():`, and several passes of one step need attach(..., accumulate=n)"
+            )
+
+    def _holds_gradients(self, firing: Slot | None) -> bool:
+        """Return whether a parameter holds a gradient of this window; ``firing`` has just got one of the next pass."""
+        return any(
+            slot.has_wide or (slot.owner.grad is not None and (slot is not firing or slot.holds_average()))
+            for slot in self._table.slots()
+        )
+
+    def forget_lost(self) -> None:
+        """Discard a window whose gradients have been cleared. Recover from a pass that ended with an exception.
+
+        Raises RuntimeError if other ranks wait for the rest of that pass.
+        """
+        if self._window.is_open and self._window.holds and not self._holds_gradients(self._engine.firing):
+            self._discard_window()
         if not self._watch.abandoned() or not self._engine.has_launched():
             return
         if self._communicator.size > 1:

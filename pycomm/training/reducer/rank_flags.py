@@ -51,7 +51,7 @@ _ANY = (VETO, SKIP, STOP)
 _REMEMBERED = 4
 """Number of records that are kept: on a GPU, the record of two reductions before is read."""
 _RECORD = {
-    "loop": OneOf(None, ListOf(OneOf(COUNT, bool), 3)),
+    "loop": OneOf(None, ListOf(OneOf(COUNT, bool), 4)),
     "modes": COUNT,
     "loss_scale": ANYTHING,
     "num_passes": COUNT,
@@ -67,8 +67,8 @@ _RECORD = {
 
 
 Loop = Sequence[int]
-"""Number of unused forwards and of calls of ``zero_grad``, and whether backward added to gradients that were used; see
-:class:`LoopIndex`."""
+"""Number of unused forwards and of calls of ``zero_grad``, whether backward added to gradients that were used, and
+number of passes that were cleared inside a window; see :class:`LoopIndex`."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,8 @@ class Record:
     def value(self, digests: Sequence[int]) -> int:
         """Return the bits as a number; ``digests`` are hashes of the optimizers' numbers."""
         steps = [self.steps[name] for name in sorted(self.steps)]
-        alike = (self.loop or (0, 1, False), self.modes, self.loss_scale, self.num_passes, self.frozen, steps, digests)
+        loop = self.loop or (0, 1, False, 0)
+        alike = (loop, self.modes, self.loss_scale, self.num_passes, self.frozen, steps, digests)
         value = (zlib.crc32(repr(alike).encode()) & ((1 << ALIKE.stop - ALIKE.start) - 1)) << ALIKE.start
         flags = {NEW: bool(self.new), VETO: self.veto is not None, SKIP: self.skips, STOP: self.stop is not None}
         return value | sum(1 << bit for bit, is_set in flags.items() if is_set)
@@ -186,6 +187,11 @@ class RankFlags:
         self._seen = [HostCopy(FINGERPRINT_BITS, device) for _ in range(2)] if on_gpu else []
         self._num_seen = 0
 
+    @property
+    def reads_late(self) -> bool:
+        """Whether the host reads the bits of all ranks two reductions later."""
+        return bool(self._seen)
+
     def request_stop(self, reason: str, lone_rank: int | None = None) -> None:
         """Ask all ranks to stop with the next reduction, or at once if ``lone_rank`` is the only rank."""
         if lone_rank is not None and not self.stop_requested:
@@ -199,7 +205,7 @@ class RankFlags:
         """Fix this rank's record for the reduction that follows ``num_reductions`` others; return its bits."""
         loop, has_pass = self.loop, self.has_pass
         fields = (
-            (loop.num_unused, loop.num_calls, loop.accumulated) if has_pass else None,
+            (loop.num_unused, loop.num_calls, loop.accumulated, loop.num_cleared) if has_pass else None,
             modes,
             self.loss_scale if has_pass else None,
             self.num_passes if has_pass else 0,
@@ -299,7 +305,15 @@ def raise_out_of_loop(
         advice: what a rank without a usable batch does instead.
         whose: what the ranks are counted among.
     """
-    accumulated = [rank for rank, (_, _, flag) in loops.items() if flag]
+    cleared = {rank: num_cleared for rank, (_, _, _, num_cleared) in loops.items()}
+    if len(set(cleared.values())) > 1:
+        odd = [rank for rank, number in cleared.items() if number != min(cleared.values())]
+        raise RuntimeError(
+            f"{name_ranks(odd)} cleared gradients inside an accumulation window (zero_grad() of the optimizer or "
+            f"module, or .grad = None), the others did not: passes that were discarded since {since}: "
+            f"{counts_text(cleared)}. Clear them on all ranks, or on none"
+        )
+    accumulated = [rank for rank, (_, _, flag, _) in loops.items() if flag]
     if 0 < len(accumulated) < len(loops):
         raise RuntimeError(
             f"{name_ranks(accumulated)} added this backward() to gradients that the last optimizer.step() has used, "

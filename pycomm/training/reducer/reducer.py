@@ -80,6 +80,7 @@ class Reducer:
         self._passes.changes.hook(self._table.slots())
         self._passes.changes.hook(self._table.admit())
         self._passes.hook_model(owner=self)
+        self._engine.comparison.after_step()
         if self.module is not None and self._settings.buffers != "local":
             mode, keeps = self._settings.buffers, self._engine.policy.survives
             self._engine.buffers = BufferSync(self.module, mode, self._communicator, self._table.ignores, keeps=keeps)
@@ -283,7 +284,7 @@ class Reducer:
                 window it is 0, or the window began without it. From ``backward()``, on every rank: all weights are 0.
         """
         self._require_attached()
-        self._passes.forget_abandoned()
+        self._passes.forget_lost()
         self._window.complete = False  # the weight is that of the next pass
         factor = self._window.weights.set(num_samples, self._window.num_passes)
         self._passes.changes.announce_weights()
@@ -310,6 +311,7 @@ class Reducer:
         """
         self._require_attached()
         max_norm = checks.positive("max_norm", max_norm)
+        self._passes.forget_lost()
         if self._window.is_open:
             raise RuntimeError("clip_grad_norm inside an accumulation window: call flush() first")
         norm = clipping.unscaled_norm(self._table, self._settings)
@@ -448,6 +450,7 @@ class AttachedTraining:
     @property
     def is_window_open(self) -> bool:
         """Whether an accumulation window has gradients that are not averaged yet."""
+        self._passes.forget_lost()
         return self._engine.window.is_open
 
     def name_of_ignored(self, param: torch.Tensor) -> str | None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
+import pickle
+import random
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -17,8 +21,9 @@ from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.tensor_memory import hashable, is_plain
 from pycomm.descriptions import cpu_model, name_ranks, ranks_by_value
 from pycomm.errors import CommError
+from pycomm.torch_internals import parts_of, uncompiled, version_of
 from pycomm.training.reducer.buckets import Slot
-from pycomm.untrusted import ListOf, parse
+from pycomm.untrusted import COUNT, ListOf, MapOf, parse
 
 
 class DamageError(CommError):
@@ -70,9 +75,17 @@ _FEW_OF = 8
 
 _DRIFT = (
     "updates them differently: a learning rate, data that decides whether a step is taken, code that writes to "
-    "parameters, gradients that were never averaged. detach() and attach() again make them equal; "
-    "check_replicas=0, in tuning=pycomm.Tuning(...) or of pycomm.ddp.register, turns this check off"
+    "parameters, gradients that were never averaged"
 )
+_REMEDY = (
+    "detach() and attach() again make them equal; check_replicas=0, in tuning=pycomm.Tuning(...) or of "
+    "pycomm.ddp.register, turns this check off"
+)
+_MOST_UNANSWERED = 4
+"""Number of reductions in a row with differing parameters, and no step ever, that is an error."""
+
+_SEEN = {"written": MapOf(str), "processor": str, "drawn": MapOf(COUNT)}
+"""Form of what another rank has seen."""
 
 Named = Sequence[tuple[str, torch.Tensor]]
 """Tensors with their names."""
@@ -177,6 +190,90 @@ def _parts_of(slots: Sequence[Slot]) -> list[list[tuple[Slot, int, int | None]]]
     return parts
 
 
+class StepEvidence:
+    """What this rank has seen of its training that may explain why replicas differ. It reads only local objects.
+
+    A write is seen by a parameter's version counter, which a fault of the memory does not change. Random numbers are
+    looked for in few steps.
+
+    Args:
+        params: returns the parameters by name.
+        module: returns the module that has them, if it is known.
+        device: device of the parameters.
+    """
+
+    def __init__(
+        self, params: Callable[[], Named], module: Callable[[], torch.nn.Module | None], device: torch.device
+    ) -> None:
+        self._params, self._module, self._device = params, module, device
+        self._versions: tuple[Named, list[int]] = ((), [])  # as the last step has ended
+        self._before: dict[str, int] | None = None  # generators, as the step began that is looked at
+        self._drawn: set[str] = set()
+
+    def before_step(self, *, looks: bool) -> None:
+        """Note that a step begins, and whether it is one that ``looks`` for random numbers."""
+        self._before = self._generators() if looks else None
+
+    def after_step(self) -> None:
+        """Note that a step has ended, or that training begins: parameters may have been written to until now."""
+        params = self._params()
+        self._versions = params, [version_of(param) for _, param in params]
+        before, self._before = self._before, None
+        if before is not None:
+            after = self._generators()
+            self._drawn |= {name for name in after if after[name] != before.get(name)}
+
+    def forget(self) -> None:
+        """Release the parameters."""
+        self._versions = (), []
+
+    def written(self) -> dict[str, str]:
+        """Return the parameters that were written to since the last step, with what their modules say of it, or ""."""
+        before = {name: version for (name, _), version in zip(*self._versions, strict=True)}
+        now = {name: version_of(param) for name, param in self._params()}
+        return {name: self._writer_of(name) for name in now if now[name] != before.get(name, now[name])}
+
+    def drawn(self) -> dict[str, int]:
+        """Return hashes of the generators from which a step has drawn, by name."""
+        return {name: value for name, value in self._generators().items() if name in self._drawn}
+
+    def _writer_of(self, name: str) -> str:
+        module = self._module()
+        parts = () if module is None else parts_of(uncompiled(module))
+        wanted = dict(self._params())[name]
+        owner = next((part for part in parts if any(p is wanted for p in part._parameters.values())), None)
+        max_norm = getattr(owner, "max_norm", None)
+        return "" if max_norm is None else f"{type(owner).__name__}(max_norm={max_norm:g})"
+
+    def _generators(self) -> dict[str, int]:
+        """Return a hash of the state of each generator that a step may draw from."""
+        found = {
+            "torch": zlib.crc32(torch.random.get_rng_state().numpy().tobytes()),
+            "numpy": zlib.crc32(pickle.dumps(np.random.get_state())),
+            "random": zlib.crc32(pickle.dumps(random.getstate())),
+        }
+        if self._device.type == "cuda" and torch.cuda.is_available():
+            found["torch.cuda"] = zlib.crc32(torch.cuda.get_rng_state(self._device).numpy().tobytes())
+        return found
+
+
+@dataclass(frozen=True)
+class Question:
+    """Difference between the ranks' parameters that a reduction has found. The step that uses it answers.
+
+    Weights may differ on purpose while a gradient is computed (SAM, weight noise), and be equal at the step.
+
+    Attributes:
+        num_reductions: number of reductions before that one.
+        written: see :meth:`StepEvidence.written`, at that reduction.
+        num_asked: number of reductions in a row that have found a difference.
+    """
+
+    num_reductions: int
+    written: Mapping[str, str]
+    num_asked: int
+
+
 class ReplicaDifferences:
     """Reports of differences between the ranks' tensors. All methods are collective, and do the same on all ranks.
 
@@ -184,30 +281,74 @@ class ReplicaDifferences:
         parameters: returns the tensors that must be equal on all ranks, by name.
 
     Attributes:
+        evidence: what this rank has seen of its training.
+        question: difference that the last reduction has found, if no step has come since; alike on all ranks.
         warned: whether a difference has been explained by the ranks' processors, which will not be the last.
     """
 
     def __init__(
-        self, communicator: Communicator, parameters: Callable[[], Named], world: Callable[[], Sequence[int]]
+        self,
+        communicator: Communicator,
+        parameters: Callable[[], Named],
+        world: Callable[[], Sequence[int]],
+        evidence: StepEvidence,
     ) -> None:
-        self._communicator, self._parameters, self._world = communicator, parameters, world
+        self._communicator, self._parameters, self._world, self.evidence = communicator, parameters, world, evidence
+        self.question: Question | None = None
         self.warned = False
+
+    def ask(self, hashes: Hashes, num_reductions: int, *, has_stepped: bool) -> None:
+        """Note that parameters differ in the reduction after ``num_reductions``, which the next step is to answer.
+
+        If no step was ever seen, as the script updates the parameters by itself, the answer is given here in the end.
+
+        Args:
+            hashes: those of all parameters, if it is not the first such reduction in a row.
+            has_stepped: whether an optimizer has stepped the parameters before.
+        """
+        num_asked = 1 if self.question is None else self.question.num_asked + 1
+        self.question = Question(num_reductions, self.evidence.written(), num_asked)
+        if not has_stepped and num_asked >= _MOST_UNANSWERED:
+            self.answer(hashes)
+
+    def look_again(self, hashes: Hashes, parameters: Callable[[], Named]) -> None:
+        """Compare ``parameters`` again if a reduction has found a difference: see :meth:`report`."""
+        if self.question is not None:
+            hashes.bits(parameters())
+            self.answer(hashes)
+
+    def answer(self, hashes: Hashes) -> None:
+        """Report what is still different, by ``hashes`` of all parameters, or forget the question."""
+        question, self.question = self.question, None
+        names, by_rank = self.find(hashes, [False] * self._communicator.size)
+        if question is not None and names:
+            self._report(names, by_rank, question.num_reductions, question.written)
 
     def report(self, hashes: Hashes, num_reductions: int, absent: Sequence[bool]) -> None:
         """Raise an error, or warn, about parameters whose ``hashes`` differ after ``num_reductions``."""
         names, by_rank = self.find(hashes, absent)
-        if any(absent) and not names:
-            return
-        processors = self.all_gather_text(_processor())
+        if names or not any(absent):
+            self._report(names, by_rank, num_reductions, self.evidence.written())
+
+    def _report(
+        self, names: Sequence[str], by_rank: np.ndarray, num_reductions: int, written: Mapping[str, str]
+    ) -> None:
+        mine = {"written": {name: how for name, how in written.items() if name in names}, "processor": _processor()}
+        texts = self.all_gather_text(json.dumps({**mine, "drawn": self.evidence.drawn()}))
+        seen = [parse(text, _SEEN, f"what rank {rank} has seen") for rank, text in enumerate(texts)]
         apart, largest, count, total = self._distance()
+        far = f"the largest difference is {apart:.3g}, the largest magnitude {largest:.3g}"
         message = (
             f"the replicas differ after {num_reductions} reductions: parameter {names[0] if names else '?'!r} "
             f"{self._who(by_rank)}{f' ({len(names)} parameters differ)' if len(names) > 1 else ''}; "
-            f"the largest difference is {apart:.3g}, the largest magnitude {largest:.3g}"
+            f"{far if apart else 'the bits differ (-0.0, NaN), the values do not'}"
         )
+        processors = [each["processor"] for each in seen]
         if len(set(processors)) == 1 or not apart <= _LAST_BITS * largest:
-            is_flip = count <= _FEW and count * _FEW_OF <= total
-            self._raise_difference(message, [self._world()[rank] for rank in outvoted(by_rank)], count, is_flip)
+            odd = [self._world()[rank] for rank in outvoted(by_rank)]
+            causes, spared = self._causes(seen, odd)
+            is_flip = not causes and count <= _FEW and count * _FEW_OF <= total
+            self._raise_difference(message, [] if spared else odd, count, is_flip, causes)
         if not self.warned:
             self.warned = True
             kinds = ", ".join(sorted(set(processors)))
@@ -217,13 +358,37 @@ class ReplicaDifferences:
                 stacklevel=2,
             )
 
-    def _raise_difference(self, message: str, odd: list[int], count: int, is_flip: bool) -> NoReturn:
+    def _causes(self, seen: Sequence[Mapping[str, Any]], odd: Sequence[int]) -> tuple[str, bool]:
+        """Return what explains a difference, "" if nothing does, and whether the ``odd`` ranks are not to blame."""
+        world = self._world()
+        drawn = {name for each in seen for name in each["drawn"]}
+        differing = sorted(name for name in drawn if len({each["drawn"].get(name) for each in seen}) > 1)
+        writers = [rank for rank, each in zip(world, seen, strict=True) if each["written"]]
+        causes = []
+        if differing:
+            causes.append(
+                f"optimizer.step() draws random numbers from the generator of {' and of '.join(differing)}, whose "
+                "state differs between the ranks: seed it alike on all ranks, or give the optimizer one of its own"
+            )
+        if writers:
+            written = {name: how for each in seen for name, how in each["written"].items()}
+            name = next(iter(written))
+            by = "a forward writes to it (clamping, initialisation by data), or code outside of optimizer.step()"
+            if written[name]:
+                by = f"{written[name]} rescales the rows that a forward looks up"
+            causes.append(
+                f"{name!r} was written to after the last optimizer.step() on {name_ranks(writers)}: {by}. Write to "
+                "parameters alike on all ranks, or in a post-hook of the optimizer's step"
+            )
+        return "; and ".join(causes), bool(differing) or not set(writers) <= set(odd)
+
+    def _raise_difference(self, message: str, odd: list[int], count: int, is_flip: bool, causes: str) -> NoReturn:
         """Raise DamageError if a majority agrees or it looks like a flipped bit; else RuntimeError."""
-        why = f"Something {_DRIFT}"
+        why = f"{causes or f'Something {_DRIFT}'}. {_REMEDY}"
         if is_flip:
             why = (
                 f"Only {count} of their elements {'differs' if count == 1 else 'differ'}, as after a flipped bit in "
-                f"memory or in a processor. If it was not that, something {_DRIFT}"
+                f"memory or in a processor. If it was not that, something {_DRIFT}. {_REMEDY}"
             )
         if odd:
             raise DamageError.of(odd, f"{message}. {why}", rank=self.me)
@@ -239,11 +404,13 @@ class ReplicaDifferences:
             if parameter.numel() == 0:
                 continue
             highest = parameter.detach().double().clone(memory_format=torch.contiguous_format)
+            highest[highest.isnan()] = math.inf  # equal to itself, and far from numbers
             lowest = highest.clone()
             self._communicator.all_reduce(highest, "max")
             self._communicator.all_reduce(lowest, "min")
-            here = torch.stack([(highest - lowest).max(), torch.maximum(highest.abs(), lowest.abs()).max()]).cpu()
-            found = torch.where(found >= here, found, here)  # NaN wins
+            apart = torch.where(highest == lowest, 0.0, highest - lowest)
+            here = torch.stack([apart.max(), torch.maximum(highest.abs(), lowest.abs()).max()]).cpu()
+            found = torch.maximum(found, here)
             num_different = int((highest != lowest).sum())
             count, total = count + num_different, total + bool(num_different) * parameter.numel()
         return float(found[0]), float(found[1]), max(count, 1), total  # 0 and -0 are equal

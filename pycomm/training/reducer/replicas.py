@@ -35,7 +35,7 @@ from pycomm.descriptions import counts_text, name_ranks
 from pycomm.optim.hyperparameters import Hyperparameters
 from pycomm.torch_internals import parts_of, uncompiled
 from pycomm.training.reducer import rank_flags
-from pycomm.training.reducer.buckets import BucketInFlight, state_of
+from pycomm.training.reducer.buckets import BucketInFlight, Slot, state_of
 from pycomm.training.reducer.parameters import ParameterTable
 from pycomm.training.reducer.rank_flags import RankFlags, Record
 from pycomm.training.reducer.replica_differences import (
@@ -44,6 +44,7 @@ from pycomm.training.reducer.replica_differences import (
     Named,
     ReplicaDifferences,
     RollingHash,
+    StepEvidence,
     is_comparison_due,
 )
 from pycomm.training.reducer.settings import AttachSettings
@@ -182,7 +183,10 @@ class RankComparison:
         self.state_hashes = StateHashes()
         self._state_changed: Flag = False
         self._logged, self._uneven = False, -2
-        self._differences = ReplicaDifferences(communicator, table.locals, world)
+        self._slots, self._trained = list[Slot](), list[tuple[str, torch.Tensor]]()
+        evidence = StepEvidence(self._of_slots, lambda: table.module, device)
+        self._differences = ReplicaDifferences(communicator, table.locals, world, evidence)
+        self._at_step: torch.Tensor | None = None  # on a GPU, bits of the parameters as the last step left them
 
     def require_suitable(self, *, in_step: bool = False) -> None:
         """Read the numbers of the optimizer's groups, as those of a step if ``in_step``.
@@ -193,8 +197,44 @@ class RankComparison:
             self._compression.check(self._table.optimizer)
 
     def is_due(self, num_reductions: int) -> bool:
-        """Return whether parameters are compared in the reduction that follows ``num_reductions`` others."""
-        return is_comparison_due(num_reductions, self._interval)
+        """Return whether all parameters are compared in the reduction that follows ``num_reductions`` others."""
+        return self._differences.question is not None or is_comparison_due(num_reductions, self._interval)
+
+    def _of_slots(self) -> Named:
+        """Return the trained parameters with their names."""
+        slots = self._table.slots()
+        if slots != self._slots:
+            self._slots, self._trained = slots, [(slot.name, slot.param) for slot in slots]
+        return self._trained
+
+    def before_step(self) -> None:
+        """Note that a step of the parameters begins."""
+        reductions = self._progress.num_reductions
+        self._differences.evidence.before_step(looks=reductions == 1 or self.is_due(reductions))
+
+    def after_step(self) -> None:
+        """Note that a step of the parameters has ended, or that training begins.
+
+        On a GPU they are hashed here if the next reduction compares them: there the host cannot ask again before a step,
+        by which weights that differ on purpose are equal again.
+        """
+        if self._communicator.size == 1:
+            return
+        self._differences.evidence.after_step()
+        if self._table.on_gpu and self.is_due(self._progress.num_reductions) and not is_capturing():
+            self._at_step = self._parameter_hashes.bits(self._parameters())
+
+    def look_again(self) -> None:
+        """Compare parameters that the last reduction has found different once more. Collective in that case.
+
+        Raises:
+            RuntimeError, DamageError: they still differ.
+        """
+        self._differences.look_again(self._parameter_hashes, self._parameters)
+
+    def forget_question(self) -> None:
+        """Forget a difference, as the ranks have changed."""
+        self._differences.question = None
 
     def fingerprint_of(self, number: int) -> Callable[[], torch.Tensor] | None:
         """Return the function that makes the bits sent with the ``number``-th launched bucket, if it carries any."""
@@ -231,12 +271,13 @@ class RankComparison:
         if not self.is_due(reductions):
             return self._with_part(by_step, reductions)
         parameters, buffers = self._parameters(), self._buffers()
+        at_step, self._at_step = self._at_step, None
 
         def make() -> torch.Tensor:
             bits = by_step.clone()
             self._state_changed = self.state_hashes.changed(taken)
             bits[_STATE] = self._state_changed
-            bits[_PARAMETERS] = self._parameter_hashes.bits(parameters)
+            bits[_PARAMETERS] = self._parameter_hashes.bits(parameters) if at_step is None else at_step
             bits[_BUFFERS] = self._buffer_hashes.bits(buffers)
             return bits
 
@@ -277,7 +318,10 @@ class RankComparison:
         if self.is_due(reductions):  # the bit differs between ranks, unless the state of all of them is damaged
             differing = differing.clone()
             differing[_STATE] |= self._state_changed
-        self._report(self.flags.received(differing), reductions)
+        found = self.flags.received(differing)
+        self._report(found, reductions)
+        if not any(found[_PARAMETERS]):
+            self.forget_question()
 
     def compare_previous(self) -> None:
         """Report differences that the reduction before the last found on a GPU. Called as each reduction begins."""
@@ -297,7 +341,8 @@ class RankComparison:
     def release(self) -> None:
         """Release the state and the parameters that hashes refer to."""
         self.state_hashes.forget()
-        self._rolling = RollingHash()
+        self._rolling, self._slots, self._trained = RollingHash(), [], []
+        self._differences.evidence.forget()
 
     def _report(self, differing: Sequence[bool], of: int) -> None:
         """Raise, warn or log the differences between the ranks. Collective; all ranks do the same.
@@ -331,11 +376,11 @@ class RankComparison:
         self.flags.apply(by_rank)
         if differing[_STATE]:
             self._report_state()
-        is_due = self.is_due(of)
-        if any(differing[_PARAMETERS]) and (is_due or not any(absent)):
-            if not is_due:  # only a part has been hashed
-                self._parameter_hashes.bits(self._parameters())
-            self._differences.report(self._parameter_hashes, self._progress.num_reductions, absent)
+        if any(differing[_PARAMETERS]):
+            if self._table.on_gpu:
+                self._differences.report(self._parameter_hashes, self._progress.num_reductions, absent)
+            elif not any(absent):  # who is absent takes no step that could answer
+                self._differences.ask(self._parameter_hashes, of, has_stepped=self._progress.num_steps > 0)
         if any(differing[_BUFFERS]) and not self._logged:
             self._log_buffers(absent)
         if self.flags.absent:

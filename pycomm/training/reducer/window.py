@@ -92,8 +92,10 @@ class TrainingProgress:
         """Return whether there was a reduction since the last step; in a closure, since the step before this one."""
         return self._had_averages or not self.is_used
 
-    def step_hook(self, require_averaged: Callable[[], None]) -> Callable[..., Any]:
+    def step_hook(self, require_averaged: Callable[[bool], None]) -> Callable[..., Any]:
         """Return a pre-hook for ``optimizer.step`` that calls ``require_averaged``, after each run of a closure if any.
+
+        Its argument says whether it is called after a closure, for which the step may have changed the parameters.
 
         A closure runs the last backward pass of a window itself. Averages count as used before its first run, because
         some optimizers (SAM) use the existing gradients before they ask for new ones. A class that calls its base
@@ -107,7 +109,7 @@ class TrainingProgress:
             self._had_averages = not self.is_used
             closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
             if not callable(closure):
-                require_averaged()
+                require_averaged(False)
                 return None
             self.stepped()
             evaluate: Callable[[], Any] = closure
@@ -116,7 +118,7 @@ class TrainingProgress:
                 depth = self._step_depth
                 loss = evaluate()
                 self._step_depth = depth  # its reductions do not mean that the step has failed
-                require_averaged()
+                require_averaged(True)
                 return loss
 
             if "closure" in kwargs:
@@ -145,20 +147,22 @@ class TrainingProgress:
         """Note that the step for the last averages is skipped on purpose."""
         self.is_used = True
 
-    def require_used(self) -> None:
-        """Raise RuntimeError if compression has counted the last gradients as applied, but no step has applied them.
+    def require_used(self) -> bool:
+        """Return whether a step has used the last averages, or will not.
 
-        Never raises before the first step, as some loops update parameters without ``step()``. Waits for a
-        GPU if the last step was skipped, as by a loss scaler.
+        Before the first step they count as used, as some loops update parameters without ``step()``.
+
+        Raises:
+            RuntimeError: compression has counted the last gradients as applied, but no step has applied them.
         """
         if self.is_used or self.num_steps == 0:
-            return
+            return True
         committed = self._committed
         if committed is None:
             assert self._on_device is not None
             committed = self._on_device.get()[0]
         if not committed:
-            return
+            return False
         raise RuntimeError(
             "optimizer.step() has not used the last averaged gradients: their pass is in the residuals and velocities "
             "of compression, but in no parameter. A backward() that is not a step of this optimizer (a generator's "
@@ -265,6 +269,7 @@ class AccumulationWindow:
 
     Attributes:
         num_passes: number of passes that have ended in this window.
+        holds: whether its last pass has left gradients.
         sending: whether the current (or latest) pass is the last of its window.
         complete: whether a full window has ended, and nothing has happened since.
         num_idle: number of ranks that take part in this step without gradients, as newcomers do.
@@ -282,8 +287,7 @@ class AccumulationWindow:
         # DGC clips by parameter, as it packs them; it sees only this rank's part of a DTensor.
         self._part_norm = settings.compression.clip_norm if isinstance(settings.compression, DGC) else None
         self.num_passes = 0
-        self.sending = False
-        self.complete = False
+        self.holds = self.sending = self.complete = False
         self.weights = SampleWeights(communicator)
         self.num_idle = 0
         self.scaling = Scaling(communicator.size)
@@ -300,10 +304,18 @@ class AccumulationWindow:
         self.complete = False
         self.sending = self._settings.is_last(self.num_passes)
 
-    def end_pass(self) -> None:
+    def end_pass(self, *, holds: bool) -> None:
+        """Note that a pass has ended, and whether it has left gradients."""
         self.num_passes += 1
+        self.holds = holds
         if not self.sending:
             self.weights.note_pass()
+
+    def discard(self) -> int:
+        """Forget the passes so far, as their gradients have been cleared; return their number."""
+        self.weights.forget_passes()
+        number, self.num_passes = self.num_passes, 0
+        return number
 
     def close(self) -> None:
         """Note that the gradients of the window have been handed out, or lost."""

@@ -101,6 +101,7 @@ class WithoutBackward:
     def _require_no_gradients(self) -> None:
         """Raise RuntimeError if this rank has had a batch in this step."""
         settings = self._engine.settings
+        self._passes.forget_lost()
         if self._window.is_open:
             raise RuntimeError(
                 f"skip_batch() after {self._window.num_passes} of {settings.passes} backward passes: the window has "
@@ -138,7 +139,7 @@ class WithoutBackward:
         flags.has_pass = not absent
         try:
             if absent:
-                self._passes.forget_abandoned()
+                self._passes.forget_lost()
                 self._window.close()
                 self._table.drop_gradients()
             self._reduce(with_next=True)
@@ -185,6 +186,7 @@ class WithoutBackward:
 
     def _prepare(self) -> None:
         self._passes.require_taking_part()
+        self._passes.forget_lost()
         self._passes.admit_newcomer()
 
     def _any_passes(self) -> bool:
@@ -200,7 +202,7 @@ class WithoutBackward:
     def _reduce(self, *, with_next: bool | None) -> None:
         """Reduce the present gradients; ``with_next`` as in ``Engine.begin_pass``."""
         try:
-            self._passes.forget_abandoned()
+            self._passes.forget_lost()
             self._window.sending = True
             self._passes.begin_pass(with_next=with_next)
             self._engine.launch_rest()
