@@ -63,7 +63,7 @@ def test_steps_that_grad_scalers_leave_out(monkeypatch: pytest.MonkeyPatch) -> N
     p = nn.Parameter(torch.zeros(1))
     optimizer, scaler = torch.optim.SGD([p], 0.1), torch.amp.GradScaler("cpu", 4.0)
     for _ in range(2):  # once is enough
-        torch_internals.watch_grad_scalers(lambda each: each is optimizer, told.append)
+        torch_internals.watch_grad_scalers(lambda each: each is optimizer, told.append, lambda _: False)
     for factor in (1.0, float("inf")):
         optimizer.zero_grad()
         scaler.scale((p * factor).sum()).backward()

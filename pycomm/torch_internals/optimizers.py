@@ -84,12 +84,15 @@ def take_scale(optimizer: torch.optim.Optimizer) -> tuple[torch.Tensor | None, t
 
 
 def watch_grad_scalers(
-    is_watched: Callable[[torch.optim.Optimizer], bool], skipped: Callable[[torch.optim.Optimizer], None]
+    is_watched: Callable[[torch.optim.Optimizer], bool],
+    skipped: Callable[[torch.optim.Optimizer], None],
+    is_left_out: Callable[[torch.optim.Optimizer], bool],
 ) -> None:
     """Call ``skipped`` whenever a GradScaler skips the step of an optimizer that ``is_watched``. Permanent, idempotent.
 
     A scaler that skips a step does not call the optimizer, so none of its hooks runs: hence the wrapper around
-    ``GradScaler.step``, which subclasses (of FSDP, Accelerate, Lightning) inherit.
+    ``GradScaler.step``, which subclasses (of FSDP, Accelerate, Lightning) inherit. It refuses a step without gradients,
+    unless the step ``is_left_out`` on purpose.
     """
     plain = torch.amp.GradScaler.step
     if hasattr(plain, "_tells_pycomm"):
@@ -99,6 +102,8 @@ def watch_grad_scalers(
     def step(self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         if not self.is_enabled() or not is_watched(optimizer):
             return plain(self, optimizer, *args, **kwargs)
+        if is_left_out(optimizer):
+            _find_nothing_infinite(self, optimizer)
         calls: list[bool] = []
         handle = optimizer.register_step_pre_hook(lambda *_: calls.append(True))
         try:
@@ -111,3 +116,13 @@ def watch_grad_scalers(
 
     step._tells_pycomm = True  # type: ignore[attr-defined]
     torch.amp.GradScaler.step = step  # type: ignore[method-assign]
+
+
+def _find_nothing_infinite(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """Make ``scaler`` take ``optimizer``, which has no gradients, for one whose gradients are finite and unscaled."""
+    if all(param.grad is None for group in optimizer.param_groups for param in group["params"]):
+        device = optimizer.param_groups[0]["params"][0].device
+        scaler.scale(torch.zeros((), device=device))  # which makes the scale, if this is the first step
+        state = scaler._per_optimizer_states[id(optimizer)]
+        state["stage"] = torch.amp.grad_scaler.OptState.UNSCALED
+        state["found_inf_per_device"] = {device: torch.zeros((), device=device)}

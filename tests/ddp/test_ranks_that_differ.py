@@ -196,8 +196,11 @@ def test_parameters_that_drift_apart_are_found_soon(change: Callable[[Any], None
                 change(model)
             optimizer.step()
             optimizer.zero_grad()
+        loss_of(model, dist.get_rank(), 4).backward()  # finds it, and the step asks again
+        before = [p.detach().clone() for p in model.parameters()]
         with pytest.raises(RuntimeError, match="the replicas differ after 4 reductions: parameter '[02].*'"):
-            loss_of(model, dist.get_rank(), 4).backward()
+            optimizer.step()
+        assert all(map(torch.equal, before, model.parameters()))
 
 
 @on_ranks(2)
@@ -244,8 +247,9 @@ def test_shards_that_drift_apart_are_found_soon() -> None:
             if p.grad is not None:
                 p.grad *= 1 + dist.get_rank()
         optimizer.step()
+        shards_loss_of(net, dist.get_rank(), 1, [0, 1]).backward()
         with pytest.raises(RuntimeError, match="the replicas differ after 1 reductions: parameter 'layers.0.weight'"):
-            shards_loss_of(net, dist.get_rank(), 1, [0, 1]).backward()
+            optimizer.step()
 
 
 # What is right, and stays so.

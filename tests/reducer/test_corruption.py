@@ -34,8 +34,8 @@ VICTIM = 1
 
 
 def flip(tensor: torch.Tensor, element: int = 3, bit: int = 12) -> None:
-    """Flip one bit of a float32 tensor, as a fault would: without telling autograd."""
-    tensor.detach().view(-1).view(torch.int32)[element] ^= 1 << bit
+    """Flip one bit of a float32 tensor, as a fault would: no version counter changes."""
+    tensor.detach().view(-1).view(torch.int32).numpy()[element] ^= 1 << bit
 
 
 class Training:

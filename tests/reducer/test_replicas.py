@@ -31,8 +31,8 @@ def drift(where: str, at: int, options: dict[str, Any], compression: Any) -> tup
         if where == "lr":
             optimizer.param_groups[0]["lr"] *= 0.5
         else:
-            flat = model.get_parameter(where).detach().view(-1).view(torch.int32)
-            flat[3] ^= 1  # the last bit
+            flat = model.get_parameter(where).detach().view(-1).view(torch.int32).numpy()
+            flat[3] ^= 1  # the last bit, as a fault would: no version counter changes
 
     def run() -> None:
         nonlocal steps
@@ -165,9 +165,9 @@ def other_processors(factor: float) -> list[str]:
         with attached(optimizer, model, check_replicas=2):
             for step in range(9):
                 optimizer.zero_grad()
+                loss_of(model, rank, step).backward()
                 with warnings_noted(said):
-                    loss_of(model, rank, step).backward()
-                optimizer.step()
+                    optimizer.step()
                 if rank == 1:
                     with torch.no_grad():
                         model[0].weight.mul_(factor)

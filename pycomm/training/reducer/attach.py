@@ -53,7 +53,7 @@ def require_shardable(table: ParameterTable, shard: Sharding, compression: Compr
     if table.on_gpu:
         _require_whole_steps(shard, stepper, compression)
     if table.on_gpu or own_masters or not has_rule(optimizer):
-        require_independent(optimizer, shard)
+        require_independent(optimizer, shard, next((name for name, _ in table.named()), ""))
     else:
         try:
             rule_of(optimizer)

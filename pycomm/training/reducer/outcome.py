@@ -107,6 +107,11 @@ class ReductionOutcome:
         self.vetoed_steps = 0
         self.last_veto: str | None = None
         self.source = NonfiniteSource()
+        self._is_discarded = False
+
+    def is_left_out(self) -> bool:
+        """Return whether the last reduction was discarded, so that the step has no gradients on any rank."""
+        return self._is_discarded
 
     def share_source(self) -> None:
         """Share which rank has a non-finite gradient. Collective, if any has one."""
@@ -120,7 +125,8 @@ class ReductionOutcome:
         # All ranks without a gradient get the same answer.
         flights = self._table.flights
         any_used = has_sent or not flights or any(any(flight.exchange.used()) for flight in flights)
-        if self._flags.vetoes or not any_used:
+        self._is_discarded = bool(self._flags.vetoes) or not any_used
+        if self._is_discarded:
             self._discard()
         else:
             self._hand_out()

@@ -130,7 +130,7 @@ class Passes:
             ZeroGradHook(optimizer, self.note_zero_grad),
             StepWatch(self.before_other_step, self.after_other_step),
         ]
-        listen_to_skips(optimizer, self._progress.skipped)
+        listen_to_skips(optimizer, self._progress.skipped, self._engine.outcome.is_left_out)
         if self._settings.accumulates:
             self._handles.append(ModuleZeroGradWatch(self._note_module_zero_grad))
         if module is not None:

@@ -84,7 +84,7 @@ _REMEDY = (
 _MOST_UNANSWERED = 4
 """Number of reductions in a row with differing parameters, and no step ever, that is an error."""
 
-_SEEN = {"written": MapOf(str), "processor": str, "drawn": MapOf(COUNT)}
+_SEEN = {"written": MapOf(str), "processor": str, "drawn": MapOf(COUNT), "rewritten": str}
 """Form of what another rank has seen."""
 
 Named = Sequence[tuple[str, torch.Tensor]]
@@ -209,10 +209,16 @@ class StepEvidence:
         self._versions: tuple[Named, list[int]] = ((), [])  # as the last step has ended
         self._before: dict[str, int] | None = None  # generators, as the step began that is looked at
         self._drawn: set[str] = set()
+        self._rewritten = ""
 
-    def before_step(self, *, looks: bool) -> None:
-        """Note that a step begins, and whether it is one that ``looks`` for random numbers."""
+    def before_step(self, *, looks: bool, rewritten: Callable[[], str] = lambda: "") -> None:
+        """Note that a step begins, and whether it is one that ``looks`` closer.
+
+        ``rewritten``: returns the name of a parameter whose gradient is not the averaged tensor; "" without one.
+        """
         self._before = self._generators() if looks else None
+        if looks and not self._rewritten:
+            self._rewritten = rewritten()
 
     def after_step(self) -> None:
         """Note that a step has ended, or that training begins: parameters may have been written to until now."""
@@ -233,9 +239,10 @@ class StepEvidence:
         now = {name: version_of(param) for name, param in self._params()}
         return {name: self._writer_of(name) for name in now if now[name] != before.get(name, now[name])}
 
-    def drawn(self) -> dict[str, int]:
-        """Return hashes of the generators from which a step has drawn, by name."""
-        return {name: value for name, value in self._generators().items() if name in self._drawn}
+    def of_steps(self) -> dict[str, Any]:
+        """Return hashes of the generators from which a step has drawn, and a parameter with a rewritten gradient."""
+        drawn = {name: value for name, value in self._generators().items() if name in self._drawn}
+        return {"drawn": drawn, "rewritten": self._rewritten}
 
     def _writer_of(self, name: str) -> str:
         module = self._module()
@@ -334,7 +341,7 @@ class ReplicaDifferences:
         self, names: Sequence[str], by_rank: np.ndarray, num_reductions: int, written: Mapping[str, str]
     ) -> None:
         mine = {"written": {name: how for name, how in written.items() if name in names}, "processor": _processor()}
-        texts = self.all_gather_text(json.dumps({**mine, "drawn": self.evidence.drawn()}))
+        texts = self.all_gather_text(json.dumps({**mine, **self.evidence.of_steps()}))
         seen = [parse(text, _SEEN, f"what rank {rank} has seen") for rank, text in enumerate(texts)]
         apart, largest, count, total = self._distance()
         far = f"the largest difference is {apart:.3g}, the largest magnitude {largest:.3g}"
@@ -379,6 +386,14 @@ class ReplicaDifferences:
             causes.append(
                 f"{name!r} was written to after the last optimizer.step() on {name_ranks(writers)}: {by}. Write to "
                 "parameters alike on all ranks, or in a post-hook of the optimizer's step"
+            )
+        rewriters = [rank for rank, each in zip(world, seen, strict=True) if each["rewritten"]]
+        if rewriters:
+            name = next(filter(None, (each["rewritten"] for each in seen)))
+            causes.append(
+                f"a step used another gradient of {name!r} than the average on {name_ranks(rewriters)}: if a wrapper "
+                "rewrites .grad (per-sample clipping), have backward() and that inside `with reducer.paused():`, then "
+                "call reducer.reduce() before the step"
             )
         return "; and ".join(causes), bool(differing) or not set(writers) <= set(odd)
 

@@ -210,13 +210,19 @@ class RankComparison:
     def before_step(self) -> None:
         """Note that a step of the parameters begins."""
         reductions = self._progress.num_reductions
-        self._differences.evidence.before_step(looks=reductions == 1 or self.is_due(reductions))
+        looks = reductions == 1 or self.is_due(reductions)
+        self._differences.evidence.before_step(looks=looks, rewritten=self._rewritten)
+
+    def _rewritten(self) -> str:
+        """Return the name of the first parameter whose gradient is not the averaged tensor; "" without one."""
+        slots = self._table.slots()
+        return next((s.name for s in slots if s.owner.grad is not None and not s.holds_average()), "")
 
     def after_step(self) -> None:
         """Note that a step of the parameters has ended, or that training begins.
 
-        On a GPU they are hashed here if the next reduction compares them: there the host cannot ask again before a step,
-        by which weights that differ on purpose are equal again.
+        On a GPU they are hashed here if the next reduction compares them: there the host cannot ask again before a
+        step, by which weights that differ on purpose are equal again.
         """
         if self._communicator.size == 1:
             return

@@ -59,8 +59,11 @@ _CLIPS = {"Adan": ("max_grad_norm",), "Lamb": ("pre_norm",)}
 """Options of classes of pytorch_optimizer that clip the norm of all gradients together."""
 
 
-def require_independent(optimizer: torch.optim.Optimizer, shard: Sharding) -> None:
-    """Raise ValueError if the step of ``optimizer`` is known to couple parameters, or not known to treat each alone."""
+def require_independent(optimizer: torch.optim.Optimizer, shard: Sharding, name: str) -> None:
+    """Raise ValueError if the step of ``optimizer`` is known to couple parameters, or not known to treat each alone.
+
+    ``name``: that of a parameter.
+    """
     kind = type(optimizer)
     for each in kind.__mro__:
         why = _REFUSED.get(_package_of(each, _REFUSED), {}).get(each.__name__)
@@ -77,9 +80,10 @@ def require_independent(optimizer: torch.optim.Optimizer, shard: Sharding) -> No
                 )
     if not is_known and not shard.independent:
         raise ValueError(
-            f'shard="{shard.kind}" gives each rank whole parameters to step, and {kind.__module__}.{kind.__qualname__} '
-            "is not among the optimizers that are known to step each parameter by its own gradient and state alone. If "
-            f'it does, write shard=pycomm.Sharding("{shard.kind}", independent=True); see docs/sharding.md, "Any '
+            f'shard="{shard.kind}" gives each rank whole parameters to step, such as {name!r}, and '
+            f"{kind.__module__}.{kind.__qualname__} is not among the optimizers that are known to step each parameter by "
+            "its own gradient and state alone (not by a norm of several, nor by random numbers, which one process would "
+            f'draw in another order). If it does, write shard=pycomm.Sharding("{shard.kind}", independent=True); see docs/sharding.md, "Any '
             'optimizer"'
         )
 
