@@ -67,8 +67,8 @@ def checked_optimizer(optimizer: Any, model: Any = None, call: str = "") -> torc
     if not hasattr(inner, "_optimizer_step_pre_hooks"):
         raise TypeError(
             f"optimizer is a {type(inner).__name__} whose __init__ has not called that of torch.optim.Optimizer, so it "
-            "has no hooks: call super().__init__(params, defaults), or pass the optimizer that it wraps. If it rewrites "
-            ".grad first (per-sample clipping), have backward() and that inside `with reducer.paused():`, then call "
+            "has no hooks: call super().__init__(params, defaults), or pass the optimizer that it wraps. If it first "
+            "rewrites .grad (per-sample clipping), have backward() and that inside `with reducer.paused():`, then call "
             "reducer.reduce(), and step() of the inner one"
         )
     return inner

@@ -374,7 +374,7 @@ class ReplicaDifferences:
         causes = []
         if differing:
             causes.append(
-                f"optimizer.step() draws random numbers from the generator of {' and of '.join(differing)}, whose "
+                f"The optimizer's step() draws random numbers from the generator of {' and of '.join(differing)}, whose "
                 "state differs between the ranks: seed it alike on all ranks, or give the optimizer one of its own"
             )
         if writers:
@@ -384,18 +384,18 @@ class ReplicaDifferences:
             if written[name]:
                 by = f"{written[name]} rescales the rows that a forward looks up"
             causes.append(
-                f"{name!r} was written to after the last optimizer.step() on {name_ranks(writers)}: {by}. Write to "
+                f"Parameter {name!r} was written to after the last optimizer.step() on {name_ranks(writers)}: {by}. Write to "
                 "parameters alike on all ranks, or in a post-hook of the optimizer's step"
             )
         rewriters = [rank for rank, each in zip(world, seen, strict=True) if each["rewritten"]]
         if rewriters:
             name = next(filter(None, (each["rewritten"] for each in seen)))
             causes.append(
-                f"a step used another gradient of {name!r} than the average on {name_ranks(rewriters)}: if a wrapper "
+                f"A step used another gradient of {name!r} than the average on {name_ranks(rewriters)}: if a wrapper "
                 "rewrites .grad (per-sample clipping), have backward() and that inside `with reducer.paused():`, then "
                 "call reducer.reduce() before the step"
             )
-        return "; and ".join(causes), bool(differing) or not set(writers) <= set(odd)
+        return ". ".join(causes), bool(differing) or not set(writers) <= set(odd)
 
     def _raise_difference(self, message: str, odd: list[int], count: int, is_flip: bool, causes: str) -> NoReturn:
         """Raise DamageError if a majority agrees or it looks like a flipped bit; else RuntimeError."""

@@ -81,10 +81,10 @@ def require_independent(optimizer: torch.optim.Optimizer, shard: Sharding, name:
     if not is_known and not shard.independent:
         raise ValueError(
             f'shard="{shard.kind}" gives each rank whole parameters to step, such as {name!r}, and '
-            f"{kind.__module__}.{kind.__qualname__} is not among the optimizers that are known to step each parameter by "
-            "its own gradient and state alone (not by a norm of several, nor by random numbers, which one process would "
-            f'draw in another order). If it does, write shard=pycomm.Sharding("{shard.kind}", independent=True); see docs/sharding.md, "Any '
-            'optimizer"'
+            f"{kind.__module__}.{kind.__qualname__} is not among the optimizers that are known to step each parameter "
+            "by its own gradient and state alone (not by a norm of several, nor by random numbers, which one process "
+            f'would draw in another order). If it does, write shard=pycomm.Sharding("{shard.kind}", independent=True); '
+            'see docs/sharding.md, "Any optimizer"'
         )
 
 
