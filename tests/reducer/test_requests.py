@@ -116,6 +116,58 @@ def test_a_veto_after_a_step_is_of_the_next_one() -> None:
     assert any("the next step" in text for text in said) == (rank == 1)
 
 
+@pytest.mark.parametrize("first", ["overflow", "veto"])
+@pytest.mark.parametrize("scaler", ["given", "own", "not given"])
+@on_ranks(2)
+def test_a_veto_after_a_step_that_the_scaler_has_skipped(first: str, scaler: str) -> None:
+    rank, model = dist.get_rank(), make_model()
+    optimizer = sgd(model)
+    scales: Any = pycomm.LossScaler(2.0**8) if scaler == "own" else torch.amp.GradScaler("cpu", init_scale=256.0)
+    with attached(optimizer, model, loss_scaler=None if scaler == "not given" else scales) as reducer:
+        for step in range(5):
+            before = [p.detach().clone() for p in model.parameters()]
+            optimizer.zero_grad()
+            loss = loss_of(model, rank, step)
+            if step == 1 and rank == 1:
+                loss = loss * (float("inf") if first == "overflow" else 1.0)
+            if rank == 1 and (step == 2 or (step, first) == (1, "veto")):
+                reducer.veto_step()
+            scales.scale(loss).backward()
+            scales.step(optimizer)
+            scales.update()
+            assert all(map(torch.equal, before, model.parameters())) == (step in (1, 2))
+        assert reducer.stats()["vetoed_steps"] == 1 + (first == "veto")
+        assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("how", ["veto", "skipped by all", "unscaled"])
+@on_ranks(2)
+def test_a_step_that_is_left_out_with_a_scaler_that_attach_was_not_given(how: str) -> None:
+    """It may be the first one; GradScaler refuses steps without gradients otherwise, and still does so by mistake."""
+    rank, model = dist.get_rank(), make_model()
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=256.0)
+    with attached(optimizer, model) as reducer:
+        for step in range(4):
+            before = [p.detach().clone() for p in model.parameters()]
+            optimizer.zero_grad()
+            is_left_out = step in (0, 2)
+            if is_left_out and how == "skipped by all":
+                reducer.skip_batch()
+            else:
+                if is_left_out and rank == 1:
+                    reducer.veto_step()
+                scaler.scale(loss_of(model, rank, step)).backward()
+            if how == "unscaled" and not is_left_out:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            assert scaler.get_scale() == 256.0
+            assert all(map(torch.equal, before, model.parameters())) == is_left_out
+        optimizer.zero_grad()
+        with pytest.raises(AssertionError, match="No inf checks"):
+            scaler.step(optimizer)
+
+
 @on_ranks(2)
 def test_what_does_not_go_with_a_veto() -> None:
     model = make_model(dtype=torch.float32)

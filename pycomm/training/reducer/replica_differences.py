@@ -374,8 +374,8 @@ class ReplicaDifferences:
         causes = []
         if differing:
             causes.append(
-                f"The optimizer's step() draws random numbers from the generator of {' and of '.join(differing)}, whose "
-                "state differs between the ranks: seed it alike on all ranks, or give the optimizer one of its own"
+                f"The optimizer's step() draws random numbers from the generator of {' and of '.join(differing)}, "
+                "whose state differs between the ranks: seed it alike on all ranks, or give the optimizer its own"
             )
         if writers:
             written = {name: how for each in seen for name, how in each["written"].items()}
@@ -384,8 +384,8 @@ class ReplicaDifferences:
             if written[name]:
                 by = f"{written[name]} rescales the rows that a forward looks up"
             causes.append(
-                f"Parameter {name!r} was written to after the last optimizer.step() on {name_ranks(writers)}: {by}. Write to "
-                "parameters alike on all ranks, or in a post-hook of the optimizer's step"
+                f"Parameter {name!r} was written to after the last optimizer.step() on {name_ranks(writers)}: {by}. "
+                "Write to parameters alike on all ranks"
             )
         rewriters = [rank for rank, each in zip(world, seen, strict=True) if each["rewritten"]]
         if rewriters:
