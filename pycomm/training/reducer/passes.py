@@ -200,7 +200,8 @@ class Passes:
         self._window.complete = self._engine.flags.just_stepped = False
         if not self._local.depth:
             self._engine.flags.loop.num_zero_grads += 1
-        self._note_cleared(set(parameter_ids(self._table.optimizer)))
+        if self._window.is_open:
+            self._note_cleared(set(parameter_ids(self._table.optimizer)))
 
     def _note_module_zero_grad(self, module: torch.nn.Module) -> None:
         """Note that any ``module`` clears its gradients, of which those of an open window may not be shown."""
@@ -208,9 +209,7 @@ class Passes:
             self._note_cleared(set(map(id, module.parameters())))
 
     def _note_cleared(self, ids: set[int]) -> None:
-        """Discard an open window if the gradients of the parameters with these ``ids``, which are cleared, are all."""
-        if not self._window.is_open:
-            return
+        """Discard the window if the gradients of the parameters with these ``ids``, which are cleared, are all."""
         slots = self._table.slots()
         forget_wide(slot for slot in slots if id(slot.param) in ids)
         if all(id(slot.param) in ids for slot in slots):

@@ -18,6 +18,7 @@ import torch
 
 from pycomm import kernels
 from pycomm.collectives.communicator import Communicator
+from pycomm.collectives.layout import is_capturing
 from pycomm.collectives.tensor_memory import hashable, is_plain
 from pycomm.descriptions import cpu_model, name_ranks, ranks_by_value
 from pycomm.errors import CommError
@@ -216,6 +217,7 @@ class StepEvidence:
 
         ``rewritten``: returns the name of a parameter whose gradient is not the averaged tensor; "" without one.
         """
+        looks = looks and not is_capturing()  # of a GPU's generator nothing may be asked meanwhile
         self._before = self._generators() if looks else None
         if looks and not self._rewritten:
             self._rewritten = rewritten()
