@@ -106,10 +106,12 @@ def _check_content(where: str, content: dict[Any, Any]) -> None:
 
 
 def _select_rank(ranks: list[tuple[int, State]], size: int, communicator: Communicator) -> State:
-    """Return this rank's own state if the world size is unchanged, otherwise its part of all ranks' state."""
+    """Return this rank's own state if the world size is unchanged, any rank's if all are equal, or a part of all."""
     numbers = sorted(rank for rank, _ in ranks)
     if size == communicator.size and numbers.count(communicator.rank) == 1:
         return dict(ranks)[communicator.rank]
+    if ranks and not any(key in CONTRIBUTIONS for _, state in ranks for entry in state.values() for key in entry):
+        return ranks[0][1]
     if len(numbers) == size and numbers == list(range(size)):
         return _reshard(ranks, communicator)
     raise ValueError(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from pycomm import checks
+from pycomm.collectives.communicator import Communicator
 from pycomm.compression import Compression, NoCompression
 from pycomm.optim.attached import refuse_second_average
 from pycomm.optim.parameters import optimizer_parameters
+from pycomm.optim.step_override import HALF
 from pycomm.training.cost.named import checked_method, refuse_local_norm
+from pycomm.training.reducer.parameters import Ignored
 
 
 def checked_parameters(
@@ -35,22 +39,35 @@ def checked_parameters(
             f"the optimizer has a parameter of shape {list(alone.shape)} that is not in the model, so it would not be "
             "averaged: pass a module that has all of them"
         )
-    kinds = sorted({f"{p.dtype} on {p.device}" for p in named.values()})
-    if len(kinds) != 1 or next(iter(named.values())).dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"parameters are {', '.join(kinds)}, wanted all float32 or all float64 on one device")
+    halves = HALF if call == "local_sgd()" else ()
+    wide = {(torch.float32 if p.dtype in halves else p.dtype, p.device) for p in named.values()}
+    if len(wide) != 1 or next(iter(wide))[0] not in (torch.float32, torch.float64):
+        kinds = ", ".join(sorted({f"{p.dtype} on {p.device}" for p in named.values()}))
+        wanted = "all float64, or float32 and half types," if halves else "all float32 or all float64"
+        raise ValueError(f"parameters are {kinds}, wanted {wanted} on one device")
     return named
 
 
-def checked_per_rank(per_rank: Any, optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """Return the names as a tuple. Raise TypeError or ValueError if they name no numbers of groups."""
+def checked_per_rank(per_rank: Any, optimizer: torch.optim.Optimizer | None, model: torch.nn.Module) -> Ignored:
+    """Return the names. Raise TypeError or ValueError if one names neither numbers of groups nor buffers."""
     if isinstance(per_rank, str) or not isinstance(per_rank, Iterable):
         raise TypeError(f'per_rank is {per_rank!r}, wanted names of numbers of parameter groups, like ("lr",)')
     names = tuple(per_rank)
-    known = {key for group in optimizer.param_groups for key in group} - {"params"}
+    known = {key for group in ([] if optimizer is None else optimizer.param_groups) for key in group} - {"params"}
+    buffers = dict(model.named_buffers())
     for name in names:
-        if name not in known:
-            raise ValueError(f"per_rank has {name!r}, wanted names out of {', '.join(sorted(known))}")
-    return names
+        if name not in known and not fnmatch.filter(buffers, str(name)):
+            raise ValueError(f"per_rank has {name!r}, wanted {', '.join(['buffers', *sorted(known)])}")
+    return Ignored(names, {name: x for name, x in buffers.items() if Ignored(names).matches(name)})
+
+
+def name_of_not_finite(communicator: Communicator, named: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Return which tensor of which rank is not finite, for errors. Collective."""
+    mine = next((name for name, x in named if not torch.isfinite(x).all()), "")
+    for rank, name in enumerate(communicator.channel.all_gather_bytes(mine.encode())):
+        if name:
+            return f"{name.decode()!r} is not finite on rank {rank}"
+    return "they are finite, but too large to be added"
 
 
 SELDOM = "measures many steps, and ranks that meet this seldom have few"

@@ -21,19 +21,23 @@ from pycomm.collectives.transport.own_group import timeout_seconds
 from pycomm.compression import Compression, NoCompression
 from pycomm.errors import attempt
 from pycomm.optim.parameters import checked_optimizer
+from pycomm.optim.step_override import stepper_of
 from pycomm.training.asynchronous.arguments import (
     check_outer,
     checked_parameters,
     checked_per_rank,
     named_method,
 )
+from pycomm.training.asynchronous.buffers import MeetingBuffers
 from pycomm.training.asynchronous.elastic_group import ElasticGroup, Lines
 from pycomm.training.asynchronous.fragment import Elastic, Fragment, Nesterov, Outer
 from pycomm.training.asynchronous.local_averager import LocalAverager, MeetingSchedule
 from pycomm.training.asynchronous.loop import Loop, TrackedParameters
+from pycomm.training.reducer.parameters import Ignored
+from pycomm.training.reducer.settings import checked_buffers
 
 
-def local_sgd(
+def local_sgd(  # noqa: PLR0913  # all of it is one meeting
     optimizer: torch.optim.Optimizer,
     model: torch.nn.Module,
     *,
@@ -44,6 +48,7 @@ def local_sgd(
     compression: Compression | str | None = None,
     on_failure: str = "raise",
     join: str | None = None,
+    buffers: str = "local",
     per_rank: Iterable[str] = (),
     process_group: dist.ProcessGroup | None = None,
     timeout: timedelta | float | None = None,
@@ -56,7 +61,9 @@ def local_sgd(
 
     Args:
         optimizer: any torch optimizer.
-        model: its parameters must all belong to the optimizer, and be all float32 or all float64, on one device.
+        model: its parameters must all belong to the optimizer, and be all float64, or float32 and half types, on one
+            device. Half-precision ones are averaged in float32, with 8 bytes per parameter, and 4 more for outer
+            momentum; in their place their masters, if :func:`pycomm.master_weights` keeps some.
         every: number of steps between meetings; the same on all ranks, which must all make equally many steps.
         outer: how the mean is applied. ``None``: it becomes the parameters (local SGD; with ``attach`` for the first
             steps and then ``detach()``, post-local SGD). ``pycomm.Nesterov()``: DiLoCo. ``pycomm.Elastic()``: the ranks
@@ -74,8 +81,13 @@ def local_sgd(
         join: address, "host:port" or "[::1]:port", of the store of a running group. This process joins it after its
             next meeting: it does not call ``init_process_group``, takes the group's parameters, and keeps the state
             of its own ``optimizer``. Requires "shrink" on all ranks.
+        buffers: treatment of the module's buffers (BatchNorm's statistics, for example) in each meeting. "local": each
+            rank keeps its own, and the log names one once if they differ. "average": floating-point buffers become
+            their mean, without weights, and all others the lowest rank's. "broadcast": all become the lowest rank's.
+            Those with equal bits on all ranks are not written. After a ``delay``, values are those of its beginning.
         per_rank: keys of parameter groups, such as "lr", whose numbers may differ between ranks. All others are
-            compared in each meeting, except those that the optimizer itself changes.
+            compared in each meeting, except those that the optimizer itself changes. Also names of buffers that stay
+            each rank's own, or patterns ("*.running_mean").
         process_group: the ranks; the default group if ``None``.
         timeout: limit of every wait for a peer; seconds or ``timedelta``. ``None``: the process group's own.
 
@@ -84,10 +96,11 @@ def local_sgd(
             between ranks: on every rank. From ``optimizer.step()``: ``model`` or ``optimizer`` has other parameters
             now, or hyperparameters differ between ranks.
         CommError: a rank did not come. ``optimizer.step()`` raises it, too, if one is lost.
-        RuntimeError: from ``optimizer.step()``, on every rank: a parameter of some rank is not finite; or the ranks
+        RuntimeError: from ``optimizer.step()``, on every rank: a parameter or averaged buffer is not finite; or ranks
             have made different numbers of steps, or one has left out a batch (see ``skip_step`` of the handle).
     """
     given = dict[str, Any](fragments=fragments, delay=delay, compression=compression, on_failure=on_failure)
+    given["buffers"] = buffers
     checked = partial(_checked, optimizer, model, outer, every, per_rank, **given)
     if join is not None and (not dist.is_initialized() or isinstance(join, str)):  # alone, without the ranks
         return _join(checked(join=join), join, timeout)
@@ -105,14 +118,16 @@ class _Settings:
     schedule: MeetingSchedule
     survives: bool
     named: dict[str, torch.Tensor]
-    per_rank: tuple[str, ...]
+    buffers: str
+    own: Ignored
 
     def lines(self) -> Lines:
         """Return what must be the same on all ranks."""
         settings = [
             *(f"every={self.schedule.every}", f"delay={self.schedule.delay}", f"fragments={len(self.schedule.turns)}"),
-            *(f"per_rank={list(self.per_rank)}", f"outer={self.outer!r}", f"compression={self.method!r}"),
-            f"on_failure shrinks: {self.survives}",
+            *(f"per_rank={list(self.own.patterns)}", f"outer={self.outer!r}", f"compression={self.method!r}"),
+            *(f"on_failure shrinks: {self.survives}", f"buffers={self.buffers!r}"),
+            f"master weights: {stepper_of(self.optimizer).has_masters}",
         ]
         return [
             ("the version of pycomm", version()),
@@ -125,9 +140,9 @@ class _Settings:
         """Make the handle, once the ranks have agreed."""
         keeps = self.survives and self.schedule.delay > 0
         parts = _split(self.named, len(self.schedule.turns))
-        fragments = [Fragment(part, self.outer, self.method, keeps) for part in parts]
-        loop = Loop(TrackedParameters(self.model, self.optimizer, self.named, "local_sgd()"), self.per_rank)
-        buffers = list(self.model.buffers())
+        buffers = MeetingBuffers(self.model, self.buffers, communicator, self.own, "local_sgd")
+        fragments = [Fragment(part, self.outer, self.method, keeps, self.optimizer) for part in parts]
+        loop = Loop(TrackedParameters(self.model, self.optimizer, self.named, "local_sgd()"), self.own)
         return LocalAverager(communicator, self.optimizer, fragments, self.schedule, group, buffers, loop)
 
 
@@ -143,6 +158,7 @@ def _checked(
     compression: Any = None,
     on_failure: Any = "raise",
     join: Any = None,
+    buffers: Any = "local",
 ) -> _Settings:
     optimizer = checked_optimizer(optimizer, model, "local_sgd")
     if outer is not None and not isinstance(outer, Nesterov | Elastic):
@@ -169,8 +185,9 @@ def _checked(
     if join is not None and not survives:
         raise ValueError('join requires on_failure="shrink", as the ranks that are there have it')
     schedule = MeetingSchedule(every, delay, tuple(every * (i + 1) // fragments for i in range(fragments)))
-    names = checked_per_rank(per_rank, optimizer)
-    return _Settings(optimizer, model, outer, method, schedule, survives, named, names)
+    own = checked_per_rank(per_rank, optimizer, model)
+    buffers = checked_buffers(buffers, model)
+    return _Settings(optimizer, model, outer, method, schedule, survives, named, buffers, own)
 
 
 def _average(
@@ -185,7 +202,12 @@ def _average(
 
         settings = agreed(communicator.channel.all_gather_bytes, attempt(checked), lines=compared)
         lines = settings.lines()
-        share_tensors(communicator, named_tensors(settings.model), src=0)
+        stepper = stepper_of(settings.optimizer)
+        masters = {f"master {number}": master for number, master in enumerate(stepper.masters())}
+        shared = {name: x for name, x in named_tensors(settings.model).items() if not settings.own.covers(x)}
+        share_tensors(communicator, shared | masters, src=0)
+        stepper.restore()
+        stepper.warn_of_lost_updates(settings.named)
         group = ElasticGroup.found(communicator, lines) if settings.survives else None
         return settings.averager(communicator, group)
     except BaseException:

@@ -15,6 +15,7 @@ from torch import nn
 
 from pycomm.optim import fuse
 from pycomm.optim.fused import RULES
+from pycomm.training.asynchronous.buffers import ServerBuffers
 from pycomm.training.asynchronous.modes import Compensator, Rules
 from pycomm.training.asynchronous.packing import Unpackers
 from pycomm.training.checkpoint.files import DamagedError, checked
@@ -282,6 +283,7 @@ _SHAPE = {
     "lives": MapOf(str, key=COUNT),
     "last": MapOf(COUNT, key=COUNT),
     "pulled": MapOf(COUNT, key=COUNT),
+    "buffers?": MapOf(torch.Tensor, key=COUNT),
 }
 
 
@@ -356,6 +358,7 @@ class Core:
         wire: dtype of parameters and gradients on the workers.
         unpackers: unpack compressed gradients; ``None`` without compression.
         settings: settings that a restarted server must share with this one.
+        buffers: those of the model, if workers push them.
 
     Attributes:
         staleness: number of gradients by staleness, the number of updates since their parameters were pulled.
@@ -371,9 +374,10 @@ class Core:
         wire: torch.dtype,
         unpackers: Unpackers | None = None,
         settings: str = "",
+        buffers: ServerBuffers | None = None,
     ) -> None:
         self.shard, self.mode, self._compensator, self.wire = shard, mode, compensator, wire
-        self.unpackers, self._settings = unpackers, settings
+        self.unpackers, self._settings, self.buffers = unpackers, settings, buffers
         self.staleness: Counter[int] = Counter()
         self.counts: Counter[str] = Counter(pushes=0, dropped=0, duplicates=0, lost=0)
         self._lives: dict[int, str] = {}  # unique token of each worker's process
@@ -457,6 +461,7 @@ class Core:
             "lives": dict(self._lives),
             "last": dict(self._last),
             "pulled": dict(self._pulled),
+            "buffers": {} if self.buffers is None else self.buffers.by_worker,
         }
 
     def state_spec(self) -> StateSpec:
@@ -474,3 +479,5 @@ class Core:
         self.staleness, self.counts = Counter(state["staleness"]), Counter(state["counts"])
         self._lives, self._last = dict(state["lives"]), dict(state["last"])
         self._pulled = dict(state["pulled"])
+        if self.buffers is not None:
+            self.buffers.push(found := state.get("buffers", {}), found)

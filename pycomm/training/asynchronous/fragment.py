@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,9 @@ from pycomm.compression import Compression
 from pycomm.compression.base import Exchange, Scaling, State
 from pycomm.compression.dense import by_method
 from pycomm.errors import CommError
+from pycomm.optim.master_weights import MasterWeights
+from pycomm.optim.step_override import HALF, stepper_of
+from pycomm.training.asynchronous.arguments import name_of_not_finite
 from pycomm.worker import Work
 
 
@@ -84,7 +87,7 @@ _LATE = 0.5
 
 
 class _FragmentPart:
-    """Parameters of a fragment that share one compression method.
+    """Parameters of a fragment that share one compression method. What is kept of half-precision ones is float32.
 
     Attributes:
         anchor: parameters of the last meeting, or the center of elastic averaging; flat, as the bucket is.
@@ -93,12 +96,12 @@ class _FragmentPart:
     """
 
     def __init__(
-        self, names: Sequence[str], params: Sequence[torch.Tensor], method: Compression, has_velocity: bool
+        self, named: Mapping[str, torch.Tensor], method: Compression, outer: Outer, optimizer: torch.optim.Optimizer
     ) -> None:
-        self.names, self.params, self._method = list(names), list(params), method
+        self.names, self.params, self._method = list(named), list(named.values()), method
         self.bucket: Bucket
         self.exchange: Exchange | None = None
-        self._has_velocity = has_velocity
+        self._has_velocity, self._optimizer = isinstance(outer, Nesterov), optimizer
         self.anchor: torch.Tensor
         self.velocity: torch.Tensor | None = None
         self.mean: torch.Tensor | None = None
@@ -107,18 +110,24 @@ class _FragmentPart:
     def open(self, communicator: Communicator) -> None:
         """Make bucket and exchange for ``communicator``; anchor, velocity and residuals are kept."""
         state: State = {} if self.exchange is None else self.exchange.state()
-        self.bucket = Bucket(self.names, [p.detach() for p in self.params], communicator)
         if self.exchange is None:
-            self.anchor = torch.empty_like(self.bucket.flat)
+            first, size = self.params[0], sum(p.numel() for p in self.params)
+            dtype = torch.float32 if first.dtype in HALF else first.dtype
+            self.anchor = torch.empty(size, dtype=dtype, device=first.device)
             self.velocity = torch.zeros_like(self.anchor) if self._has_velocity else None
             for view, p in self.views_of(self.anchor):
                 view.copy_(p)
+        self.bucket = Bucket(self.names, [view for view, _ in self.views_of(self.anchor)], communicator)
         self.exchange = self._method.make(self.bucket, communicator)
         self.exchange.load_state(state)
 
     def views_of(self, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return each parameter with its view of ``flat`` before it."""
-        return [(view_like(x, p), p.detach()) for x, p in zip(self.bucket.parts(flat), self.params, strict=True)]
+        """Return what is averaged of each parameter, its master if it has one, with its view of ``flat`` before it."""
+        stepper = stepper_of(self._optimizer)
+        stepper.masters()  # takes what was written to the parameters
+        params = map(stepper.master_of, self.params) if isinstance(stepper, MasterWeights) else self.params
+        parts = torch.split(flat[: len(self.anchor)], [p.numel() for p in self.params])
+        return [(view_like(part, p), p.detach()) for part, p in zip(parts, params, strict=True)]
 
     def fill(self) -> None:
         """Write anchor minus parameters to the bucket."""
@@ -143,6 +152,7 @@ class Fragment:
         outer: outer optimizer, which applies the mean.
         method: compression of the exchange.
         keeps: whether to keep what was sent, because a meeting may be repeated after further steps.
+        optimizer: the parameters'; its masters are averaged, if it has some.
 
     Attributes:
         launched: number of steps at the start of the meeting under way; ``None`` if there is none.
@@ -150,15 +160,20 @@ class Fragment:
         met_at: number of steps at the last meeting that had no delay; -1 before.
     """
 
-    def __init__(self, named: Mapping[str, torch.Tensor], outer: Outer, method: Compression, keeps: bool) -> None:
-        params = list(named.values())
-        self.names = names = list(named)
+    def __init__(
+        self,
+        named: Mapping[str, torch.Tensor],
+        outer: Outer,
+        method: Compression,
+        keeps: bool,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        self.names, items = list(named), list(named.items())
         self.outer, self.method, self._keeps, self._weight = outer, method, keeps, 1.0
+        self._optimizer = optimizer
         self._parts = [
-            _FragmentPart(
-                [names[i] for i in indices], [params[i] for i in indices], chosen, isinstance(outer, Nesterov)
-            )
-            for chosen, indices in by_method(method, params)
+            _FragmentPart(dict(items[i] for i in indices), chosen, outer, optimizer)
+            for chosen, indices in by_method(method, list(named.values()))
         ]
         self.launched: int | None = None
         self.num_meetings, self.met_at = 0, -1
@@ -261,19 +276,12 @@ class Fragment:
         self._work = None
         if not finite:
             self.launched = None
-            raise RuntimeError(f"the parameters of the ranks have no mean: {self._nonfinite()}")
+            named = [pair for part in self._parts for pair in zip(part.names, part.params, strict=True)]
+            why = name_of_not_finite(self._communicator, named)
+            raise RuntimeError(f"the parameters of the ranks have no mean: {why}")
         self.num_meetings += 1
         for part in self._parts:
             part.mean = part.bucket.flat
-
-    def _nonfinite(self) -> str:
-        """Name a parameter that is not finite, and its rank. Collective."""
-        named = [(name, p) for part in self._parts for name, p in zip(part.names, part.params, strict=True)]
-        mine = next((name for name, p in named if not torch.isfinite(p).all()), "")
-        for rank, name in enumerate(self._communicator.channel.all_gather_bytes(mine.encode())):
-            if name:
-                return f"{name.decode()!r} is not finite on rank {rank}"
-        return "they are finite, but too large to be added"
 
     @torch.no_grad()
     def apply_mean(self, *, is_late: bool) -> None:
@@ -299,10 +307,8 @@ class Fragment:
         """Move the parameters to the anchor, or by a ``share`` of the way."""
         for part in self._parts:
             for value, p in part.views_of(part.anchor):
-                if share == 1.0:
-                    p.copy_(value)
-                else:
-                    p.lerp_(value, share)
+                p.copy_(value if share == 1.0 else torch.lerp(p.to(value.dtype), value, share))
+        stepper_of(self._optimizer).restore()
 
     # State.
 

@@ -19,8 +19,10 @@ from pycomm.collectives.communicator import Communicator
 from pycomm.descriptions import counted, tensors_text
 from pycomm.errors import attempt
 from pycomm.optim.parameters import checked_optimizer
-from pycomm.training.asynchronous.arguments import checked_parameters, checked_per_rank
+from pycomm.training.asynchronous.arguments import checked_parameters, checked_per_rank, name_of_not_finite
+from pycomm.training.asynchronous.buffers import MeetingBuffers
 from pycomm.training.asynchronous.loop import Loop, MeetingReport, TrackedParameters, raise_differences
+from pycomm.training.reducer.settings import checked_buffers
 
 _SEGMENT_BYTES = 4 << 20
 """Bytes mixed at a time, so that buffered messages stay small for any model."""
@@ -33,6 +35,7 @@ def gossip(
     topology: str | Sequence[Any] = "exponential",
     every: int = 1,
     seed: int = 0,
+    buffers: str = "local",
     per_rank: Iterable[str] = (),
     process_group: dist.ProcessGroup | None = None,
     timeout: timedelta | float | None = None,
@@ -54,7 +57,10 @@ def gossip(
             approach their mean. :func:`pycomm.schedule.verify` proves every topology.
         every: number of steps between mixings; the same on all ranks, which must all make equally many steps.
         seed: seed of "random".
-        per_rank: keys of parameter groups whose numbers may differ between ranks, as for :func:`local_sgd`.
+        buffers: as for :func:`local_sgd`. For "average" and "broadcast" all ranks meet in each mixing, and get the same
+            buffers. For "local" they are compared in mixings 1, 2, 4, 8, ...
+        per_rank: keys of parameter groups whose numbers may differ between ranks, or names of buffers, as for
+            :func:`local_sgd`.
         process_group: the ranks; the default group if ``None``.
         timeout: limit of every wait for a peer; seconds or ``timedelta``. ``None``: the process group's own.
 
@@ -63,16 +69,20 @@ def gossip(
             some ranks are never mixed with others), or the ranks differ. From ``optimizer.step()`` or a forward:
             ``model`` or ``optimizer`` has other parameters now. From ``optimizer.step()``: a neighbour's optimizer has
             another learning rate, or another number of its groups.
-        RuntimeError: from ``optimizer.step()``: this rank or a neighbour has left out a batch that the other has not.
+        RuntimeError: from ``optimizer.step()``: this rank or a neighbour has left out a batch that the other has not;
+            or a parameter of this rank is not finite. The others get a CommError then, which names it and the rank.
         CommError: a rank did not come. ``optimizer.step()`` raises it, too, if a neighbour is lost or has failed.
     """
     communicator = Communicator(process_group, timeout)
     try:
-        check = functools.partial(_checked, optimizer, model, topology, every, seed, per_rank, communicator.size)
-        lines = functools.partial(_settings_of, every)
+        arguments = topology, every, seed, buffers, per_rank
+        check = functools.partial(_checked, optimizer, model, communicator.size, *arguments)
+        lines = functools.partial(_settings_of, every, buffers)
         loop, mixing = agreed(communicator.channel.all_gather_bytes, attempt(check), "gossip", lines)
-        share_tensors(communicator, named_tensors(model), src=0)
-        return Gossip(communicator, loop, mixing, every)
+        shared = {name: x for name, x in named_tensors(model).items() if not loop.per_rank.covers(x)}
+        share_tensors(communicator, shared, src=0)
+        synced = MeetingBuffers(model, buffers, communicator, loop.per_rank, "gossip")
+        return Gossip(communicator, loop, mixing, every, synced)
     except BaseException:
         communicator.close()
         raise
@@ -81,11 +91,12 @@ def gossip(
 def _checked(
     optimizer: torch.optim.Optimizer,
     model: torch.nn.Module,
+    num_ranks: int,
     topology: str | Sequence[Any],
     every: int,
     seed: int,
+    buffers: str,
     per_rank: Iterable[str],
-    num_ranks: int,
 ) -> tuple[Loop, schedule.Mixing]:
     """Return what checked arguments come to on this rank; raise TypeError or ValueError if one is wrong."""
     inner = checked_optimizer(optimizer, model, "gossip")
@@ -95,23 +106,31 @@ def _checked(
         raise ValueError(f"parameters are on {kind}, wanted CPU memory")
     mixing = schedule.mixing(topology, num_ranks, seed)
     schedule.verify(mixing)
-    names = checked_per_rank(per_rank, inner)
-    return Loop(TrackedParameters(model, inner, named, "gossip()"), names), mixing
+    checked_buffers(buffers, model)
+    own = checked_per_rank(per_rank, inner, model)
+    return Loop(TrackedParameters(model, inner, named, "gossip()"), own), mixing
 
 
-def _settings_of(every: int, found: tuple[Loop, schedule.Mixing]) -> dict[str, list[str]]:
+def _settings_of(every: int, buffers: str, found: tuple[Loop, schedule.Mixing]) -> dict[str, list[str]]:
     """Return what must be equal on all ranks."""
     loop, mixing = found
     parameters = [f"{name}: {signature(p)}" for name, p in loop.tracked.named.items()]
-    settings = [f"topology={mixing.name}", f"every={every}", f"per_rank={loop.per_rank}"]
+    settings = [
+        f"topology={mixing.name}",
+        f"every={every}",
+        f"per_rank={loop.per_rank.patterns}",
+        f"buffers={buffers!r}",
+    ]
     return {"the optimizer": [type(loop.tracked.optimizer).__name__], "setting": settings, "parameter": parameters}
 
 
 class Gossip:
     """Handle of :func:`gossip`, kept alive by the optimizer's hook."""
 
-    def __init__(self, communicator: Communicator, loop: Loop, mixing: schedule.Mixing, every: int) -> None:
-        params = list(loop.tracked.named.values())
+    def __init__(
+        self, communicator: Communicator, loop: Loop, mixing: schedule.Mixing, every: int, buffers: MeetingBuffers
+    ) -> None:
+        params, self._buffers = list(loop.tracked.named.values()), buffers
         self._communicator, self._params, self._mixing, self._every = communicator, params, mixing, every
         self._loop, self._is_attached = loop, True
         # Push-sum: the last element is a mass that starts as 1 and is mixed like the others; the parameters are the
@@ -162,23 +181,36 @@ class Gossip:
         Raises:
             CommError: a neighbour is lost.
             ValueError: the module or the optimizer has other parameters now, or a neighbour's optimizer other numbers.
-            RuntimeError: a neighbour, or this rank, has left out a batch.
+            RuntimeError: a neighbour, or this rank, has left out a batch; or a parameter of this rank is not finite.
         """
         self._require_attached()
         try:
             report = self._loop.report(self._num_steps)
             if report.problem:
                 raise ValueError(report.problem)
+            if name := self._not_finite(self._params):
+                raise RuntimeError(f"{name!r} is not finite on rank {self._communicator.rank}: nothing was mixed")
             receivers, kept, sources = self._mixing.round_at(self._num_mixings).part_of(self._communicator.rank)
             self._compare(report, receivers, sources)
+            # In mode "local" all ranks wait for each other seldom: in mixings 1, 2, 4, 8, ...
+            is_due = self._buffers.mode != "local" or self._num_mixings & (self._num_mixings + 1) == 0
+            values = self._buffers.exchange(self._buffers.begin()) if is_due else {}
             self._catch_up()
             for segment in self._segments:
                 self._mix_segment(segment, receivers, kept, sources)
+            if name := self._not_finite(self._parts):
+                raise RuntimeError(f"{name!r} is finite, but too large to be mixed on rank {self._communicator.rank}")
         except BaseException as error:  # some segments may be mixed, and others not
             self._communicator.close(f"its mixing failed: {error}")
             raise
         self._num_mixings += 1
         self._show()
+        self._buffers.apply(values)
+
+    def _not_finite(self, tensors: Iterable[torch.Tensor]) -> str:
+        """Return the name of the first tensor that is not finite; the sum is quicker, but may overflow."""
+        named = zip(self._loop.tracked.named, tensors, strict=True)
+        return next((name for name, x in named if not x.sum().isfinite() and not x.isfinite().all()), "")
 
     @property
     def _tag(self) -> int:
@@ -225,10 +257,17 @@ class Gossip:
     def average(self) -> None:
         """Set all ranks' parameters to their mean, at the end or before an evaluation. Collective."""
         self._require_attached()
+        values = self._buffers.exchange(self._buffers.begin())
+        if any(self._communicator.channel.all_gather_number(bool(self._not_finite(self._params)))):
+            why = name_of_not_finite(self._communicator, self._loop.tracked.named.items())
+            raise RuntimeError(f"the parameters of the ranks have no mean: {why}")
         self._catch_up()
         self._communicator.all_reduce(self._mixed, "mean")
+        if name := self._not_finite(self._parts):  # on all ranks
+            raise RuntimeError(f"{name!r} has no mean: it is finite, but too large to be added")
         self._mixed /= float(self._mixed[-1])
         self._show()
+        self._buffers.apply(values)
 
     def stats(self) -> dict[str, Any]:
         """Return ``steps``, ``mixings``, ``bytes_sent`` of parameters, and ``wait_seconds``, the time spent mixing."""
@@ -244,6 +283,7 @@ class Gossip:
         if self._is_attached:
             self._is_attached = False
             self._loop.close()
+            self._buffers.close()
             self._communicator.close(f"it has ended its training (detach) after step {self._num_steps}")
 
     def _require_attached(self) -> None:

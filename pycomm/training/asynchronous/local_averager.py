@@ -13,19 +13,21 @@ from typing import Any
 import torch
 
 from pycomm import checks
-from pycomm.collectives.broadcasting import broadcast_tensors
+from pycomm.agreement import exchanged
+from pycomm.collectives.broadcasting import broadcast_parts, broadcast_tensors
 from pycomm.collectives.communicator import Communicator
-from pycomm.collectives.tensor_memory import shared_parts
 from pycomm.compression.dense import method_text
+from pycomm.compression.saved_state import CONTRIBUTIONS
 from pycomm.descriptions import counted, settings_text, tensors_text
-from pycomm.errors import CommError
+from pycomm.errors import CommError, attempt
 from pycomm.training.asynchronous.arguments import clone_tensors
+from pycomm.training.asynchronous.buffers import MeetingBuffers, Values
 from pycomm.training.asynchronous.elastic_group import ElasticGroup
 from pycomm.training.asynchronous.fragment import Fragment
 from pycomm.training.asynchronous.loop import Loop, MeetingCheck
 from pycomm.untrusted import COUNT, ListOf, OneOf, PairOf, parse, require
 
-_FORMAT = 2
+_FORMAT = 3
 _COUNTERS = {
     "steps": COUNT,
     "launched": COUNT,
@@ -82,13 +84,14 @@ class LocalAverager:
         fragments: Sequence[Fragment],
         schedule: MeetingSchedule,
         group: ElasticGroup | None,
-        buffers: Sequence[torch.Tensor],
+        buffers: MeetingBuffers,
         loop: Loop,
     ) -> None:
         self.optimizer, self._loop = optimizer, loop
         self._weight, self._is_attached = 1.0, True
         self._communicator, self._schedule, self._group = communicator, schedule, group
-        self._fragments, self._buffers = list(fragments), list(buffers)
+        self._fragments, self._buffers = list(fragments), buffers
+        self._buffer_values: dict[int, Values] = {}  # what the buffers become after meetings under way, by number
         for fragment in self._fragments:
             fragment.open(communicator)
         self._under_way: list[tuple[int, Fragment]] = []  # meetings by number, the oldest first
@@ -156,12 +159,14 @@ class LocalAverager:
         self._under_way.append((self._num_launched, fragment))
         report = self._loop.report(self._num_steps, self._num_skipped, has_groups=not self._is_new)
         check = MeetingCheck(self._weight, self._num_launched, index, report)
-        fragment.launch(
-            lambda communicator: check.compare(communicator, self.world),
-            self._weight,
-            report.steps,
-            functools.partial(self._commit, self._num_launched),
-        )
+        number, begun = self._num_launched, self._buffers.begin()
+
+        def compare(communicator: Communicator) -> float:
+            weights = check.compare(communicator, self.world)
+            self._buffer_values[number] = self._buffers.exchange(begun)
+            return weights
+
+        fragment.launch(compare, self._weight, report.steps, functools.partial(self._commit, number))
 
     def _commit(self, number: int) -> None:
         """Count the meeting, once all ranks have its mean; on the communication thread."""
@@ -176,6 +181,7 @@ class LocalAverager:
         finally:
             del self._under_way[0]
         fragment.apply_mean(is_late=is_late)
+        self._buffers.apply(self._buffer_values.pop(number, {}))
         if not is_late:
             fragment.met_at = self._num_steps
         self._num_meetings += 1
@@ -236,8 +242,8 @@ class LocalAverager:
             broadcast_tensors(self._communicator, fragment.shared(), src=0)
             if is_newcomer:
                 fragment.move_to_anchor()
-        buffers = shared_parts(self._buffers)
-        broadcast_tensors(self._communicator, buffers if is_newcomer else [b.clone() for b in buffers], src=0)
+        buffers = [content.part if is_newcomer else content.value for content in self._buffers.take(copies=True)[0]]
+        broadcast_parts(self._communicator, buffers, src=0)
 
     def _counters(self) -> dict[str, Any]:
         places = [[number, self._fragments.index(fragment)] for number, fragment in self._under_way]
@@ -315,13 +321,22 @@ class LocalAverager:
     def state_dict(self) -> dict[str, Any]:
         """Return counters, and by parameter its value at its last meeting, outer velocity and residual.
 
-        All but the residuals of compression is equal on all ranks. Waits for meetings under way. It loads with
+        All but the residuals of compression is equal on all ranks. With residuals it is collective: ``["sums"]`` has
+        their sums, and ``["identity"]`` says whose the own ones are. Waits for meetings under way. It loads with
         ``torch.load(weights_only=True)``.
         """
         self._require_attached()
         for _, fragment in self._under_way:
             self._receive(fragment)
-        return {"format": _FORMAT, "counters": self._counters(), **clone_tensors(self._state())}
+        state, communicator = clone_tensors(self._state()), self._communicator
+        entries = state["compression"].items()
+        sums = {name: {key: x.clone() for key, x in entry.items() if key in CONTRIBUTIONS} for name, entry in entries}
+        for each in [each for entry in sums.values() for each in entry.values()]:
+            communicator.all_reduce(each)
+        identity = {"rank": communicator.rank, "world_size": communicator.size} if any(sums.values()) else {}
+        buffers = {str(number): dict(values) for number, values in self._buffer_values.items()}
+        own = {"buffers": buffers, "sums": sums, "identity": identity}
+        return {"format": _FORMAT, "counters": self._counters(), **state, **own}
 
     def _state(self) -> dict[str, dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {}
@@ -333,12 +348,25 @@ class LocalAverager:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` has returned. The parameters stay as they are: load the model's own state.
 
+        Collective. Unless each rank loads its own state, of as many ranks, all get an equal part of the residuals' sum.
+
         Raises:
-            ValueError: it is of other parameters, or was saved with other settings. Nothing is changed then.
+            ValueError: on every rank: it is of other parameters, or was saved with other settings. Nothing is changed
+                then.
         """
         self._require_attached()
-        _check_state(state, self._state(), self._fragments)
+        for _, fragment in self._under_way:
+            self._receive(fragment)
+        check = attempt(lambda: _check_state(state, self._state(), self._fragments))
+        gather = self._communicator.channel.all_gather_bytes
+        identities = list(enumerate(exchanged(gather, check, "load the state", lambda _: state["identity"])))
+        size = len(identities)
+        if any(identity not in ({}, {"rank": rank, "world_size": size}) for rank, identity in identities):
+            entries, sums = state["compression"], state["sums"]
+            parts = {name: entry | {k: x / size for k, x in sums[name].items()} for name, entry in entries.items()}
+            state = {**state, "compression": parts}
         self._resume(state["counters"])
+        self._buffer_values = {int(number): dict(values) for number, values in state["buffers"].items()}
         for fragment in self._fragments:
             fragment.load_state(state)
 
@@ -347,6 +375,7 @@ class LocalAverager:
         if self._is_attached:
             self._is_attached = False
             self._loop.close()
+            self._buffers.close()
             self._leave(f"it has ended its training (detach) after step {self._num_steps}")
 
     def _require_attached(self) -> None:
@@ -368,16 +397,20 @@ def _in_meeting(error: CommError, num_steps: int) -> CommError:
     return made
 
 
+def _shapes(entries: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, torch.Size]]:
+    return {name: {key: tensor.shape for key, tensor in entry.items()} for name, entry in entries.items()}
+
+
 def _check_state(state: dict[str, Any], current: dict[str, Any], fragments: Sequence[Fragment]) -> None:
     """Raise ValueError if ``state`` cannot replace ``current``."""
-    wanted = {"format", "counters", *current}
+    wanted = {"format", "counters", "buffers", "sums", "identity", *current}
     if not isinstance(state, dict) or state.keys() != wanted or state["format"] != _FORMAT:
         raise ValueError("state is not a LocalAverager.state_dict()")
     require(state["counters"], _COUNTERS, "state['counters']")
     for what in ("anchors", "velocities"):
         if {n: t.shape for n, t in state[what].items()} != {n: t.shape for n, t in current[what].items()}:
             raise ValueError(f"state[{what!r}] is of other parameters, or of another outer optimizer")
-    if state["compression"].keys() != current["compression"].keys():
+    if _shapes(state["compression"]) != _shapes(current["compression"]):
         raise ValueError("state['compression'] is of another compression")
     number = len(state["counters"]["fragments"])
     if number != len(fragments):

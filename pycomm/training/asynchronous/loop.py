@@ -23,6 +23,7 @@ from pycomm.optim.parameters import Writes
 from pycomm.optim.skips import listen_to_skips, stop_listening
 from pycomm.torch_internals import Places, current_graph_task, move_hook, own_parameters, parts_of
 from pycomm.training.reducer import raise_out_of_loop
+from pycomm.training.reducer.parameters import Ignored
 from pycomm.untrusted import ANYTHING, COUNT, ListOf, MapOf, OneOf, parse
 
 _ATTACH = "detach(), and call {} again with the module and the optimizer that are trained now"
@@ -176,12 +177,12 @@ class Loop:
 
     Args:
         tracked: the parameters, with their module and optimizer.
-        per_rank: keys of groups whose numbers may differ between ranks.
+        per_rank: keys of groups whose numbers may differ between ranks, and names of buffers.
     """
 
-    def __init__(self, tracked: TrackedParameters, per_rank: Iterable[str] = ()) -> None:
-        self.per_rank = tuple(per_rank)
-        self.tracked, self.numbers = tracked, GroupNumbers(tracked.optimizer, self.per_rank)
+    def __init__(self, tracked: TrackedParameters, per_rank: Ignored) -> None:
+        self.per_rank = per_rank
+        self.tracked, self.numbers = tracked, GroupNumbers(tracked.optimizer, per_rank.patterns)
         self._model, self._optimizer = tracked.model, tracked.optimizer
         self._index, self._in_step, self._is_excluded = LoopIndex(), False, False
         self._writes = Writes(list(tracked.named.values()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -20,6 +20,8 @@ from pycomm.descriptions import counted, settings_text, tensors_text
 from pycomm.optim.attached import refuse_second_average
 from pycomm.optim.fused import RULES, require_fusable
 from pycomm.optim.parameters import checked_optimizer
+from pycomm.training.asynchronous.arguments import checked_per_rank
+from pycomm.training.asynchronous.buffers import MeetingBuffers, ServerBuffers
 from pycomm.training.asynchronous.core import Core, Piece, ShardOptimizer, shard_dtype
 from pycomm.training.asynchronous.loop import WorkerParameters
 from pycomm.training.asynchronous.modes import Compensator, Mode
@@ -47,6 +49,8 @@ def parameter_server(
     mode: Mode | str = "async",
     compression: Compression | str | None = None,
     checkpoint: str | Path | None = None,
+    buffers: str = "local",
+    per_rank: Iterable[str] = (),
     timeout: timedelta | float | None = None,
 ) -> ParameterServer:
     """Train with a parameter server: ranks 0 to ``servers - 1`` hold and step the parameters, the others are workers.
@@ -73,6 +77,10 @@ def parameter_server(
         checkpoint: folder in which servers save their state every minute, when workers come or go, and at the end. A
             restarted server continues from there, and workers wait for it. The log says how many pushes came after the
             last checkpoint, and are lost. All ranks must name the same folder.
+        buffers: as for :func:`local_sgd`. For "average" and "broadcast" workers push them, too; what they pull, and
+            rank 0 has after ``close()``, is made of what each worker has pushed last. For "local" a worker compares
+            them in pushes 1, 2, 4, 8, ... with what they were at the beginning.
+        per_rank: names of buffers that stay each rank's own, or patterns ("*.running_mean").
         timeout: limit of every wait for a peer; seconds or ``timedelta``. ``None``: the process group's own.
 
     Raises:
@@ -82,14 +90,7 @@ def parameter_server(
             ``parameter_server``; or a server cannot open one of its files, or it is damaged (the error names it).
         CommError: a rank did not come.
     """
-    return traced(
-        *(optimizer, model),
-        servers=servers,
-        mode=mode,
-        compression=compression,
-        checkpoint=checkpoint,
-        timeout=timeout,
-    )
+    return traced(**locals())
 
 
 def traced(
@@ -97,13 +98,14 @@ def traced(
     model: torch.nn.Module,
     *,
     trace: str | Path | None = None,
+    per_rank: Iterable[str] = (),
     timeout: timedelta | float | None = None,
     **options: Any,
 ) -> ParameterServer:
     """Do the same as :func:`parameter_server`, and write traces. For tests and debugging.
 
     Args:
-        optimizer, model, timeout, options: as for :func:`parameter_server`.
+        optimizer, model, per_rank, timeout, options: as for :func:`parameter_server`.
         trace: file to which a server writes the order of events. The server's number is added to the name.
     """
     meeting, lines, problem = ServerMeeting(timeout), list[str](), None
@@ -115,7 +117,10 @@ def traced(
         refuse_second_average(named, "parameter_server()")
         if settings.compression is not None:
             settings.compression.check(optimizer)
-        lines = lines_of(settings, optimizer, named)
+        own = checked_per_rank(per_rank, None, model)
+        buffers = MeetingBuffers(model, settings.buffers, None, own, "parameter_server")
+        described = [] if settings.buffers == "local" else buffers.take(copies=False)[1]
+        lines = [*lines_of(settings, optimizer, named), f"per_rank={own.patterns}", *described]
         shards = shards_of(settings, optimizer, list(named.values()))
         if 0 <= meeting.rank < settings.servers:
             if type(optimizer) in RULES:  # the server will fuse it
@@ -127,7 +132,7 @@ def traced(
         problem = error
     try:
         meeting.compare(lines, problem)
-        return ParameterServer(meeting, settings, optimizer, model, named, shards, files)
+        return ParameterServer(meeting, settings, optimizer, model, named, shards, files, buffers)
     except BaseException:
         if files is not None:
             files.close()
@@ -150,6 +155,7 @@ class ParameterServer:
         named: dict[str, torch.Tensor],
         shards: list[list[Piece]],
         files: ServerFiles | None,
+        buffers: MeetingBuffers,
     ) -> None:
         self._meeting, self._settings, self._optimizer = meeting, settings, optimizer
         self._params, self._names, self._shards = list(named.values()), list(named), shards
@@ -158,6 +164,8 @@ class ParameterServer:
         self._has_pulled = self._is_closed = False
         self._num_steps = 0
         self._last_stats: dict[str, Any] = {}
+        self._buffers, self._digests = buffers, buffers.digests()
+        self._num_buffer_bytes = 0 if settings.buffers == "local" else len(buffers.flat())
         if self.is_worker:
             self._trained = WorkerParameters(model, optimizer, named)
             self._open_links()
@@ -181,12 +189,13 @@ class ParameterServer:
             packer = None
             if settings.compression is not None:
                 packer = Packer([self._params[piece.index] for piece in pieces], settings.compression, meeting.worker)
-            link = ServerLink(server, meeting, pieces, self._params, settings.timeout, folder, packer)
+            flat = self._buffers.flat() if self._num_buffer_bytes and server == 0 else None
+            link = ServerLink(server, meeting, pieces, self._params, settings.timeout, folder, packer, flat)
             link.open()
             self._links.append(link)
 
     def pull(self) -> None:
-        """Overwrite the model's parameters with the servers', as soon as the mode permits.
+        """Overwrite the model's parameters with the servers', and buffers that travel, as soon as the mode permits.
 
         Raises:
             RuntimeError: this rank serves, or has closed.
@@ -204,6 +213,8 @@ class ParameterServer:
                 assert isinstance(descriptor, int)
                 by_descriptor[descriptor].pull()
                 left.remove(by_descriptor[descriptor])
+        if self._links[0].buffers is not None:
+            self._buffers.write(self._links[0].buffers)
         self._has_pulled = True
 
     def push(self, samples: float = 1.0) -> None:
@@ -216,9 +227,9 @@ class ParameterServer:
 
         Raises:
             ValueError: nothing was pulled since the last push; ``samples`` is not a positive number; a gradient is
-                sparse or not finite (it is named); the module or the optimizer has other parameters now; or a number
-                of this worker's parameter groups was changed, which the servers do not see. Nothing was pushed then,
-                to any server.
+                sparse or not finite (it is named); the module or the optimizer has other parameters now, or buffers of
+                another size; or a number of this worker's parameter groups was changed, which the servers do not see.
+                Nothing was pushed then, to any server.
             RuntimeError, CommError: as from :meth:`pull`; or no parameter has a gradient. Nothing was pushed then.
         """
         self._require_worker("push")
@@ -226,9 +237,14 @@ class ParameterServer:
         if not self._has_pulled:
             raise ValueError("push() before pull(): the servers could not know what the gradient belongs to")
         self._trained.require_same_numbers()
+        flat, size = self._buffers.flat() if self._num_buffer_bytes else None, self._num_buffer_bytes
+        if flat is not None and len(flat) != size:
+            raise ValueError(f"the buffers have {len(flat)} bytes, and had {size}: nothing was pushed")
+        if self._settings.buffers == "local" and self._num_steps & (self._num_steps + 1) == 0:
+            self._buffers.compare([self._digests, self._buffers.digests()], "this worker and the servers")
         self._load()
         for link in self._links:
-            link.push(samples)
+            link.push(samples, flat if link is self._links[0] else None)
         self._has_pulled = False
         self._num_steps += 1
 
@@ -324,7 +340,8 @@ class ParameterServer:
         memory = SharedMemory(max(1, size) * dtype.itemsize)
         shard = ShardOptimizer(self._optimizer, pieces, memory.tensor(dtype)[:size])
         rules, compensator = settings.mode.rules(), Compensator(settings.mode)
-        return Core(shard, rules, compensator, wire, unpackers, settings.of_updates()), memory
+        buffers = ServerBuffers(self._buffers) if self._num_buffer_bytes and self._meeting.rank == 0 else None
+        return Core(shard, rules, compensator, wire, unpackers, settings.of_updates(), buffers), memory
 
     def _serve(self) -> None:
         settings, meeting, core, files = self._settings, self._meeting, self._core, self._files
@@ -357,6 +374,8 @@ class ParameterServer:
             values = self._core.shard.memory[begin : begin + piece.size]
             self._params[piece.index].view(-1)[piece.begin : piece.end].copy_(values)
             begin += piece.size
+        if self._core.buffers is not None:
+            self._buffers.write(self._core.buffers.now)
 
     def close(self) -> None:
         """End this worker; on a serving rank, serve until all workers have ended. Idempotent."""
@@ -374,6 +393,7 @@ class ParameterServer:
             self._is_closed = True
             for link in self._links:  # after an error, so that the other servers do not wait for this worker
                 link.abandon()
+            self._buffers.close()
             if not self.is_worker:
                 self._memory.close()
 

@@ -84,6 +84,7 @@ class _Worker:
         process: id of its process if that is on this host, else 0.
         life: token of its process.
         slot: its gradients: in memory that it shares, in this server's memory, or in its message.
+        buffers: those in its last push, if workers push them.
         since: time at which it began to read the shared parameters; 0 if it is not reading.
         last_active: time of its last message, or of the last answer to it. It is not late while it waits for an answer.
         sending: answers that it has not read yet. Until it has, no more of its messages are received.
@@ -97,6 +98,7 @@ class _Worker:
     process: int = 0
     life: str = ""
     slot: torch.Tensor | None = None
+    buffers: torch.Tensor | None = None
     is_local: bool = False
     since: float = 0.0
     last_active: float = field(default_factory=time.monotonic)
@@ -124,6 +126,9 @@ class _Worker:
         elif not self.is_local:
             assert self.slot is not None
             yield from self.connection.receiving_into(bytes_of(self.slot))
+        if core.buffers is not None:
+            self.buffers = torch.empty_like(core.buffers.now)
+            yield from self.connection.receiving_into(bytes_of(self.buffers))
 
     def send(self) -> None:
         """Send what the connection takes now. Raises OSError if it is lost."""
@@ -264,13 +269,12 @@ class Serving:
             _LOG.warning("worker %d: %d of its pushes %s", number, lost, what)
         self._answer(worker, memory=self._memory.path if worker.is_local else None)
 
-    def _answer(self, worker: _Worker, array: memoryview | None = None, **content: Any) -> None:
+    def _answer(self, worker: _Worker, *arrays: memoryview, **content: Any) -> None:
         if worker.connection not in self._workers:
             return
         worker.last_active = time.monotonic()
         worker.sending.append(_message(worker, content))
-        if array is not None:
-            worker.sending.append(worker.connection.sending(array))
+        worker.sending += [worker.connection.sending(array) for array in arrays]
         try:
             worker.send()
         except OSError as error:
@@ -356,7 +360,9 @@ class Serving:
             self._record(event)
             version = self._core.pull(worker.number)
             worker.since = time.monotonic() if worker.is_local else 0.0
-            self._answer(worker, None if worker.is_local else self._snapshot(version), version=version)
+            arrays = [] if worker.is_local else [self._snapshot(version)]
+            arrays += [] if self._core.buffers is None else [bytes_of(self._core.buffers.now)]
+            self._answer(worker, *arrays, version=version)
         elif message["ask"] == "push":
             self._push(worker, event)
         else:
@@ -383,6 +389,8 @@ class Serving:
             return
         self._record(event)
         self._core.push(worker.number, event["number"], event["samples"], gradient)
+        if self._core.buffers is not None and worker.buffers is not None:
+            self._core.buffers.push({worker.number: worker.buffers}, self._core.mode.workers)
         self._answer(worker, pushed=event["number"])
 
     def _leave(self, event: dict[str, Any]) -> None:

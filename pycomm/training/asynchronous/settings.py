@@ -21,6 +21,7 @@ from pycomm.training.asynchronous.arguments import named_method
 from pycomm.training.asynchronous.core import Core, Piece, StateSpec, cut, group_sizes, is_elementwise, shard_dtype
 from pycomm.training.asynchronous.modes import Mode, Sync, checked_mode
 from pycomm.training.asynchronous.server_checkpoint import ServerCheckpoint
+from pycomm.training.reducer.settings import checked_buffers
 from pycomm.untrusted import naming, open_output, path_of
 
 KEYS = ("event", "worker", "number")
@@ -59,6 +60,7 @@ class ServerSettings:
     compression: Compression | None
     checkpoint: Path | None
     trace: Path | None
+    buffers: str
     timeout: float
 
     def of_updates(self) -> str:
@@ -75,6 +77,7 @@ def checked_settings(
     compression: Any = None,
     checkpoint: Any = None,
     trace: Any = None,
+    buffers: Any = "local",
 ) -> ServerSettings:
     num_workers = size - count("servers", servers, 1)
     if num_workers < 1:
@@ -85,7 +88,8 @@ def checked_settings(
     paths = {"checkpoint": checkpoint, "trace": trace}
     checked = {name: _path(name, path) for name, path in paths.items()}
     method = named_method(compression, "compares the costs of collectives, and a server has none")
-    return ServerSettings(servers, mode, method, timeout=timeout, **checked)
+    buffers = checked_buffers(buffers, torch.nn.Module())
+    return ServerSettings(servers, mode, method, buffers=buffers, timeout=timeout, **checked)
 
 
 def _path(name: str, value: str | Path | None) -> Path | None:

@@ -133,8 +133,10 @@ class ServerLink:
         timeout: limit of every wait, in seconds.
         checkpoints: folder of the server's checkpoints; "" if the server has none and cannot be restarted.
         packer: compresses gradients; ``None`` without compression.
+        buffers: the model's at the beginning, flat, if they travel with each push and pull.
 
     Attributes:
+        buffers: as of the last pull.
         version: number of updates that the parameters here include.
         bytes_sent: bytes of gradients that were sent.
         seconds: time for which this worker has waited.
@@ -149,7 +151,9 @@ class ServerLink:
         timeout: float,
         checkpoints: str = "",
         packer: Packer | None = None,
+        buffers: torch.Tensor | None = None,
     ) -> None:
+        self.buffers, self._own_buffers = None if buffers is None else buffers.clone(), buffers
         self._server, self._meeting, self._host = server, meeting, rendezvous.host_identity()
         self._timeout, self._checkpoints, self._life = timeout, checkpoints, secrets.token_hex(8)
         self._pieces, self._params = pieces, params
@@ -192,6 +196,8 @@ class ServerLink:
         connection = self._require()
         if self._there is None:
             receive_array(connection, self._values)
+        if self.buffers is not None:
+            receive_array(connection, self.buffers)
         targets = [self._params[p.index].detach().view(-1)[p.begin : p.end] for p in self._pieces]
         if targets:
             kernels.unpack(self._values, targets)
@@ -212,8 +218,9 @@ class ServerLink:
         """Drop the push that was loaded."""
         self._outbox.unload()
 
-    def push(self, samples: float) -> None:
-        """Send the push that was loaded."""
+    def push(self, samples: float, buffers: torch.Tensor | None) -> None:
+        """Send the push that was loaded, and ``buffers`` if they travel."""
+        self._own_buffers = buffers
         self._outbox.commit()
         self._pushed += 1
         self._samples = samples
@@ -278,6 +285,8 @@ class ServerLink:
         send(connection, **message)
         if message["ask"] == "push":
             self._outbox.send(connection, is_shared=self._there is not None)
+            if self._own_buffers is not None:
+                send_array(connection, self._own_buffers)
 
     def _await(self, what: str) -> Message:
         """Return the server's answer that has ``what``."""

@@ -6,14 +6,15 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from pycomm import kernels
 from pycomm.agreement import check_same_lines, digest
 from pycomm.collectives.broadcasting import broadcast_parts, signature, write
 from pycomm.collectives.communicator import Communicator
-from pycomm.collectives.tensor_memory import Memory, digests_of, look_at
+from pycomm.collectives.tensor_memory import Memory, digests_of, hashable, look_at
 from pycomm.torch_internals import buffers_of, is_dtensor, keeps_statistics_aside
 
 BUFFERS = ("local", "broadcast", "average")
@@ -21,10 +22,22 @@ BUFFERS = ("local", "broadcast", "average")
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """Buffers of normalisations that a backward in training mode does not use."""
 
-_AVERAGED = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+AVERAGED = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
-_synced_by: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[BufferSync]] = weakref.WeakKeyDictionary()
+synced_by: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[BufferSync]] = weakref.WeakKeyDictionary()
 """Synchronisation that each module's buffers belong to."""
+
+
+class Content(NamedTuple):
+    """Plain memory of a buffer as integers, ``part``, and the ``value`` in it: the same tensor, or a copy."""
+
+    name: str
+    dtype: torch.dtype
+    part: torch.Tensor
+    value: torch.Tensor
+
+
+Taken = tuple[list[Content], list[str], str]
 
 
 @dataclass
@@ -53,11 +66,11 @@ class _Place:
             self.buffer = None
             self.line += f", contents {digests_of([self.memory])[0].hex()}"
 
-    def parts(self) -> tuple[torch.Tensor, ...]:
+    def content(self, buffer: torch.Tensor, copies: bool) -> Content:
         """Return the memory to write, without its version counter if no graph needs its present values."""
-        if self.name in _STATISTICS and keeps_statistics_aside(self.owner):
-            return tuple(part.data for part in self.memory.parts)
-        return self.memory.parts
+        (part,) = self.memory.parts
+        part = part.data if self.name in _STATISTICS and keeps_statistics_aside(self.owner) else part
+        return Content(self.full_name, buffer.dtype, part, part.clone() if copies else part)
 
 
 def _key(buffer: torch.Tensor) -> tuple[Any, ...]:
@@ -91,9 +104,9 @@ class BufferSync:
     ) -> None:
         self._owners: list[tuple[str, torch.nn.Module]] = []
         for prefix, owner in module.named_modules():
-            known = _synced_by.get(owner)
+            known = synced_by.get(owner)
             if known is None or known() is None:
-                _synced_by[owner] = weakref.ref(self)
+                synced_by[owner] = weakref.ref(self)
                 self._owners.append((f"{prefix}." if prefix else "", owner))
         self._places: dict[str, _Place] = {}
         self._averages = mode == "average"
@@ -101,8 +114,8 @@ class BufferSync:
         self._keeps = keeps
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def _present(self) -> Iterator[_Place]:
-        """Yield the place of each buffer with a fresh description, once even if it is registered twice."""
+    def _present(self) -> Iterator[tuple[_Place, torch.Tensor]]:
+        """Yield each buffer with its place, described afresh; once even if it is registered twice."""
         seen: set[int] = set()
         for prefix, owner in self._owners:
             for name, buffer in buffers_of(owner).items():
@@ -116,14 +129,31 @@ class BufferSync:
                 if place is None:
                     place = self._places[full_name] = _Place(owner, name, full_name)
                 place.look(buffer)
-                yield place
+                yield place, buffer
+
+    def take(self, *, copies: bool) -> Taken:
+        """Return what can be sent, or ``copies``; a line for each buffer that ranks compare; and a problem, or ""."""
+        try:
+            found = list(self._present())
+        except TypeError as error:
+            return [], [], str(error)
+        contents = [place.content(buffer, copies) for place, buffer in found if place.memory.writable]
+        return contents, [place.line for place, _ in found], ""
 
     @torch.no_grad()
     def run(self) -> None:
-        """Make the buffers equal. Collective; runs on the communication thread or stream.
+        """Make the buffers equal; see :meth:`exchange`. Runs on the communication thread or stream."""
+        changes = [(c.part, value) for c, value in self.exchange(self.take(copies=self._keeps)) if value is not c.part]
+        self._before = [(part, part.clone()) for part, _ in changes] if self._keeps else []
+        for part, value in changes:
+            write(part, value)
 
-        Before anything is sent, ranks compare a hash of 8 bytes of all names, shapes and dtypes. On GPUs the hosts
-        compare it, and so wait for each other here.
+    @torch.no_grad()
+    def exchange(self, taken: Taken) -> list[tuple[Content, torch.Tensor]]:
+        """Return what to write, as integers; what is not averaged becomes rank 0's where it was taken. Collective.
+
+        Equal bits on all ranks stay: their rounded mean may differ. Before that, ranks compare a hash of 8 bytes of all
+        names, shapes and dtypes. On GPUs the hosts compare it, and so wait for each other here.
 
         Raises:
             ValueError: the ranks' buffers differ in names, shapes or dtypes, or in contents that cannot be sent; on
@@ -132,36 +162,21 @@ class BufferSync:
         channel = self._communicator.channel
         # Single operations are not compared: what is compared first is all that they depend on.
         with channel.skip_checks() if channel.worker.is_current() else contextlib.nullcontext():
-            places = self._compared()
-            if self._keeps:
-                self._before = [(part, part.clone()) for place in places for part in place.parts()]
-            sent: list[torch.Tensor] = []
-            by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-            for place in places:
-                buffer, parts = place.buffer, place.parts()
-                if self._averages and buffer is not None and buffer.dtype in _AVERAGED:
-                    parts = tuple(part.view(buffer.dtype) for part in parts)
-                    by_kind.setdefault((buffer.dtype, parts[0].device), []).extend(parts)
+            contents, lines, problem = taken
+            mine = int.from_bytes(digest("\n".join([*lines, problem])), "little", signed=True)
+            if problem or len(set(channel.all_gather_number(mine))) > 1:
+                check_same_lines(channel.all_gather_bytes, [problem] if problem else lines, "buffer")
+            if problem:
+                raise ValueError(problem)
+            changes: list[tuple[Content, torch.Tensor]] = []
+            by_kind: dict[tuple[torch.dtype, torch.device], list[Content]] = {}
+            for content in contents:
+                if self._averages and content.dtype in AVERAGED:
+                    by_kind.setdefault((content.dtype, content.value.device), []).append(content)
                 else:
-                    sent += parts
-            for buffers in by_kind.values():
-                self._average(buffers)
-            broadcast_parts(self._communicator, sent, src=0)
-
-    def _compared(self) -> list[_Place]:
-        """Compare the ranks' buffers; return the places of those that can be sent."""
-        try:
-            places, problem = list(self._present()), ""
-        except TypeError as error:
-            places, problem = [], str(error)
-        lines = [place.line for place in places]
-        channel = self._communicator.channel
-        mine = int.from_bytes(digest("\n".join([*lines, problem])), "little", signed=True)
-        if problem or len(set(channel.all_gather_number(mine))) > 1:
-            check_same_lines(channel.all_gather_bytes, [problem] if problem else lines, "buffer")
-        if problem:
-            raise ValueError(problem)
-        return [place for place in places if place.memory.writable]
+                    changes.append((content, content.value))
+            broadcast_parts(self._communicator, [value for _, value in changes], src=0)
+            return changes + [change for alike in by_kind.values() for change in self._averaged(alike)]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -170,8 +185,13 @@ class BufferSync:
             write(part, before)
         self._before = []
 
-    def _average(self, buffers: list[torch.Tensor]) -> None:
-        flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-        self._communicator.all_reduce(flat, "mean")
-        for buffer, part in zip(buffers, torch.split(flat, [b.numel() for b in buffers]), strict=True):
-            write(buffer, part.view(buffer.shape))
+    def _averaged(self, contents: list[Content]) -> list[tuple[Content, torch.Tensor]]:
+        """Return means of ``contents``, which have one dtype; those with equal bits on all ranks as they are."""
+        own = kernels.hashes([hashable(content.value) for content in contents])
+        everyones = own.new_empty(self._communicator.size * len(own))
+        self._communicator.all_gather(everyones, own)
+        flat = torch.cat([content.value.reshape(-1) for content in contents])
+        self._communicator.all_reduce(flat.view(contents[0].dtype), "mean")
+        means = torch.split(flat, [content.value.numel() for content in contents])
+        found = zip(contents, means, (everyones.view(-1, len(own)) == own).all(0), strict=True)
+        return [(c, torch.where(is_equal, c.value, mean.view(c.value.shape))) for c, mean, is_equal in found]

@@ -222,7 +222,7 @@ class AttachSettings:
             compression=checked_method(compression),
             accumulate=accumulate if callable(accumulate) else count("accumulate", accumulate, 1),
             loss_scaler=checked_scaler(loss_scaler),
-            buffers=_buffers(buffers, model),
+            buffers=checked_buffers(buffers, model),
             survive=checked_option("survive", survive, Survive, "pycomm.Survive(min_ranks=...)"),
             shard=checked_option("shard", shard, Sharding, '"optimizer", pycomm.Sharding(...)'),
             tuning=Tuning() if tuning is None else tuning,
@@ -320,7 +320,8 @@ def refuse_unknown(names: Iterable[str]) -> None:
         raise TypeError(f"attach got an unknown argument {name!r}: {meant}")
 
 
-def _buffers(mode: Any, model: Any) -> str:
+def checked_buffers(mode: Any, model: Any) -> str:
+    """Return the ``buffers`` of ``attach``. Raise ValueError if there is no such mode, or it requires a module."""
     if mode not in BUFFERS:
         raise ValueError(f"buffers is {mode!r}, wanted one of {', '.join(BUFFERS)}")
     if mode != "local" and not isinstance(model, torch.nn.Module):

@@ -1,0 +1,153 @@
+"""Buffers of ranks that average less often: sent when ranks meet, as parameters are, or compared until they differ."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from typing import cast
+
+import torch
+
+from pycomm.collectives.broadcasting import write
+from pycomm.collectives.communicator import Communicator
+from pycomm.collectives.tensor_memory import Memory, digests_of
+from pycomm.training.asynchronous.arguments import name_of_not_finite
+from pycomm.training.reducer.module_buffers import AVERAGED, BufferSync, Content, Taken, synced_by
+from pycomm.training.reducer.parameters import Ignored
+from pycomm.untrusted import MapOf, parse
+
+_LOG = logging.getLogger("pycomm")
+
+Values = dict[str, torch.Tensor]
+"""Contents of buffers as integers, by name."""
+
+
+class MeetingBuffers:
+    """Buffers of a module whose parameters ranks average less often, and nothing else averages.
+
+    Args:
+        mode: "local", "broadcast" or "average".
+        communicator: the ranks; ``None`` if they meet at a server.
+        own: names of buffers that each rank has for itself.
+        call: name of the public function.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, mode: str, communicator: Communicator | None, own: Ignored, call: str
+    ) -> None:
+        for module in model.modules():  # what is left there is of a call that failed
+            synced_by.pop(module, None)
+        self.mode, self._communicator, self._call = mode, cast(Communicator, communicator), call
+        self._sync = BufferSync(model, mode, self._communicator, lambda name, _: own.matches(name))
+        self.take, self._has_logged = self._sync.take, False
+
+    def close(self) -> None:
+        """Leave the buffers to another synchronisation."""
+        del self._sync, self.take
+
+    @torch.no_grad()
+    def apply(self, values: Values) -> None:
+        """Write ``values`` to the buffers of these names."""
+        for content in self.take(copies=False)[0] if values else []:
+            if content.name in values:
+                write(content.part, values[content.name])
+
+    # Mode "local".
+
+    def digests(self) -> dict[str, str]:
+        """Return properties and a hash of each buffer, by name; nothing once a difference was logged."""
+        contents, lines, _ = ([], [], "") if self._has_logged else self.take(copies=False)
+        found = {line.partition(": ")[0]: line for line in lines}
+        hashes = digests_of([Memory((content.value,), writable=True) for content in contents])
+        return found | {c.name: found[c.name] + value.hex() for c, value in zip(contents, hashes, strict=True)}
+
+    def compare(self, everyones: Sequence[Mapping[str, str]], between: str, *, logs: bool = True) -> None:
+        """Log the first buffer whose digests differ, unless a rank has sent none, as it was logged there."""
+        first, *others = everyones
+        names = [name for name in first if any(other.get(name) != first[name] for other in others)]
+        self._has_logged |= bool(names and all(others))
+        if names and all(others) and logs:
+            more = f", and {len(names) - 1} more," if len(names) > 1 else ""
+            advice = f'{self._call}(..., buffers="average") or "broadcast" makes them equal when ranks meet'
+            _LOG.warning("buffer %r%s differs between %s: each keeps its own. %s", names[0], more, between, advice)
+
+    # Meetings of all ranks.
+
+    def begin(self) -> Taken | dict[str, str]:
+        """Return this rank's contribution to :meth:`exchange`: its buffers, or digests of them."""
+        return self.digests() if self.mode == "local" else self.take(copies=True)
+
+    @torch.no_grad()
+    def exchange(self, begun: Taken | dict[str, str]) -> Values:
+        """Return what to write to the buffers, nothing in mode "local". Collective.
+
+        Raises:
+            ValueError: on every rank: the ranks' buffers differ in names, shapes or dtypes.
+            RuntimeError: on every rank: a buffer of some rank is not finite, and the mean would not be on another.
+        """
+        channel = self._communicator.channel
+        if isinstance(begun, dict):
+            texts = channel.all_gather_bytes(json.dumps(begun).encode())
+            everyones = [parse(text, MapOf(str), "digests of buffers") for text in texts]
+            self.compare(everyones, "the ranks", logs=self._communicator.rank == 0)
+            return {}
+        changes = self._sync.exchange(begun)
+        means = [(c.name, c.value.view(c.dtype), mean.view(c.dtype)) for c, mean in changes if c.dtype in AVERAGED]
+        means = [each for each in means if self.mode == "average" and not each[2].isfinite().all()]
+        if means:  # alike on all ranks
+            is_lost = any(bool((own.isfinite() & ~mean.isfinite()).any()) for _, own, mean in means)
+            if any(channel.all_gather_number(is_lost)):
+                why = name_of_not_finite(self._communicator, [(name, own) for name, own, _ in means])
+                raise RuntimeError(f"the buffers of the ranks have no mean: {why}")
+        return {content.name: value for content, value in changes}
+
+    # Meetings at a server.
+
+    def flat(self) -> torch.Tensor:
+        """Return all buffers as bytes."""
+        return _flat([content.value for content in self.take(copies=False)[0]])
+
+    def write(self, flat: torch.Tensor) -> None:
+        """Overwrite the buffers with those of another rank, a result of :meth:`flat`."""
+        self.apply(_combined(self.take(copies=False)[0], [flat], "broadcast"))
+
+
+def _flat(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([torch.empty(0, dtype=torch.uint8), *(value.reshape(-1).view(torch.uint8) for value in values)])
+
+
+def _combined(contents: Sequence[Content], flats: Sequence[torch.Tensor], mode: str) -> Values:
+    """Return means of floating-point buffers whose bits differ between ``flats``, and all others of the first one."""
+    found, sizes = Values(), [content.value.nbytes for content in contents]
+    for content, *pieces in zip(contents, *(torch.split(flat, sizes) for flat in flats), strict=True):
+        # Cloned, as a piece may start at an address that is not aligned for its dtype.
+        each = [piece.clone().view(content.value.dtype).view(content.value.shape) for piece in pieces]
+        found[content.name] = each[0]
+        if mode == "average" and content.dtype in AVERAGED and not all(torch.equal(x, each[0]) for x in each):
+            mean = torch.stack([x.view(content.dtype).double() for x in each]).mean(0)
+            found[content.name] = mean.to(content.dtype).view(content.value.dtype)
+    return found
+
+
+class ServerBuffers:
+    """Buffers that a server hands out: its own at first, then those that its workers have pushed last, combined.
+
+    Attributes:
+        by_worker: what each has pushed last, flat.
+        now: what is handed out, flat. It is replaced, and does not change.
+    """
+
+    def __init__(self, buffers: MeetingBuffers) -> None:
+        self._contents, self._mode = buffers.take(copies=True)[0], buffers.mode
+        self.by_worker: dict[int, torch.Tensor] = {}
+        self.now = buffers.flat()
+
+    def push(self, pushed: Mapping[int, torch.Tensor], present: Collection[int]) -> None:
+        """Replace the buffers of workers, and drop those of workers that are not ``present`` any more."""
+        kept = {w: flat for w, flat in sorted({**self.by_worker, **pushed}.items()) if w in present}
+        if any(len(flat) != len(self.now) for flat in kept.values()):
+            raise ValueError("it has buffers of another size")
+        if kept:
+            self.by_worker = kept
+            self.now = _flat(list(_combined(self._contents, list(kept.values()), self._mode).values()))
