@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import ast
+import copy
 import os
+import pickle
 import re
 from datetime import timedelta
 from pathlib import Path
@@ -328,8 +330,12 @@ def test_buckets_and_hooks_of_ddp() -> None:
     model = DistributedDataParallel(nn.Linear(3, 2))
     assert all(torch_internals.uses_outside_python(p) > 1 for p in model.parameters())
     assert torch_internals.communication_hooks(model) == []
-    model.register_comm_hook(7, hook)
+    torch_internals.add_communication_hook(model, 7, hook)
     assert torch_internals.communication_hooks(model) == [(hook, 7)]
+    assert [type(copied._comm_hooks) for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)))] == [
+        list
+    ] * 2
+    assert copy.deepcopy(model)._comm_hooks == []
     (bucket,) = torch_internals.zero_buckets(model)
     assert isinstance(bucket, torch_internals.GradBucket)
     assert {id(p) for p in bucket.parameters()} == {id(p) for p in model.parameters()}

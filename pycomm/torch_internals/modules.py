@@ -7,6 +7,7 @@ import gc
 import inspect
 import operator
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -49,6 +50,15 @@ def forward_pre_hooks(module: torch.nn.Module) -> dict[int, Any]:
     """Return the hooks that ``module`` calls before its forward, by id: torch's own dict."""
     hooks: dict[int, Any] = module._forward_pre_hooks
     return hooks
+
+
+def hooks_of(module: torch.nn.Module) -> list[OrderedDict[int, Any]]:
+    """Return torch's own dicts, which take attributes, of the hooks of forward and after ``load_state_dict``.
+
+    There are none if ``module`` is only half initialised.
+    """
+    names = ("_forward_pre_hooks", "_forward_hooks", "_load_state_dict_post_hooks")
+    return [found for name in names if isinstance(found := vars(module).get(name), OrderedDict)]
 
 
 def parameters_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
@@ -185,6 +195,19 @@ def communication_hooks(ddp_model: DistributedDataParallel) -> list[tuple[Callab
     """Return the communication hooks of ``ddp_model`` with their states; built-in ones are not among them."""
     hooks: list[tuple[Callable[..., Any], Any]] = ddp_model._comm_hooks
     return hooks
+
+
+class _CommunicationHooks(list[Any]):
+    """Communication hooks that a copy or a pickle of their model does not have: torch does not register them there."""
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[type[list[Any]], tuple[()]]:
+        return list, ()
+
+
+def add_communication_hook(ddp_model: DistributedDataParallel, state: Any, hook: Callable[..., Any]) -> None:
+    """Register ``hook`` of ``ddp_model`` alone, and not of its copies and pickles."""
+    ddp_model._comm_hooks = _CommunicationHooks(ddp_model._comm_hooks)
+    ddp_model.register_comm_hook(state, hook)
 
 
 def zero_buckets(ddp_model: DistributedDataParallel) -> list[GradBucket]:
