@@ -6,6 +6,7 @@ transports without a changed line. An engine runs the operations; a thin adapter
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,8 +22,18 @@ def register() -> None:
     """Register the backend with torch, as ``import pycomm`` does; from torch 2.14 on, torch finds it by itself."""
     if not dist.is_available() or hasattr(dist.Backend, PYCOMM.upper()):
         return
-    dist.Backend.register_backend(PYCOMM, _make, extended_api=True, devices=["cpu", "cuda"])
+    dist.Backend.register_backend(PYCOMM, _make, extended_api=True, devices=_Devices(["cpu", "cuda"]))
     open_monitored_barrier(PYCOMM)
+
+
+class _Devices(list[str]):
+    """Types of devices that torch asks for when a group is made: CUDA only where there is a GPU then.
+
+    Torch puts tensors of its own on a device that is not the CPU. The number of GPUs is known without a context.
+    """
+
+    def __iter__(self) -> Iterator[str]:
+        return (kind for kind in super().__iter__() if kind == "cpu" or torch.cuda.device_count() > 0)
 
 
 def _make(*arguments: Any) -> dist.ProcessGroup:
