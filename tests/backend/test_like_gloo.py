@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as torch_c10d
+from torch.distributed import checkpoint
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.nn.parallel import DistributedDataParallel
@@ -211,6 +214,30 @@ def test_sharded_tensors_are_gathered_on_the_cpu_where_there_is_no_gpu() -> None
         if torch.cuda.device_count() == 0:
             sharded_tensor.ones(spec, 4, 4).gather(dst=0, out=out)
             assert out is None or out.sum().item() == 16.0
+
+
+@on_world(2)
+def test_sharded_tensors_are_saved_and_loaded_in_other_shards(tmp_path: Path) -> None:
+    """What torch's own tests of checkpoints in the file system do."""
+    dcp: Any = checkpoint
+    plans: list[Any] = [ChunkShardingSpec(dim=0, placements=[f"rank:{p}" for p in order]) for order in ("01", "0110")]
+    for saved, loaded in itertools.permutations(plans, 2):
+        torch.manual_seed(dist.get_rank())
+        before: Any = sharded_tensor.rand(saved, 10, 20)
+        after: Any = sharded_tensor.zeros(loaded, 10, 20)
+        state: dict[str, Any] = {"plain": torch.ones(3), "text": "some"}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save({"sharded": before, **state}, storage_writer=dcp.FileSystemWriter(tmp_path, overwrite=True))
+            state = {"plain": torch.zeros(3), "text": ""}
+            dcp.load({"sharded": after, **state}, storage_reader=dcp.FileSystemReader(tmp_path))
+            outs: list[Any] = [torch.zeros(10, 20) if dist.get_rank() == 0 else None for _ in range(2)]
+            for tensor, out in zip((before, after), outs, strict=True):
+                tensor.gather(out=out)
+        assert state["plain"].tolist() == [1.0] * 3
+        if dist.get_rank() == 0:
+            assert outs[0].any()
+            assert torch.equal(*outs)
 
 
 @pytest.mark.skipif(BACKEND != "pycomm", reason="of pycomm's own")
