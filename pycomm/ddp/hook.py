@@ -24,8 +24,8 @@ from pycomm.errors import attempt
 from pycomm.optim.copies import MarkedParts, training_alone
 from pycomm.optim.module_hooks import watch_copies
 from pycomm.optim.parameter_checks import check_parameters
-from pycomm.torch_internals import (
-    GradBucket,
+from pycomm.torch_internals import GradBucket
+from pycomm.torch_internals.wrappers import (
     add_communication_hook,
     communication_hooks,
     divides_by_active_ranks,

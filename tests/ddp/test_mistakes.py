@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.ddp import HookHandle, register
-from pycomm.torch_internals import zero_buckets
+from pycomm.torch_internals.wrappers import zero_buckets
 from tests.ddp.wrapping import OutOfOrder, step, wrapped
 from tests.on_ranks import Pools, on_ranks
 from tests.ranks import RankPool
