@@ -50,15 +50,11 @@ def frameworks(session: nox.Session) -> None:
 
 @nox.session
 def newest_torch(session: nox.Session) -> None:
-    """What pycomm takes of torch's private names, and its tests of attach, on the newest release for CPUs."""
-    session.install(".[test]", "torch", "--upgrade", "--extra-index-url", "https://download.pytorch.org/whl/cpu")
-    session.run(
-        "pytest",
-        *(
-            session.posargs
-            or ("tests/test_torch_internals.py", "tests/test_torch_pipelines.py", "tests/reducer", "tests/optim")
-        ),
-    )
+    """What pycomm takes of torch's private names, its tests of attach, and torchft, on the newest release for CPUs."""
+    newest = ("torch", "torchft>=0.2", "--upgrade", "--extra-index-url", "https://download.pytorch.org/whl/cpu")
+    session.install(".[test]", *newest)
+    files = ("tests/test_torch_internals.py", "tests/test_torch_pipelines.py", "tests/integrations/test_torchft.py")
+    session.run("pytest", *(session.posargs or (*files, "tests/reducer", "tests/optim")))
 
 
 @nox.session

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import ast
+import copy
 import os
+import pickle
 import re
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from pycomm import torch_internals
-from pycomm.torch_internals import tensors
+from pycomm.torch_internals import tensors, wrappers
 from tests.on_ranks import on_ranks
 
 PACKAGE = Path(torch_internals.__file__).parents[1]
@@ -106,6 +108,9 @@ def test_every_name_is_tested_here() -> None:
     ]
     assert len(names) > 50
     assert [name for name in names if f"torch_internals.{name}" not in source] == []
+    names = [name for name, value in vars(wrappers).items() if getattr(value, "__module__", "") == wrappers.__name__]
+    assert len(names) > 5
+    assert [name for name in names if not name.startswith("_") and f"wrappers.{name}" not in source] == []
 
 
 def test_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,18 +332,22 @@ def test_buckets_and_hooks_of_ddp() -> None:
 
     model = DistributedDataParallel(nn.Linear(3, 2))
     assert all(torch_internals.uses_outside_python(p) > 1 for p in model.parameters())
-    assert torch_internals.communication_hooks(model) == []
-    model.register_comm_hook(7, hook)
-    assert torch_internals.communication_hooks(model) == [(hook, 7)]
-    (bucket,) = torch_internals.zero_buckets(model)
+    assert wrappers.communication_hooks(model) == []
+    wrappers.add_communication_hook(model, 7, hook)
+    assert wrappers.communication_hooks(model) == [(hook, 7)]
+    assert [type(copied._comm_hooks) for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)))] == [
+        list
+    ] * 2
+    assert copy.deepcopy(model)._comm_hooks == []
+    (bucket,) = wrappers.zero_buckets(model)
     assert isinstance(bucket, torch_internals.GradBucket)
     assert {id(p) for p in bucket.parameters()} == {id(p) for p in model.parameters()}
     assert bucket.is_last()
     assert not bucket.buffer().any()
-    assert not torch_internals.divides_by_active_ranks(model)
+    assert not wrappers.divides_by_active_ranks(model)
     for divides_by_all in (True, False):
         with model.join(divide_by_initial_world_size=divides_by_all):
-            assert torch_internals.divides_by_active_ranks(model) is not divides_by_all
+            assert wrappers.divides_by_active_ranks(model) is not divides_by_all
 
 
 @on_ranks(2)
@@ -351,6 +360,7 @@ def test_parts_of_dtensors() -> None:
     mesh = init_device_mesh("cpu", (2,))
     param = nn.Parameter(distribute_tensor(torch.arange(6.0).view(3, 2), mesh, [Shard(0)]))
     assert torch_internals.is_dtensor(param)
+    assert all(hasattr(param, name) for name in torch_internals.Sharded.__annotations__)
     local = torch_internals.local_of(param)
     assert not local.requires_grad
     assert local.tolist() == ([[0.0, 1.0], [2.0, 3.0]] if dist.get_rank() == 0 else [[4.0, 5.0]])
@@ -381,8 +391,8 @@ def test_groups_of_sharded_modules() -> None:
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
     model = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
     fully_shard(model, mesh=mesh["shard"])
-    (group,) = torch_internals.sharded_groups(model)
-    assert isinstance(group, torch_internals.ShardedGroup)
+    (group,) = wrappers.sharded_groups(model)
+    assert isinstance(group, wrappers.ShardedGroup)
     assert all(a is b for a, b in zip(group.params, model.parameters(), strict=True))
     assert group.shapes == [torch.Size([2, 3]), torch.Size([2])]
     assert group.dtype == torch.float32
@@ -390,12 +400,12 @@ def test_groups_of_sharded_modules() -> None:
     assert (group.hook, group.replicates) == (None, False)
     seen: list[torch.Tensor] = []
     model.set_all_reduce_hook(seen.append)  # type: ignore[operator]
-    assert torch_internals.sharded_groups(model)[0].hook is not None
+    assert wrappers.sharded_groups(model)[0].hook is not None
     model(torch.ones(1, 3)).sum().backward()
     assert [tensor.numel() for tensor in seen] == [8]
     other = nn.Linear(3, 2)
     fully_shard(other, mesh=mesh)
-    assert torch_internals.sharded_groups(other)[0].replicates
+    assert wrappers.sharded_groups(other)[0].replicates
 
 
 def test_works_that_python_has_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,14 @@ def test_what_a_module_holds_itself() -> None:
     assert list(torch_internals.forward_pre_hooks(module)) == [handle.id]
     torch_internals.forward_pre_hooks(module).clear()
     handle.remove()
+    found = torch_internals.hooks_of(module)
+    assert list(map(id, found)) == [
+        id(module._forward_pre_hooks),
+        id(module._forward_hooks),
+        id(module._load_state_dict_post_hooks),
+    ]
+    assert [vars(hooks) for hooks in found] == [{}] * 3, "they take attributes"
+    assert torch_internals.hooks_of(nn.Module.__new__(nn.Module)) == []
 
 
 def test_statistics_that_backward_does_not_use() -> None:

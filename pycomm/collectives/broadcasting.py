@@ -23,6 +23,9 @@ _MISSING = object()
 _NUMBERS_AND_TEXT = (bool, int, float, str, type(None))
 _CHUNK_BYTES = 32 << 20
 
+ORDER = "order of the optimizer's parameters: number"
+"""Kind of the lines in :func:`names_in_order`."""
+
 OWN = "what is each rank's own belongs in attach(..., tuning=pycomm.Tuning(ignore=[names or patterns]))"
 """Hint for messages about tensors that differ."""
 
@@ -203,6 +206,16 @@ def group_sizes(optimizer: torch.optim.Optimizer, leaves_out: Callable[[torch.Te
     """Return the size of each group of ``optimizer`` as a line to compare between ranks."""
     groups = optimizer.param_groups
     return [f"{sum(not leaves_out(p) for p in group['params'])} parameters" for group in groups]
+
+
+def names_in_order(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[str, torch.Tensor],
+    leaves_out: Callable[[torch.Tensor], bool] = lambda _: False,
+) -> list[str]:
+    """Return the names of the parameters of ``optimizer`` in its order, by which state is sent; "" for other ones."""
+    by_id = {id(param): name for name, param in names.items()}
+    return [by_id.get(id(param), "") for param in shared_parameters(optimizer, leaves_out)]
 
 
 def state_nodes(

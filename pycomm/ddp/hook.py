@@ -21,10 +21,16 @@ from pycomm.ddp.comparison import PassComparison
 from pycomm.ddp.registration import HookSettings, Registration, checked_settings
 from pycomm.ddp.steps import Steps
 from pycomm.errors import attempt
-from pycomm.optim.copies import training_alone
+from pycomm.optim.copies import MarkedParts, training_alone
 from pycomm.optim.module_hooks import watch_copies
 from pycomm.optim.parameter_checks import check_parameters
-from pycomm.torch_internals import GradBucket, communication_hooks, divides_by_active_ranks, zero_buckets
+from pycomm.torch_internals import GradBucket
+from pycomm.torch_internals.wrappers import (
+    add_communication_hook,
+    communication_hooks,
+    divides_by_active_ranks,
+    zero_buckets,
+)
 from pycomm.training.reducer import StopRequest
 
 
@@ -115,18 +121,14 @@ class _Slot:
         handle: handle that averages; ``None`` after its removal, for DistributedDataParallel's own all-reduce.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self.handle: HookHandle | None = None
         self.group = group
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_Slot, ())  # a copy of the model averages over the default group, as torch does
 
 
 def _pycomm_hook(slot: _Slot, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations as objects
     if slot.handle is None:
-        group: Any = slot.group or dist.group.WORLD
-        return allreduce_hook(group, bucket)
+        return allreduce_hook(slot.group, bucket)
     return slot.handle._take(bucket)
 
 
@@ -156,7 +158,7 @@ def _install(
         handle, slot = HookHandle(ddp_model, names, communicator, settings), _slot_of(ddp_model)
         if slot is None:
             slot = _Slot(ddp_model.process_group)
-            ddp_model.register_comm_hook(slot, _pycomm_hook)
+            add_communication_hook(ddp_model, slot, _pycomm_hook)
         return handle, slot
 
     made, slot = agreed(communicator.channel.all_gather_bytes, attempt(install), "register")
@@ -194,7 +196,7 @@ class HookHandle:
         requires_passes = communicator.size > 1 and settings.tuning.check_replicas > 0
         self._comparison.optimizers.requires_passes = requires_passes
         self._steps = Steps(self._registration, self._comparison)
-        self._watches = [self._comparison, *watch_copies(ddp_model.module)]
+        self._watches = [self._comparison, *watch_copies(ddp_model.module), MarkedParts(ddp_model)]
         for bucket in zero_buckets(ddp_model):  # so that state can be loaded before the first step
             self._registration.exchanges.of(bucket.index(), bucket.parameters())
 

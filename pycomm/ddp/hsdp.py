@@ -20,7 +20,8 @@ from pycomm.ddp.comparison import PassComparison
 from pycomm.ddp.registration import HookSettings, Registration, checked_settings
 from pycomm.ddp.replicas import ReplicaSteps, ShardedReplicas
 from pycomm.errors import attempt
-from pycomm.torch_internals import ShardedGroup, local_of, sharded_groups
+from pycomm.torch_internals import local_of
+from pycomm.torch_internals.wrappers import ShardedGroup, sharded_groups
 
 Modules = dict[torch.nn.Module, tuple[list[str], ShardedGroup]]
 """Modules given to ``fully_shard``, each with its parameters' names and torch's description of its shards."""

@@ -15,7 +15,8 @@ from pycomm.ddp.comparison import PassComparison
 from pycomm.ddp.exchanges import Sorting
 from pycomm.ddp.registration import Registration
 from pycomm.errors import HALF_SENT
-from pycomm.torch_internals import ShardedGroup, accumulation_hooks, dtensor_around, local_of
+from pycomm.torch_internals import accumulation_hooks, dtensor_around, local_of
+from pycomm.torch_internals.wrappers import ShardedGroup
 from pycomm.training.reducer import FinalCallback
 
 _END = -1

@@ -17,7 +17,8 @@ import torch
 
 import pycomm.compression as methods
 from pycomm import kernels
-from pycomm.collectives.broadcasting import broadcast_state, share_tensors
+from pycomm.agreement import check_same_lines
+from pycomm.collectives.broadcasting import ORDER, broadcast_state, names_in_order, share_tensors
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.tensor_memory import hashable
 from pycomm.horovod.collectives import AllReduce, Submission, synchronize
@@ -388,6 +389,8 @@ def _make_equal(optimizer: torch.optim.Optimizer, arguments: Arguments) -> None:
     """Copy the first rank's named parameters and optimizer state to all. Collective."""
     with Communicator(members_of(arguments.process_set).group) as communicator:
         share_tensors(communicator, dict(arguments.named), src=0)
+        order = names_in_order(optimizer, dict(arguments.named))
+        check_same_lines(communicator.channel.all_gather_bytes, order, ORDER)
         broadcast_state(communicator, optimizer, src=0)
 
 

@@ -8,9 +8,12 @@ parts carry marks, which note a ``deepcopy``: so an optimizer that steps a copy 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import itertools
 import weakref
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pycomm.optim.attached import is_covered
 from pycomm.optim.wrappers import is_wrapped
-from pycomm.torch_internals import own_parameters, parts_of
+from pycomm.torch_internals import hooks_of, own_parameters, parts_of
 
 _paused = [0]
 """Number of open contexts in which gradients stay local to this rank."""
@@ -75,14 +78,15 @@ def _is_averaged(name: str, param: torch.Tensor) -> bool:
 
 def _problem(name: str) -> str:
     return (
-        f"parameter {name!r} belongs to a copy (deepcopy, pickle) of a module that was attached, and nothing averages "
+        f"parameter {name!r} belongs to a copy (deepcopy) of a module that was attached, and nothing averages "
         "the copy: call attach() (or local_sgd() and the like) for the copy with its own optimizer. If each rank is to "
         "train it alone, copy the module before that, or run backward() inside `with reducer.paused():` (reducer: what "
         "attach() or pycomm.ddp.register() returned)"
     )
 
 
-_MARK = "_pycomm_copies"
+_USERS = "_pycomm_users"
+"""Attribute of marked hooks: the number of :class:`MarkedParts` that have marked them."""
 _copied_parts: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """Parts of copies of attached modules."""
 _num_copied = [0]
@@ -95,20 +99,37 @@ A moving average is a copy that lives as long as the training: looking again in 
 
 
 class _Mark:
-    """Attribute of a module's part: when the part is copied, notes the copy, and marks it, too."""
+    """Methods of ``hooks``, a dict of the hooks of ``part``, by which it is copied and pickled.
 
-    def __init__(self, part: torch.nn.Module | None) -> None:
-        self._part = (lambda: None) if part is None else weakref.ref(part)
+    A ``deepcopy`` is noted, and marked, too. A pickle has no hooks of pycomm's, so that it loads where the module's own
+    does. Python looks for both methods in an object before its class, and torch's dicts take attributes.
+    """
 
-    def __deepcopy__(self, memo: Mapping[int, Any]) -> _Mark:
+    def __init__(self, hooks: OrderedDict[int, Any], part: torch.nn.Module | None, num_users: int = 0) -> None:
+        self._hooks, self._part = weakref.ref(hooks), (lambda: None) if part is None else weakref.ref(part)
+        vars(hooks).update({"__deepcopy__": self._copy, "__reduce_ex__": self._reduce, _USERS: num_users})
+
+    def _copy(self, memo: dict[int, Any]) -> OrderedDict[int, Any]:
+        made = OrderedDict((key, copy.deepcopy(hook, memo)) for key, hook in self._items())
         copied = memo.get(id(self._part()))  # deepcopy notes an object before it copies the attributes
+        _Mark(made, copied)
         if copied is not None:
             _copied_parts.add(copied)
             _num_copied[0] += 1
-        return _Mark(copied)
+        return made
 
-    def __reduce__(self) -> tuple[type[bool], tuple[()]]:
-        return bool, ()  # so that a pickled module needs no pycomm
+    def _reduce(self, _protocol: int) -> tuple[Any, ...]:
+        others = [(key, hook) for key, hook in self._items() if not _is_ours(hook)]
+        return OrderedDict, (), None, None, iter(others)  # as OrderedDict's own method
+
+    def _items(self) -> list[tuple[int, Any]]:
+        hooks = self._hooks()
+        assert hooks is not None, "their own method is called"
+        return list(hooks.items())
+
+
+def _is_ours(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
 
 
 class MarkedParts:
@@ -117,13 +138,17 @@ class MarkedParts:
     def __init__(self, module: torch.nn.Module) -> None:
         self._parts = weakref.WeakSet(parts_of(module))
         for part in self._parts:
-            vars(part)[_MARK] = _Mark(part)
+            for hooks in hooks_of(part):
+                _Mark(hooks, part, vars(hooks).get(_USERS, 0) + 1)
             _copied_parts.discard(part)
         _watch_steps()
 
     def remove(self) -> None:
-        for part in self._parts:
-            vars(part).pop(_MARK, None)
+        for hooks in itertools.chain.from_iterable(map(hooks_of, self._parts)):
+            own = vars(hooks)
+            own[_USERS] = own.get(_USERS, 0) - 1
+            for name in ("__deepcopy__", "__reduce_ex__", _USERS) if own[_USERS] < 1 else ():
+                own.pop(name, None)
 
 
 @functools.cache

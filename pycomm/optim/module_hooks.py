@@ -24,7 +24,7 @@ from pycomm.torch_internals import (
 
 
 class ForwardHook:
-    """Forward hook that does nothing; a copied module (``deepcopy``, ``pickle``) gets it in place of a real one.
+    """Forward hook that does nothing; a ``deepcopy`` of a module gets it in place of a real one.
 
     The real hooks also do nothing in a forward that torch.compile traces; their checks then run when backward begins,
     or before the step.
@@ -35,9 +35,6 @@ class ForwardHook:
 
     def __deepcopy__(self, memo: object) -> ForwardHook:
         return self.of_copy()
-
-    def __reduce__(self) -> tuple[Any, tuple[()]]:
-        return type(self.of_copy()), ()
 
     def of_copy(self) -> ForwardHook:
         """Return the hook that a copy of the module gets."""

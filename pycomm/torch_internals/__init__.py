@@ -2,7 +2,7 @@
 
 A new release of torch may break this package: tests/test_torch_internals.py checks each name's behaviour, and that no
 other file uses private names. This package has all names of its modules but :mod:`pycomm.torch_internals.pipelines`,
-which is imported only by its users: its imports of torch take longer than all others.
+whose imports of torch take longer than all others, and :mod:`pycomm.torch_internals.wrappers`: few programs need them.
 """
 
 from torch._C._distributed_c10d import GradBucket as GradBucket

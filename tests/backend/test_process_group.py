@@ -17,7 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.collectives.backend import stats
+from pycomm.torch_internals import PrefixStore, store_of
 from tests.backend.worlds import on_world
+from tests.on_ranks import on_ranks
 
 
 def everyone() -> Any:
@@ -31,12 +33,27 @@ def test_names_and_places() -> None:
     assert group.name() == "pycomm"
     assert (group.rank(), group.size()) == (dist.get_rank(), dist.get_world_size())
     assert dist.get_backend() == "pycomm"
-    assert dist.get_backend_config() == "cpu:pycomm,cuda:pycomm"
+    assert dist.get_backend_config() == "cpu:pycomm" + (",cuda:pycomm" if torch.cuda.device_count() else "")
     group._set_group_desc("of a test")
     assert group.group_desc == "of a test"
     assert dist.new_group(group_desc="another").group_desc == "another"
     group.get_group_store().set(f"rank{dist.get_rank()}", "here")
     assert group.get_group_store().get(f"rank{1 - dist.get_rank()}") == b"here"
+
+
+@on_ranks(2)
+def test_a_group_that_torch_does_not_know() -> None:
+    world: Any = everyone()
+    store = PrefixStore("apart of a test", store_of(world))
+    for number in range(2):
+        group: Any = pycomm.backend.make_group(
+            PrefixStore(str(number), store), world.rank(), world.size(), timedelta(seconds=30)
+        )
+        x = torch.ones(3) * (world.rank() + 1)
+        group.allreduce([x]).wait()
+        assert x.tolist() == [3.0] * 3
+        assert (group.rank(), group.size(), group.name()) == (world.rank(), world.size(), "pycomm")
+        group.shutdown()
 
 
 @on_world(2)

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.ddp import HookHandle, register
-from pycomm.torch_internals import zero_buckets
+from pycomm.torch_internals.wrappers import zero_buckets
 from tests.ddp.wrapping import OutOfOrder, step, wrapped
 from tests.on_ranks import Pools, on_ranks
 from tests.ranks import RankPool
@@ -133,19 +133,14 @@ def test_a_dropped_model_takes_its_hook_with_it() -> None:
     assert counts[1] == counts[2]
 
 
-def deep_copy(model: Any) -> Any:
-    return copy.deepcopy(model)
-
-
 def unpickled(model: Any) -> Any:
     return pickle.loads(pickle.dumps(model))
 
 
-@pytest.mark.parametrize("copied", [deep_copy, unpickled], ids=lambda make: make.__name__)
 @on_ranks(2)
-def test_training_a_copy_of_the_inner_module_is_an_error(copied: Callable[[Any], Any]) -> None:
+def test_training_a_copy_of_the_inner_module_is_an_error() -> None:
     with wrapped(make_model()) as (model, handle):
-        own = copied(model.module)
+        own = copy.deepcopy(model.module)
         optimizer = sgd(own)
         with pytest.raises(RuntimeError, match="belongs to a copy"):
             loss_of(own, dist.get_rank(), 0).backward()
@@ -153,21 +148,31 @@ def test_training_a_copy_of_the_inner_module_is_an_error(copied: Callable[[Any],
         with handle.paused():
             loss_of(own, dist.get_rank(), 0).backward()
             optimizer.step()
-        if copied is deep_copy:
-            own = copied(model.module).eval()  # its forward tells nothing
-            loss_of(own, dist.get_rank(), 0).backward()
-            with pytest.raises(RuntimeError, match="belongs to a copy"):
-                sgd(own).step()
-        again = copied(model)  # as a whole, it averages by itself
+        own = copy.deepcopy(model.module).eval()  # its forward tells nothing
+        loss_of(own, dist.get_rank(), 0).backward()
+        with pytest.raises(RuntimeError, match="belongs to a copy"):
+            sgd(own).step()
+    own = copy.deepcopy(model.module)
+    loss_of(own, dist.get_rank(), 0).backward()  # nothing is registered any more
+    sgd(own).step()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, unpickled], ids=lambda make: make.__name__)
+@on_ranks(2)
+def test_a_copy_of_the_whole_averages_by_itself_until_it_is_registered(copied: Callable[[Any], Any]) -> None:
+    with wrapped(make_model()) as (model, _):
+        again = copied(model)
         for number in range(3):
             step(again, number)
             sgd(again).step()
         wanted = average_gradients(again.module, losses_at(5))
         for name, grad in step(again, 5).items():
             close(grad, wanted[name])
-    own = copied(model.module)
-    loss_of(own, dist.get_rank(), 0).backward()  # nothing is registered any more
-    sgd(own).step()
+        handle = register(again)
+        for name, grad in step(again, 5).items():
+            close(grad, wanted[name])
+        assert handle.stats()["steps"] == 1
+        handle.remove()
 
 
 def step_until_an_error(transport: bool, options: dict[str, Any]) -> tuple[str, float, bool]:

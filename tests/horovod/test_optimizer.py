@@ -422,9 +422,9 @@ def test_training_a_copy_is_an_error(how: int) -> None:
     with horovod() as hvd:
         model = make_model()
         optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), **WAYS[how])
-        for own in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            with pytest.raises(RuntimeError, match="belongs to a copy"):
-                loss_of(own, batch_of(hvd.rank(), 0)).backward()
+        own = copy.deepcopy(model)
+        with pytest.raises(RuntimeError, match="belongs to a copy"):
+            loss_of(own, batch_of(hvd.rank(), 0)).backward()
         own = copy.deepcopy(model)
         another = hvd.DistributedOptimizer(sgd(own), own.named_parameters(), **WAYS[how])
         for each, its in ((model, optimizer), (own, another)):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import pickle
 import resource
 import warnings
 from collections.abc import Callable
@@ -27,7 +26,6 @@ from tests.reducer.models import average_gradients, batch_of, close, loss_of, lo
 
 COPIES: dict[str, Callable[[nn.Module], Any]] = {
     "deepcopy": copy.deepcopy,
-    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
     "of a copy": lambda model: copy.deepcopy(copy.deepcopy(model)),
 }
 

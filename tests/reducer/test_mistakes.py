@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
+import pycomm.horovod as hvd
 from tests.on_ranks import Pools, on_ranks
 from tests.ranks import PerRank, RankPool
 from tests.reducer.attaching import attached, grouped
@@ -79,6 +80,31 @@ def test_ranks_that_differ(two_ranks: RankPool, kinds: list[str], says: str) -> 
     messages = two_ranks.run(attach_differently, PerRank(kinds))
     assert messages[0] == messages[1]
     assert says in messages[0]
+
+
+@pytest.mark.parametrize("call", ["attach", "horovod"])
+@on_ranks(2)
+def test_parameters_in_another_order(call: str) -> None:
+    """State is sent by place: rank 0's would become that of other parameters."""
+    rank, model = dist.get_rank(), make_model(seed=dist.get_rank())
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW(params if rank == 0 else params[::-1], lr=0.1)
+    if rank == 0:
+        loss_of(model, rank, 0).backward()
+        optimizer.step()
+    before = [param.detach().clone() for param in params]
+    text = r"order of the optimizer's parameters: number 0 is '4.bias' on rank 1, '0.weight' on rank 0"
+    if call == "horovod":
+        hvd.init()
+    with pytest.raises(ValueError, match=text):
+        pycomm.attach(optimizer, model) if call == "attach" else hvd.DistributedOptimizer(
+            optimizer, model.named_parameters()
+        )
+    assert len(optimizer.state) == (len(params) if rank == 0 else 0)
+    if call == "attach":
+        assert all(map(torch.equal, before, params))
+    else:
+        hvd.shutdown()
 
 
 @on_ranks(2)

@@ -240,7 +240,8 @@ def other(plan: Plan, size: int, port: int) -> None:
             patch.setattr(newcomers, "version", lambda: "0.0.1")
         model = nn.Sequential(*small_model(), nn.Linear(5, 5)) if what == "model" else small_model()
         kind = torch.optim.AdamW if what == "optimizer" else torch.optim.SGD
-        optimizer = kind(model.parameters(), lr=0.05)
+        params = list(model.parameters())
+        optimizer = kind(params[::-1] if what == "order" else params, lr=0.05)
         pycomm.join(
             f"127.0.0.1:{port}",
             optimizer,
@@ -256,6 +257,7 @@ def other(plan: Plan, size: int, port: int) -> None:
         ("version", "the version of pycomm is '0.0.1' here"),
         ("model", "a parameter is '5.weight: [5, 5] torch.float32' here"),
         ("optimizer", "the optimizer is 'AdamW' here, 'SGD' on the ranks"),
+        ("order", "the order of the optimizer's parameters is '4.bias' here, '0.weight' on the ranks"),
         (
             "setting",
             "a setting is 'tuning=Tuning(bucket_mb=25.0, check_replicas=3)' here, 'tuning=Tuning(",

@@ -6,23 +6,36 @@ transports without a changed line. An engine runs the operations; a thin adapter
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from pycomm.collectives.transport.own_group import PYCOMM
-from pycomm.torch_internals import backend_of, open_monitored_barrier
+from pycomm.checks import seconds_of
+from pycomm.collectives.transport.own_group import PYCOMM, Place
+from pycomm.torch_internals import Store, backend_of, open_monitored_barrier
 
-__all__ = ["register", "stats"]
+__all__ = ["make_group", "register", "stats"]
 
 
 def register() -> None:
     """Register the backend with torch, as ``import pycomm`` does; from torch 2.14 on, torch finds it by itself."""
     if not dist.is_available() or hasattr(dist.Backend, PYCOMM.upper()):
         return
-    dist.Backend.register_backend(PYCOMM, _make, extended_api=True, devices=["cpu", "cuda"])
+    dist.Backend.register_backend(PYCOMM, _make, extended_api=True, devices=_Devices(["cpu", "cuda"]))
     open_monitored_barrier(PYCOMM)
+
+
+class _Devices(list[str]):
+    """Types of devices that torch asks for when a group is made: CUDA only where there is a GPU then.
+
+    Torch puts tensors of its own on a device that is not the CPU. The number of GPUs is known without a context.
+    """
+
+    def __iter__(self) -> Iterator[str]:
+        return (kind for kind in super().__iter__() if kind == "cpu" or torch.cuda.device_count() > 0)
 
 
 def _make(*arguments: Any) -> dist.ProcessGroup:
@@ -30,6 +43,21 @@ def _make(*arguments: Any) -> dist.ProcessGroup:
     from pycomm.collectives.backend.process_group import make
 
     return make(*arguments)
+
+
+def make_group(store: Store, rank: int, size: int, timeout: timedelta | float) -> dist.ProcessGroup:
+    """Make a group over "pycomm" that torch does not know by name, such as torchft's wrappers take. Collective.
+
+    Args:
+        store: where the ranks meet; for each group a store, or a prefix, of its own.
+        rank: rank of this process in the group.
+        size: number of its ranks.
+        timeout: limit of every single wait; seconds or ``timedelta``.
+    """
+    from pycomm.collectives.backend.process_group import PycommProcessGroup
+
+    place = Place("apart", store, rank, list(range(size)), f"cpu:{PYCOMM}")
+    return PycommProcessGroup(place, seconds_of(timeout))
 
 
 def stats(group: dist.ProcessGroup | None = None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 
 from pycomm.collectives.backend.engine import GroupEngine
 from pycomm.collectives.backend.gpu import GpuSide
-from pycomm.collectives.backend.work import BackendWork
+from pycomm.collectives.backend.work import BackendWork, Result
 from pycomm.errors import CommError, reworded
 from pycomm.torch_internals import keeps_python_works
 
@@ -30,7 +30,7 @@ class Planned(NamedTuple):
     Attributes:
         name: name of the operation.
         run: does it, given ``args`` and the limit of every single wait, in seconds.
-        result: tensors that it writes.
+        result: tensors that it writes, or a function that returns them.
         opts: torch's options, which say whether the caller waits for it, and for how long.
         timeout: how long, where that is an argument of its own.
     """
@@ -38,7 +38,7 @@ class Planned(NamedTuple):
     name: str
     run: Callable[..., None]
     args: tuple[Any, ...]
-    result: Sequence[Any]
+    result: Result
     opts: Any
     timeout: timedelta | None = None
 

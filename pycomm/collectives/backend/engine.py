@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from pycomm.agreement import Words, agreed, prepared, rows_of_all
 from pycomm.collectives.backend.moved import MovedStorages
-from pycomm.collectives.backend.work import BackendWork, BackwardErrors, MessageWork, Reception
+from pycomm.collectives.backend.work import BackendWork, BackwardErrors, MessageWork, Reception, Result
 from pycomm.collectives.channel import Channel
 from pycomm.collectives.transport.base import Transport
 from pycomm.collectives.transport.choice import choose_transport
@@ -31,6 +31,16 @@ class Target:
     tensor: torch.Tensor
     dense: torch.Tensor
 
+    def part_from(self, sources: Iterable[torch.Tensor]) -> None:
+        """Replace memory that one of ``sources`` overlaps by a buffer.
+
+        Torch's own groups read all that they send before they write. Transports do not, and refuse what overlaps.
+        """
+        spans = {_span_of(x) for x in sources if x.numel() > 0}
+        mine = _span_of(self.dense)
+        if self.dense.numel() > 0 and any(begin < mine[1] and mine[0] < end for begin, end in spans):
+            self.dense = torch.empty_like(self.dense)
+
     def finish(self) -> None:
         """Copy the elements back to ``tensor`` if they are in a buffer."""
         if self.dense.data_ptr() == self.tensor.data_ptr():
@@ -38,6 +48,12 @@ class Target:
         # An inference tensor can be written in inference mode only, which this thread need not be in.
         with torch.inference_mode(self.tensor.is_inference()):
             self.tensor.detach().copy_(self.dense)
+
+
+def _span_of(x: torch.Tensor) -> tuple[int, int]:
+    """Return the first address of contiguous ``x``, and the one behind it."""
+    begin = x.data_ptr()
+    return begin, begin + x.nbytes
 
 
 def contiguous(tensor: Any) -> torch.Tensor:
@@ -166,7 +182,7 @@ class GroupEngine:
 
     # Running.
 
-    def run(self, name: str, job: Job, result: Sequence[Any], async_op: bool) -> BackendWork:
+    def run(self, name: str, job: Job, result: Result, async_op: bool) -> BackendWork:
         """Run ``job`` after all earlier collectives: on this thread if ``async_op`` is false; return its work.
 
         A callback that was added to a future before its operation ended runs on the communication thread. Operations
@@ -249,6 +265,8 @@ class GroupEngine:
 
         def prepare() -> tuple[Target, torch.Tensor, torch.Tensor, str]:
             target, (source, name) = to_fill(out), reducible(contiguous(x), op)
+            if target.dense.data_ptr() != source.data_ptr() + self.rank * target.dense.nbytes:  # not this rank's part
+                target.part_from([source])
             return target, reducible(target.dense, op)[0], source, name
 
         target, array, source, name = _prepared(self.transport, prepare, timeout)
@@ -262,6 +280,8 @@ class GroupEngine:
         def prepare() -> tuple[Target, torch.Tensor, list[torch.Tensor], str]:
             target = to_fill(out)
             sources = [reducible(contiguous(part), op)[0] for part in parts]
+            is_own = _span_of(sources[self.rank]) == _span_of(target.dense)
+            target.part_from(source for p, source in enumerate(sources) if p != self.rank or not is_own)
             array, name = reducible(target.dense, op)
             return target, array, sources, name
 
@@ -290,7 +310,14 @@ class GroupEngine:
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, timeout: float) -> None:
         """Write the ``x`` of all ranks, in rank order, into ``out``."""
-        target, source = _prepared(self.transport, lambda: (to_fill(out), contiguous(x)), timeout)
+
+        def prepare() -> tuple[Target, torch.Tensor]:
+            target, source = to_fill(out), contiguous(x)
+            if source.data_ptr() != target.dense.data_ptr() + self.rank * source.nbytes:  # not this rank's part
+                target.part_from([source])
+            return target, source
+
+        target, source = _prepared(self.transport, prepare, timeout)
         self._count(source)
         self.transport.all_gather(target.dense, source, timeout)
         target.finish()
@@ -301,6 +328,10 @@ class GroupEngine:
         def prepare() -> tuple[list[Target | None], list[torch.Tensor | None]]:
             dense = {id(x): contiguous(x) for x in {id(x): x for x in xs if x is not None}.values()}
             targets = [None if out is None else to_fill(out) for out in outs]
+            own = dense.get(id(xs[self.rank]))
+            for p, target in enumerate(targets):
+                if target is not None and (p != self.rank or own is None or _span_of(target.dense) != _span_of(own)):
+                    target.part_from(dense.values())
             return targets, [None if x is None else dense[id(x)] for x in xs]
 
         targets, sources = _prepared(self.transport, prepare, timeout)
@@ -314,7 +345,13 @@ class GroupEngine:
 
     def all_to_all(self, out: torch.Tensor, x: torch.Tensor, timeout: float) -> None:
         """Send part p of ``x`` to rank p, where it becomes part ``rank`` of ``out``; all parts are equal."""
-        target, source = _prepared(self.transport, lambda: (to_fill(out), contiguous(x)), timeout)
+
+        def prepare() -> tuple[Target, torch.Tensor]:
+            target, source = to_fill(out), contiguous(x)
+            target.part_from([source])
+            return target, source
+
+        target, source = _prepared(self.transport, prepare, timeout)
         self._count(source)
         self.transport.all_to_all(target.dense, source, timeout)
         target.finish()

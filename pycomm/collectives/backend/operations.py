@@ -112,7 +112,7 @@ def allgather(calls: Calls, outputs: Any, inputs: Any, opts: Any = None) -> Plan
     x = _only(inputs)
     outs = list(outputs if isinstance(inputs, torch.Tensor) else _only(outputs))
     calls.require_one_per_rank("all_gather", "outputs", outs)
-    return Planned("all_gather", calls.engine.exchange, (outs, [x] * calls.engine.size), [outs], opts)
+    return Planned("all_gather", calls.engine.exchange, (outs, [x] * calls.engine.size), outs, opts)
 
 
 @operation("allgather_coalesced")
@@ -128,14 +128,26 @@ def allgather_coalesced(calls: Calls, outputs: Sequence[Tensors], inputs: Tensor
 @operation("all_gather_single", "_allgather_base")
 def all_gather_single(calls: Calls, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Planned:
     """Gather a tensor of every rank, one after the other, in one tensor."""
-    return Planned("all_gather", calls.engine.all_gather, (output, x), [output], opts)
+    size = calls.engine.size
+    return Planned("all_gather", calls.engine.all_gather, (output, x), lambda: _parts(output, size), opts)
 
 
 @operation("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
 def all_gather_single_coalesced(calls: Calls, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Planned:
     """Do what :func:`all_gather_single` does for several pairs of tensors."""
     args = "all_gather of {} tensors", calls.engine.all_gather, list(zip(outputs, inputs, strict=True))
-    return Planned("all_gather", calls.engine.each, args, list(outputs), opts)
+    outs, size = list(outputs), calls.engine.size
+
+    def parts() -> list[list[torch.Tensor]]:
+        return [list(of_rank) for of_rank in zip(*(_parts(out, size) for out in outs), strict=True)]
+
+    return Planned("all_gather", calls.engine.each, args, parts, opts)
+
+
+def _parts(gathered: torch.Tensor, size: int) -> list[torch.Tensor]:
+    """Return the part of each rank in ``gathered``, which is all that Gloo's work has as a result."""
+    is_in_rows = gathered.dim() > 0 and gathered.shape[0] % size == 0
+    return list((gathered if is_in_rows else gathered.reshape(size, -1)).tensor_split(size))
 
 
 @operation("gather")
@@ -146,7 +158,7 @@ def gather(calls: Calls, outputs: Any, inputs: Any, opts: Any = None) -> Planned
     outs: list[Any] = list(_only(outputs)) if is_root else [None] * size
     calls.require_one_per_rank("gather", "outputs", outs)
     xs = [x if p == root else None for p in range(size)]
-    return Planned("gather", calls.engine.exchange, (outs, xs), [outs] if is_root else [], opts)
+    return Planned("gather", calls.engine.exchange, (outs, xs), outs if is_root else [], opts)
 
 
 @operation("scatter")

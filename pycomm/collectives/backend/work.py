@@ -6,6 +6,7 @@ No failed future is handed out: torch loses its error (in a work made from a fut
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +19,9 @@ from pycomm import threads
 from pycomm.collectives.transport.base import Receipt
 from pycomm.errors import CommError
 from pycomm.torch_internals import TorchWork, compiles_autograd, current_graph_task, queue_final_callback
+
+Result = Sequence[Any] | Callable[[], Sequence[Any]]
+"""Tensors that an operation writes, or a function that returns them."""
 
 
 class Pending(Protocol):
@@ -38,14 +42,14 @@ class BackendWork(TorchWork):
 
     Args:
         pending: the operation; ``None`` if it has already ended well.
-        result: tensors that the operation writes.
+        result: tensors that the operation writes, or a function that returns them once they are asked for.
         name: name of the operation, for the error of :meth:`wait`.
         rank: rank of this process, likewise.
     """
 
-    def __init__(self, pending: Pending | None, result: Sequence[Any], name: str, rank: int) -> None:
+    def __init__(self, pending: Pending | None, result: Result, name: str, rank: int) -> None:
         super().__init__()
-        self._pending, self._outcome = pending, list(result)
+        self._pending, self._result = pending, result
         self._name, self._rank = name, rank
         self._future: Any = None
         self._lock = threading.Lock()
@@ -92,7 +96,10 @@ class BackendWork(TorchWork):
     def result(self) -> list[Any]:
         """Return the tensors that the operation has written."""
         self.wait()
-        return self._outcome
+        return self._outcome()
+
+    def _outcome(self) -> list[Any]:
+        return list(self._result() if callable(self._result) else self._result)
 
     def get_future(self) -> Any:
         """Return a ``torch.futures.Future`` of the tensors that the operation writes, or of its error."""
@@ -107,15 +114,37 @@ class BackendWork(TorchWork):
         def value_of(_: Any) -> list[Any]:
             if pending is not None:
                 pending.wait()
-            return outcome
+            return outcome()
 
         ended: Any = torch.futures.Future()
         future = ended.then(value_of)
+        if (
+            self._name == "all_reduce"
+            and current_graph_task() >= 0
+            and any(x.dtype is torch.float16 for x in outcome())
+        ):
+            future = _typed().after(future, outcome())  # for DistributedDataParallel's FP16_COMPRESS
         if pending is None:
             ended.set_result(None)
         else:
             pending.when_done(lambda: ended.set_result(None))
         return future
+
+
+@functools.cache
+def _typed() -> Any:
+    """Return functions of TorchScript: ``after`` makes a future whose value C++ knows to be a list of tensors.
+
+    Futures of Python have any object, which hooks in C++ refuse. No thread waits here.
+    """
+    return torch.jit.CompilationUnit("""
+def value(ended: Future[List[Tensor]], result: List[Tensor]) -> List[Tensor]:
+    torch.jit.wait(ended)
+    return result
+
+def after(ended: Future[List[Tensor]], result: List[Tensor]) -> Future[List[Tensor]]:
+    return torch.jit.fork(value, ended, result)
+""")
 
 
 class Reception:

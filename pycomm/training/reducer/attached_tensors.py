@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pycomm.agreement import check_same_lines
+from pycomm.agreement import check_same_lines, exchanged, require_same
 from pycomm.collectives import broadcasting
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.tensor_memory import look_at
@@ -39,12 +39,14 @@ class AttachedTensors:
         self._own = [name for name, t in others.items() if isinstance(t, torch.nn.Parameter) and t.requires_grad]
         self._memories = {name: look_at(name, t) for name, t in [*averaged.items(), *others.items()]}
         self._averaged = [broadcasting.line_of(name, param, self._memories[name]) for name, param in averaged.items()]
+        self._order = broadcasting.names_in_order(table.optimizer, averaged, table.ignored.covers)
         self._others = [broadcasting.line_of(name, tensor, self._memories[name]) for name, tensor in others.items()]
 
     def make_equal(self, communicator: Communicator) -> None:
         """Send rank 0's tensors to all ranks, and compare what cannot be sent. Collective."""
         gather = communicator.channel.all_gather_bytes
-        check_same_lines(gather, self._averaged, "parameter")
+        lines = {"parameter": self._averaged, broadcasting.ORDER: self._order}
+        require_same(exchanged(gather, lines, "compare"), "compare")
         check_same_lines(gather, self._others, "parameter or buffer outside the optimizer", f"; {broadcasting.OWN}")
         own = dict.fromkeys(self._own)
         compared = [name for name, m in self._memories.items() if name in own or (m.parts and not m.writable)]

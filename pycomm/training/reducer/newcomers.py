@@ -35,6 +35,7 @@ def lines_of(settings: AttachSettings, table: ParameterTable) -> list[tuple[str,
         f"{name}: {broadcasting.signature(p)}{'' if p.requires_grad else ' frozen'}" for name, p in names.items()
     ]
     sizes = broadcasting.group_sizes(table.optimizer, table.ignored.covers)
+    order = broadcasting.names_in_order(table.optimizer, names, table.ignored.covers)
     return [
         ("the version of pycomm", version()),
         ("the optimizer", type(table.optimizer).__name__),
@@ -42,6 +43,7 @@ def lines_of(settings: AttachSettings, table: ParameterTable) -> list[tuple[str,
         *(("a setting", line) for line in settings.lines()),
         *(("a parameter", line) for line in parameters),
         *(("an optimizer parameter group", size) for size in sizes),
+        *(("the order of the optimizer's parameters", name) for name in order),
     ]
 
 
