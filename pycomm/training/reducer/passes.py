@@ -148,6 +148,8 @@ class Passes:
         """Refuse wrappers that average these parameters, too; add new parameters if no window is open."""
         if current_graph_task() != -1:
             return  # inside backward: a checkpointed piece is being recomputed
+        if torch.is_grad_enabled() and not self._local.depth:
+            self._engine.statistics.phases.trace.begin_forward()
         refuse_active_wrapper(lambda: dict(self._table.named()))
         self._engine.flags.just_stepped = False
         self.forget_abandoned()
@@ -221,6 +223,7 @@ class Passes:
 
     def require_averaged(self) -> None:
         """Raise RuntimeError if ``optimizer.step()`` would use gradients that have not been averaged. Sends nothing."""
+        self._engine.statistics.phases.trace.begin_step()
         self.forget_abandoned()
         if self._window.is_open:
             raise RuntimeError(
