@@ -176,7 +176,7 @@ class Passes:
         if self._local_writes is None or self._local_writes[0] != reductions:
             self._local_writes = reductions, Writes([slot.local for slot in self._table.slots()])
         elif (number := self._local_writes[1].count()) >= _MOST_LOCAL_UPDATES:
-            with self._stopping():
+            with self.stopping():
                 raise RuntimeError(
                     f"rank {self._communicator.rank}: gradients were computed and parameters changed {number} times, "
                     "and no backward() or reduce() of all ranks has averaged any: put gradients that backward() did "
@@ -232,7 +232,7 @@ class Passes:
             )
         self._local.require_gone("optimizer.step() would move this rank's parameters alone")
         self._table.require_no_unknown_gradients()
-        with self._stopping():
+        with self.stopping():
             self._engine.comparison.require_suitable(in_step=True)
             require_provenance(
                 self._table, self._progress.has_averages, self._engine.outcome.unused, self._communicator.rank
@@ -240,7 +240,7 @@ class Passes:
         self._progress.stepped()
 
     @contextlib.contextmanager
-    def _stopping(self) -> Iterator[None]:
+    def stopping(self) -> Iterator[None]:
         """Raise an error from inside on the other ranks, too."""
         try:
             yield
@@ -260,7 +260,7 @@ class Passes:
         self._engine.statistics.phases.trace.end_step()
         if not self._progress.leave_step():
             return
-        with self._stopping():
+        with self.stopping():
             # Again: hooks that run after that of pycomm may have set numbers.
             self._engine.comparison.require_suitable(in_step=True)
         self._window.complete = False
@@ -309,7 +309,7 @@ class Passes:
             return
         # Known buckets first, before _end looks for new parameters: ranks may have launched different numbers of
         # buckets by now, but always in the same order.
-        with self._stopping():
+        with self.stopping():
             self._engine.launch_rest()
 
     def _end(self) -> None:
@@ -379,7 +379,6 @@ class Passes:
         if self.stopped or self._communicator.size == 1 or torch.compiler.is_compiling():
             return
         self.stopped = str(error)
-        self._order.let_end()
         self._engine.policy.leave(f"gave up: {self.stopped}")
         self._communicator.channel.abandon(self.stopped, in_step=not self._engine.is_waited_for())
 
