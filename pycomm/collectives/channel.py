@@ -55,6 +55,8 @@ class Channel:
         """Returns the reason that waiting peers get when this is closed without one."""
         self.companions: list[Channel] = []
         """Further channels over the same ranks, closed with this one."""
+        self.let_end: Callable[[], object] = lambda: None
+        """Waits a little for an operation that this rank need not see the end of, but others do, before this closes."""
         self.native: tuple[str, ...] = ("auto", "native")
         """Names that always mean the transport's own algorithm."""
         self.at_once = all_reduce_at_once(transport.all_reduce, self.worker.unfinished, timeout)
@@ -298,6 +300,8 @@ class Channel:
         if self._pid != os.getpid() or not self._once.acquire(blocking=False):
             return
         late_ranks.forget(self.recorder)
+        if not self.worker.is_current():
+            self.let_end()
         patience = _PATIENCE if reason is None else _PATIENCE_AFTER_FAILURE
         for companion in self.companions:
             companion.close(reason)

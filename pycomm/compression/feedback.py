@@ -17,6 +17,8 @@ from then on, the new state is copied to where the old one was.
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,13 +26,26 @@ from typing import Any
 
 import torch
 
-from pycomm import kernels
+from pycomm import checks, kernels
 from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import is_capturing, laid_out_like
 from pycomm.compression.base import Flag, Method, Operation, Scaling, State, as_flag
 from pycomm.compression.codec import Accumulated, BaseCodec, Outcome, wide_dtype
 from pycomm.compression.report import Report, Told
+from pycomm.logs import prefix
+
+
+def check_ratio(value: object) -> None:
+    """Check ``ratio``, a fraction. The integer 1 may be meant as a percentage: rank 0 says once what it does."""
+    checks.fraction("ratio", value)
+    if isinstance(value, int) and prefix() in ("[pycomm]", "[pycomm rank 0]"):
+        _log_once("ratio=1 sends all; 0.01 is 1 %")
+
+
+@functools.cache
+def _log_once(line: str) -> None:
+    logging.getLogger("pycomm").warning("%s", line)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import torch
 import pycomm
 from tests.checkpoint.training import seed, training
 from tests.on_ranks import Pools, on_ranks
+from tests.reducer.attaching import logged
 
 CASES = [
     ("sgd", "dense"),
@@ -55,6 +56,24 @@ def test_goes_on_to_the_bit(case: tuple[str, ...], rank_pools: Pools, new_ranks:
     wanted = rank_pools(2).run(save_and_go_on, str(tmp_path), *case)
     assert new_ranks(2).run(load_and_go_on, str(tmp_path), *case) == wanted
     assert wanted[0] != wanted[1], "the ranks' own state is not in the digest"
+
+
+@on_ranks(2)
+def test_a_checkpoint_is_named_after_its_step(tmp_path: Path) -> None:
+    """And a later one has the larger number all the same, since the largest is loaded."""
+    with training("sgd", "dense") as run, logged() as lines:
+
+        def name_of(**more: Any) -> str:
+            return pycomm.save(tmp_path, run.reducer, keep=9, **more, **run.more).wait().name
+
+        assert [name_of(step=step) for step in (0, 7, 2500)] == [f"checkpoint-{step:08d}" for step in (0, 7, 2500)]
+        assert [name_of(), name_of(step="end"), name_of(step=True)] == [f"checkpoint-0000250{i}" for i in (1, 2, 3)]
+        assert lines == []
+        assert name_of(step=2503) == "checkpoint-00002504"  # the same step once more, or one after a rollback
+        assert pycomm.load(tmp_path, run.reducer, **run.more) == {"step": 2503}
+        what = f"the checkpoint of step 2503 is number 2504, as {tmp_path} has number 2503"
+        assert [line for line in lines if what in line] == lines
+        assert len(lines) == (torch.distributed.get_rank() == 0)
 
 
 @on_ranks(1, 2)

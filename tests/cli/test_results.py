@@ -124,9 +124,41 @@ def test_three_sentences_follow_the_figures() -> None:
         "pycomm DGC 1 % over the link of 300 Mbit/s (10.0x)"
     )
     assert lost == "Not gained: by pycomm dense over the link of 300 Mbit/s (1.00x)."
-    assert write.startswith('Write: pycomm.attach(optimizer, model, shard="optimizer") on one host; over slow links')
-    assert "compression=pycomm.DGC(0.01, momentum=0.9)" in write
-    assert "survive" not in write
+    assert write == (
+        'Write: on one host pycomm.attach(optimizer, model, shard="optimizer"); over slow links pycomm.attach('
+        "optimizer, model, compression=pycomm.DGC(0.01, momentum=0.9)), with an SGD optimizer without momentum."
+    )
+    assert "; survive=pycomm.Survive() where ranks may die." in conclusions(results(death=DEATH), SETTINGS)[2]
+
+
+def test_the_advice_is_the_fastest_of_the_table_that_reached_the_loss() -> None:
+    runs = results()
+    runs.host[2] = outcome('attach(shard="optimizer")', 0.25)  # 0.80x
+    runs.link[3] = outcome("pycomm DGC 1 %", 0.02, loss=2.6)  # fast, and 4 % above DDP's loss
+    write = conclusions(runs, SETTINGS)[2]
+    assert write == "Write: on one host pycomm.attach(optimizer, model); over slow links keep DDP."
+    nothing = results(dense=0.3, dgc=0.4, attach=0.21)
+    nothing.host[2] = outcome('attach(shard="optimizer")', 0.25)
+    assert conclusions(nothing, SETTINGS)[2] == "Write: on one host keep DDP; over slow links keep DDP."
+
+
+def test_columns_agree_although_the_load_of_the_machine_differed() -> None:
+    """Turn by turn twice as fast as DDP; but while more than half of its own steps were taken, the machine was busy."""
+    runs, label = results(), "pycomm.attach"
+    ddp, ours = runs.host[0], runs.host[1]
+    ddp.turns = [[9.0], *[[seconds] * STEPS for seconds in (0.1, 0.1, 0.1, 0.8)]]
+    ours.turns = [[9.0], *[[seconds] * number for seconds, number in ((0.05, 1), (0.05, 1), (0.05, 1), (0.4, 20))]]
+    assert ours.step_seconds > ddp.step_seconds  # the medians of all steps contradict the speed
+    row = next(line.split() for line in shown(runs, SETTINGS).splitlines() if line.startswith(f" {label} "))
+    assert row == [label, "50.0", "ms", "2.00x", "2.00-2.00", "-", "2.500"]
+
+
+def test_a_loss_that_was_lost_again_was_not_reached() -> None:
+    runs = results()
+    for run, number in ((runs.link[0], 10), (runs.link[3], 100)):
+        run.turns, run.losses = [[0.5], [5.0 / number] * (number - 1)], np.linspace(5.5, 3.0, number).tolist()
+    runs.link[3] = replace(runs.link[3], validation_loss=2.6)
+    assert "reached" not in conclusions(runs, SETTINGS)[0]
 
 
 def test_sentences_claim_nothing_that_is_not_clear() -> None:
@@ -164,9 +196,11 @@ def shown(found: Results, settings: DemoSettings) -> str:
 
 def test_the_table_has_a_line_for_every_run() -> None:
     text = shown(results(death=DEATH), SETTINGS)
-    assert " DDP, fp16 hook             100.0 ms   2.00x  2.00-2.00     50   7.50 MB  2.500\n" in text
-    assert " rank 2 is killed             1.50 s                         1         -  4" in text
+    assert " DDP, fp16 hook             100.0 ms         2.00x  2.00-2.00   7.50 MB  2.500\n" in text
+    assert " rank 2 is killed             1.50 s                                  -  4" in text
     assert "Link, 300 Mbit/s\n" in text
+    assert " 3 ranks, 29 steps " in text
+    assert "speed vs DDP" in text
     assert "simulated" not in text
     assert max(map(len, text.splitlines())) <= 80
 

@@ -13,6 +13,7 @@ import pytest
 from pycomm.tools.cli.main import main
 
 pytest.importorskip("matplotlib")
+from pycomm.tools.cli.trace import timeline
 
 SCRIPT = """
 import sys, torch, torch.distributed as dist, pycomm
@@ -46,6 +47,45 @@ def test_a_script_is_run_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture
     spans = [event for event in events if event["ph"] == "X"]
     assert {"forward", "backward", "wait", "unpack", "optimizer.step", "bucket 1"} <= {span["name"] for span in spans}
     assert all(span["dur"] >= 0 for span in spans)
+
+
+LOADER = """
+import time, torch, torch.distributed as dist, pycomm
+dist.init_process_group("gloo")
+model = torch.nn.Linear(64, 64)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+reducer = pycomm.attach(optimizer, model, accumulate=2)
+for _ in range(3):
+    with torch.no_grad():
+        model(torch.randn(4, 64))  # an evaluation
+    time.sleep(0.3)
+    optimizer.zero_grad()
+    for k in range(2):
+        time.sleep(0.2 * k)
+        model(torch.randn(4, 64)).sum().backward()
+    time.sleep(0.1)
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.timeout(60)
+def test_time_between_steps_has_a_name_of_its_own(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LOADER)
+    assert trace("--ranks", 2, "--step", 2, "-o", tmp_path / "step", script) == 0
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X" and event["cat"] == "training" and event["pid"] == 0]
+    names = [event["name"] for event in spans if event["name"] not in ("wait", "unpack")]
+    passes = ["between steps", "forward", "backward", "between passes", "forward", "backward"]
+    assert names == [*passes, "before step", "optimizer.step"]
+    slept = {"between steps": 0.3, "between passes": 0.2, "before step": 0.1}
+    for event in spans:
+        if event["name"] in slept:
+            assert event["dur"] >= 1e6 * slept[event["name"]]
+    inside = sum(event["dur"] for event in spans if event["name"] == "forward")
+    assert inside < 1e6 * sum(slept.values())  # none of the sleeps is in it; two forwards of a small layer are
+    assert set(names) <= set(timeline._COLORS)
 
 
 def test_a_script_that_ends_too_early_or_badly(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

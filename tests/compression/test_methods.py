@@ -16,6 +16,7 @@ from torch import nn
 
 import pycomm
 from pycomm.collectives.bucket import FINGERPRINT_BITS, FINGERPRINT_PLACES
+from pycomm.compression import feedback
 from tests.compression.machines import Gradients, gradients_of
 from tests.ranks import RankPool
 from tests.reducer.attaching import attached, own_state
@@ -366,6 +367,24 @@ def loads_what_fits() -> None:
 
 def test_state_that_fits_in_part(two_ranks: RankPool) -> None:
     two_ranks.run(loads_what_fits)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: [pycomm.TopK(1), pycomm.DGC(1), pycomm.RandomK(1), pycomm.Auto(1)], 1),
+        (lambda: [pycomm.TopK(1.0), pycomm.DGC(1.0), pycomm.RandomK(1.0), pycomm.ChunkTopK(64, decay=1)], 0),
+    ],
+)
+def test_an_integer_for_a_ratio_is_all_and_is_said_once(
+    make: Callable[[], Any], says: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feedback._log_once.cache_clear()
+    monkeypatch.setenv("RANK", "1")  # only rank 0 says it
+    make()
+    monkeypatch.setenv("RANK", "0")
+    make()
+    assert caplog.messages == says * ["[pycomm rank 0] ratio=1 sends all; 0.01 is 1 %"]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.tools.monitoring import FIELDS
-from pycomm.tools.monitoring.monitor import Monitor, row_between
+from pycomm.tools.monitoring.monitor import Monitor, row_between, writers_of
 from tests.on_ranks import on_ranks
 from tests.reducer.models import loss_of, make_model, sgd
 
@@ -201,7 +201,7 @@ def test_wrong_arguments(one_rank_group: None, tmp_path: Path) -> None:
         (TypeError, "every is 1.5, wanted an int", {"every": 1.5}),
         (ValueError, "every is 0, wanted at least 1", {"every": 0}),
         (TypeError, "to is 7, wanted 'table', the path", {"to": 7}),
-        (ValueError, "wanted a folder for TensorBoard; a function writes a file", {"to": tmp_path / "rows.csv"}),
+        (ValueError, "or a list of these; a function writes a file", {"to": tmp_path / "rows.csv"}),
         (TypeError, "optimizer is 3", {"optimizer": 3}),
     ]
     for kind, text, arguments in wrong:
@@ -211,6 +211,22 @@ def test_wrong_arguments(one_rank_group: None, tmp_path: Path) -> None:
         pycomm.monitor(torch.nn.Linear(1, 1))
     assert list(tmp_path.iterdir()) == []
     reducer.detach()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_wrong_target_is_an_error_on_all_ranks_that_names_the_choices(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choices = "wanted 'table', the path of TensorBoard's folder, a SummaryWriter, a function, or a list of these"
+    monkeypatch.chdir(tmp_path)
+    for wrong in ("tabel", "Table", "tables"):
+        with pytest.raises(ValueError, match=re.escape(f"to is {wrong!r}, {choices}. A folder of that name is './")):
+            writers_of(wrong, rank)
+    for package, to in (("tensorboard", "runs/7"), ("tensorboard", "./tabel"), ("rich", "table")):
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(ImportError, match=re.escape(choices)):
+            writers_of(to, rank)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_not_known_is_none() -> None:

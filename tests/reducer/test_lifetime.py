@@ -17,9 +17,11 @@ import pytest
 import torch.distributed as dist
 
 import pycomm
+from pycomm.collectives.recorder import dump
+from pycomm.training.reducer.arrival import ArrivalOrder
 from tests.on_ranks import Pools, on_ranks
 from tests.ranks import RankPool
-from tests.reducer.attaching import attached, grouped, over_torch
+from tests.reducer.attaching import Training, attached, grouped, over_torch
 from tests.reducer.models import average_gradients, close, explode, loss_of, losses_at, make_model, sgd
 
 
@@ -74,6 +76,32 @@ def test_a_dropped_model_takes_everything_with_it(torch_transport: bool, named: 
 @on_ranks(2)
 def test_a_dropped_model_with_compression(compression: Any) -> None:
     dropped(compression, False, False)
+
+
+@pytest.mark.parametrize("end", ["detach", "dropped"])
+@pytest.mark.parametrize("first", [0, 1])
+@on_ranks(2)
+def test_a_rank_that_ends_well_after_one_step_logs_no_alarm(first: int, end: str) -> None:
+    """The order of the buckets is still on its way: the other rank comes to it later."""
+    training = Training()
+    failed: list[str] = []
+    late = dist.get_rank() != first
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dump, "dump_failure", lambda _, why: failed.append(why))
+        agree = ArrivalOrder.agree
+
+        def later(order: ArrivalOrder) -> None:
+            time.sleep(0.5 * late)
+            agree(order)
+
+        patch.setattr(ArrivalOrder, "agree", later)
+        training.step(0)
+        if end == "detach":
+            training.reducer.detach()
+        del training
+        gc.collect()
+        dist.barrier()
+    assert failed == []
 
 
 @on_ranks(2)

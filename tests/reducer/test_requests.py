@@ -13,6 +13,8 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 import pycomm
+from pycomm.collectives.recorder import dump
+from tests.hosts import on_hosts
 from tests.on_ranks import on_ranks
 from tests.reducer.attaching import assert_replicas_equal, attached, logged, over_torch, own_state
 from tests.reducer.models import average_gradients, close, loss_of, losses_at, make_model, sgd
@@ -224,6 +226,60 @@ def test_with_weights_by_samples(torch_transport: bool) -> None:
                 close(param.grad, (counts[0] * grads[0][i] + counts[1] * grads[1][i]) / sum(counts), 1e-9)
             optimizer.step()
         assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("way", ["skip_batch()", "flush()"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"bucket_mb": 1e-4},
+        {"compression": pycomm.TopK(1.0)},
+        {"shard": "optimizer"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("absent", [[1], [0, 2]])
+@pytest.mark.parametrize("first", [0, 2])
+@on_ranks(3)
+def test_without_a_batch_in_the_first_weighted_step(
+    first: int, absent: list[int], options: dict[str, Any], way: str
+) -> None:
+    """The ranks that have none have never called set_weight(), and the steps before were not weighted."""
+    first_weights(first, absent, options, way)
+
+
+@pytest.mark.parametrize("hosts", ["abc", "aab"])
+@on_ranks(3)
+def test_without_a_batch_in_the_first_weighted_step_between_hosts(hosts: str) -> None:
+    with on_hosts(hosts):
+        first_weights(1, [1], {"bucket_mb": 1e-4}, "skip_batch()")
+
+
+def first_weights(first: int, absent: list[int], options: dict[str, Any], way: str) -> None:
+    rank, size, model, plain = dist.get_rank(), dist.get_world_size(), make_model(), make_model()
+    optimizer, failed = sgd(model), list[str]()
+    with pytest.MonkeyPatch.context() as patch, attached(optimizer, model, **options) as reducer:
+        patch.setattr(dump, "dump_failure", lambda _, why: failed.append(why))
+        for step in range(first + 3):
+            plain.load_state_dict(model.state_dict())
+            counts = [0 if step == first and r in absent else 5 + r if step >= first else 1 for r in range(size)]
+            grads = [torch.autograd.grad(loss(plain), list(plain.parameters())) for loss in losses_at(step)]
+            optimizer.zero_grad()
+            if counts[rank] == 0:
+                reducer.skip_batch() if "skip" in way else reducer.flush()
+            else:
+                if step >= first:
+                    reducer.set_weight(counts[rank])
+                loss_of(model, rank, step).backward()
+            for i, param in enumerate(model.parameters()):
+                if "shard" not in options:
+                    parts = [count * grad[i] for count, grad in zip(counts, grads, strict=True)]
+                    close(param.grad, torch.stack(parts).sum(0) / sum(counts), 1e-9)
+            optimizer.step()
+        assert reducer.stats()["steps"] == first + 3
+        assert_replicas_equal(model)
+    assert failed == []  # no alarm
 
 
 @pytest.mark.parametrize("weights", [False, True])

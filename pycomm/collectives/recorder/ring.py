@@ -85,6 +85,7 @@ class Recorder:
     Attributes:
         pid: process that made it, and whose operations it records.
         store: torch's store that all of the ranks share; ``None`` if there is none.
+        may_differ: whether the next operation may meet another one of other ranks, which is no failure then.
     """
 
     def __init__(self, group: str, rank: int, ranks: Sequence[int]) -> None:
@@ -92,6 +93,7 @@ class Recorder:
         self.ring = _native.FlightRing(LENGTH)
         self.pid = os.getpid()
         self.store: Any = None
+        self.may_differ = False
         _recorders[id(self)] = self
 
     @property

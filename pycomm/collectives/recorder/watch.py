@@ -77,7 +77,8 @@ def _failed(recorder: weakref.ref[Recorder], error: BaseException) -> None:
     found = recorder()
     if found is None:
         return
-    if isinstance(error, CommError) or (isinstance(error, ValueError) and _DIFFERS in str(error)):
+    differs = isinstance(error, ValueError) and _DIFFERS in str(error)
+    if isinstance(error, CommError) or (differs and not found.may_differ):
         from pycomm.collectives.recorder.dump import dump_failure
 
         dump_failure(found, str(error))

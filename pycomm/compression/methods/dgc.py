@@ -10,7 +10,7 @@ from pycomm import checks
 from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
 from pycomm.compression.base import Compression
-from pycomm.compression.feedback import CodecMethod, Correction
+from pycomm.compression.feedback import CodecMethod, Correction, check_ratio
 from pycomm.compression.sparse.codec import ENTRY_BYTES, SparseCodec, WholeCodec
 
 _STAGES = 5
@@ -68,7 +68,7 @@ class DGC(CodecMethod):
     half_values: bool = False
 
     def __post_init__(self) -> None:
-        checks.fraction("ratio", self.ratio)
+        check_ratio(self.ratio)
         checks.real("momentum", self.momentum, 0.0, 1.0)
         checks.flag("nesterov", self.nesterov)
         if self.nesterov and self.momentum == 0.0:

@@ -10,7 +10,7 @@ from pycomm import checks
 from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
 from pycomm.compression.codec import Accumulated, BaseCodec, seed_of
-from pycomm.compression.feedback import CodecMethod
+from pycomm.compression.feedback import CodecMethod, check_ratio
 from pycomm.compression.messages import SummedMessage
 from pycomm.compression.report import Report, Told
 
@@ -96,7 +96,7 @@ class RandomK(CodecMethod):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        checks.fraction("ratio", self.ratio)
+        check_ratio(self.ratio)
         checks.flag("error_feedback", self.error_feedback)
         checks.integer("seed", self.seed, 0)
 

@@ -8,7 +8,7 @@ from pycomm import checks
 from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
 from pycomm.compression.codec import BaseCodec
-from pycomm.compression.feedback import CodecMethod
+from pycomm.compression.feedback import CodecMethod, check_ratio
 from pycomm.compression.sparse.codec import ENTRY_BYTES, SparseCodec, WholeCodec
 
 
@@ -36,7 +36,7 @@ class TopK(CodecMethod):
     half_values: bool = False
 
     def __post_init__(self) -> None:
-        checks.fraction("ratio", self.ratio)
+        check_ratio(self.ratio)
         checks.flag("error_feedback", self.error_feedback)
         checks.flag("half_values", self.half_values)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import importlib.util
 import logging
 import os
 import time
@@ -42,6 +44,7 @@ FIELDS = (
 """Keys of a row, in the order of columns."""
 
 TABLE = "table"
+_WANTED = f"wanted {TABLE!r}, the path of TensorBoard's folder, a SummaryWriter, a function, or a list of these"
 _TAG = "pycomm/"
 
 
@@ -145,42 +148,34 @@ def _writer_of(target: Any, rank: int) -> Writer | None:
         return ScalarsWriter(target, owned=False)
     if callable(target):
         return CallWriter(target)
-    raise TypeError(
-        f"to is {target!r}, wanted {TABLE!r}, the path of TensorBoard's folder, a SummaryWriter, a function, or a list "
-        "of these"
-    )
+    raise TypeError(f"to is {target!r}, {_WANTED}")
 
 
 def _writer_at(text: str, rank: int) -> Writer | None:
-    """Return the writer for a path: on rank 0, unless each rank has its own."""
+    """Return the writer for a path: on rank 0, unless each rank has its own. What is wrong is an error on all ranks."""
+    path = Path(text.replace("{rank}", str(rank)))
+    if text != TABLE and path.suffix:
+        raise ValueError(f"to is {text!r}, {_WANTED}; a function writes a file, see docs/seeing.md")
+    if text != TABLE and os.sep not in text and difflib.get_close_matches(text, [TABLE]) and not path.exists():
+        raise ValueError(f"to is {text!r}, {_WANTED}. A folder of that name is './{text}'")
+    package, extra = ("rich", "'pycomm-torch[demo]'") if text == TABLE else ("tensorboard", "tensorboard")
+    if importlib.util.find_spec(package) is None:
+        raise ImportError(f"to is {text!r}, which requires: pip install {extra}; {_WANTED}")
     if rank != 0 and "{rank}" not in text:
         return None
-    if text == TABLE:
-        return _live_table()
-    path = Path(text.replace("{rank}", str(rank)))
-    if path.suffix:
-        raise ValueError(
-            f"to is {text!r}, wanted a folder for TensorBoard; a function writes a file, see docs/seeing.md"
-        )
-    return ScalarsWriter(_summary_writer(path), owned=True)
+    return _live_table() if text == TABLE else ScalarsWriter(_summary_writer(path), owned=True)
 
 
 def _summary_writer(folder: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ImportError(
-            f"to is {str(folder)!r}, a folder for TensorBoard, which requires: pip install tensorboard"
-        ) from error
+    from torch.utils.tensorboard import SummaryWriter
+
     writer: Any = SummaryWriter
     return writer(str(folder))
 
 
 def _live_table() -> Writer:
-    try:
-        from pycomm.tools.monitoring.live import LiveTable
-    except ImportError as error:
-        raise ImportError(f"to is {TABLE!r}, which requires: pip install 'pycomm-torch[demo]'") from error
+    from pycomm.tools.monitoring.live import LiveTable
+
     return LiveTable()
 
 

@@ -30,6 +30,7 @@ from pycomm.untrusted import ANYTHING, COUNT, ListOf, MapOf, Number
 FORMAT = 1
 OWN, SHARED = "own", "shared"
 
+MOST_NUMBER = 10**17  # of a checkpoint that is named after its step
 _NAME = re.compile(r"checkpoint-([0-9]{8}|[1-9][0-9]{8,17})")
 _WRITING = ".writing-"
 _REMOVING = ".removing-"

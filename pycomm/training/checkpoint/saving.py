@@ -31,6 +31,7 @@ from pycomm.training.checkpoint import files
 from pycomm.training.checkpoint.contents import Kind, Section, collect, copy_of
 from pycomm.training.checkpoint.folder import (
     FORMAT,
+    MOST_NUMBER,
     OWN,
     SHARED,
     numbers_in,
@@ -75,7 +76,8 @@ def save(path: str | os.PathLike[str], reducer: Reducer, /, *, keep: int = 2, **
         keep: number of latest checkpoints to keep, at least 1.
         more: further values by name: objects with ``state_dict`` and ``load_state_dict`` (schedulers, samplers, an
             average of the model), ``torch.Generator`` objects, or plain values: numbers, strings, bytes, tensors,
-            arrays, and lists, tuples and dicts of them. They may differ between ranks; each rank gets its own back.
+            arrays, and lists, tuples and dicts of them. They may differ between ranks; each rank gets its own back. An
+            int ``step`` (rank 0's) also numbers the checkpoint, unless ``path`` has one of that number or a later one.
 
     Returns:
         A :class:`PendingSave`, whose ``wait()`` returns once the checkpoint is complete. With
@@ -136,7 +138,7 @@ def _prepare(
     folder, sections, shared = _agree(path, reducer, keep, more, error)
     if not training.survives:  # else the next reductions compare them, and exclude ranks that differ
         training.compare_replicas()
-    job = _open(folder, reducer, communicator, keep)
+    job = _open(folder, reducer, communicator, keep, more.get("step"))
     job.part = {
         "own": {s.name: s.node for s in sections if s.name not in shared},
         "shared": {s.name: s.node for s in sections if s.name in shared} if job.rank == 0 else {},
@@ -188,15 +190,21 @@ def _lines(sections: list[Section]) -> list[str]:
     return [line for s in sections for line in (s.lines() if s.kind is Kind.EQUAL else [s.name])]
 
 
-def _open(folder: Path, reducer: Reducer, communicator: Communicator, keep: int) -> WriteJob:
-    """Create the directory of a new checkpoint. Collective."""
+def _open(folder: Path, reducer: Reducer, communicator: Communicator, keep: int, step: Any) -> WriteJob:
+    """Create the directory of a new checkpoint, named after ``step`` if that is a number. Collective."""
 
     def make() -> tuple[int, str] | None:
         if communicator.rank != 0:
             return None
         folder.mkdir(parents=True, exist_ok=True)
         remove_unfinished(folder)
-        number, name = max(numbers_in(folder), default=0) + 1, secrets.token_hex(4)
+        before, name = max(numbers_in(folder), default=-1), secrets.token_hex(4)
+        number = max(1, before + 1)
+        if isinstance(step, int) and not isinstance(step, bool) and 0 <= step <= MOST_NUMBER:
+            number = max(step, before + 1)  # the latest has the largest number
+            if number != step:
+                what = "the checkpoint of step %d is number %d, as %s has number %d"
+                _LOG.warning(what, step, number, folder, before)
         unfinished(folder, name).mkdir()
         return number, name
 

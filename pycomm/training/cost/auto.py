@@ -21,7 +21,7 @@ from pycomm.compression import (
 )
 from pycomm.compression.base import Exchange, Flag, Operation, Scaling, State
 from pycomm.compression.codec import BaseCodec
-from pycomm.compression.feedback import CodecExchange, CodecMethod, StatefulMethod
+from pycomm.compression.feedback import CodecExchange, CodecMethod, StatefulMethod, check_ratio
 from pycomm.compression.sparse.codec import WholeCodec
 from pycomm.training.cost.pricing import CLEARLY_FASTER, Costs, MeasuredLink, agreed, measure_link, rehearse
 
@@ -220,7 +220,7 @@ class Auto(StatefulMethod):
     measures = True
 
     def __post_init__(self) -> None:
-        checks.fraction("ratio", self.ratio)
+        check_ratio(self.ratio)
         checks.integer("rank", self.rank, 1)
         checks.real("momentum", self.momentum, 0.0, 1.0)
         checks.integer("warmup_steps", self.warmup_steps, 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from pycomm.collectives.layout import is_capturing
@@ -52,11 +54,9 @@ class ArrivalOrder:
         places = {slot: len(arrived) - number for number, slot in enumerate(arrived)}
         self._agreed = np.array([places.get(slot, 0) for slot in self._slots], np.int64)
         self._work = self._engine.communicator.broadcast(self._agreed, 0, async_op=True)
-
-    def let_end(self) -> None:
-        """Wait a little for the order that is on its way: if it fails, others see that instead of why a rank stops."""
         if isinstance(self._work, Work):
-            self._work.ends_within(_PATIENCE)
+            # If it fails, others see that instead of why a rank stops, or although it has ended well.
+            self._engine.communicator.channel.let_end = functools.partial(self._work.ends_within, _PATIENCE)
 
     def apply(self) -> bool:
         """Sort the buckets before the second reduction; return whether that has changed them.

@@ -306,7 +306,11 @@ class Engine:
             round_gradients(self.table.slots())
             self.window.fix_clipping(self.table.slots(), self.table.shards)
         while self.num_launched < len(self.table.flights):
-            self.launch(self.table.flights[self.num_launched])
+            flight = self.table.flights[self.num_launched]
+            if flight.work is None:
+                self.launch(flight)
+            else:
+                self.num_launched += 1  # it was launched ahead
         if self.buffers is not None and self._buffer_work is None:
             self._buffer_work = self.submit(self.communicator, self.buffers.run)
         self.policy.launched()
@@ -318,6 +322,14 @@ class Engine:
         self.comparison.forget_question()
         self.window.rescale()
         self.hash_state()
+
+    def launch_ahead(self, number: int) -> Work | GpuWork:
+        """Launch the flight of this ``number`` before others of its reduction."""
+        self.num_launched, flight = number, self.table.flights[number]
+        self.launch(flight)
+        self.forget_launched()
+        assert flight.work is not None
+        return flight.work
 
     def launch(self, flight: BucketInFlight, grads: Grads | None = None) -> None:
         """Launch ``flight`` with ``grads``, or with its parameters' present gradients."""

@@ -8,7 +8,6 @@ change the parameters of this rank only. These checks read only local objects, a
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
@@ -183,10 +182,6 @@ class _InPlaceOf:
         return _InPlaceOf(self._name, {}, self._key, self._refuse)
 
 
-_numbers = itertools.count()
-"""Numbers of the attaches of this process, which are made in the same order on all ranks."""
-
-
 class ParameterChanges:
     """Changes of an optimizer's and a module's parameters, which all ranks must make alike.
 
@@ -201,10 +196,8 @@ class ParameterChanges:
         self._hook_parameters, self._stop = weakref.WeakMethod(hook_parameters), weakref.WeakMethod(stop)
         self.places = ParameterPlaces(engine.table, self._refuse)
         engine.comparison.moved = self.places.moved
-        self._has_weights = False
         self._steps_of_others = WeakKeyDictionary[torch.optim.Optimizer, int]()  # reductions before the last one
         self._holding = WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]]()  # see steps_attached()
-        self._keys = f"pycomm/{self._communicator.place.name}/{next(_numbers)}"
         engine.admit_new = self._admit_late
         if engine.table.partition is not None:
             partition = engine.table.partition
@@ -289,14 +282,7 @@ class ParameterChanges:
             store.delete_key(key)
 
     def _key(self, rank: int) -> str:
-        return f"{self._keys}/new/{self._engine.progress.num_reductions}/{rank}"
-
-    def announce_weights(self) -> None:
-        """Announce in the store that this rank weights its gradients from now on."""
-        if self._communicator.size > 1 and not self._has_weights:
-            self._has_weights = True
-            with contextlib.suppress(RuntimeError):  # of the store; without it an error is less clear
-                self._communicator.place.store.set(f"{self._keys}/weights/{self._communicator.rank}", "")
+        return f"{self._engine.window.weights.keys}/new/{self._engine.progress.num_reductions}/{rank}"
 
     def explained(self, error: ValueError) -> Exception:
         """Return ``error``, or its cause if only some ranks have new parameters, or weights."""
@@ -307,7 +293,7 @@ class ParameterChanges:
             for rank in ranks:
                 key = self._key(rank)
                 names[rank] = parse(store.get(key), ListOf(str), key) if store.check([key]) else []
-            weighted = [rank for rank in ranks if store.check([f"{self._keys}/weights/{rank}"])]
+            weighted = [rank for rank in ranks if store.check([f"{self._engine.window.weights.keys}/weights/{rank}"])]
         try:
             raise_different_new(names)
         except RuntimeError as found:

@@ -156,6 +156,8 @@ class Passes:
         """Refuse wrappers that average these parameters, too; add new parameters if no window is open."""
         if current_graph_task() != -1:
             return  # inside backward: a checkpointed piece is being recomputed
+        if torch.is_grad_enabled() and not self._local.depth:
+            self._engine.statistics.phases.trace.begin_forward()
         refuse_active_wrapper(lambda: dict(self._table.named()))
         self._engine.flags.just_stepped = False
         self.forget_lost()
@@ -182,7 +184,7 @@ class Passes:
         if self._local_writes is None or self._local_writes[0] != reductions:
             self._local_writes = reductions, Writes([slot.local for slot in self._table.slots()])
         elif (number := self._local_writes[1].count()) >= _MOST_LOCAL_UPDATES:
-            with self._stopping():
+            with self.stopping():
                 raise RuntimeError(
                     f"rank {self._communicator.rank}: gradients were computed and parameters changed {number} times, "
                     "and no backward() or reduce() of all ranks has averaged any: put gradients that backward() did "
@@ -242,10 +244,11 @@ class Passes:
 
         Collective only if the last reduction has found that the replicas differ; ``in_closure`` puts that off.
         """
+        self._engine.statistics.phases.trace.begin_step()
         self._require_closed()
         self._local.require_gone("optimizer.step() would move this rank's parameters alone")
         self._table.require_no_unknown_gradients()
-        with self._stopping():
+        with self.stopping():
             self._engine.comparison.require_suitable(in_step=True)
             require_provenance(
                 self._table, self._progress.has_averages, self._engine.outcome.unused, self._communicator.rank
@@ -289,6 +292,7 @@ class Passes:
         if self._engine.flags.loop.has_paused or not self.changes.steps_attached(optimizer):
             return
         if self._counts():
+            self._engine.statistics.phases.trace.begin_step()
             self._require_closed()
             self._engine.comparison.before_step()
         self._look_again()
@@ -311,7 +315,7 @@ class Passes:
         return not (is_own or self._settings.tuning.all_parameters)
 
     @contextlib.contextmanager
-    def _stopping(self) -> Iterator[None]:
+    def stopping(self) -> Iterator[None]:
         """Raise an error from inside on the other ranks, too."""
         try:
             yield
@@ -330,7 +334,7 @@ class Passes:
     def stepped(self) -> None:
         if not self._progress.leave_step():
             return
-        with self._stopping():
+        with self.stopping():
             # Again: hooks that run after that of pycomm may have set numbers.
             self._engine.comparison.require_suitable(in_step=True)
         self._look_again()  # if closures have put it off
@@ -385,7 +389,7 @@ class Passes:
             return
         # Known buckets first, before _end looks for new parameters: ranks may have launched different numbers of
         # buckets by now, but always in the same order.
-        with self._stopping():
+        with self.stopping():
             self._engine.launch_rest()
 
     def _end(self) -> None:
@@ -454,7 +458,6 @@ class Passes:
         if self.stopped or self._communicator.size == 1 or torch.compiler.is_compiling():
             return
         self.stopped = str(error)
-        self._order.let_end()
         self._engine.policy.leave(f"gave up: {self.stopped}")
         self._communicator.channel.abandon(self.stopped, in_step=not self._engine.is_waited_for())
 

@@ -257,7 +257,7 @@ class RankFlags:
             world: numbers of the ranks.
             late: fields of the record that are read only now.
         """
-        sent = next((each for each in self._sent if each.number == num_reductions), _NOTHING)
+        sent = next((each for each in reversed(self._sent) if each.number == num_reductions), _NOTHING)
         groups = {name: reader.groups() for name, reader in sent.readers.items()}
         texts = gather(json.dumps(asdict(replace(sent.record, groups=groups, **late))).encode())
         ranks = zip(world, texts, strict=True)

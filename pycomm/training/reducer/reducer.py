@@ -276,8 +276,9 @@ class Reducer:
         From now on ``.grad`` gets the mean over the samples of all ranks and passes: the sum of n_p g_p divided by the
         sum of n_p, with g_p the gradient of pass p. So each pass's loss must be the mean over its own samples,
         without division by the number of passes. The value holds until the next call. All ranks make their first call
-        in the same step. With ``average=False`` the result is that mean times the world size. A rank without samples
-        sets 0; its gradients do not count, even NaN. ``num_samples`` may be fractional.
+        in the same step, or take part in it by :meth:`skip_batch` or :meth:`flush`. With ``average=False`` the result
+        is that mean times the world size. A rank without samples sets 0; its gradients do not count, even NaN.
+        ``num_samples`` may be fractional.
 
         Raises:
             TypeError, ValueError: ``num_samples`` is not a finite number, or is negative; inside an accumulation
@@ -287,7 +288,6 @@ class Reducer:
         self._passes.forget_lost()
         self._window.complete = False  # the weight is that of the next pass
         factor = self._window.weights.set(num_samples, self._window.num_passes)
-        self._passes.changes.announce_weights()
         if self._idle:
             self._install()
         if factor != 1.0:

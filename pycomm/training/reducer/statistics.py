@@ -75,7 +75,8 @@ class Untraced:
     def _ignore(self, *_arguments: object) -> None:
         pass
 
-    begin_backward = end_backward = add = add_operations = end_reduction = end_step = _ignore
+    begin_forward = begin_backward = end_backward = add = add_operations = _ignore
+    end_reduction = begin_step = end_step = _ignore
 
 
 def trace_of(rank: int, size: int) -> Untraced | StepTrace:

@@ -38,7 +38,8 @@ class StepTrace:
         self._wall = time.time() - time.monotonic()
         self._spans: list[dict[str, Any]] = []
         self._reductions = 0
-        self._forward_began = self._backward_began = self._step_began = 0.0
+        self._forward_began = self._backward_began = self._step_began = 0.0  # 0: not yet
+        self._outside_began, self._outside = 0.0, ""  # since the end of what came last, and its name until then
         self.done = False
 
     @staticmethod
@@ -57,18 +58,29 @@ class StepTrace:
     def _is_on(self) -> bool:
         return not self.done and self._reductions + 1 == self._step
 
+    def begin_forward(self) -> None:
+        """Note that a forward begins; the first one before a backward pass counts."""
+        self._forward_began = self._forward_began or time.monotonic()
+
     def begin_backward(self) -> None:
         if not self.done and self._spans and self._reductions >= self._step:
             self._write()  # the optimizer's step was skipped, as by GradScaler for non-finite gradients
         self._backward_began = time.monotonic()
-        if self._is_on and self._forward_began:
-            self._append("training", "forward", self._forward_began, self._backward_began)
+        began, self._forward_began = self._forward_began, 0.0
+        if not self._is_on:
+            return
+        if self._outside_began:
+            # What the script does there (loading data, logging) is told from a forward if the module's hooks saw one.
+            name = self._outside if began else "before backward"
+            self._append("training", name, self._outside_began, began or self._backward_began)
+        if began:
+            self._append("training", "forward", began, self._backward_began)
 
     def end_backward(self) -> None:
         """Note that a backward pass has ended: the last one of a step, before it waits for averages."""
-        self._forward_began = time.monotonic()
+        self._outside_began, self._outside = time.monotonic(), "between passes"
         if self._is_on and self._backward_began:
-            self._append("training", "backward", self._backward_began, self._forward_began)
+            self._append("training", "backward", self._backward_began, self._outside_began)
         self._backward_began = 0.0  # so that flush() ends no pass
 
     def add(self, lane: str, name: str, began: float, ended: float) -> None:
@@ -85,15 +97,22 @@ class StepTrace:
                 self._append("wire", f"{entry.operation}, {label}", entry.began, entry.ended)
 
     def end_reduction(self) -> None:
-        self._step_began = self._forward_began = time.monotonic()
+        self._step_began = self._outside_began = time.monotonic()
+        self._outside = "between steps"
         self._reductions += 1
+
+    def begin_step(self) -> None:
+        """Note that ``optimizer.step()`` begins, or goes on after its closure."""
+        self._step_began = time.monotonic()
+        if not self.done and self._reductions == self._step:
+            self._append("training", "before step", self._outside_began, self._step_began)
 
     def end_step(self) -> None:
         """Note that ``optimizer.step()`` has returned; write the file if it was the step."""
-        self._forward_began = time.monotonic()
+        self._outside_began, self._outside = time.monotonic(), "between steps"
         if self.done or self._reductions != self._step:
             return
-        self._append("training", "optimizer.step", self._step_began, self._forward_began)
+        self._append("training", "optimizer.step", self._step_began, self._outside_began)
         self._write()
 
     def _append(self, lane: str, name: str, began: float, ended: float) -> None:

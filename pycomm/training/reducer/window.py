@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -172,6 +173,10 @@ class TrainingProgress:
         )
 
 
+_numbers = itertools.count()
+"""Numbers of the attaches of this process, which are made in the same order on all ranks."""
+
+
 class SampleWeights:
     """Number of samples behind this rank's gradients, pass by pass, and their share of all ranks' samples.
 
@@ -180,10 +185,15 @@ class SampleWeights:
     next pass's n: before that pass they are multiplied by n_before / n_next, which is 1 unless the batch
     size changes. The window's gradient is then n_last times the accumulated gradient. Divided by the sum
     of n over all passes and ranks, which takes one message of 16 bytes, it is this rank's contribution.
+
+    Attributes:
+        keys: begin of the keys in the store by which the ranks of this attach announce what others may not know.
     """
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
+        self.keys = f"pycomm/{communicator.place.name}/{next(_numbers)}"
+        self._is_known = False  # to all ranks, that weights are in use
         self._unit: float | None = None  # n of the accumulated gradients, or of the next pass if there are none
         self._passed = 0.0  # samples of this window's earlier passes
         self._window = 0.0  # samples of all its passes, once it is known to end
@@ -237,7 +247,13 @@ class SampleWeights:
         sums = np.array(self._mine, np.float64)
 
         def job() -> tuple[float, float]:
-            self._communicator.all_reduce(sums, "sum")
+            if self._is_known:
+                self._communicator.all_reduce(sums, "sum")
+            else:
+                from pycomm.training.reducer.first_weights import sum_first
+
+                sum_first(self._communicator, self.keys, sums)
+                self._is_known = True
             return float(sums[0]), float(sums[1])
 
         self._sum = self._communicator.channel.submit(job)

@@ -68,11 +68,10 @@ class WithoutBackward:
         if self.is_averaged():
             return
         self._prepare()
-        if self._window.weights.in_use and not self._any_passes():
-            return
-        if not self._window.is_open:  # other ranks may have gradients
-            self._table.drop_gradients()
-        self._reduce(with_next=None if self._window.weights.in_use else False)
+        if self._window.is_open:
+            self._reduce(with_next=False)
+        else:
+            self._join()
 
     def reduce_written(self) -> None:
         """Average what is in ``.grad``; see ``Reducer.reduce``."""
@@ -92,12 +91,30 @@ class WithoutBackward:
         require_skippable(self._engine)
         self._prepare()
         self._table.drop_gradients()
-        weights = self._window.weights
-        self._engine.flags.has_pass, self._engine.flags.skips = False, not weights.in_use
-        if not weights.in_use:
-            self._reduce(with_next=False)
-        elif self._any_passes():
+        self._engine.flags.has_pass, self._engine.flags.skips = False, not self._window.weights.in_use
+        self._join()
+
+    def _join(self) -> None:
+        """Take part without gradients in a reduction in which others may have some, and may weight them."""
+        if not self._window.weights.in_use:
+            self._table.drop_gradients()
+            if self._reduce(with_next=False, joins=True):
+                return
+        if self._any_passes():
+            self._table.drop_gradients()
             self._reduce(with_next=None)
+
+    def _meets_weights(self) -> bool:
+        """Return whether others set their first weights in this reduction, which this rank then uses, too."""
+        engine, weights, table = self._engine, self._window.weights, self._table
+        if engine.communicator.size == 1 or not table.flights or table.on_gpu or engine.policy.survives:
+            return False
+        from pycomm.training.reducer.first_weights import meets_weights
+
+        if meets_weights(engine.communicator, weights.keys, table.flights, engine.launch_ahead):
+            weights.set(0, 0)
+            engine.flags.skips = False
+        return weights.in_use
 
     def _require_no_gradients(self) -> None:
         """Raise RuntimeError if this rank has had a batch in this step."""
@@ -200,14 +217,17 @@ class WithoutBackward:
                 self._engine.policy.recover(error)  # raises the error if no rank may be lost
                 self._window.weights.sum_again()
 
-    def _reduce(self, *, with_next: bool | None) -> None:
-        """Reduce the present gradients; ``with_next`` as in ``Engine.begin_pass``."""
-        try:
+    def _reduce(self, *, with_next: bool | None, joins: bool = False) -> bool:
+        """Reduce the present gradients; ``with_next`` as in ``Engine.begin_pass``.
+
+        If this rank ``joins`` without any, and others have weights that it did not know of, return ``False`` instead.
+        """
+        with self._passes.stopping():
             self._passes.forget_lost()
             self._window.sending = True
             self._passes.begin_pass(with_next=with_next)
+            if joins and self._meets_weights():
+                return False
             self._engine.launch_rest()
-        except (RuntimeError, ValueError) as error:
-            self._passes.stop(error)
-            raise
         self._passes.reduce()
+        return True

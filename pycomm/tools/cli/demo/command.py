@@ -102,8 +102,11 @@ def _run_and_report(settings: DemoSettings) -> int:
         results = _train(settings)
     except (RankError, FileNotFoundError) as error:
         return _fail(str(error))
-    save_plot(results, title(results, settings), link_name(settings), settings.output)
-    print(f"\nPicture: {settings.output}")
+    try:
+        save_plot(results, title(results, settings), link_name(settings), settings.output)
+        print(f"\nPicture: {settings.output}")
+    except OSError as error:
+        print(f"\nThe picture was not written: {error}")
     show(results, settings, Console())
     found = problems(results)
     return _fail("\n".join(found)) if found else 0

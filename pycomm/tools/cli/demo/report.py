@@ -12,11 +12,13 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from pycomm.tools.cli.demo.results import Death, Results, RunOutcome, smoothed, speed
-from pycomm.tools.cli.demo.settings import DGC_RATIO, MOMENTUM, DemoSettings
+from pycomm.tools.cli.demo.settings import HOST_METHODS, LINK_METHODS, DemoSettings
 from pycomm.tools.cli.table import table
 from pycomm.untrusted import naming
 
-_HEADER = ["", "step", "speed\nvs DDP", "middle\nhalf", "steps", "sent per\nstep", "loss"]
+_HEADER = ["", "step", "speed vs DDP", "middle\nhalf", "sent per\nstep", "loss"]
+_SAME_LOSS = 1.01
+"""A run whose loss is at most this many times DDP's has reached it."""
 
 
 def show(results: Results, settings: DemoSettings, console: Console) -> None:
@@ -56,10 +58,9 @@ def _row(run: RunOutcome, ddp: RunOutcome) -> list[str]:
     faster = speed(run, ddp)
     return [
         f" {run.label}",
-        _duration(run.step_seconds),
+        _duration(ddp.step_seconds / faster.value),  # not the median of its own steps, which need not agree
         f"{_times(faster.value)}x",
         "" if run is ddp else f"{_times(faster.low)}-{_times(faster.high)}",
-        str(len(run.losses)),
         "-" if run.wire_bytes is None else f"{run.wire_bytes / 1e6:.2f} MB",
         f"{run.validation_loss:.3f}",
     ]
@@ -69,15 +70,12 @@ def _rows_of_death(death: Death) -> list[list[str]]:
     losses = smoothed(death.losses)
     before, after = death.seconds[: death.step - 1], death.seconds[death.step :]
     parts = (
-        (f" {death.ranks} ranks", before, len(before), losses[death.step - 2]),
-        (f" rank {death.ranks - 1} is killed", [death.seconds[death.step - 1]], 1, losses[death.step - 1]),
-        (f" {death.ranks - 1} ranks", after, len(after), losses[-1]),
+        (f" {death.ranks} ranks, {len(before)} steps", before, losses[death.step - 2]),
+        (f" rank {death.ranks - 1} is killed", [death.seconds[death.step - 1]], losses[death.step - 1]),
+        (f" {death.ranks - 1} ranks, {len(after)} steps", after, losses[-1]),
     )
     head = ["survive=pycomm.Survive()", *[""] * (len(_HEADER) - 1)]
-    return [
-        head,
-        *([name, _duration(statistics.median(s)), "", "", str(n), "-", f"{x:.3f}"] for name, s, n, x in parts),
-    ]
+    return [head, *([name, _duration(statistics.median(s)), "", "", "-", f"{x:.3f}"] for name, s, x in parts)]
 
 
 def notes(results: Results, settings: DemoSettings) -> str:
@@ -85,9 +83,10 @@ def notes(results: Results, settings: DemoSettings) -> str:
     sent = "counted by a host's network interface" if settings.hosts else "what a rank gives to its transport"
     simulated = "" if settings.hosts else " A simulated step takes its time here plus that of the network model."
     return (
-        "Runs take turns, each for the same number of seconds. Step times are medians of the slowest rank, without the "
-        f"warm-up. Speeds are compared turn by turn (median, and middle half of the turns). Sent is {sent}. The loss "
-        f"is the final validation loss in nats per byte ({results.initial_loss:.3f} untrained).{simulated}"
+        "Runs take turns, each for the same number of seconds. Speeds are compared turn by turn (median, and middle "
+        "half of the turns), without the warm-up. The step of DDP is the median of the slowest rank; the others' is "
+        f"that divided by the speed. Sent is {sent}. The loss is the final validation loss in nats per byte "
+        f"({results.initial_loss:.3f} untrained).{simulated}"
     )
 
 
@@ -111,21 +110,31 @@ def _listed(names: list[str]) -> str:
 
 
 def _time_to_loss(results: Results) -> str:
-    """Say when DGC reached DDP's final loss."""
+    """Say when DGC reached DDP's final loss, unless it lost it again."""
     ddp, dgc = results.link[0], results.link[-1]
     seconds = dgc.seconds_to(float(smoothed(ddp.losses)[-1]))
-    if seconds is None or seconds >= ddp.seconds[-1]:
+    if seconds is None or seconds >= ddp.seconds[-1] or dgc.validation_loss > ddp.validation_loss:
         return ""
     return f"; {dgc.label} reached DDP's final training loss after {seconds:.1f} s instead of {ddp.seconds[-1]:.1f} s"
 
 
 def _advice(results: Results) -> str:
-    dgc = f"pycomm.DGC({DGC_RATIO:g}, momentum={MOMENTUM:g})"
-    return (
-        'Write: pycomm.attach(optimizer, model, shard="optimizer") on one host; over slow links compression='
-        f"{dgc} instead, with an SGD optimizer without momentum"
-        + ("; survive=pycomm.Survive() where ranks may die." if results.death is not None else ".")
-    )
+    """Name the fastest run of each part, if it was clearly faster than DDP and reached its loss in the same time."""
+    parts = []
+    for where, methods, runs in (
+        ("on one host", HOST_METHODS, results.host),
+        ("over slow links", LINK_METHODS, results.link),
+    ):
+        ratios = {
+            method: ratio.value
+            for method, run in zip(methods, runs, strict=True)
+            if (ratio := speed(run, runs[0])).is_clearly_higher
+            and not method.ddp
+            and run.validation_loss <= _SAME_LOSS * runs[0].validation_loss
+        }
+        parts.append(f"{where} {max(ratios, key=lambda method: ratios[method]).advice if ratios else 'keep DDP'}")
+    survive = "; survive=pycomm.Survive() where ranks may die" if results.death is not None else ""
+    return f"Write: {'; '.join(parts)}{survive}."
 
 
 def _times(ratio: float) -> str:
@@ -157,7 +166,7 @@ def save_plot(results: Results, title: str, link: str, path: Path) -> None:
 
 
 def _draw_speeds(axes: Axes, runs: list[RunOutcome]) -> None:
-    rates = [1.0 / run.step_seconds for run in runs]
+    rates = [speed(run, runs[0]).value / runs[0].step_seconds for run in runs]
     bars = axes.bar([run.label.replace("(", "(\n") for run in runs], rates, color=[f"C{i}" for i in range(len(runs))])
     axes.bar_label(bars, [f"{speed(run, runs[0]).value:.2f}x" for run in runs])
     axes.set(title="This host", ylabel="steps per second")
@@ -165,7 +174,7 @@ def _draw_speeds(axes: Axes, runs: list[RunOutcome]) -> None:
 
 def _draw_losses(axes: Axes, runs: list[RunOutcome], link: str) -> None:
     for number, run in enumerate(runs):
-        label = f"{run.label}: {run.step_seconds * 1e3:.0f} ms per step"
+        label = f"{run.label}: {_duration(runs[0].step_seconds / speed(run, runs[0]).value)} per step"
         axes.plot(run.seconds, smoothed(run.losses), color=f"C{number}", label=label, linewidth=2.0, alpha=0.85)
     axes.set(title=link, xlabel="seconds of training", ylabel="training loss, nats per byte (running mean)")
     axes.grid(alpha=0.3)

@@ -28,6 +28,15 @@ class DemoMethod:
     dgc: float | None = None
     shard: str | None = None
 
+    @property
+    def advice(self) -> str:
+        """What a script writes for it."""
+        options = f", shard={self.shard!r}".replace("'", '"') if self.shard else ""
+        if self.dgc is None:
+            return f"pycomm.attach(optimizer, model{options})"
+        options += f", compression=pycomm.DGC({self.dgc:g}, momentum={MOMENTUM:g})"
+        return f"pycomm.attach(optimizer, model{options}), with an SGD optimizer without momentum"
+
 
 HOST_METHODS = (
     DemoMethod("DDP over Gloo", ddp=True),

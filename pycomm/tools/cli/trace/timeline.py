@@ -22,6 +22,11 @@ _COLORS = {
     "wait": "#de2d26",
     "unpack": "#fdae6b",
     "optimizer.step": "#31a354",
+    # What the script does besides: loading data, logging, clipping.
+    "between steps": "#d9d9d9",
+    "between passes": "#f0d9b5",
+    "before backward": "#e7cb94",
+    "before step": "#c7e9c0",
     "communication": "#bcbddc",
     "wire": "#756bb1",
 }

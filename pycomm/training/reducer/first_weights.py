@@ -1,0 +1,83 @@
+"""First weights: the step in which ``set_weight`` is called first, and a rank without a batch does not know of it.
+
+Its first bucket then meets the others' sum of samples, and the transport refuses both on all ranks, before anything is
+mixed. What ranks have announced in the store says whether that is a mistake. If not, that rank uses weights, too, and
+all sum again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from pycomm.collectives.communicator import Communicator
+from pycomm.collectives.transport.gpu import GpuWork
+from pycomm.errors import CommError
+from pycomm.training.reducer.buckets import BucketInFlight
+from pycomm.worker import Work
+
+
+def sum_first(communicator: Communicator, keys: str, sums: Any) -> None:
+    """Sum the samples for the first time. Collective; a job on the communication thread.
+
+    ``keys``: see :class:`pycomm.training.reducer.window.SampleWeights`.
+    """
+    with contextlib.suppress(RuntimeError):  # of the store; without it an error is less clear
+        communicator.place.store.set(f"{keys}/weights/{communicator.rank}", "")
+    with _expecting_others(communicator):
+        try:
+            communicator.all_reduce(sums, "sum")
+        except ValueError:
+            if not _all_weigh_or_join(communicator, keys):
+                raise
+            communicator.all_reduce(sums, "sum")
+
+
+def meets_weights(
+    communicator: Communicator, keys: str, flights: Sequence[BucketInFlight], launch: Callable[[int], Work | GpuWork]
+) -> bool:
+    """Launch the first bucket that ranks compare, of a rank without a batch; return whether others have weights.
+
+    In that case this rank has announced weights, too, and the bucket is still to be launched. ``launch`` launches one
+    of ``flights`` by its number.
+    """
+    store, rank = communicator.place.store, communicator.rank
+    number = next(number for number, flight in enumerate(flights) if flight.communicator is communicator)
+    with contextlib.suppress(RuntimeError):
+        store.set(f"{keys}/joins/{rank}", "")
+    others_weigh = False
+    with _expecting_others(communicator):
+        try:
+            launch(number).wait()
+        except CommError:
+            pass  # raised with the others' results
+        except ValueError:
+            others_weigh = _all_weigh_or_join(communicator, keys)
+    with contextlib.suppress(RuntimeError):
+        if others_weigh:
+            flights[number].work = None
+            store.set(f"{keys}/weights/{rank}", "")
+        store.delete_key(f"{keys}/joins/{rank}")
+    return others_weigh
+
+
+@contextlib.contextmanager
+def _expecting_others(communicator: Communicator) -> Iterator[None]:
+    """Take operations that differ between the ranks for no failure of which the flight recorder writes."""
+    recorder = communicator.channel.recorder
+    recorder.may_differ = True
+    try:
+        yield
+    finally:
+        recorder.may_differ = False
+
+
+def _all_weigh_or_join(communicator: Communicator, keys: str) -> bool:
+    """Return whether some ranks have announced weights, and all others that they have no batch."""
+    store, ranks = communicator.place.store, range(communicator.size)
+    with contextlib.suppress(RuntimeError):
+        joining = [store.check([f"{keys}/joins/{rank}"]) for rank in ranks]  # first: a rank that has joined has weights
+        weighing = [store.check([f"{keys}/weights/{rank}"]) for rank in ranks]
+        return any(weighing) and all(map(max, joining, weighing))
+    return False
