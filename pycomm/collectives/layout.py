@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import attrgetter
+
 import torch
 
 
@@ -29,13 +32,20 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def view_like(part: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """Return ``part`` in the shape of ``param``, and in its memory order if dense (channels_last, say)."""
     # .data has a version counter of its own, which reveals writes to this gradient alone.
-    if param.is_contiguous() or not is_dense(param):
-        return part.view(param.shape).data
-    return part.as_strided(param.shape, param.stride()).data
+    return part.as_strided(param.shape, strides_of(param)).data
+
+
+def strides_of(param: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides of the memory order of ``param`` if it is dense, else those of a contiguous tensor."""
+    if not param.is_contiguous() and is_dense(param):
+        return param.stride()
+    return torch.empty(param.shape, device="meta").stride()
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Return whether the elements fill memory without gaps, in any order of the dimensions."""
+    if tensor.numel() == 0:
+        return True
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:
@@ -67,3 +77,25 @@ def laid_out_like(grad: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
         raw = flat_alias(copy, view)
     assert raw is not None, "views are dense"
     return raw
+
+
+_KIND = attrgetter("shape", "dtype", "device")
+
+
+class Kinds:
+    """Shapes, dtypes and devices that ``tensors`` have now, to be compared in every step with what they have then."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = list(tensors)
+        self._first = list(map(_KIND, self._tensors))
+
+    def change(self) -> tuple[int, str, str] | None:
+        """Return the index of the first tensor that has changed, what it was and what it is; ``None`` without one."""
+        now = list(map(_KIND, self._tensors))
+        if now == self._first:
+            return None
+        index = next(i for i, kind in enumerate(now) if kind != self._first[i])
+        (shape, dtype, device), (new_shape, new_dtype, new_device) = self._first[index], now[index]
+        if shape != new_shape:
+            return index, f"of shape {list(shape)}", f"of shape {list(new_shape)}"
+        return index, f"{dtype} on {device}", f"{new_dtype} on {new_device}"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from pycomm import checks
+from pycomm.collectives.broadcasting import signature
+from pycomm.collectives.layout import is_dense
+from pycomm.collectives.tensor_memory import overlapping
 from pycomm.compression import Compression, NoCompression
 from pycomm.optim.attached import refuse_second_average
+from pycomm.optim.parameter_checks import refuse_overlaps
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.training.cost.named import checked_method, refuse_local_norm
 
@@ -21,7 +25,7 @@ def checked_parameters(
     checks.count("every", every, 1)
     checks.instance("model", model, torch.nn.Module)
     named: dict[str, torch.Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if checks.count("fragments", fragments, 1) > min(every, len(named)):
+    if checks.count("fragments", fragments, 1) > min(every, len(met_once(named, call))):
         raise ValueError(f"fragments={fragments}, wanted at most every={every} and the {len(named)} parameters")
     refuse_second_average(named, call)
     own = {id(p) for p in optimizer_parameters(optimizer)}
@@ -39,6 +43,30 @@ def checked_parameters(
     if len(kinds) != 1 or next(iter(named.values())).dtype not in (torch.float32, torch.float64):
         raise ValueError(f"parameters are {', '.join(kinds)}, wanted all float32 or all float64 on one device")
     return named
+
+
+def met_once(named: Mapping[str, torch.Tensor], call: str) -> dict[str, torch.Tensor]:
+    """Return ``named`` without parameters that lie in the memory of another (tied by ``.data``), and are met with it.
+
+    Raises:
+        ValueError: two have only a part of their memory in common; ``call`` is the refused function.
+    """
+    names, params, met = list(named), list(named.values()), dict(named)
+    for i, j in overlapping(params):
+        for whole, part in ((i, j), (j, i)):
+            begin = params[part].data_ptr() - params[whole].data_ptr()
+            is_inside = 0 <= begin <= params[whole].nbytes - params[part].nbytes
+            if names[whole] in met and is_inside and is_dense(params[whole]) and is_dense(params[part]):
+                met.pop(names[part], None)
+                break
+    refuse_overlaps(met, call)
+    return met
+
+
+def lines_of(named: Mapping[str, torch.Tensor], call: str) -> list[str]:
+    """Return properties of ``named`` that all ranks must share."""
+    met = met_once(named, call)
+    return [f"{name}: {signature(p)}{'' if name in met else ', in the memory of another'}" for name, p in named.items()]
 
 
 def checked_per_rank(per_rank: Any, optimizer: torch.optim.Optimizer) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import torch
 from pycomm import checks
 from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
-from pycomm.collectives.layout import view_like
+from pycomm.collectives.layout import strides_of
 from pycomm.collectives.transport.gpu import GpuWork
 from pycomm.compression import Compression
 from pycomm.compression.base import Exchange, Scaling, State
@@ -98,7 +98,7 @@ class _FragmentPart:
         self.names, self.params, self._method = list(names), list(params), method
         self.bucket: Bucket
         self.exchange: Exchange | None = None
-        self._has_velocity = has_velocity
+        self._has_velocity, self._strides = has_velocity, list(map(strides_of, params))
         self.anchor: torch.Tensor
         self.velocity: torch.Tensor | None = None
         self.mean: torch.Tensor | None = None
@@ -107,7 +107,7 @@ class _FragmentPart:
     def open(self, communicator: Communicator) -> None:
         """Make bucket and exchange for ``communicator``; anchor, velocity and residuals are kept."""
         state: State = {} if self.exchange is None else self.exchange.state()
-        self.bucket = Bucket(self.names, [p.detach() for p in self.params], communicator)
+        self.bucket = Bucket(self.names, [p.detach() for p in self.params], communicator, strides=self._strides)
         if self.exchange is None:
             self.anchor = torch.empty_like(self.bucket.flat)
             self.velocity = torch.zeros_like(self.anchor) if self._has_velocity else None
@@ -118,12 +118,12 @@ class _FragmentPart:
 
     def views_of(self, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return each parameter with its view of ``flat`` before it."""
-        return [(view_like(x, p), p.detach()) for x, p in zip(self.bucket.parts(flat), self.params, strict=True)]
+        return [(x, p.detach()) for x, p in zip(self.bucket.places_in(flat), self.params, strict=True)]
 
     def fill(self) -> None:
         """Write anchor minus parameters to the bucket."""
-        for view, (before, p) in zip(self.bucket.views, self.views_of(self.anchor), strict=True):
-            torch.sub(before, p, out=view)
+        for place, (before, p) in zip(self.bucket.places, self.views_of(self.anchor), strict=True):
+            torch.sub(before, p, out=place)
 
     def keep(self) -> None:
         """Keep a copy of the bucket, for :meth:`restore`."""
@@ -224,7 +224,7 @@ class Fragment:
         scaling = Scaling(size, relative=self._weight * size / total, step=self.num_meetings)
         for part in self._parts:
             assert part.exchange is not None
-            part.exchange.exchange(part.bucket.views, scaling)
+            part.exchange.exchange(part.bucket.places, scaling)
         then()
 
     @property
