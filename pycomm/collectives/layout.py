@@ -83,19 +83,17 @@ _KIND = attrgetter("shape", "dtype", "device")
 
 
 class Kinds:
-    """Shapes, dtypes and devices that ``tensors`` have now, to be compared in every step with what they have then."""
+    """Shapes, dtypes and devices of named tensors at first, to be compared with the present ones in each step."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors = list(tensors)
+    def __init__(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+        self._names, self._tensors = list(names), list(tensors)
         self._first = list(map(_KIND, self._tensors))
 
-    def change(self) -> tuple[int, str, str] | None:
-        """Return the index of the first tensor that has changed, what it was and what it is; ``None`` without one."""
+    def change(self, when: str) -> str:
+        """Return which parameter has changed, what it was ``when`` and what it is now; "" if none has."""
         now = list(map(_KIND, self._tensors))
         if now == self._first:
-            return None
-        index = next(i for i, kind in enumerate(now) if kind != self._first[i])
-        (shape, dtype, device), (new_shape, new_dtype, new_device) = self._first[index], now[index]
-        if shape != new_shape:
-            return index, f"of shape {list(shape)}", f"of shape {list(new_shape)}"
-        return index, f"{dtype} on {device}", f"{new_dtype} on {new_device}"
+            return ""
+        name, old, new = next(each for each in zip(self._names, self._first, now, strict=True) if each[1] != each[2])
+        texts = [f"of shape {list(k[0])}" if old[0] != new[0] else f"{k[1]} on {k[2]}" for k in (old, new)]
+        return f"parameter {name!r} was {texts[0]} {when}, and is {texts[1]} now"

@@ -7,7 +7,6 @@ Plain memory can be copied from rank to rank. Other memory can at least be read 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -208,13 +207,9 @@ def _have_common(first: torch.Tensor, then: torch.Tensor) -> bool:
     """Return whether ``then``, which begins between the first and the last element of ``first``, shares one with it."""
     if _extent(first) == first.nbytes and not _may_overlap(first):
         return True  # there are no gaps
-    distance = then.data_ptr() - first.data_ptr()
-    unit = math.gcd(first.itemsize, then.itemsize, distance)
-    places = [
-        (_positions(part) * part.itemsize + begin).unsqueeze(-1) // unit + torch.arange(part.itemsize // unit)
-        for part, begin in ((first, 0), (then, distance))
-    ]
-    return bool(torch.isin(*places).any())
+    begins = [_positions(part).unsqueeze(-1) * part.itemsize + part.data_ptr() for part in (first, then)]
+    addresses = [begin + torch.arange(part.itemsize) for begin, part in zip(begins, (first, then), strict=True)]
+    return bool(torch.isin(*addresses).any())
 
 
 def _may_overlap(tensor: torch.Tensor) -> bool:

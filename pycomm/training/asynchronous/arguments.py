@@ -10,7 +10,6 @@ import torch
 from pycomm import checks
 from pycomm.collectives.broadcasting import signature
 from pycomm.collectives.layout import is_dense
-from pycomm.collectives.tensor_memory import overlapping
 from pycomm.compression import Compression, NoCompression
 from pycomm.optim.attached import refuse_second_average
 from pycomm.optim.parameter_checks import refuse_overlaps
@@ -46,21 +45,16 @@ def checked_parameters(
 
 
 def met_once(named: Mapping[str, torch.Tensor], call: str) -> dict[str, torch.Tensor]:
-    """Return ``named`` without parameters that lie in the memory of another (tied by ``.data``), and are met with it.
+    """Return ``named`` without parameters that have the memory of another (tied by ``.data``), and are met with it.
 
     Raises:
         ValueError: two have only a part of their memory in common; ``call`` is the refused function.
     """
-    names, params, met = list(named), list(named.values()), dict(named)
-    for i, j in overlapping(params):
-        for whole, part in ((i, j), (j, i)):
-            begin = params[part].data_ptr() - params[whole].data_ptr()
-            is_inside = 0 <= begin <= params[whole].nbytes - params[part].nbytes
-            if names[whole] in met and is_inside and is_dense(params[whole]) and is_dense(params[part]):
-                met.pop(names[part], None)
-                break
-    refuse_overlaps(met, call)
-    return met
+    met: dict[Any, tuple[str, torch.Tensor]] = {}
+    for name, p in named.items():
+        met.setdefault((p.data_ptr(), p.nbytes) if p.numel() > 0 and is_dense(p) else name, (name, p))
+    refuse_overlaps(dict(met.values()), call)
+    return dict(met.values())
 
 
 def lines_of(named: Mapping[str, torch.Tensor], call: str) -> list[str]:

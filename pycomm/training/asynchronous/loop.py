@@ -45,7 +45,7 @@ class TrackedParameters:
         self.model, self.optimizer, self.named, self.what = model, optimizer, dict(named), what
         self.advice = _ATTACH.format(what)
         self._own = {id(p) for p in named.values()}
-        self._kinds = Kinds(list(named.values()))
+        self._kinds = Kinds(list(named), list(named.values()))
         self._places = Places(map(own_parameters, parts_of(model)))
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
 
@@ -54,9 +54,8 @@ class TrackedParameters:
 
     def problem_of_optimizer(self) -> str:
         """Return what is wrong with the parameters in the optimizer's groups; "" if nothing is."""
-        if (change := self._kinds.change()) is not None:
-            index, was, now = change
-            return f"parameter {list(self.named)[index]!r} was {was} at first, and is {now} now. {self.advice}"
+        if change := self._kinds.change("at first"):
+            return f"{change}. {self.advice}"
         groups = [group["params"] for group in self.optimizer.param_groups]
         same_sizes = list(map(len, groups)) == list(map(len, self._groups))
         if same_sizes and all(map(operator.is_, itertools.chain(*groups), itertools.chain(*self._groups))):

@@ -199,7 +199,7 @@ def checked(optimizer: Any, model: Any, unknown: Mapping[str, Any], ranks: Seque
     if settings.shard is not None:
         _refuse_wrapped_step(optimizer, table, settings.shard)
         require_shardable(table, settings.shard, settings.compression)
-        table.refuse_overlaps(names, f'shard="{settings.shard.kind}"')
+        table.refuse_overlaps(names)
     _check_ignored(table, settings)
     tensors = AttachedTensors(table)
     table.ranks = tuple(ranks)

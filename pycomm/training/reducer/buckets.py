@@ -218,7 +218,7 @@ class BucketInFlight:
 
     def __post_init__(self) -> None:
         self.counts = GradientCounts(len(self.slots))
-        self.kinds = Kinds([slot.param for slot in self.slots])
+        self.kinds = Kinds(self.bucket.names, [slot.param for slot in self.slots])
 
     def expect(self, numbers: Sequence[int]) -> None:
         """Expect each gradient as often per pass as these ``numbers`` say; 0: not known."""

@@ -324,10 +324,10 @@ class ParameterTable:
         number = len(self._slots) + len(self._frozen)
         return {names.get(id(p), f"added.{number + i}"): p for i, p in enumerate(added)}
 
-    def refuse_overlaps(self, moved: Mapping[str, torch.Tensor], call: str) -> None:
-        """Raise ValueError if one of ``moved``, which ``call`` moves, shares memory with another tensor known here."""
+    def refuse_overlaps(self, moved: Mapping[str, torch.Tensor]) -> None:
+        """Raise ValueError if one of ``moved``, which ``shard`` moves, shares memory with another tensor known here."""
         others = [] if self.module is None else [*self.module.named_parameters(), *self.module.named_buffers()]
-        refuse_overlaps(moved, call, [*all_attached(), *self.named(), *others])
+        refuse_overlaps(moved, "shard=", [*all_attached(), *self.named(), *others])
 
     def find_new(self, communicator: Communicator) -> None:
         """Add new parameters to the table, for :meth:`admit` to return. Collective between ranks that all have some.
@@ -341,7 +341,7 @@ class ParameterTable:
             check_parameters({**new, **{slot.name: slot.param for slot in self.unfrozen()}}, self.device)
             check_sharding(new, self.ranks)
             if self.partition is not None:
-                self.refuse_overlaps(new, "shard=")
+                self.refuse_overlaps(new)
             named = [*((slot.name, slot.param) for slot in self.unfrozen()), *new.items()]
             return {"new parameter": [f"{name}: {signature(p)}" for name, p in named]}
 
@@ -387,12 +387,8 @@ class ParameterTable:
         Its memory order may change: its gradients then follow.
         """
         for flight in self.flights:
-            if (change := flight.kinds.change()) is not None:
-                index, was, now = change
-                raise RuntimeError(
-                    f"parameter {flight.slots[index].name!r} was {was} when it was attached, and is {now} now: "
-                    "detach() before the module is converted, moved or given other shapes, attach() afterwards"
-                )
+            if change := flight.kinds.change("when it was attached"):
+                raise RuntimeError(f"{change}: detach() before the module is converted or moved, attach() afterwards")
             flight.bucket.follow()
 
     def clear(self) -> None:

@@ -30,10 +30,6 @@ from pycomm.training.reducer.window import TrainingProgress
 from pycomm.training.reducer.without_backward import WithoutBackward, request_veto
 
 _LOG = logging.getLogger("pycomm")
-_NOT_DIVIDED = (
-    "set_weight() with accumulate=%s: with weights, the loss must not be divided by the number of passes, as .grad is "
-    "the mean over the samples of all passes"
-)
 
 
 def _description(engine: Engine) -> str:
@@ -296,7 +292,8 @@ class Reducer:
         is_first = not self._window.weights.in_use
         factor = self._window.weights.set(num_samples, self._window.num_passes)
         if is_first and self._settings.accumulates and self._communicator.rank == 0:
-            _LOG.warning(_NOT_DIVIDED, self._settings.passes)
+            why = "with weights, the loss must not be divided by the number of passes, as .grad is a mean over samples"
+            _LOG.warning("set_weight() with accumulate=%s: %s", self._settings.passes, why)
         self._passes.changes.announce_weights()
         if self._idle:
             self._install()
