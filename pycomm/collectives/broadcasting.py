@@ -92,11 +92,15 @@ def describe_difference(names: Sequence[str], rank: int) -> str:
 
 
 def signature(tensor: torch.Tensor) -> str:
-    """Return shape, dtype, kind of device and, of a DTensor, this rank's part, as text."""
+    """Return shape, dtype, kind of device and, of a DTensor, this rank's part, as text.
+
+    Of trainable tensors also the memory order, in which gradients are sent, if it is not the usual one.
+    """
     where = "" if tensor.is_cpu else f" on {tensor.device.type}"
     part = f", a DTensor, part {part_of(tensor) or 'all'}" if is_dtensor(tensor) else ""
     shape = "nested" if tensor.is_nested else list(tensor.shape)
-    return f"{shape} {tensor.dtype}{where}{part}"
+    is_odd = tensor.requires_grad and tensor.layout is torch.strided and not tensor.is_contiguous()
+    return f"{shape} {tensor.dtype}{where}{part}{f', strides {list(tensor.stride())}' if is_odd else ''}"
 
 
 def broadcast_tensors(communicator: Communicator, tensors: Iterable[torch.Tensor], src: int) -> None:

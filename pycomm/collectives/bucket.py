@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from pycomm import kernels
-from pycomm.collectives.layout import is_capturing, laid_out_like, on_gpu, view_like
+from pycomm.collectives.layout import flat_alias, is_capturing, laid_out_like, on_gpu, strides_of
 from pycomm.torch_internals import storage_uses, uses_outside_python
 
 FINGERPRINT_BITS = 64
@@ -43,15 +43,17 @@ _LEAST_APART = 16 << 10
 
 
 class Bucket:
-    """Bucket of the averaged gradients of ``params``, one after the other in ``flat``; ``views[i]`` is the i-th.
+    """Bucket of the averaged gradients of ``params``, one after the other in ``flat``; ``places[i]`` is the i-th.
 
     ``flat`` lies in memory that the transport can reach directly. The gradients are followed by flags, which are summed
     in the same message: one per parameter, whether it was used; one that is not 0 if a rank's gradients are so large
     that the sum might overflow; and the elements of a fingerprint (see fingerprint.py). ``algorithm`` makes dense sums
-    over the ranks.
+    over the ranks. ``strides``: memory orders of the gradients in ``flat``, the same on all ranks; those of ``params``
+    if ``None``.
 
-    The views are handed out as ``.grad`` of ``owners``: ``params`` themselves, or their stand-ins. Users may do
-    anything with their gradients without affecting later ones: see :meth:`repair` and :meth:`leave_to_users`.
+    The ``views`` of the places are handed out as ``.grad`` of ``owners``: ``params`` themselves, or their stand-ins. Of
+    a parameter that has got another memory order since, the view is a copy: see :meth:`follow`. Users may do anything
+    with their gradients without affecting later ones: see :meth:`repair` and :meth:`leave_to_users`.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Bucket:
         group: Group,
         algorithm: str = "auto",
         owners: Sequence[HasGradient] | None = None,
+        strides: Sequence[tuple[int, ...]] | None = None,
     ) -> None:
         self.names = list(names)
         self.algorithm = algorithm
@@ -70,12 +73,13 @@ class Bucket:
         self.on_gpu = on_gpu(params[0])
         self.num_elements = sum(self.numels)
         self._params = list(params)
+        self._shapes = [p.shape for p in params]
+        self._strides = list(map(strides_of, params)) if strides is None else list(strides)
+        self._orders = self._read_orders()
         self._owners: Sequence[HasGradient] = self._params if owners is None else list(owners)
         self._scratch = kernels.Scratch()
         self.num_flags = len(params) + 1 + FINGERPRINT_PLACES
         self._group = group
-        itemsize = self.dtype.itemsize
-        self._offsets = [itemsize * begin for begin in itertools.accumulate(self.numels, initial=0)][:-1]
         self._handed_out_uses = 0  # references to the storage when the views were handed out
         self.shares: Sequence[slice] | None = None
         self._has_graph = False  # whether a CUDA graph knows the address of the memory
@@ -114,9 +118,43 @@ class Bucket:
         num_params = len(self.numels)
         self.used_flags, self.too_large_flag = self.flags[:num_params], self.flags[num_params]
         self.fingerprint_places = self.flags[num_params + 1 :]
-        self._address = memory.data_ptr()
-        self.views = [view_like(part, p) for part, p in zip(self.parts(memory), self._params, strict=True)]
-        self._is_contiguous = all(view.is_contiguous() for view in self.views)
+        self.places = self.places_in(memory)
+        self._is_contiguous = all(place.is_contiguous() for place in self.places)
+        self._copied: set[int] = set()  # indices of views that are copies
+        self.views = [self._view(index) for index in range(len(self.places))]
+        self._addresses = [view.data_ptr() for view in self.views]
+
+    def _view(self, index: int) -> torch.Tensor:
+        """Return a tensor to hand out for ``places[index]``."""
+        place, param = self.places[index], self._params[index]
+        if flat_alias(param, place) is not None:
+            self._copied.discard(index)
+            return place.data  # which has a version counter of its own, which reveals writes to this gradient alone
+        self._copied.add(index)
+        return torch.empty_like(param)
+
+    def _renew_view(self, index: int) -> None:
+        self.views[index] = self._view(index)
+        self._addresses[index] = self.views[index].data_ptr()
+
+    def _read_orders(self) -> list[object]:
+        return [p.is_contiguous() or p.stride() for p in self._params]
+
+    def follow(self) -> None:
+        """Hand out gradients in the memory orders that the parameters have now; those of ``flat`` remain."""
+        before, self._orders = self._orders, self._read_orders()
+        if self._orders == before:
+            return
+        for i in (i for i, order in enumerate(self._orders) if order != before[i]):
+            view = self.views[i]
+            self._renew_view(i)
+            if self._owners[i].grad is view:
+                self._owners[i].grad = self.views[i].copy_(view)
+
+    def fill_copies(self) -> None:
+        """Write the gradients to those views that are copies."""
+        for i in self._copied:
+            self.views[i].copy_(self.places[i])
 
     def params(self) -> list[torch.Tensor]:
         return [p.detach() for p in self._params]
@@ -125,17 +163,21 @@ class Bucket:
         """Split memory that is laid out like the bucket's by parameter."""
         return list(torch.split(memory[: self.num_elements], self.numels))
 
+    def places_in(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """Return the places of the gradients in memory that is laid out like the bucket's."""
+        parts = zip(self.parts(memory), self._shapes, self._strides, strict=True)
+        return [part.as_strided(shape, stride) for part, shape, stride in parts]
+
     def holds(self, index: int, grad: torch.Tensor) -> bool:
         """Return whether ``grad`` already lies where the bucket keeps the ``index``-th gradient."""
-        is_there = grad.data_ptr() == self._address + self._offsets[index] or grad.numel() == 0
+        is_there = grad.data_ptr() == self._addresses[index] or grad.numel() == 0
         return is_there and grad.stride() == self.views[index].stride()
 
     def repair(self) -> None:
         """Replace views whose memory was swapped, as by ``p.grad.data = ...`` and ``module.to()``."""
-        begin = self._address
-        for i, (view, offset) in enumerate(zip(self.views, self._offsets, strict=True)):
-            if view.data_ptr() != begin + offset and self.numels[i] > 0:
-                self.views[i] = view_like(self.parts(self.memory)[i], self._params[i])
+        for i, (view, address) in enumerate(zip(self.views, self._addresses, strict=True)):
+            if view.data_ptr() != address:
+                self._renew_view(i)
 
     def note_handed_out(self) -> None:
         """Note that the views are ``.grad`` now: any further reference to the memory belongs to a user."""
@@ -160,7 +202,7 @@ class Bucket:
                 kept = self.views[i]
                 kept.data = kept.clone(memory_format=torch.preserve_format)
                 del kept
-                self.views[i] = view_like(self.parts(self.memory)[i], self._params[i])
+                self._renew_view(i)
 
     def renew(self) -> None:
         """Switch to new memory, and leave the old one to the owners of its views."""
@@ -203,7 +245,7 @@ class Bucket:
                 continue
             if grad is None or grad.dtype != self.dtype or self.holds(i, grad):
                 return []
-            pieces.append(laid_out_like(grad, self.views[i]).view(-1)[first - begin : last - begin])
+            pieces.append(laid_out_like(grad, self.places[i]).view(-1)[first - begin : last - begin])
         if not pieces or sum(piece.numel() for piece in pieces) < _LEAST_APART * len(pieces):
             return []
         flags = self.memory[self.num_elements : max(own.stop, self.num_elements)]
@@ -223,9 +265,9 @@ class Bucket:
         On a GPU a kernel before it sends addresses. Missing gradients count as zeros. Elements ``skip`` are left alone.
         """
         self._has_graph = self._has_graph or (self.on_gpu and is_capturing())
-        tensors = [view if grad is None else grad for grad, view in zip(grads, self.views, strict=True)]
+        tensors = [place if grad is None else grad for grad, place in zip(grads, self.places, strict=True)]
         if not self._is_contiguous:
-            tensors = [laid_out_like(tensor, view) for tensor, view in zip(tensors, self.views, strict=True)]
+            tensors = [laid_out_like(tensor, place) for tensor, place in zip(tensors, self.places, strict=True)]
         kernels.pack_flagged(
             tensors,
             [grad is not None for grad in grads],

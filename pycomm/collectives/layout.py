@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import attrgetter
+
 import torch
 
 
@@ -29,13 +32,20 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def view_like(part: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """Return ``part`` in the shape of ``param``, and in its memory order if dense (channels_last, say)."""
     # .data has a version counter of its own, which reveals writes to this gradient alone.
-    if param.is_contiguous() or not is_dense(param):
-        return part.view(param.shape).data
-    return part.as_strided(param.shape, param.stride()).data
+    return part.as_strided(param.shape, strides_of(param)).data
+
+
+def strides_of(param: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides of the memory order of ``param`` if it is dense, else those of a contiguous tensor."""
+    if not param.is_contiguous() and is_dense(param):
+        return param.stride()
+    return torch.empty(param.shape, device="meta").stride()
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Return whether the elements fill memory without gaps, in any order of the dimensions."""
+    if tensor.numel() == 0:
+        return True
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:
@@ -67,3 +77,23 @@ def laid_out_like(grad: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
         raw = flat_alias(copy, view)
     assert raw is not None, "views are dense"
     return raw
+
+
+_KIND = attrgetter("shape", "dtype", "device")
+
+
+class Kinds:
+    """Shapes, dtypes and devices of named tensors at first, to be compared with the present ones in each step."""
+
+    def __init__(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+        self._names, self._tensors = list(names), list(tensors)
+        self._first = list(map(_KIND, self._tensors))
+
+    def change(self, when: str) -> str:
+        """Return which parameter has changed, what it was ``when`` and what it is now; "" if none has."""
+        now = list(map(_KIND, self._tensors))
+        if now == self._first:
+            return ""
+        name, old, new = next(each for each in zip(self._names, self._first, now, strict=True) if each[1] != each[2])
+        texts = [f"of shape {list(k[0])}" if old[0] != new[0] else f"{k[1]} on {k[2]}" for k in (old, new)]
+        return f"parameter {name!r} was {texts[0]} {when}, and is {texts[1]} now"

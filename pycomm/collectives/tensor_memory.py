@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -162,12 +163,53 @@ def _once(tensor: torch.Tensor) -> torch.Tensor | None:
             tensor = tensor.narrow(dim, 0, 1)
     if not _may_overlap(tensor):
         return tensor
-    positions = torch.zeros((), dtype=torch.int64)
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        positions = torch.unique(positions.unsqueeze(-1) + torch.arange(size) * stride)
+    positions = _positions(tensor)
     if len(positions) == tensor.numel():
         return tensor
     return tensor.as_strided((len(positions),), (1,)) if len(positions) == int(positions.max()) + 1 else None
+
+
+def _positions(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the distinct places of elements of ``tensor`` in memory, counted in elements from the first."""
+    positions = torch.zeros((), dtype=torch.int64)
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        positions = torch.unique(positions.unsqueeze(-1) + torch.arange(size if stride else 1) * stride)
+    return positions.view(-1)
+
+
+def overlapping(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """Return the pairs of indices of ``tensors`` that have elements in the same memory, in ascending order.
+
+    Elements count, not storages: the weights of an LSTM lie in one storage, and strided views of one interleave.
+    """
+    spans: list[tuple[int, int, torch.Tensor]] = []
+    for i, tensor in enumerate(tensors):
+        parts = (tensor,) if is_plain(tensor) else () if is_lazy(tensor) else memory_of(tensor).parts
+        spans += [(part.data_ptr(), i, part) for part in parts if part.numel() > 0]
+    found: set[tuple[int, int]] = set()
+    reached: list[tuple[int, int, torch.Tensor]] = []  # where the memory of those ends that may go on
+    for begin, i, part in sorted(spans, key=itemgetter(0, 1)):
+        reached = [each for each in reached if each[0] > begin]
+        found |= {(min(i, j), max(i, j)) for _, j, other in reached if i != j and _have_common(other, part)}
+        reached.append((begin + _extent(part), i, part))
+    return sorted(found)
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Return the number of bytes from the first to the last element."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize
+
+
+def _have_common(first: torch.Tensor, then: torch.Tensor) -> bool:
+    """Return whether ``then``, which begins between the first and the last element of ``first``, shares one with it."""
+    if _extent(first) == first.nbytes and not _may_overlap(first):
+        return True  # there are no gaps
+    begins = [_positions(part).unsqueeze(-1) * part.itemsize + part.data_ptr() for part in (first, then)]
+    addresses = [begin + torch.arange(part.itemsize) for begin, part in zip(begins, (first, then), strict=True)]
+    return bool(torch.isin(*addresses).any())
 
 
 def _may_overlap(tensor: torch.Tensor) -> bool:

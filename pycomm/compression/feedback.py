@@ -118,9 +118,10 @@ class CodecExchange:
         unused = tuple(i for i, grad in enumerate(grads) if grad is None)
         self._all_used_here = not unused
         if unused:  # counts as zeros: what is left from earlier steps still goes out
-            torch._foreach_zero_([bucket.views[i] for i in unused])
+            torch._foreach_zero_([bucket.places[i] for i in unused])
         raws = [
-            laid_out_like(view if grad is None else grad, view) for grad, view in zip(grads, bucket.views, strict=True)
+            laid_out_like(place if grad is None else grad, place)
+            for grad, place in zip(grads, bucket.places, strict=True)
         ]
         self.codec.begin(scaling.step)
         flat, velocity = self._flat(self._sums), self._optional_flat(self._new_velocity)
@@ -147,7 +148,7 @@ class CodecExchange:
             old = self._flat(self._velocity)
             options["momentum"] = kernels.Momentum(velocity, old, config.momentum, config.nesterov)
         if config.weight_decay:
-            weights = [laid_out_like(p, view) for p, view in zip(bucket.params(), bucket.views, strict=True)]
+            weights = [laid_out_like(p, place) for p, place in zip(bucket.params(), bucket.places, strict=True)]
             options["decay"] = kernels.Decay(weights, config.weight_decay * scaling.weight)
         if config.clip_norm is not None:
             options["clip"] = config.clip_norm / math.sqrt(self._size)
@@ -261,9 +262,8 @@ class CodecExchange:
         for key, memory in (("residual", self._residual), ("velocity", self._velocity)):
             if memory is None:
                 continue
-            parts = zip(self._bucket.names, self._bucket.parts(memory), self._bucket.views, strict=True)
-            for name, part, view in parts:
-                state.setdefault(name, {})[key] = part.as_strided(view.shape, view.stride())
+            for name, place in zip(self._bucket.names, self._bucket.places_in(memory), strict=True):
+                state.setdefault(name, {})[key] = place
         return state
 
     def load_state(self, state: State) -> None:

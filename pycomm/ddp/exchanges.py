@@ -61,13 +61,15 @@ class BucketExchanges:
         for part in self.parts:
             part.exchange.finish(finite)
             # Its residual has not been sent either, as no rank had a gradient.
-            for view, used in zip(part.bucket.views, part.exchange.used(), strict=True):
+            for place, used in zip(part.bucket.places, part.exchange.used(), strict=True):
                 if not used:
-                    view.zero_()
+                    place.zero_()
 
     def averages(self, buffer: torch.Tensor, grads: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the averages, flat, in the order of ``params``, perhaps in ``buffer``; ``grads`` are views of it."""
-        if len(self.parts) == 1:
+        # Torch reads another tensor than its own by the present strides of the parameters.
+        is_usual = all(t.is_contiguous() for t in [*self.parts[0].bucket.places, *self.params])
+        if len(self.parts) == 1 and is_usual:
             return self.parts[0].bucket.flat
         self.write(grads)
         return buffer
@@ -75,7 +77,7 @@ class BucketExchanges:
     def write(self, grads: Sequence[torch.Tensor]) -> None:
         """Copy the averages to ``grads``, one tensor for each parameter."""
         for part in self.parts:
-            torch._foreach_copy_([grads[i] for i in part.indices], part.bucket.views)
+            torch._foreach_copy_([grads[i] for i in part.indices], part.bucket.places)
 
     def state(self) -> State:
         """Return the state of the exchanges (not copied)."""

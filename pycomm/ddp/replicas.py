@@ -54,13 +54,13 @@ class ShardedReplicas:
     def add_averages(self) -> None:
         """Add the averages to this rank's gradients, as FSDP does not for a module that this rank has not used."""
         division = self._division()
-        views = [view for part in self.exchanges.parts for view in part.bucket.views]
+        places = [place for part in self.exchanges.parts for place in part.bucket.places]
         indices = [i for part in self.exchanges.parts for i in part.indices]
-        for i, view in zip(indices, views, strict=True):
+        for i, place in zip(indices, places, strict=True):
             param: Any = self.params[i]
             local = local_of(param)
             # Reduced gradients are padded at the end to shards of equal size.
-            shard = view.reshape(-1)[: local.numel()].view(local.shape).to(local.dtype) / division
+            shard = place.reshape(-1)[: local.numel()].view(local.shape).to(local.dtype) / division
             if param.grad is None:
                 param.grad = dtensor_around(shard.to(local.device), param)
             else:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from pycomm.collectives.layout import view_like
 from pycomm.collectives.transport.gpu import GpuWork
 from pycomm.compression.base import Scaling
 from pycomm.ddp.comparison import PassComparison
@@ -85,8 +86,11 @@ class Steps:
             raise ValueError("a gradient is sparse; pycomm reduces dense gradients")
         devices: list[Any] | None = [self._device] if self._on_gpu else None
         future: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
+        params = bucket.parameters()
+        pairs = zip(bucket.gradients(), params, strict=True)  # the former as if all parameters were contiguous
+        grads = [grad if p.is_contiguous() else view_like(grad.view(-1), p) for grad, p in pairs]
         # The bucket itself is invalid once the hook has returned.
-        return TakenStep(bucket.parameters(), bucket.gradients(), buffer, future)
+        return TakenStep(params, grads, buffer, future)
 
     def _begin(self, divides_by_active: bool) -> None:
         if self._registration.is_open:  # a failed pass, from which only a rank without others recovers

@@ -63,6 +63,11 @@ def attached_to(params: Iterable[torch.Tensor]) -> list[Attached]:
     return [reducer for reducer in _reducers if any(map(reducer.knows, among))]
 
 
+def all_attached() -> list[tuple[str, torch.Tensor]]:
+    """Return the parameters of all Reducers, with their names."""
+    return [pair for reducer in _reducers for pair in reducer.named_parameters().items()]
+
+
 def is_covered(param: torch.Tensor) -> bool:
     """Return whether some Reducer averages the gradient of ``param``."""
     return any(reducer.knows(param) for reducer in _reducers)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from pycomm.collectives.layout import require_dense
+from pycomm.collectives.tensor_memory import overlapping
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.optim.partition import Partition, Span
 from pycomm.optim.plans import Rule
@@ -72,13 +73,26 @@ class Masters(dict[torch.Tensor, torch.Tensor]):
             self._stamps[param] = _stamp(param)
 
     def add(self, params: Iterable[torch.Tensor]) -> None:
-        for param in params:
-            if param in self or param.dtype not in HALF or not self._is_kept(param):
-                continue
+        new = [p for p in params if p not in self and p.dtype in HALF and self._is_kept(p)]
+        for param in new:
             check_half(param, self.optimizer, self._rule)
             self[param] = param.detach().float()
             self._stamps[param] = _stamp(param)
             self.cast_state(param, torch.float32)  # if the optimizer already has state
+        if new:
+            self._tie()
+
+    def _tie(self) -> None:
+        """Let the masters of parameters that share memory share theirs in the same way."""
+        params = [param for param in self if not is_dtensor(param)]
+        memories: dict[int, torch.Tensor] = {}
+        for param in {params[i] for pair in overlapping(params) for i in pair}:
+            storage = param.untyped_storage()
+            if (memory := memories.get(storage.data_ptr())) is None:
+                memory = self[param].new_empty(storage.nbytes() // param.itemsize)
+                memories[storage.data_ptr()] = memory
+            master = memory.as_strided(param.shape, param.stride(), param.storage_offset())
+            self[param] = master.copy_(self[param])
 
     def keep_only(self, is_kept: Callable[[torch.Tensor], bool]) -> None:
         """Keep and make only masters for which the function returns true: another rank has the others."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
 from pycomm.collectives.layout import is_dense
-from pycomm.collectives.tensor_memory import look_at
+from pycomm.collectives.tensor_memory import look_at, overlapping
 from pycomm.torch_internals import is_flat_parameter, local_of, steps_in_backward
 
 GRADIENT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -33,6 +33,21 @@ def check_parameters(names: Mapping[str, torch.Tensor], device: torch.device | N
             raise ValueError(
                 f"parameter {name!r} is on device {param.device}, others on {device}; wanted all parameters of a "
                 "process on one device"
+            )
+
+
+def refuse_overlaps(
+    moved: Mapping[str, torch.Tensor], call: str, others: Iterable[tuple[str, torch.Tensor]] = ()
+) -> None:
+    """Raise ValueError if one of ``moved``, which ``call`` moves, shares memory with another or with ``others``."""
+    named = {id(tensor): (name, tensor) for name, tensor in [*others, *moved.items()]}
+    ids, pairs = {id(param) for param in moved.values()}, list(named.values())
+    for (name, tensor), (other, tied) in ((pairs[i], pairs[j]) for i, j in overlapping([t for _, t in pairs])):
+        if {id(tensor), id(tied)} & ids:
+            raise ValueError(
+                f"{name!r} and {other!r} are two tensors in the same memory (tied by .data, or views of one), and "
+                f"{call} takes each parameter by itself, which would part them: tie modules by one parameter object "
+                "(decoder.weight = encoder.weight)"
             )
 
 

@@ -12,6 +12,7 @@ import torch
 
 from pycomm import kernels
 from pycomm.collectives.layout import require_dense
+from pycomm.collectives.tensor_memory import overlapping
 from pycomm.kernels.arrays import PackScaling, PreparedGroup, PreparedStep
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.optim.partition import Partition
@@ -48,13 +49,17 @@ class Scratches(dict[str, kernels.Scratch]):
 
 
 class PartKey(NamedTuple):
-    """Properties that targets of the same kernel calls share; ``kind`` is the rule's."""
+    """Properties that targets of the same kernel calls share; ``kind`` is the rule's.
+
+    ``turn``: 0, or one more than that of an earlier target with the same memory (parameters tied by ``.data``).
+    """
 
     dtype: torch.dtype
     device: torch.device
     has_copies: bool
     taken: int
     kind: Hashable
+    turn: int
 
 
 @dataclass(frozen=True)
@@ -246,12 +251,13 @@ def _split(step: Step, group: Group, targets: dict[int, StepTarget]) -> dict[Par
     rule, counts = step.rule, [0] * len(targets)
     if rule.has_counts and not step.counted_by_kernels:
         counts = next_steps(list(targets.values()))
+    turns = [0] * len(targets)
+    for earlier, later in overlapping([target.weight for target in targets.values()]):
+        turns[later] = max(turns[later], turns[earlier] + 1)
     parts: dict[PartKey, dict[int, StepTarget]] = defaultdict(dict)
-    for (index, target), count in zip(targets.items(), counts, strict=True):
-        taken = count if rule.same_counts else 0
-        key = PartKey(
-            target.weight.dtype, target.param.device, target.copy is not None, taken, rule.kind(group, target)
-        )
+    for (index, target), count, turn in zip(targets.items(), counts, turns, strict=True):
+        taken, has_copies = count if rule.same_counts else 0, target.copy is not None
+        key = PartKey(target.weight.dtype, target.param.device, has_copies, taken, rule.kind(group, target), turn)
         parts[key][index] = target
     return parts
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
+from pycomm.collectives import tensor_memory
 from pycomm.collectives.tensor_memory import comparable, digests_of, memory_of
 from tests.reducer.odd_tensors import Quantised, overlapping, quantised
 
@@ -118,3 +119,51 @@ def test_what_replicas_compare_is_hashable() -> None:
     found = comparable(named)
     assert found[0][1] is plain
     assert [name for name, _ in found] == ["plain", "fp8", "two", "two", "sparse", "sparse"]
+
+
+FLAT = torch.arange(64.0)
+SQUARE = FLAT.view(8, 8)
+COMPLEX = torch.zeros(4, dtype=torch.complex64)
+SPARSE = torch.eye(3).to_sparse()
+
+OVERLAPS: list[tuple[list[torch.Tensor], list[tuple[int, int]]]] = [
+    ([nn.Parameter(SQUARE), nn.Parameter(SQUARE.t()), FLAT[63:]], [(0, 1), (0, 2), (1, 2)]),
+    ([SQUARE[:4], SQUARE[4:], SQUARE[3:5]], [(0, 2), (1, 2)]),
+    (list(nn.LSTM(3, 4, 2).parameters()), []),
+    ([SQUARE[:, ::2], SQUARE[:, 1::2]], []),  # they interleave
+    ([SQUARE[:, ::2], SQUARE[:, 1::2], SQUARE[:, 2:4]], [(0, 2), (1, 2)]),
+    ([SQUARE[::2], SQUARE[1]], []),
+    ([SQUARE[::2], SQUARE[2]], [(0, 1)]),
+    ([SQUARE[:, 1:2], FLAT.view(torch.int16)[3:4]], [(0, 1)]),  # its upper half
+    ([SQUARE[:, 1:2], FLAT.view(torch.int16)[4:5]], []),
+    ([FLAT[:1].expand(5), FLAT[1:]], []),
+    ([FLAT[:1].expand(5), FLAT[:2]], [(0, 1)]),
+    ([FLAT[4:8], FLAT.as_strided((3, 3), (1, 1))], [(0, 1)]),
+    ([COMPLEX, torch.view_as_real(COMPLEX), COMPLEX.conj()], [(0, 1), (0, 2), (1, 2)]),
+    ([SPARSE, SPARSE.values()[1:]], [(0, 1)]),  # part of what it consists of
+    ([torch.empty(0), torch.empty(3, 0), torch.empty(3, device="meta"), torch.empty(3, device="meta")], []),
+    ([nn.UninitializedParameter(), FLAT], []),
+]
+
+
+@pytest.mark.parametrize(("tensors", "wanted"), OVERLAPS)
+def test_overlaps_are_of_elements(tensors: list[torch.Tensor], wanted: list[tuple[int, int]]) -> None:
+    """Not of storages, nor of the memory between the first and the last element."""
+    assert tensor_memory.overlapping(tensors) == wanted
+
+
+def test_overlaps_are_those_of_the_elements_one_by_one() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def number(end: int) -> int:
+        return int(torch.randint(end, (1,), generator=generator))
+
+    def part() -> torch.Tensor:
+        size, stride = (1 + number(3), 1 + number(3)), (number(6), 1 + number(4))
+        return FLAT.as_strided(size, stride, number(30))
+
+    for _ in range(300):
+        tensors = [part() for _ in range(3)]
+        found = [set(tensor.contiguous().view(-1).tolist()) for tensor in tensors]
+        pairs = [(i, j) for i in range(3) for j in range(i + 1, 3) if found[i] & found[j]]
+        assert tensor_memory.overlapping(tensors) == pairs

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import pycomm
+from tests.docs.pages import ROOT, blocks_of
+from tests.docs.running import surroundings
 from tests.on_ranks import Pools, on_ranks
 from tests.reducer.attaching import attached, rank_and_size
 
@@ -128,3 +133,77 @@ def test_not_in_the_middle_of_a_window() -> None:
         with pytest.raises(ValueError, match="num_samples is 0 inside an accumulation window"):
             reducer.set_weight(0)
         reducer.flush()
+
+
+class _Lines(logging.Handler):
+    """Lines of the logger while it is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+    def __enter__(self) -> list[str]:
+        logging.getLogger("pycomm").addHandler(self)
+        return self.said
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("pycomm").removeHandler(self)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@on_ranks(2)
+def test_the_first_weight_under_accumulation_says_not_to_divide(accumulate: int) -> None:
+    """A divided loss would give a quarter of the gradient."""
+    p = torch.nn.Parameter(torch.zeros(3))
+    with attached(torch.optim.SGD([p], 0.1), [("p", p)], accumulate=accumulate) as reducer, _Lines() as said:
+        for number in range(8):
+            reducer.set_weight(number + 1)
+            p.sum().backward()
+    said = [line for line in said if "set_weight" in line]
+    if accumulate == 1 or dist.get_rank() > 0:
+        assert said == []
+    else:
+        assert len(said) == 1
+        assert "accumulate=4: with weights, the loss must not be divided by the number of passes" in said[0]
+
+
+@on_ranks(2)
+def test_the_documented_loop_is_the_mean_over_all_tokens() -> None:
+    """The loop of docs/from_ddp.md, on batches with different numbers of tokens that count."""
+    (block,) = (each for each in blocks_of("docs/from_ddp.md") if "# tokens that count" in each.code)
+    rank, size = rank_and_size()
+    names = surroundings("")
+    batches = [
+        [
+            (torch.randn(8, 16, generator=seed), torch.where(torch.arange(8) < 2 + (3 * i + 5 * r) % 7, i % 4, -100))
+            for i, seed in enumerate(torch.Generator().manual_seed(10 * r + i) for i in range(6))
+        ]
+        for r in range(size)
+    ]
+    torch.manual_seed(0)
+    for p in names["model"].parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    alone = copy.deepcopy(names["model"])
+    names["batches"] = batches[rank]
+    exec(block.code, names)
+    names["reducer"].detach()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.01)
+    for i in range(0, 6, 2):
+        optimizer.zero_grad()
+        parts = [batches[r][i + j] for r in range(size) for j in range(2)]
+        x, y = torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
+        names["loss_fn"](alone(x), y).backward()
+        optimizer.step()
+    for p, wanted in zip(names["model"].parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p, wanted)
+
+
+def test_pages_and_docstrings_say_the_same_where_people_divide() -> None:
+    words = "the loss must not be divided by the number of passes"
+    pages = ("quick_start", "faq", "from_ddp", "large_batch")
+    texts = [(ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8") for page in pages]
+    for text in [*texts, pycomm.attach.__doc__, pycomm.Reducer.set_weight.__doc__]:
+        assert words in " ".join((text or "").split())

@@ -74,7 +74,7 @@ class HalfExchange(DenseExchange):
         return as_flag(finite, self._bucket)
 
     def _agree(self, grads: Sequence[torch.Tensor | None], local: float | torch.Tensor) -> torch.Tensor:
-        parts = [laid_out_like(g, view) for g, view in zip(grads, self._bucket.views, strict=True) if g is not None]
+        parts = [laid_out_like(g, place) for g, place in zip(grads, self._bucket.places, strict=True) if g is not None]
         largest = kernels.absmax(parts or [self._bucket.flat[:0]], scratch=self._largest_scratch) * local
         self._communicator.all_reduce(largest, "max")
         self.bytes_sent += largest.nbytes

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from pycomm import checks
+from pycomm.collectives.broadcasting import signature
 from pycomm.collectives.communicator import Communicator
+from pycomm.collectives.layout import is_dense
 from pycomm.compression import Compression, NoCompression
 from pycomm.optim.attached import refuse_second_average
+from pycomm.optim.parameter_checks import refuse_overlaps
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.optim.step_override import HALF
 from pycomm.training.cost.named import checked_method, refuse_local_norm
@@ -25,7 +28,7 @@ def checked_parameters(
     checks.count("every", every, 1)
     checks.instance("model", model, torch.nn.Module)
     named: dict[str, torch.Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if checks.count("fragments", fragments, 1) > min(every, len(named)):
+    if checks.count("fragments", fragments, 1) > min(every, len(met_once(named, call))):
         raise ValueError(f"fragments={fragments}, wanted at most every={every} and the {len(named)} parameters")
     refuse_second_average(named, call)
     own = {id(p) for p in optimizer_parameters(optimizer)}
@@ -46,6 +49,25 @@ def checked_parameters(
         wanted = "all float64, or float32 and half types," if halves else "all float32 or all float64"
         raise ValueError(f"parameters are {kinds}, wanted {wanted} on one device")
     return named
+
+
+def met_once(named: Mapping[str, torch.Tensor], call: str) -> dict[str, torch.Tensor]:
+    """Return ``named`` without parameters that have the memory of another (tied by ``.data``), and are met with it.
+
+    Raises:
+        ValueError: two have only a part of their memory in common; ``call`` is the refused function.
+    """
+    met: dict[Any, tuple[str, torch.Tensor]] = {}
+    for name, p in named.items():
+        met.setdefault((p.data_ptr(), p.nbytes) if p.numel() > 0 and is_dense(p) else name, (name, p))
+    refuse_overlaps(dict(met.values()), call)
+    return dict(met.values())
+
+
+def lines_of(named: Mapping[str, torch.Tensor], call: str) -> list[str]:
+    """Return properties of ``named`` that all ranks must share."""
+    met = met_once(named, call)
+    return [f"{name}: {signature(p)}{'' if name in met else ', in the memory of another'}" for name, p in named.items()]
 
 
 def checked_per_rank(per_rank: Any, optimizer: torch.optim.Optimizer | None, model: torch.nn.Module) -> Ignored:

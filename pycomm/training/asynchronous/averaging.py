@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from pycomm import checks
 from pycomm.agreement import agreed
-from pycomm.collectives.broadcasting import named_tensors, share_tensors, signature
+from pycomm.collectives.broadcasting import named_tensors, share_tensors
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.transport.authentication import secret
 from pycomm.collectives.transport.choice import version
@@ -26,6 +26,8 @@ from pycomm.training.asynchronous.arguments import (
     check_outer,
     checked_parameters,
     checked_per_rank,
+    lines_of,
+    met_once,
     named_method,
 )
 from pycomm.training.asynchronous.buffers import MeetingBuffers
@@ -133,13 +135,13 @@ class _Settings:
             ("the version of pycomm", version()),
             ("the optimizer", type(self.optimizer).__name__),
             *(("setting", line) for line in settings),
-            *(("parameter", f"{name}: {signature(p)}") for name, p in self.named.items()),
+            *(("parameter", line) for line in lines_of(self.named, "local_sgd()")),
         ]
 
     def averager(self, communicator: Communicator, group: ElasticGroup | None) -> LocalAverager:
         """Make the handle, once the ranks have agreed."""
         keeps = self.survives and self.schedule.delay > 0
-        parts = _split(self.named, len(self.schedule.turns))
+        parts = _split(met_once(self.named, "local_sgd()"), len(self.schedule.turns))
         buffers = MeetingBuffers(self.model, self.buffers, communicator, self.own, "local_sgd")
         fragments = [Fragment(part, self.outer, self.method, keeps, self.optimizer) for part in parts]
         loop = Loop(TrackedParameters(self.model, self.optimizer, self.named, "local_sgd()"), self.own)

@@ -35,6 +35,16 @@ class Piece:
         return self.end - self.begin
 
 
+@contextlib.contextmanager
+def flat_parts(params: Sequence[torch.Tensor], pieces: Sequence[Piece]) -> Iterator[list[torch.Tensor]]:
+    """Return a context with flat tensors for the values of ``pieces``, which then are those of ``params``."""
+    flats = {piece.index: params[piece.index].detach().reshape(-1) for piece in pieces}
+    yield [flats[piece.index][piece.begin : piece.end] for piece in pieces]
+    for index, flat in flats.items():
+        if not params[index].is_contiguous():  # then they are copies
+            params[index].detach().copy_(flat.view(params[index].shape))
+
+
 def shard_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which servers hold and step parameters of ``dtype``: float32 for half types."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
@@ -205,6 +215,8 @@ class ShardOptimizer:
         self._count, self._sum, self._weight, self._samples = 0, None, 0.0, 0.0
         begin = 0
         for p in self._params:
+            if p.data_ptr() != self.memory[begin:].data_ptr():  # the module was converted
+                p.data = self.memory[begin : begin + p.numel()].view(p.shape)
             p.grad = gradient[begin : begin + p.numel()].view(p.shape)
             begin += p.numel()
         rates = [group["lr"] for group in self._optimizer.param_groups]

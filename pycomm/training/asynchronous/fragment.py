@@ -11,7 +11,7 @@ import torch
 from pycomm import checks
 from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
-from pycomm.collectives.layout import view_like
+from pycomm.collectives.layout import strides_of
 from pycomm.collectives.transport.gpu import GpuWork
 from pycomm.compression import Compression
 from pycomm.compression.base import Exchange, Scaling, State
@@ -102,6 +102,7 @@ class _FragmentPart:
         self.bucket: Bucket
         self.exchange: Exchange | None = None
         self._has_velocity, self._optimizer = isinstance(outer, Nesterov), optimizer
+        self._strides = list(map(strides_of, self.params))
         self.anchor: torch.Tensor
         self.velocity: torch.Tensor | None = None
         self.mean: torch.Tensor | None = None
@@ -127,12 +128,13 @@ class _FragmentPart:
         stepper.masters()  # takes what was written to the parameters
         params = map(stepper.master_of, self.params) if isinstance(stepper, MasterWeights) else self.params
         parts = torch.split(flat[: len(self.anchor)], [p.numel() for p in self.params])
-        return [(view_like(part, p), p.detach()) for part, p in zip(parts, params, strict=True)]
+        places = zip(parts, params, self._strides, strict=True)
+        return [(part.as_strided(p.shape, strides), p.detach()) for part, p, strides in places]
 
     def fill(self) -> None:
         """Write anchor minus parameters to the bucket."""
-        for view, (before, p) in zip(self.bucket.views, self.views_of(self.anchor), strict=True):
-            torch.sub(before, p, out=view)
+        for place, (before, p) in zip(self.bucket.places, self.views_of(self.anchor), strict=True):
+            torch.sub(before, p, out=place)
 
     def keep(self) -> None:
         """Keep a copy of the bucket, for :meth:`restore`."""
@@ -239,7 +241,7 @@ class Fragment:
         scaling = Scaling(size, relative=self._weight * size / total, step=self.num_meetings)
         for part in self._parts:
             assert part.exchange is not None
-            part.exchange.exchange(part.bucket.views, scaling)
+            part.exchange.exchange(part.bucket.places, scaling)
         then()
 
     @property

@@ -14,12 +14,18 @@ import torch.distributed as dist
 
 from pycomm import schedule
 from pycomm.agreement import agreed
-from pycomm.collectives.broadcasting import named_tensors, share_tensors, signature
+from pycomm.collectives.broadcasting import named_tensors, share_tensors
 from pycomm.collectives.communicator import Communicator
 from pycomm.descriptions import counted, tensors_text
 from pycomm.errors import attempt
 from pycomm.optim.parameters import checked_optimizer
-from pycomm.training.asynchronous.arguments import checked_parameters, checked_per_rank, name_of_not_finite
+from pycomm.training.asynchronous.arguments import (
+    checked_parameters,
+    checked_per_rank,
+    lines_of,
+    met_once,
+    name_of_not_finite,
+)
 from pycomm.training.asynchronous.buffers import MeetingBuffers
 from pycomm.training.asynchronous.loop import Loop, MeetingReport, TrackedParameters, raise_differences
 from pycomm.training.reducer.settings import checked_buffers
@@ -114,7 +120,7 @@ def _checked(
 def _settings_of(every: int, buffers: str, found: tuple[Loop, schedule.Mixing]) -> dict[str, list[str]]:
     """Return what must be equal on all ranks."""
     loop, mixing = found
-    parameters = [f"{name}: {signature(p)}" for name, p in loop.tracked.named.items()]
+    parameters = lines_of(loop.tracked.named, "gossip()")
     settings = [
         f"topology={mixing.name}",
         f"every={every}",
@@ -130,7 +136,7 @@ class Gossip:
     def __init__(
         self, communicator: Communicator, loop: Loop, mixing: schedule.Mixing, every: int, buffers: MeetingBuffers
     ) -> None:
-        params, self._buffers = list(loop.tracked.named.values()), buffers
+        params, self._buffers = list(met_once(loop.tracked.named, "gossip()").values()), buffers
         self._communicator, self._params, self._mixing, self._every = communicator, params, mixing, every
         self._loop, self._is_attached = loop, True
         # Push-sum: the last element is a mass that starts as 1 and is mixed like the others; the parameters are the

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from pycomm.collectives.communicator import Communicator
+from pycomm.collectives.layout import Kinds
 from pycomm.descriptions import name_ranks
 from pycomm.optim.attached import forget_averaged, register_averaged
 from pycomm.optim.copies import MarkedParts
@@ -45,6 +46,7 @@ class TrackedParameters:
         self.model, self.optimizer, self.named, self.what = model, optimizer, dict(named), what
         self.advice = _ATTACH.format(what)
         self._own = {id(p) for p in named.values()}
+        self._kinds = Kinds(list(named), list(named.values()))
         self._places = Places(map(own_parameters, parts_of(model)))
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
 
@@ -53,6 +55,8 @@ class TrackedParameters:
 
     def problem_of_optimizer(self) -> str:
         """Return what is wrong with the parameters in the optimizer's groups; "" if nothing is."""
+        if change := self._kinds.change("at first"):
+            return f"{change}. {self.advice}"
         groups = [group["params"] for group in self.optimizer.param_groups]
         same_sizes = list(map(len, groups)) == list(map(len, self._groups))
         if same_sizes and all(map(operator.is_, itertools.chain(*groups), itertools.chain(*self._groups))):

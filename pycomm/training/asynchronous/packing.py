@@ -147,8 +147,8 @@ class Unpackers:
             raise ValueError(f"a message has {len(message)} bytes, {player.position} of which make sense")
         gradient = torch.empty(self._ends[-1] if self._ends else 0, dtype=self._dtype)
         for part in exchanges.parts:
-            for i, view in zip(part.indices, part.bucket.views, strict=True):
-                gradient[self._ends[i] - view.numel() : self._ends[i]].copy_(view.reshape(-1))
+            for i, place in zip(part.indices, part.bucket.places, strict=True):
+                gradient[self._ends[i] - place.numel() : self._ends[i]].copy_(place.reshape(-1))
         return gradient
 
     def forget(self, worker: int) -> None:

@@ -22,7 +22,7 @@ from pycomm.optim.fused import RULES, require_fusable
 from pycomm.optim.parameters import checked_optimizer
 from pycomm.training.asynchronous.arguments import checked_per_rank
 from pycomm.training.asynchronous.buffers import MeetingBuffers, ServerBuffers
-from pycomm.training.asynchronous.core import Core, Piece, ShardOptimizer, shard_dtype
+from pycomm.training.asynchronous.core import Core, Piece, ShardOptimizer, flat_parts, shard_dtype
 from pycomm.training.asynchronous.loop import WorkerParameters
 from pycomm.training.asynchronous.modes import Compensator, Mode
 from pycomm.training.asynchronous.packing import Packer, Unpackers
@@ -369,11 +369,11 @@ class ParameterServer:
     @torch.no_grad()
     def _write_back(self) -> None:
         """Write this server's shard to the model, whose cut parameters are not views of it."""
-        begin = 0
-        for piece in self._shards[self._meeting.rank]:
-            values = self._core.shard.memory[begin : begin + piece.size]
-            self._params[piece.index].view(-1)[piece.begin : piece.end].copy_(values)
-            begin += piece.size
+        pieces = self._shards[self._meeting.rank]
+        values = torch.split(self._core.shard.memory, [piece.size for piece in pieces])
+        with flat_parts(self._params, pieces) as targets:
+            for target, value in zip(targets, values, strict=True):
+                target.copy_(value)
         if self._core.buffers is not None:
             self._buffers.write(self._core.buffers.now)
 

@@ -16,6 +16,7 @@ from pycomm.checks import count
 from pycomm.collectives.transport.choice import version
 from pycomm.compression import Compression
 from pycomm.descriptions import settings_text
+from pycomm.optim.parameter_checks import refuse_overlaps
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.training.asynchronous.arguments import named_method
 from pycomm.training.asynchronous.core import Core, Piece, StateSpec, cut, group_sizes, is_elementwise, shard_dtype
@@ -120,6 +121,7 @@ def checked_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module)
         raise ValueError(
             f"parameters are {found}, wanted one dtype of float32, float64 and the half types, in CPU memory"
         )
+    refuse_overlaps(named, "parameter_server()", model.named_buffers())
     gap = next((name for name, p in named.items() if not p.is_contiguous()), None)
     if gap is not None:
         raise ValueError(f"parameter {gap!r} is not contiguous")

@@ -15,7 +15,7 @@ from pycomm import kernels
 from pycomm.collectives.transport import rendezvous
 from pycomm.collectives.transport.authentication import with_scope_of
 from pycomm.errors import CommError
-from pycomm.training.asynchronous.core import Piece, shard_dtype
+from pycomm.training.asynchronous.core import Piece, flat_parts, shard_dtype
 from pycomm.training.asynchronous.packing import Packer
 from pycomm.training.asynchronous.server_meeting import ServerMeeting, ServerPlace
 from pycomm.training.asynchronous.wire import (
@@ -198,9 +198,9 @@ class ServerLink:
             receive_array(connection, self._values)
         if self.buffers is not None:
             receive_array(connection, self.buffers)
-        targets = [self._params[p.index].detach().view(-1)[p.begin : p.end] for p in self._pieces]
-        if targets:
-            kernels.unpack(self._values, targets)
+        with flat_parts(self._params, self._pieces) as targets:
+            if targets:
+                kernels.unpack(self._values, targets)
         if self._there is not None:
             send(connection, ask="read")
             if connection.poll(0):  # the server sends nothing now, so it has closed the connection

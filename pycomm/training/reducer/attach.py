@@ -127,7 +127,9 @@ def attach(
             ones; norms are of whole parameters, and a step is skipped by all ranks that have parts or by none.
             Those that are laid over the ranks of this group itself, or by ``fully_shard``, are refused.
         accumulate: number of backward passes per optimizer step; gradients are sent during the last one.
-            As without pycomm, divide the loss yourself. A window that ends early needs ``Reducer.flush()``.
+            As without pycomm, divide the loss by the number of passes yourself. With weights
+            (``Reducer.set_weight``), the loss must not be divided by the number of passes. A window that ends early
+            needs ``Reducer.flush()``.
             Or a function without arguments, called when a pass begins, that returns whether it is the last one of
             its step, as trainers know it; all ranks must get the same answers.
         average: ``False`` leaves the sum over the ranks in ``.grad``.
@@ -197,6 +199,7 @@ def checked(optimizer: Any, model: Any, unknown: Mapping[str, Any], ranks: Seque
     if settings.shard is not None:
         _refuse_wrapped_step(optimizer, table, settings.shard)
         require_shardable(table, settings.shard, settings.compression)
+        table.refuse_overlaps(names)
     _check_ignored(table, settings)
     tensors = AttachedTensors(table)
     table.ranks = tuple(ranks)

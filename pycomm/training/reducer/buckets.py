@@ -6,6 +6,7 @@ import gc
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from pycomm.collectives.bucket import Bucket, HasGradient
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.counting import GradientCounter, GradientCounts, PassGate
-from pycomm.collectives.layout import on_gpu
+from pycomm.collectives.layout import Kinds, on_gpu, strides_of
 from pycomm.collectives.transport.gpu import GpuWork
 from pycomm.compression import Compression, NoCompression
 from pycomm.compression.base import Exchange, Flag, State
@@ -75,6 +76,11 @@ class Slot:
     def local(self) -> torch.Tensor:
         """The parameter, or this rank's part of it."""
         return self.param if self.sharded is None else local_of(self.param)
+
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """Memory order in which its gradients are sent: that of the parameter when it first got a bucket."""
+        return strides_of(self.local)
 
     def grad_version(self) -> int:
         """Return the number of writes to the gradient, which must exist."""
@@ -207,9 +213,12 @@ class BucketInFlight:
     """Those without an average in the last step."""
     counts: GradientCounts = field(init=False)
     """How often each gradient has been accumulated in this pass, and on which streams of a GPU."""
+    kinds: Kinds = field(init=False)
+    """What the parameters were when the bucket was made."""
 
     def __post_init__(self) -> None:
         self.counts = GradientCounts(len(self.slots))
+        self.kinds = Kinds(self.bucket.names, [slot.param for slot in self.slots])
 
     def expect(self, numbers: Sequence[int]) -> None:
         """Expect each gradient as often per pass as these ``numbers`` say; 0: not known."""
@@ -239,6 +248,7 @@ class BucketInFlight:
         """Commit the exchange's state if ``finite``; make the averages ``.grad``, and return slots that have none."""
         self.exchange.finish(finite)
         self.bucket.repair()
+        self.bucket.fill_copies()
         used_here = self.exchange.used()
         for slot, view, used in zip(self.slots, self.bucket.views, used_here, strict=True):
             if not used:
@@ -296,7 +306,8 @@ def make_buckets(
         communicator = lanes[number]
         members = sorted(group, key=lambda slot: (place(slot), *_place(slot)))
         owners = [s.owner for s in members] if any(s.sharded is not None for s in members) else None
-        bucket = Bucket([s.name for s in members], [s.local for s in members], communicator, algorithm, owners)
+        names, params, strides = zip(*((s.name, s.local, s.strides) for s in members), strict=True)
+        bucket = Bucket(names, params, communicator, algorithm, owners, strides)
         divide(bucket, members)
         method = compression if compressed else compression.otherwise or NoCompression()
         flight = BucketInFlight(members, bucket, method.make(bucket, communicator), communicator)

@@ -14,7 +14,8 @@ from pycomm.collectives.broadcasting import share_tensors, signature
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import on_gpu
 from pycomm.compression.base import method_stats
-from pycomm.optim.parameter_checks import check_parameters
+from pycomm.optim.attached import all_attached
+from pycomm.optim.parameter_checks import check_parameters, refuse_overlaps
 from pycomm.optim.parameters import checked_optimizer, optimizer_parameters, parameter_ids
 from pycomm.optim.shards import Shards, part_of
 from pycomm.optim.step_override import Stepper, stepper_of
@@ -323,6 +324,11 @@ class ParameterTable:
         number = len(self._slots) + len(self._frozen)
         return {names.get(id(p), f"added.{number + i}"): p for i, p in enumerate(added)}
 
+    def refuse_overlaps(self, moved: Mapping[str, torch.Tensor]) -> None:
+        """Raise ValueError if one of ``moved``, which ``shard`` moves, shares memory with another tensor known here."""
+        others = [] if self.module is None else [*self.module.named_parameters(), *self.module.named_buffers()]
+        refuse_overlaps(moved, "shard=", [*all_attached(), *self.named(), *others])
+
     def find_new(self, communicator: Communicator) -> None:
         """Add new parameters to the table, for :meth:`admit` to return. Collective between ranks that all have some.
 
@@ -334,6 +340,8 @@ class ParameterTable:
         def lines(_: None) -> dict[str, list[str]]:
             check_parameters({**new, **{slot.name: slot.param for slot in self.unfrozen()}}, self.device)
             check_sharding(new, self.ranks)
+            if self.partition is not None:
+                self.refuse_overlaps(new)
             named = [*((slot.name, slot.param) for slot in self.unfrozen()), *new.items()]
             return {"new parameter": [f"{name}: {signature(p)}" for name, p in named]}
 
@@ -374,16 +382,14 @@ class ParameterTable:
                 )
 
     def require_as_attached(self) -> None:
-        """Raise RuntimeError if a parameter no longer has the dtype or device of its bucket."""
+        """Raise RuntimeError if a parameter no longer has the shape, dtype or device of its place in a bucket.
+
+        Its memory order may change: its gradients then follow.
+        """
         for flight in self.flights:
-            dtype, device = flight.bucket.dtype, flight.bucket.device
-            for slot in flight.slots:
-                param = slot.param
-                if param.dtype is not dtype or param.device != device:
-                    raise RuntimeError(
-                        f"parameter {slot.name!r} was {dtype} on {device} when it was attached, and is {param.dtype} "
-                        f"on {param.device} now: detach() before the module is converted or moved, attach() afterwards"
-                    )
+            if change := flight.kinds.change("when it was attached"):
+                raise RuntimeError(f"{change}: detach() before the module is converted or moved, attach() afterwards")
+            flight.bucket.follow()
 
     def clear(self) -> None:
         """Forget all parameters, and release the memory of the buckets."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -27,6 +28,8 @@ from pycomm.training.reducer.rank_flags import StopRequest
 from pycomm.training.reducer.statistics import trace_of
 from pycomm.training.reducer.window import TrainingProgress
 from pycomm.training.reducer.without_backward import WithoutBackward, request_veto
+
+_LOG = logging.getLogger("pycomm")
 
 
 def _description(engine: Engine) -> str:
@@ -274,11 +277,11 @@ class Reducer:
         """Declare, before ``backward()``, that the loss is the mean over ``num_samples`` samples or tokens.
 
         From now on ``.grad`` gets the mean over the samples of all ranks and passes: the sum of n_p g_p divided by the
-        sum of n_p, with g_p the gradient of pass p. So each pass's loss must be the mean over its own samples,
-        without division by the number of passes. The value holds until the next call. All ranks make their first call
-        in the same step, or take part in it by :meth:`skip_batch` or :meth:`flush`. With ``average=False`` the result
-        is that mean times the world size. A rank without samples sets 0; its gradients do not count, even NaN.
-        ``num_samples`` may be fractional.
+        sum of n_p, with g_p the gradient of pass p. So each pass's loss must be the mean over its own samples: with
+        weights, the loss must not be divided by the number of passes, as it must without. The value holds until the
+        next call. All ranks make their first call in the same step, or take part in it by :meth:`skip_batch` or
+        :meth:`flush`. With ``average=False`` the result is that mean times the world size. A rank without samples sets
+        0; its gradients do not count, even NaN. ``num_samples`` may be fractional.
 
         Raises:
             TypeError, ValueError: ``num_samples`` is not a finite number, or is negative; inside an accumulation
@@ -287,7 +290,11 @@ class Reducer:
         self._require_attached()
         self._passes.forget_lost()
         self._window.complete = False  # the weight is that of the next pass
+        is_first = not self._window.weights.in_use
         factor = self._window.weights.set(num_samples, self._window.num_passes)
+        if is_first and self._settings.accumulates and self._communicator.rank == 0:
+            why = "with weights, the loss must not be divided by the number of passes, as .grad is a mean over samples"
+            _LOG.warning("set_weight() with accumulate=%s: %s", self._settings.passes, why)
         if self._idle:
             self._install()
         if factor != 1.0:
