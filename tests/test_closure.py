@@ -38,6 +38,7 @@ IN_FUNCTIONS = {
     "pycomm.collectives.recorder.watch._failed": "writes a file after a failure",
     "pycomm.collectives.recorder.watch._on_signal": "writes a file on SIGUSR2",
     "pycomm.collectives.transport.choice._make": "between hosts",
+    "pycomm.training.reducer.attach._sharded": "for `shard=`",
     "pycomm.training.reducer.attach._surviving": "for `survive=`",
     "pycomm.training.reducer.window.sum_again": "the first weights, which may meet a rank without a batch",
     "pycomm.training.reducer.window.job": "the first weights, which may meet a rank without a batch",

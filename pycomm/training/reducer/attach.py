@@ -30,10 +30,6 @@ from pycomm.training.reducer.buckets import check_sharding
 from pycomm.training.reducer.engine import Engine, StepPolicy
 from pycomm.training.reducer.lanes import open_lanes
 from pycomm.training.reducer.parameters import ParameterTable, table_of
-from pycomm.training.reducer.partition.comparison import settings_of
-from pycomm.training.reducer.partition.independent import require_independent
-from pycomm.training.reducer.partition.on_host import HostPartition, memory_of_all
-from pycomm.training.reducer.partition.spread import SpreadPartition
 from pycomm.training.reducer.reducer import Reducer
 from pycomm.training.reducer.settings import (
     OPTIMIZER_STATE,
@@ -53,7 +49,7 @@ def require_shardable(table: ParameterTable, shard: Sharding, compression: Compr
     if table.on_gpu:
         _require_whole_steps(shard, stepper, compression)
     if table.on_gpu or own_masters or not has_rule(optimizer):
-        require_independent(optimizer, shard, next((name for name, _ in table.named()), ""))
+        _sharded().require_independent(optimizer, shard, next((name for name, _ in table.named()), ""))
     else:
         try:
             rule_of(optimizer)
@@ -246,6 +242,13 @@ def _surviving() -> ModuleType:
     return surviving
 
 
+def _sharded() -> ModuleType:
+    """Return the package of sharded steps, likewise."""
+    from pycomm.training.reducer import partition
+
+    return partition
+
+
 def _attach_over(lanes: Sequence[Communicator], settings: AttachSettings, table: ParameterTable) -> Reducer:
     """Create a Reducer over the communicators ``lanes`` on all ranks, or on none of them."""
     page = open_ready_page(lanes[0], table.on_gpu)
@@ -257,10 +260,10 @@ def _attach_over(lanes: Sequence[Communicator], settings: AttachSettings, table:
         engine.statistics.waits = Waits(page, engine)
         if settings.shard is not None:
             arguments = lanes[0], table.optimizer, table.module, settings
-            if table.on_gpu or memory_of_all(lanes[0]) is None:
-                table.partition = SpreadPartition(*arguments, table.on_gpu)
+            if table.on_gpu or _sharded().memory_of_all(lanes[0]) is None:
+                table.partition = _sharded().SpreadPartition(*arguments, table.on_gpu)
             else:
-                table.partition = HostPartition(*arguments)
+                table.partition = _sharded().HostPartition(*arguments)
         made: Reducer | Exception = Reducer(engine)
     except Exception as error:
         made = error
@@ -281,7 +284,9 @@ def _make_equal(
 ) -> None:
     """Compare the ranks' settings and tensors, then copy rank 0's state to all; ValueError if they differ."""
     if settings.shard is not None:
-        check_same_lines(communicator.channel.all_gather_bytes, settings_of(table.optimizer), "parameter group")
+        check_same_lines(
+            communicator.channel.all_gather_bytes, _sharded().settings_of(table.optimizer), "parameter group"
+        )
     communicator.all_reduce(
         torch.zeros(1, dtype=torch.float32), algorithm=settings.tuning.algorithm
     )  # raises if there is no such algorithm

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,10 +20,12 @@ from pycomm.optim.shards import Shards
 from pycomm.training.reducer import clipping as norms
 from pycomm.training.reducer.buckets import BucketInFlight
 from pycomm.training.reducer.parameters import ParameterTable
-from pycomm.training.reducer.partition import StepPartition
 from pycomm.training.reducer.rank_flags import RankFlags
 from pycomm.training.reducer.settings import AttachSettings
 from pycomm.training.reducer.window import TrainingProgress
+
+if TYPE_CHECKING:
+    from pycomm.training.reducer.partition import StepPartition
 
 
 def all_finite(flights: Sequence[BucketInFlight], shards: Shards) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,8 +28,10 @@ from pycomm.training.reducer.buckets import (
     state_of,
 )
 from pycomm.training.reducer.lanes import bucket_sizes
-from pycomm.training.reducer.partition import StepPartition
 from pycomm.training.reducer.settings import OPTIMIZER_STATE, AttachSettings
+
+if TYPE_CHECKING:
+    from pycomm.training.reducer.partition import StepPartition
 
 
 class Ignored:

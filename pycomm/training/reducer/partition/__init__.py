@@ -1,5 +1,11 @@
-"""Optimizer steps that ranks take together, each for its own part of the parameters."""
+"""The optimizer's step, shared out among the ranks: each steps its own part, and writes the parameters of all.
 
-from pycomm.training.reducer.partition.partition import StepPartition
+``attach`` imports it for ``shard=``.
+"""
 
-__all__ = ["StepPartition"]
+from pycomm.training.reducer.partition.comparison import settings_of as settings_of
+from pycomm.training.reducer.partition.independent import require_independent as require_independent
+from pycomm.training.reducer.partition.on_host import HostPartition as HostPartition
+from pycomm.training.reducer.partition.on_host import memory_of_all as memory_of_all
+from pycomm.training.reducer.partition.partition import StepPartition as StepPartition
+from pycomm.training.reducer.partition.spread import SpreadPartition as SpreadPartition
