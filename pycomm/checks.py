@@ -34,10 +34,10 @@ def number(name: str, value: Any) -> float:
     if not isinstance(value, str | bytes):
         try:
             return float(value)
-        except OverflowError as error:
-            raise ValueError(f"{name} is too large for a float") from error
-        except Exception as error:  # a foreign object may raise anything
-            raise TypeError(f"{name} is a {type(value).__name__}, wanted a number") from error
+        except OverflowError:
+            raise ValueError(f"{name} is too large for a float") from None
+        except Exception:  # a foreign object may raise anything
+            raise TypeError(f"{name} is a {type(value).__name__}, wanted a number") from None
     raise TypeError(f"{name} is {value!r}, wanted a number")
 
 
@@ -59,8 +59,8 @@ def count(name: str, value: Any, least: int) -> int:
     """
     try:
         whole = operator.index(value)
-    except Exception as error:  # a foreign object may raise anything
-        raise TypeError(f"{name} is {shown(value)}, wanted an int") from error
+    except Exception:  # a foreign object may raise anything
+        raise TypeError(f"{name} is {shown(value)}, wanted an int") from None
     if isinstance(value, bool):
         raise TypeError(f"{name} is {value!r}, wanted an int")
     if whole < least:
@@ -121,8 +121,8 @@ def length(name: str, value: Any) -> int:
     """Return the length of a sequence of arrays; raise TypeError, with ``name``, if it has none."""
     try:
         return len(value)
-    except Exception as error:  # a foreign object may raise anything
-        raise TypeError(f"{name} is a {type(value).__name__}, wanted a sequence of arrays") from error
+    except Exception:  # a foreign object may raise anything
+        raise TypeError(f"{name} is a {type(value).__name__}, wanted a sequence of arrays") from None
 
 
 def first_of(name: str, arrays: Sequence[Any]) -> Any:
@@ -134,8 +134,8 @@ def first_of(name: str, arrays: Sequence[Any]) -> Any:
         return np.empty(0)
     try:
         return arrays[0]
-    except Exception as error:  # a foreign object may raise anything
-        raise TypeError(f"{name} is a {type(arrays).__name__}, wanted a sequence of arrays") from error
+    except Exception:  # a foreign object may raise anything
+        raise TypeError(f"{name} is a {type(arrays).__name__}, wanted a sequence of arrays") from None
 
 
 LONGEST_TIMEOUT = timedelta(days=366).total_seconds()  # longer ones overflow in lower layers
@@ -151,8 +151,8 @@ def seconds_of(timeout: timedelta | float, name: str = "timeout") -> float:
     wanted = "wanted a positive number of seconds, or a timedelta, of at most a year"
     try:
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout + 0.0)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise TypeError(f"{name} is {timeout!r}, {wanted}") from error
+    except (TypeError, ValueError, OverflowError):
+        raise TypeError(f"{name} is {timeout!r}, {wanted}") from None
     if not 0 < seconds <= LONGEST_TIMEOUT:
         raise ValueError(f"{name} is {timeout}, {wanted}")
     return seconds
@@ -171,8 +171,8 @@ def shape_of(shape: object) -> tuple[int, ...]:
         if any(isinstance(length, bool) for length in given):
             raise TypeError
         dims = tuple(operator.index(length) for length in given)
-    except TypeError as error:
-        raise TypeError(f"shape is {shape!r}, wanted an int or several") from error
+    except TypeError:
+        raise TypeError(f"shape is {shape!r}, wanted an int or several") from None
     if any(length < 0 for length in dims) or (0 in dims and max(dims) >= 2**63):
         raise ValueError(f"shape is {dims}, wanted no negative length, and none of 2**63 or more")
     if dims and max(dims) >= 2**63:

@@ -122,7 +122,7 @@ def parse(text: str | bytes, shape: Any, what: str) -> Any:
     except MemoryError:
         raise ValueError(f"{what} takes more memory than there is") from None
     except ValueError as error:  # also UnicodeDecodeError, and the error of a number with too many digits
-        raise ValueError(f"{what} is not valid JSON: {escaped(str(error))}") from error
+        raise ValueError(f"{what} is not valid JSON: {escaped(str(error))}") from None
     require(value, shape, what)
     return value
 
@@ -275,7 +275,7 @@ def naming(path: str | Path) -> Iterator[None]:
     except OSError as error:
         if error.filename is not None or error.errno is None:
             raise
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 @contextlib.contextmanager
@@ -318,7 +318,7 @@ def opened(path: str | Path, flags: int) -> int:
         except OSError as error:
             if error.errno not in (errno.EISDIR, errno.ENXIO):  # these say what it is, not what is wrong
                 raise
-            raise ValueError(f"{path} is {_kind_of(os.stat(path).st_mode)}, wanted a regular file") from error
+            raise ValueError(f"{path} is {_kind_of(os.stat(path).st_mode)}, wanted a regular file") from None
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)

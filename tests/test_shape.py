@@ -281,3 +281,28 @@ def test_rooms_on_the_ground_floor() -> None:
     """A reader chooses among twelve packages, not thirty."""
     rooms = [path.parent.name for path in sorted((ROOT / "pycomm").glob("*/__init__.py"))]
     assert 8 < len(rooms) <= 12, rooms
+
+
+QUOTES_AND_KEEPS = {
+    "pycomm/parallel/cut.py": "tracing runs the model's code",
+    "pycomm/schedule/verify.py": "a schedule's attributes and rounds() are its author's code",
+    "pycomm/tools/launching/serialize.py": "pickling runs the code of what is sent",
+    "pycomm/training/asynchronous/arguments.py": "outer is the user's function",
+    "pycomm/training/asynchronous/core.py": "the optimizer and the scheduler are the user's",
+    "pycomm/training/checkpoint/loading.py": "state_dict() and load_state_dict() are the user's",
+}
+"""Files with errors that quote another and keep its traceback, as it leads to code that is not pycomm's."""
+
+
+def test_an_error_that_quotes_another_is_raised_from_none() -> None:
+    """Otherwise the same sentence is printed twice, with two tracebacks."""
+    found = set()
+    for path in (path for path in sources() if path.suffix == ".py" and path.is_relative_to(ROOT / "pycomm")):
+        for handler in (node for node in ast.walk(parsed(path)) if isinstance(node, ast.ExceptHandler) and node.name):
+            for node in (node for node in ast.walk(handler) if isinstance(node, ast.Raise) and node.exc and node.cause):
+                parts = [node.exc, node.cause]
+                names = [[n.id for n in ast.walk(part) if isinstance(n, ast.Name)] for part in parts if part]
+                if isinstance(node.cause, ast.Name) and all(handler.name in each for each in names):
+                    found.add(str(path.relative_to(ROOT)))
+                    assert found <= QUOTES_AND_KEEPS.keys(), f"{path}:{node.lineno}: raise it from None"
+    assert found == QUOTES_AND_KEEPS.keys()

@@ -193,7 +193,7 @@ def broadcast_state(
         except ValueError as error:
             raise ValueError(
                 f"the optimizer state of rank {src} does not fit rank {communicator.rank}: {error}"
-            ) from error
+            ) from None
 
     filled = agreed(gather, attempt(fill), words=Words(failed="{problem}"))
     broadcast_tensors(communicator, filled, src)

@@ -108,7 +108,7 @@ def begin_among(communicator: Communicator) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
         if isinstance(error, RuntimeError) and not isinstance(error, CommError):
-            raise CommError.during("init", str(error), rank=place.rank) from error
+            raise CommError.during("init", str(error), rank=place.rank) from None
         raise
 
 

@@ -88,7 +88,7 @@ class Submission:
         if not self.engine.knows(self.key):
             self.engine.submit(refusal)
         if isinstance(error, ValueError):
-            raise InvalidRequestError(str(error)) from error
+            raise InvalidRequestError(str(error)) from None
         raise error
 
     def submit(self, request: Request, wake: bool) -> None:

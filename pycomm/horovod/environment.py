@@ -211,7 +211,7 @@ def through_horovodrun(server: tuple[str, int], mine: str | None, patience: floa
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"{where} has not answered in {patience:g} s") from error
             kind = ConnectionError if isinstance(error, OSError) else ValueError
-            raise kind(f"{where} gives no answer that can be used: {error!r}") from error
+            raise kind(f"{where} gives no answer that can be used: {error!r}") from None
         if mine is not None and status != http.client.OK:
             raise ValueError(f"{where} has answered with status {status}, wanted {int(http.client.OK)}")
         if status == http.client.OK:

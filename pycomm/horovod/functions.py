@@ -260,12 +260,12 @@ def _encode(value: Any, tensors: list[torch.Tensor], where: str) -> list[Any]:
         return ["complex", [value.real, value.imag]]
     try:
         return values.encode(value, tensors, where)
-    except TypeError as error:
+    except TypeError:
         raise TypeError(
             f"{where} is a {type(value).__module__}.{type(value).__qualname__}, wanted numbers, text, bytes, tensors, "
             "arrays, and lists, tuples, sets and dicts of them: nothing that another rank has sent is unpickled; send "
             "what the object is made of, such as its state_dict()"
-        ) from error
+        ) from None
 
 
 def _require_shallow(node: Any) -> None:

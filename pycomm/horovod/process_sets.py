@@ -254,7 +254,7 @@ def open_sets(process_sets: Sequence[ProcessSet] | Exception, here: World) -> No
         try:  # same outcome on all ranks
             _require_new(made, here)
         except ValueError as error:
-            raise ValueError(f"process_sets[{i}]: {error}") from error
+            raise ValueError(f"process_sets[{i}]: {error}") from None
         _open(made, here)
 
 

@@ -106,4 +106,4 @@ def begin_by_environment(timeline: Timeline) -> None:
     try:
         timeline.start(path, os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") not in ("", "0"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"HOROVOD_TIMELINE is {path!r}, wanted a file that can be written: {error}") from error
+        raise ValueError(f"HOROVOD_TIMELINE is {path!r}, wanted a file that can be written: {error}") from None

@@ -225,7 +225,7 @@ class Averaging:
         try:
             self.load_state_dict(states)
         except ValueError as error:
-            raise ValueError(f"{os.fspath(folder)} has pycomm's state of something else: {error}") from error
+            raise ValueError(f"{os.fspath(folder)} has pycomm's state of something else: {error}") from None
 
     @property
     def _method(self) -> Compression | None:
@@ -295,7 +295,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = load_values(path)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
+        raise ValueError(f"{path} is damaged: {error}") from None
     return state
 
 

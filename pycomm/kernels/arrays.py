@@ -111,7 +111,7 @@ def empty(array: Any, shape: tuple[int, ...], dtype: str) -> Any:
             return np.empty(shape, dtype)
         return torch.empty(shape, dtype=getattr(torch, dtype), device=_device_of(array))
     except (RuntimeError, MemoryError, ValueError) as error:
-        raise MemoryError(f"there is no memory for a result of shape {shape} ({dtype}): {error}") from error
+        raise MemoryError(f"there is no memory for a result of shape {shape} ({dtype}): {error}") from None
 
 
 def _has(array: Any, attribute: str) -> bool:

@@ -189,7 +189,7 @@ class BatchSizeGrowth:
         try:
             self.steps = count("steps", state_dict["steps"], 0)
         except TypeError as error:
-            raise ValueError(f"state_dict: {error}") from error
+            raise ValueError(f"state_dict: {error}") from None
 
     def _wanted(self) -> float:
         return float(self.initial * self.factor ** bisect_right(self.milestones, self.steps))

@@ -241,8 +241,8 @@ def _by_structure(model: nn.Sequential, stages: Sequence[Sequence[str]]) -> list
         for name in names:
             try:
                 module = model.get_submodule(name)
-            except AttributeError as error:
-                raise ValueError(f"stage {number} has a module {name!r}, which the model has not") from error
+            except AttributeError:
+                raise ValueError(f"stage {number} has a module {name!r}, which the model has not") from None
             mine += _leaves(module, name)
         run = order[position : position + len(mine)]
         if mine != run:

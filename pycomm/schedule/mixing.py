@@ -140,7 +140,7 @@ def _by_weights(topology: Sequence[Any], num_ranks: int) -> Mixing:
     try:
         given = np.asarray(topology, np.float64)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"topology is neither a name nor weights: {error}") from error
+        raise TypeError(f"topology is neither a name nor weights: {error}") from None
     matrices = given[None] if given.ndim == 2 else given
     if matrices.ndim != 3 or matrices.shape[1:] != (num_ranks, num_ranks) or len(matrices) == 0:
         raise ValueError(f"topology has shape {list(given.shape)}, wanted weights of {num_ranks} by {num_ranks} ranks")

@@ -110,11 +110,11 @@ class Network:
         try:
             data = untrusted.parse(text, untrusted.ANYTHING, "it")
         except ValueError as error:
-            raise ValueError(f"{source} is no JSON: {error}") from error
+            raise ValueError(f"{source} is no JSON: {error}") from None
         try:
             return _from_dict(data)
         except ValueError as error:
-            raise ValueError(f"{source}: {error}") from error
+            raise ValueError(f"{source}: {error}") from None
 
 
 def _is_seconds(value: object) -> bool:
@@ -136,8 +136,8 @@ def _from_dict(data: Any) -> Network:
     measured = data.get("measured", {})
     try:
         curves = {str(a): tuple((size, seconds) for size, seconds in curve) for a, curve in measured.items()}
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"measured is {shown(measured)}, wanted algorithm: [[bytes, seconds], ...]") from error
+    except (AttributeError, TypeError, ValueError):
+        raise ValueError(f"measured is {shown(measured)}, wanted algorithm: [[bytes, seconds], ...]") from None
     if any(len(name) > _LONGEST_NAME for name in curves):
         raise ValueError(f"measured has a name of more than {_LONGEST_NAME} characters")
     found = Network(
@@ -161,7 +161,7 @@ def _link(data: dict[str, Any], key: str) -> Link:
         link = Link(**data[key])
         return Link(**{name: float(getattr(link, name)) for name in _KEYS})
     except ValueError as error:
-        raise ValueError(f"{key}.{error}") from error
+        raise ValueError(f"{key}.{error}") from None
 
 
 def _require_entries(data: Any, wanted: tuple[str, ...], optional: tuple[str, ...], where: str) -> None:
@@ -232,4 +232,4 @@ def _text_of(path: str | os.PathLike[str]) -> str:
         return untrusted.read_file(os.fspath(path), most=_LARGEST_FILE).decode()
     except (OSError, ValueError) as error:
         known = f"no such file that can be read, and none of {', '.join(NETWORKS)}"
-        raise ValueError(f"network is {str(path)!r}: {known}: {error}") from error
+        raise ValueError(f"network is {str(path)!r}: {known}: {error}") from None

@@ -70,7 +70,7 @@ def verify(schedule: Table | Mixing, exact: bool | None = None, seed: int = 0) -
     except ScheduleError:
         raise
     except Exception as error:  # strange objects, and sizes, may raise anything
-        raise ScheduleError(f"this is no table that can be verified: {told(error)}") from error
+        raise ScheduleError(f"this is no table that can be verified: {told(error)}") from None
 
 
 def _verify(schedule: Table | Mixing, exact: bool | None, seed: int) -> None:
@@ -181,8 +181,8 @@ def _checked(edges: Any, number: int, num_ranks: int, num_chunks: int) -> Round:
     """Return ``edges`` as a round whose columns are integers in range."""
     try:
         columns = list(edges)
-    except Exception as error:
-        raise ScheduleError(f"round {number} is {edges!r}, wanted five columns") from error
+    except Exception:
+        raise ScheduleError(f"round {number} is {edges!r}, wanted five columns") from None
     if len(columns) != len(Round._fields):
         raise ScheduleError(f"round {number} has {len(columns)} columns, wanted {', '.join(Round._fields)}")
     r = Round(*(integers(c, f"round {number}: {f}") for f, c in zip(Round._fields, columns, strict=True)))
@@ -207,8 +207,8 @@ def integers(column: Any, what: str) -> Ints:
             return array.astype(np.int64, copy=False)
         if array.ndim == 1 and array.size == 0:
             return np.empty(0, np.int64)
-    except Exception as error:
-        raise ScheduleError(f"{what} is {column!r}, wanted a column of integers") from error
+    except Exception:
+        raise ScheduleError(f"{what} is {column!r}, wanted a column of integers") from None
     raise ScheduleError(f"{what} is {column!r}, wanted a column of integers")
 
 
@@ -322,8 +322,8 @@ def _checked_mixing(given: Any, number: int, num_ranks: int, doubly: bool) -> Ro
     """Return the messages of a round of mixing whose weights are right."""
     try:
         messages, weights, kept = given
-    except Exception as error:
-        raise ScheduleError(f"round {number} is {given!r}, wanted {', '.join(WeightedRound._fields)}") from error
+    except Exception:
+        raise ScheduleError(f"round {number} is {given!r}, wanted {', '.join(WeightedRound._fields)}") from None
     r = _checked(messages, number, num_ranks, 1)
     _refuse(r, number, r.op != REDUCE, "mixing adds what comes, so op must be REDUCE")
     weights = _numbers(weights, r.num_edges, f"round {number}: weights")
@@ -343,8 +343,8 @@ def _checked_mixing(given: Any, number: int, num_ranks: int, doubly: bool) -> Ro
 def _numbers(column: Any, length: int, what: str) -> Floats:
     try:
         array = np.asarray(column, np.float64)
-    except Exception as error:
-        raise ScheduleError(f"{what} is {column!r}, wanted a column of numbers") from error
+    except Exception:
+        raise ScheduleError(f"{what} is {column!r}, wanted a column of numbers") from None
     if array.shape != (length,):
         raise ScheduleError(f"{what} has shape {list(array.shape)}, wanted {length} numbers")
     return array

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import ast
 import inspect
+import mmap
 import re
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 import pycomm
 from tests.docs.pages import PAGES, ROOT
+from tests.docs.said import GAP, Said, num_words, texts_said
 from tests.docs.scripts import load
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -59,16 +63,110 @@ def texts_in_the_code() -> str:
     return "\n".join(re.sub(r"%(?:\.\d)?(?:lld|[sdfg])", "\0", text) for text in texts)
 
 
+def texts_told() -> list[tuple[str, str]]:
+    """Texts on the page: headings, and code in bold type within sections."""
+    return re.findall(r"^### `(.+)`$|\*\*`([^`]+)`\*\*", TROUBLESHOOTING, re.MULTILINE)
+
+
 def errors_told() -> list[str]:
-    return re.findall(r"^### `(.+)`$", TROUBLESHOOTING, re.MULTILINE)
+    texts = (heading or " ".join(within.split()) for heading, within in texts_told())
+    return [text for text in texts if not text.startswith(OF_TORCH)]
+
+
+OF_TORCH = (
+    "Unknown backend type",
+    "Gloo connectFullMesh failed",
+    "Unable to find address",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Timed out waiting ...ms",
+)
+"""Texts on the page that torch and Gloo say."""
+
+EXPLAINED = {
+    "the flight recorder could not write to": "names the file and the system's reason",
+    "the trace of step": "names the file and the system's reason",
+    "an old file could not be removed": "names the file and the system's reason; the new one is written",
+    "old checkpoints in": "names the folder and the system's reason; the new checkpoint is written",
+    "checkpoint: ": "the text is that of the error, which is on the page",
+    "the optimizer's step is shared out unevenly": "names the figures to look at",
+    "the optimizer's state was kept by": "says what was lost and what to do",
+    "load inside an accumulation window": "names the calls that end it",
+    "save inside an accumulation window": "names the calls that end it",
+    "stop_on_signal() got no signals": "an argument's error",
+    "numpy's generator is at": 'the end of "the state of generators is malformed", a DamagedError',
+    "numpy's generator was a": "says that numpy's generator is of another kind than when it was saved",
+    "has format": "says which format this release reads",
+    "the checkpoint was not written within": "the limit is the caller's own",
+    "the thread that writes the checkpoint": "says that the process was forked, and has not called save()",
+    "a parameter was added to the optimizer, and no": "says that a backward() comes first",
+    "detach() and attach() again make them equal": 'the end of "the replicas differ", which is on the page',
+    "of their elements": 'the end of "the replicas differ", which is on the page',
+}
+"""Parts of texts that are not on the page, and why their readers need no more."""
+
+BETWEEN_RANKS = "pycomm/training/reducer/(rank_flags|replicas|replica_differences).py"
+OF_STATE_FILES = "pycomm/training/checkpoint/"
+
+
+def needs_telling(said: Said) -> bool:
+    """Return whether the page must have it: log lines, and errors between ranks and of checkpoints.
+
+    A TypeError is an argument's. A DamagedError is the end of "no checkpoint in ... is whole"; torch_files.py and
+    values.py raise others only to make one of them.
+    """
+    if said.kind in ("", "CommError", "DamageError"):
+        return not said.kind or bool(re.match(f"{BETWEEN_RANKS}|{OF_STATE_FILES}", said.where))
+    if re.match(BETWEEN_RANKS, said.where):
+        return said.kind in ("RuntimeError", "ValueError")
+    if not said.where.startswith(OF_STATE_FILES) or re.search("/(torch_files|values).py", said.where):
+        return False
+    return said.kind not in ("TypeError", "DamagedError") and num_words(said.text) > 1
+
+
+def is_found(said: Said, text: str) -> bool:
+    """Return whether a reader of ``said`` who searches the page finds ``text``."""
+    pieces = [re.escape(piece.strip()) for piece in text.split("...") if piece.strip(" ,()")]
+    return re.search(".*".join(pieces), said.text, re.DOTALL) is not None
+
+
+SAID = [said for said in texts_said() if needs_telling(said)]
 
 
 @pytest.mark.parametrize("text", errors_told())
 def test_texts_of_errors_are_those_of_the_code(text: str) -> None:
     """A heading has "..." where the code fills something in."""
     pieces = [piece.strip() for piece in text.split("...") if piece.strip(" ,()")]
-    found = [line for line in texts_in_the_code().splitlines() if all(piece in line for piece in pieces)]
+    lines = [*texts_in_the_code().splitlines(), *(said.text for said in SAID)]
+    found = [line for line in lines if all(piece in line for piece in pieces)]
     assert found, f"no text of the code has {pieces}"
+
+
+@pytest.mark.parametrize("said", SAID, ids=lambda said: said.where.rpartition("/")[2])
+def test_log_lines_and_errors_between_ranks_are_told(said: Said) -> None:
+    shown = said.text.replace(GAP, "...")
+    assert any(is_found(said, text) for text in errors_told()) or any(part in said.text for part in EXPLAINED), (
+        f"{said.where} says {shown!r}, which docs/troubleshooting.md does not have. Add a section with the heading "
+        f"### `<its first words, with ... for what is filled in>`, or **`the text`** in the section of a similar one, "
+        "and say what its reader should do. If the text itself says all of that, add its first words to EXPLAINED "
+        "in tests/docs/test_pages.py, with the reason"
+    )
+
+
+def test_what_explains_itself_is_still_said() -> None:
+    for part in EXPLAINED:
+        assert any(part in said.text for said in SAID), f"nothing says {part!r} any more: remove it from EXPLAINED"
+
+
+def test_texts_of_torch_are_those_that_it_says() -> None:
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    with library.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        for text in (
+            b"connectFullMesh failed with ",
+            b"Connection closed by peer ",
+            b"ms for recv operation to complete",
+        ):
+            assert content.find(text) >= 0, f"torch {torch.__version__} does not say {text!r}"
 
 
 def test_errors_are_told() -> None:

@@ -159,4 +159,4 @@ def raise_timed(error: CommError, seconds: float) -> NoReturn:
     """Raise ``error``, which says what the timeout was if a wait took that long."""
     if error.elapsed < seconds:
         raise error
-    raise reworded(error, f"{error} (the timeout is {seconds:g} s)", CommError) from error
+    raise reworded(error, f"{error} (the timeout is {seconds:g} s)", CommError) from None

@@ -46,7 +46,7 @@ def _torch_nccl(engine: GroupEngine) -> Any:
     try:
         return dist.ProcessGroupNCCL(store, engine.rank, engine.size, options)
     except ValueError as error:  # no GPU: new_group() of torch 2.4 tries all the same, and expects a RuntimeError
-        raise RuntimeError(f"backend 'pycomm': {error}") from error
+        raise RuntimeError(f"backend 'pycomm': {error}") from None
 
 
 class OwnNccl:

@@ -285,7 +285,7 @@ def monitored_barrier(calls: Calls, timeout: float, wait_all_ranks: bool) -> Non
             raise RuntimeError(
                 f"Rank {engine.rank} successfully reached monitoredBarrier, but received errors while waiting for "
                 f"send/recv from rank 0. Please check rank 0 logs for faulty rank. {error}"
-            ) from error
+            ) from None
         return
     missing = []
     for peer in range(1, engine.size):
@@ -301,7 +301,7 @@ def monitored_barrier(calls: Calls, timeout: float, wait_all_ranks: bool) -> Non
             if not wait_all_ranks:
                 raise RuntimeError(
                     f"[Rank 0]: Rank {peer} failed to pass monitoredBarrier in {round(timeout * 1000)} ms. {error}"
-                ) from error
+                ) from None
     if missing:
         ranks = ", ".join(str(peer) for peer in missing)
         raise RuntimeError(f"[Rank 0]: Ranks {ranks} failed to pass monitoredBarrier in {round(timeout * 1000)} ms")

@@ -182,7 +182,7 @@ def secret() -> bytes | None:
             where, found = path, read_file(path, most=_LONGEST, own=True)
             is_read_by_others = os.stat(path).st_mode & 0o077
         except OSError as error:
-            raise ValueError(f"{SECRET_FILE} is {path!r}, which cannot be read: {error}") from error
+            raise ValueError(f"{SECRET_FILE} is {path!r}, which cannot be read: {error}") from None
         if is_read_by_others:
             raise ValueError(f"{path} holds a secret, and others may read it: chmod 600 {path}")
     found = found.strip()
@@ -211,7 +211,7 @@ def tls(server: bool) -> ssl.SSLContext | None:
         context.load_cert_chain(certificate, key)
         context.load_verify_locations(authority)
     except OSError as error:  # ssl.SSLError is one
-        raise OSError(f"{', '.join(values)}: {error}") from error
+        raise OSError(f"{', '.join(values)}: {error}") from None
     return context
 
 

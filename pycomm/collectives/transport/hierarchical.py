@@ -83,7 +83,7 @@ class HierarchicalCollectives:
         try:
             call(_LOCAL_PATIENCE * timeout + _LOCAL_GRACE)
         except CommError as error:
-            raise self._group.fail_with_culprit(operation, error.peer, error, time.monotonic() - start) from error
+            raise self._group.fail_with_culprit(operation, error.peer, error, time.monotonic() - start) from None
 
     # all_reduce
 

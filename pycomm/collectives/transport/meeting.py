@@ -275,5 +275,5 @@ class Meeting:
         except RuntimeError as error:  # torch's DistStoreError is one, and so is CommError
             if isinstance(error, CommError):
                 raise
-            raise self.failed(None, f"the process group's store failed, asked about {about}: {error},") from error
+            raise self.failed(None, f"the process group's store failed, asked about {about}: {error},") from None
         return answer

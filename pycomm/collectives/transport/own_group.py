@@ -160,7 +160,7 @@ def own_group(place: Place, name: str, timeout: float) -> dist.ProcessGroup:
         made = make_process_group(place.store, place.rank, place.ranks, backend, name, timeout, patience)
     except RuntimeError as error:
         what = f"a process group of pycomm's own could not be made: {error}"
-        raise CommError.during("rendezvous", what, rank=place.rank, elapsed=patience) from error
+        raise CommError.during("rendezvous", what, rank=place.rank, elapsed=patience) from None
     number_process_group(made, place.ranks)
     return made
 

@@ -154,7 +154,7 @@ def _connect(meeting: Meeting, peers: Peers, p: int, address: str, pid: int) -> 
             answer = _await_answer(connection, meeting, peers.file_bytes, p)
         except (OSError, ValueError) as error:  # a ValueError: it is no address
             meeting.check(late=True)
-            raise meeting.failed(p, f"connecting to rank {p} failed ({error})") from error
+            raise meeting.failed(p, f"connecting to rank {p} failed ({error})") from None
         if answer is None or answer[0] != p:
             if answer is not None:
                 os.close(answer[1])

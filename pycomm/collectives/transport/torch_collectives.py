@@ -53,8 +53,8 @@ class TorchCollectives:
         """Return an uninitialised tensor in memory of this process."""
         try:
             return torch.empty(shape, dtype=dtype)
-        except RuntimeError as error:  # torch's allocator
-            raise MemoryError(f"a tensor of shape {shape} ({dtype}) needed more memory than there is") from error
+        except RuntimeError:  # torch's allocator
+            raise MemoryError(f"a tensor of shape {shape} ({dtype}) needed more memory than there is") from None
 
     def give_up_stopped_after(self, seconds: float) -> None:
         """Do nothing: stopped processes are not visible here."""

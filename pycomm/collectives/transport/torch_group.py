@@ -164,7 +164,7 @@ class TorchGroup:
         try:
             self._wait_until_closed(work, timeout)
         except RuntimeError as error:
-            raise self.fail_with_culprit(operation, peer, error, time.monotonic() - start) from error
+            raise self.fail_with_culprit(operation, peer, error, time.monotonic() - start) from None
 
     def _wait_until_closed(self, work: Any, timeout: float) -> None:
         self._waits.append(work)
@@ -180,7 +180,7 @@ class TorchGroup:
         try:
             return start()
         except RuntimeError as error:
-            raise self.fail_with_culprit(operation, peer, error, 0.0) from error
+            raise self.fail_with_culprit(operation, peer, error, 0.0) from None
 
     def fail_with_culprit(self, operation: str, peer: int | None, error: Exception, elapsed: float) -> CommError:
         """Mark the group as broken by the rank that caused ``error``, possibly ``peer``; return the error to raise."""
@@ -189,8 +189,10 @@ class TorchGroup:
             return self._error(what, operation, peer, elapsed)
         find = self._failure_notes.culprit_of_message if operation in _MESSAGES else self._failure_notes.culprit
         culprit, what = find(peer, self.begun)
-        where = "shared memory" if isinstance(error, CommError) else "torch.distributed"
-        return self.fail(operation, culprit, f"{what or 'failed'}; {where}: {error}", elapsed)
+        where, text = "torch.distributed", str(error)
+        if isinstance(error, CommError):
+            where, text = "shared memory", text.removeprefix(f"rank {error.rank}: {error.operation}: ")
+        return self.fail(operation, culprit, f"{what or 'failed'}; {where}: {text}", elapsed)
 
     def fail(self, operation: str, peer: int | None, what: str, elapsed: float) -> CommError:
         """Mark the group as broken, note that for the other ranks, and return the error to raise."""

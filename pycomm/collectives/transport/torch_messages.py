@@ -152,7 +152,7 @@ class TorchMessages:
                 self._group.wait("send", work, timeout, dst)
         except CommError as error:
             buffered = f"{self.buffered_bytes} bytes are buffered, of at most {self.buffer_limit} ({BUFFER_VARIABLE})"
-            raise reworded(error, f"{buffered}: {error}", CommError) from error
+            raise reworded(error, f"{buffered}: {error}", CommError) from None
         self.buffered_bytes -= sent.popleft().cost
 
     def _post(self, src: int | None, tag: int) -> _Posted:

@@ -144,7 +144,7 @@ def _read(text: str) -> tuple[int, list[_Cell]]:
     try:
         rows = list(csv.reader(io.StringIO(text, newline=""), strict=True))
     except csv.Error as error:
-        raise ValueError(f"this is no table of comma-separated cells: {error}") from error
+        raise ValueError(f"this is no table of comma-separated cells: {error}") from None
     while rows and not rows[-1]:  # blank lines at the end
         rows.pop()
     found = [[list(_actions(cell, row, column)) for column, cell in enumerate(cells)] for row, cells in enumerate(rows)]

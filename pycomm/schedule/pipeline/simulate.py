@@ -94,8 +94,8 @@ def simulate(
 def _per_stage(value: Any, name: str, count: int, of: str) -> Floats:
     try:
         array = np.asarray(value, np.float64)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{name} is {value!r}, wanted seconds, or seconds for each {of}") from error
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} is {value!r}, wanted seconds, or seconds for each {of}") from None
     if array.ndim > 1 or (array.ndim == 1 and len(array) != count):
         raise ValueError(f"{name} has the shape {list(array.shape)}, wanted a number, or one for each {of}: {count}")
     if not (np.isfinite(array) & (array >= 0)).all():

@@ -73,7 +73,8 @@ class ServerCheckpoint:
         try:
             core.load_state(state)
         except ValueError as error:
-            raise ValueError(f"{self._path(self._base)}: {error}") from error
+            named = ValueError(f"{self._path(self._base)}: {error}")
+            raise named.with_traceback(error.__traceback__) from error.__cause__
 
     def is_due(self, core: Core) -> bool:
         """Return whether to write a checkpoint: after a minute, or when workers have come or gone.

@@ -208,7 +208,7 @@ class ServerMeeting:
             raise
         except RuntimeError as error:  # torch's DistNetworkError is one
             what = f"the store with the servers' addresses cannot be reached: {error}"
-            raise CommError.during("find a server", what, rank=self.worker, peer=server) from error
+            raise CommError.during("find a server", what, rank=self.worker, peer=server) from None
         return ServerPlace(**{name: found[name] for name in _PLACE})
 
     def own_address(self) -> str:

@@ -245,7 +245,7 @@ def connect(address: Address, key: bytes, context: ssl.SSLContext | None = None)
     except BaseException as error:
         proof.connection.close()
         if isinstance(error, OSError):
-            raise OSError(f"{join_address(*address)}: {error}") from error
+            raise OSError(f"{join_address(*address)}: {error}") from None
         raise
     return Connection(proof.connection)
 

@@ -318,10 +318,10 @@ class ServerLink:
                     self._drop()
             if error is not None and not self._checkpoints:
                 what = f"it has ended ({error or type(error).__name__}), and there is no checkpoint to restart it from"
-                raise self._error(what, start) from error
+                raise self._error(what, start) from None
             if time.monotonic() - start > self._timeout:
                 where = f"; its last checkpoint is in {self._checkpoints}" if self._checkpoints else ""
-                raise self._error(f"it cannot be reached ({last}){where}", start) from error
+                raise self._error(f"it cannot be reached ({last}){where}", start) from None
             time.sleep(_RETRY)
 
     def _connected(self, place: ServerPlace) -> Connection:

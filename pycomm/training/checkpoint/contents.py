@@ -254,7 +254,7 @@ def check_generators(state: dict[str, Any]) -> None:
         torch.Generator().set_state(state["torch"])
         _check_numpy(state["numpy"])
     except Exception as error:  # a malformed state may make them raise anything
-        raise DamagedError(f"the state of generators is malformed: {type(error).__name__}: {error}") from error
+        raise DamagedError(f"the state of generators is malformed: {type(error).__name__}: {error}") from None
 
 
 def _check_numpy(state: dict[str, Any]) -> None:

@@ -90,7 +90,7 @@ def damaged(what: str = "") -> Iterator[None]:
     except DamagedError:
         raise
     except (OSError, ValueError) as error:  # a damaged byte may be anything
-        raise DamagedError(f"{what}{error}") from error
+        raise DamagedError(f"{what}{error}") from None
 
 
 def parsed(data: bytes, shape: Any, path: Path) -> dict[str, Any]:
@@ -216,9 +216,9 @@ def summed(path: Path, sums: dict[str, Any]) -> Iterator[Summed]:
         found = Summed(stream)
         try:
             yield found
-        except Exception as error:
+        except Exception:
             if found.error is not None:
-                raise found.error from error
+                raise found.error from None
             raise
         stream.flush()
         sums[path.name] = {"bytes": found.num_bytes, "crc32": found.crc32}

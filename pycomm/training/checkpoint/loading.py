@@ -93,7 +93,7 @@ def _of(path: Path) -> Iterator[None]:
     except ValueError as error:
         if str(path) in str(error):
             raise
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{path}: {error}").with_traceback(error.__traceback__) from error.__cause__
 
 
 def _checked_folder(path: str | os.PathLike[str], reducer: Reducer, more: Mapping[str, Any]) -> Path:

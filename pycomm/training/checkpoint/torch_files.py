@@ -53,7 +53,7 @@ def load_values(path: str | Path) -> Any:
     except DamagedError:
         raise
     except ValueError as error:  # it is no regular file
-        raise DamagedError(str(error)) from error
+        raise DamagedError(str(error)) from None
 
 
 def read_values(stream: BinaryIO, begin: int, size: int, what: str) -> Any:
@@ -67,7 +67,7 @@ def read_values(stream: BinaryIO, begin: int, size: int, what: str) -> Any:
         value = torch.load(window, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
         _require_plain(value, sizes, most)
     except Exception as error:  # a crafted file may make it raise anything
-        raise DamagedError(f"{what} is damaged, or holds more than plain values: {_words(error)}") from error
+        raise DamagedError(f"{what} is damaged, or holds more than plain values: {_words(error)}") from None
     return value
 
 

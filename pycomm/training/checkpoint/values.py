@@ -124,7 +124,7 @@ def _array(content: torch.Tensor, node: Node, where: str) -> np.ndarray[Any, Any
         flat: np.ndarray[Any, Any] = content.numpy()
         return flat.view(np.dtype(name)).reshape(shape)
     except (ValueError, TypeError) as error:
-        raise DamagedError(f"{where} is no array of shape {shape} and dtype {name!r}: {error}") from error
+        raise DamagedError(f"{where} is no array of shape {shape} and dtype {name!r}: {error}") from None
 
 
 def check_node(node: Any, where: str) -> None:
@@ -135,7 +135,7 @@ def check_node(node: Any, where: str) -> None:
     except RecursionError:
         raise DamagedError(f"{where} is nested too deeply to be read") from None
     except ValueError as error:
-        raise DamagedError(f"{where} is malformed: {error}") from error
+        raise DamagedError(f"{where} is malformed: {error}") from None
     if sorted(positions) != list(range(len(positions))):
         raise DamagedError(f"{where} is malformed: its tensors are not numbered")
 

@@ -208,7 +208,7 @@ class JoinClient:
                 host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout)
             )
         except RuntimeError as error:  # torch's DistNetworkError is one
-            raise self._failed(f"no store listens at {address}: {error}") from error
+            raise self._failed(f"no store listens at {address}: {error}") from None
         self._requests, self._signer = _requests_in(self.store, index), Signer(secret())
 
     def ask(self, process: dict[str, Any], lines: Sequence[tuple[str, str]]) -> dict[str, Any]:
@@ -228,7 +228,7 @@ class JoinClient:
             raise
         except RuntimeError as error:  # torch's DistNetworkError is one
             problem = f"the job at {self._address} has ended, or its store can no longer be reached: {error}"
-            raise self._failed(problem) from error
+            raise self._failed(problem) from None
         what = f"the answer of the ranks that meet at {self._address}"
         told = parse(text, _ANSWER, what)
         answer: dict[str, Any] = told["content"]

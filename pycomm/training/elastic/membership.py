@@ -290,7 +290,7 @@ class Membership:
         try:
             file = open_file(path) if path else -1
         except OSError as error:
-            raise CommError.during("join", f"the rank that let it in has died: {error}", rank=world[-1]) from error
+            raise CommError.during("join", f"the rank that let it in has died: {error}", rank=world[-1]) from None
         agreement = AgreementStore(world[-1], store, name, file)
         first = Place(invitation["name"], store, len(world) - 1, world, invitation["backends"])
         made = cls(agreement, first, world[-1], min_ranks, timeout)

@@ -223,7 +223,7 @@ class ParameterChanges:
             try:
                 self._admit()
             except ValueError as error:
-                raise self.explained(error) from error
+                raise self.explained(error) from None
         if not self._engine.is_waited_for():
             self.drop_replaced()
 

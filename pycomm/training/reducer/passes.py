@@ -427,7 +427,7 @@ class Passes:
                 error.args = (f"{error}; rank {rank} was in reduction {number}",)
             raise
         except ValueError as error:
-            raise self.changes.explained(error) from error
+            raise self.changes.explained(error) from None
         self._window.complete = True
         self.changes.drop_replaced()
         self._order.agree()

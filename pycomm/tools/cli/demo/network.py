@@ -112,7 +112,7 @@ def _netlink(descriptor: int) -> Iterator[Any]:
         with IPRoute() as netlink:
             yield netlink
     except NetlinkError as error:
-        raise OSError(error.code, f"netlink: {error}") from error
+        raise OSError(error.code, f"netlink: {error}") from None
 
 
 def _make_switch(switch: int, others: list[int], megabits: float) -> None:

@@ -148,9 +148,9 @@ def read(path: Path, *, own: bool = False) -> Content:
     try:
         text = untrusted.read_file(path, most=_LARGEST, own=own)
     except OSError as error:
-        raise NoDumpError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise NoDumpError(f"{path} cannot be read: {error.strerror or error}") from None
     except ValueError as error:
-        raise NoDumpError(str(error)) from error
+        raise NoDumpError(str(error)) from None
     try:
         content = untrusted.parse(text, untrusted.ANYTHING, "it")
         found = content.get("format", FORMAT) if isinstance(content, dict) else FORMAT
@@ -161,7 +161,7 @@ def read(path: Path, *, own: bool = False) -> Content:
     except ValueError as error:
         if isinstance(error, NoDumpError):
             raise
-        raise NoDumpError(f"{path} is no file of pycomm's flight recorder: {error}") from error
+        raise NoDumpError(f"{path} is no file of pycomm's flight recorder: {error}") from None
     known = untrusted.printable(content, _SHAPE)
     for number, group in enumerate(known["groups"]):
         if group["ranks"] and group["rank"] >= len(group["ranks"]):

@@ -221,7 +221,7 @@ def _contents(given: Sequence[Path]) -> list[Content]:
     try:
         here = untrusted.one_line(os.getcwd())
     except OSError as error:
-        raise NoDumpError(f"the working directory is gone ({error.strerror}): name the files") from error
+        raise NoDumpError(f"the working directory is gone ({error.strerror}): name the files") from None
     found = newest_job(there, here)
     if not there:
         raise NoDumpError(f"there are no files in {place}: name them, or their folder")
@@ -262,7 +262,7 @@ def _is_folder(path: Path) -> bool:
     try:
         return path.is_dir()
     except OSError as error:
-        raise NoDumpError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise NoDumpError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
 def _require_own(place: Path) -> None:
@@ -271,7 +271,7 @@ def _require_own(place: Path) -> None:
     except FileNotFoundError:
         return  # reported by the caller
     except (OSError, ValueError) as error:
-        raise NoDumpError(f"{error}; name the files if you trust them") from error
+        raise NoDumpError(f"{error}; name the files if you trust them") from None
 
 
 def _readable(place: Path, *, own: bool = False) -> list[Content]:

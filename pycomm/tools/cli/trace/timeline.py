@@ -71,13 +71,13 @@ def _read(path: Path) -> RankTrace:
     try:
         text = untrusted.read_file(path, most=_LARGEST)
     except OSError as error:
-        raise NoTraceError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise NoTraceError(f"{path} cannot be read: {error.strerror or error}") from None
     except ValueError as error:
-        raise NoTraceError(str(error)) from error
+        raise NoTraceError(str(error)) from None
     try:
         content = untrusted.printable(untrusted.parse(text, _SHAPE, "it"), _SHAPE)
     except ValueError as error:
-        raise NoTraceError(f"{path} is no trace that pycomm has written: {error}") from error
+        raise NoTraceError(f"{path} is no trace that pycomm has written: {error}") from None
     spans = content["spans"]
     if not spans or any(span["ended"] < span["began"] for span in spans):
         what = "a span ends before it begins" if spans else "it has no spans"
