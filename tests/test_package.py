@@ -8,11 +8,15 @@ import subprocess
 import sys
 from importlib import metadata, resources
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 
 import pycomm
 from pycomm.collectives.transport.nccl import build_info
+from pycomm.parallel import functional
+from pycomm.schedule import pipeline as pipelines
 
 
 def test_names_that_scripts_rely_on() -> None:
@@ -122,3 +126,28 @@ def test_all_of_a_package_is_what_it_lists() -> None:
         modules = {name for name, value in taken.items() if isinstance(value, ModuleType)}
         assert modules <= {"auto", "elastic", "functional", "pipeline"}
         assert len(taken) > 3
+
+
+def calls_with_a_wrong_argument() -> list[tuple[Any, str, dict[str, Any]]]:
+    """Functions, the argument that is wrong, and all arguments."""
+    layer = torch.nn.Linear(2, 2)
+    sgd = torch.optim.SGD(layer.parameters(), 0.1)
+    return [
+        (pycomm.Sharding, "kind", {"kind": "model"}),
+        (pycomm.attach, "shard", {"optimizer": sgd, "model": layer, "shard": "model"}),
+        (pycomm.attach, "process_group", {"optimizer": sgd, "model": layer, "process_group": "dp"}),
+        (pycomm.Communicator, "process_group", {"process_group": "dp"}),
+        (pycomm.schedule.by_name, "algorithm", {"algorithm": "rong", "num_ranks": 2}),
+        (pipelines.by_name, "schedule", {"schedule": "rong", "ranks": 2, "microbatches": 2}),
+        (functional.all_reduce, "group", {"x": torch.ones(2), "group": "tp"}),
+        (pycomm.parallel.Pipeline, "mesh", {"stages": [layer], "mesh": "pp"}),
+        (pycomm.parallel.split, "mesh", {"model": layer, "mesh": "tp", "plan": {}}),
+    ]
+
+
+@pytest.mark.parametrize("number", range(9))
+def test_errors_call_an_argument_by_its_name_in_the_signature(number: int, one_rank_group: None) -> None:
+    function, name, arguments = calls_with_a_wrong_argument()[number]
+    assert arguments.keys() <= inspect.signature(function).parameters.keys()
+    with pytest.raises((TypeError, ValueError), match=rf"^{name} is "):
+        function(**arguments)

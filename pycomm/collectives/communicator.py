@@ -142,7 +142,7 @@ class Communicator(_Messages):
         self._network = network
         if not dist.is_available() or not dist.is_initialized():
             raise problem or RuntimeError(_NOT_INITIALISED)
-        group, misplaced = found_group(lambda: group_of(process_group))
+        group, misplaced = found_group(lambda: group_of(process_group, "process_group"))
         self._timeout = timeout_seconds(seconds, group)
         self._open(place_of(group), transport, problem or misplaced)
 

@@ -81,7 +81,7 @@ def register_hsdp(
         broadcast_tensors(communicator, tensors, src=0)
         share_tensors(communicator, dict(model.named_buffers()), src=0)
         made.append(Communicator(next(iter(modules.values()))[1].shard_group, timeout))
-        return HsdpHandle(model, modules, communicator, made[1], settings, group_of(process_group))
+        return HsdpHandle(model, modules, communicator, made[1], settings, group_of(process_group, "process_group"))
     except BaseException:
         for each in made:
             each.close()

@@ -39,7 +39,7 @@ def group_along(mesh: GroupLike, dimension: str) -> dist.ProcessGroup:
         if dimension not in names:
             raise ValueError(f"mesh has the dimensions {', '.join(names)}, wanted {dimension!r} among them")
         mesh = mesh[dimension]
-    return group_of(mesh)
+    return group_of(mesh, "mesh")
 
 
 def cpu_or(group: dist.ProcessGroup, device: torch.device) -> torch.device:

@@ -68,7 +68,7 @@ def split(model: _Model, mesh: DeviceMesh, plan: Mapping[str, str | ParallelStyl
         TypeError, ValueError: an argument is wrong, a pattern matches nothing, a style does not fit its module,
             sizes do not divide, or the ranks differ (on every rank, with the model untouched).
     """
-    ranks, problem = found_group(lambda: group_of(_dimension(mesh)))
+    ranks, problem = found_group(lambda: group_of(_dimension(mesh), "mesh"))
     with Communicator(ranks) as communicator:
         checked = attempt(lambda: _checked(model, ranks.size(), plan), problem)
         gather = communicator.channel.all_gather_bytes

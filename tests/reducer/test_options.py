@@ -31,7 +31,7 @@ class State:
         (lambda: Survive(carry=5), "carry is 5, wanted a mapping"),
         (lambda: Survive(carry={5: State()}), "carry has the name 5, wanted strings"),
         (lambda: pycomm.Survive(carry={"a": 5}), r"carry\['a'\] is 5, wanted an object with state_dict"),
-        (lambda: pycomm.Sharding("model"), "shard is 'model', wanted \"optimizer\" or None"),
+        (lambda: pycomm.Sharding("model"), "kind is 'model', wanted \"optimizer\""),
         (lambda: pycomm.Sharding("optimizer", grads="all"), 'grads is \'all\', wanted "part" or "full"'),
         (lambda: pycomm.Tuning(bucket_mb=0), "bucket_mb is 0"),
         (lambda: Tuning(algorithm=5), "algorithm is 5, wanted a name"),

@@ -83,18 +83,20 @@ def place_of(group: dist.ProcessGroup) -> Place:
     return Place(group.group_name, store_of(group), group.rank(), ranks, str(dist.get_backend_config(group)))
 
 
-def group_of(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
-    """Return the process group that the user's argument stands for; the default group for ``None``."""
-    if isinstance(process_group, DeviceMesh):
-        if process_group.ndim != 1:
+def group_of(given: dist.ProcessGroup | DeviceMesh | None, name: str = "group") -> dist.ProcessGroup:
+    """Return the process group that the user's argument ``name`` stands for; the default group for ``None``."""
+    if isinstance(given, DeviceMesh):
+        if given.ndim != 1:
             raise ValueError(
-                f"process_group is a DeviceMesh of {process_group.ndim} dimensions {process_group.mesh_dim_names}, "
+                f"{name} is a DeviceMesh of {given.ndim} dimensions {given.mesh_dim_names}, "
                 'wanted one, such as mesh["dp"]'
             )
-        process_group = process_group.get_group()
-    group = process_group if process_group is not None else dist.group.WORLD
+        given = given.get_group()
+    group: object = given if given is not None else dist.group.WORLD
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"{name} is a group that this rank is not a member of")
     if not isinstance(group, dist.ProcessGroup):
-        raise ValueError("process_group is a group that this rank is not a member of")
+        raise TypeError(f"{name} is a {type(group).__name__}, wanted a process group")
     return group
 
 
@@ -122,7 +124,7 @@ def timeout_seconds(
     if timeout is not None:
         return seconds_of(timeout)
     has_groups = dist.is_available() and dist.is_initialized()
-    found = timeout_of(group_of(process_group)) if has_groups else default_pg_timeout
+    found = timeout_of(group_of(process_group, "process_group")) if has_groups else default_pg_timeout
     return min(found.total_seconds(), LONGEST_TIMEOUT)
 
 

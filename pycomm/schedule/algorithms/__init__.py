@@ -40,8 +40,8 @@ def names() -> list[str]:
     return [*_FLAT, *_GRID]
 
 
-def by_name(name: str, num_ranks: int, per_host: int | None = None) -> Schedule:
-    """Make the all-reduce ``name`` among ``num_ranks`` ranks.
+def by_name(algorithm: str, num_ranks: int, per_host: int | None = None) -> Schedule:
+    """Make the all-reduce ``algorithm`` among ``num_ranks`` ranks.
 
     Parameters may follow in parentheses, as in the names of schedules: "double_tree(64)",
     "circulant(8)", "torus(8,4)", "hierarchical(4,8)", "torus(8,4,ring,circulant)". Without parameters the
@@ -51,16 +51,16 @@ def by_name(name: str, num_ranks: int, per_host: int | None = None) -> Schedule:
         ValueError: there is no such name, ``num_ranks`` < 1, or the ranks do not factor like that.
     """
     num_ranks = require_ranks(num_ranks)
-    match = _PATTERN.fullmatch(name.strip()) if isinstance(name, str) else None
+    match = _PATTERN.fullmatch(algorithm.strip()) if isinstance(algorithm, str) else None
     base = match[1] if match else None
     if match is None or base not in names():
-        raise ValueError(f"algorithm is {name!r}, wanted one of {', '.join(names())}")
+        raise ValueError(f"algorithm is {algorithm!r}, wanted one of {', '.join(names())}")
     words = [word.strip() for word in _split(match[2])] if match[2] else []
     if base in _GRID:
         return _grid(base, num_ranks, per_host, words)
     if len(words) > (base in _SECOND):
-        raise ValueError(f"algorithm is {name!r}: {base} takes {'one parameter' if base in _SECOND else 'none'}")
-    return _FLAT[base](num_ranks, *(_number(word, name) for word in words))
+        raise ValueError(f"algorithm is {algorithm!r}: {base} takes {'one parameter' if base in _SECOND else 'none'}")
+    return _FLAT[base](num_ranks, *(_number(word, algorithm) for word in words))
 
 
 def _grid(base: str, num_ranks: int, per_host: int | None, words: list[str]) -> Schedule:

@@ -36,19 +36,19 @@ def names() -> list[str]:
     return list(_MAKERS)
 
 
-def by_name(name: str, ranks: int, microbatches: int) -> Pipeline:
-    """Make the pipeline ``name``; the stages per rank of "interleaved" may follow: "interleaved(4)".
+def by_name(schedule: str, ranks: int, microbatches: int) -> Pipeline:
+    """Make the pipeline ``schedule``; the stages per rank of "interleaved" may follow: "interleaved(4)".
 
     Raises:
         ValueError: there is no such name, or the pipeline cannot be made of such sizes.
     """
-    match = _PATTERN.fullmatch(name.strip()) if isinstance(name, str) else None
+    match = _PATTERN.fullmatch(schedule.strip()) if isinstance(schedule, str) else None
     if match is None or match[1] not in _MAKERS:
-        raise ValueError(f"schedule is {name!r}, wanted one of {', '.join(_MAKERS)}")
+        raise ValueError(f"schedule is {schedule!r}, wanted one of {', '.join(_MAKERS)}")
     if match[2] is None:
         return _MAKERS[match[1]](ranks, microbatches)
     if match[1] != "interleaved":
-        raise ValueError(f"schedule is {name!r}: {match[1]} takes no parameter")
+        raise ValueError(f"schedule is {schedule!r}: {match[1]} takes no parameter")
     return interleaved(ranks, microbatches, int(match[2]))
 
 

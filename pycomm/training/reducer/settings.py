@@ -74,7 +74,7 @@ class Sharding:
         if not isinstance(self.independent, bool):
             raise TypeError(f"independent is {shown(self.independent)}, wanted True or False")
         if self.kind != "optimizer":
-            raise ValueError(f'shard is {self.kind!r}, wanted "optimizer" or None')
+            raise ValueError(f'kind is {self.kind!r}, wanted "optimizer"')
         if self.grads not in ("part", "full"):
             raise ValueError(f'grads is {self.grads!r}, wanted "part" or "full"')
 
@@ -216,6 +216,8 @@ class AttachSettings:
         Raises:
             TypeError, ValueError: an argument is wrong, or does not go with others; it is named.
         """
+        if isinstance(shard, str) and shard != "optimizer":
+            raise ValueError(f'shard is {shard!r}, wanted "optimizer" or None')
         shard = Sharding(shard) if isinstance(shard, str) else shard
         tuning = checked_option("tuning", tuning, Tuning, "pycomm.Tuning(bucket_mb=...)")
         settings = cls(
