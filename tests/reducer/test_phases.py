@@ -168,7 +168,7 @@ def test_one_step_is_traced(tmp_path: Path) -> None:
     content = json.loads((tmp_path / "trace" / f"rank{training.rank}.json").read_text())
     assert (content["rank"], content["size"], content["step"]) == (training.rank, 2, 3)
     spans = {(span["lane"], span["name"]): span for span in content["spans"]}
-    on_training = ["forward", "backward", "wait", "unpack", "optimizer.step"]
+    on_training = ["between steps", "forward", "backward", "wait", "unpack", "before step", "optimizer.step"]
     assert [span["name"] for span in content["spans"] if span["lane"] == "training"] == on_training
     buckets = len(training.reducer._engine.table.flights)
     assert buckets > 1
@@ -190,7 +190,7 @@ def test_a_step_that_the_optimizer_leaves_out_is_traced_too(tmp_path: Path) -> N
         training.step()
     content = json.loads((tmp_path / "trace" / f"rank{training.rank}.json").read_text())
     names = [span["name"] for span in content["spans"] if span["lane"] == "training"]
-    assert names == ["forward", "backward", "wait", "unpack"]
+    assert names == ["between steps", "forward", "backward", "wait", "unpack"]
     training.reducer.detach()
 
 
@@ -221,7 +221,8 @@ def test_every_pass_of_a_step_is_traced(tmp_path: Path) -> None:
             training.optimizer.step()
     content = json.loads((tmp_path / "trace" / f"rank{training.rank}.json").read_text())
     spans = [span for span in content["spans"] if span["lane"] == "training"]
-    names = ["forward", "backward", "forward", "backward", "wait", "unpack", "optimizer.step"]
+    passes = ["between steps", "forward", "backward", "between passes", "forward", "backward"]
+    names = [*passes, "wait", "unpack", "before step", "optimizer.step"]
     assert [span["name"] for span in spans] == names
     for earlier, later in itertools.pairwise(span for span in spans if span["name"] in ("forward", "backward")):
         assert earlier["ended"] <= later["began"], "they take turns"

@@ -18,7 +18,7 @@ from pycomm.optim.parameter_checks import refuse_overlaps
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.optim.step_override import HALF
 from pycomm.training.cost.named import checked_method, refuse_local_norm
-from pycomm.training.reducer.parameters import Ignored
+from pycomm.training.reducer import Ignored
 
 
 def checked_parameters(

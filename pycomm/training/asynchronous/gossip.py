@@ -28,7 +28,7 @@ from pycomm.training.asynchronous.arguments import (
 )
 from pycomm.training.asynchronous.buffers import MeetingBuffers
 from pycomm.training.asynchronous.loop import Loop, MeetingReport, TrackedParameters, raise_differences
-from pycomm.training.reducer.settings import checked_buffers
+from pycomm.training.reducer import checked_buffers
 
 _SEGMENT_BYTES = 4 << 20
 """Bytes mixed at a time, so that buffered messages stay small for any model."""

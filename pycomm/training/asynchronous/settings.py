@@ -22,7 +22,7 @@ from pycomm.training.asynchronous.arguments import named_method
 from pycomm.training.asynchronous.core import Core, Piece, StateSpec, cut, group_sizes, is_elementwise, shard_dtype
 from pycomm.training.asynchronous.modes import Mode, Sync, checked_mode
 from pycomm.training.asynchronous.server_checkpoint import ServerCheckpoint
-from pycomm.training.reducer.settings import checked_buffers
+from pycomm.training.reducer import checked_buffers
 from pycomm.untrusted import naming, open_output, path_of
 
 KEYS = ("event", "worker", "number")

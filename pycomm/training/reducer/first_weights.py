@@ -8,6 +8,7 @@ all sum again.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from pycomm.collectives.transport.gpu import GpuWork
 from pycomm.errors import CommError
 from pycomm.training.reducer.buckets import BucketInFlight
 from pycomm.worker import Work
+
+_POLL = 0.005  # seconds
 
 
 def sum_first(communicator: Communicator, keys: str, sums: Any) -> None:
@@ -57,7 +60,7 @@ def meets_weights(
     with contextlib.suppress(RuntimeError):
         if others_weigh:
             flights[number].work = None
-            store.set(f"{keys}/weights/{rank}", "")
+        store.set(f"{keys}/{'weights' if others_weigh else 'neither'}/{rank}", "")
         store.delete_key(f"{keys}/joins/{rank}")
     return others_weigh
 
@@ -74,10 +77,19 @@ def _expecting_others(communicator: Communicator) -> Iterator[None]:
 
 
 def _all_weigh_or_join(communicator: Communicator, keys: str) -> bool:
-    """Return whether some ranks have announced weights, and all others that they have no batch."""
-    store, ranks = communicator.place.store, range(communicator.size)
+    """Return whether some ranks have announced weights, and all others that they have no batch.
+
+    Waits for slower ranks: a rank with neither announces that when it gets the error.
+    """
+    store, ranks, begun = communicator.place.store, range(communicator.size), time.monotonic()
     with contextlib.suppress(RuntimeError):
-        joining = [store.check([f"{keys}/joins/{rank}"]) for rank in ranks]  # first: a rank that has joined has weights
-        weighing = [store.check([f"{keys}/weights/{rank}"]) for rank in ranks]
-        return any(weighing) and all(map(max, joining, weighing))
+        while True:
+            # Joins first: a rank that has joined has weights.
+            joins, weighs, neither = (
+                [store.check([f"{keys}/{what}/{rank}"]) for rank in ranks] for what in ("joins", "weights", "neither")
+            )
+            are_known = all(map(max, joins, weighs, neither))
+            if are_known or time.monotonic() - begun > communicator.channel.timeout:
+                return any(weighs) and all(map(max, joins, weighs))
+            time.sleep(_POLL)
     return False

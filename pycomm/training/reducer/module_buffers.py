@@ -28,7 +28,7 @@ synced_by: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[BufferSync]] =
 """Synchronisation that each module's buffers belong to."""
 
 
-class Content(NamedTuple):
+class BufferContent(NamedTuple):
     """Plain memory of a buffer as integers, ``part``, and the ``value`` in it: the same tensor, or a copy."""
 
     name: str
@@ -37,7 +37,7 @@ class Content(NamedTuple):
     value: torch.Tensor
 
 
-Taken = tuple[list[Content], list[str], str]
+Taken = tuple[list[BufferContent], list[str], str]
 
 
 @dataclass
@@ -66,11 +66,11 @@ class _Place:
             self.buffer = None
             self.line += f", contents {digests_of([self.memory])[0].hex()}"
 
-    def content(self, buffer: torch.Tensor, copies: bool) -> Content:
+    def content(self, buffer: torch.Tensor, copies: bool) -> BufferContent:
         """Return the memory to write, without its version counter if no graph needs its present values."""
         (part,) = self.memory.parts
         part = part.data if self.name in _STATISTICS and keeps_statistics_aside(self.owner) else part
-        return Content(self.full_name, buffer.dtype, part, part.clone() if copies else part)
+        return BufferContent(self.full_name, buffer.dtype, part, part.clone() if copies else part)
 
 
 def _key(buffer: torch.Tensor) -> tuple[Any, ...]:
@@ -149,7 +149,7 @@ class BufferSync:
             write(part, value)
 
     @torch.no_grad()
-    def exchange(self, taken: Taken) -> list[tuple[Content, torch.Tensor]]:
+    def exchange(self, taken: Taken) -> list[tuple[BufferContent, torch.Tensor]]:
         """Return what to write, as integers; what is not averaged becomes rank 0's where it was taken. Collective.
 
         Equal bits on all ranks stay: their rounded mean may differ. Before that, ranks compare a hash of 8 bytes of all
@@ -168,8 +168,8 @@ class BufferSync:
                 check_same_lines(channel.all_gather_bytes, [problem] if problem else lines, "buffer")
             if problem:
                 raise ValueError(problem)
-            changes: list[tuple[Content, torch.Tensor]] = []
-            by_kind: dict[tuple[torch.dtype, torch.device], list[Content]] = {}
+            changes: list[tuple[BufferContent, torch.Tensor]] = []
+            by_kind: dict[tuple[torch.dtype, torch.device], list[BufferContent]] = {}
             for content in contents:
                 if self._averages and content.dtype in AVERAGED:
                     by_kind.setdefault((content.dtype, content.value.device), []).append(content)
@@ -185,7 +185,7 @@ class BufferSync:
             write(part, before)
         self._before = []
 
-    def _averaged(self, contents: list[Content]) -> list[tuple[Content, torch.Tensor]]:
+    def _averaged(self, contents: list[BufferContent]) -> list[tuple[BufferContent, torch.Tensor]]:
         """Return means of ``contents``, which have one dtype; those with equal bits on all ranks as they are."""
         own = kernels.hashes([hashable(content.value) for content in contents])
         everyones = own.new_empty(self._communicator.size * len(own))

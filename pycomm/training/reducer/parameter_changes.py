@@ -289,11 +289,13 @@ class ParameterChanges:
         names, weighted = {}, []
         ranks = range(self._communicator.size)
         with contextlib.suppress(RuntimeError, ValueError):
-            store = self._communicator.place.store
+            store, weights = self._communicator.place.store, self._engine.window.weights
+            if not weights.in_use:  # for ranks that wait in first_weights.py
+                store.set(f"{weights.keys}/neither/{self._communicator.rank}", "")
             for rank in ranks:
                 key = self._key(rank)
                 names[rank] = parse(store.get(key), ListOf(str), key) if store.check([key]) else []
-            weighted = [rank for rank in ranks if store.check([f"{self._engine.window.weights.keys}/weights/{rank}"])]
+            weighted = [rank for rank in ranks if store.check([f"{weights.keys}/weights/{rank}"])]
         try:
             raise_different_new(names)
         except RuntimeError as found:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import pickle
 import random
 import warnings
 import zlib
@@ -22,7 +21,7 @@ from pycomm.collectives.layout import is_capturing
 from pycomm.collectives.tensor_memory import hashable, is_plain
 from pycomm.descriptions import cpu_model, name_ranks, ranks_by_value
 from pycomm.errors import CommError
-from pycomm.torch_internals import parts_of, uncompiled, version_of
+from pycomm.torch_internals import own_parameters, parts_of, uncompiled, version_of
 from pycomm.training.reducer.buckets import Slot
 from pycomm.untrusted import COUNT, ListOf, MapOf, parse
 
@@ -250,7 +249,7 @@ class StepEvidence:
         module = self._module()
         parts = () if module is None else parts_of(uncompiled(module))
         wanted = dict(self._params())[name]
-        owner = next((part for part in parts if any(p is wanted for p in part._parameters.values())), None)
+        owner = next((part for part in parts if any(p is wanted for p in own_parameters(part).values())), None)
         max_norm = getattr(owner, "max_norm", None)
         return "" if max_norm is None else f"{type(owner).__name__}(max_norm={max_norm:g})"
 
@@ -258,8 +257,8 @@ class StepEvidence:
         """Return a hash of the state of each generator that a step may draw from."""
         found = {
             "torch": zlib.crc32(torch.random.get_rng_state().numpy().tobytes()),
-            "numpy": zlib.crc32(pickle.dumps(np.random.get_state())),
-            "random": zlib.crc32(pickle.dumps(random.getstate())),
+            "numpy": zlib.crc32(repr(np.random.get_state()).encode()),
+            "random": zlib.crc32(repr(random.getstate()).encode()),
         }
         if self._device.type == "cuda" and torch.cuda.is_available():
             found["torch.cuda"] = zlib.crc32(torch.cuda.get_rng_state(self._device).numpy().tobytes())
