@@ -110,7 +110,8 @@ class _Mark:
         vars(hooks).update({"__deepcopy__": self._copy, "__reduce_ex__": self._reduce, _USERS: num_users})
 
     def _copy(self, memo: dict[int, Any]) -> OrderedDict[int, Any]:
-        made = OrderedDict((key, copy.deepcopy(hook, memo)) for key, hook in self._items())
+        hooks: dict[int, Any] = self._hooks() or {}
+        made = OrderedDict((key, copy.deepcopy(hook, memo)) for key, hook in hooks.items())
         copied = memo.get(id(self._part()))  # deepcopy notes an object before it copies the attributes
         _Mark(made, copied)
         if copied is not None:
@@ -119,17 +120,10 @@ class _Mark:
         return made
 
     def _reduce(self, _protocol: int) -> tuple[Any, ...]:
-        others = [(key, hook) for key, hook in self._items() if not _is_ours(hook)]
+        hooks: dict[int, Any] = self._hooks() or {}
+        own = __name__.partition(".")[0]
+        others = [item for item in hooks.items() if str(getattr(item[1], "__module__", "")).partition(".")[0] != own]
         return OrderedDict, (), None, None, iter(others)  # as OrderedDict's own method
-
-    def _items(self) -> list[tuple[int, Any]]:
-        hooks = self._hooks()
-        assert hooks is not None, "their own method is called"
-        return list(hooks.items())
-
-
-def _is_ours(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
 
 
 class MarkedParts:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 import pycomm
-from pycomm.collectives.recorder.ring import Entry, line_of
+from pycomm.collectives.recorder.calls import line_of
+from pycomm.collectives.recorder.ring import Entry
 from tests.on_ranks import on_ranks
 
 TRAINER = os.path.join(sysconfig.get_path("purelib"), "some_trainer", "loop.py")

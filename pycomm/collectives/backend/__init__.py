@@ -29,10 +29,7 @@ def register() -> None:
 
 
 class _Devices(list[str]):
-    """Types of devices that torch asks for when a group is made: CUDA only where there is a GPU then.
-
-    Torch puts tensors of its own on a device that is not the CPU. The number of GPUs is known without a context.
-    """
+    """Types of devices, for which torch asks when a group is made: CUDA only if there is a GPU then."""
 
     def __iter__(self) -> Iterator[str]:
         return (kind for kind in super().__iter__() if kind == "cpu" or torch.cuda.device_count() > 0)
@@ -48,11 +45,8 @@ def _make(*arguments: Any) -> dist.ProcessGroup:
 def make_group(store: Store, rank: int, size: int, timeout: timedelta | float) -> dist.ProcessGroup:
     """Make a group over "pycomm" that torch does not know by name, such as torchft's wrappers take. Collective.
 
-    Args:
-        store: where the ranks meet; for each group a store, or a prefix, of its own.
-        rank: rank of this process in the group.
-        size: number of its ranks.
-        timeout: limit of every single wait; seconds or ``timedelta``.
+    Its ranks meet at ``store``, which no other group uses. ``timeout`` limits every single wait: seconds or a
+    ``timedelta``.
     """
     from pycomm.collectives.backend.process_group import PycommProcessGroup
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -31,16 +31,6 @@ class Target:
     tensor: torch.Tensor
     dense: torch.Tensor
 
-    def part_from(self, sources: Iterable[torch.Tensor]) -> None:
-        """Replace memory that one of ``sources`` overlaps by a buffer.
-
-        Torch's own groups read all that they send before they write. Transports do not, and refuse what overlaps.
-        """
-        spans = {_span_of(x) for x in sources if x.numel() > 0}
-        mine = _span_of(self.dense)
-        if self.dense.numel() > 0 and any(begin < mine[1] and mine[0] < end for begin, end in spans):
-            self.dense = torch.empty_like(self.dense)
-
     def finish(self) -> None:
         """Copy the elements back to ``tensor`` if they are in a buffer."""
         if self.dense.data_ptr() == self.tensor.data_ptr():
@@ -48,12 +38,6 @@ class Target:
         # An inference tensor can be written in inference mode only, which this thread need not be in.
         with torch.inference_mode(self.tensor.is_inference()):
             self.tensor.detach().copy_(self.dense)
-
-
-def _span_of(x: torch.Tensor) -> tuple[int, int]:
-    """Return the first address of contiguous ``x``, and the one behind it."""
-    begin = x.data_ptr()
-    return begin, begin + x.nbytes
 
 
 def contiguous(tensor: Any) -> torch.Tensor:
@@ -71,14 +55,29 @@ def to_change(tensor: Any) -> Target:
     return Target(tensor, dense)
 
 
-def to_fill(tensor: Any) -> Target:
-    """Return contiguous memory of the shape of ``tensor``, for writing; its elements are undefined."""
+def to_fill(tensor: Any, *sources: torch.Tensor) -> Target:
+    """Return contiguous memory of the shape of ``tensor``, for writing; its elements are undefined.
+
+    It overlaps none of ``sources``, which torch's own groups read before they write. Transports refuse what overlaps.
+    """
     _require_plain(tensor)
     target = tensor.detach()
-    if target.is_contiguous() and not target.is_conj() and not target.is_neg():
+    is_dense = target.is_contiguous() and not target.is_conj() and not target.is_neg()
+    if is_dense and not any(overlap(target, source) for source in sources):
         return Target(tensor, target)
     require_writable(tensor)
     return Target(tensor, torch.empty(target.shape, dtype=target.dtype))
+
+
+def overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Return whether contiguous tensors have elements in common."""
+    a, b = x.data_ptr(), y.data_ptr()
+    return a < b + y.nbytes and b < a + x.nbytes and x.nbytes > 0 < y.nbytes
+
+
+def is_part(x: torch.Tensor, whole: torch.Tensor, number: int = 0) -> bool:
+    """Return whether ``x`` is the part ``number``, of parts of its size, of ``whole``; both contiguous."""
+    return x.data_ptr() == whole.data_ptr() + number * x.nbytes
 
 
 def require_writable(tensor: Any) -> torch.Tensor:
@@ -265,8 +264,8 @@ class GroupEngine:
 
         def prepare() -> tuple[Target, torch.Tensor, torch.Tensor, str]:
             target, (source, name) = to_fill(out), reducible(contiguous(x), op)
-            if target.dense.data_ptr() != source.data_ptr() + self.rank * target.dense.nbytes:  # not this rank's part
-                target.part_from([source])
+            if not is_part(target.dense, source, self.rank):
+                target = to_fill(out, source)
             return target, reducible(target.dense, op)[0], source, name
 
         target, array, source, name = _prepared(self.transport, prepare, timeout)
@@ -278,10 +277,9 @@ class GroupEngine:
         """Reduce ``parts[rank]`` over all ranks into ``out``; parts may differ in size."""
 
         def prepare() -> tuple[Target, torch.Tensor, list[torch.Tensor], str]:
-            target = to_fill(out)
-            sources = [reducible(contiguous(part), op)[0] for part in parts]
-            is_own = _span_of(sources[self.rank]) == _span_of(target.dense)
-            target.part_from(source for p, source in enumerate(sources) if p != self.rank or not is_own)
+            target, sources = to_fill(out), [reducible(contiguous(part), op)[0] for part in parts]
+            own = is_part(target.dense, sources[self.rank])
+            target = to_fill(out, *(x for p, x in enumerate(sources) if p != self.rank or not own))
             array, name = reducible(target.dense, op)
             return target, array, sources, name
 
@@ -313,9 +311,7 @@ class GroupEngine:
 
         def prepare() -> tuple[Target, torch.Tensor]:
             target, source = to_fill(out), contiguous(x)
-            if source.data_ptr() != target.dense.data_ptr() + self.rank * source.nbytes:  # not this rank's part
-                target.part_from([source])
-            return target, source
+            return target if is_part(source, target.dense, self.rank) else to_fill(out, source), source
 
         target, source = _prepared(self.transport, prepare, timeout)
         self._count(source)
@@ -330,8 +326,8 @@ class GroupEngine:
             targets = [None if out is None else to_fill(out) for out in outs]
             own = dense.get(id(xs[self.rank]))
             for p, target in enumerate(targets):
-                if target is not None and (p != self.rank or own is None or _span_of(target.dense) != _span_of(own)):
-                    target.part_from(dense.values())
+                if target is not None and (p != self.rank or own is None or not is_part(target.dense, own)):
+                    targets[p] = to_fill(outs[p], *dense.values())
             return targets, [None if x is None else dense[id(x)] for x in xs]
 
         targets, sources = _prepared(self.transport, prepare, timeout)
@@ -346,12 +342,7 @@ class GroupEngine:
     def all_to_all(self, out: torch.Tensor, x: torch.Tensor, timeout: float) -> None:
         """Send part p of ``x`` to rank p, where it becomes part ``rank`` of ``out``; all parts are equal."""
 
-        def prepare() -> tuple[Target, torch.Tensor]:
-            target, source = to_fill(out), contiguous(x)
-            target.part_from([source])
-            return target, source
-
-        target, source = _prepared(self.transport, prepare, timeout)
+        target, source = _prepared(self.transport, lambda: (to_fill(out, read := contiguous(x)), read), timeout)
         self._count(source)
         self.transport.all_to_all(target.dense, source, timeout)
         target.finish()

@@ -17,7 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pycomm.collectives.recorder.ring import DIRECTORY, Entry, Line, Recorder, is_forked, line_of, recorders
+from pycomm.collectives.recorder.calls import line_of
+from pycomm.collectives.recorder.ring import DIRECTORY, Entry, Line, Recorder, is_forked, recorders
 from pycomm.logs import prefix
 
 FORMAT = 1

@@ -11,7 +11,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import pycomm._native as _native
@@ -29,13 +28,13 @@ Line = tuple[str, int, str]
 
 _TORCH = importlib.util.find_spec("torch")  # not imported: `pycomm explain` answers without it
 assert _TORCH is not None
-_OWN = (
+OWN = (
     *(os.path.join(folder, "") for folder in (Path(__file__).parents[2], Path(str(_TORCH.origin)).parent)),
     threading.__file__,
     "<frozen ",
 )
 # A trainer always calls pycomm from the same line of its own, which says nothing about the script.
-_LIBRARIES = tuple(
+LIBRARIES = tuple(
     os.path.join(folder, "")
     for folder in (
         *(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
@@ -43,7 +42,7 @@ _LIBRARIES = tuple(
         site.getusersitepackages(),
     )
 )
-_native.set_origins(list(_OWN), list(_LIBRARIES))
+_native.set_origins(list(OWN), list(LIBRARIES))
 
 T = TypeVar("T")
 
@@ -178,21 +177,3 @@ def array_of(x: Any) -> tuple[str | None, int]:
         return (parts[0][0] if parts else None), sum(count for _, count in parts)
     count = x.numel() if hasattr(x, "numel") else x.size
     return str(x.dtype).removeprefix("torch."), int(count)
-
-
-def line_of(frame: FrameType | None) -> Line | None:
-    """Return the innermost line of the script, from ``frame`` outwards.
-
-    Without one, return the innermost line of a library other than pycomm and torch. Without either, as on threads that
-    pycomm and torch have started, return ``None``.
-    """
-    library: Line | None = None
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith(_OWN):
-            line = file, frame.f_lineno, frame.f_code.co_name
-            if not file.startswith(_LIBRARIES):
-                return line
-            library = library or line
-        frame = frame.f_back
-    return library

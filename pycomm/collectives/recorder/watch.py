@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import signal
 import threading
 import weakref
@@ -15,8 +16,8 @@ import pycomm._native as _native
 from pycomm.collectives.recorder.ring import DIRECTORY, Recorder, array_of
 from pycomm.errors import CommError
 
-_DIFFERS = "the ranks disagree"
-"""Text that identifies a ValueError of ranks that disagree: shared memory raises all ValueErrors in C++."""
+_DIFFERS = re.compile(r"the ranks disagree: rank \d+ called ")
+"""Text that identifies a ValueError of all ranks that they disagree: shared memory raises all ValueErrors in C++."""
 
 # Index of the argument with this rank's input (-1: none), and the range of arguments to record.
 _COLLECTIVES = {
@@ -51,13 +52,13 @@ def watch(transport: Any, group: str, ranks: Sequence[int]) -> Recorder:
         group, ranks: see :class:`Recorder`.
     """
     recorder = Recorder(group, transport.rank, ranks)
-    failed = functools.partial(_failed, weakref.ref(recorder))
+    failed = functools.partial(
+        _failed, weakref.ref(recorder), weakref.ref(transport), _unbound(transport, "all_gather")
+    )
     for name, places in (_COLLECTIVES | _MESSAGES).items():
-        call = getattr(transport, name, None)
+        call = _unbound(transport, name)
         if call is None:
             continue
-        if getattr(call, "__self__", None) is transport:
-            call = _without_self(call)
         watched = _native.watch_operation(
             recorder.ring, _CALLED.get(name, name), call, *places, name in _COLLECTIVES, array_of, failed
         )
@@ -67,20 +68,33 @@ def watch(transport: Any, group: str, ranks: Sequence[int]) -> Recorder:
     return recorder
 
 
-def _without_self(method: Any) -> Callable[..., Any]:
-    """Return a function that calls ``method`` and does not keep its object, which is about to refer to it."""
-    function, owner = method.__func__, weakref.ref(method.__self__)
+def _unbound(transport: Any, name: str) -> Callable[..., Any] | None:
+    """Return an operation of ``transport``, if it has it, without keeping the object, which is about to refer to it."""
+    method: Any = getattr(transport, name, None)
+    if getattr(method, "__self__", None) is not transport:
+        return method  # type: ignore[no-any-return]
+    function, owner = method.__func__, weakref.ref(transport)
     return lambda *args: function(owner(), *args)
 
 
-def _failed(recorder: weakref.ref[Recorder], error: BaseException) -> None:
-    found = recorder()
-    if found is None:
+def _failed(
+    recorder: weakref.ref[Recorder],
+    transport: weakref.ref[Any],
+    all_gather: Callable[..., None] | None,
+    error: BaseException,
+) -> None:
+    found, of = recorder(), transport()
+    differs = isinstance(error, ValueError) and _DIFFERS.match(str(error)) is not None
+    if found is None or of is None or not (differs or isinstance(error, CommError)):
         return
-    differs = isinstance(error, ValueError) and _DIFFERS in str(error)
-    if isinstance(error, CommError) or (differs and not found.may_differ):
-        from pycomm.collectives.recorder.dump import dump_failure
+    from pycomm.collectives.recorder.calls import add_call, add_calls
+    from pycomm.collectives.recorder.dump import dump_failure
 
+    if isinstance(error, CommError):
+        add_call(error)
+    elif all_gather is not None:
+        add_calls(error, of, all_gather)  # also of ranks that expect it, as the others do so
+    if not (differs and found.may_differ):
         dump_failure(found, str(error))
 
 
