@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -100,9 +100,6 @@ class KernelStep(FactorStep):
     def share(self, partition: Partition) -> None:
         """Partition later steps over ranks."""
         self.partition = partition
-
-    def move_home(self, params: Iterable[torch.Tensor]) -> None:
-        """Move this step's own state of ``params``, such as masters, to memory that the ranks share."""
 
     def take_whole(self, completed: Callable[[dict[str, Any], torch.Tensor], dict[str, Any]] | None) -> None:
         """Replace the state of this rank's elements by whole state.

@@ -59,13 +59,18 @@ def cast_state(value: Any, dtype: torch.dtype) -> Any:
 
 
 class Masters(dict[torch.Tensor, torch.Tensor]):
-    """Masters by parameter, which follow what is written to the parameters."""
+    """Masters by parameter, which follow what is written to the parameters.
+
+    In a step that ranks take together, masters lie where all have agreed to write. What is written to them before the
+    ranks agree, on this rank alone for all that it knows, is kept in this rank's own memory until then.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, rule: Rule | None) -> None:
         super().__init__()
         self.optimizer, self._rule = optimizer, rule
         self._is_kept: Callable[[torch.Tensor], bool] = lambda _: True
         self._stamps: dict[torch.Tensor, tuple[int, int, int]] = {}
+        self._away: set[torch.Tensor] = set()  # parameters whose masters lie in this rank's own memory
 
     def stamp_all(self) -> None:
         """Take the parameters' present values for those of their masters."""
@@ -76,8 +81,7 @@ class Masters(dict[torch.Tensor, torch.Tensor]):
         new = [p for p in params if p not in self and p.dtype in HALF and self._is_kept(p)]
         for param in new:
             check_half(param, self.optimizer, self._rule)
-            self[param] = param.detach().float()
-            self._stamps[param] = _stamp(param)
+            self.put(param, param.detach().float())
             self.cast_state(param, torch.float32)  # if the optimizer already has state
         if new:
             self._tie()
@@ -101,8 +105,9 @@ class Masters(dict[torch.Tensor, torch.Tensor]):
             del self[param], self._stamps[param]
 
     def put(self, param: torch.Tensor, master: torch.Tensor) -> None:
-        """Take ``master`` for that of ``param``, whose present value is cast from it."""
-        self[param], self._stamps[param] = master, _stamp(param)
+        """Take ``master``, in this rank's own memory, for that of ``param``, which may have been written to since."""
+        self[param], self._stamps[param] = master, (-1, -1, -1)
+        self._away.add(param)
 
     def refresh(self, partition: Partition | None) -> None:
         """Add masters of new parameters, and copy values that something else has written to known ones."""
@@ -117,11 +122,28 @@ class Masters(dict[torch.Tensor, torch.Tensor]):
                 master.data = torch.empty_like(local, dtype=master.dtype).copy_(master)
                 if is_dtensor(param):
                     self[param] = dtensor_around(master, param)
-            span = Span(0, local.numel()) if partition is None else partition.span_of(param)
+            ranks = partition if partition is not None and partition.has(param) and param not in self._away else None
+            span = Span(0, local.numel()) if ranks is None or ranks.is_shared else ranks.span_of(param)
             mine, written = span.of(master), span.of(local)
-            if not torch.equal(mine.to(local.dtype), written):
-                mine.copy_(written)
+            differ = mine.to(local.dtype) != written  # by element: so it does not matter how parameters are divided
+            if bool(differ.any()):
+                if ranks is not None and ranks.is_shared:
+                    self._move_away(param, master.clone(memory_format=torch.preserve_format))
+                    mine = span.of(self[param])
+                mine[differ] = written[differ].float()
             self._stamps[param] = _stamp(param)
+
+    def _move_away(self, param: torch.Tensor, own: torch.Tensor) -> None:
+        self[param].data = own
+        self._away.add(param)
+
+    def move_home(self, partition: Partition) -> None:
+        """Move this rank's elements to memory that the ranks share, in a step that all have agreed to take."""
+        for param in [param for param in self if param in self._away and partition.has(param)]:
+            home, span = partition.home(param, KEY, torch.float32), partition.span_of(param)
+            span.of(home).copy_(span.of(self[param]))
+            self[param].data = home
+            self._away.remove(param)
 
     def restore(self) -> None:
         """Cast all masters back to their parameters, after the masters were written to."""
@@ -131,12 +153,17 @@ class Masters(dict[torch.Tensor, torch.Tensor]):
                 self._stamps[param] = _stamp(param)
 
     def load(
-        self, state_dict: Mapping[str, Any], unscaled: Mapping[torch.Tensor, torch.Tensor], done: Callable[[], None]
+        self,
+        state_dict: Mapping[str, Any],
+        partition: Partition | None,
+        unscaled: Mapping[torch.Tensor, torch.Tensor],
+        done: Callable[[], None],
     ) -> None:
         """Load by torch's method with masters in place of parameters, so that nothing is cast to half precision.
 
         Args:
             state_dict: the optimizer's, with masters.
+            partition: ranks that step the masters together.
             unscaled, done: as for :meth:`widened`.
         """
         if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
@@ -145,8 +172,14 @@ class Masters(dict[torch.Tensor, torch.Tensor]):
         params = list(optimizer_parameters(optimizer))
         self.keep_only(lambda _: True)  # all ranks load the same, whoever steps a parameter
         self.add(params)
+        homes: dict[torch.Tensor, torch.Tensor] = {}
         try:
             numbers, saved["state"], found = without_masters(saved, params, self)
+            if partition is not None:
+                found = {param: master.detach() for param, master in found.items()}  # perhaps those that move
+                homes = {param: master.data for param, master in self.items() if partition.has(param)}
+                for param in homes:
+                    self._move_away(param, param.detach().float())
             with self.widened(unscaled, 1.0, done):
                 type(optimizer).load_state_dict(optimizer, saved)
             for number, param in zip(numbers, params, strict=True):
@@ -158,6 +191,10 @@ class Masters(dict[torch.Tensor, torch.Tensor]):
                 for param, master in found.items():
                     self[param].copy_(master)
             self.restore()
+        except BaseException:
+            for param, home in homes.items():
+                self[param].data = home
+            raise
         finally:
             self.keep_only(is_kept)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -42,8 +42,8 @@ def master_weights(optimizer: torch.optim.Optimizer) -> MasterWeights:
     and casts them back, in one kernel for torch's SGD, Adam, AdamW and RMSprop and for LARS and LAMB; for
     all other optimizers, their own ``step`` runs on the masters. ``state_dict()`` contains the masters in
     each parameter's state under "master_weight", and ``load_state_dict`` keeps everything in float32. If
-    other code writes to a parameter (``model.load_state_dict``, for example), the new value is copied to its
-    master. In-place writes through ``param.data`` are not detected, as in autograd.
+    other code writes to a parameter (``model.load_state_dict``, for example), elements that differ from their
+    master are copied to it. In-place writes through ``param.data`` are not detected, as in autograd.
 
     Call it after the model was cast (``model.half()``) and before ``attach``.
 
@@ -98,7 +98,8 @@ class MasterWeights(KernelStep):
     def masters(self, leaves_out: Callable[[torch.Tensor], bool] = lambda _: False) -> list[torch.Tensor]:
         """Return the masters, updated by writes to their parameters, except those of parameters to leave out."""
         self._masters.refresh(self.partition)
-        return [master for param, master in self._masters.items() if not leaves_out(param)]
+        params = [param for param in optimizer_parameters(self.optimizer) if param in self._masters]
+        return [self._masters[param] for param in params if not leaves_out(param)]  # in an order that all ranks have
 
     def restore(self) -> None:
         self._masters.restore()
@@ -146,6 +147,8 @@ class MasterWeights(KernelStep):
 
     def update(self, rule: Rule, scaling: PackScaling) -> None:
         self._masters.refresh(self.partition)
+        if self.partition is not None:
+            self._masters.move_home(self.partition)
         unscaled = self._unscaled.current(by_value=True)
         step_by_rule(self.optimizer, rule, scaling, self._masters, unscaled, self.partition)
         self._after_step()
@@ -182,16 +185,6 @@ class MasterWeights(KernelStep):
         self.forget()
         self._masters.stamp_all()
 
-    def move_home(self, params: Iterable[torch.Tensor]) -> None:
-        partition = self.partition
-        assert partition is not None
-        self._masters.refresh(self.partition)
-        for param in params:
-            if param in self._masters:
-                home, master = partition.home(param, KEY, torch.float32), self._masters[param]
-                partition.span_of(param).of(home).copy_(partition.span_of(param).of(master))
-                self._masters[param] = home
-
     def take_whole(self, completed: Callable[[dict[str, Any], torch.Tensor], dict[str, Any]] | None) -> None:
         super().take_whole(completed)
         for param, master in self._masters.items():
@@ -202,8 +195,8 @@ class MasterWeights(KernelStep):
     def step_alone(self) -> None:
         super().step_alone()
         for param, master in self._masters.items():
-            self._masters[param] = master.clone(memory_format=torch.preserve_format)
-        self._masters.stamp_all()
+            self._masters.put(param, master.clone(memory_format=torch.preserve_format))
+        self._masters.refresh(None)
 
     def whole_steps(self) -> WholeMasters:
         """Return these steps for ranks that step together, each its own parameters as a whole."""
@@ -221,7 +214,7 @@ class MasterWeights(KernelStep):
     def _load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load by torch's method with masters in place of parameters, so that nothing is cast to half precision."""
         self._masters.refresh(self.partition)
-        self._masters.load(state_dict, self._unscaled.current(by_value=True), self._after_step)
+        self._masters.load(state_dict, self.partition, self._unscaled.current(by_value=True), self._after_step)
 
 
 class WholeMasters:

@@ -26,7 +26,16 @@ class Span(NamedTuple):
 
 
 class Partition(Protocol):
-    """Partition of an optimizer's parameters over ranks. Each rank steps its own elements of each parameter."""
+    """Partition of an optimizer's parameters over ranks. Each rank steps its own elements of each parameter.
+
+    Attributes:
+        is_shared: whether a :meth:`home` shows what the other ranks have written there.
+    """
+
+    is_shared: bool
+
+    def has(self, param: torch.Tensor) -> bool:
+        """Return whether ranks step ``param`` together; not if it is frozen, or so new that no pass has used it."""
 
     def span_of(self, param: torch.Tensor) -> Span:
         """Return this rank's own elements of ``param``; they may be none."""

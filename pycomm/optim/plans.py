@@ -151,7 +151,8 @@ class Step:
         """Return the settings that a plan of ``group`` depends on, besides its tensors."""
         partition = self.partition
         shared = None if partition is None else ref(partition)
-        return self.rule, self.rule.keys(group), group.get("exclude"), self.counted_by_kernels, shared
+        exclude, count = group.get("exclude"), len(group["params"])
+        return self.rule, self.rule.keys(group), exclude, count, self.counted_by_kernels, shared
 
 
 class StepPlan:
@@ -183,6 +184,9 @@ class StepPlan:
             for index, target in some.items():
                 part_of[index], begins[index] = number, target.span.begin
         self._prepared = self._prepare(step, group, part_of, begins)
+        shared = {} if step.partition is None else targets
+        self._others = [index for index, target in shared.items() if target.span.begin == target.span.end]
+        self._homes = self._addresses(step, group)
 
     def _prepare(self, step: Step, group: Group, part_of: list[int], begins: list[int]) -> PreparedGroup | None:
         if step.grads or self._is_split or any(part.key.kind == FIRST for part in self._parts):
@@ -192,6 +196,13 @@ class StepPlan:
         remembered = prepared.remember(group["params"], step.optimizer.state, step.masters, part_of, begins)
         return prepared if remembered else None
 
+    def _addresses(self, step: Step, group: Group) -> list[int]:
+        """Return where the state lies that only other ranks step: arrays of it are empty here, and show no change."""
+        keys = [key for key in step.rule.keys(group) if key is not None]
+        entries = [step.optimizer.state.get(group["params"][index], {}) for index in self._others]
+        found = [entry.get(key) for entry in entries for key in keys]
+        return [0 if tensor is None else tensor.data_ptr() for tensor in found]
+
     @property
     def lasts(self) -> bool:
         """Whether the plan may fit other gradients than those it was made for."""
@@ -200,7 +211,7 @@ class StepPlan:
     def renew(self, step: Step, group: Group) -> bool:
         """Take the group's new gradients and count a step; return whether the plan still fits, else do nothing."""
         assert self._prepared is not None
-        if self._settings != step.settings(group):
+        if self._settings != step.settings(group) or self._homes != self._addresses(step, group):
             return False
         written = self._prepared.renew(group["params"], step.optimizer.state, step.masters)
         self._written = written or []

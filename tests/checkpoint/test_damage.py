@@ -21,6 +21,7 @@ import pycomm
 from pycomm.training.checkpoint.contents import check_generators, generators_state
 from pycomm.training.checkpoint.files import DamagedError, sum_of, write_json, write_sealed
 from tests.checkpoint.training import Training, training
+from tests.hosts import on_hosts
 from tests.on_ranks import on_ranks
 
 
@@ -141,10 +142,11 @@ def test_old_ones_are_removed_only_if_newer_ones_are_whole(two: Path, run: Train
     assert sorted(path.name[-1] for path in two.iterdir()) == ["3", "4"]
 
 
+@pytest.mark.parametrize(("method", "shard"), [("topk", None), ("dense", "optimizer")])
 @on_ranks(2)
-def test_every_rank_leaves_it_aside(tmp_path: Path) -> None:
-    """Even if only one of them needs the damaged file."""
-    with training("sgd", "topk") as run:
+def test_every_rank_leaves_it_aside(method: str, shard: str | None, tmp_path: Path) -> None:
+    """Even if only one of them needs the damaged file; also where the state is by parts, and gathered meanwhile."""
+    with on_hosts("ab"), training("adamw", method, shard=shard) as run:
         for step in (1, 2):
             run.step()
             path = pycomm.save(tmp_path, run.reducer, step=step, **run.more).wait()
@@ -155,6 +157,7 @@ def test_every_rank_leaves_it_aside(tmp_path: Path) -> None:
             own.write_bytes(content)
         dist.barrier()
         assert pycomm.load(tmp_path, run.reducer, **run.more) == {"step": 1}
+        run.step()
 
 
 def test_a_copy_of_the_folder_is_as_good(two: Path, run: Training, tmp_path_factory: Any) -> None:

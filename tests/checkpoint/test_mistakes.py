@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 import pycomm
 from pycomm.training.checkpoint.folder import numbers_in, unfinished
 from tests.checkpoint.training import Training, training
+from tests.hosts import on_hosts
 from tests.on_ranks import on_ranks
 from tests.reducer.attaching import grouped
 
@@ -73,6 +74,25 @@ def test_another_optimizer_or_compression(tmp_path: Path) -> None:
     refused(with_masters, "saved without pycomm.master_weights, and the optimizer here is with")
     scaler = pycomm.LossScaler()
     refused(sgd(model.parameters(), lr=1), "saved without loss_scaler, and attach was given one", loss_scaler=scaler)
+
+
+@on_ranks(2)
+def test_one_ranks_mistake_beside_state_that_is_gathered(tmp_path: Path) -> None:
+    with on_hosts("ab"), training("adamw", shard="optimizer") as run:
+        run.step()
+        keep, says = (0, "keep is 0") if dist.get_rank() == 1 else (1, "rank 1 could not save a checkpoint: keep is 0")
+        with pytest.raises(ValueError, match=says):
+            pycomm.save(tmp_path, run.reducer, keep=keep, **run.more)
+        run.step()
+        pycomm.save(tmp_path, run.reducer, **run.more).wait()
+        wanted = run.digest()
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 1:
+                patch.setattr(run.scheduler, "load_state_dict", lambda state: state["none"])
+            with pytest.raises(ValueError, match="scheduler does not take what was saved"):
+                pycomm.load(tmp_path, run.reducer, **run.more)
+        assert run.digest() == wanted
+        run.step()
 
 
 @on_ranks(2)

@@ -206,10 +206,11 @@ def _kind(option: Any) -> str | None:
     return next((name for kind, name in kinds if isinstance(option, kind)), None)
 
 
-def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Callable[[], Any] | None:
-    """Load ``state``; return a function that undoes it, or ``None`` with master weights, which are overwritten."""
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer, state: dict[str, Any], old: dict[str, Any]
+) -> Callable[[], Any] | None:
+    """Load ``state``; return a function that loads ``old``, or ``None`` with master weights, which are overwritten."""
     has_masters = stepper_of(optimizer).has_masters
-    old = optimizer.state_dict()
     optimizer.load_state_dict(state)
     if has_masters:
         return None

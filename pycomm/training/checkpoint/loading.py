@@ -67,10 +67,13 @@ def load(path: str | os.PathLike[str], reducer: Reducer, /, **more: Any) -> dict
     communicator = training.communicator
     settle(reducer)
     folder = together(communicator, "load a checkpoint", lambda: _checked_folder(path, reducer, more))
-    found, plan = _last_whole(folder, reducer, more)
+    # Gathered once: it is collective, and what follows may fail on one rank alone.
+    here = together(communicator, "load a checkpoint", lambda: contents.optimizer_state(reducer))
+    found, plan = _last_whole(folder, reducer, here, more)
     undo: Undo = []
     try:
         together(communicator, f"load {found}", lambda: plan.restore(undo))
+        together(communicator, f"load {found}", lambda: plan.restore_optimizer(undo))
     except Exception:
         for step in reversed(undo):
             try:
@@ -110,8 +113,12 @@ def _checked_folder(path: str | os.PathLike[str], reducer: Reducer, more: Mappin
     return path_of(path)
 
 
-def _last_whole(folder: Path, reducer: Reducer, more: Mapping[str, Any]) -> tuple[Path, _Plan]:
-    """Return the last checkpoint that all ranks find complete, and this rank's plan for it. Collective."""
+def _last_whole(folder: Path, reducer: Reducer, here: dict[str, Any], more: Mapping[str, Any]) -> tuple[Path, _Plan]:
+    """Return the last checkpoint that all ranks find complete, and this rank's plan for it. Collective.
+
+    Args:
+        here: result of :func:`contents.optimizer_state`, to compare with.
+    """
     communicator = reducer.attached.communicator
     listed = exchanged(communicator, "load a checkpoint", lambda: [one_line(str(folder)), numbers_in(folder)])
     for rank, (where, numbers) in enumerate(listed):
@@ -122,7 +129,7 @@ def _last_whole(folder: Path, reducer: Reducer, more: Mapping[str, Any]) -> tupl
     damages = []
     for number in reversed(numbers):
         path, found = whole(folder, number), list[_Plan]()
-        look = functools.partial(_damage, path, reducer, more, found)
+        look = functools.partial(_damage, path, reducer, here, more, found)
         everyones = exchanged(communicator, f"load {path}", look)
         damage = next((each for each in everyones if each), None)
         if damage is None:
@@ -133,15 +140,15 @@ def _last_whole(folder: Path, reducer: Reducer, more: Mapping[str, Any]) -> tupl
     raise ValueError(f"no checkpoint in {folder} is whole: {'; '.join(damages)}")
 
 
-def _damage(path: Path, reducer: Reducer, more: Mapping[str, Any], found: list[_Plan]) -> str:
+def _damage(path: Path, reducer: Reducer, here: dict[str, Any], more: Mapping[str, Any], found: list[_Plan]) -> str:
     """Return the damage of a checkpoint, or "" after appending this rank's plan for it to ``found``."""
     communicator = reducer.attached.communicator
     try:
         checkpoint = Checkpoint(path)
-        old, here = checkpoint.world_size, communicator.rank
-        checkpoint.check({here} if old == communicator.size else set(range(old)))
+        old, rank = checkpoint.world_size, communicator.rank
+        checkpoint.check({rank} if old == communicator.size else set(range(old)))
         with _of(path):
-            found.append(_Plan(checkpoint, reducer, more))
+            found.append(_Plan(checkpoint, reducer, here, more))
     except DamagedError as error:
         return str(error) if str(path) in str(error) else f"{path}: {error}"
     except MemoryError:
@@ -152,7 +159,7 @@ def _damage(path: Path, reducer: Reducer, more: Mapping[str, Any], found: list[_
 class _Plan:
     """Values of a checkpoint for this rank, read into memory and checked."""
 
-    def __init__(self, checkpoint: Checkpoint, reducer: Reducer, more: Mapping[str, Any]) -> None:
+    def __init__(self, checkpoint: Checkpoint, reducer: Reducer, here: dict[str, Any], more: Mapping[str, Any]) -> None:
         self._reducer, self._more, self._path = reducer, more, checkpoint.path
         communicator = reducer.attached.communicator
         saved = Saved(checkpoint, communicator.rank, communicator.size)
@@ -168,10 +175,9 @@ class _Plan:
         _check_tensors("buffer", self._saved_buffers, self._buffers)
         self._extra = checked(saved.value("extra"), MapOf(ANYTHING), f"{what}: extra")
         _check_keys("module with extra state", self._extra.keys(), self._modules.keys())
-        here = contents.optimizer_state(reducer)
         optimizer = checked(saved.value("optimizer", here), _OPTIMIZER, f"{what}: optimizer")
         contents.check_optimizer(optimizer, here, stepper_of(reducer.optimizer).has_masters)
-        self._optimizer = optimizer["state_dict"]
+        self._optimizer, self._old = optimizer["state_dict"], here["state_dict"]
         states = saved.of_all("compression")
         self._compression = [checked(each, _COMPRESSION, f"{what}: compression") for each in states]
         with _named(f"{checkpoint.path}: compression", DamagedError):
@@ -191,7 +197,7 @@ class _Plan:
             raise ValueError(f"it was saved {there} loss_scaler, and attach was given {here}")
 
     def restore(self, undo: Undo) -> None:
-        """Restore everything that may still fail; append functions that undo it to ``undo``."""
+        """Restore what is the user's and may fail; append functions that undo it to ``undo``."""
         own = [(name, self._more[name], state) for name, state in self._states.items()]
         if self._scaler is not None:
             own.append(("loss_scaler", self._scaler, self._scaler_state))
@@ -204,10 +210,13 @@ class _Plan:
                 undo.append(functools.partial(module.set_extra_state, copy.deepcopy(module.get_extra_state())))
                 with _named(f"module {name!r}"):
                     module.set_extra_state(self._extra[name])
-            with _named("the optimizer"):
-                undone = contents.restore_optimizer(self._reducer.optimizer, self._optimizer)
-            if undone is not None:
-                undo.append(undone)
+
+    def restore_optimizer(self, undo: Undo) -> None:
+        """Restore the optimizer, likewise; after all others, as ranks compare what they have loaded into it."""
+        with _of(self._path), _named("the optimizer"):
+            undone = contents.restore_optimizer(self._reducer.optimizer, self._optimizer, self._old)
+        if undone is not None:
+            undo.append(undone)
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -157,15 +157,18 @@ def _agree(
     path: str | os.PathLike[str], reducer: Reducer, keep: int, more: Mapping[str, Any], error: BaseException | None
 ) -> tuple[Path, list[Section], set[str]]:
     """Return the directory, this rank's sections, and the names of sections that are equal on all ranks. Collective."""
-    training, sections, folders = reducer.attached, list[Section](), list[Path]()
+    training, sections = reducer.attached, list[Section]()
 
-    def look() -> dict[str, Any]:
+    def check() -> Path:
         if error is not None:
             raise error
-        folders.append(path_of(path))
+        folder = path_of(path)
         checks.count("keep", keep, 1)
         if training.is_window_open:
             raise RuntimeError("save inside an accumulation window: call flush() and step first, or save later")
+        return folder
+
+    def look() -> dict[str, Any]:
         sections.extend(collect(reducer, more))
         layout = "\n".join(_lines(sections))
         return {
@@ -174,6 +177,7 @@ def _agree(
         }
 
     communicator = training.communicator
+    folder = together(communicator, "save a checkpoint", check)  # before the state is gathered, which is collective
     everyones = exchanged(communicator, "save a checkpoint", look)
     mine = everyones[communicator.rank]
     if any(other["layout"] != mine["layout"] for other in everyones):
@@ -182,7 +186,7 @@ def _agree(
     for name, digest in mine["digests"].items():
         if all(other["digests"][name] == digest for other in everyones):
             shared.add(name)
-    return folders[0], sections, shared
+    return folder, sections, shared
 
 
 def _lines(sections: list[Section]) -> list[str]:

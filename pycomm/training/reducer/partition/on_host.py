@@ -109,6 +109,8 @@ class HostSegment(Segment):
 class HostPartition(StepPartition):
     """Partition over ranks that all reach one memory."""
 
+    is_shared = True
+
     def __init__(
         self,
         communicator: Communicator,
@@ -128,8 +130,6 @@ class HostPartition(StepPartition):
             shares = self._shares_of(flight.bucket, flight.slots)
             segment = HostSegment(flight.bucket, params, shares, rank, self._memory)
             self._settle_in(flight, segment)
-            self._stepper.move_home(params)
-        self._communicator.barrier()  # all ranks have written shared memory
 
     def release(self) -> None:
         self._memory.release()

@@ -39,8 +39,8 @@ class Owners:
         return self._owners[param]
 
     def is_own(self, param: torch.Tensor) -> bool:
-        """Return whether this rank owns ``param``; of one that is new, nobody does yet."""
-        return self._owners.get(param) == self._rank
+        """Return whether this rank owns ``param``; of one that is new, which nobody steps yet, each rank does."""
+        return self._owners.get(param, self._rank) == self._rank
 
     def own(self) -> list[torch.Tensor]:
         return [param for param, owner in self._owners.items() if owner == self._rank]

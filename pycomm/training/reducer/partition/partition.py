@@ -74,10 +74,13 @@ class StepPartition:
         order: ranks in the order in which their parts of a bucket lie.
 
     Attributes:
+        is_shared: whether ranks share the state's memory.
         has_full_grad: whether every rank gets all averages.
         whole: step of whole parameters; ``None`` if kernels step.
         comparison: what ranks compare before each step.
     """
+
+    is_shared = False
 
     def __init__(
         self,
@@ -141,6 +144,9 @@ class StepPartition:
             param.data = place
         self._flights.append(flight)
 
+    def has(self, param: torch.Tensor) -> bool:
+        return param in self._places
+
     def span_of(self, param: torch.Tensor) -> Span:
         segment, index = self._places[param]
         return segment.spans[index]
@@ -191,7 +197,7 @@ class StepPartition:
             self._communicator.refuse(str(error))  # the others are about to vote on the step
             raise
         try:
-            is_taken = self._agree(factor, is_skipped)
+            is_taken = self.comparison.agree(self._flights, is_skipped=is_skipped, factor=factor)
         except CommError as error:
             if not isinstance(error, DamageError):
                 self._lost(optimizer, error)  # others may have completed the vote
@@ -252,10 +258,6 @@ class StepPartition:
                     raise ValueError(f"the gradient of {slot.name!r} {_WRITTEN}")
         if has_written_unscaled(optimizer):
             raise ValueError(f"a gradient of MasterWeights.parameters() {_WRITTEN}")
-
-    def _agree(self, factor: Factor, is_skipped: bool) -> bool:
-        """Return whether no rank skips the step; see :meth:`StepComparison.agree`. Collective."""
-        return self.comparison.agree(self._flights, is_skipped=is_skipped, factor=factor)
 
 
 def _whole_step(

@@ -23,7 +23,6 @@ from pycomm.collectives.transport.gpu import GpuWork
 from pycomm.collectives.transport.rendezvous import order_of
 from pycomm.errors import CommError
 from pycomm.optim.parameters import optimizer_parameters
-from pycomm.optim.step_override import Factor
 from pycomm.training.reducer.buckets import BucketInFlight
 from pycomm.training.reducer.partition.partition import GpuMemory, Memory, Segment, StepPartition, begins_of
 from pycomm.training.reducer.replica_differences import DamageError
@@ -82,7 +81,6 @@ class SpreadPartition(StepPartition):
     ) -> None:
         self._optimizer, self._on_gpu = optimizer, on_gpu
         self._segments: dict[BucketInFlight, SpreadSegment] = {}
-        self._at_home: set[torch.Tensor] = set()  # parameters whose masters are kept by parts
         self._is_lost = False
         order = order_of(communicator.channel.transport.hosts)
         super().__init__(communicator, optimizer, module, settings, order, on_gpu)
@@ -106,14 +104,6 @@ class SpreadPartition(StepPartition):
             self._lost(self._optimizer, error)
 
     # Steps.
-
-    def _agree(self, factor: Factor, is_skipped: bool) -> bool:
-        is_taken = super()._agree(factor, is_skipped)
-        if is_taken:
-            new = self._places.keys() - self._at_home
-            self._stepper.move_home([param for param in self._places if param in new])
-            self._at_home |= new
-        return is_taken
 
     def _lost(self, optimizer: torch.optim.Optimizer, error: BaseException) -> None:
         if not self._is_lost:
@@ -181,4 +171,3 @@ class SpreadPartition(StepPartition):
             self._stepper.take_whole(None)
         super().move_out()
         self._segments.clear()
-        self._at_home.clear()

@@ -92,6 +92,8 @@ class WholeStep:
     def settle(self, flights: Iterable[BucketInFlight]) -> None:
         """Note where the parameters of ``flights`` lie from now on, in memory that others read or get values from."""
         self._places.update({slot.param: slot.param.detach() for flight in flights for slot in flight.slots})
+        if self.is_divided:  # new parameters have owners now
+            self._stepping.keep_only(self.owners.is_own)
 
     # Steps.
 
@@ -136,9 +138,6 @@ class WholeStep:
         for name, method in self._methods.items():
             if callable(method):
                 vars(self.optimizer)[name] = functools.partial(self.call, method)
-
-    def move_home(self, params: Iterable[torch.Tensor]) -> None:
-        """State stays in this rank's own memory."""
 
     def take_whole(self, completed: object) -> None:
         """State has been gathered by :meth:`step_alone`."""
