@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.ranks import free_port
 from tests.test_shape import FUNCTIONS, imported, parsed, python_files
 
-BUDGET = 26_600
+BUDGET = 26_100
 """Lines of Python that a change may not exceed without saying why in its message."""
 
 THREE_STEPS = """
@@ -34,6 +34,7 @@ dist.barrier()
 
 IN_FUNCTIONS = {
     "pycomm.collectives.backend._make": "for users of the backend",
+    "pycomm.collectives.backend.make_group": "for users of the backend",
     "pycomm.collectives.backend.stats": "for users of the backend",
     "pycomm.collectives.recorder.watch._failed": "writes a file after a failure",
     "pycomm.collectives.recorder.watch._on_signal": "writes a file on SIGUSR2",
