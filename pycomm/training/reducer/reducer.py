@@ -292,7 +292,7 @@ class Reducer:
         self._window.complete = False  # the weight is that of the next pass
         is_first = not self._window.weights.in_use
         factor = self._window.weights.set(num_samples, self._window.num_passes)
-        if is_first and self._settings.accumulates and self._communicator.rank == 0:
+        if is_first and self._settings.accumulates:
             why = "with weights, the loss must not be divided by the number of passes, as .grad is a mean over samples"
             _LOG.warning("set_weight() with accumulate=%s: %s", self._settings.passes, why)
         if self._idle:
