@@ -375,7 +375,7 @@ class ParameterServer:
             self._params[piece.index].view(-1)[piece.begin : piece.end].copy_(values)
             begin += piece.size
         if self._core.buffers is not None:
-            self._buffers.write(self._core.buffers.now)
+            self._buffers.write(self._core.buffers.at(self._core.shard.num_updates))
 
     def close(self) -> None:
         """End this worker; on a serving rank, serve until all workers have ended. Idempotent."""
