@@ -171,12 +171,111 @@ def test_it_goes_on_from_its_state(options: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match="not a LocalAverager"):
             handle.load_state_dict({})
         velocities = {} if has_velocity else {"0.weight": torch.zeros(5, 6)}
+        state = {**handle.state_dict(), "velocities": velocities}
         with pytest.raises(ValueError, match="another outer optimizer"):
-            handle.load_state_dict({**handle.state_dict(), "velocities": velocities})
+            handle.load_state_dict(state)
+        state = {**handle.state_dict(), "compression": {"other": {}}}
         with pytest.raises(ValueError, match="compression"):
-            handle.load_state_dict({**handle.state_dict(), "compression": {"other": {}}})
+            handle.load_state_dict(state)
         handle.detach()
     assert torch.equal(ends[0], ends[1])
+
+
+def contributions(state: dict[str, Any]) -> torch.Tensor:
+    """Return the residuals in a state, flat; rounded as they are kept."""
+    entries = state["compression"].items()
+    return torch.cat([entry["residual"].double().reshape(-1) for _, entry in sorted(entries)])
+
+
+def trained(handle: Any, model: torch.nn.Module, steps: range, rank: int) -> None:
+    for step in steps:
+        handle.optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        handle.optimizer.step()
+
+
+METHODS = [pycomm.ChunkTopK(8, decay=0.95), pycomm.TopK(0.2), pycomm.Int8(), pycomm.PowerSGD(1)]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
+@pytest.mark.parametrize("how", ["rank 0's on all", "of fewer ranks", "another order", "their own"])
+@on_ranks(3, timeout=TIMEOUT)
+def test_the_sum_of_residuals_is_kept_whoever_loads_them(how: str, method: Any) -> None:
+    rank = dist.get_rank()
+    options: dict[str, Any] = {"every": 2, "outer": pycomm.Nesterov(1.0, 0.0), "timeout": 60}
+    few = dist.new_group([0, 1])
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    handle = pycomm.local_sgd(optimizer, model, compression=method, **options)
+    trained(handle, model, range(6), rank)
+    state = handle.state_dict()
+    handle.detach()
+    assert state["identity"] == {"rank": rank, "world_size": 3}
+    states: list[Any] = [None] * 3
+    dist.all_gather_object(states, state)
+    wanted = torch.stack([contributions(each) for each in states]).sum(0)
+    assert wanted.abs().max() > 1e-4
+    group = few if how == "of fewer ranks" else dist.group.WORLD
+    if how == "of fewer ranks" and rank == 2:
+        return
+    given = {"rank 0's on all": 0, "another order": (rank + 1) % 3}.get(how, rank)
+    again = model_of()
+    handle = pycomm.local_sgd(
+        torch.optim.SGD(again.parameters(), 0.05), again, compression=method, process_group=group, **options
+    )
+    again.load_state_dict(model.state_dict())
+    handle.load_state_dict(states[given])
+    loaded: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(loaded, contributions(handle.state_dict()), group=group)
+    torch.testing.assert_close(torch.stack(loaded).sum(0), wanted, rtol=1e-5, atol=1e-7)
+    if how == "their own":
+        assert torch.equal(loaded[rank], contributions(state))
+    trained(handle, again, range(6, 8), rank)
+    handle.detach()
+
+
+@on_ranks(2, timeout=TIMEOUT)
+def test_a_state_without_residuals_loads_anywhere() -> None:
+    rank, ends = dist.get_rank(), []
+    for given in (rank, 0):
+        model = model_of()
+        handle = pycomm.local_sgd(
+            torch.optim.SGD(model.parameters(), 0.05), model, every=2, outer=pycomm.Nesterov(), timeout=60
+        )
+        trained(handle, model, range(4), rank)
+        states: list[Any] = [None] * 2
+        if rank == 0 or given:  # not collective: rank 0 may save alone
+            states[rank] = handle.state_dict()
+        dist.broadcast_object_list(states, 0)
+        if given:
+            states[rank] = handle.state_dict()
+        handle.detach()
+        again = model_of()
+        handle = pycomm.local_sgd(
+            torch.optim.SGD(again.parameters(), 0.05), again, every=2, outer=pycomm.Nesterov(), timeout=60
+        )
+        again.load_state_dict(model.state_dict())
+        handle.load_state_dict(states[given])
+        trained(handle, again, range(4, 8), rank)
+        ends.append(flat(again))
+        handle.detach()
+    assert torch.equal(ends[0], ends[1])
+
+
+@on_ranks(2, timeout=TIMEOUT)
+def test_a_state_that_does_not_fit_one_rank_is_an_error_on_all() -> None:
+    model = model_of()
+    handle = pycomm.local_sgd(
+        torch.optim.SGD(model.parameters(), 0.05), model, every=2, compression=pycomm.TopK(0.2), timeout=60
+    )
+    trained(handle, model, range(2), dist.get_rank())
+    state = handle.state_dict()
+    before = contributions(state)
+    wrong = {**state, "compression": {}} if dist.get_rank() == 1 else state
+    with pytest.raises(ValueError, match=r"state\['compression'\] is of another compression"):
+        handle.load_state_dict(wrong)
+    assert torch.equal(contributions(handle.state_dict()), before)
+    handle.detach()
 
 
 def make(options: dict[str, Any]) -> None:
@@ -207,7 +306,6 @@ def make(options: dict[str, Any]) -> None:
         ({"every": 4, "compression": "auto"}, "name a method"),
         ({"every": 4, "on_failure": "ignore"}, "on_failure is 'ignore'"),
         ({"every": 4, "other": {"delay": 1}}, "the ranks disagree: setting"),
-        ({"every": 4, "dtype": torch.float16}, "parameters are torch.float16"),
         ({"every": 4, "params": 3}, "does not belong to the optimizer"),
         ({"every": 4, "other": {"every": 5}}, "the ranks disagree: setting"),
     ],

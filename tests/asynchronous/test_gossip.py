@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -109,7 +109,7 @@ def test_thirds_in_float32_make_no_drift() -> None:
 
 
 def make(options: dict[str, Any]) -> None:
-    model = model_of()
+    model = model_of(options.pop("dtype", torch.float64))
     pycomm.gossip(torch.optim.SGD(model.parameters(), 0.1), model, timeout=60, **options).detach()
 
 
@@ -124,6 +124,7 @@ def make(options: dict[str, Any]) -> None:
         ({"topology": [[1.0]]}, "wanted weights of 2 by 2 ranks"),
         ({"topology": 3.0}, "wanted weights of 2 by 2 ranks"),
         ({"every": 0}, "every"),
+        ({"dtype": torch.float16}, "parameters are torch.float16 on cpu, wanted all float32 or all float64"),
     ],
 )
 def test_mistakes_are_told_to_all(rank_pools: Pools, options: dict[str, Any], problem: str) -> None:
@@ -192,3 +193,72 @@ def test_a_rank_that_dies_is_an_error_to_all_in_turn(new_ranks: Pools, topology:
         first, second = outcomes[rank].result
         assert "rank " in first
         assert "closed" in second
+
+
+def spoil(topology: str, value: float, where: str) -> tuple[str, bool]:
+    """Return the error of this rank, and whether its parameters are finite, if rank 1's once are not."""
+    rank, model = dist.get_rank(), cast(Any, model_of())
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    handle = pycomm.gossip(optimizer, model, topology=topology, every=1, timeout=20)
+    error = ""
+    try:
+        for step in range(12):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            if rank == 1 and step == 5:
+                with torch.no_grad():
+                    (model[2].bias if where == "parameter" else model[2].bias.grad)[1] = value
+            optimizer.step()
+    except RuntimeError as problem:
+        error = str(problem)
+    handle.detach()
+    return error, all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+@pytest.mark.parametrize("topology", ["ring", "exponential", "random"])
+@pytest.mark.parametrize(("value", "where"), [(float("nan"), "parameter"), (float("inf"), "gradient")])
+def test_what_is_not_finite_spreads_to_no_other_rank(new_ranks: Pools, topology: str, value: float, where: str) -> None:
+    told = new_ranks(4).run(spoil, topology, value, where, timeout=TIMEOUT)
+    for rank, (error, is_finite) in enumerate(told):
+        assert "'2.bias' is not finite on rank 1" in error
+        assert is_finite == (rank != 1)
+
+
+@on_ranks(3, timeout=TIMEOUT)
+def test_a_mean_of_what_is_not_finite_is_an_error_on_all_ranks_and_changes_nothing() -> None:
+    rank, model = dist.get_rank(), cast(Any, model_of())
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    handle = pycomm.gossip(optimizer, model, every=100, timeout=60)
+    loss_of(model, rank, 0).backward()
+    optimizer.step()
+    kept = flat(model).clone()
+    with torch.no_grad():
+        model[0].weight[1, 1] = float("inf") if rank == 2 else 1.0
+    before = flat(model).clone()
+    with pytest.raises(RuntimeError, match="no mean: '0.weight' is not finite on rank 2"):
+        handle.average()
+    assert torch.equal(flat(model), before)
+    torch.nn.utils.vector_to_parameters(kept, model.parameters())  # mended
+    handle.average()
+    everyones = [torch.empty_like(kept) for _ in range(3)]
+    dist.all_gather(everyones, kept)
+    torch.testing.assert_close(flat(model), torch.stack(everyones).mean(0), rtol=1e-12, atol=1e-12)
+    handle.detach()
+
+
+@on_ranks(2, timeout=TIMEOUT, fresh=True)
+def test_numbers_too_large_to_be_mixed_stay_as_they_are() -> None:
+    """Push-sum adds what a rank gets of others before it divides."""
+    model = torch.nn.Linear(2, 2, bias=False)
+    torch.nn.init.constant_(model.weight, 3e38)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    handle = pycomm.gossip(optimizer, model, topology=[[0.9, 0.6], [0.1, 0.4]], timeout=20)
+    problem = ""
+    for _ in range(4):
+        try:
+            handle.mix()
+        except RuntimeError as error:
+            problem = problem or str(error)
+    assert "'weight' is finite, but too large to be mixed on rank 0" in problem
+    assert model.weight.isfinite().all()
+    handle.detach()

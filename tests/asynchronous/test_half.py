@@ -1,4 +1,4 @@
-"""Half-precision parameters: servers have float32 masters, and workers what these round to."""
+"""Half-precision parameters: servers have float32 masters, and workers what these round to; local SGD too."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 import pycomm
 from pycomm.training.asynchronous.parameter_server import ParameterServer
 from tests.hosts import on_hosts
-from tests.on_ranks import Pools
+from tests.on_ranks import Pools, on_ranks
 
 TIMEOUT = 110.0
 STEPS = 12
@@ -170,3 +170,141 @@ def test_compressed_half_gradients_are_their_simulation(rank_pools: Pools, dtype
     served, pulled, _ = rank_pools(3).run(train_compressed, dtype, hosts, timeout=TIMEOUT)
     assert torch.equal(served, pulled)
     torch.testing.assert_close(pulled.double(), wanted, rtol=torch.finfo(dtype).eps, atol=1e-5)
+
+
+# Local SGD.
+
+OUTERS = {"mean": None, "DiLoCo": pycomm.Nesterov(0.7, 0.9), "elastic": pycomm.Elastic(0.8)}
+
+
+def gradients_of_rank(model: nn.Module, rank: int, step: int) -> list[torch.Tensor]:
+    return gradients_of(model, 1000 * rank + step)
+
+
+class Reference:
+    """Ranks that meet every two steps, in one process: what is kept between meetings is float32.
+
+    Attributes:
+        kept: each rank's parameters, or their masters.
+    """
+
+    def __init__(self, dtype: torch.dtype, outer: Any, size: int, *, has_masters: bool) -> None:
+        self._outer, self._size = outer, size
+        models = [model_of(dtype) for _ in range(size)]
+        halves = [[nn.Parameter(p.detach()) for p in model.parameters()] for model in models]
+        self.kept = [[nn.Parameter(p.float()) for p in each] for each in halves] if has_masters else halves
+        self._optimizers = [torch.optim.SGD(each, 2.0**-7, momentum=0.5) for each in self.kept]
+        self.anchors = [p.detach().float().clone() for p in self.kept[0]]
+        self._velocities = [torch.zeros_like(a) for a in self.anchors]
+
+    @torch.no_grad()
+    def step(self, model: nn.Module, number: int) -> None:
+        for rank, (params, optimizer) in enumerate(zip(self.kept, self._optimizers, strict=True)):
+            for p, g in zip(params, gradients_of_rank(model, rank, number), strict=True):
+                p.grad = g.to(p.dtype)
+            optimizer.step()
+        if number % 2:
+            for i, (anchor, velocity) in enumerate(zip(self.anchors, self._velocities, strict=True)):
+                self._meet([each[i] for each in self.kept], anchor, velocity)
+
+    def _meet(self, params: list[nn.Parameter], anchor: torch.Tensor, velocity: torch.Tensor) -> None:
+        apart = torch.stack([anchor - p.float() for p in params])
+        moved = apart.sum(0) / self._size
+        if isinstance(self._outer, pycomm.Elastic):
+            for p, d in zip(params, apart, strict=True):
+                p.copy_(p.float() + self._outer.strength / self._size * d)
+            anchor -= self._outer.strength * moved
+            return
+        if isinstance(self._outer, pycomm.Nesterov):
+            velocity.mul_(self._outer.momentum).add_(moved)
+            moved = self._outer.lr * (moved + self._outer.momentum * velocity)
+        anchor -= moved
+        for p in params:
+            p.copy_(anchor)
+
+
+@pytest.mark.parametrize("outer", OUTERS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.filterwarnings("ignore:SGD updates parameter")
+@on_ranks(2, timeout=TIMEOUT)
+def test_local_sgd_averages_half_precision_in_float32(dtype: torch.dtype, outer: str) -> None:
+    rank, model = dist.get_rank(), model_of(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), 2.0**-7, momentum=0.5)
+    handle = pycomm.local_sgd(optimizer, model, every=2, outer=OUTERS[outer], timeout=60)
+    reference, names = Reference(dtype, OUTERS[outer], 2, has_masters=False), [n for n, _ in model.named_parameters()]
+    for step in range(STEPS):
+        for p, g in zip(model.parameters(), gradients_of_rank(model, rank, step), strict=True):
+            p.grad = g
+        optimizer.step()
+        reference.step(model, step)
+        for p, wanted in zip(model.parameters(), reference.kept[rank], strict=True):
+            torch.testing.assert_close(p, wanted, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+        anchors = handle.state_dict()["anchors"]
+        for name, anchor in zip(names, reference.anchors, strict=True):
+            assert anchors[name].dtype == torch.float32
+            torch.testing.assert_close(anchors[name], anchor, rtol=1e-5, atol=1e-6)
+    rounded = [a.to(dtype).float() for a in anchors.values()]
+    assert any(not torch.equal(a, r) for a, r in zip(anchors.values(), rounded, strict=True)), (
+        "more than half precision"
+    )
+    handle.detach()
+
+
+@pytest.mark.parametrize("outer", OUTERS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@on_ranks(3, timeout=TIMEOUT)
+def test_local_sgd_averages_masters_where_there_are_some(dtype: torch.dtype, outer: str) -> None:
+    """Rank 0's masters are those of all at first, also below the precision of the parameters."""
+    rank, model = dist.get_rank(), model_of(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), 2.0**-7, momentum=0.5)
+    masters = pycomm.master_weights(optimizer)
+    reference = Reference(dtype, OUTERS[outer], 3, has_masters=True)
+    with torch.no_grad():
+        for own in masters.parameters():
+            own.add_(torch.finfo(dtype).eps / 8 * own.abs() * (rank + 1))
+        for params in reference.kept:
+            for p in params:
+                p.add_(torch.finfo(dtype).eps / 8 * p.abs())
+        for anchor, p in zip(reference.anchors, reference.kept[0], strict=True):
+            anchor.copy_(p)
+    handle = pycomm.local_sgd(optimizer, model, every=2, outer=OUTERS[outer], timeout=60)
+    for step in range(STEPS):
+        for p, g in zip(model.parameters(), gradients_of_rank(model, rank, step), strict=True):
+            p.grad = g
+        optimizer.step()
+        reference.step(model, step)
+        for own, p, wanted in zip(masters.parameters(), model.parameters(), reference.kept[rank], strict=True):
+            torch.testing.assert_close(own.detach(), wanted.detach(), rtol=2e-6, atol=1e-7)
+            assert torch.equal(p, own.to(dtype)), "parameters are their masters, rounded"
+    everyones: list[Any] = [None] * 3
+    dist.all_gather_object(everyones, [own.detach() for own in masters.parameters()])
+    if outer != "elastic":
+        assert all(map(torch.equal, everyones[0], everyones[1]))
+    handle.detach()
+
+
+@pytest.mark.filterwarnings("ignore:SGD updates parameter")
+@on_ranks(2, timeout=TIMEOUT)
+def test_local_sgd_takes_half_precision_beside_float32_and_refuses_other_mixtures() -> None:
+    rank = dist.get_rank()
+    model: nn.Module = nn.Sequential(nn.Linear(4, 3).bfloat16(), nn.LayerNorm(3).float())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    handle = pycomm.local_sgd(optimizer, model, every=1, timeout=60)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, rank + 1)
+    before = [p.detach().float().clone() for p in model.parameters()]
+    optimizer.step()
+    for p, old in zip(model.parameters(), before, strict=True):
+        own = [(old.to(p.dtype) - 0.1 * torch.full_like(p, r + 1)).float() for r in range(2)]
+        torch.testing.assert_close(p.detach(), ((own[0] + own[1]) / 2).to(p.dtype))
+    handle.detach()
+    for dtype in (torch.float64, torch.complex64):
+        mixed = nn.ParameterList([nn.Parameter(torch.ones(2, dtype=d)) for d in (torch.bfloat16, dtype)])
+        with pytest.raises(ValueError, match="wanted all float64, or float32 and half types, on one device"):
+            pycomm.local_sgd(torch.optim.SGD(mixed.parameters(), 0.1), mixed, every=1, timeout=60)
+    model = model_of(torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if rank == 1:
+        pycomm.master_weights(optimizer)
+    with pytest.raises(ValueError, match="the ranks disagree: setting .* 'master weights"):
+        pycomm.local_sgd(optimizer, model, every=1, timeout=60)

@@ -41,6 +41,16 @@ def test_a_run_goes_on_from_a_checkpoint(method: Any) -> None:
                 close(grad, grads[name], 1e-9)
 
 
+@on_ranks(2)
+def test_a_state_without_residuals_loads_on_any_rank() -> None:
+    with wrapped(OutOfOrder(), None) as (model, handle):
+        step(model, 0)
+        states = [handle.state_dict()]
+        dist.broadcast_object_list(states, 0)
+        handle.load_state_dict(states[0])
+        handle.load_state_dict({**states[0], "world_size": 5})
+
+
 @pytest.mark.parametrize("method", [pycomm.TopK(0.1), pycomm.DGC(0.1)], ids=repr)
 @on_ranks(2)
 def test_attach_and_the_hook_load_each_others_state(method: Any) -> None:

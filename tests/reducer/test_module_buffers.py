@@ -120,6 +120,55 @@ def test_expanded_buffers_are_averaged_once() -> None:
         assert model.mask.stride() == (0, 1)
 
 
+class Constant(nn.Module):
+    """Model with a table, of any dtype, that never changes, and running statistics."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.body, self.norm = make_model(), nn.BatchNorm1d(5)
+        self.register_buffer("table", torch.randn(5000, generator=torch.Generator().manual_seed(0)).to(dtype))
+        self.register_buffer("mask", torch.full((3, 3), -torch.inf).to(dtype).triu(1))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.norm(self.body(x).float()).to(x.dtype)
+
+
+@pytest.mark.parametrize("over", [False, True], ids=["shared memory", "torch.distributed"])
+@on_ranks(3)
+def test_buffers_that_are_equal_on_all_ranks_are_not_written(over: bool) -> None:
+    """(x + x + x) / 3 is not x for 15 % of all numbers."""
+    rank = dist.get_rank()
+    with over_torch(over):
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+            model: Any = Constant(dtype)
+            before, versions = model.table.clone(), (model.table._version, model.mask._version)
+            optimizer = sgd(model)
+            with attached(optimizer, model, buffers="average"):
+                for step in range(4):
+                    optimizer.zero_grad()
+                    loss_of(model, rank, step).backward()
+                    optimizer.step()
+            assert torch.equal(model.table, before)
+            assert (model.table._version, model.mask._version) == versions
+            everyones: list[Any] = [None] * 3
+            dist.all_gather_object(everyones, model.norm.running_mean)
+            assert all(torch.equal(each, everyones[0]) for each in everyones)
+            assert everyones[0].abs().sum() > 0.0
+
+
+@on_ranks(3)
+def test_statistics_are_the_mean_over_the_ranks() -> None:
+    rank = dist.get_rank()
+    model: Any = Masked()
+    with attached(sgd(model), model, buffers="average"):
+        own = torch.randn(8, generator=torch.Generator().manual_seed(rank))
+        model.mask.copy_(own)
+        everyones = [torch.empty(8) for _ in range(3)]
+        dist.all_gather(everyones, own)
+        loss_of(model, rank, 0).backward()
+        torch.testing.assert_close(model.mask.double(), torch.stack(everyones).double().mean(0), rtol=1e-6, atol=1e-7)
+
+
 @on_ranks(2)
 def test_ignored_buffers_stay() -> None:
     rank = dist.get_rank()

@@ -108,6 +108,25 @@ def test_states_that_do_not_fit() -> None:
         reducer.load_state_dict(state)
 
 
+@pytest.mark.parametrize("method", [None, "fp16", pycomm.QSGD(4)], ids=str)
+@on_ranks(2)
+def test_a_state_without_residuals_loads_on_any_number_of_ranks(method: Any) -> None:
+    """Rank 0 saves, and all load."""
+    model = make_model(dtype=torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attached(optimizer, model, compression=method) as reducer:
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(model, dist.get_rank(), step).backward()
+            optimizer.step()
+        states = [reducer.state_dict()]
+        dist.broadcast_object_list(states, 0)
+        assert list(states[0]["ranks"]) == ["0"]
+        reducer.load_state_dict(states[0])
+        reducer.load_state_dict({**states[0], "world_size": 7})
+        assert reducer.state_dict()["steps"] == states[0]["steps"]
+
+
 @on_ranks(2)
 def test_states_that_are_none() -> None:
     """Contents of the wrong kind: an error that says where, and what was there before stays."""

@@ -95,9 +95,9 @@ class MeetingBuffers:
         means = [(c.name, c.value.view(c.dtype), mean.view(c.dtype)) for c, mean in changes if c.dtype in AVERAGED]
         means = [each for each in means if self.mode == "average" and not each[2].isfinite().all()]
         if means:  # alike on all ranks
-            is_lost = any(bool((own.isfinite() & ~mean.isfinite()).any()) for _, own, mean in means)
-            if any(channel.all_gather_number(is_lost)):
-                why = name_of_not_finite(self._communicator, [(name, own) for name, own, _ in means])
+            lost = [bool((own.isfinite() & ~mean.isfinite()).any()) for _, own, mean in means]
+            if numbers := list(filter(None, channel.all_gather_number(1 + lost.index(True) if any(lost) else 0))):
+                why = name_of_not_finite(self._communicator, [means[numbers[0] - 1][:2]])
                 raise RuntimeError(f"the buffers of the ranks have no mean: {why}")
         return {content.name: value for content, value in changes}
 
@@ -130,23 +130,33 @@ def _combined(contents: Sequence[BufferContent], flats: Sequence[torch.Tensor], 
 
 
 class ServerBuffers:
-    """Buffers that a server hands out: its own at first, then those that its workers have pushed last, combined.
+    """Buffers that a server hands out: its own at first, then those that its workers had pushed last at an update.
 
     Attributes:
         by_worker: what each has pushed last, flat.
-        now: what is handed out, flat. It is replaced, and does not change.
+        num_bytes: size of each.
     """
 
     def __init__(self, buffers: MeetingBuffers) -> None:
         self._contents, self._mode = buffers.take(copies=True)[0], buffers.mode
         self.by_worker: dict[int, torch.Tensor] = {}
-        self.now = buffers.flat()
+        self._now, self._version = buffers.flat(), -1
+        self.num_bytes = len(self._now)
 
-    def push(self, pushed: Mapping[int, torch.Tensor], present: Collection[int]) -> None:
-        """Replace the buffers of workers, and drop those of workers that are not ``present`` any more."""
-        kept = {w: flat for w, flat in sorted({**self.by_worker, **pushed}.items()) if w in present}
-        if any(len(flat) != len(self.now) for flat in kept.values()):
-            raise ValueError("it has buffers of another size")
-        if kept:
-            self.by_worker = kept
-            self.now = _flat(list(_combined(self._contents, list(kept.values()), self._mode).values()))
+    def load(self, by_worker: Mapping[int, torch.Tensor]) -> None:
+        if any(flat.numel() != self.num_bytes or flat.dtype != torch.uint8 for flat in by_worker.values()):
+            raise ValueError("the checkpoint has buffers of another model")
+        self.by_worker = dict(by_worker)
+
+    def push(self, worker: int, flat: torch.Tensor, present: Collection[int], version: int) -> None:
+        """Replace the buffers of ``worker``, and drop those of workers that are not ``present`` any more."""
+        self.at(version)
+        self.by_worker = {w: each for w, each in {**self.by_worker, worker: flat}.items() if w in present}
+
+    def at(self, version: int) -> torch.Tensor:
+        """Return what goes with the parameters after ``version`` updates, the present ones; it does not change."""
+        if version != self._version and self.by_worker:
+            flats = [flat for _, flat in sorted(self.by_worker.items())]
+            self._now = _flat(list(_combined(self._contents, flats, self._mode).values()))
+        self._version = version
+        return self._now

@@ -492,4 +492,4 @@ class Core:
         self._lives, self._last = dict(state["lives"]), dict(state["last"])
         self._pulled = dict(state["pulled"])
         if self.buffers is not None:
-            self.buffers.push(found := state.get("buffers", {}), found)
+            self.buffers.load(state.get("buffers", {}))

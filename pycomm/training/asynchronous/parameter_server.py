@@ -375,7 +375,7 @@ class ParameterServer:
             for target, value in zip(targets, values, strict=True):
                 target.copy_(value)
         if self._core.buffers is not None:
-            self._buffers.write(self._core.buffers.now)
+            self._buffers.write(self._core.buffers.at(self._core.shard.num_updates))
 
     def close(self) -> None:
         """End this worker; on a serving rank, serve until all workers have ended. Idempotent."""

@@ -127,7 +127,7 @@ class _Worker:
             assert self.slot is not None
             yield from self.connection.receiving_into(bytes_of(self.slot))
         if core.buffers is not None:
-            self.buffers = torch.empty_like(core.buffers.now)
+            self.buffers = torch.empty(core.buffers.num_bytes, dtype=torch.uint8)
             yield from self.connection.receiving_into(bytes_of(self.buffers))
 
     def send(self) -> None:
@@ -361,7 +361,7 @@ class Serving:
             version = self._core.pull(worker.number)
             worker.since = time.monotonic() if worker.is_local else 0.0
             arrays = [] if worker.is_local else [self._snapshot(version)]
-            arrays += [] if self._core.buffers is None else [bytes_of(self._core.buffers.now)]
+            arrays += [] if self._core.buffers is None else [bytes_of(self._core.buffers.at(version))]
             self._answer(worker, *arrays, version=version)
         elif message["ask"] == "push":
             self._push(worker, event)
@@ -388,9 +388,10 @@ class Serving:
             self._disconnect(worker, error)
             return
         self._record(event)
+        if self._core.buffers is not None and worker.buffers is not None:  # first, as they belong to the update
+            version = self._core.shard.num_updates
+            self._core.buffers.push(worker.number, worker.buffers, self._core.mode.workers, version)
         self._core.push(worker.number, event["number"], event["samples"], gradient)
-        if self._core.buffers is not None and worker.buffers is not None:
-            self._core.buffers.push({worker.number: worker.buffers}, self._core.mode.workers)
         self._answer(worker, pushed=event["number"])
 
     def _leave(self, event: dict[str, Any]) -> None:
