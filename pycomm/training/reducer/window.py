@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -173,8 +174,8 @@ class TrainingProgress:
         )
 
 
-_numbers = itertools.count()
-"""Numbers of the attaches of this process, which are made in the same order on all ranks."""
+_numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
+"""Numbers of the attaches by the names of their groups, in each of which all ranks make them in the same order."""
 
 
 class SampleWeights:
@@ -192,7 +193,7 @@ class SampleWeights:
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self.keys = f"pycomm/{communicator.place.name}/{next(_numbers)}"
+        self.keys = f"pycomm/{communicator.place.name}/{next(_numbers[communicator.place.name])}"
         self._is_known = False  # to all ranks, that weights are in use
         self._unit: float | None = None  # n of the accumulated gradients, or of the next pass if there are none
         self._passed = 0.0  # samples of this window's earlier passes
