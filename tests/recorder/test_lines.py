@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import pycomm
-from pycomm.collectives.recorder.calls import line_of
+from pycomm.collectives.recorder.dump import line_of
 from pycomm.collectives.recorder.ring import Entry
 from tests.on_ranks import on_ranks
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 import pycomm._native as _native
-from pycomm.collectives.recorder.ring import LIBRARIES, OWN, Line
+from pycomm.collectives.recorder.dump import frame_of_script
 from pycomm.errors import CommError
 from pycomm.untrusted import one_line
 
@@ -79,7 +79,7 @@ def present_call() -> tuple[str, str]:
 
 def _call_in(frame: FrameType | None) -> tuple[str, str] | None:
     called: list[str] = []
-    found = _frame_of_script(frame, called)
+    found = frame_of_script(frame, called)
     if found is None:
         return None
     file, number = found.f_code.co_filename, found.f_lineno
@@ -92,28 +92,3 @@ def _call_in(frame: FrameType | None) -> tuple[str, str] | None:
 
 def _place(file: str, number: int) -> str:
     return f"{'...' if len(file) > _LONGEST_FILE else ''}{file[-_LONGEST_FILE:]}:{number}"
-
-
-def line_of(frame: FrameType | None) -> Line | None:
-    """Return the innermost line of the script, from ``frame`` outwards.
-
-    Without one, return the innermost line of a library other than pycomm and torch. Without either, as on threads that
-    pycomm and torch have started, return ``None``.
-    """
-    found = _frame_of_script(frame, [])
-    return None if found is None else (found.f_code.co_filename, found.f_lineno, found.f_code.co_name)
-
-
-def _frame_of_script(frame: FrameType | None, called: list[str]) -> FrameType | None:
-    """Return the frame of :func:`line_of`, and set ``called`` to the names of the functions in it, outermost first."""
-    names, found = list[str](), None
-    while frame is not None:
-        file = frame.f_code.co_filename
-        is_library = file.startswith(LIBRARIES) or re.search(r"\b(site|dist)-packages\b", file) is not None
-        if not file.startswith(OWN) and (found is None or not is_library):
-            found, called[:] = frame, names[::-1]
-            if not is_library:
-                break
-        names.append(frame.f_code.co_name)
-        frame = frame.f_back
-    return found

@@ -15,10 +15,10 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from pycomm.collectives.recorder.calls import line_of
-from pycomm.collectives.recorder.ring import DIRECTORY, Entry, Line, Recorder, is_forked, recorders
+from pycomm.collectives.recorder.ring import DIRECTORY, LIBRARIES, OWN, Entry, Line, Recorder, is_forked, recorders
 from pycomm.logs import prefix
 
 FORMAT = 1
@@ -174,3 +174,28 @@ def _operation(entry: Entry, wall: float) -> dict[str, Any]:
 
 def _as_json(line: Line | None) -> dict[str, Any] | None:
     return None if line is None else dict(zip(("file", "line", "function"), line, strict=True))
+
+
+def line_of(frame: FrameType | None) -> Line | None:
+    """Return the innermost line of the script, from ``frame`` outwards.
+
+    Without one, return the innermost line of a library other than pycomm and torch. Without either, as on threads that
+    pycomm and torch have started, return ``None``.
+    """
+    found = frame_of_script(frame, [])
+    return None if found is None else (found.f_code.co_filename, found.f_lineno, found.f_code.co_name)
+
+
+def frame_of_script(frame: FrameType | None, called: list[str]) -> FrameType | None:
+    """Return the frame of :func:`line_of`, and set ``called`` to the names of the functions in it, outermost first."""
+    names, found = list[str](), None
+    while frame is not None:
+        file = frame.f_code.co_filename
+        is_library = file.startswith(LIBRARIES) or re.search(r"\b(site|dist)-packages\b", file) is not None
+        if not file.startswith(OWN) and (found is None or not is_library):
+            found, called[:] = frame, names[::-1]
+            if not is_library:
+                break
+        names.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return found
