@@ -89,11 +89,11 @@ class Kinds:
         self._names, self._tensors = list(names), list(tensors)
         self._first = list(map(_KIND, self._tensors))
 
-    def change(self, when: str) -> str:
-        """Return which parameter has changed, what it was ``when`` and what it is now; "" if none has."""
+    def change(self) -> str:
+        """Return which parameter has changed, what it was and what it is now; "" if none has."""
         now = list(map(_KIND, self._tensors))
         if now == self._first:
             return ""
         name, old, new = next(each for each in zip(self._names, self._first, now, strict=True) if each[1] != each[2])
         texts = [f"of shape {list(k[0])}" if old[0] != new[0] else f"{k[1]} on {k[2]}" for k in (old, new)]
-        return f"parameter {name!r} was {texts[0]} {when}, and is {texts[1]} now"
+        return f"parameter {name!r} was {texts[0]} when it was attached, and is {texts[1]} now"

@@ -54,7 +54,7 @@ class TrackedParameters:
 
     def problem_of_optimizer(self) -> str:
         """Return what is wrong with the parameters in the optimizer's groups; "" if nothing is."""
-        if change := self._kinds.change("at first"):
+        if change := self._kinds.change():
             return f"{change}. {self.advice}"
         groups = [group["params"] for group in self.optimizer.param_groups]
         same_sizes = list(map(len, groups)) == list(map(len, self._groups))

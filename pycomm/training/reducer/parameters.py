@@ -389,7 +389,7 @@ class ParameterTable:
         Its memory order may change: its gradients then follow.
         """
         for flight in self.flights:
-            if change := flight.kinds.change("when it was attached"):
+            if change := flight.kinds.change():
                 raise RuntimeError(f"{change}: detach() before the module is converted or moved, attach() afterwards")
             flight.bucket.follow()
 
