@@ -3,6 +3,7 @@
     torchrun --standalone --nproc-per-node=2 --max-restarts=3 examples/elastic.py
     torchrun --standalone --nproc-per-node=2 --max-restarts=3 examples/elastic.py --fail-at 60    # rank 0 kills itself
     torchrun --standalone --nproc-per-node=2 examples/elastic.py --stop-at 60    # SIGTERM to one rank stops all
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1    # on each host, else torch lets no host come later
     torchrun --nnodes 1:4 --nproc-per-node=2 --max-restarts=3 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \
         examples/elastic.py --folder /shared/run    # hosts may leave and join; all see this folder
 
@@ -24,9 +25,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 import pycomm
+from pycomm.tools.launching import store_of_start
 
 NUM_SAMPLES, NUM_FEATURES, NUM_CLASSES = 4096, 256, 10
 
@@ -67,21 +68,25 @@ class Sampler:
 
 
 class Progress:
-    """Highest step that the training has ever reached, to count repeated steps."""
+    """Highest step that the training has ever reached, to count repeated steps, and the number of restarts.
+
+    Agents of torchrun on several hosts each count their own restarts, so their numbers differ.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "progress.json"
-        self.reached = self.repeated = 0
+        self.reached, self.repeated, self.restarts = 0, 0, -1
         if self._path.exists():
-            self.reached, self.repeated = json.loads(self._path.read_text())
+            self.reached, self.repeated, self.restarts = json.loads(self._path.read_text())
 
     def resume(self, step: int) -> None:
         self.repeated += max(0, self.reached - step)
+        self.restarts += 1
 
     def note(self, step: int) -> None:
         self.reached = max(self.reached, step)
         beside = self._path.with_suffix(".new")
-        beside.write_text(json.dumps([self.reached, self.repeated]))
+        beside.write_text(json.dumps([self.reached, self.repeated, self.restarts]))
         beside.replace(self._path)
 
 
@@ -117,12 +122,14 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
     arguments.folder.mkdir(parents=True, exist_ok=True)
     progress = Progress(arguments.folder)
     progress.resume(start)
+    if rank == 0:
+        progress.note(start)
     if start > 0:
         say(f"resumed after step {start}, having been as far as {progress.reached}, on {size} ranks")
     pycomm.stop_on_signal(reducer, signal.SIGTERM)  # if one rank gets it, all leave after the same step
     saved, step = None, start - 1
     for step in range(start, arguments.steps):
-        send_signals(arguments, step)
+        send_signals(arguments, step, progress)
         share = sampler.share(rank, size)
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(x[share]), y[share])
@@ -144,13 +151,9 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
     reducer.detach()
 
 
-def num_restarts() -> int:
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
-def send_signals(arguments: argparse.Namespace, step: int) -> None:
+def send_signals(arguments: argparse.Namespace, step: int, progress: Progress) -> None:
     """Send this process the signals of `--fail-at` and `--stop-at`."""
-    if dist.get_rank() == 0 and num_restarts() == 0 and step == arguments.fail_at:
+    if dist.get_rank() == 0 and progress.restarts == 0 and step == arguments.fail_at:
         os.kill(os.getpid(), signal.SIGKILL)
     if dist.get_rank() == dist.get_world_size() - 1 and step == arguments.stop_at:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -159,7 +162,7 @@ def send_signals(arguments: argparse.Namespace, step: int) -> None:
 @torch.no_grad()
 def report(model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int, progress: Progress) -> None:
     loss = nn.functional.cross_entropy(model(x), y).item()
-    say(f"{steps} steps  loss {loss!r}  {num_restarts()} restarts  {progress.repeated} steps repeated")
+    say(f"{steps} steps  loss {loss!r}  {progress.restarts} restarts  {progress.repeated} steps repeated")
 
 
 def say(line: str) -> None:
@@ -169,13 +172,13 @@ def say(line: str) -> None:
 
 
 def join(backend: str) -> None:
-    """Make the process group, in a part of torchrun's store that earlier starts have not used.
+    """Make the process group, in a part of torchrun's store that no other start uses.
 
     All starts have the same store. Otherwise Gloo would find the addresses of dead ranks there and try to reach them.
     """
     store, rank, size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
-    prefix = f"start/{num_restarts()}/of/{size}"
-    dist.init_process_group(backend, store=PrefixStore(prefix, store), rank=rank, world_size=size)
+    store = store_of_start(store, rank, size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
 
 def main() -> None:

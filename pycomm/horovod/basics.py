@@ -16,7 +16,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from pycomm.agreement import exchanged
 from pycomm.collectives.communicator import Communicator
 from pycomm.errors import CommError, attempt
-from pycomm.horovod.environment import USUAL_WAITS, Launched, by_mpi, launched, meeting_seconds, waits
+from pycomm.horovod.environment import USUAL_WAITS, Launched, by_mpi, is_served, launched, meeting_seconds, waits
 from pycomm.horovod.process_sets import (
     Members,
     ProcessSet,
@@ -30,6 +30,7 @@ from pycomm.horovod.process_sets import (
     world,
 )
 from pycomm.horovod.timeline import Timeline, begin_by_environment
+from pycomm.tools.launching import store_of_start
 from pycomm.torch_internals import PrefixStore, Store
 
 _stores: dict[str, Store | None] = {}
@@ -155,7 +156,9 @@ def _make_group(comm: Any) -> None:
         _stores[""] = said.store(patience)
     _beginnings[0] += 1
     name = f"pycomm/horovod/{_beginnings[0]}/{'-'.join(map(str, ranks)) if len(ranks) < said.size else 'all'}"
-    store = HashStore() if _stores[""] is None else PrefixStore(name, _stores[""])
+    store: Store = HashStore() if _stores[""] is None else PrefixStore(name, _stores[""])
+    if is_served():
+        store = store_of_start(store, ranks.index(said.rank), len(ranks), patience)
     _init_process_group(store, ranks.index(said.rank), len(ranks))
 
 

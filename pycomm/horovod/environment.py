@@ -34,7 +34,7 @@ from pycomm.collectives.transport.authentication import (
     store_on_loopback,
 )
 from pycomm.collectives.transport.rendezvous import process_behind
-from pycomm.torch_internals import PrefixStore, Store
+from pycomm.torch_internals import Store
 
 _LAUNCHERS = (
     ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE", ("HOROVOD_GLOO_RENDEZVOUS_PORT",)),
@@ -143,12 +143,8 @@ def _store(rank: int, size: int, is_local: bool, job: tuple[str, ...], patience:
     if size == 1:
         return None
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
-        served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True"
         port = checks.environment_count("MASTER_PORT")
-        store: Store = _tcp(os.environ["MASTER_ADDR"], port, rank == 0 and not served, patience)
-        # All restarts under torchrun share one store, which still has the addresses of dead ranks.
-        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return PrefixStore(f"start {start}", store) if served else store
+        return _tcp(os.environ["MASTER_ADDR"], port, rank == 0 and not is_served(), patience)
     if all(name in os.environ for name in _RENDEZVOUS):
         server = os.environ[_RENDEZVOUS[0]], checks.environment_count(_RENDEZVOUS[1])
         return _store_by_address(
@@ -165,6 +161,11 @@ def _store(rank: int, size: int, is_local: bool, job: tuple[str, ...], patience:
         f"the launcher says that this is rank {rank} of {size}, but not where the ranks meet: set MASTER_ADDR to a "
         "name of rank 0's host and MASTER_PORT to a free port of it, on all ranks (mpirun -x ...)"
     )
+
+
+def is_served() -> bool:
+    """Return whether torchrun's agent serves the store, one for all starts of the job."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True"
 
 
 def _tcp(host: str, port: int, serves: bool, patience: float) -> Store:

@@ -9,12 +9,10 @@ import torch
 from torch import nn
 
 import pycomm
-from pycomm.horovod.environment import launched
 from tests.horovod.test_optimizer import Halving
 from tests.horovod.training import batch_of, loss_of, make_model, sgd
 from tests.horovod.worlds import grad_of, horovod
 from tests.on_ranks import on_ranks
-from tests.ranks import free_port
 
 
 @on_ranks(2)
@@ -112,20 +110,3 @@ def test_residuals_follow_the_scale_of_the_loss() -> None:
         state = optimizer._horovod._averaging.reducer.state_dict()  # type: ignore[attr-defined]
         text = str(state)
         assert "1024" not in text, "residuals are those of unscaled gradients"
-
-
-@pytest.mark.parametrize("served", [False, True])
-def test_a_restart_by_torchrun_meets_nobody_of_before(monkeypatch: pytest.MonkeyPatch, served: bool) -> None:
-    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    for name, value in place.items():
-        monkeypatch.setenv(name, value)
-    agent = launched().store(5.0)  # which torchrun's agent serves
-    assert agent is not None
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(served))
-    monkeypatch.setenv("RANK", "1")
-    for start in ("0", "1"):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", start)
-        store = launched().store(5.0)
-        assert store is not None
-        assert store.check(["address"]) == (start == "1" and not served)
-        store.set("address", start)

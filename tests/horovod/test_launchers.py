@@ -168,6 +168,16 @@ def test_with_a_meeting_place(new_ranks: Pools, rank: str, size: str) -> None:
     assert new_ranks(2).run(_begin, each) == [(1, 2, 1, 2, 0, 1), (0, 2, 0, 2, 0, 1)]
 
 
+def test_starts_that_torchruns_agents_count_each_for_itself(new_ranks: Pools) -> None:
+    """On two hosts: the second one's process fails, then a new host comes."""
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agent.port)}
+    served = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "job", **place}
+    for counts in ("00", "01", "00"):
+        each = [{"RANK": str(r), "TORCHELASTIC_RESTART_COUNT": counts[r], **served} for r in range(2)]
+        assert [rank for rank, *_ in new_ranks(2).run(_begin, each)] == [0, 1]
+
+
 def test_alone() -> None:
     code = (
         "import torch, pycomm.horovod as hvd; hvd.init(); print(hvd.rank(), hvd.size(), hvd.local_size());"

@@ -20,3 +20,4 @@ from pycomm.tools.launching.serving import Send as Send
 from pycomm.tools.launching.serving import explain as explain
 from pycomm.tools.launching.serving import send as send
 from pycomm.tools.launching.serving import serve as serve
+from pycomm.tools.launching.starts import store_of_start as store_of_start
