@@ -21,6 +21,7 @@ from pycomm.collectives.transport.own_group import timeout_seconds
 from pycomm.compression import Compression, NoCompression
 from pycomm.errors import attempt
 from pycomm.optim.parameters import checked_optimizer
+from pycomm.torch_internals import by_plain_names
 from pycomm.training.asynchronous.arguments import (
     check_outer,
     checked_parameters,
@@ -170,7 +171,7 @@ def _checked(
         raise ValueError('join requires on_failure="shrink", as the ranks that are there have it')
     schedule = MeetingSchedule(every, delay, tuple(every * (i + 1) // fragments for i in range(fragments)))
     names = checked_per_rank(per_rank, optimizer)
-    return _Settings(optimizer, model, outer, method, schedule, survives, named, names)
+    return _Settings(optimizer, model, outer, method, schedule, survives, by_plain_names(model, named), names)
 
 
 def _average(

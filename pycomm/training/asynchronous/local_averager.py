@@ -19,6 +19,7 @@ from pycomm.collectives.tensor_memory import shared_parts
 from pycomm.compression.dense import method_text
 from pycomm.descriptions import counted, settings_text, tensors_text
 from pycomm.errors import CommError
+from pycomm.torch_internals import renamed
 from pycomm.training.asynchronous.arguments import clone_tensors
 from pycomm.training.asynchronous.elastic_group import ElasticGroup
 from pycomm.training.asynchronous.fragment import Fragment
@@ -337,6 +338,9 @@ class LocalAverager:
             ValueError: it is of other parameters, or was saved with other settings. Nothing is changed then.
         """
         self._require_attached()
+        names = [name for fragment in self._fragments for name in fragment.names]
+        if isinstance(state, dict):
+            state = {what: renamed(each, names) if isinstance(each, dict) else each for what, each in state.items()}
         _check_state(state, self._state(), self._fragments)
         self._resume(state["counters"])
         for fragment in self._fragments:
