@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from pycomm import torch_internals
 
@@ -30,6 +33,47 @@ def test_what_a_module_holds_itself() -> None:
     ]
     assert [vars(hooks) for hooks in found] == [{}] * 3, "they take attributes"
     assert torch_internals.hooks_of(nn.Module.__new__(nn.Module)) == []
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(2, 2)
+
+
+class Named(nn.Module):
+    """Modules that their author has called as wrappers call theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module, self._orig_mod = linear(), nn.Sequential(linear())
+
+
+@pytest.mark.usefixtures("one_rank_group")
+def test_names_without_wrappers() -> None:
+    compiled: Any = torch.compile(linear())
+    inner = nn.Sequential(compiled, checkpoint_wrapper(nn.Sequential(linear())), Named())
+    names = ["0.bias", "1.0.bias", "2.module.bias", "2._orig_mod.0.bias"]
+    for wrap in (lambda each: each, torch.compile, nn.DataParallel, DistributedDataParallel):
+        module: Any = wrap(inner)
+        named = {name: param for name, param in module.named_parameters() if name.endswith("bias")}
+        assert module is inner or not set(names) & named.keys()
+        found = torch_internals.by_plain_names(module, named)
+        assert list(found) == names
+        assert list(found.values()) == list(named.values())
+        assert torch_internals.by_plain_names(None, named) == named
+    assert torch_internals.by_plain_names(module, {"module.x": 1, "x": 2}) == {"module.x": 1, "x": 2}, "not unique"
+    whole = FullyShardedDataParallel.__new__(FullyShardedDataParallel)  # of which no more is looked at
+    assert list(torch_internals.by_plain_names(whole, {"_fsdp_wrapped_module.bias": 1})) == ["bias"]
+
+
+def test_saved_names_that_other_wrappers_have_made() -> None:
+    renamed = torch_internals.renamed
+    assert renamed({"_orig_mod.a": 1, "b": 2}, ["a", "b"]) == {"a": 1, "b": 2}
+    assert renamed({"a": 1, "b": 2}, ["module._orig_mod.a", "b"]) == {"module._orig_mod.a": 1, "b": 2}
+    assert renamed({"module.a": 1, "a": 2}, ["a", "module.a"]) == {"module.a": 1, "a": 2}, "exact names"
+    assert renamed({"module.a": 1, "a": 2}, ["a", "c"]) == {"module.a": 1, "a": 2}
+    assert renamed({"module.a": 1, "_orig_mod.a": 2}, ["a"]) == {"module.a": 1, "_orig_mod.a": 2}, "not unique"
+    assert renamed({"a": 1}, ["module.a", "_orig_mod.a"]) == {"a": 1}, "not unique"
+    assert renamed({"a": 1}, ["b"]) == {"a": 1}
 
 
 def test_statistics_that_backward_does_not_use() -> None:

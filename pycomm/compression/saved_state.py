@@ -12,6 +12,7 @@ from pycomm.checks import shown
 from pycomm.collectives.communicator import Communicator
 from pycomm.compression import Compression
 from pycomm.compression.base import State
+from pycomm.torch_internals import renamed
 
 _LABEL = re.compile(r"(?P<name>.+)\[(?P<part>\d+:\d+/\d+(,\d+:\d+/\d+)*)\]")
 _FORMAT = 3
@@ -69,8 +70,8 @@ def select_state(
     if len(sizes) != 1:
         raise ValueError(f"state lists ranks of world sizes {sorted(sizes)}, wanted one or all ranks of one")
     ranks = [(int(rank), content) for entry in saved for rank, content in entry["ranks"].items()]
-    mine = _select_rank(join_parts(ranks), sizes.pop(), communicator)
     wanted = {labels[name]: entry for name, entry in current.items()}
+    mine = renamed(_select_rank(join_parts(ranks), sizes.pop(), communicator), wanted)
     mine = select_parts(mine, wanted, strict)
     _check_entries(mine, wanted, strict)
     return {name: mine[labels[name]] for name in current if labels[name] in mine}, saved[0]["steps"]

@@ -6,13 +6,15 @@ import functools
 import gc
 import operator
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
+
+T = TypeVar("T")
 
 
 def children_of(module: torch.nn.Module) -> Mapping[str, torch.nn.Module | None]:
@@ -104,6 +106,49 @@ def keeps_statistics_aside(module: torch.nn.Module) -> bool:
     It normalises by the batch and only writes running statistics, but autograd saves them and checks their versions.
     """
     return isinstance(module, _NormBase) and module.training and module.track_running_stats
+
+
+_WRAPPED = {
+    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
+    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+    "torch.nn.parallel.data_parallel.DataParallel": "module",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": "_checkpoint_wrapped_module",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "_fsdp_wrapped_module",
+}
+"""What wrappers call the module inside, by full class name, so that none of them has to be imported."""
+
+
+def by_plain_names(module: torch.nn.Module | None, named: Mapping[str, T]) -> dict[str, T]:
+    """Return what is ``named`` in ``module`` by the names that it has without wrappers, where these are different."""
+    plain = {name: _plain(module, name) for name in named}
+    counts = Counter(plain.values())
+    return {plain[name] if counts[plain[name]] == 1 else name: value for name, value in named.items()}
+
+
+def _plain(part: torch.nn.Module | None, name: str) -> str:
+    words = []
+    for word in name.split("."):
+        kinds = () if part is None else (f"{kind.__module__}.{kind.__qualname__}" for kind in type(part).__mro__)
+        if not any(_WRAPPED.get(kind) == word for kind in kinds):
+            words.append(word)
+        part = None if part is None else children_of(part).get(word)
+    return ".".join(words)
+
+
+def renamed(saved: Mapping[str, T], here: Iterable[str]) -> dict[str, T]:
+    """Return what was ``saved``, perhaps in other wrappers, by the names ``here``; what has none keeps its own.
+
+    A name stands for itself, or else for the only one here that is the same but for words that wrappers add.
+    """
+
+    def bare(name: str) -> str:
+        return ".".join(word for word in str(name).split(".") if word not in _WRAPPED.values())
+
+    names = set(here)
+    left = {bare(name): name for name in names - saved.keys()}
+    counts = Counter(map(bare, [*(names - saved.keys()), *(saved.keys() - names)]))  # 2: one on each side
+    others = {name: left.get(bare(name), name) if counts[bare(name)] == 2 else name for name in saved.keys() - names}
+    return {others.get(name, name): value for name, value in saved.items()}
 
 
 def uncompiled(module: torch.nn.Module) -> torch.nn.Module:

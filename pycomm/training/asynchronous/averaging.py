@@ -22,6 +22,7 @@ from pycomm.compression import Compression, NoCompression
 from pycomm.errors import attempt
 from pycomm.optim.parameters import checked_optimizer
 from pycomm.optim.step_override import stepper_of
+from pycomm.torch_internals import by_plain_names
 from pycomm.training.asynchronous.arguments import (
     check_outer,
     checked_parameters,
@@ -188,7 +189,7 @@ def _checked(
     schedule = MeetingSchedule(every, delay, tuple(every * (i + 1) // fragments for i in range(fragments)))
     own = checked_per_rank(per_rank, optimizer, model)
     buffers = checked_buffers(buffers, model)
-    return _Settings(optimizer, model, outer, method, schedule, survives, named, buffers, own)
+    return _Settings(optimizer, model, outer, method, schedule, survives, by_plain_names(model, named), buffers, own)
 
 
 def _average(

@@ -20,6 +20,7 @@ from pycomm.compression.dense import method_text
 from pycomm.compression.saved_state import CONTRIBUTIONS
 from pycomm.descriptions import counted, settings_text, tensors_text
 from pycomm.errors import CommError, attempt
+from pycomm.torch_internals import renamed
 from pycomm.training.asynchronous.arguments import clone_tensors
 from pycomm.training.asynchronous.buffers import MeetingBuffers, Values
 from pycomm.training.asynchronous.elastic_group import ElasticGroup
@@ -355,6 +356,9 @@ class LocalAverager:
                 then.
         """
         self._require_attached()
+        names = [name for fragment in self._fragments for name in fragment.names]
+        if isinstance(state, dict):
+            state = {what: renamed(each, names) if isinstance(each, dict) else each for what, each in state.items()}
         for _, fragment in self._under_way:
             self._receive(fragment)
         check = attempt(lambda: _check_state(state, self._state(), self._fragments))

@@ -18,6 +18,7 @@ from pycomm.compression import Compression
 from pycomm.descriptions import settings_text
 from pycomm.optim.parameter_checks import refuse_overlaps
 from pycomm.optim.parameters import optimizer_parameters
+from pycomm.torch_internals import by_plain_names
 from pycomm.training.asynchronous.arguments import named_method
 from pycomm.training.asynchronous.core import Core, Piece, StateSpec, cut, group_sizes, is_elementwise, shard_dtype
 from pycomm.training.asynchronous.modes import Mode, Sync, checked_mode
@@ -106,13 +107,14 @@ def checked_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module)
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(f"{type(optimizer).__name__} requires a closure, which a server cannot evaluate")
-    names = {id(p): name for name, p in model.named_parameters()}
+    every = by_plain_names(model, dict(model.named_parameters()))
+    names = {id(p): name for name, p in every.items()}
     named: dict[str, torch.Tensor] = {}
     for p in optimizer_parameters(optimizer):
         if id(p) not in names:
             raise ValueError("the optimizer has a parameter that is not in the model")
         named[names[id(p)]] = p
-    left = next((name for name, p in model.named_parameters() if p.requires_grad and name not in named), None)
+    left = next((name for name, p in every.items() if p.requires_grad and name not in named), None)
     if left is not None:
         raise ValueError(f"parameter {left!r} does not belong to the optimizer")
     kinds = {(p.dtype, p.device.type) for p in named.values()}

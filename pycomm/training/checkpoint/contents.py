@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -18,7 +18,7 @@ from pycomm.checks import shown
 from pycomm.optim.master_state import KEY
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.optim.step_override import stepper_of
-from pycomm.torch_internals import is_dtensor
+from pycomm.torch_internals import by_plain_names, is_dtensor, renamed
 from pycomm.training.checkpoint.files import DamagedError, checked
 from pycomm.training.checkpoint.values import Node, encode, lines_of
 from pycomm.training.reducer import Reducer
@@ -71,7 +71,7 @@ def collect(reducer: Reducer, more: Mapping[str, Any]) -> list[Section]:
         _section("model", _kind_of_model(reducer), parameters),
         _section("optimizer", _kind_of_model(reducer), optimizer_state(reducer)),
         _section("buffers", Kind.COMPARED, buffers),
-        _section("extra", Kind.COMPARED, {name: m.get_extra_state() for name, m in extra_states(reducer)}),
+        _section("extra", Kind.COMPARED, {name: m.get_extra_state() for name, m in extra_states(reducer).items()}),
         _section("compression", Kind.OWN, reducer.state_dict()),
         _section("generators", Kind.OWN, generators_state(device_of(reducer))),
     ]
@@ -105,7 +105,7 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
 def parameters_of(reducer: Reducer) -> dict[str, torch.Tensor]:
     """Return the module's parameters by name, or those that ``attach`` was given."""
     own = reducer.named_parameters()  # waits for parameters that other ranks have stepped
-    return own if reducer.module is None else dict(reducer.module.named_parameters())
+    return own if reducer.module is None else by_plain_names(reducer.module, dict(reducer.module.named_parameters()))
 
 
 def buffers_of(reducer: Reducer) -> dict[str, torch.Tensor]:
@@ -113,15 +113,15 @@ def buffers_of(reducer: Reducer) -> dict[str, torch.Tensor]:
     if reducer.module is None:
         return {}
     kept = {id(value) for value in reducer.module.state_dict(keep_vars=True).values()}
-    return {name: buffer for name, buffer in reducer.module.named_buffers() if id(buffer) in kept}
+    found = {name: buffer for name, buffer in reducer.module.named_buffers() if id(buffer) in kept}
+    return by_plain_names(reducer.module, found)
 
 
-def extra_states(reducer: Reducer) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the names and submodules that define ``get_extra_state``."""
-    if reducer.module is not None:
-        for name, module in reducer.module.named_modules():
-            if type(module).get_extra_state is not nn.Module.get_extra_state:
-                yield name, module
+def extra_states(reducer: Reducer) -> dict[str, nn.Module]:
+    """Return the submodules that define ``get_extra_state``, by name."""
+    named = () if reducer.module is None else reducer.module.named_modules()
+    own = {name: part for name, part in named if type(part).get_extra_state is not nn.Module.get_extra_state}
+    return by_plain_names(reducer.module, own)
 
 
 def refuse_parts(tensors: Mapping[str, torch.Tensor]) -> None:
@@ -190,8 +190,9 @@ def check_optimizer(saved: dict[str, Any], here: dict[str, Any], has_masters: bo
         for key in group.keys() & now_.keys():
             if _kind(group[key]) != _kind(now_[key]) and None not in (_kind(group[key]), _kind(now_[key])):
                 raise DamagedError(f"the optimizer's {key} was {shown(group[key])}, and is {shown(now_[key])} here")
+    places = renamed({str(name): i for i, name in enumerate(saved["names"])}, map(str, here["names"]))
     for i, (name, wanted) in enumerate(zip(saved["names"], here["names"], strict=True)):
-        if name != wanted:
+        if places.get(str(wanted)) != i:
             raise ValueError(f"parameter {i} of the optimizer was {name!r}, and is {wanted!r} here")
     had_masters = any(KEY in entry for entry in saved["state_dict"]["state"].values())
     has_masters = has_masters and any(KEY in entry for entry in here["state_dict"]["state"].values())

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from pycomm.optim.step_override import stepper_of
+from pycomm.torch_internals import renamed
 from pycomm.training.checkpoint import contents
 from pycomm.training.checkpoint.files import DamagedError, checked
 from pycomm.training.checkpoint.folder import Checkpoint, Saved, numbers_in, whole
@@ -167,13 +168,14 @@ class _Plan:
         self._check_names(saved.names(contents.STATEFUL), bool(saved.names("loss_scaler")))
         self._parameters = contents.parameters_of(reducer)
         self._buffers = contents.buffers_of(reducer)
-        self._modules = dict(contents.extra_states(reducer))
+        self._modules = contents.extra_states(reducer)
         self._scaler = contents.loss_scaler_of(reducer)
-        self._model = checked(saved.value("model"), MapOf(torch.Tensor), f"{what}: model")
+        self._model = renamed(checked(saved.value("model"), MapOf(torch.Tensor), f"{what}: model"), self._parameters)
         _check_tensors("parameter", self._model, self._parameters)
-        self._saved_buffers = checked(saved.value("buffers"), MapOf(torch.Tensor), f"{what}: buffers")
+        buffers = checked(saved.value("buffers"), MapOf(torch.Tensor), f"{what}: buffers")
+        self._saved_buffers = renamed(buffers, self._buffers)
         _check_tensors("buffer", self._saved_buffers, self._buffers)
-        self._extra = checked(saved.value("extra"), MapOf(ANYTHING), f"{what}: extra")
+        self._extra = renamed(checked(saved.value("extra"), MapOf(ANYTHING), f"{what}: extra"), self._modules)
         _check_keys("module with extra state", self._extra.keys(), self._modules.keys())
         optimizer = checked(saved.value("optimizer", here), _OPTIMIZER, f"{what}: optimizer")
         contents.check_optimizer(optimizer, here, stepper_of(reducer.optimizer).has_masters)

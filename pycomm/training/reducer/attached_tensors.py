@@ -21,6 +21,7 @@ from pycomm.collectives import broadcasting
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.tensor_memory import look_at
 from pycomm.descriptions import first_names
+from pycomm.torch_internals import by_plain_names
 from pycomm.training.reducer.parameters import ParameterTable
 
 
@@ -69,8 +70,8 @@ def module_tensors(table: ParameterTable) -> dict[str, torch.Tensor]:
     """Return the parameters and buffers of the module, without what is ignored or has been found to be rank-local."""
     if table.module is None:
         return {}
-    named = [*table.module.named_parameters(), *table.module.named_buffers()]
-    return {name: t for name, t in named if name not in table.rank_local and not table.ignores(name, t)}
+    named = by_plain_names(table.module, dict([*table.module.named_parameters(), *table.module.named_buffers()]))
+    return {name: t for name, t in named.items() if name not in table.rank_local and not table.ignores(name, t)}
 
 
 def _warn_of(names: Sequence[str]) -> None:

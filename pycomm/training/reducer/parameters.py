@@ -19,7 +19,7 @@ from pycomm.optim.parameter_checks import check_parameters, refuse_overlaps
 from pycomm.optim.parameters import checked_optimizer, optimizer_parameters, parameter_ids
 from pycomm.optim.shards import Shards, part_of
 from pycomm.optim.step_override import Stepper, stepper_of
-from pycomm.torch_internals import local_of
+from pycomm.torch_internals import by_plain_names, local_of
 from pycomm.training.reducer.buckets import (
     BucketInFlight,
     Slot,
@@ -322,7 +322,8 @@ class ParameterTable:
     def added_by_name(self) -> dict[str, torch.Tensor]:
         """Return the optimizer's parameters that are neither known nor ignored, by name."""
         added = self._added()
-        names = {} if self.module is None else {id(p): name for name, p in self.module.named_parameters()}
+        named = {} if self.module is None else by_plain_names(self.module, dict(self.module.named_parameters()))
+        names = {id(p): name for name, p in named.items()}
         number = len(self._slots) + len(self._frozen)
         return {names.get(id(p), f"added.{number + i}"): p for i, p in enumerate(added)}
 
@@ -406,7 +407,7 @@ def table_of(optimizer: Any, model_or_named_parameters: Any, all_parameters: boo
     module = model_or_named_parameters if isinstance(model_or_named_parameters, torch.nn.Module) else None
     pairs = list(map(_pair, model_or_named_parameters) if module is None else module.named_parameters())
     ignored = ignored_of(ignore, pairs, [] if module is None else list(module.named_buffers()))
-    names = _names_of(optimizer, pairs, all_parameters, ignored)
+    names = by_plain_names(module, _names_of(optimizer, pairs, all_parameters, ignored))
     if ignored and not any(param.requires_grad for param in names.values()):
         raise ValueError(f"ignore={list(ignored.patterns)} leaves no parameter of the optimizer to average")
     check_parameters(names)

@@ -235,7 +235,7 @@ class Reducer:
         return self._table.covers(param)
 
     def named_parameters(self) -> dict[str, torch.Tensor]:
-        """Return all parameters that are averaged here, or will be once they are unfrozen, by name."""
+        """Return all parameters that are averaged here, or will be once unfrozen, by name, without wrappers' words."""
         return dict(self._table.named())
 
     def flush(self) -> None:
