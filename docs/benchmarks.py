@@ -1,4 +1,6 @@
-"""Writes figures into docs/benchmarks.md, growth.md, recommended_stack.md and README.md from those in bench/results.
+"""Writes figures into README.md and docs/benchmarks.md, compression.md, growth.md, recommended_stack.md.
+
+They are those in bench/results.
 
     python docs/benchmarks.py                # rewrites all
     python docs/benchmarks.py --check        # changes nothing; exits with 1 and says what is stale
@@ -24,10 +26,12 @@ PAGE = Path(__file__).with_name("benchmarks.md")
 README = ROOT / "README.md"
 STACK = Path(__file__).with_name("recommended_stack.md")
 GROWTH = Path(__file__).with_name("growth.md")
+COMPRESSION = Path(__file__).with_name("compression.md")
 
 SECTIONS: dict[str, Callable[[Reports], str]] = {
     "collectives": on_one_host.collectives,
     "training": training.training,
+    "training.losses": training.losses,
     "slow_network": training.slow_network,
     "sharding": training.sharding,
     "matrices": matrices.matrices,
@@ -77,7 +81,10 @@ def _pages() -> dict[Path, str]:
     stack = benches.get("recommended_stack", {})
     filled = recommended_stack.filled(STACK.read_text(encoding="utf-8"), stack)
     texts = [path.read_text(encoding="utf-8") for path in (README, PAGE)]
-    return {**render(reports, *texts), STACK: filled, GROWTH: growth.page(benches["growth"])}
+    losses = training.loss_table(benches["training.losses"])
+    compression = _HEADLINE.sub(lambda match: match[1] + losses + match[3], COMPRESSION.read_text(encoding="utf-8"))
+    pages = {STACK: filled, GROWTH: growth.page(benches["growth"]), COMPRESSION: compression}
+    return {**render(reports, *texts), **pages}
 
 
 def render(reports: Reports, readme: str, page: str = "") -> dict[Path, str]:

@@ -33,6 +33,26 @@ Steps = dict[tuple[str, Any, str], float]
 """Seconds of a step by layout, link and method."""
 
 
+def losses(reports: Reports) -> str:
+    """Show the loss by each method that auto may choose, and by some others."""
+    top = heading("Loss by each method", reports, ("steps",), "bench.training.losses")
+    return f"{top}\n{loss_table(reports)}\n[What auto chooses](compression.md#what-auto-chooses) says what of.\n"
+
+
+def loss_table(reports: Reports) -> str:
+    """Return the table of losses, against those of dense gradients."""
+    by_optimizer = next(iter(reports.values()))["losses"]
+    names = dict.fromkeys(name for found in by_optimizer.values() for name in found)
+    lines = ["| method | " + " | ".join(by_optimizer) + " |", "|---" * (1 + len(by_optimizer)) + "|"]
+    for name in names:
+        cells = []
+        for found in by_optimizer.values():
+            change = f" ({100 * (found.get(name, 0.0) / found['dense'] - 1):+.1f} %)" if name != "dense" else ""
+            cells.append(f"{found[name]:.3f}{change}" if name in found else "-")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def slow_network(reports: Reports) -> str:
     """Show steps of every method by link, a table for each number of hosts."""
     parameters = " or ".join(dict.fromkeys(f"{report['parameters'] / 1e6:.1f} M" for report in reports.values()))

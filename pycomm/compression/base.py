@@ -251,7 +251,7 @@ def method_stats(exchanges: Iterable[Exchange], earlier: Mapping[str, float] | N
     total = dict(earlier or {})
     for exchange in exchanges:
         for key, value in exchange.stats().items():
-            total[key] = total.get(key, 0) + value
+            total[key] = total[key] + value if key in total else value
     if total.get("selections"):
         total["miss_rate"] = total["selections_missed"] / total["selections"]
     return total

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +21,10 @@ from pycomm.training.cost.auto import cheapest
 from pycomm.training.cost.pricing import Costs, MeasuredLink, PricedLine
 from tests.compression.machines import gradients_of
 from tests.ranks import RankPool
-from tests.reducer.attaching import attached, own_state
+from tests.reducer.attaching import attached, logged, own_state
 
 Pools = Callable[[int], RankPool]
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
 
 FAST = MeasuredLink(PricedLine(1e-5, 1e-10), PricedLine(1e-5, 1e-10), 4)
 SLOW = MeasuredLink(PricedLine(1e-4, 1e-7), PricedLine(1e-4, 1e-7), 4)
@@ -51,18 +56,19 @@ class ScriptedLinks:
         return self._links.pop(0) if len(self._links) > 1 else self._links[0]
 
 
-def priced(method: Any, *_: Any) -> Costs:
-    """Stand in for a rehearsal."""
-    name = {pycomm.DGC: "dgc", pycomm.FP16: "fp16"}.get(type(method), "dense")
-    if isinstance(method, pycomm.PowerSGD | pycomm.FP8):
+def priced(method: Any, *_: Any, repeats: int) -> Costs:
+    """Stand in for a rehearsal; PowerSGD costs what DGC does, which is a method with a warm-up only."""
+    if isinstance(method, pycomm.FP8 | pycomm.Int4):
         return Costs(1.0)
+    name = {pycomm.PowerSGD: "dgc", pycomm.DGC: "dgc", pycomm.FP16: "fp16"}.get(type(method), "dense")
     return Costs(COSTS[name].local, COSTS[name].operations)
 
 
 def changes_and_loses_nothing(links: list[MeasuredLink], momentum: float) -> list[int]:
     """Check over every change that what was applied and what is left add up to what came."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    vars(auto).update(measure_link=ScriptedLinks(list(links)), rehearse=priced, _INTERVAL=4)
+    each_measured = [link for link in links for _ in range(auto._VERDICTS)]
+    vars(auto).update(measure_link=ScriptedLinks(each_measured), rehearse=priced, _INTERVAL=4)
     try:
         torch.manual_seed(0)
         params: dict[str, torch.Tensor] = {"w": nn.Parameter(torch.zeros(300, 400)), "b": nn.Parameter(torch.zeros(7))}
@@ -100,6 +106,66 @@ def test_the_link_changes(two_ranks: RankPool, links: list[MeasuredLink], moment
     slow_first = links[0] is SLOW
     assert first[0] == (0 if slow_first else 1)
     assert set(first) == {0, 1}
+
+
+def verdicts(links: list[MeasuredLink], nap: float) -> tuple[str, dict[str, Any], list[str], float]:
+    """Return the method, its account, what was logged, and the seconds of attach, if these links are measured."""
+
+    def slowly(*arguments: Any, repeats: int) -> Costs:
+        time.sleep(nap)
+        return priced(*arguments, repeats=repeats)
+
+    vars(auto).update(measure_link=ScriptedLinks(list(links)), rehearse=slowly)
+    try:
+        p = nn.Parameter(torch.zeros(500, 500))
+        start = time.monotonic()
+        with (
+            logged() as lines,
+            attached(torch.optim.SGD([p], lr=0.1), [("p", p)], compression="auto") as reducer,
+        ):
+            seconds = time.monotonic() - start
+            for _ in range(2):
+                p.grad = None
+                (p * 2).sum().backward()
+            (told,) = reducer.stats()["auto"]
+            return told["method"], told, lines, seconds
+    finally:
+        vars(auto).update(measure_link=pricing.measure_link, rehearse=pricing.rehearse)
+
+
+def test_it_says_what_it_chose_and_why(two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(verdicts, [FAST, SLOW, SLOW, SLOW], 0.0)
+    method, told, lines, _ = first
+    assert method == "powersgd"
+    assert second[:3] == (method, told, [])  # rank 0 logs
+    assert told["settled"]
+    assert told["ratios"]["dense"] == 1.0
+    assert told["ratios"]["powersgd"] < 0.01 < told["ratios"]["fp16"] < 0.6
+    (line,) = lines
+    begins = r'\[pycomm rank 0\] compression="auto" chose powersgd for buckets of 1 MB \('
+    rest = r"fp16 0\.50, fp8 \d\.\d\d, int4 \d\.\d\d, powersgd 0\.00 times the 4e\+03 ms of dense\); a method must stay"
+    assert re.match(begins + rest, line), line
+
+
+def test_without_three_equal_verdicts_in_two_seconds_it_is_dense(two_ranks: RankPool) -> None:
+    for method, told, lines, seconds in two_ranks.run(verdicts, 50 * [FAST, SLOW], 0.04):
+        assert method == "dense"
+        assert not told["settled"]
+        assert all("no 3 equal verdicts in a row" in line for line in lines)
+        assert seconds < auto._SECONDS + 2.0  # the rest of attach, beside other tests
+
+
+def test_only_methods_that_keep_the_loss_are_chosen_from() -> None:
+    """By the bench's report: within 1 % of the loss of dense gradients, with their warm-up."""
+    report = json.loads((RESULTS / "compression_losses.json").read_text())
+    warm = pycomm.Auto(momentum=0.9, warmup_steps=100)
+    for optimizer, names in (("AdamW", pycomm.Auto().methods()), ("SGD", [*pycomm.Auto().methods(), *warm.methods()])):
+        losses = report["losses"][optimizer]
+        assert set(names) <= losses.keys()
+        assert all(losses[name] <= 1.01 * losses["dense"] for name in names)
+    assert "dgc" in warm.methods()
+    assert "dgc" not in pycomm.Auto(momentum=0.9).methods()
+    assert report["losses"]["SGD"]["powersgd(4)"] > 1.01 * report["losses"]["SGD"]["dense"]  # it can fail
 
 
 def takes_something() -> tuple[str, dict[str, Any]]:

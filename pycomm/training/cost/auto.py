@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,6 +19,7 @@ from pycomm.compression import (
     FP8,
     FP16,
     Compression,
+    Int4,
     NoCompression,
     PowerSGD,
 )
@@ -23,41 +27,133 @@ from pycomm.compression.base import Exchange, Flag, Operation, Scaling, State
 from pycomm.compression.codec import BaseCodec
 from pycomm.compression.feedback import CodecExchange, CodecMethod, StatefulMethod, check_ratio
 from pycomm.compression.sparse.codec import WholeCodec
+from pycomm.descriptions import size_text
 from pycomm.training.cost.pricing import CLEARLY_FASTER, Costs, MeasuredLink, agreed, measure_link, rehearse
 
 _INTERVAL = 200
 """Number of reductions after which the link is measured again."""
+_VERDICTS = 3
+"""Number of measurements in a row that must choose the same method."""
+_SECONDS = 2.0
+"""Time of all ranks' measurements at the beginning, after which gradients are sent dense."""
+_SAMPLE_BYTES = 1 << 20
+"""Most bytes of a bucket's parameters to measure methods with."""
+_LOG = logging.getLogger("pycomm")
+
+
+@dataclass
+class _Kind:
+    """Buckets of about the same size, which travel by the same method.
+
+    Attributes:
+        num_bytes: size of the first one.
+        costs: costs of the methods, those that lose less first; empty if there was no time to measure any.
+        seconds: time of each on the link.
+        is_settled: whether enough verdicts in a row were equal.
+    """
+
+    num_bytes: int
+    method: str = "dense"
+    costs: dict[str, Costs] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    is_settled: bool = False
+
+    def decide(self, link: MeasuredLink) -> str:
+        """Return the verdict on ``link``; of two that are as fast, the method that is in use."""
+        self.seconds = {name: cost.seconds(link) for name, cost in self.costs.items()}
+        return cheapest(self.costs, link, self.method)
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        """Time of each method as a multiple of that of dense gradients."""
+        return {name: seconds / self.seconds["dense"] for name, seconds in self.seconds.items()}
+
+    def __str__(self) -> str:
+        doubt = "" if self.is_settled else f"no {_VERDICTS} equal verdicts in a row; "
+        shown = ", ".join(f"{name} {ratio:.2f}" for name, ratio in self.ratios.items() if name != "dense")
+        times = f"{shown} times the {1e3 * self.seconds['dense']:.3g} ms of dense" if shown else "not measured"
+        return f"{self.method} for buckets of {size_text(self.num_bytes)} ({doubt}{times})"
 
 
 class _LinkMonitor:
-    """Monitor of one communicator's link, which it measures at the same reductions on all ranks.
-
-    Attributes:
-        link: the last measurement.
-        round: number of repeated measurements.
-    """
+    """Monitor of one communicator's link, which it measures at the same reductions on all ranks."""
 
     def __init__(self, communicator: Communicator, device: torch.device) -> None:
-        self._device = device
-        self.link = measure_link(communicator, device)
-        self.round = 0
-        self._num_buckets = 0
-        self._num_ticks = 0
+        self._device, self._is_first = device, communicator.rank == 0
+        self._kinds: dict[object, _Kind] = {}
+        self._spent = 0.0  # seconds of measuring, those of the slowest rank
+        self._num_buckets = self._num_ticks = 0
 
-    def join(self) -> None:
-        """Count one more bucket."""
+    def join(self, communicator: Communicator, bucket: Bucket, config: Auto) -> _Kind:
+        """Count one more bucket; return its kind. Collective."""
         self._num_buckets += 1
+        num_bytes = bucket.memory.nbytes
+        key = config, bucket.memory.dtype, min(num_bytes, _SAMPLE_BYTES).bit_length() // 2
+        if key not in self._kinds:
+            self._kinds[key] = self._settled(_Kind(num_bytes), communicator, bucket, config)
+        return self._kinds[key]
+
+    def _settled(self, kind: _Kind, communicator: Communicator, bucket: Bucket, config: Auto) -> _Kind:
+        """Measure until enough verdicts in a row are equal, or until the time is up."""
+        sample, last = _sample_of(bucket.params()), 0.0
+        factor = kind.num_bytes / sum(param.nbytes for param in sample)
+        verdicts: list[str] = []
+        while not kind.is_settled and self._spent + last < _SECONDS:
+            start = time.perf_counter()
+            costs = config.costs(sample, communicator, bucket.on_gpu)
+            link = measure_link(communicator, self._device)
+            *slowest, last = agreed(communicator, [*(c.local for c in costs.values()), time.perf_counter() - start])
+            self._spent += last
+            for cost, local in zip(costs.values(), slowest, strict=True):
+                cost.local = local
+            scaled = {name: cost.scaled(factor) for name, cost in costs.items()}
+            # The least time of work is what is left of it without the noise of other processes.
+            for name, cost in kind.costs.items():
+                scaled[name].local = min(scaled[name].local, cost.local)
+            kind.costs = scaled
+            kind.method = kind.decide(link)
+            verdicts = [*verdicts, kind.method][-_VERDICTS:]
+            kind.is_settled = verdicts == _VERDICTS * verdicts[:1]
+        if not kind.is_settled:
+            kind.method = "dense"
+        return kind
 
     def tick(self, communicator: Communicator) -> None:
         """Count the beginning of one bucket's reduction, and measure again after every interval."""
         self._num_ticks += 1
         if self._num_ticks % (_INTERVAL * self._num_buckets) == 0:
-            self.link = measure_link(communicator, self._device)
-            self.round += 1
+            links = [measure_link(communicator, self._device) for _ in range(_VERDICTS)]
+            before = [kind.method for kind in self._kinds.values()]
+            for kind in (kind for kind in self._kinds.values() if kind.costs):
+                verdicts = {kind.decide(link) for link in links}
+                kind.method = verdicts.pop() if len(verdicts) == 1 else kind.method
+            if before != [kind.method for kind in self._kinds.values()]:
+                self._tell()
+        elif self._num_ticks == 1:
+            self._tell()
+
+    def _tell(self) -> None:
+        level = logging.WARNING if self._is_first else logging.INFO  # all ranks say the same
+        limit = f"a method must stay below {CLEARLY_FASTER:g}"
+        _LOG.log(level, 'compression="auto" chose %s; %s', "; ".join(map(str, self._kinds.values())), limit)
 
 
 _monitors: WeakKeyDictionary[Communicator, _LinkMonitor] = WeakKeyDictionary()
 """Monitors hold no reference to their communicators, so these can be freed."""
+
+
+def _sample_of(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the first of ``params``, or a part of the first one, that have few enough bytes to be measured often."""
+    sample: list[torch.Tensor] = []
+    left = _SAMPLE_BYTES
+    for param in params:
+        if param.nbytes > left and not sample:
+            param = param[: max(1, left * len(param) // param.nbytes)]
+        left -= param.nbytes
+        if sample and left < 0:
+            break
+        sample.append(param)
+    return sample
 
 
 class AutoExchange:
@@ -68,17 +164,14 @@ class AutoExchange:
     without state, the residual is sent whole.
     """
 
-    def __init__(self, bucket: Bucket, communicator: Communicator, config: Auto, costs: dict[str, Costs]) -> None:
+    def __init__(self, bucket: Bucket, communicator: Communicator, config: Auto, monitor: _LinkMonitor) -> None:
         self._bucket, self._communicator, self._config = bucket, communicator, config
-        self._costs = costs
-        self._monitor = _monitors[communicator]
-        self._monitor.join()
-        self._round = self._monitor.round
+        self._monitor, self._kind = monitor, monitor.join(communicator, bucket, config)
         self._stateless: dict[str, Exchange] = {}
         self._codecs: dict[str, BaseCodec] = {}
         self._stateful: CodecExchange | None = None
         self._holds_residual = False
-        self.method = cheapest(costs, self._monitor.link, None)
+        self.method = self._kind.method
         self._now: Exchange = self._exchange_of(self.method)
 
     def _exchange_of(self, method: str) -> Exchange:
@@ -100,7 +193,12 @@ class AutoExchange:
     def _codec_of(self, method: str) -> BaseCodec:
         if method not in self._codecs:
             config = self._config
-            methods: dict[str, CodecMethod] = {"fp8": FP8(), "powersgd": config.low_rank(), "dgc": config.sparse()}
+            methods: dict[str, CodecMethod] = {
+                "fp8": FP8(),
+                "int4": Int4(),
+                "powersgd": PowerSGD(config.rank),
+                "dgc": config.sparse(),
+            }
             make = methods[method].codec if method in methods else WholeCodec
             self._codecs[method] = make(self._bucket, self._communicator)
         return self._codecs[method]
@@ -119,9 +217,7 @@ class AutoExchange:
 
     def exchange(self, grads: Sequence[torch.Tensor | None], scaling: Scaling) -> None:
         self._monitor.tick(self._communicator)
-        if self._round != self._monitor.round:
-            self._round = self._monitor.round
-            self.method = cheapest(self._costs, self._monitor.link, self.method)
+        self.method = self._kind.method
         self._now = self._exchange_of(self.method)
         self._now.exchange(grads, scaling)
 
@@ -154,8 +250,10 @@ class AutoExchange:
     def operations_among(self, size: int, per_host: int = 1) -> list[Operation] | None:
         return self._now.operations_among(size, per_host)
 
-    def stats(self) -> dict[str, int]:
-        stats = {f"buckets_{self.method}": 1}
+    def stats(self) -> dict[str, Any]:
+        kind = self._kind
+        told = {"method": self.method, "bytes": self._bucket.memory.nbytes, "settled": kind.is_settled}
+        stats: dict[str, Any] = {f"buckets_{self.method}": 1, "auto": [{**told, "ratios": kind.ratios}]}
         for codec in self._codecs.values():
             stats |= codec.stats()
         return stats
@@ -196,23 +294,28 @@ def cheapest(costs: dict[str, Costs], link: MeasuredLink, current: str | None) -
 
 @dataclass(frozen=True)
 class Auto(StatefulMethod):
-    """For each bucket the fastest on this link: dense, FP16, FP8, PowerSGD(rank) or top-k (DGC without correction).
+    """For each bucket the fastest on this link: dense, FP16, FP8, Int4, PowerSGD(rank), or DGC if it can keep the loss.
 
-    ``attach`` times a few collectives, and runs every method on gradients of the bucket's size. Every 200
-    reductions it measures the link again. All ranks use the slowest rank's figures, so they choose alike. A
-    method must take 20 % less time than those that lose less, and than the one in use.
+    With the default settings, each of them has ended within 1 % of the dense loss (docs/compression.md, "What auto
+    chooses"); DGC has with momentum correction and a warm-up, and is among them with both.
+
+    ``attach`` times a few collectives, and runs every method on gradients of the bucket's size, until three verdicts in
+    a row are equal; after 2 seconds without, the bucket stays dense. Every 200 reductions it measures the link three
+    times again. All ranks use the slowest rank's figures, so they choose alike. A method must take 20 % less time than
+    those that lose less, and than the one in use. Rank 0 logs the choice, and ``stats()["auto"]`` has it, with each
+    method's time as a multiple of that of dense gradients.
 
     Args:
-        ratio: fraction of the entries that top-k sends, in (0, 1]. rank: PowerSGD's.
+        ratio: fraction of the entries that DGC sends, in (0, 1]. rank: PowerSGD's.
         momentum: DGC's momentum correction, for all methods; the optimizer must have none then.
-        warmup_steps: DGC's, for top-k: a low density is bad for a model at the beginning.
+        warmup_steps: DGC's: a low density is bad for a model at the beginning.
 
     Raises:
         TypeError, ValueError: a setting is out of range.
     """
 
-    ratio: float = 0.001
-    rank: int = 4
+    ratio: float = 0.01
+    rank: int = 16
     _: KW_ONLY
     momentum: float = 0.0
     warmup_steps: int = 0
@@ -234,31 +337,34 @@ class Auto(StatefulMethod):
             self.sparse().check(optimizer)
 
     def sparse(self) -> DGC:
-        """Return the top-k among the methods."""
+        """Return the DGC among the methods."""
         return DGC(self.ratio, self.momentum, warmup_steps=self.warmup_steps)
 
-    def low_rank(self) -> PowerSGD:
-        """Return the low-rank method among them."""
-        return PowerSGD(self.rank)
-
-    def make(self, bucket: Bucket, communicator: Communicator) -> AutoExchange:
-        if communicator not in _monitors:
-            _monitors[communicator] = _LinkMonitor(communicator, bucket.device)
+    def methods(self) -> dict[str, Compression]:
+        """Return the methods to choose from by name, those that lose less first."""
         methods: dict[str, Compression] = {
             "dense": NoCompression(),
             "fp16": FP16(),
             "fp8": FP8(),
-            "powersgd": self.low_rank(),
-            "dgc": self.sparse(),
+            "int4": Int4(),
+            "powersgd": PowerSGD(self.rank),
         }
         if self.momentum:
             del methods["fp16"]  # gradients travel with velocities then
             methods["dense"] = DGC(1.0, self.momentum).otherwise
+        if self.momentum and self.warmup_steps:
+            methods["dgc"] = self.sparse()
+        return methods
+
+    def costs(self, params: Sequence[torch.Tensor], communicator: Communicator, on_gpu: bool) -> dict[str, Costs]:
+        """Return what a bucket of ``params`` costs by each method, as measured on this rank."""
         # Hosts of equally many ranks; ranks on GPUs count as hosts.
         hosts, size = communicator.hosts, communicator.size
-        per_host = 1 if bucket.on_gpu or len({len(ranks) for ranks in hosts}) > 1 else size // len(hosts)
-        costs = {name: rehearse(method, bucket.params(), size, per_host) for name, method in methods.items()}
-        slowest = agreed(communicator, [cost.local for cost in costs.values()])
-        for cost, local in zip(costs.values(), slowest, strict=True):
-            cost.local = local
-        return AutoExchange(bucket, communicator, self, costs)
+        per_host = 1 if on_gpu or len({len(ranks) for ranks in hosts}) > 1 else size // len(hosts)
+        methods = self.methods().items()
+        return {name: rehearse(method, params, size, per_host, repeats=1) for name, method in methods}
+
+    def make(self, bucket: Bucket, communicator: Communicator) -> AutoExchange:
+        if communicator not in _monitors:
+            _monitors[communicator] = _LinkMonitor(communicator, bucket.device)
+        return AutoExchange(bucket, communicator, self, _monitors[communicator])

@@ -118,10 +118,7 @@ def _costs(method: Compression, num_ranks: int, nbytes: float, per_host: int) ->
     rehearsed = min(nbytes, _MOST_BYTES)
     rows = max(1, round(rehearsed / 4 / _WIDTH / _WIDTH))
     params = [torch.empty(_WIDTH, _WIDTH, dtype=torch.float32) for _ in range(rows)]
-    cost = rehearse(method, params, num_ranks, per_host)
-    factor = nbytes / (rows * 4.0 * _WIDTH * _WIDTH)
-    operations = [replace(each, num_bytes=round(each.num_bytes * factor)) for each in cost.operations]
-    return Costs(cost.local * factor, operations)
+    return rehearse(method, params, num_ranks, per_host).scaled(nbytes / (rows * 4.0 * _WIDTH * _WIDTH))
 
 
 def _break_even(cost: Costs, dense: Costs, link: SimulatedLink) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
 import torch
@@ -26,6 +26,9 @@ training, and measurements are noisy."""
 _REPEATS = 3
 _MOST_RANKS = 4  # to rehearse with; the rest is extrapolated
 _ALL_REDUCE_BYTES, _ALL_GATHER_BYTES = (1 << 16, 1 << 22), (1 << 12, 1 << 18)
+_LESS_BYTES = (1 << 16, 1 << 18), (1 << 12, 1 << 17)
+_SLOW = 1e-2
+"""Seconds of an all-reduce of 256 KiB from which on a link is measured once, with fewer bytes: it takes long."""
 
 
 class PricedLink(Protocol):
@@ -50,6 +53,11 @@ class Costs:
     def seconds(self, link: PricedLink) -> float:
         """Return the time of work and communication, one after the other."""
         return self.local + sum(link.seconds(operation) for operation in self.operations)
+
+    def scaled(self, factor: float) -> Costs:
+        """Return those of ``factor`` times as many gradients, alike otherwise."""
+        operations = [replace(each, num_bytes=round(each.num_bytes * factor)) for each in self.operations]
+        return Costs(self.local * factor, operations)
 
     def num_bytes(self, size: int) -> float:
         """Return how many bytes each of ``size`` ranks hands to the transport for others."""
@@ -102,8 +110,10 @@ class _Rehearsal:
         out.view(self.size, -1).copy_(x.view(self.size, -1)[0])
 
 
-def rehearse(method: Compression, params: Sequence[torch.Tensor], size: int, per_host: int = 1) -> Costs:
-    """Return what a bucket of ``params`` costs each of ``size`` ranks by ``method``: medians of a few steps.
+def rehearse(
+    method: Compression, params: Sequence[torch.Tensor], size: int, per_host: int = 1, *, repeats: int = _REPEATS
+) -> Costs:
+    """Return what a bucket of ``params`` costs each of ``size`` ranks by ``method``: medians of ``repeats`` steps.
 
     ``per_host`` ranks share a host. At most four ranks, or hosts where their ranks add up first, are rehearsed. For
     methods that only gather messages, each further rank adds half of the difference between four ranks and two.
@@ -111,12 +121,12 @@ def rehearse(method: Compression, params: Sequence[torch.Tensor], size: int, per
     if size % per_host:
         per_host = 1
     small = min(size, _MOST_RANKS)
-    local, operations = _rehearse(method, params, small, size, per_host)
+    local, operations = _rehearse(method, params, small, size, per_host, repeats)
     if any(operation.kind == "reduce_on_host" for operation in operations):
-        local, _ = _rehearse(method, params, min(size, _MOST_RANKS * per_host), size, per_host, on_hosts=True)
+        local, _ = _rehearse(method, params, min(size, _MOST_RANKS * per_host), size, per_host, repeats, on_hosts=True)
         return Costs(local, operations)
     if size > small and all(operation.kind == "all_gather" for operation in operations):
-        fewer, _ = _rehearse(method, params, 2, 2)
+        fewer, _ = _rehearse(method, params, 2, 2, 1, repeats)
         if all(operation.kind == "all_gather" for operation in operations):  # two hops do not grow with the ranks
             local += max(0.0, local - fewer) / (small - 2) * (size - small)
     return Costs(local, operations)
@@ -127,7 +137,8 @@ def _rehearse(
     params: Sequence[torch.Tensor],
     size: int,
     real_size: int,
-    per_host: int = 1,
+    per_host: int,
+    repeats: int,
     *,
     on_hosts: bool = False,
 ) -> tuple[float, list[Operation]]:
@@ -137,7 +148,7 @@ def _rehearse(
     exchange = method.make(bucket, communicator)
     generator = torch.Generator(params[0].device).manual_seed(0)
     seconds = []
-    for step in range(1 + _REPEATS):
+    for step in range(1 + repeats):
         grads: list[Any] = [
             torch.randn(p.shape, generator=generator, device=p.device, dtype=torch.float32).to(p.dtype) for p in params
         ]
@@ -204,15 +215,16 @@ def measure_link(communicator: Communicator, device: torch.device) -> MeasuredLi
     """Time a few collectives on ``device``: the slowest rank's medians, the same on all ranks. Collective."""
     size, hosts = communicator.size, communicator.hosts
     have_hosts = device.type == "cpu" and 1 < len(hosts) < size and len({len(ranks) for ranks in hosts}) == 1
-    timed = [("all_reduce", _ALL_REDUCE_BYTES), ("all_gather", _ALL_GATHER_BYTES)]
-    timed += [("reduce_on_host", _ALL_REDUCE_BYTES)] if have_hosts else []
-    medians = []
-    for kind, sizes in timed:
-        for num_bytes in sizes:
-            x = communicator.empty(num_bytes // 4, torch.float32, device).fill_(1.0)
-            out = torch.empty(size * len(x), dtype=x.dtype, device=device)
-            medians.append(statistics.median(_time(communicator, x, out, kind) for _ in range(_REPEATS)))
-    slowest = agreed(communicator, medians)
+
+    def median(kind: str, num_bytes: int, repeats: int) -> float:
+        x = communicator.empty(num_bytes // 4, torch.float32, device).fill_(1.0)
+        out = torch.empty(size * len(x), dtype=x.dtype, device=device)
+        return statistics.median(_time(communicator, x, out, kind) for _ in range(repeats))
+
+    is_slow = agreed(communicator, [median("all_reduce", _LESS_BYTES[0][1], 1)])[0] >= _SLOW
+    (reduced, gathered), repeats = (_LESS_BYTES, 1) if is_slow else ((_ALL_REDUCE_BYTES, _ALL_GATHER_BYTES), _REPEATS)
+    timed = [("all_reduce", reduced), ("all_gather", gathered), *([("reduce_on_host", reduced)] if have_hosts else [])]
+    slowest = agreed(communicator, [median(kind, each, repeats) for kind, sizes in timed for each in sizes])
     lines = [PricedLine.through(sizes, slowest[2 * i : 2 * i + 2]) for i, (_, sizes) in enumerate(timed)]
     return MeasuredLink(lines[0], lines[1], size, *lines[2:])
 

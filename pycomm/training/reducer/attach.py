@@ -115,7 +115,7 @@ def attach(
             ``TopK(ratio)`` for any optimizer, ``RandomK(ratio)``, ``ChunkTopK(k)``; ``PowerSGD(rank)``; ``FP8()``,
             ``Int8()``, ``Int4()``, ``OneBit()``, ``QSGD(levels)``, ``TernGrad()``. Or the name of one that needs no
             arguments: "fp16", "bf16", "fp8", "int8", "int4", "onebit", "qsgd", "terngrad", "powersgd", "dgc". "auto"
-            means ``Auto()``, which picks for each bucket whichever of dense, FP16, FP8, PowerSGD and top-k is fastest
+            means ``Auto()``, which picks for each bucket whichever of dense, FP16, FP8, Int4 and PowerSGD is fastest
             on this link.
         process_group: a group, or a one-dimensional ``DeviceMesh``; the default group if ``None``. Parameters may
             be DTensors over other ranks (tensor parallelism: ``mesh["dp"]`` for a model that is split over

@@ -119,7 +119,7 @@ class Reducer:
             ``symmetric_bytes``, ``wait_seconds``, ``pack_seconds``, ``wire_seconds``, ``unpack_seconds``,
             ``hidden_share``, ``waits``, ``nonfinite_steps``, ``last_nonfinite``, ``vetoed_steps``, ``last_veto``. Error
             feedback: ``residual_norm``, ``compression_error``; TopK, DGC: ``selections``, ``selections_missed``,
-            ``miss_rate``; ``survive``: ``recoveries``, ``joins``; ``shard``: ``step_shares``.
+            ``miss_rate``; "auto": ``auto``; ``survive``: ``recoveries``, ``joins``; ``shard``: ``step_shares``.
         """
         if self._detached:
             return dict(self._last_stats)
