@@ -15,7 +15,7 @@ from pycomm.optim.attached import refuse_second_average
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.optim.step_override import HALF
 from pycomm.training.cost.named import checked_method, refuse_local_norm
-from pycomm.training.reducer.parameters import Ignored
+from pycomm.training.reducer import Ignored
 
 
 def checked_parameters(
@@ -90,12 +90,3 @@ def check_outer(method: Compression | None, outer: Any) -> None:
         method.check(outer.optimizer([torch.zeros(1)]))
     except ValueError as error:
         raise ValueError(f"outer={outer!r}: {error}") from error
-
-
-def clone_tensors(value: Any) -> Any:
-    """Return a state with copies of the tensors in it."""
-    if isinstance(value, dict):
-        return {key: clone_tensors(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [clone_tensors(each) for each in value]
-    return value.clone() if isinstance(value, torch.Tensor) else value

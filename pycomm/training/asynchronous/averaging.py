@@ -33,8 +33,7 @@ from pycomm.training.asynchronous.elastic_group import ElasticGroup, Lines
 from pycomm.training.asynchronous.fragment import Elastic, Fragment, Nesterov, Outer
 from pycomm.training.asynchronous.local_averager import LocalAverager, MeetingSchedule
 from pycomm.training.asynchronous.loop import Loop, TrackedParameters
-from pycomm.training.reducer.parameters import Ignored
-from pycomm.training.reducer.settings import checked_buffers
+from pycomm.training.reducer import Ignored, checked_buffers
 
 
 def local_sgd(  # noqa: PLR0913  # all of it is one meeting

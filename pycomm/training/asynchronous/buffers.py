@@ -13,11 +13,13 @@ from pycomm.collectives.broadcasting import write
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.tensor_memory import Memory, digests_of
 from pycomm.training.asynchronous.arguments import name_of_not_finite
-from pycomm.training.reducer.module_buffers import AVERAGED, BufferSync, Content, Taken, synced_by
-from pycomm.training.reducer.parameters import Ignored
+from pycomm.training.reducer import AVERAGED, BufferContent, BufferSync, Ignored, synced_by
 from pycomm.untrusted import MapOf, parse
 
 _LOG = logging.getLogger("pycomm")
+
+Taken = tuple[list[BufferContent], list[str], str]
+"""Result of :meth:`BufferSync.take`."""
 
 Values = dict[str, torch.Tensor]
 """Contents of buffers as integers, by name."""
@@ -117,7 +119,7 @@ def _flat(values: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([torch.empty(0, dtype=torch.uint8), *(value.reshape(-1).view(torch.uint8) for value in values)])
 
 
-def _combined(contents: Sequence[Content], flats: Sequence[torch.Tensor], mode: str) -> Values:
+def _combined(contents: Sequence[BufferContent], flats: Sequence[torch.Tensor], mode: str) -> Values:
     """Return means of floating-point buffers whose bits differ between ``flats``, and all others of the first one."""
     found, sizes = Values(), [content.value.nbytes for content in contents]
     for content, *pieces in zip(contents, *(torch.split(flat, sizes) for flat in flats), strict=True):

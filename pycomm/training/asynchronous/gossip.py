@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from pycomm.optim.parameters import checked_optimizer
 from pycomm.training.asynchronous.arguments import checked_parameters, checked_per_rank, name_of_not_finite
 from pycomm.training.asynchronous.buffers import MeetingBuffers
 from pycomm.training.asynchronous.loop import Loop, MeetingReport, TrackedParameters, raise_differences
-from pycomm.training.reducer.settings import checked_buffers
+from pycomm.training.reducer import checked_buffers
 
 _SEGMENT_BYTES = 4 << 20
 """Bytes mixed at a time, so that buffered messages stay small for any model."""
@@ -75,9 +75,8 @@ def gossip(
     """
     communicator = Communicator(process_group, timeout)
     try:
-        arguments = topology, every, seed, buffers, per_rank
-        check = functools.partial(_checked, optimizer, model, communicator.size, *arguments)
-        lines = functools.partial(_settings_of, every, buffers)
+        check = partial(_checked, optimizer, model, topology, every, seed, buffers, per_rank, communicator.size)
+        lines = partial(_settings_of, every, buffers)
         loop, mixing = agreed(communicator.channel.all_gather_bytes, attempt(check), "gossip", lines)
         shared = {name: x for name, x in named_tensors(model).items() if not loop.per_rank.covers(x)}
         share_tensors(communicator, shared, src=0)
@@ -91,12 +90,12 @@ def gossip(
 def _checked(
     optimizer: torch.optim.Optimizer,
     model: torch.nn.Module,
-    num_ranks: int,
     topology: str | Sequence[Any],
     every: int,
     seed: int,
     buffers: str,
     per_rank: Iterable[str],
+    num_ranks: int,
 ) -> tuple[Loop, schedule.Mixing]:
     """Return what checked arguments come to on this rank; raise TypeError or ValueError if one is wrong."""
     inner = checked_optimizer(optimizer, model, "gossip")

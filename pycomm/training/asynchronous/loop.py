@@ -22,8 +22,7 @@ from pycomm.optim.module_hooks import BeforeForward, ForwardWatch, ZeroGradHook,
 from pycomm.optim.parameters import Writes
 from pycomm.optim.skips import listen_to_skips, stop_listening
 from pycomm.torch_internals import Places, current_graph_task, move_hook, own_parameters, parts_of
-from pycomm.training.reducer import raise_out_of_loop
-from pycomm.training.reducer.parameters import Ignored
+from pycomm.training.reducer import Ignored, raise_out_of_loop
 from pycomm.untrusted import ANYTHING, COUNT, ListOf, MapOf, OneOf, parse
 
 _ATTACH = "detach(), and call {} again with the module and the optimizer that are trained now"

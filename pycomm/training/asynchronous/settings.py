@@ -21,7 +21,7 @@ from pycomm.training.asynchronous.arguments import named_method
 from pycomm.training.asynchronous.core import Core, Piece, StateSpec, cut, group_sizes, is_elementwise, shard_dtype
 from pycomm.training.asynchronous.modes import Mode, Sync, checked_mode
 from pycomm.training.asynchronous.server_checkpoint import ServerCheckpoint
-from pycomm.training.reducer.settings import checked_buffers
+from pycomm.training.reducer import checked_buffers
 from pycomm.untrusted import naming, open_output, path_of
 
 KEYS = ("event", "worker", "number")
@@ -158,7 +158,7 @@ class ServerFiles:
         if settings.checkpoint is not None:
             self.checkpoint = ServerCheckpoint(settings.checkpoint / f"server-{server}", wanted)
         if settings.trace is not None:
-            self.trace = Trace(_numbered(settings.trace, server))
+            self.trace = Trace(settings.trace.with_name(f"{settings.trace.name}.{server}"))
 
     def begin(self, core: Core) -> None:
         """Load the saved state into ``core``, if there is one, and begin the trace."""
@@ -170,10 +170,6 @@ class ServerFiles:
     def close(self) -> None:
         if self.trace is not None:
             self.trace.close()
-
-
-def _numbered(path: Path, server: int) -> Path:
-    return path.with_name(f"{path.name}.{server}")
 
 
 def shards_of(

@@ -2,6 +2,11 @@
 
 from pycomm.training.reducer.attach import attach as attach
 from pycomm.training.reducer.autograd_hooks import FinalCallback as FinalCallback
+from pycomm.training.reducer.module_buffers import AVERAGED as AVERAGED
+from pycomm.training.reducer.module_buffers import BufferContent as BufferContent
+from pycomm.training.reducer.module_buffers import BufferSync as BufferSync
+from pycomm.training.reducer.module_buffers import synced_by as synced_by
+from pycomm.training.reducer.parameters import Ignored as Ignored
 from pycomm.training.reducer.rank_flags import ALIKE as ALIKE
 from pycomm.training.reducer.rank_flags import RankFlags as RankFlags
 from pycomm.training.reducer.rank_flags import Record as Record
@@ -19,3 +24,4 @@ from pycomm.training.reducer.replica_differences import is_comparison_due as is_
 from pycomm.training.reducer.settings import Sharding as Sharding
 from pycomm.training.reducer.settings import Survive as Survive
 from pycomm.training.reducer.settings import Tuning as Tuning
+from pycomm.training.reducer.settings import checked_buffers as checked_buffers

@@ -28,16 +28,13 @@ synced_by: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[BufferSync]] =
 """Synchronisation that each module's buffers belong to."""
 
 
-class Content(NamedTuple):
+class BufferContent(NamedTuple):
     """Plain memory of a buffer as integers, ``part``, and the ``value`` in it: the same tensor, or a copy."""
 
     name: str
     dtype: torch.dtype
     part: torch.Tensor
     value: torch.Tensor
-
-
-Taken = tuple[list[Content], list[str], str]
 
 
 @dataclass
@@ -66,11 +63,11 @@ class _Place:
             self.buffer = None
             self.line += f", contents {digests_of([self.memory])[0].hex()}"
 
-    def content(self, buffer: torch.Tensor, copies: bool) -> Content:
+    def content(self, buffer: torch.Tensor, copies: bool) -> BufferContent:
         """Return the memory to write, without its version counter if no graph needs its present values."""
         (part,) = self.memory.parts
         part = part.data if self.name in _STATISTICS and keeps_statistics_aside(self.owner) else part
-        return Content(self.full_name, buffer.dtype, part, part.clone() if copies else part)
+        return BufferContent(self.full_name, buffer.dtype, part, part.clone() if copies else part)
 
 
 def _key(buffer: torch.Tensor) -> tuple[Any, ...]:
@@ -109,9 +106,8 @@ class BufferSync:
                 synced_by[owner] = weakref.ref(self)
                 self._owners.append((f"{prefix}." if prefix else "", owner))
         self._places: dict[str, _Place] = {}
-        self._averages = mode == "average"
+        self._averages, self._keeps = mode == "average", keeps
         self._communicator, self._leaves_out = communicator, leaves_out
-        self._keeps = keeps
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def _present(self) -> Iterator[tuple[_Place, torch.Tensor]]:
@@ -125,13 +121,11 @@ class BufferSync:
                 full_name = prefix + name
                 if self._leaves_out(full_name, buffer):
                     continue
-                place = self._places.get(full_name)
-                if place is None:
-                    place = self._places[full_name] = _Place(owner, name, full_name)
+                place = self._places.setdefault(full_name, _Place(owner, name, full_name))
                 place.look(buffer)
                 yield place, buffer
 
-    def take(self, *, copies: bool) -> Taken:
+    def take(self, *, copies: bool) -> tuple[list[BufferContent], list[str], str]:
         """Return what can be sent, or ``copies``; a line for each buffer that ranks compare; and a problem, or ""."""
         try:
             found = list(self._present())
@@ -149,7 +143,7 @@ class BufferSync:
             write(part, value)
 
     @torch.no_grad()
-    def exchange(self, taken: Taken) -> list[tuple[Content, torch.Tensor]]:
+    def exchange(self, taken: tuple[list[BufferContent], list[str], str]) -> list[tuple[BufferContent, torch.Tensor]]:
         """Return what to write, as integers; what is not averaged becomes rank 0's where it was taken. Collective.
 
         Equal bits on all ranks stay: their rounded mean may differ. Before that, ranks compare a hash of 8 bytes of all
@@ -168,15 +162,13 @@ class BufferSync:
                 check_same_lines(channel.all_gather_bytes, [problem] if problem else lines, "buffer")
             if problem:
                 raise ValueError(problem)
-            changes: list[tuple[Content, torch.Tensor]] = []
-            by_kind: dict[tuple[torch.dtype, torch.device], list[Content]] = {}
+            by_kind: dict[tuple[torch.dtype, torch.device] | None, list[BufferContent]] = {None: []}
             for content in contents:
-                if self._averages and content.dtype in AVERAGED:
-                    by_kind.setdefault((content.dtype, content.value.device), []).append(content)
-                else:
-                    changes.append((content, content.value))
-            broadcast_parts(self._communicator, [value for _, value in changes], src=0)
-            return changes + [change for alike in by_kind.values() for change in self._averaged(alike)]
+                kind = (content.dtype, content.value.device) if self._averages and content.dtype in AVERAGED else None
+                by_kind.setdefault(kind, []).append(content)
+            sent = [(content, content.value) for content in by_kind.pop(None)]
+            broadcast_parts(self._communicator, [value for _, value in sent], src=0)
+            return sent + [change for alike in by_kind.values() for change in self._averaged(alike)]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -185,7 +177,7 @@ class BufferSync:
             write(part, before)
         self._before = []
 
-    def _averaged(self, contents: list[Content]) -> list[tuple[Content, torch.Tensor]]:
+    def _averaged(self, contents: list[BufferContent]) -> list[tuple[BufferContent, torch.Tensor]]:
         """Return means of ``contents``, which have one dtype; those with equal bits on all ranks as they are."""
         own = kernels.hashes([hashable(content.value) for content in contents])
         everyones = own.new_empty(self._communicator.size * len(own))
