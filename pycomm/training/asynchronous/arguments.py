@@ -112,12 +112,3 @@ def check_outer(method: Compression | None, outer: Any) -> None:
         method.check(outer.optimizer([torch.zeros(1)]))
     except ValueError as error:
         raise ValueError(f"outer={outer!r}: {error}") from error
-
-
-def clone_tensors(value: Any) -> Any:
-    """Return a state with copies of the tensors in it."""
-    if isinstance(value, dict):
-        return {key: clone_tensors(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [clone_tensors(each) for each in value]
-    return value.clone() if isinstance(value, torch.Tensor) else value

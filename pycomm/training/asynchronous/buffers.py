@@ -13,10 +13,13 @@ from pycomm.collectives.broadcasting import write
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.tensor_memory import Memory, digests_of
 from pycomm.training.asynchronous.arguments import name_of_not_finite
-from pycomm.training.reducer import AVERAGED, BufferContent, BufferSync, Ignored, Taken, synced_by
+from pycomm.training.reducer import AVERAGED, BufferContent, BufferSync, Ignored, synced_by
 from pycomm.untrusted import MapOf, parse
 
 _LOG = logging.getLogger("pycomm")
+
+Taken = tuple[list[BufferContent], list[str], str]
+"""Result of :meth:`BufferSync.take`."""
 
 Values = dict[str, torch.Tensor]
 """Contents of buffers as integers, by name."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -81,9 +81,8 @@ def gossip(
     """
     communicator = Communicator(process_group, timeout)
     try:
-        arguments = topology, every, seed, buffers, per_rank
-        check = functools.partial(_checked, optimizer, model, communicator.size, *arguments)
-        lines = functools.partial(_settings_of, every, buffers)
+        check = partial(_checked, optimizer, model, topology, every, seed, buffers, per_rank, communicator.size)
+        lines = partial(_settings_of, every, buffers)
         loop, mixing = agreed(communicator.channel.all_gather_bytes, attempt(check), "gossip", lines)
         shared = {name: x for name, x in named_tensors(model).items() if not loop.per_rank.covers(x)}
         share_tensors(communicator, shared, src=0)
@@ -97,12 +96,12 @@ def gossip(
 def _checked(
     optimizer: torch.optim.Optimizer,
     model: torch.nn.Module,
-    num_ranks: int,
     topology: str | Sequence[Any],
     every: int,
     seed: int,
     buffers: str,
     per_rank: Iterable[str],
+    num_ranks: int,
 ) -> tuple[Loop, schedule.Mixing]:
     """Return what checked arguments come to on this rank; raise TypeError or ValueError if one is wrong."""
     inner = checked_optimizer(optimizer, model, "gossip")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import time
@@ -21,7 +22,6 @@ from pycomm.compression.saved_state import CONTRIBUTIONS
 from pycomm.descriptions import counted, settings_text, tensors_text
 from pycomm.errors import CommError, attempt
 from pycomm.torch_internals import renamed
-from pycomm.training.asynchronous.arguments import clone_tensors
 from pycomm.training.asynchronous.buffers import MeetingBuffers, Values
 from pycomm.training.asynchronous.elastic_group import ElasticGroup
 from pycomm.training.asynchronous.fragment import Fragment
@@ -65,10 +65,6 @@ class _Progress:
 def _end(communicator: Communicator, progress: _Progress) -> None:
     """Tell waiting ranks that this one's averager or process has ended."""
     communicator.close(f"it has ended its training after step {progress.num_steps}")
-
-
-def _not_let_in(error: Exception, rank: int) -> CommError:
-    return CommError.during("join", f"the newcomer was not let in: {error}", rank=rank)
 
 
 class LocalAverager:
@@ -229,7 +225,9 @@ class LocalAverager:
             self._move()
             self.share_state(is_newcomer=False)
         except (RuntimeError, ValueError) as error:  # CommError and the store's errors are RuntimeErrors
-            self._recover(error if isinstance(error, CommError) else _not_let_in(error, self._communicator.rank))
+            refused = f"the newcomer was not let in: {error}"
+            others = CommError.during("join", refused, rank=self._communicator.rank)
+            self._recover(error if isinstance(error, CommError) else others)
 
     @torch.no_grad()
     def share_state(self, *, is_newcomer: bool) -> None:
@@ -329,7 +327,7 @@ class LocalAverager:
         self._require_attached()
         for _, fragment in self._under_way:
             self._receive(fragment)
-        state, communicator = clone_tensors(self._state()), self._communicator
+        state, communicator = copy.deepcopy(self._state()), self._communicator
         entries = state["compression"].items()
         sums = {name: {key: x.clone() for key, x in entry.items() if key in CONTRIBUTIONS} for name, entry in entries}
         for each in [each for entry in sums.values() for each in entry.values()]:

@@ -162,7 +162,7 @@ class ServerFiles:
         if settings.checkpoint is not None:
             self.checkpoint = ServerCheckpoint(settings.checkpoint / f"server-{server}", wanted)
         if settings.trace is not None:
-            self.trace = Trace(_numbered(settings.trace, server))
+            self.trace = Trace(settings.trace.with_name(f"{settings.trace.name}.{server}"))
 
     def begin(self, core: Core) -> None:
         """Load the saved state into ``core``, if there is one, and begin the trace."""
@@ -174,10 +174,6 @@ class ServerFiles:
     def close(self) -> None:
         if self.trace is not None:
             self.trace.close()
-
-
-def _numbered(path: Path, server: int) -> Path:
-    return path.with_name(f"{path.name}.{server}")
 
 
 def shards_of(

@@ -5,7 +5,6 @@ from pycomm.training.reducer.autograd_hooks import FinalCallback as FinalCallbac
 from pycomm.training.reducer.module_buffers import AVERAGED as AVERAGED
 from pycomm.training.reducer.module_buffers import BufferContent as BufferContent
 from pycomm.training.reducer.module_buffers import BufferSync as BufferSync
-from pycomm.training.reducer.module_buffers import Taken as Taken
 from pycomm.training.reducer.module_buffers import synced_by as synced_by
 from pycomm.training.reducer.parameters import Ignored as Ignored
 from pycomm.training.reducer.rank_flags import ALIKE as ALIKE

@@ -37,9 +37,6 @@ class BufferContent(NamedTuple):
     value: torch.Tensor
 
 
-Taken = tuple[list[BufferContent], list[str], str]
-
-
 @dataclass
 class _Place:
     """Place of a buffer in the module that registered it, and what was found there last."""
@@ -109,9 +106,8 @@ class BufferSync:
                 synced_by[owner] = weakref.ref(self)
                 self._owners.append((f"{prefix}." if prefix else "", owner))
         self._places: dict[str, _Place] = {}
-        self._averages = mode == "average"
+        self._averages, self._keeps = mode == "average", keeps
         self._communicator, self._leaves_out = communicator, leaves_out
-        self._keeps = keeps
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def _present(self) -> Iterator[tuple[_Place, torch.Tensor]]:
@@ -125,13 +121,11 @@ class BufferSync:
                 full_name = prefix + name
                 if self._leaves_out(full_name, buffer):
                     continue
-                place = self._places.get(full_name)
-                if place is None:
-                    place = self._places[full_name] = _Place(owner, name, full_name)
+                place = self._places.setdefault(full_name, _Place(owner, name, full_name))
                 place.look(buffer)
                 yield place, buffer
 
-    def take(self, *, copies: bool) -> Taken:
+    def take(self, *, copies: bool) -> tuple[list[BufferContent], list[str], str]:
         """Return what can be sent, or ``copies``; a line for each buffer that ranks compare; and a problem, or ""."""
         try:
             found = list(self._present())
@@ -149,7 +143,7 @@ class BufferSync:
             write(part, value)
 
     @torch.no_grad()
-    def exchange(self, taken: Taken) -> list[tuple[BufferContent, torch.Tensor]]:
+    def exchange(self, taken: tuple[list[BufferContent], list[str], str]) -> list[tuple[BufferContent, torch.Tensor]]:
         """Return what to write, as integers; what is not averaged becomes rank 0's where it was taken. Collective.
 
         Equal bits on all ranks stay: their rounded mean may differ. Before that, ranks compare a hash of 8 bytes of all
@@ -168,15 +162,13 @@ class BufferSync:
                 check_same_lines(channel.all_gather_bytes, [problem] if problem else lines, "buffer")
             if problem:
                 raise ValueError(problem)
-            changes: list[tuple[BufferContent, torch.Tensor]] = []
-            by_kind: dict[tuple[torch.dtype, torch.device], list[BufferContent]] = {}
+            by_kind: dict[tuple[torch.dtype, torch.device] | None, list[BufferContent]] = {None: []}
             for content in contents:
-                if self._averages and content.dtype in AVERAGED:
-                    by_kind.setdefault((content.dtype, content.value.device), []).append(content)
-                else:
-                    changes.append((content, content.value))
-            broadcast_parts(self._communicator, [value for _, value in changes], src=0)
-            return changes + [change for alike in by_kind.values() for change in self._averaged(alike)]
+                kind = (content.dtype, content.value.device) if self._averages and content.dtype in AVERAGED else None
+                by_kind.setdefault(kind, []).append(content)
+            sent = [(content, content.value) for content in by_kind.pop(None)]
+            broadcast_parts(self._communicator, [value for _, value in sent], src=0)
+            return sent + [change for alike in by_kind.values() for change in self._averaged(alike)]
 
     @torch.no_grad()
     def restore(self) -> None:
