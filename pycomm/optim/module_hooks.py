@@ -16,7 +16,7 @@ from pycomm.torch_internals import (
     called_parts,
     children_of,
     compiled_calls,
-    forward_pre_hooks,
+    hooks_of,
     is_recording,
     leave_out_of_scripts,
     parameters_of,
@@ -163,8 +163,7 @@ def watch_copies_with(params: Iterable[torch.Tensor]) -> list[Any]:
 
 def forget_original(module: torch.nn.Module) -> None:
     """Permit training of ``module``, which is averaged from now on, even if it is a copy of an attached one."""
-    for part in module.modules():
-        hooks = forward_pre_hooks(part)
+    for hooks in (hooks for part in module.modules() for hooks in hooks_of(part)):
         for key in [key for key, hook in hooks.items() if isinstance(hook, OfCopy)]:
             del hooks[key]
 

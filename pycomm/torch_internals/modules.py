@@ -45,12 +45,6 @@ def own_parameters(module: torch.nn.Module) -> Mapping[str, torch.Tensor | None]
     return parameters
 
 
-def forward_pre_hooks(module: torch.nn.Module) -> dict[int, Any]:
-    """Return the hooks that ``module`` calls before its forward, by id: torch's own dict."""
-    hooks: dict[int, Any] = module._forward_pre_hooks
-    return hooks
-
-
 def hooks_of(module: torch.nn.Module) -> list[OrderedDict[int, Any]]:
     """Return torch's own dicts, which take attributes, of the hooks of forward and after ``load_state_dict``.
 
@@ -109,13 +103,13 @@ def keeps_statistics_aside(module: torch.nn.Module) -> bool:
 
 
 _WRAPPED = {
-    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
-    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
-    "torch.nn.parallel.data_parallel.DataParallel": "module",
-    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": "_checkpoint_wrapped_module",
-    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "OptimizedModule": "_orig_mod",
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "ActivationWrapper": "_checkpoint_wrapped_module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
 }
-"""What wrappers call the module inside, by full class name, so that none of them has to be imported."""
+"""What torch's wrappers call the module inside, by the names of their classes, of which none is imported for this."""
 
 
 def by_plain_names(module: torch.nn.Module | None, named: Mapping[str, T]) -> dict[str, T]:
@@ -128,7 +122,7 @@ def by_plain_names(module: torch.nn.Module | None, named: Mapping[str, T]) -> di
 def _plain(part: torch.nn.Module | None, name: str) -> str:
     words = []
     for word in name.split("."):
-        kinds = () if part is None else (f"{kind.__module__}.{kind.__qualname__}" for kind in type(part).__mro__)
+        kinds = (kind.__name__ for kind in type(part).__mro__ if kind.__module__.startswith("torch."))
         if not any(_WRAPPED.get(kind) == word for kind in kinds):
             words.append(word)
         part = None if part is None else children_of(part).get(word)

@@ -136,12 +136,8 @@ def all_gather_single(calls: Calls, output: torch.Tensor, x: torch.Tensor, opts:
 def all_gather_single_coalesced(calls: Calls, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Planned:
     """Do what :func:`all_gather_single` does for several pairs of tensors."""
     args = "all_gather of {} tensors", calls.engine.all_gather, list(zip(outputs, inputs, strict=True))
-    outs, size = list(outputs), calls.engine.size
-
-    def parts() -> list[list[torch.Tensor]]:
-        return [list(of_rank) for of_rank in zip(*(_parts(out, size) for out in outs), strict=True)]
-
-    return Planned("all_gather", calls.engine.each, args, parts, opts)
+    of_each = [_parts(out, calls.engine.size) for out in outputs]
+    return Planned("all_gather", calls.engine.each, args, list(map(list, zip(*of_each, strict=True))), opts)
 
 
 def _parts(gathered: torch.Tensor, size: int) -> list[torch.Tensor]:

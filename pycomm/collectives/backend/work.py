@@ -21,7 +21,6 @@ from pycomm.errors import CommError
 from pycomm.torch_internals import TorchWork, compiles_autograd, current_graph_task, queue_final_callback
 
 Result = Sequence[Any] | Callable[[], Sequence[Any]]
-"""Tensors that an operation writes, or a function that returns them."""
 
 
 class Pending(Protocol):
@@ -118,12 +117,9 @@ class BackendWork(TorchWork):
 
         ended: Any = torch.futures.Future()
         future = ended.then(value_of)
-        if (
-            self._name == "all_reduce"
-            and current_graph_task() >= 0
-            and any(x.dtype is torch.float16 for x in outcome())
-        ):
-            future = _typed().after(future, outcome())  # for DistributedDataParallel's FP16_COMPRESS
+        is_half = self._name == "all_reduce" and any(x.dtype is torch.float16 for x in outcome())
+        if is_half and current_graph_task() >= 0:  # perhaps for DistributedDataParallel's FP16_COMPRESS
+            future = _typed().after(future, outcome())
         if pending is None:
             ended.set_result(None)
         else:

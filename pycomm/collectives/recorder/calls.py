@@ -78,8 +78,7 @@ def present_call() -> tuple[str, str]:
 
 
 def _call_in(frame: FrameType | None) -> tuple[str, str] | None:
-    called: list[str] = []
-    found = frame_of_script(frame, called)
+    found, called = frame_of_script(frame)
     if found is None:
         return None
     file, number = found.f_code.co_filename, found.f_lineno

@@ -182,20 +182,20 @@ def line_of(frame: FrameType | None) -> Line | None:
     Without one, return the innermost line of a library other than pycomm and torch. Without either, as on threads that
     pycomm and torch have started, return ``None``.
     """
-    found = frame_of_script(frame, [])
+    found, _ = frame_of_script(frame)
     return None if found is None else (found.f_code.co_filename, found.f_lineno, found.f_code.co_name)
 
 
-def frame_of_script(frame: FrameType | None, called: list[str]) -> FrameType | None:
-    """Return the frame of :func:`line_of`, and set ``called`` to the names of the functions in it, outermost first."""
-    names, found = list[str](), None
+def frame_of_script(frame: FrameType | None) -> tuple[FrameType | None, list[str]]:
+    """Return the frame of :func:`line_of`, and the names of the functions in it, outermost first."""
+    inside, found, called = list[str](), None, list[str]()
     while frame is not None:
         file = frame.f_code.co_filename
         is_library = file.startswith(LIBRARIES) or re.search(r"\b(site|dist)-packages\b", file) is not None
         if not file.startswith(OWN) and (found is None or not is_library):
-            found, called[:] = frame, names[::-1]
+            found, called = frame, inside[::-1]
             if not is_library:
                 break
-        names.append(frame.f_code.co_name)
+        inside.append(frame.f_code.co_name)
         frame = frame.f_back
-    return found
+    return found, called

@@ -52,9 +52,7 @@ def watch(transport: Any, group: str, ranks: Sequence[int]) -> Recorder:
         group, ranks: see :class:`Recorder`.
     """
     recorder = Recorder(group, transport.rank, ranks)
-    failed = functools.partial(
-        _failed, weakref.ref(recorder), weakref.ref(transport), _unbound(transport, "all_gather")
-    )
+    failed = functools.partial(_failed, weakref.ref(transport), _unbound(transport, "all_gather"))
     for name, places in (_COLLECTIVES | _MESSAGES).items():
         call = _unbound(transport, name)
         if call is None:
@@ -77,15 +75,10 @@ def _unbound(transport: Any, name: str) -> Callable[..., Any] | None:
     return lambda *args: function(owner(), *args)
 
 
-def _failed(
-    recorder: weakref.ref[Recorder],
-    transport: weakref.ref[Any],
-    all_gather: Callable[..., None] | None,
-    error: BaseException,
-) -> None:
-    found, of = recorder(), transport()
+def _failed(reference: weakref.ref[Any], all_gather: Callable[..., None] | None, error: BaseException) -> None:
+    transport = reference()
     differs = isinstance(error, ValueError) and _DIFFERS.match(str(error)) is not None
-    if found is None or of is None or not (differs or isinstance(error, CommError)):
+    if transport is None or not (differs or isinstance(error, CommError)):
         return
     from pycomm.collectives.recorder.calls import add_call, add_calls
     from pycomm.collectives.recorder.dump import dump_failure
@@ -93,9 +86,9 @@ def _failed(
     if isinstance(error, CommError):
         add_call(error)
     elif all_gather is not None:
-        add_calls(error, of, all_gather)  # also of ranks that expect it, as the others do so
-    if not (differs and found.may_differ):
-        dump_failure(found, str(error))
+        add_calls(error, transport, all_gather)  # also of ranks that expect it, as the others do so
+    if not (differs and transport.recorder.may_differ):
+        dump_failure(transport.recorder, str(error))
 
 
 def dump_on_signal() -> None:
