@@ -14,6 +14,7 @@ import pytest
 from pycomm import schedule
 from pycomm.descriptions import size_text
 from pycomm.schedule.choose import Ranking
+from pycomm.tools.cli import timing
 from pycomm.tools.cli.main import main
 from pycomm.tools.cli.plan.compression import verdict
 from pycomm.tools.cli.plan.report import time_text
@@ -84,6 +85,27 @@ def test_whether_compression_pays(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert re.search(r"^  dgc\(0.1%\).* ([\d.]+ [MG]bit/s|always)$", slow, re.MULTILINE), "no break-even"
 
 
+def test_what_methods_need_is_said_for_a_number_of_parameters(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the spread of what is measured, and a warning where other processes use the cores."""
+    monkeypatch.setattr(Path, "read_text", lambda *_: "9.00 9.00 9.00 8/99 1234")
+    assert plan("compression", "--ranks", "4", "--parameters", "2M", "--dtype", "bf16", "--network", "ethernet-1g") == 0
+    out = capsys.readouterr().out
+    assert "gradients of 4 MB in bf16, 4 ranks, network ethernet-1g" in out
+    assert re.search(r"^the cores are busy: 7 other threads run on \d+ cores", out, re.MULTILINE)
+    assert len(re.findall(r"^  \S+ +\S+ .B +[\d.]+ [mu]?s +[\d.]+ [mu]?s - [\d.]+ [mu]?s +", out, re.MULTILINE)) == 9
+    for needs in (
+        r"dense +any +0 bytes +0 B",
+        r"int8 +any +4 bytes +8 MB",
+        r"chunktopk\(64\) +without momentum +4 bytes +8 MB",
+        r"dgc\(1%\) +SGD, momentum=0 +12 bytes +24 MB",
+    ):
+        assert re.search(f"^  {needs}$", out, re.MULTILINE), needs
+    monkeypatch.setattr(Path, "read_text", lambda *_: "0.00 0.00 0.00 1/99 1234")
+    assert timing.busy_note(1) == ""
+
+
 def test_where_compression_does_not_pay() -> None:
     def priced(seconds: float) -> Priced:
         return Priced(seconds, 0.0, 1.0, 0.0)
@@ -107,6 +129,13 @@ def test_nobody_reads_on(tmp_path: Path) -> None:
         (["ranks", "--ranks", "0"], "--ranks: 0, wanted at least 1"),
         (["ranks", "--ranks", "4", "--bytes", "much"], "'much', wanted a size such as 100MB"),
         (["ranks"], "the following arguments are required: --ranks"),
+        (
+            ["compression", "--ranks", "4", "--bytes", "7B"],
+            "'7B' are 7 bytes, wanted a size such as 100MB; for a model",
+        ),
+        (["compression", "--ranks", "4", "--bytes", "7B"], "pycomm plan compression --parameters 7B"),
+        (["compression", "--ranks", "4", "--parameters", "0"], "'0', wanted a number of parameters such as 125M or 7B"),
+        (["compression", "--ranks", "4", "--parameters", "7B", "--bytes", "1MB"], "not allowed with argument"),
         (["calibrate"], "--ranks is missing"),
         (["calibrate", "--transport", "smoke"], "invalid choice: 'smoke'"),
     ],

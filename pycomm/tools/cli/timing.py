@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -36,6 +39,18 @@ class Samples:
     def cells(self) -> list[str]:
         """Write the median, then the spread from the 10th to the 90th percentile."""
         return [duration(self.median), f"{duration(self.low)} - {duration(self.high)}"]
+
+
+def busy_note(own: int) -> str:
+    """Return a note if ``own`` threads that compute and others that run now are more than the cores; "" if not."""
+    cores, running = os.cpu_count() or 1, []
+    for _ in range(5):  # the least of a few: others may only be passing by
+        running.append(int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0]))
+        time.sleep(0.02)
+    others = min(running) - 1
+    if others < 1 or own + others <= cores:
+        return ""
+    return f"the cores are busy: {others} other threads run on {cores} cores, so times are too long, and differ"
 
 
 def duration(seconds: float) -> str:

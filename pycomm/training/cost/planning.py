@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -27,8 +28,9 @@ METHODS: Mapping[str, Compression] = {
     "dgc(1%)": DGC(0.01),
     "dgc(0.1%)": DGC(0.001),
 }
+_TURNS = 5
 _WIDTH = 1000  # of the matrices that stand for a model
-_MOST_BYTES = 100e6  # to measure with; more takes proportionally longer
+_MOST_BYTES = 25e6  # to measure with; more takes proportionally longer
 _FACTORS = tuple(2.0**i for i in range(-14, 11, 2))  # of the bandwidth, at which a break-even is searched
 
 
@@ -37,7 +39,8 @@ class Priced:
     """Price of one reduction of all gradients by one method.
 
     Attributes:
-        local: seconds of compressing and decompressing, measured here.
+        local: seconds of compressing and decompressing, measured here: the median.
+        low, high: the least and the most of it.
         link: seconds of communication on the network, simulated.
         sent_bytes: bytes that a rank hands to the transport.
         break_even: bandwidth of one rank's link, in bytes per second, below which the method is faster
@@ -48,6 +51,8 @@ class Priced:
     link: float
     sent_bytes: float
     break_even: float
+    low: float = math.nan
+    high: float = math.nan
 
     def seconds(self) -> float:
         """Return the time of computation and communication, one after the other."""
@@ -93,18 +98,27 @@ class SimulatedLink:
         return float(min(simulate(each, size * count, network) for each in schedules))
 
 
-def price(num_ranks: int, nbytes: float, network: Network) -> dict[str, Priced]:
-    """Price each of ``METHODS`` for ``nbytes`` of float32 gradients, on the CPU, with torch's number of threads."""
+def price(num_ranks: int, nbytes: float, network: Network, dtype: torch.dtype = torch.float32) -> dict[str, Priced]:
+    """Price each of ``METHODS`` for ``nbytes`` of gradients, on the CPU, with torch's number of threads.
+
+    The methods take turns, so that other load of the machine affects all alike.
+    """
     link = SimulatedLink(num_ranks, replace(network, measured={}))
     per_host = per_host_of(network, num_ranks)
-    costs = {name: _costs(method, num_ranks, nbytes, per_host) for name, method in METHODS.items()}
+    turns = [
+        {name: _costs(method, num_ranks, nbytes, per_host, dtype) for name, method in METHODS.items()}
+        for _ in range(_TURNS)
+    ]
+    costs, local = turns[-1], {name: sorted(turn[name].local for turn in turns) for name in METHODS}
+    for name, cost in costs.items():
+        cost.local = statistics.median(local[name])
     scaled = network.within_host if network.per_host is None else network.between_hosts
     bandwidth = 1.0 / max(scaled.beta, 1e-30)
     priced = {}
     for name, cost in costs.items():
         seconds = sum(link.seconds(operation) for operation in cost.operations)
         even = bandwidth * _break_even(cost, costs["dense"], link) if name != "dense" else math.nan
-        priced[name] = Priced(cost.local, seconds, cost.num_bytes(num_ranks), even)
+        priced[name] = Priced(cost.local, seconds, cost.num_bytes(num_ranks), even, local[name][0], local[name][-1])
     return priced
 
 
@@ -114,11 +128,10 @@ def per_host_of(network: Network, num_ranks: int) -> int:
     return per_host if per_host < num_ranks and num_ranks % per_host == 0 else 1
 
 
-def _costs(method: Compression, num_ranks: int, nbytes: float, per_host: int) -> Costs:
-    rehearsed = min(nbytes, _MOST_BYTES)
-    rows = max(1, round(rehearsed / 4 / _WIDTH / _WIDTH))
-    params = [torch.empty(_WIDTH, _WIDTH, dtype=torch.float32) for _ in range(rows)]
-    return rehearse(method, params, num_ranks, per_host).scaled(nbytes / (rows * 4.0 * _WIDTH * _WIDTH))
+def _costs(method: Compression, num_ranks: int, nbytes: float, per_host: int, dtype: torch.dtype) -> Costs:
+    each = _WIDTH * _WIDTH * dtype.itemsize
+    params = [torch.empty(_WIDTH, _WIDTH, dtype=dtype) for _ in range(max(1, round(min(nbytes, _MOST_BYTES) / each)))]
+    return rehearse(method, params, num_ranks, per_host, repeats=1).scaled(nbytes / (len(params) * each))
 
 
 def _break_even(cost: Costs, dense: Costs, link: SimulatedLink) -> float:

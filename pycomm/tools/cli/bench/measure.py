@@ -29,7 +29,7 @@ from pycomm.errors import CommError, text_of
 from pycomm.tools.cli.bench.operations import BenchSettings, Case
 from pycomm.tools.cli.bench.rank import BenchRank
 from pycomm.tools.cli.table import table
-from pycomm.tools.cli.timing import Samples, duration, times
+from pycomm.tools.cli.timing import Samples, busy_note, duration, times
 from pycomm.tools.launching import RankError, RankPool
 from pycomm.untrusted import naming
 
@@ -188,7 +188,7 @@ def preamble(settings: BenchSettings, devices: Rows) -> str:
         f"Collective test starting: {settings.cases[0].operation}, {settings.backend}",
         f"minBytes {settings.sizes[0]} maxBytes {settings.sizes[-1]} step: {settings.factor}(factor) "
         f"warmup iters: {warmups} iters: {calls}",
-        *(busy if settings.ranks > cores and not settings.launched else []),
+        *(busy if settings.ranks > cores and not settings.launched else [each for each in [busy_note(1)] if each]),
         "Using devices",
         *(device.format(**found) for found in devices),
         "",

@@ -15,13 +15,30 @@ from pycomm.tools.cli.arguments import Parser, Run, complain, integer, later
 _NUMBER = r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?)"  # 12, 1.5, .5, 1e12
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
+_COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+_DTYPES = ("fp32", "bf16", "fp16")
+
 
 def size(text: str) -> float:
     """Parse a number of bytes: 100MB, 64KiB, 10 G."""
-    match = re.fullmatch(_NUMBER + r"\s*([kmg]i?)?b?", text.strip().lower())
+    match = re.fullmatch(_NUMBER + r"\s*([kmg]i?)?(b?)", text.strip().lower())
     value = math.inf if match is None else float(match[1]) * _UNITS[match[2] or ""]
     if value == math.inf:
         raise argparse.ArgumentTypeError(f"{text!r}, wanted a size such as 100MB or 64KiB")
+    if match is not None and match[3] and not match[2]:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} are {value:g} bytes, wanted a size such as 100MB; for a model of so many billion parameters: "
+            f"pycomm plan compression --parameters {text.strip()}"
+        )
+    return value
+
+
+def number(text: str) -> float:
+    """Parse a number of parameters above 0: 7B, 125M, 1.5e9."""
+    match = re.fullmatch(_NUMBER + r"\s*([kmbt])?", text.strip().lower())
+    value = 0.0 if match is None else float(match[1]) * _COUNTS[match[2] or ""]
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}, wanted a number of parameters such as 125M or 7B")
     return value
 
 
@@ -44,7 +61,8 @@ range of sizes. Nothing is sent.
 """
 _COMPRESSION = """\
 Says whether compressing gradients pays. Measures each method's cost on this machine, simulates the network, and prints
-the bandwidth below which the method is faster than uncompressed gradients.
+the bandwidth below which the method is faster than uncompressed gradients, the optimizers that it goes with, and its
+memory.
 """
 _CALIBRATE = """\
 Measures the cost of messages and the time of each algorithm, between the ranks that torchrun started or between --ranks
@@ -67,7 +85,11 @@ def add_parser(commands: Any) -> None:
     for priced in (ranks, compression):
         option = priced.add_argument
         option("--ranks", type=integer(1), required=True, help="number of ranks")
-        option("--bytes", type=size, default=100e6, metavar="SIZE", help="of the gradients: 64KiB, ...; default 100MB")
+        given = option if priced is ranks else priced.add_mutually_exclusive_group().add_argument
+        given("--bytes", type=size, default=100e6, metavar="SIZE", help="of the gradients: 64KiB, ...; default 100MB")
+        if priced is compression:
+            given("--parameters", type=number, metavar="N", help="of the model, in place of --bytes: 125M, 7B, ...")
+            option("--dtype", choices=_DTYPES, default="fp32", help="of the gradients (default fp32)")
         option("--network", help="a name or a file, see below")
         option("--per-host", type=integer(1), help="ranks on each host (default: as the network says)")
         priced.epilog_later = _networks

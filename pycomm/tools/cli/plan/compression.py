@@ -5,27 +5,39 @@ from __future__ import annotations
 import argparse
 import math
 
+import torch
+
+from pycomm.compression import Compression
 from pycomm.descriptions import size_text
+from pycomm.errors import attempt
 from pycomm.tools.cli.plan.report import network_of, time_text
 from pycomm.tools.cli.table import print_table
-from pycomm.training.cost.planning import Priced, price
+from pycomm.tools.cli.timing import busy_note
+from pycomm.training.cost.planning import METHODS, Priced, price
 from pycomm.training.cost.pricing import CLEARLY_FASTER
 from pycomm.untrusted import one_line
 
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the cost of every method, and whether one pays; return the exit code."""
-    num_ranks, nbytes, network = arguments.ranks, arguments.bytes, network_of(arguments)
-    priced = price(num_ranks, nbytes, network)
+    """Print the cost of every method, what it needs, and whether one pays; return the exit code."""
+    num_ranks, network, dtype = arguments.ranks, network_of(arguments), _DTYPES[arguments.dtype]
+    nbytes = arguments.bytes if arguments.parameters is None else arguments.parameters * dtype.itemsize
+    busy = busy_note(torch.get_num_threads())
+    priced = price(num_ranks, nbytes, network, dtype)
     dense = priced["dense"].seconds()
-    print(f"gradients of {size_text(nbytes)}, {num_ranks} ranks, network {one_line(network.name)}")
-    print("work measured on this machine, communication simulated, without overlap of the two\n")
-    header = ["method", "sent", "work", "link", "together", "x dense", "pays below"]
+    of_what = size_text(nbytes) + (f" in {arguments.dtype}" if dtype != torch.float32 else "")
+    print(f"gradients of {of_what}, {num_ranks} ranks, network {one_line(network.name)}")
+    print("work measured on this machine, communication simulated, without overlap of the two")
+    print(f"{busy}\n" if busy else "")
+    header = ["method", "sent", "work", "least - most", "link", "together", "x dense", "pays below"]
     rows = [
         [
             name,
             size_text(each.sent_bytes),
             time_text(each.local),
+            f"{time_text(each.low)} - {time_text(each.high)}",
             time_text(each.link),
             time_text(each.seconds()),
             f"{dense / each.seconds():.2f}",
@@ -34,8 +46,32 @@ def run(arguments: argparse.Namespace) -> int:
         for name, each in priced.items()
     ]
     print_table(header, rows, indent="  ")
+    print()
+    needs = {name: (optimizer_of(method), state_bytes(method)) for name, method in METHODS.items()}
+    rows = [
+        [name, optimizer, f"{state} bytes", size_text(state * nbytes / dtype.itemsize)]
+        for name, (optimizer, state) in needs.items()
+    ]
+    print_table(["method", "optimizer", "state per parameter", "per rank"], rows, indent="  ")
     print(f"\n{verdict(priced)}")
     return 0
+
+
+def optimizer_of(method: Compression) -> str:
+    """Return which optimizers ``method`` goes with, by its own check."""
+    params = [torch.nn.Parameter(torch.zeros(2, 2))]
+
+    def suits(optimizer: torch.optim.Optimizer) -> bool:
+        return not isinstance(attempt(lambda: method.check(optimizer)), Exception)
+
+    if not suits(torch.optim.AdamW(params)):
+        return "SGD, momentum=0"
+    return "any" if suits(torch.optim.SGD(params, 0.1, momentum=0.9)) else "without momentum"
+
+
+def state_bytes(method: Compression) -> int:
+    """Return the bytes that ``method`` keeps for each parameter: a residual, and two velocities with momentum."""
+    return (12 if getattr(method, "momentum", 0.0) else 4) if method.transactional else 0
 
 
 def verdict(priced: dict[str, Priced]) -> str:
