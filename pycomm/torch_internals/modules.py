@@ -125,7 +125,7 @@ def _plain(part: torch.nn.Module | None, name: str) -> str:
         kinds = (kind.__name__ for kind in type(part).__mro__ if kind.__module__.startswith("torch."))
         if not any(_WRAPPED.get(kind) == word for kind in kinds):
             words.append(word)
-        part = None if part is None else children_of(part).get(word)
+        part = None if part is None else dict(children_of(part).items()).get(word)  # TorchScript has no dicts
     return ".".join(words)
 
 

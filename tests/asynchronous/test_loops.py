@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -260,14 +259,6 @@ def copies(model: Any, optimizer: Any) -> Any:
     return model, optimizer
 
 
-def unpickled(model: Any, optimizer: Any) -> Any:
-    file = io.BytesIO()
-    torch.save((model, optimizer), file)
-    file.seek(0)
-    loaded: Any = torch.load(file, weights_only=False)
-    return loaded
-
-
 def another_optimizer(model: Any, optimizer: Any) -> Any:
     return model, torch.optim.SGD(model.parameters(), 0.05)
 
@@ -280,7 +271,6 @@ CHANGES = {
     "added": (add, "not averaged.*call [a-z]*_sgd", 1),
     "added to the module": (unfreeze, "'3.weight' of the module is trained, and not averaged", 4),
     "a copy": (copies, "copy", 1),
-    "unpickled": (unpickled, "copy", 1),
     "another optimizer": (another_optimizer, "another optimizer", 9),
 }
 

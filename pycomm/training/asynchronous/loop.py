@@ -371,7 +371,7 @@ def raise_differences(texts: Mapping[int, bytes], *, compares_steps: bool) -> No
             f"ranks meet that have made different numbers of steps: {name_ranks(behind)} "
             f"{'is' if len(behind) == 1 else 'are'} behind. Steps made: {made}. {_LEFT_OUT}"
         )
-    loops = {rank: (*of["loop"], False) for rank, of in by_rank.items() if of["loop"] is not None}
+    loops = {rank: (*of["loop"], False, 0) for rank, of in by_rank.items() if of["loop"] is not None}
     raise_out_of_loop(loops, f"Steps made: {made}. {_LEFT_OUT}", since="the last meeting")
     own = {key for of in by_rank.values() for key in of["own"]}  # what some rank's optimizer itself changes
     groups = {
