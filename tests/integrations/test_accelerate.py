@@ -261,7 +261,7 @@ def refused(case: str) -> str:
         ("other optimizer", "TypeError: optimizer is no optimizer but a str, wanted what accelerator.prepare"),
         ("other model", "TypeError: model is a Parameter, wanted a module"),
         ("twice", "ValueError: ddp_model already has a hook of pycomm's"),
-        ("outside", "ValueError: parameter 'module.0.weight' belongs to a Distributed.*pycomm.integrations.acc"),
+        ("outside", "ValueError: parameter '0.weight' belongs to a Distributed.*pycomm.integrations.acc"),
         ("wrapped later", "ValueError: parameter '0.weight' belongs to a DistributedDataParallel"),
         ("unknown option", "TypeError: attach got an argument 'compresion': wanted among algorithm,"),
         ("own option", "TypeError: attach got an argument 'accumulate': wanted among algorithm,"),
