@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +16,7 @@ import pycomm
 from pycomm.training.asynchronous.local_averager import LocalAverager
 from tests.hosts import on_hosts
 from tests.on_ranks import Pools, on_ranks
+from tests.reducer.attaching import logged
 
 TIMEOUT = 100.0
 MEETINGS: dict[str, dict[str, Any]] = {
@@ -84,19 +83,6 @@ def check(model: nn.Module, wanted: dict[str, torch.Tensor]) -> None:
     for name, buffer in model.named_buffers():
         atol = 0.0 if "running" not in name else 1e-6
         torch.testing.assert_close(buffer, wanted[name], rtol=atol, atol=atol)
-
-
-@contextlib.contextmanager
-def logged() -> Iterator[list[str]]:
-    """Collect what pycomm logs on this rank."""
-    found: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("pycomm").addHandler(handler)
-    try:
-        yield found
-    finally:
-        logging.getLogger("pycomm").removeHandler(handler)
 
 
 @pytest.mark.parametrize("kind", MEETINGS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import pycomm
 from tests.docs.pages import ROOT, blocks_of
 from tests.docs.running import surroundings
 from tests.on_ranks import Pools, on_ranks
-from tests.reducer.attaching import attached, rank_and_size
+from tests.reducer.attaching import attached, logged, rank_and_size
 
 
 def gradients_of(options: dict[str, Any], weights: list[list[Any]], nan_at: tuple[int, int] = (-1, -1)) -> None:
@@ -134,30 +133,12 @@ def test_not_in_the_middle_of_a_window() -> None:
         reducer.flush()
 
 
-class _Lines(logging.Handler):
-    """Lines of the logger while it is open."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
-
-    def __enter__(self) -> list[str]:
-        logging.getLogger("pycomm").addHandler(self)
-        return self.said
-
-    def __exit__(self, *_: object) -> None:
-        logging.getLogger("pycomm").removeHandler(self)
-
-
 @pytest.mark.parametrize("accumulate", [1, 4])
 @on_ranks(2)
 def test_the_first_weight_under_accumulation_says_not_to_divide(accumulate: int) -> None:
     """A divided loss would give a quarter of the gradient."""
     p = torch.nn.Parameter(torch.zeros(3))
-    with attached(torch.optim.SGD([p], 0.1), [("p", p)], accumulate=accumulate) as reducer, _Lines() as said:
+    with attached(torch.optim.SGD([p], 0.1), [("p", p)], accumulate=accumulate) as reducer, logged() as said:
         for number in range(8):
             reducer.set_weight(number + 1)
             p.sum().backward()

@@ -5,7 +5,6 @@ A difference that a reduction finds is asked about once more before the step tha
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -22,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 import pycomm.ddp
 from tests.on_ranks import Pools, on_ranks
-from tests.reducer.attaching import assert_replicas_equal, attached
+from tests.reducer.attaching import assert_replicas_equal, attached, logged
 from tests.reducer.models import close, loss_of, make_model, sgd
 
 OTHER_CAUSES = {
@@ -241,22 +240,6 @@ def test_a_skipped_step_puts_the_question_off() -> None:
 # What steps the parameters.
 
 
-class Noted(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-    def __enter__(self) -> Noted:
-        logging.getLogger("pycomm").addHandler(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        logging.getLogger("pycomm").removeHandler(self)
-
-
 @pytest.mark.parametrize("compression", [None, pycomm.TopK(0.5)], ids=repr)
 @on_ranks(2)
 def test_two_reductions_before_a_step_of_an_inner_optimizer(compression: Any) -> None:
@@ -264,7 +247,7 @@ def test_two_reductions_before_a_step_of_an_inner_optimizer(compression: Any) ->
     rank, model = dist.get_rank(), make_model()
     optimizer = Perturbing(model)
     wrong = pytest.raises(RuntimeError, match=r"has not used the last averaged gradients.*paused\(\)")
-    with Noted() as noted, attached(optimizer, model, compression=compression) as reducer:
+    with logged() as noted, attached(optimizer, model, compression=compression) as reducer:
         with nullcontext() if compression is None else wrong:
             for step in range(6):
                 for _ in range(2):
@@ -272,8 +255,8 @@ def test_two_reductions_before_a_step_of_an_inner_optimizer(compression: Any) ->
                     loss_of(model, rank, step).backward()
                 optimizer.inner.step()
             assert reducer._progress.num_steps == 6
-    assert [text for text in noted.texts if "paused()" in text] == noted.texts
-    assert len(noted.texts) == (compression is None and rank == 0)
+    assert all("paused()" in text for text in noted)
+    assert len(noted) == (compression is None and rank == 0)
 
 
 @on_ranks(2)
