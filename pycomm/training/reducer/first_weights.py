@@ -57,10 +57,11 @@ def meets_weights(
             pass  # raised with the others' results
         except ValueError:
             others_weigh = _all_weigh_or_join(communicator, keys)
+            with contextlib.suppress(RuntimeError):
+                store.set(f"{keys}/{'weights' if others_weigh else 'neither'}/{rank}", "")
+    if others_weigh:
+        flights[number].work = None
     with contextlib.suppress(RuntimeError):
-        if others_weigh:
-            flights[number].work = None
-        store.set(f"{keys}/{'weights' if others_weigh else 'neither'}/{rank}", "")
         store.delete_key(f"{keys}/joins/{rank}")
     return others_weigh
 
