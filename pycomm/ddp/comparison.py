@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from pycomm.collectives.communicator import Communicator
-from pycomm.collectives.layout import is_capturing
 from pycomm.compression.base import Exchange
 from pycomm.ddp.registration import HookSettings
 from pycomm.descriptions import counts_text
@@ -23,12 +22,12 @@ from pycomm.optim.parameters import optimizer_parameters
 from pycomm.torch_internals import current_graph_task, local_of
 from pycomm.training.reducer import (
     ALIKE,
+    Compared,
     Hashes,
     RankFlags,
     Record,
     ReplicaDifferences,
     StepEvidence,
-    is_comparison_due,
     loops_of,
     raise_different_groups,
     raise_out_of_loop,
@@ -194,37 +193,30 @@ class PassComparison:
     ) -> None:
         self._communicator, self._whose, self._model = communicator, whose, weakref.ref(model)
         self._trained = {name: param for name, param in params.items() if param.requires_grad}
-        self._interval = settings.tuning.check_replicas
-        self._hashes = Hashes(next((param.device for _, param in self._named()), device), ALIKE.start)
+        hashes = Hashes(next((param.device for _, param in self._named()), device), ALIKE.start)
+        on_gpu = device.type == "cuda"
+        compared = Compared(self._named, self._named, hashes, settings.tuning.check_replicas, on_gpu)
         evidence = StepEvidence(lambda: list(self._trained.items()), self._model, device)
-        self._differences = ReplicaDifferences(communicator, self._named, lambda: range(communicator.size), evidence)
+        self._differences = ReplicaDifferences(communicator, lambda: range(communicator.size), compared, evidence)
         self._num_passes, self._has_stepped = 0, False
-        self._at_step: torch.Tensor | None = None  # on a GPU, bits of the parameters as the last step left them
-        self.flags = RankFlags(device, device.type == "cuda")
+        self.flags = RankFlags(device, on_gpu)
         self.optimizers = SteppedOptimizers(
             params, settings.optimizer, tuple(settings.tuning.per_rank), self._before_step, self._after_step
         )
-        evidence.after_step()
+        self._differences.after_step(0)
         self._forwards = ForwardWatch(model, self._note_forward)
 
     def _named(self) -> list[tuple[str, torch.Tensor]]:
         return [(name, local_of(param).detach()) for name, param in self._trained.items()]
 
-    def _is_due(self) -> bool:
-        """Return whether the parameters are compared in the next pass."""
-        return self._differences.question is not None or is_comparison_due(self._num_passes, self._interval)
-
     def _before_step(self) -> None:
         """Compare the parameters again, if the last pass has found a difference. Collective in that case."""
-        self._differences.evidence.before_step(looks=self._num_passes == 1 or self._is_due())
-        self._differences.look_again(self._hashes, self._named)
+        self._differences.before_step(self._num_passes)
+        self._differences.look_again()
 
     def _after_step(self) -> None:
-        """Note a step. On a GPU, hash what is compared in the next pass: see ``RankComparison.after_step``."""
         self._has_stepped = True
-        self._differences.evidence.after_step()
-        if self.flags.reads_late and self._is_due() and not is_capturing():
-            self._at_step = self._hashes.bits(self._named())
+        self._differences.after_step(self._num_passes)
 
     def _note_forward(self, output: Any, called: str) -> None:
         if current_graph_task() == -1:  # else a checkpointed piece is being recomputed
@@ -241,12 +233,10 @@ class PassComparison:
         flags.absent, flags.has_pass = has_joined, not has_joined
         flags.steps, flags.readers = ({}, {}) if has_joined else (optimizers.counts, optimizers.readers())
         bits = flags.fix(num_passes)
-        self._num_passes = num_passes
-        if self._is_due():
+        self._num_passes = num_passes + 1
+        if self._differences.is_due(num_passes):
             bits = bits.clone()
-            at_step, self._at_step = self._at_step, None
-            bits[_PARAMETERS] = self._hashes.bits(self._named()) if at_step is None else at_step
-        self._num_passes += 1
+            bits[_PARAMETERS] = self._differences.bits()()
         if not has_joined:
             self._forwards.trained(flags.loop.has_forwards)
             flags.reduced()
@@ -283,9 +273,9 @@ class PassComparison:
             return
         if not self.flags.reads_late:
             if not any(absent):  # who is absent takes no step that could answer
-                self._differences.ask(self._hashes, num_passes, has_stepped=self._has_stepped)
-        elif self._differences.find(self._hashes, absent)[0]:
-            self._differences.report(self._hashes, num_passes, absent)
+                self._differences.ask(num_passes, has_stepped=self._has_stepped)
+        elif self._differences.find(self._differences.hashes, absent)[0]:
+            self._differences.report(num_passes, absent)
 
     def _raise_out_of_step(self, records: Mapping[int, Record]) -> None:
         """Raise RuntimeError if the optimizers have made different numbers of steps."""

@@ -18,6 +18,7 @@ from pycomm.training.reducer.rank_flags import raise_out_of_loop as raise_out_of
 from pycomm.training.reducer.rank_flags import stop_on_signal as stop_on_signal
 from pycomm.training.reducer.reducer import AttachedTraining as AttachedTraining
 from pycomm.training.reducer.reducer import Reducer as Reducer
+from pycomm.training.reducer.replica_differences import Compared as Compared
 from pycomm.training.reducer.replica_differences import Hashes as Hashes
 from pycomm.training.reducer.replica_differences import ReplicaDifferences as ReplicaDifferences
 from pycomm.training.reducer.replica_differences import StepEvidence as StepEvidence

@@ -282,14 +282,29 @@ class Question:
     num_asked: int
 
 
-class ReplicaDifferences:
-    """Reports of differences between the ranks' tensors. All methods are collective, and do the same on all ranks.
-
-    Args:
-        parameters: returns the tensors that must be equal on all ranks, by name.
+@dataclass(frozen=True)
+class Compared:
+    """Parameters that must be equal on all ranks, and when they are compared.
 
     Attributes:
-        evidence: what this rank has seen of its training.
+        parameters, hashed: return them by name, as they are and in the form that is hashed.
+        hashes: their hashes, combined into the bits that are sent.
+        interval: see :func:`is_comparison_due`.
+        on_gpu: whether the host learns of a difference two reductions later, so that no step can answer.
+    """
+
+    parameters: Callable[[], Named]
+    hashed: Callable[[], Named]
+    hashes: Hashes
+    interval: int
+    on_gpu: bool
+
+
+class ReplicaDifferences:
+    """When replicas are compared, and reports of their differences. What is collective does the same on all ranks.
+
+    Attributes:
+        hashes: hashes of the parameters.
         question: difference that the last reduction has found, if no step has come since; alike on all ranks.
         warned: whether a difference has been explained by the ranks' processors, which will not be the last.
     """
@@ -297,52 +312,81 @@ class ReplicaDifferences:
     def __init__(
         self,
         communicator: Communicator,
-        parameters: Callable[[], Named],
         world: Callable[[], Sequence[int]],
+        compared: Compared,
         evidence: StepEvidence,
     ) -> None:
-        self._communicator, self._parameters, self._world, self.evidence = communicator, parameters, world, evidence
+        self._communicator, self._world, self._compared, self._evidence = communicator, world, compared, evidence
+        self.hashes, self._parameters = compared.hashes, compared.parameters
+        self._at_step: torch.Tensor | None = None  # bits of the parameters as the last step left them
         self.question: Question | None = None
         self.warned = False
 
-    def ask(self, hashes: Hashes, num_reductions: int, *, has_stepped: bool) -> None:
+    def is_due(self, num_reductions: int) -> bool:
+        """Return whether all parameters are compared in the reduction that follows ``num_reductions`` others."""
+        return self.question is not None or is_comparison_due(num_reductions, self._compared.interval)
+
+    def before_step(self, num_reductions: int, rewritten: Callable[[], str] = lambda: "") -> None:
+        """Note that a step begins; ``rewritten``: see :meth:`StepEvidence.before_step`."""
+        looks = num_reductions == 1 or self.is_due(num_reductions)
+        self._evidence.before_step(looks=looks, rewritten=rewritten)
+
+    def after_step(self, num_reductions: int) -> None:
+        """Note that a step has ended, or that training begins.
+
+        On a GPU the parameters are hashed here if the next reduction compares them: there the host cannot ask again
+        before a step, by which weights that differ on purpose are equal again.
+        """
+        self._evidence.after_step()
+        if self._compared.on_gpu and self.is_due(num_reductions) and not is_capturing():
+            self._at_step = self.hashes.bits(self._compared.hashed())
+
+    def bits(self) -> Callable[[], torch.Tensor]:
+        """Return the function that makes the bits to be sent; the list of parameters is read now."""
+        at_step, self._at_step, hashed = self._at_step, None, self._compared.hashed()
+        return lambda: self.hashes.bits(hashed) if at_step is None else at_step
+
+    def forget(self) -> None:
+        """Release the parameters."""
+        self._evidence.forget()
+
+    def ask(self, num_reductions: int, *, has_stepped: bool) -> None:
         """Note that parameters differ in the reduction after ``num_reductions``, which the next step is to answer.
 
         If no step was ever seen, as the script updates the parameters by itself, the answer is given here in the end.
 
-        Args:
-            hashes: those of all parameters, if it is not the first such reduction in a row.
-            has_stepped: whether an optimizer has stepped the parameters before.
+        ``has_stepped``: whether an optimizer has stepped the parameters before.
         """
         num_asked = 1 if self.question is None else self.question.num_asked + 1
-        self.question = Question(num_reductions, self.evidence.written(), num_asked)
+        self.question = Question(num_reductions, self._evidence.written(), num_asked)
         if not has_stepped and num_asked >= _MOST_UNANSWERED:
-            self.answer(hashes)
+            self.look_again()
 
-    def look_again(self, hashes: Hashes, parameters: Callable[[], Named]) -> None:
-        """Compare ``parameters`` again if a reduction has found a difference: see :meth:`report`."""
-        if self.question is not None:
-            hashes.bits(parameters())
-            self.answer(hashes)
+    def look_again(self) -> None:
+        """Compare the parameters again if a reduction has found a difference, and report what is still different.
 
-    def answer(self, hashes: Hashes) -> None:
-        """Report what is still different, by ``hashes`` of all parameters, or forget the question."""
+        Raises:
+            RuntimeError, DamageError: they still differ.
+        """
         question, self.question = self.question, None
-        names, by_rank = self.find(hashes, [False] * self._communicator.size)
-        if question is not None and names:
+        if question is None:
+            return
+        self.hashes.bits(self._compared.hashed())
+        names, by_rank = self.find(self.hashes, [False] * self._communicator.size)
+        if names:
             self._report(names, by_rank, question.num_reductions, question.written)
 
-    def report(self, hashes: Hashes, num_reductions: int, absent: Sequence[bool]) -> None:
-        """Raise an error, or warn, about parameters whose ``hashes`` differ after ``num_reductions``."""
-        names, by_rank = self.find(hashes, absent)
+    def report(self, num_reductions: int, absent: Sequence[bool]) -> None:
+        """Raise an error, or warn, about parameters whose last hashes differ after ``num_reductions``."""
+        names, by_rank = self.find(self.hashes, absent)
         if names or not any(absent):
-            self._report(names, by_rank, num_reductions, self.evidence.written())
+            self._report(names, by_rank, num_reductions, self._evidence.written())
 
     def _report(
         self, names: Sequence[str], by_rank: np.ndarray, num_reductions: int, written: Mapping[str, str]
     ) -> None:
         mine = {"written": {name: how for name, how in written.items() if name in names}, "processor": _processor()}
-        texts = self.all_gather_text(json.dumps({**mine, **self.evidence.of_steps()}))
+        texts = self.all_gather_text(json.dumps({**mine, **self._evidence.of_steps()}))
         seen = [parse(text, _SEEN, f"what rank {rank} has seen") for rank, text in enumerate(texts)]
         apart, largest, count, total = self._distance()
         far = f"the largest difference is {apart:.3g}, the largest magnitude {largest:.3g}"

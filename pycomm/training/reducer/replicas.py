@@ -39,13 +39,13 @@ from pycomm.training.reducer.buckets import BucketInFlight, Slot, state_of
 from pycomm.training.reducer.parameters import ParameterTable
 from pycomm.training.reducer.rank_flags import RankFlags, Record
 from pycomm.training.reducer.replica_differences import (
+    Compared,
     DamageError,
     Hashes,
     Named,
     ReplicaDifferences,
     RollingHash,
     StepEvidence,
-    is_comparison_due,
 )
 from pycomm.training.reducer.settings import AttachSettings
 from pycomm.training.reducer.window import TrainingProgress
@@ -174,9 +174,7 @@ class RankComparison:
             when: Hyperparameters(table.optimizer, per_rank, ignores) for when in ("", rank_flags.IN_STEP)
         }
         self.flags.takes_new = not table.on_gpu  # there the host learns too late
-        self._parameters: Callable[[], Named] = lambda: comparable(table.locals())
         self._buffers: Callable[[], Named] = lambda: comparable(buffers())
-        self._parameter_hashes = Hashes(device, _PARAMETERS.stop - _PARAMETERS.start)
         self._buffer_hashes = Hashes(device, _BUFFER_BITS)
         self._rolling, self._bits = RollingHash(), FingerprintBits(device)
         self._by_step = [self._bits.of(number) for number in range(1 << _STEP_BITS)]
@@ -185,8 +183,11 @@ class RankComparison:
         self._logged, self._uneven = False, -2
         self._slots, self._trained = list[Slot](), list[tuple[str, torch.Tensor]]()
         evidence = StepEvidence(self._of_slots, lambda: table.module, device)
-        self._differences = ReplicaDifferences(communicator, table.locals, world, evidence)
-        self._at_step: torch.Tensor | None = None  # on a GPU, bits of the parameters as the last step left them
+        hashes = Hashes(device, _PARAMETERS.stop - _PARAMETERS.start)
+        compared = Compared(table.locals, self._hashed, hashes, self._interval, table.on_gpu)
+        self._differences = ReplicaDifferences(communicator, world, compared, evidence)
+        self.is_due = self._differences.is_due
+        self.look_again = self._differences.look_again
 
     def require_suitable(self, *, in_step: bool = False) -> None:
         """Read the numbers of the optimizer's groups, as those of a step if ``in_step``.
@@ -196,9 +197,8 @@ class RankComparison:
         if self.flags.readers[rank_flags.IN_STEP if in_step else ""].refresh():
             self._compression.check(self._table.optimizer)
 
-    def is_due(self, num_reductions: int) -> bool:
-        """Return whether all parameters are compared in the reduction that follows ``num_reductions`` others."""
-        return self._differences.question is not None or is_comparison_due(num_reductions, self._interval)
+    def _hashed(self) -> Named:
+        return comparable(self._table.locals())
 
     def _of_slots(self) -> Named:
         """Return the trained parameters with their names."""
@@ -209,9 +209,7 @@ class RankComparison:
 
     def before_step(self) -> None:
         """Note that a step of the parameters begins."""
-        reductions = self._progress.num_reductions
-        looks = reductions == 1 or self.is_due(reductions)
-        self._differences.evidence.before_step(looks=looks, rewritten=self._rewritten)
+        self._differences.before_step(self._progress.num_reductions, self._rewritten)
 
     def _rewritten(self) -> str:
         """Return the name of the first parameter whose gradient is not the averaged tensor; "" without one."""
@@ -219,24 +217,9 @@ class RankComparison:
         return next((s.name for s in slots if s.owner.grad is not None and not s.holds_average()), "")
 
     def after_step(self) -> None:
-        """Note that a step of the parameters has ended, or that training begins.
-
-        On a GPU they are hashed here if the next reduction compares them: there the host cannot ask again before a
-        step, by which weights that differ on purpose are equal again.
-        """
-        if self._communicator.size == 1:
-            return
-        self._differences.evidence.after_step()
-        if self._table.on_gpu and self.is_due(self._progress.num_reductions) and not is_capturing():
-            self._at_step = self._parameter_hashes.bits(self._parameters())
-
-    def look_again(self) -> None:
-        """Compare parameters that the last reduction has found different once more. Collective in that case.
-
-        Raises:
-            RuntimeError, DamageError: they still differ.
-        """
-        self._differences.look_again(self._parameter_hashes, self._parameters)
+        """Note that a step of the parameters has ended, or that training begins."""
+        if self._communicator.size > 1:
+            self._differences.after_step(self._progress.num_reductions)
 
     def forget_question(self) -> None:
         """Forget a difference, as the ranks have changed."""
@@ -276,14 +259,13 @@ class RankComparison:
         reductions = self._progress.num_reductions
         if not self.is_due(reductions):
             return self._with_part(by_step, reductions)
-        parameters, buffers = self._parameters(), self._buffers()
-        at_step, self._at_step = self._at_step, None
+        parameters, buffers = self._differences.bits(), self._buffers()
 
         def make() -> torch.Tensor:
             bits = by_step.clone()
             self._state_changed = self.state_hashes.changed(taken)
             bits[_STATE] = self._state_changed
-            bits[_PARAMETERS] = self._parameter_hashes.bits(parameters) if at_step is None else at_step
+            bits[_PARAMETERS] = parameters()
             bits[_BUFFERS] = self._buffer_hashes.bits(buffers)
             return bits
 
@@ -339,16 +321,16 @@ class RankComparison:
         num_reductions = self._progress.num_reductions
         if self._interval == 0 or num_reductions == 0:
             return
-        self._parameter_hashes.bits(self._parameters())
+        self._differences.hashes.bits(self._hashed())
         absent = [False] * self._communicator.size
-        if self._differences.find(self._parameter_hashes, absent)[0]:
-            self._differences.report(self._parameter_hashes, num_reductions, absent)
+        if self._differences.find(self._differences.hashes, absent)[0]:
+            self._differences.report(num_reductions, absent)
 
     def release(self) -> None:
         """Release the state and the parameters that hashes refer to."""
         self.state_hashes.forget()
         self._rolling, self._slots, self._trained = RollingHash(), [], []
-        self._differences.evidence.forget()
+        self._differences.forget()
 
     def _report(self, differing: Sequence[bool], of: int) -> None:
         """Raise, warn or log the differences between the ranks. Collective; all ranks do the same.
@@ -384,9 +366,9 @@ class RankComparison:
             self._report_state()
         if any(differing[_PARAMETERS]):
             if self._table.on_gpu:
-                self._differences.report(self._parameter_hashes, self._progress.num_reductions, absent)
+                self._differences.report(self._progress.num_reductions, absent)
             elif not any(absent):  # who is absent takes no step that could answer
-                self._differences.ask(self._parameter_hashes, of, has_stepped=self._progress.num_steps > 0)
+                self._differences.ask(of, has_stepped=self._progress.num_steps > 0)
         if any(differing[_BUFFERS]) and not self._logged:
             self._log_buffers(absent)
         if self.flags.absent:
