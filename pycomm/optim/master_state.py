@@ -82,6 +82,7 @@ class Masters(dict[torch.Tensor, torch.Tensor]):
         for param in new:
             check_half(param, self.optimizer, self._rule)
             self.put(param, param.detach().float())
+            self._stamps[param] = _stamp(param)
             self.cast_state(param, torch.float32)  # if the optimizer already has state
         if new:
             self._tie()

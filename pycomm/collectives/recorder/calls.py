@@ -73,7 +73,8 @@ def present_call() -> tuple[str, str]:
     if mine is not None or line is None:
         return mine or ("", "a line that is not known")
     place, source = _place(*line[:2]), linecache.getline(*line[:2]).strip()[:_LONGEST_SOURCE]
-    others = filter(None, map(_call_in, sys._current_frames().values()))  # it may wait for the job, or still be there
+    # It may wait for the job, or still be there. A list, as this frame would be among frames that it refers to.
+    others = list(filter(None, map(_call_in, sys._current_frames().values())))
     return next((call for call in others if call[1] == place), ("", f"{place} (`{source}`)"))
 
 

@@ -135,7 +135,8 @@ class Gossip:
     def __init__(
         self, communicator: Communicator, loop: Loop, mixing: schedule.Mixing, every: int, buffers: MeetingBuffers
     ) -> None:
-        params, self._buffers = list(met_once(loop.tracked.named, "gossip()").values()), buffers
+        self._names, params = zip(*met_once(loop.tracked.named, "gossip()").items(), strict=True)
+        self._buffers = buffers
         self._communicator, self._params, self._mixing, self._every = communicator, params, mixing, every
         self._loop, self._is_attached = loop, True
         # Push-sum: the last element is a mass that starts as 1 and is mixed like the others; the parameters are the
@@ -214,7 +215,7 @@ class Gossip:
 
     def _not_finite(self, tensors: Iterable[torch.Tensor]) -> str:
         """Return the name of the first tensor that is not finite; the sum is quicker, but may overflow."""
-        named = zip(self._loop.tracked.named, tensors, strict=True)
+        named = zip(self._names, tensors, strict=True)
         return next((name for name, x in named if not x.sum().isfinite() and not x.isfinite().all()), "")
 
     @property
