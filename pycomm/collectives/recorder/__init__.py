@@ -11,3 +11,4 @@ from pycomm.collectives.recorder.ring import from_here as from_here
 from pycomm.collectives.recorder.ring import labelled as labelled
 from pycomm.collectives.recorder.ring import listened_to as listened_to
 from pycomm.collectives.recorder.ring import recorders as recorders
+from pycomm.collectives.recorder.ring import told_with as told_with

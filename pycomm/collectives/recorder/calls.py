@@ -20,7 +20,7 @@ from pycomm.errors import CommError
 from pycomm.untrusted import one_line
 
 _PATIENCE = 10.0
-_MOST_BYTES = 480
+_MOST_BYTES = 1 << 16
 _LONGEST_FILE, _LONGEST_SOURCE = 200, 100
 _OF_STEPS = ("", "backward", "forward", "step", "fit", "train")
 """Names of calls that all ranks make in each step."""
@@ -29,24 +29,27 @@ _DID_NOT_COME = ("timed out waiting", "it has ended its training", "it closed it
 
 
 def add_calls(error: BaseException, transport: Any, all_gather: Callable[..., None]) -> None:
-    """Add each rank's call of its script to ``error``, that they called different operations. Collective.
+    """Add each rank's call of its script to ``error``, that they called different operations, and what it tells.
 
-    ``all_gather``: the transport's, without the recorder, whose last operation is to be the one that failed.
+    Collective. ``all_gather``: the transport's, without the recorder, whose last operation is to be that of the error.
     """
     name, place = present_call()
-    told = f"{name}\n{f'in {name}() ' if name else ''}at {place}"
-    mine = told.encode("utf-8", "replace")[:_MOST_BYTES].ljust(_MOST_BYTES)
-    gathered = np.empty((transport.size, _MOST_BYTES), np.uint8)
+    lines = name, one_line(f"{f'in {name}() ' if name else ''}at {place}"), transport.recorder.tells
+    mine = "\n".join(lines).encode("utf-8", "replace")[:_MOST_BYTES]
+    sizes = np.empty((transport.size, 1), np.int64)
     before, transport.skip_checks = transport.skip_checks, True  # all have this error, and do this next
     try:
-        all_gather(gathered, np.frombuffer(mine, np.uint8), _PATIENCE)
+        all_gather(sizes, np.array([len(mine)]), _PATIENCE)
+        gathered = np.empty((transport.size, min(int(sizes.max()), _MOST_BYTES)), np.uint8)
+        all_gather(gathered, np.frombuffer(mine.ljust(gathered.shape[1]), np.uint8), _PATIENCE)
     except CommError:
         return  # a rank was lost meanwhile
     finally:
         transport.skip_checks = before
     ranks: dict[tuple[str, str], list[int]] = {}
-    for rank, row in enumerate(gathered):
-        name, _, where = row.tobytes().decode("utf-8", "replace").rstrip().partition("\n")
+    rows = [f"{row.tobytes().decode('utf-8', 'replace').rstrip(' ')}\n\n".split("\n") for row in gathered]
+    vars(error)["told"] = [row[2] for row in rows]
+    for rank, (name, where, *_) in enumerate(rows):
         ranks.setdefault((one_line(name), one_line(where)), []).append(rank)
     if len(ranks) == 1:
         return

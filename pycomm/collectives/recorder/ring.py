@@ -84,7 +84,7 @@ class Recorder:
     Attributes:
         pid: process that made it, and whose operations it records.
         store: torch's store that all of the ranks share; ``None`` if there is none.
-        may_differ: whether the next operation may meet another one of other ranks, which is no failure then.
+        tells: what this rank tells the others if they call different operations now; "" for nothing.
     """
 
     def __init__(self, group: str, rank: int, ranks: Sequence[int]) -> None:
@@ -92,7 +92,7 @@ class Recorder:
         self.ring = _native.FlightRing(LENGTH)
         self.pid = os.getpid()
         self.store: Any = None
-        self.may_differ = False
+        self.tells = ""
         _recorders[id(self)] = self
 
     @property
@@ -110,10 +110,25 @@ class Recorder:
         """Time that the collectives have taken."""
         return self.ring.seconds
 
+    @contextlib.contextmanager
+    def telling(self, what: str) -> Iterator[None]:
+        """Have this rank tell ``what`` in the block. That all ranks tell something means that they may differ."""
+        self.tells = what
+        try:
+            yield
+        finally:
+            self.tells = ""
+
     def entries(self) -> list[Entry]:
         """Return the last operations, oldest first."""
         found = (Entry(*entry) for entry in self.ring.entries())
         return [entry if isinstance(entry.detail, tuple) else entry._replace(detail=(entry.detail,)) for entry in found]
+
+
+def told_with(error: BaseException) -> list[str]:
+    """Return what each rank has told with an ``error`` of ranks that called different operations; else []."""
+    told: list[str] = getattr(error, "told", [])
+    return told
 
 
 _recorders: weakref.WeakValueDictionary[int, Recorder] = weakref.WeakValueDictionary()

@@ -7,15 +7,15 @@ change the parameters of this rank only. These checks read only local objects, a
 
 from __future__ import annotations
 
-import contextlib
 import json
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
 
+from pycomm.collectives.recorder import told_with
 from pycomm.descriptions import name_ranks
 from pycomm.optim.attached import is_covered
 from pycomm.optim.parameters import optimizer_parameters
@@ -25,6 +25,7 @@ from pycomm.training.reducer.engine import Engine
 from pycomm.training.reducer.parameters import ParameterTable
 from pycomm.training.reducer.rank_flags import raise_different_new
 from pycomm.training.reducer.settings import AttachSettings
+from pycomm.training.reducer.window import WEIGHS
 from pycomm.untrusted import ListOf, parse
 
 _INSTEAD = (
@@ -219,11 +220,11 @@ class ParameterChanges:
         if not self._table.has_new():
             return
         self._require_replaceable()
-        with self._announced():
-            try:
+        try:
+            with self._communicator.channel.recorder.telling(json.dumps(self._table.new_names())):
                 self._admit()
-            except ValueError as error:
-                raise self.explained(error) from None
+        except ValueError as error:
+            raise self.explained(error) from None
         if not self._engine.is_waited_for():
             self.drop_replaced()
 
@@ -271,36 +272,16 @@ class ParameterChanges:
 
     # Errors of ranks that do not make the same changes.
 
-    @contextlib.contextmanager
-    def _announced(self) -> Iterator[None]:
-        """Announce this rank's new parameters in the store until all ranks have exchanged theirs."""
-        store, key = self._communicator.place.store, self._key(self._communicator.rank)
-        with contextlib.suppress(RuntimeError):  # of the store; without it an error is less clear
-            store.set(key, json.dumps(self._table.new_names()))
-        yield
-        with contextlib.suppress(RuntimeError):
-            store.delete_key(key)
-
-    def _key(self, rank: int) -> str:
-        return f"{self._engine.window.weights.keys}/new/{self._engine.progress.num_reductions}/{rank}"
-
     def explained(self, error: ValueError) -> Exception:
         """Return ``error``, or its cause if only some ranks have new parameters, or weights."""
-        names, weighted = {}, []
-        ranks = range(self._communicator.size)
-        with contextlib.suppress(RuntimeError, ValueError):
-            store, weights = self._communicator.place.store, self._engine.window.weights
-            if not weights.in_use:  # for ranks that wait in first_weights.py
-                store.set(f"{weights.keys}/neither/{self._communicator.rank}", "")
-            for rank in ranks:
-                key = self._key(rank)
-                names[rank] = parse(store.get(key), ListOf(str), key) if store.check([key]) else []
-            weighted = [rank for rank in ranks if store.check([f"{weights.keys}/weights/{rank}"])]
+        told = dict(enumerate(told_with(error)))
+        new = {rank: text if text.startswith("[") else "[]" for rank, text in told.items()}
         try:
-            raise_different_new(names)
+            raise_different_new({rank: parse(text, ListOf(str), "new names") for rank, text in new.items()})
         except RuntimeError as found:
             return found
-        if 0 < len(weighted) < len(ranks):
+        weighted = [rank for rank, text in told.items() if text == WEIGHS]
+        if 0 < len(weighted) < len(told):
             return RuntimeError(
                 f"reducer.set_weight() was called on {name_ranks(weighted)}, and not on the others: make the first "
                 "call in the same step on all ranks"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -174,8 +172,8 @@ class TrainingProgress:
         )
 
 
-_numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
-"""Numbers of the attaches by the names of their groups, in each of which all ranks make them in the same order."""
+WEIGHS = "weights"
+"""What a rank tells the others in its first sum of samples."""
 
 
 class SampleWeights:
@@ -186,14 +184,10 @@ class SampleWeights:
     next pass's n: before that pass they are multiplied by n_before / n_next, which is 1 unless the batch
     size changes. The window's gradient is then n_last times the accumulated gradient. Divided by the sum
     of n over all passes and ranks, which takes one message of 16 bytes, it is this rank's contribution.
-
-    Attributes:
-        keys: begin of the keys in the store by which the ranks of this attach announce what others may not know.
     """
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self.keys = f"pycomm/{communicator.place.name}/{next(_numbers[communicator.place.name])}"
         self._is_known = False  # to all ranks, that weights are in use
         self._unit: float | None = None  # n of the accumulated gradients, or of the next pass if there are none
         self._passed = 0.0  # samples of this window's earlier passes
@@ -253,7 +247,7 @@ class SampleWeights:
             else:
                 from pycomm.training.reducer.first_weights import sum_first
 
-                sum_first(self._communicator, self.keys, sums)
+                sum_first(self._communicator, sums)
                 self._is_known = True
             return float(sums[0]), float(sums[1])
 

@@ -111,7 +111,7 @@ class WithoutBackward:
             return False
         from pycomm.training.reducer.first_weights import meets_weights
 
-        if meets_weights(engine.communicator, weights.keys, table.flights, engine.launch_ahead):
+        if meets_weights(engine.communicator, table.flights, engine.launch_ahead):
             weights.set(0, 0)
             engine.flags.skips = False
         return weights.in_use
