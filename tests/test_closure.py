@@ -42,6 +42,7 @@ IN_FUNCTIONS = {
     "pycomm.training.reducer.attach._sharded": "for `shard=`",
     "pycomm.training.reducer.attach._surviving": "for `survive=`",
     "pycomm.training.reducer.window.sum_again": "the first weights, which may meet a rank without a batch",
+    "pycomm.training.reducer.parameter_changes.explained": "an error, perhaps of the first weights",
     "pycomm.training.reducer.window.job": "the first weights, which may meet a rank without a batch",
     "pycomm.training.reducer.without_backward._meets_weights": "a rank without a batch, while no weights are in use",
     "pycomm.training.cost.named._auto": 'for compression="auto"',

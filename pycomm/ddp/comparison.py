@@ -16,8 +16,9 @@ from pycomm.collectives.communicator import Communicator
 from pycomm.compression.base import Exchange
 from pycomm.ddp.registration import HookSettings
 from pycomm.descriptions import counts_text
+from pycomm.optim.guard import StepWatch
 from pycomm.optim.hyperparameters import Hyperparameters
-from pycomm.optim.module_hooks import ForwardWatch, StepWatch
+from pycomm.optim.module_hooks import ForwardWatch
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.torch_internals import current_graph_task, local_of
 from pycomm.training.reducer import (

@@ -21,7 +21,7 @@ from pycomm.ddp.comparison import PassComparison
 from pycomm.ddp.registration import HookSettings, Registration, checked_settings
 from pycomm.ddp.steps import Steps
 from pycomm.errors import attempt
-from pycomm.optim.copies import MarkedParts, training_alone
+from pycomm.optim.guard import training_alone
 from pycomm.optim.module_hooks import watch_copies
 from pycomm.optim.parameter_checks import check_parameters
 from pycomm.torch_internals import GradBucket
@@ -196,7 +196,7 @@ class HookHandle:
         requires_passes = communicator.size > 1 and settings.tuning.check_replicas > 0
         self._comparison.optimizers.requires_passes = requires_passes
         self._steps = Steps(self._registration, self._comparison)
-        self._watches = [self._comparison, *watch_copies(ddp_model.module), MarkedParts(ddp_model)]
+        self._watches = [self._comparison, watch_copies(ddp_model.module)]
         for bucket in zero_buckets(ddp_model):  # so that state can be loaded before the first step
             self._registration.exchanges.of(bucket.index(), bucket.parameters())
 

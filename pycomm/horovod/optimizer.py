@@ -27,7 +27,6 @@ from pycomm.horovod.averaging import (
 from pycomm.horovod.functions import agreed
 from pycomm.horovod.names import Adasum, Average, Compression, HorovodInternalError, checked_op
 from pycomm.horovod.process_sets import ProcessSet, global_process_set, known_set, known_world, world
-from pycomm.optim.module_hooks import watch_copies_with
 from pycomm.optim.parameters import checked_optimizer, unwrapped
 
 _LATE = (
@@ -43,7 +42,6 @@ class Control:
         self._arguments = arguments
         self._skips, self._synchronized = False, False
         self._averaging: Averaging | None = None
-        self._watches: list[Any] = []  # of copies
         self._hook = optimizer.register_step_pre_hook(self._before_step)
         try:
             self.begin(optimizer)
@@ -55,9 +53,6 @@ class Control:
         """Begin to reduce the gradients of ``optimizer``, among the present ranks. Collective."""
         here = world()
         self._averaging = self._make(optimizer) if self._arguments.process_set.included() else None
-        self._unwatch()
-        if self._averaging is not None:
-            self._watches = watch_copies_with(param for _, param in self._arguments.named_of(optimizer))
         here.on_shutdown.append(weakref.WeakMethod(self.end))
         self._world = here
 
@@ -71,14 +66,8 @@ class Control:
 
     def end(self) -> None:
         """Stop reducing; steps are errors from then on."""
-        self._unwatch()
         if self._averaging is not None:
             self._averaging.detach()
-
-    def _unwatch(self) -> None:
-        watches, self._watches = self._watches, []
-        for watch in watches:
-            watch.remove()
 
     def remove(self) -> None:
         """Restore the optimizer."""

@@ -11,7 +11,6 @@ from typing import NoReturn, Protocol
 import torch
 
 from pycomm.optim.parameters import unwrapped
-from pycomm.optim.wrappers import Owner, unwatch_constructions, watch_constructions
 
 
 class Refusing(Protocol):
@@ -20,7 +19,7 @@ class Refusing(Protocol):
     def refuse_gradient(self, param: torch.Tensor, problem: str) -> NoReturn: ...
 
 
-class Attached(Owner, Protocol):
+class Attached(Protocol):
     """Interface of a Reducer to optimizers and loss scalers."""
 
     optimizer: torch.optim.Optimizer
@@ -29,6 +28,8 @@ class Attached(Owner, Protocol):
     def is_vetoed(self) -> bool: ...
     @property
     def attached(self) -> Refusing: ...
+    def knows(self, param: torch.Tensor) -> bool: ...
+    def named_parameters(self) -> Mapping[str, torch.Tensor]: ...
     def paused(self) -> AbstractContextManager[None]: ...
     def settle(self) -> bool: ...
     def name_of_not_finite(self) -> str | None: ...
@@ -38,17 +39,12 @@ _reducers: weakref.WeakSet[Attached] = weakref.WeakSet()
 
 
 def register(reducer: Attached) -> None:
-    """Register ``reducer``, to be found by its optimizer and parameters for as long as it lives.
-
-    The constructors of wrappers refuse its parameters from now on.
-    """
+    """Register ``reducer``, to be found by its optimizer and parameters for as long as it lives."""
     _reducers.add(reducer)
-    watch_constructions(reducer)
 
 
 def forget(reducer: Attached) -> None:
     _reducers.discard(reducer)
-    unwatch_constructions(reducer)
 
 
 def reducer_of(optimizer: torch.optim.Optimizer) -> Attached | None:

@@ -1,58 +1,43 @@
-"""Hooks of a training loop: of a module's forward, of ``optimizer.zero_grad()``, and of all optimizers' steps."""
+"""Hooks of a training loop: of a module's forward, and of ``zero_grad()``."""
 
 from __future__ import annotations
 
 import functools
-import gc
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from pycomm.optim.copies import MarkedParts, watch_copy
+from pycomm.optim.guard import HooksMark, guard_steps, permit
 from pycomm.torch_internals import (
     called_parts,
-    children_of,
     compiled_calls,
     hooks_of,
     is_recording,
     leave_out_of_scripts,
-    parameters_of,
 )
 
 
 class ForwardHook:
-    """Forward hook that does nothing; a ``deepcopy`` of a module gets it in place of a real one.
+    """Hook of a module's forward. Copies and pickles of the module do not have it.
 
-    The real hooks also do nothing in a forward that torch.compile traces; their checks then run when backward begins,
-    or before the step.
+    It does nothing in a forward that torch.compile traces. Its checks then run as backward begins, or before the step.
     """
 
-    def __call__(self, *_: Any) -> None:
-        pass
-
-    def __deepcopy__(self, memo: object) -> ForwardHook:
-        return self.of_copy()
-
-    def of_copy(self) -> ForwardHook:
-        """Return the hook that a copy of the module gets."""
-        return ForwardHook()
+    notes_copies = False
+    """Whether training a copy of the module is an error."""
 
 
 class BeforeForward(ForwardHook):
-    """Pre-hook that calls ``before_forward()``. With ``watches_copies``, training a copy of the module is an error."""
+    """Pre-hook that calls ``before_forward()``."""
 
-    def __init__(self, before_forward: Callable[[], None], *, watches_copies: bool = False) -> None:
-        self._before_forward, self._watches_copies = before_forward, watches_copies
+    def __init__(self, before_forward: Callable[[], None], *, notes_copies: bool = False) -> None:
+        self._before_forward, self.notes_copies = before_forward, notes_copies
 
     def __call__(self, *_: Any) -> None:
         if not torch.compiler.is_compiling():
             self._before_forward()
-
-    def of_copy(self) -> ForwardHook:
-        return OfCopy() if self._watches_copies else ForwardHook()
 
 
 class _BeforePart(ForwardHook):
@@ -91,7 +76,7 @@ class ForwardWatch:
     ) -> None:
         self._module, self._note, self._before = weakref.ref(module), note, before
         self._in_evaluation = self._is_wide = self._has_begun = False
-        self._handles: list[Any] = [module.register_forward_hook(_AfterForward(self, ""))]
+        self._handles: list[Any] = [hook_forward(module, _AfterForward(self, ""), before=False)]
 
     def begin(self) -> None:
         """Note that a forward begins; the first one in a step is reported."""
@@ -121,102 +106,35 @@ class ForwardWatch:
         compiled = compiled_calls(module, self.begin, lambda output: self.noted(output, ""))
         self._handles += compiled
         for name, part in [] if compiled else called_parts(module):
-            self._handles.append(part.register_forward_pre_hook(_BeforePart(self)))
-            self._handles.append(part.register_forward_hook(_AfterForward(self, name)))
+            self._handles.append(hook_forward(part, _BeforePart(self)))
+            self._handles.append(hook_forward(part, _AfterForward(self, name), before=False))
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
 
 
-class OfCopy(ForwardHook):
-    """Pre-hook of a copy of an attached module."""
-
-    def __init__(self) -> None:
-        self._hooked: set[int] = set()
-
-    def __call__(self, module: torch.nn.Module, *_: Any) -> None:
-        if not torch.compiler.is_compiling() and not is_recording():
-            watch_copy(module, self._hooked)
-
-    def of_copy(self) -> ForwardHook:
-        return OfCopy()
-
-
 leave_out_of_scripts(ForwardHook)
 
 
+def hook_forward(module: torch.nn.Module, hook: ForwardHook, *, before: bool = True) -> Any:
+    """Register ``hook`` for the forward of ``module``; return a handle with ``remove``."""
+    for hooks in hooks_of(module):
+        HooksMark(hooks, module, _note_copies)
+    if hook.notes_copies:
+        permit(module)
+        guard_steps()
+    register: Any = module.register_forward_pre_hook if before else module.register_forward_hook
+    return register(hook)
+
+
+def _note_copies(hooks: dict[int, Any]) -> bool:
+    return any(isinstance(hook, ForwardHook) and hook.notes_copies for hook in hooks.values())
+
+
 def watch_copies(module: torch.nn.Module) -> Any:
-    """Make training an unattached copy of ``module`` an error; return handles with ``remove``."""
-    forget_original(module)
-    return module.register_forward_pre_hook(BeforeForward(lambda: None, watches_copies=True)), MarkedParts(module)
-
-
-def watch_copies_with(params: Iterable[torch.Tensor]) -> list[Any]:
-    """Do as :func:`watch_copies` for the outermost modules that have one of ``params``. Looks at every object."""
-    ids = {id(param) for param in params}
-    modules: list[torch.nn.Module] = [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module)]
-    having = [module for module in modules if any(id(param) in ids for param in parameters_of(module))]
-    inside = {id(child) for module in having for child in children_of(module).values()}
-    return [watch for module in having if id(module) not in inside for watch in watch_copies(module)]
-
-
-def forget_original(module: torch.nn.Module) -> None:
-    """Permit training of ``module``, which is averaged from now on, even if it is a copy of an attached one."""
-    for hooks in (hooks for part in module.modules() for hooks in hooks_of(part)):
-        for key in [key for key, hook in hooks.items() if isinstance(hook, OfCopy)]:
-            del hooks[key]
-
-
-class StepWatch:
-    """Watch of all optimizers' steps, but for those that torch.compile traces.
-
-    It ends with :meth:`remove`, or with the object that keeps it.
-
-    Args:
-        before: bound method, held weakly, that is called with the optimizer before each step.
-        after: likewise after it; ``None``: nothing is.
-    """
-
-    def __init__(
-        self,
-        before: Callable[[torch.optim.Optimizer], None],
-        after: Callable[[torch.optim.Optimizer], None] | None = None,
-    ) -> None:
-        self._methods = weakref.WeakMethod(before), None if after is None else weakref.WeakMethod(after)
-        _watch_steps()
-        _watches.add(self)
-
-    def call(self, number: int, optimizer: torch.optim.Optimizer) -> None:
-        """Call the method before (0) or after (1) a step of ``optimizer``."""
-        reference = self._methods[number]
-        method = None if reference is None else reference()
-        if method is not None:
-            method(optimizer)
-
-    def remove(self) -> None:
-        _watches.discard(self)
-
-
-_watches: weakref.WeakSet[StepWatch] = weakref.WeakSet()
-
-
-@functools.cache
-def _watch_steps() -> None:
-    """Call all watches from now on.
-
-    These hooks stay: the garbage collector might take out those of one object while torch goes through them.
-    """
-
-    def hook(number: int) -> Callable[..., None]:
-        def call(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            for watch in () if torch.compiler.is_compiling() else _watches:
-                watch.call(number, optimizer)
-
-        return call
-
-    register_optimizer_step_pre_hook(hook(0))
-    register_optimizer_step_post_hook(hook(1))
+    """Make training an unattached copy of ``module`` an error; return a handle with ``remove``."""
+    return hook_forward(module, BeforeForward(lambda: None, notes_copies=True))
 
 
 class ModuleZeroGradWatch:

@@ -20,7 +20,7 @@ import pycomm
 from pycomm.ddp import register
 from pycomm.ddp.comparison import PassComparison, SteppedOptimizers
 from pycomm.ddp.registration import checked_settings
-from pycomm.optim.module_hooks import _watches
+from pycomm.optim.guard import _watches
 from pycomm.training.reducer import RankFlags
 from tests.ddp.test_hsdp_uses import loss_of as shards_loss_of
 from tests.ddp.test_hsdp_uses import replicated

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.horovod.execution import combine
@@ -376,18 +375,6 @@ def test_arguments_that_are_refused() -> None:
 
 
 @on_ranks(2)
-def test_models_under_ddp_are_refused() -> None:
-    with horovod() as hvd:
-        reductions: tuple[dict[str, Any], ...] = ({}, {"op": hvd.Max}, {"op": hvd.Adasum})
-        for arguments in reductions:
-            model = make_model().float()
-            wrapped = DistributedDataParallel(model)
-            with pytest.raises(ValueError, match="belongs to a DistributedDataParallel"):
-                hvd.DistributedOptimizer(sgd(model), wrapped.named_parameters(), **arguments)
-            del wrapped
-
-
-@on_ranks(2)
 def test_batch_norm_over_all_ranks() -> None:
     with horovod() as hvd:
         for shape, momentum in (((3 + hvd.rank(), 2, 5), 0.1), ((4, 2), None)):
@@ -414,24 +401,6 @@ def test_batch_norm_over_all_ranks() -> None:
             assert torch.allclose(norm(mine), plain.eval()(mine))
         with pytest.raises(ValueError, match="input has 1 dimensions"):
             hvd.SyncBatchNorm(2)(torch.ones(2))
-
-
-@pytest.mark.parametrize("how", range(len(WAYS)))
-@on_ranks(2)
-def test_training_a_copy_is_an_error(how: int) -> None:
-    with horovod() as hvd:
-        model = make_model()
-        optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), **WAYS[how])
-        own = copy.deepcopy(model)
-        with pytest.raises(RuntimeError, match="belongs to a copy"):
-            loss_of(own, batch_of(hvd.rank(), 0)).backward()
-        own = copy.deepcopy(model)
-        another = hvd.DistributedOptimizer(sgd(own), own.named_parameters(), **WAYS[how])
-        for each, its in ((model, optimizer), (own, another)):
-            its.zero_grad()
-            loss_of(each, batch_of(hvd.rank(), 0)).backward()
-            its.step()
-        assert_equal_models(own, model)
 
 
 def _drifting(hvd: Any, which: str, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

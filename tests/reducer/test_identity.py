@@ -41,8 +41,10 @@ def test_training_a_copy_is_an_error(how: str, drop: bool) -> None:
     if drop:
         reducer.detach()
         del model, optimizer, reducer
+    own = sgd(copied)
+    loss_of(copied, rank, 0).backward()
     with pytest.raises(RuntimeError, match=r"belongs to a copy .*: call attach\(\)"):
-        loss_of(copied, rank, 0).backward()
+        own.step()
 
 
 def by_autograd(model: nn.Module, rank: int) -> None:

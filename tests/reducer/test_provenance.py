@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import pycomm
-from pycomm.optim.module_hooks import _watches
+from pycomm.optim.guard import _watches
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
 from tests.reducer.attaching import assert_replicas_equal, attached, over_torch, own_state

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
-from pycomm.optim.module_hooks import ForwardHook
+from pycomm.optim.module_hooks import BeforeForward
 from tests.on_ranks import on_ranks
 from tests.reducer.attaching import assert_replicas_equal, grouped
 
@@ -168,12 +168,12 @@ def test_torch_keeps_nothing_of_ours() -> None:
 
 
 def test_hooks_of_all_kinds_are_left_out() -> None:
-    class Further(ForwardHook):
+    class Further(BeforeForward):
         pass
 
     model, x = Net(), torch.randn(3, 4)
     for each in (model, model.rest):
-        for hook in (ForwardHook(), Further()):
+        for hook in (BeforeForward(lambda: None), Further(lambda: None)):
             each.register_forward_pre_hook(hook)
             each.register_forward_hook(hook)
             each.register_forward_pre_hook(lambda *_: None, with_kwargs=True).remove()

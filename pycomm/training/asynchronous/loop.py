@@ -16,10 +16,9 @@ from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import Kinds
 from pycomm.descriptions import name_ranks
 from pycomm.optim.attached import forget_averaged, register_averaged
-from pycomm.optim.copies import MarkedParts
 from pycomm.optim.hyperparameters import Hyperparameters, Numbers, first_difference, require_equal_groups
 from pycomm.optim.loop_index import LoopIndex
-from pycomm.optim.module_hooks import BeforeForward, ForwardWatch, ZeroGradHook, forget_original, watch_copies
+from pycomm.optim.module_hooks import BeforeForward, ForwardWatch, ZeroGradHook, hook_forward, watch_copies
 from pycomm.optim.parameters import Writes
 from pycomm.optim.skips import listen_to_skips, stop_listening
 from pycomm.torch_internals import Places, current_graph_task, move_hook, own_parameters, parts_of
@@ -212,7 +211,6 @@ class Loop:
             self._writes.restart()
 
         self._refused = refused
-        forget_original(self._model)
         self._forwards = ForwardWatch(self._model, self._forwarded, self._before_forward)
         self._around_step = (
             self._optimizer.register_step_pre_hook(lambda *_: self.numbers.before_step()),
@@ -223,9 +221,8 @@ class Loop:
             *self._around_step,
             self._optimizer.register_step_pre_hook(before),
             self._optimizer.register_step_post_hook(after),
-            self._model.register_forward_pre_hook(BeforeForward(self._before_forward, watches_copies=True)),
+            hook_forward(self._model, BeforeForward(self._before_forward, notes_copies=True)),
             ZeroGradHook(self._optimizer, self._zeroed),
-            MarkedParts(self._model),
         ]
         listen_to_skips(self._optimizer, skipped)
         register_averaged(self.tracked)
@@ -416,5 +413,4 @@ class WorkerParameters:
     def close(self) -> None:
         """Stop the checks: copies may be trained, and something else may average the parameters."""
         forget_averaged(self._tracked)
-        for watch in self._copies:
-            watch.remove()
+        self._copies.remove()

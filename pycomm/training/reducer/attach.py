@@ -199,7 +199,7 @@ def checked(optimizer: Any, model: Any, unknown: Mapping[str, Any], ranks: Seque
     _check_ignored(table, settings)
     tensors = AttachedTensors(table)
     table.ranks = tuple(ranks)
-    check_sharding(names, table.ranks)
+    check_sharding(names, table.ranks, table.module)
     return settings, table, tensors
 
 

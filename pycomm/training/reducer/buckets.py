@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -419,12 +418,12 @@ class LocalGradient:
             )
 
 
-def check_sharding(names: Mapping[str, torch.Tensor], ranks: Sequence[int]) -> None:
-    """Raise TypeError if a DTensor is distributed over the process group's ``ranks``, or belongs to FSDP2."""
+def check_sharding(names: Mapping[str, torch.Tensor], ranks: Sequence[int], module: torch.nn.Module | None) -> None:
+    """Raise TypeError if a DTensor is distributed over the process group's ``ranks``, or ``module`` is FSDP2's."""
     for name, param in names.items():
         if is_dtensor(param):
             _check_placements(name, param, set(ranks))
-    _refuse_fully_sharded(names)
+    _refuse_fully_sharded(names, module)
 
 
 def _check_placements(name: str, param: Sharded, ranks: set[int]) -> None:
@@ -448,21 +447,12 @@ def _check_placements(name: str, param: Sharded, ranks: set[int]) -> None:
         )
 
 
-def _refuse_fully_sharded(names: Mapping[str, torch.Tensor]) -> None:
-    """Raise TypeError if a living module that was given to ``fully_shard`` has one of the parameters.
+def _refuse_fully_sharded(names: Mapping[str, torch.Tensor], module: torch.nn.Module | None) -> None:
+    """Raise TypeError if a part of ``module`` was given to ``fully_shard``.
 
     Autograd does not see the gradients of their shards, so hooks would not be called.
     """
-    module: Any = sys.modules.get("torch.distributed.fsdp")
-    sharded = {id(param): name for name, param in names.items() if is_dtensor(param)}
-    if not sharded or module is None:
-        return
-    for candidate in gc.get_objects():
-        if not issubclass(type(candidate), module.FSDPModule):
-            continue
-        try:
-            found = next((sharded[id(p)] for p in candidate.parameters() if id(p) in sharded), None)
-        except AttributeError:
-            continue  # the garbage collector is clearing this module
-        if found is not None:
-            raise TypeError(f"parameter {found!r} is a DTensor, sharded by fully_shard: {_INSTEAD}")
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and module is not None and any(isinstance(part, fsdp.FSDPModule) for part in module.modules()):
+        name = next((name for name, param in names.items() if is_dtensor(param)), "?")
+        raise TypeError(f"parameter {name!r} is a DTensor, sharded by fully_shard: {_INSTEAD}")

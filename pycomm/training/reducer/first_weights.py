@@ -15,10 +15,10 @@ from pycomm.collectives.recorder import told_with
 from pycomm.collectives.transport.gpu import GpuWork
 from pycomm.errors import CommError
 from pycomm.training.reducer.buckets import BucketInFlight
-from pycomm.training.reducer.window import WEIGHS
 from pycomm.worker import Work
 
-_JOINS = "no batch"
+WEIGHS, _JOINS = "weights", "no batch"
+"""What a rank tells the others."""
 
 
 def sum_first(communicator: Communicator, sums: Any) -> None:

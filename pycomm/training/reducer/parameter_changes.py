@@ -25,7 +25,6 @@ from pycomm.training.reducer.engine import Engine
 from pycomm.training.reducer.parameters import ParameterTable
 from pycomm.training.reducer.rank_flags import raise_different_new
 from pycomm.training.reducer.settings import AttachSettings
-from pycomm.training.reducer.window import WEIGHS
 from pycomm.untrusted import ListOf, parse
 
 _INSTEAD = (
@@ -274,6 +273,8 @@ class ParameterChanges:
 
     def explained(self, error: ValueError) -> Exception:
         """Return ``error``, or its cause if only some ranks have new parameters, or weights."""
+        from pycomm.training.reducer.first_weights import WEIGHS
+
         told = dict(enumerate(told_with(error)))
         new = {rank: text if text.startswith("[") else "[]" for rank, text in told.items()}
         try:

@@ -342,7 +342,7 @@ class ParameterTable:
 
         def lines(_: None) -> dict[str, list[str]]:
             check_parameters({**new, **{slot.name: slot.param for slot in self.unfrozen()}}, self.device)
-            check_sharding(new, self.ranks)
+            check_sharding(new, self.ranks, self.module)
             if self.partition is not None:
                 self.refuse_overlaps(new)
             named = [*((slot.name, slot.param) for slot in self.unfrozen()), *new.items()]

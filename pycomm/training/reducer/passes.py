@@ -13,15 +13,8 @@ import torch
 
 from pycomm.collectives.counting import PassGate
 from pycomm.errors import HALF_SENT, CommError
-from pycomm.optim.copies import MarkedParts, training_alone
-from pycomm.optim.module_hooks import (
-    BeforeForward,
-    ForwardWatch,
-    ModuleZeroGradWatch,
-    StepWatch,
-    ZeroGradHook,
-    forget_original,
-)
+from pycomm.optim.guard import StepWatch, training_alone
+from pycomm.optim.module_hooks import BeforeForward, ForwardWatch, ModuleZeroGradWatch, ZeroGradHook, hook_forward
 from pycomm.optim.parameters import Writes, parameter_ids
 from pycomm.optim.skips import listen_to_skips, stop_listening
 from pycomm.optim.wrappers import refuse_active_wrapper
@@ -134,12 +127,10 @@ class Passes:
         if self._settings.accumulates:
             self._handles.append(ModuleZeroGradWatch(self._note_module_zero_grad))
         if module is not None:
-            forget_original(module)
             self._uncovered = Uncovered(module, self._table.covers)
-            before = BeforeForward(self.before_forward, watches_copies=True)
-            self._handles.append(module.register_forward_pre_hook(before))
             self._forwards = ForwardWatch(module, self.note_forward, self.before_forward)
-            self._handles += [self._forwards, MarkedParts(module)]
+            before = BeforeForward(self.before_forward, notes_copies=True)
+            self._handles += [hook_forward(module, before), self._forwards]
 
     def unhook(self) -> None:
         for slot in self._table.slots():

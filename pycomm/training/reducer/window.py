@@ -172,10 +172,6 @@ class TrainingProgress:
         )
 
 
-WEIGHS = "weights"
-"""What a rank tells the others in its first sum of samples."""
-
-
 class SampleWeights:
     """Number of samples behind this rank's gradients, pass by pass, and their share of all ranks' samples.
 

@@ -17,7 +17,7 @@ from pycomm.collectives.layout import is_capturing, view_like
 from pycomm.errors import CommError
 from pycomm.optim.fused import FusedStep, KernelStep, has_rule
 from pycomm.optim.master_weights import MasterWeights
-from pycomm.optim.module_hooks import BeforeForward
+from pycomm.optim.module_hooks import BeforeForward, hook_forward
 from pycomm.optim.partition import Span
 from pycomm.optim.step_override import Factor, stepper_of
 from pycomm.torch_internals import version_of
@@ -50,7 +50,7 @@ class Aftermath:
         self._text = _TEXT + str(cause)
         self._handles: list[Any] = [optimizer.register_step_pre_hook(lambda *_: self._raise())]
         if module is not None:
-            self._handles.append(module.register_forward_pre_hook(BeforeForward(self._raise)))
+            self._handles.append(hook_forward(module, BeforeForward(self._raise)))
             register: Any = module.register_load_state_dict_post_hook
             self._handles.append(register(lambda *_: self._loaded()))
 
