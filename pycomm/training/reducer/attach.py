@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -33,10 +33,11 @@ from pycomm.training.reducer.parameters import ParameterTable, table_of
 from pycomm.training.reducer.reducer import Reducer
 from pycomm.training.reducer.settings import (
     OPTIMIZER_STATE,
-    AttachSettings,
+    Options,
     Sharding,
     Survive,
     Tuning,
+    checked_buffers,
     refuse_unknown,
 )
 from pycomm.training.reducer.statistics import Waits, open_ready_page
@@ -109,8 +110,8 @@ def attach(
             replaced by the optimizer inside it.
         model: the module, or its ``named_parameters()``. It must name every parameter
             of the optimizer, as state is kept by name. A wrapper that averages or shards parameters itself
-            (DistributedDataParallel, FSDP, DeepSpeed), inside or around the module, is refused, even if it
-            is added later.
+            (DistributedDataParallel, FSDP, DeepSpeed) is refused inside the module, and a DistributedDataParallel
+            around it in its first forward.
         compression: ``NoCompression()`` (the default); ``FP16()``, ``BF16()``; ``DGC(ratio)`` for SGD,
             ``TopK(ratio)`` for any optimizer, ``RandomK(ratio)``, ``ChunkTopK(k)``; ``PowerSGD(rank)``; ``FP8()``,
             ``Int8()``, ``Int4()``, ``OneBit()``, ``QSGD(levels)``, ``TernGrad()``. Or the name of one that needs no
@@ -151,12 +152,16 @@ def attach(
             shapes, dtypes, order or kinds of parameters and buffers, or in the contents of those that cannot be sent;
             or a parameter cannot be averaged (on every rank, naming the first one). Everything is undone then.
     """
-    given = settings_in(locals())
     communicator = Communicator(process_group, tuning.timeout if isinstance(tuning, Tuning) else None)
+
+    def check() -> Checked:
+        refuse_unknown(unknown)
+        options: Any = {"compression": compression, "accumulate": accumulate, "loss_scaler": loss_scaler}
+        options |= {"average": average, "buffers": buffers, "survive": survive, "shard": shard, "tuning": tuning}
+        return checked(Options(**options), optimizer, model, communicator.place.ranks)
+
     try:
-        check = functools.partial(checked, optimizer, model, unknown, communicator.place.ranks, **given)
-        made = agreed(communicator.channel.all_gather_bytes, attempt(check), lines=_lines)
-        settings, table, tensors = made
+        settings, table, tensors = agreed(communicator.channel.all_gather_bytes, attempt(check), lines=_lines)
         _make_equal(communicator, settings, table, tensors)
         lanes = open_lanes(communicator, settings, table.on_gpu)
         return _attach_over(lanes, settings, table)
@@ -165,25 +170,19 @@ def attach(
         raise
 
 
-_Checked = tuple[AttachSettings, ParameterTable, AttachedTensors]
+Checked = tuple[Options, ParameterTable, AttachedTensors]
 """Checked arguments of ``attach`` on this rank: settings, parameters, and all other tensors."""
 
 
-def _lines(found: _Checked) -> dict[str, list[str]]:
+def _lines(found: Checked) -> dict[str, list[str]]:
     """Return lines that must be equal on all ranks."""
     settings, table, _ = found
     return {"setting": settings.lines(), "optimizer": [type(table.optimizer).__name__]}
 
 
-def settings_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the settings among a call's ``arguments``."""
-    return {field.name: arguments[field.name] for field in fields(AttachSettings)}
-
-
-def checked(optimizer: Any, model: Any, unknown: Mapping[str, Any], ranks: Sequence[int], **given: Any) -> _Checked:
-    """Check the arguments of an ``attach`` over the global ``ranks``; raise the first error."""
-    refuse_unknown(unknown)
-    settings = AttachSettings.checked(model, **given)
+def checked(settings: Options, optimizer: Any, model: Any, ranks: Sequence[int]) -> Checked:
+    """Check an ``attach`` over the global ``ranks``; raise the first error."""
+    checked_buffers(settings.buffers, model)
     table = table_of(optimizer, model, settings.tuning.all_parameters, settings.tuning.ignore)
     settings = replace(settings, tuning=replace(settings.tuning, ignore=table.ignored.patterns, timeout=None))
     names = dict(table.named())
@@ -215,7 +214,7 @@ def _refuse_wrapped_step(optimizer: Any, table: ParameterTable, shard: Sharding)
         )
 
 
-def _check_ignored(table: ParameterTable, settings: AttachSettings) -> None:
+def _check_ignored(table: ParameterTable, settings: Options) -> None:
     """Raise ValueError if a setting does not go with what ``ignore`` leaves to each rank."""
     if table.ignored.keeps_state:
         for what, option, why in (
@@ -249,7 +248,7 @@ def _sharded() -> ModuleType:
     return partition
 
 
-def _attach_over(lanes: Sequence[Communicator], settings: AttachSettings, table: ParameterTable) -> Reducer:
+def _attach_over(lanes: Sequence[Communicator], settings: Options, table: ParameterTable) -> Reducer:
     """Create a Reducer over the communicators ``lanes`` on all ranks, or on none of them."""
     page = open_ready_page(lanes[0], table.on_gpu)
     try:
@@ -279,9 +278,7 @@ def _attach_over(lanes: Sequence[Communicator], settings: AttachSettings, table:
         raise
 
 
-def _make_equal(
-    communicator: Communicator, settings: AttachSettings, table: ParameterTable, tensors: AttachedTensors
-) -> None:
+def _make_equal(communicator: Communicator, settings: Options, table: ParameterTable, tensors: AttachedTensors) -> None:
     """Compare the ranks' settings and tensors, then copy rank 0's state to all; ValueError if they differ."""
     if settings.shard is not None:
         check_same_lines(

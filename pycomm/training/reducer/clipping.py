@@ -22,7 +22,7 @@ from pycomm.torch_internals import local_of
 from pycomm.training.reducer.autograd_hooks import weakly
 from pycomm.training.reducer.buckets import Slot
 from pycomm.training.reducer.parameters import ParameterTable
-from pycomm.training.reducer.settings import AttachSettings
+from pycomm.training.reducer.settings import Options
 
 
 def squared_norm(slots: Sequence[Slot], shards: Shards) -> torch.Tensor:
@@ -91,7 +91,7 @@ def first_not_finite(grads: Mapping[str, torch.Tensor]) -> str | None:
     return next((name for name, is_finite in zip(grads, finite, strict=True) if not is_finite), None)
 
 
-def unscaled_norm(table: ParameterTable, settings: AttachSettings) -> torch.Tensor:
+def unscaled_norm(table: ParameterTable, settings: Options) -> torch.Tensor:
     """Return the norm of all gradients together without the loss scale, as a 0-d float64 tensor on their device.
 
     It includes clipping since ``backward()``, as the next step will.

@@ -21,7 +21,7 @@ from pycomm.training.reducer.outcome import ReductionOutcome
 from pycomm.training.reducer.parameters import ParameterTable
 from pycomm.training.reducer.replica_differences import DamageError
 from pycomm.training.reducer.replicas import RankComparison
-from pycomm.training.reducer.settings import AttachSettings
+from pycomm.training.reducer.settings import Options
 from pycomm.training.reducer.statistics import Statistics
 from pycomm.training.reducer.window import AccumulationWindow, SampleWeights, TrainingProgress
 from pycomm.worker import Work
@@ -45,7 +45,7 @@ def require_sendable(slot: Slot) -> None:
         )
 
 
-def gradients_of(flight: BucketInFlight, settings: AttachSettings, is_first_pass: bool) -> list[torch.Tensor | None]:
+def gradients_of(flight: BucketInFlight, settings: Options, is_first_pass: bool) -> list[torch.Tensor | None]:
     """Return the gradients of the parameters of ``flight``, checked here as the counting hooks check nothing."""
     grads = [slot.owner.grad for slot in flight.slots]
     for slot, grad in zip(flight.slots, grads, strict=True):
@@ -65,7 +65,7 @@ def gradients_of(flight: BucketInFlight, settings: AttachSettings, is_first_pass
     return grads
 
 
-def require_no_average(slot: Slot, settings: AttachSettings) -> None:
+def require_no_average(slot: Slot, settings: Options) -> None:
     """Raise RuntimeError if the first pass of a window has accumulated into an earlier average.
 
     The mean over the ranks of an average plus a new gradient is correct; a sum, or error feedback, is not.
@@ -169,7 +169,7 @@ class Engine:
         self,
         table: ParameterTable,
         lanes: Sequence[Communicator],
-        settings: AttachSettings,
+        settings: Options,
         policy: StepPolicy,
     ) -> None:
         self.lanes, self.settings, self.communicator = lanes, settings, lanes[0]

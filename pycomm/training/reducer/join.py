@@ -17,13 +17,13 @@ from pycomm.optim.attached import register
 from pycomm.training.elastic.join_requests import JoinClient
 from pycomm.training.elastic.liveness import this_process
 from pycomm.training.elastic.membership import Membership
-from pycomm.training.reducer.attach import checked, settings_in
+from pycomm.training.reducer.attach import checked
 from pycomm.training.reducer.engine import Engine
 from pycomm.training.reducer.lanes import open_lanes
 from pycomm.training.reducer.newcomers import lines_of, share_state
 from pycomm.training.reducer.parameters import ParameterTable
 from pycomm.training.reducer.reducer import Reducer
-from pycomm.training.reducer.settings import AttachSettings, Survive, Tuning
+from pycomm.training.reducer.settings import Options, Survive, Tuning, refuse_unknown
 from pycomm.training.reducer.statistics import Waits
 from pycomm.training.reducer.surviving import Survival, SurvivingPolicy, listener_of, next_index
 
@@ -61,8 +61,11 @@ def join(
     """
     if not isinstance(address, str):
         raise TypeError(f"address is {shown(address)}, wanted a text such as 'host:port'")
-    survive, shard = Survive() if survive is None else survive, None  # a newcomer has no part of the others' step
-    settings, table, _ = checked(optimizer, model, unknown, (), **settings_in(locals()))
+    refuse_unknown(unknown)
+    given: Any = {"compression": compression, "accumulate": accumulate, "loss_scaler": loss_scaler, "tuning": tuning}
+    given |= {"average": average, "buffers": buffers, "survive": Survive() if survive is None else survive}
+    options = Options(**given, shard=None)  # a newcomer has no part of the others' step
+    settings, table, _ = checked(options, optimizer, model, ())
     assert settings.survive is not None
     timeout = timeout_seconds(None if tuning is None else tuning.timeout)
     client = JoinClient(address, next_index(), timeout)
@@ -74,9 +77,7 @@ def join(
                 raise
 
 
-def _join(
-    client: JoinClient, table: ParameterTable, settings: AttachSettings, survive: Survive, timeout: float
-) -> Reducer:
+def _join(client: JoinClient, table: ParameterTable, settings: Options, survive: Survive, timeout: float) -> Reducer:
     lines = lines_of(settings, table)
     answer = client.ask(this_process(), lines)
     membership, place = Membership.accept(answer, client.store, survive.min_ranks, timeout)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pycomm.collectives.communicator import Communicator, communicator_beside
-from pycomm.training.reducer.settings import AttachSettings
+from pycomm.training.reducer.settings import Options
 
 _NUM_LANES = 2
 _USUAL_BYTES = 25 << 20
@@ -23,7 +23,7 @@ _LEAST_BYTES = 1 << 20
 """Size of a bucket on one host below which waking a thread costs more than it hides."""
 
 
-def open_lanes(communicator: Communicator, settings: AttachSettings, on_gpu: bool) -> list[Communicator]:
+def open_lanes(communicator: Communicator, settings: Options, on_gpu: bool) -> list[Communicator]:
     """Return the lanes. The first is ``communicator``, which closes the others with itself. Collective.
 
     A method that measures uses one lane, as nothing else may use the link meanwhile.
@@ -62,9 +62,7 @@ def is_remote(communicator: Communicator) -> bool:
     return communicator.transport != "shared_memory"
 
 
-def bucket_sizes(
-    lanes: Sequence[Communicator], settings: AttachSettings, num_bytes: int, on_gpu: bool
-) -> tuple[int, int]:
+def bucket_sizes(lanes: Sequence[Communicator], settings: Options, num_bytes: int, on_gpu: bool) -> tuple[int, int]:
     """Return the size of a bucket, and that of the first one, for ``num_bytes`` of gradients; equal on all ranks.
 
     Between hosts and on GPUs the first bucket is small, as the link would otherwise wait for it. In CPU memory of one

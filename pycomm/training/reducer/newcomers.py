@@ -24,11 +24,11 @@ from pycomm.training.reducer.attached_tensors import module_tensors
 from pycomm.training.reducer.buckets import state_of
 from pycomm.training.reducer.engine import Engine
 from pycomm.training.reducer.parameters import ParameterTable
-from pycomm.training.reducer.settings import AttachSettings
+from pycomm.training.reducer.settings import Options
 from pycomm.untrusted import ANYTHING, ListOf, parse
 
 
-def lines_of(settings: AttachSettings, table: ParameterTable) -> list[tuple[str, str]]:
+def lines_of(settings: Options, table: ParameterTable) -> list[tuple[str, str]]:
     """Return what a newcomer must have in common with the ranks, as kinds and texts."""
     names = dict(table.named())
     parameters = [

@@ -21,7 +21,7 @@ from pycomm.training.reducer import clipping as norms
 from pycomm.training.reducer.buckets import BucketInFlight
 from pycomm.training.reducer.parameters import ParameterTable
 from pycomm.training.reducer.rank_flags import RankFlags
-from pycomm.training.reducer.settings import AttachSettings
+from pycomm.training.reducer.settings import Options
 from pycomm.training.reducer.window import TrainingProgress
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class ReductionOutcome:
     def __init__(
         self,
         table: ParameterTable,
-        settings: AttachSettings,
+        settings: Options,
         flags: RankFlags,
         progress: TrainingProgress,
         communicator: Communicator,

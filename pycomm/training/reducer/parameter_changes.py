@@ -24,7 +24,7 @@ from pycomm.training.reducer.buckets import Slot
 from pycomm.training.reducer.engine import Engine
 from pycomm.training.reducer.parameters import ParameterTable
 from pycomm.training.reducer.rank_flags import raise_different_new
-from pycomm.training.reducer.settings import AttachSettings
+from pycomm.training.reducer.settings import Options
 from pycomm.untrusted import ListOf, parse
 
 _INSTEAD = (
@@ -67,7 +67,7 @@ def _name_of(table: ParameterTable, param: torch.Tensor) -> str:
     return next((name for name, each in named if each is param), f"a parameter of shape {list(param.shape)}")
 
 
-def require_written(table: ParameterTable, settings: AttachSettings) -> None:
+def require_written(table: ParameterTable, settings: Options) -> None:
     """Raise RuntimeError if ``.grad`` is still the last average, and averaging it again would be wrong."""
     if settings.is_linear:
         return

@@ -28,7 +28,7 @@ from pycomm.training.reducer.buckets import (
     state_of,
 )
 from pycomm.training.reducer.lanes import bucket_sizes
-from pycomm.training.reducer.settings import OPTIMIZER_STATE, AttachSettings
+from pycomm.training.reducer.settings import OPTIMIZER_STATE, Options
 
 if TYPE_CHECKING:
     from pycomm.training.reducer.partition import StepPartition
@@ -246,7 +246,7 @@ class ParameterTable:
         self.shards = Shards(param for _, param in self.named())  # frozen ones take part in sums, too
         return slots
 
-    def make_buckets(self, slots: list[Slot], lanes: Sequence[Communicator], settings: AttachSettings) -> None:
+    def make_buckets(self, slots: list[Slot], lanes: Sequence[Communicator], settings: Options) -> None:
         """Sort ``slots`` into new buckets, which share ``lanes``."""
         most, first = bucket_sizes(lanes, settings, sum(slot.local.nbytes for slot in slots), self.on_gpu)
         partition: Any = self.partition
@@ -263,7 +263,7 @@ class ParameterTable:
     def rebuild(
         self,
         lanes: Sequence[Communicator],
-        settings: AttachSettings,
+        settings: Options,
         *,
         adopt: bool,
         order: Sequence[Slot] | None = None,

@@ -47,7 +47,7 @@ from pycomm.training.reducer.replica_differences import (
     RollingHash,
     StepEvidence,
 )
-from pycomm.training.reducer.settings import AttachSettings
+from pycomm.training.reducer.settings import Options
 from pycomm.training.reducer.window import TrainingProgress
 
 _REMEMBERED = 4
@@ -158,7 +158,7 @@ class RankComparison:
         self,
         communicator: Communicator,
         table: ParameterTable,
-        settings: AttachSettings,
+        settings: Options,
         progress: TrainingProgress,
         buffers: Callable[[], Named],
         world: Callable[[], Sequence[int]],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, fields
 from datetime import timedelta
 from typing import Any
 
@@ -184,55 +184,40 @@ def _carry(carry: Any) -> dict[str, Any] | None:
     return dict(carry)
 
 
-@dataclass(frozen=True)
-class AttachSettings:
-    """Arguments of ``attach``, checked; equal on all ranks."""
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Arguments of ``attach``, equal on all ranks.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong, or does not go with others; it is named.
+    """
 
     compression: Compression
-    accumulate: int | Callable[[], bool] = 1
-    loss_scaler: Any = None
-    average: bool = True
-    buffers: str = "local"
-    survive: Survive | None = None
-    shard: Sharding | None = None
-    tuning: Tuning = field(default_factory=Tuning)
+    accumulate: int | Callable[[], bool]
+    loss_scaler: Any
+    average: bool
+    buffers: str
+    survive: Survive | None
+    shard: Sharding | None
+    tuning: Tuning
 
-    @classmethod
-    def checked(
-        cls,
-        model: Any,
-        *,
-        compression: Any,
-        accumulate: Any,
-        loss_scaler: Any,
-        buffers: Any,
-        survive: Any,
-        shard: Any,
-        tuning: Any,
-        **flags: bool,
-    ) -> AttachSettings:
-        """Return the arguments of ``attach`` as settings.
-
-        Raises:
-            TypeError, ValueError: an argument is wrong, or does not go with others; it is named.
-        """
+    def __post_init__(self) -> None:
+        shard: Any = self.shard
         if isinstance(shard, str) and shard != "optimizer":
             raise ValueError(f'shard is {shard!r}, wanted "optimizer" or None')
         shard = Sharding(shard) if isinstance(shard, str) else shard
-        tuning = checked_option("tuning", tuning, Tuning, "pycomm.Tuning(bucket_mb=...)")
-        settings = cls(
-            compression=checked_method(compression),
-            accumulate=accumulate if callable(accumulate) else count("accumulate", accumulate, 1),
-            loss_scaler=checked_scaler(loss_scaler),
-            buffers=checked_buffers(buffers, model),
-            survive=checked_option("survive", survive, Survive, "pycomm.Survive(min_ranks=...)"),
-            shard=checked_option("shard", shard, Sharding, '"optimizer", pycomm.Sharding(...)'),
-            tuning=Tuning() if tuning is None else tuning,
-            **flags,
-        )
-        if settings.shard is not None:
-            _check_shard(settings, settings.shard)
-        return settings
+        checked = {
+            "tuning": checked_option("tuning", self.tuning, Tuning, "pycomm.Tuning(bucket_mb=...)") or Tuning(),
+            "compression": checked_method(self.compression),
+            "accumulate": self.accumulate if callable(self.accumulate) else count("accumulate", self.accumulate, 1),
+            "loss_scaler": checked_scaler(self.loss_scaler),
+            "survive": checked_option("survive", self.survive, Survive, "pycomm.Survive(min_ranks=...)"),
+            "shard": checked_option("shard", shard, Sharding, '"optimizer", pycomm.Sharding(...)'),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        if self.shard is not None:
+            _check_shard(self, self.shard)
 
     @property
     def has_parts(self) -> bool:
@@ -269,7 +254,7 @@ class AttachSettings:
         return [f"{each.name}={texts.get(each.name, getattr(self, each.name))}" for each in fields(self)]
 
 
-def _check_shard(settings: AttachSettings, shard: Sharding) -> None:
+def _check_shard(settings: Options, shard: Sharding) -> None:
     """Raise ValueError if ``settings`` exclude sharded steps."""
     method = type(settings.compression).__name__
     unsuitable = {
@@ -310,7 +295,7 @@ _ELSEWHERE = {
 
 def refuse_unknown(names: Iterable[str]) -> None:
     """Raise TypeError for the first of ``names``, none of which ``attach`` has, and suggest what may be meant."""
-    own = [*(field.name for field in fields(AttachSettings)), "process_group"]
+    own = [*(field.name for field in fields(Options)), "process_group"]
     for name in names:
         close = "".join(difflib.get_close_matches(name, [*own, *_ELSEWHERE], n=1))
         if name in _ELSEWHERE:

@@ -32,7 +32,7 @@ from pycomm.training.reducer.lanes import open_lanes
 from pycomm.training.reducer.newcomers import lines_of, share_state
 from pycomm.training.reducer.parameters import ParameterTable
 from pycomm.training.reducer.replica_differences import DamageError
-from pycomm.training.reducer.settings import AttachSettings
+from pycomm.training.reducer.settings import Options
 from pycomm.worker import Work
 
 _LOG = logging.getLogger("pycomm")
@@ -58,7 +58,7 @@ class Survival:
         membership: Membership,
         communicator: Communicator,
         table: ParameterTable,
-        settings: AttachSettings,
+        settings: Options,
         listener: JoinListener,
     ) -> None:
         self.membership, self.invited = membership, 0
@@ -365,7 +365,7 @@ def listener_of(
     return JoinListener(store, index, lines, str(this_process()["host"]) if membership.is_on_one_host else "")
 
 
-def policy_over(communicator: Communicator, table: ParameterTable, settings: AttachSettings) -> SurvivingPolicy:
+def policy_over(communicator: Communicator, table: ParameterTable, settings: Options) -> SurvivingPolicy:
     """Return the policy of the first ranks, those of ``communicator``. Collective."""
     assert settings.survive is not None
     membership = Membership.found(communicator, settings.survive.min_ranks)

@@ -19,7 +19,7 @@ from pycomm.optim.loss_scaler import scale_of
 from pycomm.optim.shards import Shards
 from pycomm.training.reducer import clipping as norms
 from pycomm.training.reducer.buckets import Slot
-from pycomm.training.reducer.settings import AttachSettings
+from pycomm.training.reducer.settings import Options
 from pycomm.worker import Work
 
 
@@ -286,9 +286,7 @@ class AccumulationWindow:
         current_stream: on a GPU, returns torch's current stream there.
     """
 
-    def __init__(
-        self, communicator: Communicator, settings: AttachSettings, device: torch.device, on_gpu: bool
-    ) -> None:
+    def __init__(self, communicator: Communicator, settings: Options, device: torch.device, on_gpu: bool) -> None:
         self._communicator, self._settings = communicator, settings
         self._device, self._on_gpu = device, on_gpu
         # DGC clips by parameter, as it packs them; it sees only this rank's part of a DTensor.

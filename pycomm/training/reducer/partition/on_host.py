@@ -19,7 +19,7 @@ from pycomm.collectives.transport.base import HostMemory
 from pycomm.errors import attempt
 from pycomm.training.reducer.buckets import BucketInFlight
 from pycomm.training.reducer.partition.partition import Memory, Segment, StepPartition
-from pycomm.training.reducer.settings import AttachSettings
+from pycomm.training.reducer.settings import Options
 
 
 def memory_of_all(communicator: Communicator) -> HostMemory | None:
@@ -116,7 +116,7 @@ class HostPartition(StepPartition):
         communicator: Communicator,
         optimizer: torch.optim.Optimizer,
         module: torch.nn.Module | None,
-        settings: AttachSettings,
+        settings: Options,
     ) -> None:
         self._memory = CommonMemory(communicator)
         # Number of steps of which each rank has completed its own part.

@@ -25,7 +25,7 @@ from pycomm.training.reducer.buckets import BucketInFlight, Slot
 from pycomm.training.reducer.partition.comparison import StepComparison, has_written_unscaled
 from pycomm.training.reducer.partition.whole_step import OwnSteps, WholeStep
 from pycomm.training.reducer.replica_differences import DamageError
-from pycomm.training.reducer.settings import AttachSettings
+from pycomm.training.reducer.settings import Options
 
 _TEXT = (
     "a rank was lost in the middle of optimizer.step(), while the ranks wrote to each other's parameters: those here "
@@ -87,7 +87,7 @@ class StepPartition:
         communicator: Communicator,
         optimizer: torch.optim.Optimizer,
         module: torch.nn.Module | None,
-        settings: AttachSettings,
+        settings: Options,
         order: Sequence[int],
         on_gpu: bool = False,
     ) -> None:

@@ -26,7 +26,7 @@ from pycomm.optim.parameters import optimizer_parameters
 from pycomm.training.reducer.buckets import BucketInFlight
 from pycomm.training.reducer.partition.partition import GpuMemory, Memory, Segment, StepPartition, begins_of
 from pycomm.training.reducer.replica_differences import DamageError
-from pycomm.training.reducer.settings import AttachSettings
+from pycomm.training.reducer.settings import Options
 from pycomm.worker import Work
 
 _LOG = logging.getLogger("pycomm")
@@ -76,7 +76,7 @@ class SpreadPartition(StepPartition):
         communicator: Communicator,
         optimizer: torch.optim.Optimizer,
         module: torch.nn.Module | None,
-        settings: AttachSettings,
+        settings: Options,
         on_gpu: bool = False,
     ) -> None:
         self._optimizer, self._on_gpu = optimizer, on_gpu
