@@ -33,6 +33,7 @@ from pycomm.training.reducer import (
     raise_different_groups,
     raise_out_of_loop,
 )
+from pycomm.training.reductions.phase import StepState
 
 _PARAMETERS = slice(0, ALIKE.start)
 """Bits of the parameters' hash. The others are those of :class:`RankFlags`."""
@@ -176,6 +177,7 @@ class PassComparison:
         model: module whose forwards count.
         params: the parameters, or this rank's parts of them, which must be equal on all ranks, by name.
         device: device of the flags.
+        state: phase of this rank's step, and the number of passes that were averaged.
         whose: what the ranks are counted among, for errors.
 
     Attributes:
@@ -190,6 +192,7 @@ class PassComparison:
         communicator: Communicator,
         settings: HookSettings,
         device: torch.device,
+        state: StepState,
         whose: str = "",
     ) -> None:
         self._communicator, self._whose, self._model = communicator, whose, weakref.ref(model)
@@ -199,8 +202,8 @@ class PassComparison:
         compared = Compared(self._named, self._named, hashes, settings.tuning.check_replicas, on_gpu)
         evidence = StepEvidence(lambda: list(self._trained.items()), self._model, device)
         self._differences = ReplicaDifferences(communicator, lambda: range(communicator.size), compared, evidence)
-        self._num_passes, self._has_stepped = 0, False
-        self.flags = RankFlags(device, on_gpu)
+        self._state, self._has_stepped = state, False
+        self.flags = RankFlags(device, on_gpu, state)
         self.optimizers = SteppedOptimizers(
             params, settings.optimizer, tuple(settings.tuning.per_rank), self._before_step, self._after_step
         )
@@ -212,12 +215,12 @@ class PassComparison:
 
     def _before_step(self) -> None:
         """Compare the parameters again, if the last pass has found a difference. Collective in that case."""
-        self._differences.before_step(self._num_passes)
+        self._differences.before_step(self._state.reductions)
         self._differences.look_again()
 
     def _after_step(self) -> None:
         self._has_stepped = True
-        self._differences.after_step(self._num_passes)
+        self._differences.after_step(self._state.reductions)
 
     def _note_forward(self, output: Any, called: str) -> None:
         if current_graph_task() == -1:  # else a checkpointed piece is being recomputed
@@ -225,39 +228,39 @@ class PassComparison:
         if not getattr(self._model(), "require_backward_grad_sync", True):  # in no_sync(): ranks may mean to step alone
             self.optimizers.requires_passes = False
 
-    def fix(self, num_passes: int, *, has_joined: bool = False) -> torch.Tensor:
-        """Return this rank's flags of the pass after ``num_passes`` others, 64 bools. It then counts from zero.
+    def fix(self) -> torch.Tensor:
+        """Return this rank's flags of the present pass, 64 bools. It then counts from zero.
 
-        A rank that ``has_joined``, as it has no more inputs, is not compared.
+        A rank that is absent, as it has no more inputs, is not compared.
         """
-        flags, optimizers = self.flags, self.optimizers
-        flags.absent, flags.has_pass = has_joined, not has_joined
-        flags.steps, flags.readers = ({}, {}) if has_joined else (optimizers.counts, optimizers.readers())
+        flags, optimizers, num_passes = self.flags, self.optimizers, self._state.reductions
+        has_pass = self._state.has_pass
+        flags.steps, flags.readers = (optimizers.counts, optimizers.readers()) if has_pass else ({}, {})
         bits = flags.fix(num_passes)
-        self._num_passes = num_passes + 1
         if self._differences.is_due(num_passes):
             bits = bits.clone()
             bits[_PARAMETERS] = self._differences.bits()()
-        if not has_joined:
+        if has_pass:
             self._forwards.trained(flags.loop.has_forwards)
             flags.reduced()
             optimizers.restart()
         return bits
 
-    def receive(self, exchange: Exchange, num_passes: int) -> None:
-        """Read the flags that ``exchange`` brought with the pass after ``num_passes`` others; see :meth:`report`."""
-        self.report(self.flags.received(exchange.differing()), num_passes)
+    def receive(self, exchange: Exchange) -> None:
+        """Read the flags that ``exchange`` brought with the present pass; see :meth:`report`."""
+        self.report(self.flags.received(exchange.differing()))
 
-    def receive_late(self, num_passes: int) -> None:
+    def receive_late(self) -> None:
         """Read the flags of the pass before the last on a GPU, as the next one begins; see :meth:`report`."""
-        self.report(self.flags.received_late(), num_passes - 2)
+        self.report(self.flags.received_late(), ago=2)
 
-    def report(self, differing: Sequence[bool], num_passes: int) -> None:
-        """Report what differs after ``num_passes``, given the bits that do. Collective if there is any.
+    def report(self, differing: Sequence[bool], ago: int = 0) -> None:
+        """Report what differs, given the bits that do, of the present pass, or of one ``ago``. Collective if any do.
 
         Raises:
             RuntimeError, ValueError: on all ranks: they have done different things, or their parameters differ.
         """
+        num_passes = self._state.reductions - ago
         if not any(differing[_PARAMETERS]):
             self._differences.question = None
         if not any(differing):

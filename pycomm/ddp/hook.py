@@ -192,7 +192,7 @@ class HookHandle:
         by_id = {id(param): name for name, param in names.items()}
         device = next(p.device for p in self._params if p.requires_grad)
         self._registration = Registration([communicator], settings, device, by_id, "a sum over the ranks")
-        self._comparison = PassComparison(ddp_model, names, communicator, settings, device)
+        self._comparison = PassComparison(ddp_model, names, communicator, settings, device, self._registration.state)
         requires_passes = communicator.size > 1 and settings.tuning.check_replicas > 0
         self._comparison.optimizers.requires_passes = requires_passes
         self._steps = Steps(self._registration, self._comparison)

@@ -178,7 +178,8 @@ class HsdpHandle:
         shards = [ShardedReplicas(i, each, names, exchanges) for i, (names, each) in enumerate(modules.values())]
         # The host sends the flags, and reads them at once.
         on_host = torch.device("cpu")
-        self._comparison = PassComparison(model, params, communicator, settings, on_host, " of the replicas")
+        state, whose = self._registration.state, " of the replicas"
+        self._comparison = PassComparison(model, params, communicator, settings, on_host, state, whose)
         steps = ReplicaSteps(shards, self._registration, self._comparison, shard_communicator)
         for module, each in zip(self._modules, shards, strict=True):
             module.set_all_reduce_hook(functools.partial(steps.average, each))  # type: ignore[operator]

@@ -21,6 +21,7 @@ from pycomm.optim.loss_scaler import checked_scaler, scale_of
 from pycomm.optim.parameters import checked_optimizer
 from pycomm.training.cost.named import checked_method, refuse_local_norm
 from pycomm.training.reducer import Tuning
+from pycomm.training.reductions.phase import Phase, StepState
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,8 @@ class Registration:
         committed, nonfinite: numbers of steps that changed state, and of those that were not finite: 0-d int64 tensors
             on ``device``.
         source: rank and parameter of the last non-finite gradient.
-        num_steps: number of backward passes that were averaged.
         wait_seconds: time for which communication held up ``backward()``.
-        is_open: whether a step has begun and not ended.
-        stopped: error after which this rank no longer takes part; "" without one.
+        state: phase of this rank's step. SENDING: its backward has begun and not ended.
     """
 
     def __init__(
@@ -88,19 +87,10 @@ class Registration:
         self.committed = torch.zeros((), dtype=torch.int64, device=device)
         self.nonfinite = torch.zeros((), dtype=torch.int64, device=device)
         self.source = NonfiniteSource()
-        self._count, self.wait_seconds = [0], 0.0
+        self.state, self.wait_seconds = StepState(), 0.0
         for communicator in communicators:
-            communicator.channel.farewell = functools.partial(_farewell, self._count)  # keeps nothing else alive
-        self.is_open, self.stopped = False, ""
+            communicator.channel.farewell = functools.partial(_farewell, self.state)  # keeps nothing else alive
         self._last_stats: dict[str, Any] = {}
-
-    @property
-    def num_steps(self) -> int:
-        return self._count[0]
-
-    @num_steps.setter
-    def num_steps(self, number: int) -> None:
-        self._count[0] = number
 
     def scaling(self) -> Scaling:
         """Return the scaling of the step that begins."""
@@ -141,22 +131,22 @@ class Registration:
 
     def require_taking_part(self) -> None:
         """Raise RuntimeError if this rank has stopped after an earlier error."""
-        if self.stopped:
-            raise RuntimeError(f"pycomm's hook no longer takes part after an earlier error: {self.stopped}")
+        if self.state.reason:
+            raise RuntimeError(f"pycomm's hook no longer takes part after an earlier error: {self.state.reason}")
 
     def stop(self, error: BaseException) -> None:
         """Stop taking part, and raise ``error`` on ranks that wait for this one."""
-        if self.stopped or all(communicator.size == 1 for communicator in self._communicators):
+        if self.state.reason or all(communicator.size == 1 for communicator in self._communicators):
             return
-        self.stopped = str(error) or type(error).__name__
+        self.state.stops(str(error) or type(error).__name__)
         for communicator in self._communicators:
-            communicator.channel.abandon(self.stopped, in_step=False)
+            communicator.channel.abandon(self.state.reason, in_step=False)
 
     def _require_between_steps(self, what: str) -> None:
         """Raise RuntimeError inside a step, or after ``remove()``; ``what`` is the method that was called."""
         if self.is_closed:
             raise RuntimeError(f"{what}() after remove()")
-        if self.is_open and not self.stopped:
+        if self.state.is_sending:
             raise RuntimeError(f"{what}() inside backward: call it between steps")
 
     def state_dict(self) -> dict[str, Any]:
@@ -179,7 +169,7 @@ class Registration:
         nonfinite_steps, parts = int(self.nonfinite), list(self.exchanges.parts())
         return {
             "bytes_sent": self.exchanges.bytes_sent,
-            "steps": self.num_steps,
+            "steps": self.state.reductions,
             "wait_seconds": self.wait_seconds,
             "nonfinite_steps": nonfinite_steps,
             "last_nonfinite": self.source.of(parts) or (self._otherwise if nonfinite_steps else None),
@@ -191,16 +181,17 @@ class Registration:
     @property
     def is_closed(self) -> bool:
         """Whether :meth:`close` was called."""
-        return bool(self._last_stats)
+        return self.state.phase is Phase.CLOSED
 
     def close(self) -> None:
         """Release all resources, but for the counters."""
         self._last_stats = self.stats()
+        self.state.closes()
         for communicator in self._communicators:
-            communicator.close(self.stopped or None)
+            communicator.close(self.state.reason or None)
         self.exchanges.clear()
 
 
-def _farewell(count: Sequence[int]) -> str:
+def _farewell(state: StepState) -> str:
     """Return the message of a rank that ends its training to those that wait for it."""
-    return f"it has ended its training after step {count[0]}"
+    return f"it has ended its training after step {state.reductions}"

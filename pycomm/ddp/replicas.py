@@ -118,7 +118,7 @@ class ReplicaSteps:
     ) -> None:
         self._modules, self._registration, self._comparison = modules, registration, comparison
         self._communicator, self._shard_communicator = registration.communicator, shard_communicator
-        self._transactional, self._is_first = registration.method.transactional, True
+        self._transactional, self._state = registration.method.transactional, registration.state
         self._scaling = Scaling(self._communicator.size)
         self._verdicts: list[Flag] = []
         self._seen: dict[int, ShardedReplicas] = {}  # in this step
@@ -127,7 +127,7 @@ class ReplicaSteps:
     def average(self, shards: ShardedReplicas, reduced: torch.Tensor) -> None:
         """Replace ``reduced``, the flat gradients of a module's shards, by their averages over the replicas."""
         self._registration.require_taking_part()
-        if not self._registration.is_open:
+        if not self._state.is_sending:
             self._begin()
         grads = shards.views(reduced)
         with self._registration.waiting():
@@ -144,19 +144,19 @@ class ReplicaSteps:
 
     def _next_turn(self, place: int) -> int:
         """Return the place of the module to average next; -1 if all replicas have ended the pass."""
-        num_passes = self._registration.num_steps
-        flags = self._comparison.fix(num_passes).tolist() if self._is_first else []
+        is_first = self._state.launched == 0  # of the pass
+        flags = self._comparison.fix().tolist() if is_first else []
         words = np.array([place, *flags], np.int64)
         gathered = np.empty(self._communicator.size * len(words), np.int64)
         self._communicator.all_gather(gathered, words)
         rows = gathered.reshape(-1, len(words))
-        if self._is_first:
-            self._is_first = False
-            self._comparison.report((rows[:, 1:] != rows[0, 1:]).any(axis=0).tolist(), num_passes)
+        if is_first:
+            self._comparison.report((rows[:, 1:] != rows[0, 1:]).any(axis=0).tolist())
         return int(rows[:, 0].max())
 
     def _exchange(self, shards: ShardedReplicas, grads: Sequence[torch.Tensor | None]) -> None:
         self._seen[id(shards)] = shards
+        self._state.launched += 1
         if self._transactional:
             shards.remember()
         exchanges = shards.exchanges
@@ -165,7 +165,8 @@ class ReplicaSteps:
         exchanges.finish(self._verdicts[-1])
 
     def _begin(self) -> None:
-        self._registration.is_open = self._is_first = True
+        self._state.pass_begins(True)
+        self._state.expects_gradients()
         self._verdicts, self._seen = [], {}
         self._scaling = self._registration.scaling()
         FinalCallback(self.end, self.fail)
@@ -181,9 +182,10 @@ class ReplicaSteps:
                     self._registration.count(finite)
                     for shards in self._seen.values():
                         shards.settle(finite)
-                self._registration.num_steps += 1
+                self._state.handed_out(False, has_averages=False)
         finally:
-            self._registration.is_open, self._seen = False, {}
+            self._state.reduced(succeeded=True)
+            self._seen = {}
 
     def _verdict(self) -> Flag:
         mine = torch.stack([torch.as_tensor(flag) for flag in self._verdicts]).all()
@@ -193,6 +195,6 @@ class ReplicaSteps:
 
     def fail(self) -> None:
         """Note that the backward pass has ended with an exception."""
-        if self._registration.is_open:
-            self._registration.is_open = False
+        if self._state.is_sending:
+            self._state.pass_fails()
             self._registration.stop(RuntimeError(HALF_SENT))

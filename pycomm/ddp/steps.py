@@ -18,6 +18,7 @@ from pycomm.ddp.registration import Registration
 from pycomm.errors import HALF_SENT
 from pycomm.torch_internals import GradBucket, current_graph_task, current_node
 from pycomm.training.reducer import FinalCallback
+from pycomm.training.reductions.phase import Role
 from pycomm.worker import Work
 
 
@@ -45,7 +46,7 @@ class Steps:
         self._communicator, self._exchanges = registration.communicator, registration.exchanges
         self._device, self._on_gpu = registration.device, registration.on_gpu
         self._scaling = Scaling(self._communicator.size)
-        self._divides_by_active = self._has_joined = False
+        self._state, self._divides_by_active = registration.state, False
         self._taken: list[TakenStep] = []
         self._error: BaseException | None = None
 
@@ -64,12 +65,12 @@ class Steps:
         taken = self._taken_over(bucket)
         if index == 0:
             self._begin(divides_by_active)
-        elif not self._registration.is_open or index != len(self._taken):
+        elif not self._state.is_sending or index != len(self._taken):
             raise RuntimeError(f"bucket {index} came after {len(self._taken)} others of its step, wanted all in order")
         self._taken.append(taken)
         flags = None
         if is_last:
-            flags = self._comparison.fix(self._registration.num_steps, has_joined=self._has_joined)
+            flags = self._comparison.fix()
         self._submit(lambda: self._on_bucket(index, taken, zeros_are_unused, flags), [taken.buffer])
         end = self._submit(self._on_end, []) if is_last else None
         if current_node() is not None:
@@ -93,16 +94,17 @@ class Steps:
         return TakenStep(params, grads, buffer, future)
 
     def _begin(self, divides_by_active: bool) -> None:
-        if self._registration.is_open:  # a failed pass, from which only a rank without others recovers
+        if self._state.is_sending:  # a failed pass, from which only a rank without others recovers
             if self._communicator.size > 1:
                 self._registration.stop(RuntimeError(HALF_SENT))
                 raise RuntimeError(HALF_SENT)
             self._submit(lambda: None, []).wait()
-        self._comparison.receive_late(self._registration.num_steps)
-        self._registration.is_open, self._error = True, None
-        self._taken = []
+            self._state.pass_fails()
+        self._comparison.receive_late()
+        # A rank that has joined, as it has no more inputs, calls its hook outside of any backward.
+        self._state.pass_begins(True, Role.ABSENT if current_graph_task() == -1 else Role.BATCH)
+        self._error, self._taken = None, []
         self._scaling, self._divides_by_active = self._registration.scaling(), divides_by_active
-        self._has_joined = current_graph_task() == -1  # it has no more inputs: its hook runs outside of any backward
 
     def _submit(self, job: Callable[[], None], reads: Sequence[torch.Tensor | None]) -> Work | GpuWork:
         channel = self._communicator.channel
@@ -116,11 +118,11 @@ class Steps:
             with self._registration.waiting():
                 work.wait()
         finally:
-            self._registration.is_open = False
+            self._state.reduced(succeeded=True)
 
     def fail(self) -> None:
         """Note that the backward pass has ended with an exception."""
-        if self._registration.is_open:
+        if self._state.is_sending:
             self._registration.stop(RuntimeError(HALF_SENT))
 
     # Jobs, on the communication thread.
@@ -150,9 +152,10 @@ class Steps:
         """Count the ranks with inputs, if sums are divided by their number. Collective in that case."""
         if not self._divides_by_active:
             return
-        active = torch.tensor([0.0 if self._has_joined else 1.0])
+        has_batch = self._state.has_pass
+        active = torch.tensor([1.0 if has_batch else 0.0])
         self._communicator.all_reduce(active)
-        relative = 0.0 if self._has_joined else self._communicator.size / float(active)
+        relative = 0.0 if not has_batch else self._communicator.size / float(active)
         self._scaling = replace(self._scaling, relative=relative)
 
     def _on_end(self) -> None:
@@ -174,10 +177,10 @@ class Steps:
         parts = [part for each in mine for part in each.parts]
         is_transactional = any(part.exchange.transactional for part in parts)
         finite = self._registration.verdict(parts, is_wanted=is_transactional)
-        self._comparison.receive(mine[-1].parts[0].exchange, self._registration.num_steps)
+        self._comparison.receive(mine[-1].parts[0].exchange)
         if is_transactional:
             self._registration.count(finite)
-        self._registration.num_steps += 1
+        self._state.handed_out(False, has_averages=False)
         for each in mine:
             each.finish(finite)
         for each, one in zip(mine, taken, strict=True):

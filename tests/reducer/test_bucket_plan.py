@@ -148,7 +148,7 @@ def steps_of(model: FromTheHead, number: int, **options: Any) -> tuple[list[tupl
     with attached(optimizer, model, **options) as reducer:
         engine = reducer._engine
         for param in last.parameters():
-            param.register_post_accumulate_grad_hook(lambda _: launched.append(engine.num_launched))
+            param.register_post_accumulate_grad_hook(lambda _: launched.append(engine.step_state.launched))
         for step in range(number):
             optimizer.zero_grad(set_to_none=step % 2 == 0)
             model(torch.ones(2, model.width) * (1 + dist.get_rank())).square().mean().backward()

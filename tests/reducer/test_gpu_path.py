@@ -19,7 +19,7 @@ from torch import nn
 import pycomm
 from pycomm.collectives.channel import Channel
 from pycomm.collectives.communicator import Communicator
-from pycomm.training.reducer.window import HostCopy
+from pycomm.training.reductions.phase import HostCopy
 from tests.on_ranks import on_ranks
 from tests.reducer.attaching import attached, own_state
 from tests.reducer.models import loss_of, make_model, sgd

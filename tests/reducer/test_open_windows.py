@@ -183,7 +183,7 @@ def test_gradients_that_one_rank_alone_clears(clear: Any) -> None:
             if rank == 1 and step == 2:
                 clear(model, optimizer)
             loss_of(model, rank, step).backward()
-            if not reducer._window.is_open:
+            if not reducer._state.is_open:
                 optimizer.step()
                 optimizer.zero_grad()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import pickle
 from collections import OrderedDict
@@ -97,16 +98,19 @@ def test_a_saved_module_is_as_a_bare_one(how: str) -> None:
         assert noted not in inner._forward_hooks.values()
     finally:
         end()
+    copied = copy.deepcopy(inner)  # nobody's, either
     assert all(
-        vars(hooks) == {} for part in inner.modules() for hooks in (part._forward_hooks, part._forward_pre_hooks)
+        vars(hooks) == {} for part in copied.modules() for hooks in (part._forward_hooks, part._forward_pre_hooks)
     )
+    loss_of(copied, rank, 3).backward()
+    torch.optim.SGD(copied.parameters()).step()
 
 
 @on_ranks(2)
-def test_the_marks_of_two_optimizers_end_with_the_second() -> None:
+def test_a_module_of_two_optimizers_until_both_are_detached() -> None:
     model = make_model()
     ends = [attach()(torch.optim.SGD(part.parameters(), 0.1), model) for part in (model[:2], model[2:])]
     for end in ends:
         assert names_of_pycomm(model) == []
         end()
-    assert all(vars(part._forward_pre_hooks) == {} for part in model.modules())
+    assert not any(part._forward_pre_hooks or part._forward_hooks for part in model.modules())

@@ -254,7 +254,7 @@ def test_two_reductions_before_a_step_of_an_inner_optimizer(compression: Any) ->
                     optimizer.zero_grad()
                     loss_of(model, rank, step).backward()
                 optimizer.inner.step()
-            assert reducer._progress.num_steps == 6
+            assert reducer._state.steps == 6
     assert all("paused()" in text for text in noted)
     assert len(noted) == (compression is None and rank == 0)
 
@@ -287,7 +287,7 @@ def test_a_wrapper_around_the_attached_one_counts_once() -> None:
             around.zero_grad()
             loss_of(model, rank, step).backward()
             around.step()
-        assert reducer._progress.num_steps == 4
+        assert reducer._state.steps == 4
         assert_replicas_equal(model)
 
 

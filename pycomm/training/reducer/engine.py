@@ -12,9 +12,11 @@ from typing import Any
 import torch
 
 from pycomm.collectives.communicator import Communicator
+from pycomm.collectives.counting import PassGate
 from pycomm.collectives.transport.gpu import GpuWork
 from pycomm.compression.base import Scaling, State
 from pycomm.errors import CommError
+from pycomm.torch_internals import current_graph_task
 from pycomm.training.reducer.buckets import BucketInFlight, Slot, round_gradients, state_of
 from pycomm.training.reducer.module_buffers import BufferSync
 from pycomm.training.reducer.outcome import ReductionOutcome
@@ -23,7 +25,8 @@ from pycomm.training.reducer.replica_differences import DamageError
 from pycomm.training.reducer.replicas import RankComparison
 from pycomm.training.reducer.settings import Options
 from pycomm.training.reducer.statistics import Statistics
-from pycomm.training.reducer.window import AccumulationWindow, SampleWeights, TrainingProgress
+from pycomm.training.reducer.window import AccumulationWindow, SampleWeights
+from pycomm.training.reductions.phase import Role, StepState
 from pycomm.worker import Work
 
 
@@ -84,12 +87,10 @@ class StepPolicy:
     Attributes:
         engine: the engine that calls these hooks; it sets this.
         survives: whether ranks may be lost and others may join.
-        is_idle: whether this step was launched without this rank's gradients, before its pass.
-        lets_count: whether hooks may count gradients without calling the engine.
     """
 
     engine: Engine
-    survives, is_idle, lets_count = False, False, True
+    survives = False
 
     @property
     def world(self) -> tuple[int, ...]:
@@ -158,7 +159,7 @@ class Engine:
 
     Attributes:
         lanes: communicators that buckets share; ``communicator`` is the first.
-        firing: slot of the parameter whose hooks are running, if any.
+        step_state: phase and state of this rank's step.
         callbacks, reported_world: called with the old and new world after a change; the world of their last call.
         buffers: synchronisation of the module's buffers, if they are kept equal.
         comparison, flags: bits that ranks send each other with each reduction.
@@ -175,21 +176,20 @@ class Engine:
         self.lanes, self.settings, self.communicator = lanes, settings, lanes[0]
         self.table = table
         self.policy = policy
-        self.window = AccumulationWindow(self.communicator, settings, table.device, table.on_gpu)
-        self.progress = TrainingProgress(table.device if table.on_gpu else None)
+        stream = self.communicator.channel.current_stream_of(table.device) if table.on_gpu else None
+        state = StepState(table.device if table.on_gpu else None, PassGate(current_graph_task, stream))
+        self.step_state = state
+        self.window = AccumulationWindow(self.communicator, settings, table.device, table.on_gpu, state)
         self.comparison = RankComparison(
-            self.communicator, table, settings, self.progress, self._compared_buffers, lambda: self.world
+            self.communicator, table, settings, state, self.window, self._compared_buffers, lambda: self.world
         )
         self.flags = self.comparison.flags
         self.admit_new: Callable[[], None] = lambda: None
         self.callbacks: list[Callable[[tuple[int, ...], tuple[int, ...]], None]] = []
         self.buffers: BufferSync | None = None
-        self.outcome = ReductionOutcome(table, settings, self.flags, self.progress, self.communicator)
+        self.outcome = ReductionOutcome(table, settings, self.flags, state, self.communicator)
         self.statistics = Statistics()
         self._buffer_work: Work | GpuWork | None = None
-        self.num_launched, self._has_sent = 0, False  # in this reduction
-        self.firing: Slot | None = None
-        self._late: Slot | None = None  # its .grad becomes the bucket's view once all its hooks have run
         policy.engine = self
         self.reported_world = self.world
         if policy.survives:
@@ -201,10 +201,6 @@ class Engine:
 
     def _compared_buffers(self) -> list[tuple[str, torch.Tensor]]:
         return [] if self.buffers is not None else self.table.named_buffers()  # synchronised only after the comparison
-
-    def has_launched(self) -> bool:
-        """Return whether some of this pass's gradients have been sent."""
-        return self.num_launched > 0
 
     def is_waited_for(self) -> bool:
         """Return whether any bucket is in flight."""
@@ -218,13 +214,13 @@ class Engine:
         Args:
             with_next: whether another pass, with its samples, is part of it; ``None`` if the scales have been fixed.
         """
-        if self.policy.is_idle:
+        if self.step_state.role is Role.NEW:
             for flight in self.table.flights:
                 flight.counts.begin_pass()
             return
         self.statistics.phases.begin()
         self.expect_gradients()
-        if self.window.sending:
+        if self.step_state.is_sending:
             self.comparison.require_suitable()
             try:
                 self.comparison.compare_previous()
@@ -236,8 +232,7 @@ class Engine:
 
     def expect_gradients(self) -> None:
         """Prepare the buckets for another pass's gradients."""
-        self.forget_launched()
-        self._late, self._has_sent = None, False
+        self.step_state.expects_gradients()
         for flight in self.table.flights:
             flight.begin_pass()
 
@@ -246,7 +241,8 @@ class Engine:
         if slot.is_undefined():
             return  # as if the parameter had not been used
         slot.fire()
-        if self.policy.is_idle:
+        state = self.step_state
+        if state.role is Role.NEW:
             return
         require_sendable(slot)
         flight = slot.flight
@@ -254,63 +250,62 @@ class Engine:
         self.settle_late()
         if self.table.on_gpu:
             flight.counts.note_stream(self.window.current_stream())
-        if not self.window.sending:
-            if not self.window.is_open:
+        if not state.is_sending:
+            if not state.is_open:
                 require_no_average(slot, self.settings)
                 self.flags.loop.note_gradient(slot)
             if slot.hook is None or slot.hook.is_last(slot.param):
                 slot.accumulate()
             else:
-                self._late = slot
+                state.late = slot
         elif slot.expected and self.window.sends_early(self.table.shards):
             self._launch_ready()
 
     def settle_late(self) -> None:
         """Move the last gradient into its bucket, as all its hooks have run by now."""
-        late, self._late = self._late, None
+        state = self.step_state
+        late, state.late = state.late, None
         if late is not None:
-            late.show_bucket() if self.window.sending else late.accumulate()
+            late.show_bucket() if state.is_sending else late.accumulate()
 
     def may_count(self) -> bool:
         """Return whether hooks may count gradients without calling :meth:`take` until the next bucket is complete."""
-        if not self.window.sending or self._late is not None or not self.policy.lets_count:
-            return False
-        return not self._next_is_ready()
+        state = self.step_state
+        counts_alone = state.is_sending and state.late is None and state.role is not Role.NEW
+        return counts_alone and not self._next_is_ready()
 
     def drop_launched(self) -> None:
         """Discard a pass that ended with an exception. Only for a single rank, as others would wait for the rest."""
         for flight in self.table.flights:
             flight.abandon()
         self.table.drop_gradients()
-        self.forget_launched()
+        self.step_state.pass_fails()
 
     # Launching.
 
-    def forget_launched(self) -> None:
-        self.num_launched = 0
-
     def _launch_ready(self) -> None:
-        firing = self.firing
+        firing = self.step_state.firing
         if firing is not None and firing.hook is not None and not firing.hook.is_last(firing.param):
             return  # a later hook may still change this gradient; launched with the next one, or at the end
         while self._next_is_ready():
-            self.launch(self.table.flights[self.num_launched])
+            self.launch(self.table.flights[self.step_state.launched])
 
     def _next_is_ready(self) -> bool:
-        flights = self.table.flights
-        return self.num_launched < len(flights) and flights[self.num_launched].ready()
+        flights, launched = self.table.flights, self.step_state.launched
+        return launched < len(flights) and flights[launched].ready()
 
     def launch_rest(self) -> None:
         """Launch the remaining buckets, in order, and what follows them."""
-        if self.num_launched == 0:
+        state = self.step_state
+        if state.launched == 0:
             round_gradients(self.table.slots())
             self.window.fix_clipping(self.table.slots(), self.table.shards)
-        while self.num_launched < len(self.table.flights):
-            flight = self.table.flights[self.num_launched]
+        while state.launched < len(self.table.flights):
+            flight = self.table.flights[state.launched]
             if flight.work is None:
                 self.launch(flight)
             else:
-                self.num_launched += 1  # it was launched ahead
+                state.launched += 1  # it was launched ahead
         if self.buffers is not None and self._buffer_work is None:
             self._buffer_work = self.submit(self.communicator, self.buffers.run)
         self.policy.launched()
@@ -318,45 +313,45 @@ class Engine:
     def restart(self, lanes: Sequence[Communicator]) -> None:
         """Prepare to launch all buckets of this step again, over ``lanes``."""
         self.lanes, self._buffer_work = lanes, None
-        self.forget_launched()
+        self.step_state.launched = 0
         self.comparison.forget_question()
         self.window.rescale()
         self.hash_state()
 
     def launch_ahead(self, number: int) -> Work | GpuWork:
         """Launch the flight of this ``number`` before others of its reduction."""
-        self.num_launched, flight = number, self.table.flights[number]
+        self.step_state.launched, flight = number, self.table.flights[number]
         self.launch(flight)
-        self.forget_launched()
+        self.step_state.launched = 0
         assert flight.work is not None
         return flight.work
 
     def launch(self, flight: BucketInFlight, grads: Grads | None = None) -> None:
         """Launch ``flight`` with ``grads``, or with its parameters' present gradients."""
         self.policy.launching(flight)
-        self.num_launched += 1
-        if self.num_launched == len(self.table.flights):  # before the launch, as the others may have all at once
-            self.statistics.waits.arrive(self.progress.num_reductions)
-        weights = self.window.weights
+        state, weights = self.step_state, self.window.weights
+        state.launched += 1
+        if state.launched == len(self.table.flights):  # before the launch, as the others may have all at once
+            self.statistics.waits.arrive(state.reductions)
         if grads is None:
             if self.settings.accumulates:
                 round_gradients(flight.slots)
-            if not self.window.is_open and self.num_launched == 1:
+            if not state.is_open and state.launched == 1:
                 self.flags.loop.note_gradient(flight.slots[0])
-            grads = gradients_of(flight, self.settings, is_first_pass=not self.window.is_open)
-            if weights.is_zero or self.flags.skips:
+            grads = gradients_of(flight, self.settings, is_first_pass=not state.is_open)
+            if weights.is_zero or self.window.skips:
                 grads = [None] * len(grads)
             elif self.flags.veto is not None and self.table.on_gpu:  # as the host does not wait for the others' vetoes
                 grads[0] = torch.full_like(flight.bucket.views[0], math.nan)
-        self._has_sent |= any(grad is not None for grad in grads)
+        state.contributed |= any(grad is not None for grad in grads)
         if weights.in_use and self.table.on_gpu:
             weights.relative()  # waits here on the host, so that the job need not
-        job = self._exchange_of(flight, grads, self.num_launched)
+        job = self._exchange_of(flight, grads, state.launched)
         producers = self.window.streams.union(flight.counts.take_streams())
         flight.work = self.submit(flight.communicator, job, grads, producers, ahead=flight.exchange.packs_apart)
         for slot in flight.slots:
-            if slot is self.firing:
-                self._late = slot  # later hooks (DistributedDataParallel's) still need its gradient
+            if slot is state.firing:
+                state.late = slot  # later hooks (DistributedDataParallel's) still need its gradient
             else:
                 slot.show_bucket()  # frees autograd's own allocation as soon as it has been packed
 
@@ -394,11 +389,12 @@ class Engine:
         self.launch_rest()
         self.statistics.phases.trace.end_backward()
         self.statistics.waits.begin()
-        self._late = None
+        self.step_state.late, succeeded = None, False
         try:
             arrivals = self.policy.receive()
             self.statistics.waits.count(arrivals, warn=self.communicator.rank == 0)
             self.table.stepper.forget()  # drops a clipping factor that no step has used
+            succeeded = True
         except BaseException as error:
             self.table.drop_gradients(error)  # they are not averages, and must not be mistaken for them
             raise
@@ -407,9 +403,9 @@ class Engine:
                 flight.work = None
             self._buffer_work = None
             self.flags.reduced()
-            self.window.close()
             self.statistics.waits.end()
             self.policy.ended()
+            self.step_state.reduced(succeeded=succeeded)
         self.statistics.phases.trace.end_reduction()
         self.hash_state()
         self._report_world()
@@ -430,7 +426,7 @@ class Engine:
         except RuntimeError as error:  # a CommError is one
             self.table.drop_gradients(error)
             self.table.stepper.forget()
-            self.progress.skipped()
+            self.step_state.leaves_out_step()
             if not isinstance(error, DamageError):
                 raise
             self.policy.recover(error)
@@ -471,7 +467,7 @@ class Engine:
 
     def hand_out(self) -> None:
         with self.statistics.phases.timed("unpack"):
-            self.outcome.hand_out(has_sent=self._has_sent)
+            self.outcome.hand_out()
 
     # State that is carried from step to step.
 
@@ -489,7 +485,7 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         transport = "nccl" if self.table.on_gpu else self.communicator.transport
-        counters = self.statistics.report(self.table, self.progress.num_reductions, self.world)
+        counters = self.statistics.report(self.table, self.step_state.reductions, self.world)
         return {**counters, "transport": transport, **self.outcome.stats(), **self.policy.stats()}
 
 

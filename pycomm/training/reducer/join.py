@@ -101,7 +101,7 @@ def _join(client: JoinClient, table: ParameterTable, settings: Options, survive:
     for flight in table.flights:
         flight.exchange.load_state(state)
     engine.reported_world = membership.world[:-1]
-    survival.note_join(engine.progress.num_reductions, 0.0)
+    survival.note_join(engine.step_state.reductions, 0.0)
     register(reducer)
     policy.enter()
     return reducer

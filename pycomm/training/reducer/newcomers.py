@@ -52,9 +52,9 @@ def plain_state(engine: Engine) -> dict[str, Any]:
 
     Of compression's state, what is equal on all ranks.
     """
-    progress, scaler, weights = engine.progress, engine.settings.loss_scaler, engine.window.weights
+    state, scaler, weights = engine.step_state, engine.settings.loss_scaler, engine.window.weights
     return {
-        "progress": [progress.num_reductions, progress.num_steps, int(engine.outcome.committed_steps)],
+        "progress": [state.reductions, state.steps, int(engine.outcome.committed_steps)],
         "scaler": scaler.state_dict() if hasattr(scaler, "state_dict") else None,
         "objects": {name: each.state_dict() for name, each in sorted(_objects_of(engine).items())},
         "compression": {
@@ -73,7 +73,7 @@ def _objects_of(engine: Engine) -> Mapping[str, Any]:
 def _take(engine: Engine, plain: Mapping[str, Any]) -> None:
     """Load a result of :func:`plain_state` from another rank, but for compression's, as there are no buckets yet."""
     reductions, steps, committed = plain["progress"]
-    engine.progress.resume(reductions, steps)
+    engine.step_state.resumes(reductions, steps)
     engine.outcome.committed_steps.fill_(committed)
     if plain["scaler"] is not None:
         engine.settings.loss_scaler.load_state_dict(plain["scaler"])

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pycomm.collectives.communicator import Communicator
+from pycomm.collectives.layout import is_capturing
 from pycomm.compression.base import Flag
 from pycomm.compression.nonfinite import NonfiniteSource, nonfinite_source
 from pycomm.optim.loss_scaler import LossScaler
@@ -22,7 +23,7 @@ from pycomm.training.reducer.buckets import BucketInFlight
 from pycomm.training.reducer.parameters import ParameterTable
 from pycomm.training.reducer.rank_flags import RankFlags
 from pycomm.training.reducer.settings import Options
-from pycomm.training.reducer.window import TrainingProgress
+from pycomm.training.reductions.phase import StepState
 
 if TYPE_CHECKING:
     from pycomm.training.reducer.partition import StepPartition
@@ -96,10 +97,10 @@ class ReductionOutcome:
         table: ParameterTable,
         settings: Options,
         flags: RankFlags,
-        progress: TrainingProgress,
+        state: StepState,
         communicator: Communicator,
     ) -> None:
-        self._table, self._settings, self._flags, self._progress = table, settings, flags, progress
+        self._table, self._settings, self._flags, self._state = table, settings, flags, state
         self._communicator = communicator
         self.finite: Flag | None = None
         self.not_finite: str | None = None
@@ -119,14 +120,11 @@ class ReductionOutcome:
         """Share which rank has a non-finite gradient. Collective, if any has one."""
         self.source.share(self._table.flights, self._communicator)
 
-    def hand_out(self, *, has_sent: bool) -> None:
-        """Hand out the averages of all buckets, unless a rank has vetoed the step or no rank had a gradient.
-
-        ``has_sent``: whether this rank had a gradient.
-        """
+    def hand_out(self) -> None:
+        """Hand out the averages of all buckets, unless a rank has vetoed the step or no rank had a gradient."""
         # All ranks without a gradient get the same answer.
         flights = self._table.flights
-        any_used = has_sent or not flights or any(any(flight.exchange.used()) for flight in flights)
+        any_used = self._state.contributed or not flights or any(any(flight.exchange.used()) for flight in flights)
         self._is_discarded = bool(self._flags.vetoes) or not any_used
         if self._is_discarded:
             self._discard()
@@ -150,7 +148,8 @@ class ReductionOutcome:
         spread_failure(flights, table.shards, self._settings.loss_scaler)
         if table.partial is not None:
             self.not_finite = spread_failure_of_parts(flights, table.partial, self._settings.loss_scaler)
-        self._progress.reduced(False if self.finite is None else self.finite)
+        committed = False if self.finite is None else self.finite
+        self._state.handed_out(committed, has_averages=True, is_seen=not is_capturing())
 
     def _leave_out_skipping(self) -> None:
         """Turn the mean over all ranks into the mean over the ranks with a batch."""
@@ -176,9 +175,7 @@ class ReductionOutcome:
         if vetoes:
             self.finite = False
             self.vetoed_steps, self.last_veto = self.vetoed_steps + 1, vetoes
-            self._progress.reduced(False)
-        else:
-            self._progress.num_reductions += 1
+        self._state.handed_out(False, has_averages=bool(vetoes))
 
     # Queries.
 

@@ -312,7 +312,7 @@ class ParameterChanges:
 
         Gradients of a paused pass are meant to be local.
         """
-        reductions = self._engine.progress.num_reductions
+        reductions = self._engine.step_state.reductions
         before, self._steps_of_others[optimizer] = self._steps_of_others.get(optimizer, 0), reductions
         if before != reductions or self._engine.flags.loop.has_paused:
             return
@@ -332,7 +332,7 @@ class ParameterChanges:
         A wrapper of the attached one only calls it, and so does one that the attached one calls.
         """
         attached = self._table.optimizer
-        if self._table.partial is None or self._engine.progress.is_stepping or self._is_around(optimizer):
+        if self._table.partial is None or self._engine.step_state.is_stepping or self._is_around(optimizer):
             return
         slots = {id(slot.param): slot for slot in self._table.slots()}
         for slot in (slots[id(param)] for param in optimizer_parameters(optimizer) if id(param) in slots):

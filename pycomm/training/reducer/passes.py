@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
 
-from pycomm.collectives.counting import PassGate
 from pycomm.errors import HALF_SENT, CommError
 from pycomm.optim.guard import StepWatch, training_alone
 from pycomm.optim.module_hooks import BeforeForward, ForwardWatch, ModuleZeroGradWatch, ZeroGradHook, hook_forward
@@ -25,8 +24,16 @@ from pycomm.training.reducer.buckets import Slot, forget_wide
 from pycomm.training.reducer.engine import Engine
 from pycomm.training.reducer.parameter_changes import ParameterChanges, require_provenance
 from pycomm.training.reducer.replica_differences import DamageError
+from pycomm.training.reductions.phase import Role
 
 _LOG = logging.getLogger("pycomm")
+
+_UNUSED = (
+    "optimizer.step() has not used the last averaged gradients: their pass is in the residuals and velocities of "
+    "compression, but in no parameter. A backward() that is not a step of this optimizer (a generator's through its "
+    "discriminator, a penalty, a saliency map) belongs in `with reducer.paused():`; several passes of one step need "
+    "attach(..., accumulate=n); a step that is left out on purpose needs reducer.skip_step()"
+)
 
 _MOST_LOCAL_UPDATES = 4
 """Number of changes of the parameters between forwards whose gradients no reduction has averaged, that is an error."""
@@ -36,7 +43,6 @@ class LocalPasses:
     """Record of the gradients that paused passes have left in ``.grad``."""
 
     def __init__(self) -> None:
-        self.depth = 0
         self._left: WeakKeyDictionary[Slot, tuple[weakref.ref[torch.Tensor], int]] = WeakKeyDictionary()
 
     def note(self, slot: Slot) -> None:
@@ -81,15 +87,13 @@ class Passes:
 
     Attributes:
         changes: handling of parameters that are added, unfrozen or replaced.
-        stopped: error after which this rank no longer takes part; "" without one.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._communicator, self._settings = engine.communicator, engine.settings
-        self._engine, self._table, self._window, self._progress = engine, engine.table, engine.window, engine.progress
+        self._engine, self._table, self._window, self._state = engine, engine.table, engine.window, engine.step_state
         self._watch = BackwardWatch(self._begin, self._all_gradients_arrived, self._end, self._failed)
         self._local = LocalPasses()
-        self._gate = PassGate(current_graph_task, self._window.current_stream if self._table.on_gpu else None)
         self.changes = ParameterChanges(engine, self.hook_parameters, self.stop)
         self._order = ArrivalOrder(engine)
         self._hookless: list[Slot] = []
@@ -99,7 +103,6 @@ class Passes:
         self._forwards: ForwardWatch | None = None
         self._local_writes: tuple[int, Writes] | None = None  # since that reduction
         self._has_told = False  # of averages that no step has used
-        self.stopped = ""
 
     # Parameters.
 
@@ -107,9 +110,9 @@ class Passes:
         """Hook the parameters of ``slots``, which are in buckets."""
         for slot in slots:
             if slot.hook is not None:
-                slot.hook.count_with(slot.counter(self._gate))
+                slot.hook.count_with(slot.counter(self._state.gate))
             elif slot.param.requires_grad:
-                slot.hook = GradientHook(self, Passes._on_gradient, slot, slot.param, slot.counter(self._gate))
+                slot.hook = GradientHook(self, Passes._on_gradient, slot, slot.param, slot.counter(self._state.gate))
             else:  # frozen: only the user may write its gradient
                 self._hookless.append(slot)
 
@@ -118,12 +121,12 @@ class Passes:
         self._owner = owner
         optimizer, module = self._table.optimizer, self._table.module
         self._handles = [
-            optimizer.register_step_pre_hook(self._progress.step_hook(self.require_averaged)),
+            optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(lambda *_: self.stepped()),
             ZeroGradHook(optimizer, self.note_zero_grad),
             StepWatch(self.before_other_step, self.after_other_step),
         ]
-        listen_to_skips(optimizer, self._progress.skipped, self._engine.outcome.is_left_out)
+        listen_to_skips(optimizer, self._state.leaves_out_step, self._engine.outcome.is_left_out)
         if self._settings.accumulates:
             self._handles.append(ModuleZeroGradWatch(self._note_module_zero_grad))
         if module is not None:
@@ -147,12 +150,13 @@ class Passes:
         """Refuse wrappers that average these parameters, too; add new parameters if no window is open."""
         if current_graph_task() != -1:
             return  # inside backward: a checkpointed piece is being recomputed
-        if torch.is_grad_enabled() and not self._local.depth:
+        state = self._state
+        if torch.is_grad_enabled() and not state.paused:
             self._engine.statistics.phases.trace.begin_forward()
         refuse_active_wrapper(lambda: dict(self._table.named()))
-        self._engine.flags.just_stepped = False
+        state.forward_begins()
         self.forget_lost()
-        if not self._window.is_open and not self.stopped and not self._local.depth:
+        if not (state.is_open or state.reason or state.paused):
             if self._hookless:
                 slots, self._hookless = self._hookless, []
                 self.hook_parameters(slots)
@@ -171,7 +175,7 @@ class Passes:
         """Raise RuntimeError if parameters have been changed by gradients that are not averaged, again and again."""
         if not self._engine.flags.loop.has_used:
             return
-        reductions = self._progress.num_reductions
+        reductions = self._state.reductions
         if self._local_writes is None or self._local_writes[0] != reductions:
             self._local_writes = reductions, Writes([slot.local for slot in self._table.slots()])
         elif (number := self._local_writes[1].count()) >= _MOST_LOCAL_UPDATES:
@@ -185,20 +189,20 @@ class Passes:
 
     def note_forward(self, output: Any, called: str) -> None:
         """Note a forward of the part ``called``, whose ``output`` shows later whether a backward followed."""
-        if current_graph_task() == -1 and not self._local.depth:
+        if current_graph_task() == -1 and not self._state.paused:
             self._engine.flags.loop.note_forward(output, called)
 
     def note_zero_grad(self) -> None:
         """Note a call of ``optimizer.zero_grad()``: a step begins."""
-        self._window.complete = self._engine.flags.just_stepped = False
-        if not self._local.depth:
+        self._state.loop_begins()
+        if not self._state.paused:
             self._engine.flags.loop.num_zero_grads += 1
-        if self._window.is_open:
+        if self._state.is_open:
             self._note_cleared(set(parameter_ids(self._table.optimizer)))
 
     def _note_module_zero_grad(self, module: torch.nn.Module) -> None:
         """Note that any ``module`` clears its gradients, of which those of an open window may not be shown."""
-        if self._window.is_open:
+        if self._state.is_open:
             self._note_cleared(set(map(id, module.parameters())))
 
     def _note_cleared(self, ids: set[int]) -> None:
@@ -209,7 +213,8 @@ class Passes:
             self._discard_window()
 
     def _discard_window(self) -> None:
-        self._engine.flags.loop.num_cleared += self._window.discard()
+        self._window.weights.forget_passes()
+        self._engine.flags.loop.num_cleared += self._state.cleared()
 
     # Passes of this rank alone.
 
@@ -217,23 +222,52 @@ class Passes:
     def paused(self) -> Iterator[None]:
         """Keep backward passes inside local to this rank; see ``Reducer.paused``."""
         self.forget_lost()
-        if self._window.is_open:
+        if self._state.is_open:
             raise RuntimeError(
                 "paused() inside an accumulation window: its gradients would be mixed; call flush() first"
             )
-        self._local.depth += 1
+        self._state.paused += 1
         self._engine.flags.loop.has_paused = True
-        self._gate.close()
+        self._state.gate.close()
         try:
             with training_alone():
                 yield
         finally:
-            self._local.depth -= 1
+            self._state.paused -= 1
 
-    def require_averaged(self, in_closure: bool = False) -> None:
+    def _before_step(self, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Check a step of the attached optimizer before it begins, and after each run of a closure if it has one.
+
+        A closure runs the last backward pass of a window itself. Averages count as used before its first run, because
+        some optimizers (SAM) use the existing gradients before they ask for new ones. A class that calls its base
+        class's step runs the hooks twice, of which only the outermost counts.
+        """
+        state = self._state
+        if not state.step_begins():
+            return None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            self._require_averaged()
+            return None
+        state.uses_averages()
+        evaluate: Callable[[], Any] = closure
+
+        def checked_closure() -> Any:
+            depth = state.depth
+            loss = evaluate()
+            state.closure_ends(depth)
+            self._require_averaged(in_closure=True)
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": checked_closure}
+        return (args[0], checked_closure, *args[2:]), kwargs
+
+    def _require_averaged(self, *, in_closure: bool = False) -> None:
         """Raise RuntimeError if ``optimizer.step()`` would use gradients that have not been averaged.
 
-        Collective only if the last reduction has found that the replicas differ; ``in_closure`` puts that off.
+        Collective only if the last reduction has found that the replicas differ; ``in_closure`` puts that off, as the
+        step may have changed the parameters for it.
         """
         self._engine.statistics.phases.trace.begin_step()
         self._require_closed()
@@ -242,21 +276,21 @@ class Passes:
         with self.stopping():
             self._engine.comparison.require_suitable(in_step=True)
             require_provenance(
-                self._table, self._progress.has_averages, self._engine.outcome.unused, self._communicator.rank
+                self._table, self._state.has_averages, self._engine.outcome.unused, self._communicator.rank
             )
         if not in_closure:
             self._engine.comparison.before_step()
             self._look_again()
-        self._progress.stepped()
+        self._state.uses_averages()
 
     def _require_closed(self) -> None:
         """Raise RuntimeError if a step would leave gradients of an open window behind."""
         self.forget_lost()
-        if self._window.is_open:
+        if self._state.is_open:
             cleared = self._engine.flags.loop.num_cleared
             before = f"; those of {cleared} passes before them were cleared inside the window" if cleared else ""
             raise RuntimeError(
-                f"optimizer.step() after {self._window.num_passes} of {self._settings.passes} backward passes: "
+                f"optimizer.step() after {self._state.passes} of {self._settings.passes} backward passes: "
                 f"these gradients have not been averaged; call reducer.flush() first{before}"
             )
 
@@ -270,7 +304,7 @@ class Passes:
 
     def _note_damage(self, error: DamageError) -> None:
         if self._engine.policy.survives and error.ranks:
-            self.stopped = str(error)  # the others continue without this rank
+            self._state.stops(str(error))  # the others continue without this rank
 
     def before_other_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Check the step of another optimizer than the attached one, if it holds attached parameters.
@@ -293,7 +327,7 @@ class Passes:
         if optimizer is self._table.optimizer or self._communicator.size == 1:
             return
         if self._counts() and self.changes.steps_attached(optimizer):
-            self._progress.stepped()
+            self._state.uses_averages()
             self._note_step()
 
     def _counts(self) -> bool:
@@ -302,7 +336,7 @@ class Passes:
         Not inside a step of the attached one, nor after a pass of this rank alone. With all_parameters the parameters
         may belong to several optimizers, of which only one reports its steps.
         """
-        is_own = self._progress.is_stepping or self._engine.flags.loop.has_paused
+        is_own = self._state.is_stepping or self._engine.flags.loop.has_paused
         return not (is_own or self._settings.tuning.all_parameters)
 
     @contextlib.contextmanager
@@ -323,7 +357,7 @@ class Passes:
         raise error
 
     def stepped(self) -> None:
-        if not self._progress.leave_step():
+        if not self._state.step_ends():
             return
         with self.stopping():
             # Again: hooks that run after that of pycomm may have set numbers.
@@ -334,19 +368,19 @@ class Passes:
     def _note_step(self) -> None:
         self._engine.statistics.phases.trace.end_step()
         self._engine.comparison.after_step()
-        self._window.complete = False
-        self._engine.flags.just_stepped = True
+        self._state.stepped()
         if self._table.flights:
             self._engine.flags.loop.note_step(self._table.flights[0].slots[0])
 
     # Callbacks of autograd.
 
     def _on_gradient(self, slot: Slot) -> None:
-        if self._local.depth > 0:
+        state = self._state
+        if state.paused > 0:
             if slot.owner.grad is not None:
                 self._local.note(slot)
             return
-        self._engine.firing = slot
+        state.firing = slot
         try:
             self._watch.touch()
             if slot.flight is not None:
@@ -356,40 +390,55 @@ class Passes:
             self.stop(error)
             raise
         finally:
-            self._engine.firing = None
+            state.firing = None
         if self._engine.may_count():
-            self._gate.open()
+            state.gate.open()
         else:
-            self._gate.close()
+            state.gate.close()
 
     def _begin(self) -> None:
         self.forget_lost()
         self.admit_newcomer()
-        self._window.begin_pass()
-        self.begin_pass()
-
-    def begin_pass(self, *, with_next: bool | None = True) -> None:
-        """Begin a pass, or a reduction without one; ``with_next`` as in ``Engine.begin_pass``."""
         self.require_right_pass()
-        if not self._window.is_open and self._order.apply():
-            self.hook_parameters(self._table.slots())
-        self._engine.begin_pass(with_next=with_next)
+        self._state.pass_begins(self._settings.is_last(self._state.passes))
+        self._prepare_buckets(with_next=True)
+
+    def begin_reduction(self, role: Role, *, with_next: bool | None) -> None:
+        """Begin a reduction without a pass; ``with_next`` as in ``Engine.begin_pass``."""
+        self.require_right_pass()
+        self._state.reduces(role)
+        self._prepare_buckets(with_next=with_next)
+
+    def _prepare_buckets(self, *, with_next: bool | None) -> None:
+        try:
+            if not self._state.is_open and self._order.apply():
+                self.hook_parameters(self._table.slots())
+            self._engine.begin_pass(with_next=with_next)
+        except BaseException:
+            self._state.pass_fails()
+            raise
 
     def _all_gradients_arrived(self) -> None:
-        if not self._window.sending:
+        if not self._state.is_sending:
             return
         # Known buckets first, before _end looks for new parameters: ranks may have launched different numbers of
         # buckets by now, but always in the same order.
-        with self.stopping():
-            self._engine.launch_rest()
+        try:
+            with self.stopping():
+                self._engine.launch_rest()
+        except BaseException:
+            self._failed()
+            raise
 
     def _end(self) -> None:
         for flight in self._table.flights:
             flight.counts.end_pass()
-        if not self._window.sending:
+        is_last = self._state.is_sending
+        if not is_last:
             self._engine.settle_late()
-        self._window.end_pass(holds=self._holds_gradients(None))
-        if self._window.sending:
+            self._window.weights.note_pass()
+        self._state.pass_ends(holds=self._holds_gradients(None))
+        if is_last:
             self.reduce()
         else:
             self._engine.statistics.phases.trace.end_backward()
@@ -397,15 +446,17 @@ class Passes:
             self._uncovered.warn()
 
     def _failed(self) -> None:
-        if self._engine.has_launched():
+        if self._state.launched > 0:
             self.stop(RuntimeError(HALF_SENT))
+        else:
+            self._state.pass_fails()
 
     def reduce(self) -> None:
         """Complete the reduction, including new parameters."""
         announced = self._engine.flags.takes_new and bool(self._table.flights)
         if not announced:
             self.changes.find_new()
-        if self._forwards is not None and self._engine.flags.has_pass:
+        if self._forwards is not None and self._state.has_pass:
             self._forwards.trained(self._engine.flags.loop.has_forwards)
         try:
             self._engine.reduce()
@@ -414,47 +465,49 @@ class Passes:
             raise
         except CommError as error:
             if not self._engine.policy.survives:  # else all ranks have agreed on the cause
-                number, rank = self._progress.num_reductions + 1, self._communicator.rank
+                number, rank = self._state.reductions + 1, self._communicator.rank
                 error.args = (f"{error}; rank {rank} was in reduction {number}",)
             raise
         except ValueError as error:
             raise self.changes.explained(error) from None
-        self._window.complete = True
         self.changes.drop_replaced()
         self._order.agree()
 
     def admit_newcomer(self) -> None:
         """Admit a waiting newcomer between two steps."""
-        if not self._window.is_open and not self.stopped:
+        if not self._state.is_open and not self._state.reason:
             self._engine.policy.admit_newcomer()
 
     # Errors.
 
     def require_taking_part(self) -> None:
         """Raise RuntimeError if this rank has stopped after an earlier error."""
-        if self.stopped:
-            raise RuntimeError(f"this Reducer no longer takes part after an earlier error: {self.stopped}")
+        if self._state.reason:
+            raise RuntimeError(f"this Reducer no longer takes part after an earlier error: {self._state.reason}")
 
     def require_right_pass(self) -> None:
         """Raise RuntimeError if a reduction may not begin now."""
         self.require_taking_part()
-        self._local.require_gone("this backward() would add to it", self._engine.firing)
+        state = self._state
+        self._local.require_gone("this backward() would add to it", state.firing)
         # With all_parameters the parameters may belong to several optimizers, of which only one reports its steps.
-        if not self._window.is_open and not self._settings.tuning.all_parameters and not self._progress.require_used():
+        if not (state.is_open or self._settings.tuning.all_parameters or state.is_used or state.steps == 0):
+            if state.owes_step():
+                raise RuntimeError(_UNUSED)
             self._tell_of_unused()
         self._table.require_as_attached()
 
     def stop(self, error: Exception) -> None:
         """Stop taking part, and raise ``error`` on ranks that are in this reduction or about to enter it."""
-        if self.stopped or self._communicator.size == 1 or torch.compiler.is_compiling():
+        if self._state.reason or self._communicator.size == 1 or torch.compiler.is_compiling():
             return
-        self.stopped = str(error)
-        self._engine.policy.leave(f"gave up: {self.stopped}")
-        self._communicator.channel.abandon(self.stopped, in_step=not self._engine.is_waited_for())
+        self._state.stops(str(error))
+        self._engine.policy.leave(f"gave up: {error}")
+        self._communicator.channel.abandon(str(error), in_step=not self._engine.is_waited_for())
 
     def _tell_of_unused(self) -> None:
         """Log, once, that a pass begins although no step has used the last averages."""
-        if not self._has_told and self._communicator.rank == 0 and not self._progress.is_stepping:
+        if not self._has_told and self._communicator.rank == 0 and not self._state.is_stepping:
             self._has_told = True
             _LOG.warning(
                 "backward() runs again before an optimizer.step() has used the last averages: a pass that is no "
@@ -474,9 +527,10 @@ class Passes:
 
         Raises RuntimeError if other ranks wait for the rest of that pass.
         """
-        if self._window.is_open and self._window.holds and not self._holds_gradients(self._engine.firing):
+        state = self._state
+        if state.is_open and state.holds and not self._holds_gradients(state.firing):
             self._discard_window()
-        if not self._watch.abandoned() or not self._engine.has_launched():
+        if not self._watch.abandoned() or state.launched == 0:
             return
         if self._communicator.size > 1:
             raise RuntimeError(HALF_SENT)

@@ -42,7 +42,7 @@ from pycomm.collectives.bucket import FINGERPRINT_BITS, FingerprintBits
 from pycomm.descriptions import counts_text, name_ranks, values_text
 from pycomm.optim.hyperparameters import Hyperparameters, Numbers, require_equal_groups
 from pycomm.optim.loop_index import LoopIndex
-from pycomm.training.reducer.window import HostCopy
+from pycomm.training.reductions.phase import HostCopy, Role, StepState
 from pycomm.untrusted import ANYTHING, COUNT, ListOf, MapOf, OneOf, parse
 
 ALIKE = slice(32, 60)
@@ -155,28 +155,24 @@ class RankFlags:
     Args:
         device: device of the bits.
         on_gpu: whether the host reads the bits of all ranks two reductions later.
+        state: why this rank takes part.
 
     Attributes:
         readers: readers of the numbers in the optimizers' groups, by the names of the optimizers' first parameters.
-        steps, absent, loss_scale, num_passes: see :class:`Record`; of the window that is about to end.
+        steps, loss_scale, num_passes: see :class:`Record`; of the window that is about to end.
         takes_new: whether new parameters are announced by a flag; otherwise the ranks meet to add them.
         veto, stop: reasons of this rank's requests, until all ranks have received them.
-        skips: whether this rank has no batch for this reduction.
-        just_stepped: whether the optimizer has taken a step, and no forward or ``zero_grad`` has followed.
-        has_pass: whether a pass of this rank leads to this reduction.
         announced: records of all ranks, if they were exchanged in the last reduction.
         stop_requested: the request to stop that all ranks have received.
     """
 
-    def __init__(self, device: torch.device, on_gpu: bool) -> None:
-        self.loop = LoopIndex()
+    def __init__(self, device: torch.device, on_gpu: bool, state: StepState) -> None:
+        self.loop, self._state = LoopIndex(), state
         self.readers: Mapping[str, Hyperparameters] = {}
         self.steps: Mapping[str, int] = {}
         self.takes_new = True
         self.veto: str | None = None
         self.stop: str | None = None
-        self.skips = self.absent = False
-        self.has_pass, self.just_stepped = True, False
         self.announced: Mapping[int, Record] = {}
         self.stop_requested = StopRequest()
         self.loss_scale: float | None = None
@@ -200,10 +196,16 @@ class RankFlags:
             self.stop = reason
 
     def fix(
-        self, num_reductions: int, frozen: tuple[str, ...] = (), new: tuple[str, ...] = (), modes: int = 0
+        self,
+        num_reductions: int,
+        frozen: tuple[str, ...] = (),
+        new: tuple[str, ...] = (),
+        modes: int = 0,
+        *,
+        skips: bool = False,
     ) -> torch.Tensor:
         """Fix this rank's record for the reduction that follows ``num_reductions`` others; return its bits."""
-        loop, has_pass = self.loop, self.has_pass
+        loop, has_pass = self.loop, self._state.has_pass
         fields = (
             (loop.num_unused, loop.num_calls, loop.accumulated, loop.num_cleared) if has_pass else None,
             modes,
@@ -212,9 +214,9 @@ class RankFlags:
             frozen,
             new if self.takes_new else (),
             self.veto,
-            self.skips,
+            skips,
             self.stop,
-            self.absent,
+            self._state.role is Role.ABSENT,
             self.steps,
         )
         digests = [self.readers[name].digest for name in sorted(self.readers)]
@@ -274,7 +276,7 @@ class RankFlags:
     def reduced(self) -> None:
         """Reset the counts for the next reduction: gradients have been handed out, or discarded."""
         self.loop.restart()
-        self.veto, self.skips, self.has_pass = None, False, True
+        self.veto = None
 
     @property
     def vetoes(self) -> str:

@@ -26,8 +26,8 @@ from pycomm.training.reducer.module_buffers import BufferSync
 from pycomm.training.reducer.passes import Passes
 from pycomm.training.reducer.rank_flags import StopRequest
 from pycomm.training.reducer.statistics import trace_of
-from pycomm.training.reducer.window import TrainingProgress
 from pycomm.training.reducer.without_backward import WithoutBackward, request_veto
+from pycomm.training.reductions.phase import Phase, StepState
 
 _LOG = logging.getLogger("pycomm")
 
@@ -57,11 +57,11 @@ class Reducer:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine, self._detached = engine, False
+        self._engine = engine
         self._last_stats: dict[str, Any] = {}
         communicator = self._communicator = engine.communicator
         self._settings = engine.settings
-        self._table, self._window, self._progress = engine.table, engine.window, engine.progress
+        self._table, self._window, self._state = engine.table, engine.window, engine.step_state
         self.optimizer, self.module = engine.table.optimizer, engine.table.module
         passes = self._passes = Passes(engine)
         self._without_backward = WithoutBackward(engine, passes)
@@ -93,7 +93,7 @@ class Reducer:
         self._engine.buffers = None
 
     def __repr__(self) -> str:
-        if self._detached:
+        if self._is_detached:
             return f"Reducer(detached after {counted(self._last_stats['steps'], 'reduction')})"
         return f"Reducer({_description(self._engine)})"
 
@@ -121,7 +121,7 @@ class Reducer:
             feedback: ``residual_norm``, ``compression_error``; TopK, DGC: ``selections``, ``selections_missed``,
             ``miss_rate``; "auto": ``auto``; ``survive``: ``recoveries``, ``joins``; ``shard``: ``step_shares``.
         """
-        if self._detached:
+        if self._is_detached:
             return dict(self._last_stats)
         return self._engine.stats()
 
@@ -271,7 +271,7 @@ class Reducer:
         Required only by compression methods with state.
         """
         self._require_attached()
-        self._progress.skipped()
+        self._state.leaves_out_step()
 
     def set_weight(self, num_samples: float) -> None:
         """Declare, before ``backward()``, that the loss is the mean over ``num_samples`` samples or tokens.
@@ -289,9 +289,9 @@ class Reducer:
         """
         self._require_attached()
         self._passes.forget_lost()
-        self._window.complete = False  # the weight is that of the next pass
+        self._state.loop_begins()  # the weight is that of the next pass
         is_first = not self._window.weights.in_use
-        factor = self._window.weights.set(num_samples, self._window.num_passes)
+        factor = self._window.weights.set(num_samples, self._state.passes)
         if is_first and self._settings.accumulates:
             why = "with weights, the loss must not be divided by the number of passes, as .grad is a mean over samples"
             _LOG.warning("set_weight() with accumulate=%s: %s", self._settings.passes, why)
@@ -319,7 +319,7 @@ class Reducer:
         self._require_attached()
         max_norm = checks.positive("max_norm", max_norm)
         self._passes.forget_lost()
-        if self._window.is_open:
+        if self._state.is_open:
             raise RuntimeError("clip_grad_norm inside an accumulation window: call flush() first")
         norm = clipping.unscaled_norm(self._table, self._settings)
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
@@ -374,10 +374,10 @@ class Reducer:
 
     def detach(self) -> None:
         """Undo ``attach``: remove all hooks, copy ``.grad`` to ordinary memory, release shared memory. Idempotent."""
-        if self._detached:
+        if self._is_detached:
             return
         self._last_stats = self.stats()
-        self._detached = True
+        self._state.closes()
         self._lone_factor.remove()
         self._uninstall()
         _release(self._engine)
@@ -388,15 +388,19 @@ class Reducer:
             partition.move_out()
         forget(self)
         _set_farewell(self._engine, "detach")
-        self._engine.policy.close(self._passes.stopped or _farewell(self._progress, "detach"))
-        self._communicator.close(self._passes.stopped or None)
+        self._engine.policy.close(self._state.reason or _farewell(self._state, "detach"))
+        self._communicator.close(self._state.reason or None)
         if partition is not None:
             partition.release()
         # Cleared now, so that shared memory is released with its last view, not when this object is collected.
         self._table.clear()
 
+    @property
+    def _is_detached(self) -> bool:
+        return self._state.phase is Phase.CLOSED
+
     def _require_attached(self) -> None:
-        if self._detached:
+        if self._is_detached:
             raise RuntimeError("this Reducer is detached")
 
 
@@ -416,12 +420,12 @@ def _release(engine: Engine) -> None:
 def _set_farewell(engine: Engine, how: str) -> None:
     """Set the message to ranks that still wait for this one after it has ended its training."""
     for lane in engine.lanes:
-        lane.channel.farewell = functools.partial(_farewell, engine.progress, how)  # keeps nothing else alive
+        lane.channel.farewell = functools.partial(_farewell, engine.step_state, how)  # keeps nothing else alive
 
 
-def _farewell(progress: TrainingProgress, how: str) -> str:
+def _farewell(state: StepState, how: str) -> str:
     """Return the message of a rank that ends its training to those that wait for it."""
-    return f"it has ended its training ({how}) after step {progress.num_reductions}"
+    return f"it has ended its training ({how}) after step {state.reductions}"
 
 
 @dataclass(frozen=True)
@@ -458,7 +462,7 @@ class AttachedTraining:
     def is_window_open(self) -> bool:
         """Whether an accumulation window has gradients that are not averaged yet."""
         self._passes.forget_lost()
-        return self._engine.window.is_open
+        return self._engine.step_state.is_open
 
     def name_of_ignored(self, param: torch.Tensor) -> str | None:
         """Return the name of ``param`` if ``ignore`` covers it."""

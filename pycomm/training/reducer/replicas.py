@@ -48,7 +48,8 @@ from pycomm.training.reducer.replica_differences import (
     StepEvidence,
 )
 from pycomm.training.reducer.settings import Options
-from pycomm.training.reducer.window import TrainingProgress
+from pycomm.training.reducer.window import AccumulationWindow
+from pycomm.training.reductions.phase import Role, StepState
 
 _REMEMBERED = 4
 """Number of comparisons that may still be reported: on a GPU the host reports two reductions later."""
@@ -159,17 +160,19 @@ class RankComparison:
         communicator: Communicator,
         table: ParameterTable,
         settings: Options,
-        progress: TrainingProgress,
+        state: StepState,
+        window: AccumulationWindow,
         buffers: Callable[[], Named],
         world: Callable[[], Sequence[int]],
     ) -> None:
-        self._communicator, self._table, self._progress, self._world = communicator, table, progress, world
+        self._communicator, self._table, self._world = communicator, table, world
+        self._state, self._window = state, window
         self._interval, device = settings.tuning.check_replicas, table.device
         self.moved: Mapping[str, str] = {}
         self._compares_modes = "training" not in settings.tuning.per_rank
         self._compression, ignores = settings.compression, table.ignored.covers if table.ignored else None
         per_rank = tuple(settings.tuning.per_rank)
-        self.flags = RankFlags(device, table.on_gpu)
+        self.flags = RankFlags(device, table.on_gpu, state)
         self.flags.readers = {
             when: Hyperparameters(table.optimizer, per_rank, ignores) for when in ("", rank_flags.IN_STEP)
         }
@@ -209,7 +212,7 @@ class RankComparison:
 
     def before_step(self) -> None:
         """Note that a step of the parameters begins."""
-        self._differences.before_step(self._progress.num_reductions, self._rewritten)
+        self._differences.before_step(self._state.reductions, self._rewritten)
 
     def _rewritten(self) -> str:
         """Return the name of the first parameter whose gradient is not the averaged tensor; "" without one."""
@@ -219,7 +222,7 @@ class RankComparison:
     def after_step(self) -> None:
         """Note that a step of the parameters has ended, or that training begins."""
         if self._communicator.size > 1:
-            self._differences.after_step(self._progress.num_reductions)
+            self._differences.after_step(self._state.reductions)
 
     def forget_question(self) -> None:
         """Forget a difference, as the ranks have changed."""
@@ -230,10 +233,10 @@ class RankComparison:
         first = self._fingerprint() if number == 1 else None
         if number != len(self._table.flights):
             return first
-        reductions = self._progress.num_reductions
-        flags = self.flags.fix(
-            reductions, self._table.frozen_of_trained(), self._table.new_names(), self._modes(self.is_due(reductions))
-        )
+        reductions = self._state.reductions
+        modes, skips = self._modes(self.is_due(reductions)), self._window.skips
+        frozen, new = self._table.frozen_of_trained(), self._table.new_names()
+        flags = self.flags.fix(reductions, frozen, new, modes, skips=skips)
         return (lambda: flags) if first is None else (lambda: first() | flags)
 
     def _modes(self, of_all: bool) -> int:
@@ -254,9 +257,9 @@ class RankComparison:
 
         The parameters must not be written to until then. The lists of tensors are read now, as they may grow before.
         """
-        by_step = self._by_step[self._progress.num_steps % (1 << _STEP_BITS)]
+        by_step = self._by_step[self._state.steps % (1 << _STEP_BITS)]
         taken = self.state_hashes.comparing()
-        reductions = self._progress.num_reductions
+        reductions = self._state.reductions
         if not self.is_due(reductions):
             return self._with_part(by_step, reductions)
         parameters, buffers = self._differences.bits(), self._buffers()
@@ -286,7 +289,7 @@ class RankComparison:
 
         Called by the thread that has just committed the state.
         """
-        is_due = self.is_due(self._progress.num_reductions)
+        is_due = self.is_due(self._state.reductions)
         return self.state_hashes.taking(self._table.flights) if is_due else None
 
     def compare(self) -> None:
@@ -302,7 +305,7 @@ class RankComparison:
         differing = first.differing() if last is first else first.differing() | last.differing()
         if self._table.on_gpu and is_capturing():
             return
-        reductions = self._progress.num_reductions
+        reductions = self._state.reductions
         if self.is_due(reductions):  # the bit differs between ranks, unless the state of all of them is damaged
             differing = differing.clone()
             differing[_STATE] |= self._state_changed
@@ -314,11 +317,11 @@ class RankComparison:
     def compare_previous(self) -> None:
         """Report differences that the reduction before the last found on a GPU. Called as each reduction begins."""
         if self._table.on_gpu and not is_capturing():
-            self._report(self.flags.received_late(), self._progress.num_reductions - 2)
+            self._report(self.flags.received_late(), self._state.reductions - 2)
 
     def compare_replicas(self) -> None:
         """Report parameters that differ between the ranks now. Collective, and waits for a GPU."""
-        num_reductions = self._progress.num_reductions
+        num_reductions = self._state.reductions
         if self._interval == 0 or num_reductions == 0:
             return
         self._differences.hashes.bits(self._hashed())
@@ -350,7 +353,7 @@ class RankComparison:
             return
         is_alike = not any(differing[rank_flags.ALIKE])
         more = {} if is_alike else self._alike()
-        gather, mine = self._communicator.channel.all_gather_bytes, {"": self._progress.num_steps}
+        gather, mine = self._communicator.channel.all_gather_bytes, {"": self._state.steps}
         by_rank = self.flags.exchange(of, gather, self._world(), steps=mine, **more)
         absent = [each.absent for each in by_rank.values()]
         there = {rank: each for rank, each in by_rank.items() if not each.absent}
@@ -366,13 +369,13 @@ class RankComparison:
             self._report_state()
         if any(differing[_PARAMETERS]):
             if self._table.on_gpu:
-                self._differences.report(self._progress.num_reductions, absent)
+                self._differences.report(self._state.reductions, absent)
             elif not any(absent):  # who is absent takes no step that could answer
-                self._differences.ask(of, has_stepped=self._progress.num_steps > 0)
+                self._differences.ask(of, has_stepped=self._state.steps > 0)
         if any(differing[_BUFFERS]) and not self._logged:
             self._log_buffers(absent)
-        if self.flags.absent:
-            self._progress.num_steps = max(steps.values())
+        if self._state.role is Role.ABSENT:
+            self._state.resumes(self._state.reductions, max(steps.values()))
 
     def _alike(self) -> dict[str, Any]:
         """Return the fields of this rank's record that are exchanged only if ranks do not do the same."""

@@ -33,6 +33,7 @@ from pycomm.training.reducer.newcomers import lines_of, share_state
 from pycomm.training.reducer.parameters import ParameterTable
 from pycomm.training.reducer.replica_differences import DamageError
 from pycomm.training.reducer.settings import Options
+from pycomm.training.reductions.phase import Role
 from pycomm.worker import Work
 
 _LOG = logging.getLogger("pycomm")
@@ -173,7 +174,7 @@ class Survival:
         except BaseException:
             self.membership.dismiss()
             raise
-        self.note_join(engine.progress.num_reductions, time.monotonic() - start)
+        self.note_join(engine.step_state.reductions, time.monotonic() - start)
         return lanes
 
     def note_join(self, step: int, seconds: float) -> None:
@@ -238,7 +239,7 @@ class SurvivingPolicy(StepPolicy):
             for work in works:
                 work.wait()  # those of other lanes may still run; raises if one failed
             engine.outcome.share_source()  # before the commit: a rank may be lost in it
-            is_known = not self.is_idle and not engine.table.on_gpu  # there the host runs ahead of the gradients
+            is_known = engine.step_state.role is not Role.NEW and not engine.table.on_gpu  # where the host runs ahead
             self.survival.commit(engine.statistics.waits.microseconds_here() if is_known else 0)
 
         return job
@@ -270,8 +271,7 @@ class SurvivingPolicy(StepPolicy):
 
     def ended(self) -> None:
         self._commit_work = None
-        if self.is_idle:
-            self.is_idle, self.lets_count = False, True
+        if self.engine.step_state.role is Role.NEW:
             self.engine.window.weights.forget_passes()
 
     # Losing ranks.
@@ -280,7 +280,7 @@ class SurvivingPolicy(StepPolicy):
         """Continue with the remaining ranks; return whether this step counts and has been handed out."""
         engine = self.engine
         works = [*engine.works(), self._commit_work]
-        was_complete, lanes = self.survival.recover(error, engine.progress.num_reductions, engine.hand_out)
+        was_complete, lanes = self.survival.recover(error, engine.step_state.reductions, engine.hand_out)
         self.continue_over(lanes)
         for work in works:
             if isinstance(work, Work):
@@ -317,11 +317,10 @@ class SurvivingPolicy(StepPolicy):
     def enter(self) -> None:
         """Take part in the present step without gradients: a newcomer's first pass only receives averages."""
         engine = self.engine
+        engine.step_state.reduces(Role.NEW)
         engine.expect_gradients()
-        engine.flags.has_pass = False
         engine.window.num_idle = self.survival.num_newcomers()
         engine.window.fix_scales(with_next=True, step=engine.outcome.committed_steps)
-        self.is_idle, self.lets_count = True, False
         for flight in engine.table.flights:
             engine.launch(flight, [None] * len(flight.slots))
         engine.launch_rest()

@@ -1,9 +1,9 @@
-"""Accumulation windows, counters of training, and weights by which every sample or token counts the same."""
+"""Scales of accumulation windows, and weights by which every sample or token counts the same."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,164 +12,15 @@ import torch
 
 from pycomm.checks import bounded
 from pycomm.collectives.communicator import Communicator
-from pycomm.collectives.layout import is_capturing
 from pycomm.compression import DGC
-from pycomm.compression.base import Flag, Scaling
+from pycomm.compression.base import Scaling
 from pycomm.optim.loss_scaler import scale_of
 from pycomm.optim.shards import Shards
 from pycomm.training.reducer import clipping as norms
 from pycomm.training.reducer.buckets import Slot
 from pycomm.training.reducer.settings import Options
+from pycomm.training.reductions.phase import Role, StepState
 from pycomm.worker import Work
-
-
-class HostCopy:
-    """Asynchronous copy of flags from a device to the host, which waits only when it reads them."""
-
-    def __init__(self, num_flags: int, device: torch.device) -> None:
-        pinned = device.type == "cuda" and torch.cuda.is_available()
-        self._host = torch.zeros(num_flags, dtype=torch.bool, pin_memory=pinned)
-        self._array = self._host.numpy()  # read instead of the tensor, as torch would wait for the whole device
-        self._event: torch.cuda.Event | None = None
-
-    def put(self, flags: torch.Tensor) -> None:
-        """Start to copy ``flags``, on the current stream."""
-        self._host.copy_(flags, non_blocking=True)
-        if flags.is_cuda:
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(flags.device))
-
-    def get(self) -> list[bool]:
-        """Wait for the last flags, and return them."""
-        if self._event is not None:
-            self._event.synchronize()
-        flags: list[bool] = self._array.tolist()
-        return flags
-
-
-class TrainingProgress:
-    """Counters of reductions and steps.
-
-    Args:
-        device: device that computes whether compression has committed its state; ``None`` if the host knows.
-
-    Attributes:
-        num_reductions: number of reductions that have been handed out.
-        num_steps: number of reductions that ``optimizer.step()`` has used.
-        is_used: whether no averages wait for a ``step()``.
-    """
-
-    def __init__(self, device: torch.device | None) -> None:
-        self.num_reductions = 0
-        self.num_steps = 0
-        self.is_used = True
-        self._step_depth = 0  # number of nested step() calls
-        self._had_averages = False  # as the step began whose closure runs
-        # Whether compression committed state in the last reduction; None if only the device knows.
-        self._committed: bool | None = False
-        self._on_device = None if device is None else HostCopy(1, device)
-
-    def resume(self, num_reductions: int, num_steps: int) -> None:
-        """Continue with the counts of another rank."""
-        self.num_reductions, self.num_steps = num_reductions, num_steps
-
-    def reduced(self, committed: Flag) -> None:
-        """Note that averages have been handed out, and whether compression ``committed`` state with them."""
-        self.num_reductions += 1
-        self.is_used = False
-        self._step_depth = 0  # a step that raised has left it
-        if isinstance(committed, torch.Tensor) and is_capturing():
-            self._committed = False  # the host does not see what launches of the graph commit
-        elif isinstance(committed, torch.Tensor):
-            assert self._on_device is not None
-            self._on_device.put(committed)
-            self._committed = None
-        else:
-            self._committed = committed
-
-    @property
-    def has_averages(self) -> bool:
-        """Return whether there was a reduction since the last step; in a closure, since the step before this one."""
-        return self._had_averages or not self.is_used
-
-    def step_hook(self, require_averaged: Callable[[bool], None]) -> Callable[..., Any]:
-        """Return a pre-hook for ``optimizer.step`` that calls ``require_averaged``, after each run of a closure if any.
-
-        Its argument says whether it is called after a closure, for which the step may have changed the parameters.
-
-        A closure runs the last backward pass of a window itself. Averages count as used before its first run, because
-        some optimizers (SAM) use the existing gradients before they ask for new ones. A class that calls its base
-        class's step runs the hooks twice, of which only the outermost counts.
-        """
-
-        def hook(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            self._step_depth += 1
-            if self._step_depth > 1:
-                return None
-            self._had_averages = not self.is_used
-            closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-            if not callable(closure):
-                require_averaged(False)
-                return None
-            self.stepped()
-            evaluate: Callable[[], Any] = closure
-
-            def checked_closure() -> Any:
-                depth = self._step_depth
-                loss = evaluate()
-                self._step_depth = depth  # its reductions do not mean that the step has failed
-                require_averaged(True)
-                return loss
-
-            if "closure" in kwargs:
-                return args, {**kwargs, "closure": checked_closure}
-            return (args[0], checked_closure, *args[2:]), kwargs
-
-        return hook
-
-    def leave_step(self) -> bool:
-        """Note that ``step()`` has returned; return whether it was the outermost one."""
-        self._step_depth = max(self._step_depth - 1, 0)
-        return self._step_depth == 0
-
-    @property
-    def is_stepping(self) -> bool:
-        """Return whether ``step()`` is running."""
-        return self._step_depth > 0
-
-    def stepped(self) -> None:
-        """Note that ``step()`` uses the last averages."""
-        if not self.is_used:
-            self.is_used = True
-            self.num_steps += 1
-
-    def skipped(self) -> None:
-        """Note that the step for the last averages is skipped on purpose."""
-        self.is_used = True
-
-    def require_used(self) -> bool:
-        """Return whether a step has used the last averages, or will not.
-
-        Before the first step they count as used, as some loops update parameters without ``step()``.
-
-        Raises:
-            RuntimeError: compression has counted the last gradients as applied, but no step has applied them.
-        """
-        if self.is_used or self.num_steps == 0:
-            return True
-        committed = self._committed
-        if committed is None:
-            assert self._on_device is not None
-            committed = self._on_device.get()[0]
-        if not committed:
-            return False
-        raise RuntimeError(
-            "optimizer.step() has not used the last averaged gradients: their pass is in the residuals and velocities "
-            "of compression, but in no parameter. A backward() that is not a step of this optimizer (a generator's "
-            "through its discriminator, a penalty, a saliency map) belongs in `with reducer.paused():`; several "
-            "passes of one step need attach(..., accumulate=n); a step that is left out on purpose needs "
-            "reducer.skip_step()"
-        )
 
 
 class SampleWeights:
@@ -272,13 +123,9 @@ class SampleWeights:
 
 
 class AccumulationWindow:
-    """Backward passes of one optimizer step. The last one sends; the scales are fixed when it begins.
+    """Scales of the backward passes of one optimizer step, fixed when the last one begins, which sends.
 
     Attributes:
-        num_passes: number of passes that have ended in this window.
-        holds: whether its last pass has left gradients.
-        sending: whether the current (or latest) pass is the last of its window.
-        complete: whether a full window has ended, and nothing has happened since.
         num_idle: number of ranks that take part in this step without gradients, as newcomers do.
         scaling: scales of the window that is being sent, except for this rank's relative weight, which
             is known only to a job on the communication thread.
@@ -286,13 +133,13 @@ class AccumulationWindow:
         current_stream: on a GPU, returns torch's current stream there.
     """
 
-    def __init__(self, communicator: Communicator, settings: Options, device: torch.device, on_gpu: bool) -> None:
-        self._communicator, self._settings = communicator, settings
+    def __init__(
+        self, communicator: Communicator, settings: Options, device: torch.device, on_gpu: bool, state: StepState
+    ) -> None:
+        self._communicator, self._settings, self._state = communicator, settings, state
         self._device, self._on_gpu = device, on_gpu
         # DGC clips by parameter, as it packs them; it sees only this rank's part of a DTensor.
         self._part_norm = settings.compression.clip_norm if isinstance(settings.compression, DGC) else None
-        self.num_passes = 0
-        self.holds = self.sending = self.complete = False
         self.weights = SampleWeights(communicator)
         self.num_idle = 0
         self.scaling = Scaling(communicator.size)
@@ -300,31 +147,9 @@ class AccumulationWindow:
         self.current_stream = communicator.channel.current_stream_of(device)
 
     @property
-    def is_open(self) -> bool:
-        """Return whether passes have ended whose gradients have not been sent yet."""
-        return self.num_passes > 0
-
-    def begin_pass(self) -> None:
-        """Note that a pass begins; decide whether it is the last of the window."""
-        self.complete = False
-        self.sending = self._settings.is_last(self.num_passes)
-
-    def end_pass(self, *, holds: bool) -> None:
-        """Note that a pass has ended, and whether it has left gradients."""
-        self.num_passes += 1
-        self.holds = holds
-        if not self.sending:
-            self.weights.note_pass()
-
-    def discard(self) -> int:
-        """Forget the passes so far, as their gradients have been cleared; return their number."""
-        self.weights.forget_passes()
-        number, self.num_passes = self.num_passes, 0
-        return number
-
-    def close(self) -> None:
-        """Note that the gradients of the window have been handed out, or lost."""
-        self.num_passes = 0
+    def skips(self) -> bool:
+        """Whether this rank has no batch in the present reduction, and no weight of zero says so."""
+        return self._state.role is Role.SKIPS and not self.weights.in_use
 
     def fix_scales(self, *, with_next: bool, step: torch.Tensor) -> None:
         """Fix the scales of the window, which is about to end or has ended. Collective if weights are in use.
@@ -333,7 +158,7 @@ class AccumulationWindow:
             step: number of steps committed before this one, 0-d int64.
         """
         if self.weights.in_use:
-            self.weights.start_sum(self.num_passes, with_next)
+            self.weights.start_sum(self._state.passes, with_next)
         loss_scale = scale_of(self._settings.loss_scaler, self._device, self._on_gpu)
         if self._on_gpu and isinstance(loss_scale, torch.Tensor):
             self.streams = {self.current_stream()}
@@ -349,7 +174,7 @@ class AccumulationWindow:
         """
         scale, is_free = self.scaling.loss_scale, is_flushed or self.weights.in_use
         by_function = callable(self._settings.accumulate) and not is_free
-        return scale if isinstance(scale, float) else None, self.num_passes + 1 if by_function else 0
+        return scale if isinstance(scale, float) else None, self._state.passes + 1 if by_function else 0
 
     def rescale(self) -> None:
         """Adapt the scales of the window to the present number of ranks."""

@@ -10,6 +10,7 @@ from pycomm.errors import CommError
 from pycomm.training.reducer.engine import Engine
 from pycomm.training.reducer.parameter_changes import require_written
 from pycomm.training.reducer.passes import Passes
+from pycomm.training.reductions.phase import Phase, Role
 
 _LOG = logging.getLogger("pycomm")
 
@@ -21,17 +22,18 @@ def request_veto(engine: Engine, reason: str) -> None:
         raise ValueError(
             "veto_step() on a GPU, or with shard, requires attach(..., loss_scaler=...), which leaves out the step"
         )
-    if 0 < engine.num_launched == len(table.flights) and engine.is_waited_for():
+    state = engine.step_state
+    if 0 < state.launched == len(table.flights) and engine.is_waited_for():
         raise RuntimeError(
             "veto_step() too late: all gradients of this backward() have been sent; call it before backward(), or in a "
             "hook of a parameter"
         )
-    is_shown = engine.window.complete and any(slot.owner.grad is not None for slot in table.slots())
-    if is_shown and not engine.progress.is_used:  # else the step of the last averages was left out
+    is_shown = state.phase is Phase.AVERAGED and any(slot.owner.grad is not None for slot in table.slots())
+    if is_shown and not state.is_used:  # else the step of the last averages was left out
         raise RuntimeError(
             "veto_step() after backward(): the averages have been handed out; call it before or during backward()"
         )
-    if engine.flags.just_stepped:
+    if state.phase is Phase.STEPPED:
         _LOG.warning("veto_step() after optimizer.step(): it is the next step that will be left out")
     engine.flags.veto = reason
 
@@ -57,31 +59,31 @@ class WithoutBackward:
 
     def __init__(self, engine: Engine, passes: Passes) -> None:
         self._engine, self._passes = engine, passes
-        self._table, self._window, self._progress = engine.table, engine.window, engine.progress
+        self._table, self._window, self._state = engine.table, engine.window, engine.step_state
 
     def is_averaged(self) -> bool:
         """Return whether this step's averages have been handed out, and no other step has begun."""
-        return self._window.complete and any(slot.holds_average() for slot in self._table.slots())
+        return self._state.phase is Phase.AVERAGED and any(slot.holds_average() for slot in self._table.slots())
 
     def flush(self) -> None:
         """Reduce a window that ended early; see ``Reducer.flush``."""
         if self.is_averaged():
             return
         self._prepare()
-        if self._window.is_open:
-            self._reduce(with_next=False)
+        if self._state.is_open:
+            self._reduce(Role.BATCH, with_next=False)
         else:
-            self._join()
+            self._join(Role.BATCH)
 
     def reduce_written(self) -> None:
         """Average what is in ``.grad``; see ``Reducer.reduce``."""
         self._prepare()
-        was_open = self._window.is_open
-        if not was_open and not self._progress.is_used:
+        was_open = self._state.is_open
+        if not was_open and not self._state.is_used:
             require_written(self._table, self._engine.settings)
         self._table.takes_written = True
         try:
-            self._reduce(with_next=not was_open)
+            self._reduce(Role.WRITTEN, with_next=not was_open)
         finally:
             self._table.takes_written = False
 
@@ -91,18 +93,17 @@ class WithoutBackward:
         require_skippable(self._engine)
         self._prepare()
         self._table.drop_gradients()
-        self._engine.flags.has_pass, self._engine.flags.skips = False, not self._window.weights.in_use
-        self._join()
+        self._join(Role.SKIPS)
 
-    def _join(self) -> None:
+    def _join(self, role: Role) -> None:
         """Take part without gradients in a reduction in which others may have some, and may weight them."""
         if not self._window.weights.in_use:
             self._table.drop_gradients()
-            if self._reduce(with_next=False, joins=True):
+            if self._reduce(role, with_next=False, joins=True):
                 return
         if self._any_passes():
             self._table.drop_gradients()
-            self._reduce(with_next=None)
+            self._reduce(role, with_next=None)
 
     def _meets_weights(self) -> bool:
         """Return whether others set their first weights in this reduction, which this rank then uses, too."""
@@ -113,16 +114,15 @@ class WithoutBackward:
 
         if meets_weights(engine.communicator, table.flights, engine.launch_ahead):
             weights.set(0, 0)
-            engine.flags.skips = False
         return weights.in_use
 
     def _require_no_gradients(self) -> None:
         """Raise RuntimeError if this rank has had a batch in this step."""
         settings = self._engine.settings
         self._passes.forget_lost()
-        if self._window.is_open:
+        if self._state.is_open:
             raise RuntimeError(
-                f"skip_batch() after {self._window.num_passes} of {settings.passes} backward passes: the window has "
+                f"skip_batch() after {self._state.passes} of {settings.passes} backward passes: the window has "
                 "gradients already; leave that backward() out and call reducer.flush() when the window ends"
             )
         # After a step that a scaler has skipped, averages may remain until zero_grad().
@@ -152,21 +152,15 @@ class WithoutBackward:
         Returns:
             Whether all ranks are absent.
         """
-        flags = self._engine.flags
-        flags.absent = absent  # then its parameters and steps are not compared
-        flags.has_pass = not absent
-        try:
-            if absent:
-                self._passes.forget_lost()
-                self._window.close()
-                self._table.drop_gradients()
-            self._reduce(with_next=True)
-            if absent:
-                self._table.drop_gradients()
-                self._progress.stepped()
-            return self._all_absent(absent)
-        finally:
-            flags.absent = False
+        if absent:  # then its parameters and steps are not compared
+            self._passes.forget_lost()
+            self._state.cleared()
+            self._table.drop_gradients()
+        self._reduce(Role.ABSENT if absent else Role.BATCH, with_next=True)
+        if absent:
+            self._table.drop_gradients()
+            self._state.uses_averages()
+        return self._all_absent(absent)
 
     def _all_absent(self, absent: bool) -> bool:
         """Return whether all ranks are ``absent``, after a reduction without gradients; if so, adopt the last step.
@@ -175,18 +169,18 @@ class WithoutBackward:
         """
         if any(any(flight.exchange.used()) for flight in self._table.flights):
             return False
-        found = torch.tensor([not absent, self._progress.num_steps])
+        found = torch.tensor([not absent, self._state.steps])
         self._engine.communicator.all_reduce(found, "max")
         if found[0]:
             return False
-        self._progress.num_steps = int(found[1])
+        self._state.resumes(self._state.reductions, int(found[1]))
         self._engine.flags.forget_received()
         return True
 
     def reduce_now(self) -> None:
         """Reduce the present gradients, unless their averages wait for a step; see ``Reducer.reduce_now``."""
         there = any(slot.owner.grad is not None for slot in self._table.slots())
-        if there and not self._window.is_open and not self._progress.is_used:
+        if there and not self._state.is_open and not self._state.is_used:
             self._require_all_averaged()
         else:
             self.take_part(absent=False)
@@ -217,17 +211,21 @@ class WithoutBackward:
                 self._engine.policy.recover(error)  # raises the error if no rank may be lost
                 self._window.weights.sum_again()
 
-    def _reduce(self, *, with_next: bool | None, joins: bool = False) -> bool:
+    def _reduce(self, role: Role, *, with_next: bool | None, joins: bool = False) -> bool:
         """Reduce the present gradients; ``with_next`` as in ``Engine.begin_pass``.
 
         If this rank ``joins`` without any, and others have weights that it did not know of, return ``False`` instead.
         """
         with self._passes.stopping():
             self._passes.forget_lost()
-            self._window.sending = True
-            self._passes.begin_pass(with_next=with_next)
-            if joins and self._meets_weights():
-                return False
-            self._engine.launch_rest()
+            self._passes.begin_reduction(role, with_next=with_next)
+            try:
+                if joins and self._meets_weights():
+                    self._state.pass_fails()
+                    return False
+                self._engine.launch_rest()
+            except BaseException:
+                self._state.pass_fails()
+                raise
         self._passes.reduce()
         return True

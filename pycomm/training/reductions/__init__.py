@@ -1,0 +1,1 @@
+"""Reductions: what the Reducer, DistributedDataParallel's hook and averaging methods have in common."""
