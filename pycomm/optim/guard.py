@@ -95,28 +95,33 @@ class StepWatch:
     It ends with :meth:`remove`, or with the object that keeps it.
 
     Args:
-        before: bound method, held weakly, that is called with the optimizer before each step.
-        after: likewise after it.
+        methods: bound methods, held weakly, that are called with the optimizer before each step, and after it if there
+            is a second one.
     """
 
-    def __init__(
-        self, before: Callable[[torch.optim.Optimizer], None], after: Callable[[torch.optim.Optimizer], None]
-    ) -> None:
-        self._methods = weakref.WeakMethod(before), weakref.WeakMethod(after)
+    def __init__(self, *methods: Callable[[torch.optim.Optimizer], None]) -> None:
+        self._methods = list(map(weakref.WeakMethod, methods))
         guard_steps()
         _watches.add(self)
 
     def call(self, number: int, optimizer: torch.optim.Optimizer) -> None:
         """Call the method before (0) or after (1) a step of ``optimizer``."""
-        method = self._methods[number]()
-        if method is not None:
-            method(optimizer)
+        for method in [method() for method in self._methods[number : number + 1]]:
+            if method is not None:
+                method(optimizer)
 
     def remove(self) -> None:
         _watches.discard(self)
 
 
 _watches: weakref.WeakSet[StepWatch] = weakref.WeakSet()
+
+
+def is_around(optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> bool:
+    """Return whether ``optimizer`` is a wrapper that calls ``inner``."""
+    values = list(vars(optimizer).values())
+    inside = [each for value in values if isinstance(value, (list, tuple)) for each in value]
+    return any(value is inner for value in (*values, *inside))
 
 
 @functools.cache

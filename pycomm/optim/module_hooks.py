@@ -19,6 +19,18 @@ from pycomm.torch_internals import (
 )
 
 
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that calls the bound ``method`` while its object lives, and does not keep it alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        bound = reference()
+        if bound is not None:
+            bound(*args)
+
+    return call
+
+
 class ForwardHook:
     """Hook of a module's forward. Copies and pickles of the module do not have it.
 

@@ -263,6 +263,22 @@ def another_optimizer(model: Any, optimizer: Any) -> Any:
     return model, torch.optim.SGD(model.parameters(), 0.05)
 
 
+class ByHand:
+    """Steps without an optimizer."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.zero_grad = model, model.zero_grad
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for p in self.model.parameters():
+            p -= 0.05 * p.grad
+
+
+def by_hand(model: Any, optimizer: Any) -> Any:
+    return model, ByHand(model)
+
+
 CHANGES = {
     "replaced": (replace, "'0.weight' of the module is another one.*call [a-z]*_sgd", 1),
     "replaced in the module": (replace_in_the_module, "'0.weight' of the module is another one", 1),
@@ -271,7 +287,8 @@ CHANGES = {
     "added": (add, "not averaged.*call [a-z]*_sgd", 1),
     "added to the module": (unfreeze, "'3.weight' of the module is trained, and not averaged", 4),
     "a copy": (copies, "copy", 1),
-    "another optimizer": (another_optimizer, "another optimizer", 9),
+    "another optimizer": (another_optimizer, r"another SGD than the SGD that local_sgd\(\) was given.*detach\(\)", 1),
+    "by hand": (by_hand, "something else has changed the parameters 8 times", 9),
 }
 
 
@@ -284,6 +301,37 @@ def test_other_parameters_are_an_error_that_names_them(how: str) -> None:
     model, optimizer = change(model, optimizer)
     with pytest.raises((ValueError, RuntimeError), match=says):
         steps(model, optimizer, within)
+
+
+@on_ranks(2, timeout=TIMEOUT, fresh=True)
+def test_an_averager_that_nobody_holds_refuses_nothing() -> None:
+    model, optimizer, handle = begin()
+    step(model, optimizer, 0)
+    del optimizer, handle
+    gc.collect()
+    steps(model, torch.optim.SGD(model.parameters(), 0.05), 3)
+
+
+@on_ranks(2, timeout=TIMEOUT, fresh=True)
+def test_wrappers_around_the_optimizer_and_optimizers_inside_its_step_are_no_others() -> None:
+    class Outer(torch.optim.Optimizer):
+        """Steps an optimizer inside of it, as Lookahead does."""
+
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.inner = inner
+            super().__init__(list(inner.param_groups[0]["params"]), {})
+
+        def step(self, closure: Any = None) -> Any:
+            return self.inner.step()
+
+    for is_given in (True, False):
+        model = model_of()
+        inner = torch.optim.SGD(model.parameters(), 0.05)
+        outer = Outer(inner)
+        handle = pycomm.local_sgd(outer if is_given else inner, model, every=2, timeout=20)
+        steps(model, outer, 4)
+        assert are_equal(model)
+        handle.detach()
 
 
 @on_ranks(2, timeout=TIMEOUT, fresh=True)

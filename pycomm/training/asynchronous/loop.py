@@ -16,10 +16,11 @@ from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import Kinds
 from pycomm.descriptions import name_ranks
 from pycomm.optim.attached import forget_averaged, register_averaged
+from pycomm.optim.guard import StepWatch, is_around
 from pycomm.optim.hyperparameters import Hyperparameters, Numbers, first_difference, require_equal_groups
 from pycomm.optim.loop_index import LoopIndex
-from pycomm.optim.module_hooks import BeforeForward, ForwardWatch, ZeroGradHook, hook_forward, watch_copies
-from pycomm.optim.parameters import Writes
+from pycomm.optim.module_hooks import BeforeForward, ForwardWatch, ZeroGradHook, hook_forward, watch_copies, weakly
+from pycomm.optim.parameters import Writes, optimizer_parameters
 from pycomm.optim.skips import listen_to_skips, stop_listening
 from pycomm.torch_internals import Places, current_graph_task, move_hook, own_parameters, parts_of
 from pycomm.training.reducer import Ignored, raise_out_of_loop
@@ -70,6 +71,17 @@ class TrackedParameters:
             return f"parameter {lost[0]!r} is averaged, and no longer in the optimizer. {self.advice}"
         self._groups = [list(group) for group in groups]  # only their order has changed
         return ""
+
+    def problem_of_other(self, optimizer: torch.optim.Optimizer) -> str:
+        """Return that another ``optimizer`` is about to step one of the parameters; "" if it is not."""
+        if optimizer is self.optimizer:
+            return ""
+        held = set(map(id, optimizer_parameters(optimizer)))
+        name = next((name for name, p in self.named.items() if id(p) in held and p.grad is not None), None)
+        if name is None:
+            return ""
+        other, given = type(optimizer).__name__, type(self.optimizer).__name__
+        return f"another {other} than the {given} that {self.what} was given is about to step {name!r}. {self.advice}"
 
     def problem_at_forward(self) -> str:
         """Return what is wrong with the module's parameters; "" if nothing is. Cheap while none was replaced."""
@@ -211,7 +223,9 @@ class Loop:
             self._writes.restart()
 
         self._refused = refused
-        self._forwards = ForwardWatch(self._model, self._forwarded, self._before_forward)
+        # The module does not keep this loop alive, which the optimizer does.
+        before_forward = weakly(self._before_forward)
+        self._forwards = ForwardWatch(self._model, weakly(self._forwarded), before_forward)
         self._around_step = (
             self._optimizer.register_step_pre_hook(lambda *_: self.numbers.before_step()),
             self._optimizer.register_step_post_hook(lambda *_: self.numbers.after_step()),
@@ -221,8 +235,9 @@ class Loop:
             *self._around_step,
             self._optimizer.register_step_pre_hook(before),
             self._optimizer.register_step_post_hook(after),
-            hook_forward(self._model, BeforeForward(self._before_forward, notes_copies=True)),
+            hook_forward(self._model, BeforeForward(before_forward, notes_copies=True)),
             ZeroGradHook(self._optimizer, self._zeroed),
+            StepWatch(self._before_other_step),
         ]
         listen_to_skips(self._optimizer, skipped)
         register_averaged(self.tracked)
@@ -233,6 +248,11 @@ class Loop:
         for handle in self._handles:
             handle.remove()
         stop_listening(self._optimizer)
+
+    def _before_other_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse the step of an optimizer that is neither the tracked one, nor around it or inside its step."""
+        if not (self._in_step or is_around(optimizer, self._optimizer)):
+            self._require(self.tracked.problem_of_other(optimizer))
 
     def _require(self, problem: str) -> None:
         if problem:
@@ -386,13 +406,17 @@ class WorkerParameters:
     ) -> None:
         self._tracked = TrackedParameters(model, optimizer, named, "parameter_server()")
         self._reader = Hyperparameters(optimizer)
-        self._copies = watch_copies(model)
+        self._watches = watch_copies(model), StepWatch(self._before_other_step)
         register_averaged(self._tracked)
         self.remember_numbers()
 
     def remember_numbers(self) -> None:
         """Take the present numbers of the parameter groups for the servers'."""
         self._numbers = self._reader.read()
+
+    def _before_other_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if problem := self._tracked.problem_of_other(optimizer):
+            raise ValueError(problem)
 
     def require_unchanged(self) -> None:
         """Raise ValueError if the module or the optimizer has other parameters now."""
@@ -413,4 +437,5 @@ class WorkerParameters:
     def close(self) -> None:
         """Stop the checks: copies may be trained, and something else may average the parameters."""
         forget_averaged(self._tracked)
-        self._copies.remove()
+        for watch in self._watches:
+            watch.remove()

@@ -13,6 +13,7 @@ import torch
 from pycomm.collectives.counting import GradientCounter
 from pycomm.descriptions import first_names
 from pycomm.optim.attached import is_covered
+from pycomm.optim.module_hooks import weakly
 from pycomm.torch_internals import (
     accumulation_hooks,
     calls_hooks_of_running_nodes,
@@ -74,18 +75,6 @@ class Uncovered:
         for handle in self._handles.values():
             handle.remove()
         self._names.clear()
-
-
-def weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that calls the bound ``method`` while its object lives, and does not keep it alive."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> None:
-        bound = reference()
-        if bound is not None:
-            bound(*args)
-
-    return call
 
 
 class BackwardWatch:

@@ -19,7 +19,6 @@ from pycomm.collectives.layout import flat_alias
 from pycomm.optim.loss_scaler import scale_left
 from pycomm.optim.shards import Shards
 from pycomm.torch_internals import local_of
-from pycomm.training.reducer.autograd_hooks import weakly
 from pycomm.training.reducer.buckets import Slot
 from pycomm.training.reducer.parameters import ParameterTable
 from pycomm.training.reducer.settings import Options

@@ -18,6 +18,7 @@ import torch
 from pycomm.collectives.recorder import told_with
 from pycomm.descriptions import name_ranks
 from pycomm.optim.attached import is_covered
+from pycomm.optim.guard import is_around
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.torch_internals import Places, children_of, local_of, own_parameters
 from pycomm.training.reducer.buckets import Slot
@@ -332,7 +333,7 @@ class ParameterChanges:
         A wrapper of the attached one only calls it, and so does one that the attached one calls.
         """
         attached = self._table.optimizer
-        if self._table.partial is None or self._engine.step_state.is_stepping or self._is_around(optimizer):
+        if self._table.partial is None or self._engine.step_state.is_stepping or is_around(optimizer, attached):
             return
         slots = {id(slot.param): slot for slot in self._table.slots()}
         for slot in (slots[id(param)] for param in optimizer_parameters(optimizer) if id(param) in slots):
@@ -352,14 +353,8 @@ class ParameterChanges:
         known = self._holding.get(optimizer)
         if known is None or known[0] != size:
             holds = any(map(self._table.knows, optimizer_parameters(optimizer)))
-            known = self._holding[optimizer] = size, holds and not self._is_around(optimizer)
+            known = self._holding[optimizer] = size, holds and not is_around(optimizer, self._table.optimizer)
         return known[1]
-
-    def _is_around(self, optimizer: torch.optim.Optimizer) -> bool:
-        attached = self._table.optimizer
-        values = list(vars(optimizer).values())
-        inside = [each for value in values if isinstance(value, (list, tuple)) for each in value]
-        return any(value is attached for value in (*values, *inside))
 
     def _raise_stopped(self, problem: str) -> NoReturn:
         """Raise RuntimeError on this rank, and on the others at once."""
