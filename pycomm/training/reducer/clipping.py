@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from pycomm import kernels
 from pycomm.collectives.layout import flat_alias
 from pycomm.optim.loss_scaler import scale_left
+from pycomm.optim.module_hooks import weakly
 from pycomm.optim.shards import Shards
 from pycomm.torch_internals import local_of
 from pycomm.training.reducer.buckets import Slot
