@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # imported at first use: see _HOMES
     from pycomm.optim import LARS as LARS
     from pycomm.optim import LossScaler as LossScaler
     from pycomm.optim import fuse as fuse
-    from pycomm.optim.master_weights import master_weights as master_weights
+    from pycomm.optim.masters import master_weights as master_weights
     from pycomm.tools.launching import RankError as RankError
     from pycomm.tools.launching import launch as launch
     from pycomm.tools.monitoring.monitor import monitor as monitor

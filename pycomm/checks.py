@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import numbers
 import operator
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from types import ModuleType
@@ -239,6 +241,25 @@ def reduction(op: Any) -> Any:
     if type(op) is not str:
         op = plain(op)
     return "mean" if isinstance(op, str) and op == "avg" else op
+
+
+def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return ``__getattr__`` and ``__dir__`` of ``package``, whose public names are imported at their first use.
+
+    Args:
+        homes: by module of the package its names, separated by spaces; a module without any is a name itself.
+    """
+    found = {name: module for module, names in homes.items() for name in names.split() or [module]}
+
+    def get(name: str) -> Any:
+        if name not in found:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        module = importlib.import_module(f"{package}.{found[name]}")
+        value = getattr(module, name) if homes[found[name]] else module
+        vars(sys.modules[package])[name] = value
+        return value
+
+    return get, lambda: sorted([*vars(sys.modules[package]), *found])
 
 
 def public_names(names: Mapping[str, object], *modules: str) -> list[str]:

@@ -13,24 +13,27 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
 
 from pycomm import threads
 from pycomm.collectives.freed_memory import keep_freed_memory
+from pycomm.collectives.layout import gpu_of
 from pycomm.collectives.recorder import Recorder, from_here
 from pycomm.collectives.recorder.watch import watch
 from pycomm.collectives.transport import late_ranks
 from pycomm.collectives.transport.base import Transport, all_reduce_at_once, bytes_of
-from pycomm.collectives.transport.gpu import GpuQueue, GpuWork, gpu_of
-from pycomm.collectives.transport.nccl import NcclTransport
 from pycomm.errors import CommError
-from pycomm.schedule.program import Program
-from pycomm.schedule.table import Table
 from pycomm.torch_internals import raw_stream
 from pycomm.worker import Work, Worker
+
+if TYPE_CHECKING:
+    from pycomm.collectives.transport.gpu import GpuQueue, GpuWork
+    from pycomm.collectives.transport.nccl import NcclTransport
+    from pycomm.schedule.program import Program
+    from pycomm.schedule.table import Table
 
 _PATIENCE = 5.0
 _PATIENCE_AFTER_FAILURE = 0.5
@@ -211,10 +214,14 @@ class Channel:
     def gpu(self, device: int) -> GpuQueue:
         """Return the queue of GPU ``device``, made at first use."""
         if device not in self._gpus:
+            from pycomm.collectives.transport.gpu import GpuQueue
+
             self._gpus[device] = GpuQueue(device, self.timeout, self._make_nccl)
         return self._gpus[device]
 
     def _make_nccl(self, device: int, algorithm: str, streams: Sequence[int]) -> NcclTransport:
+        from pycomm.collectives.transport.nccl import NcclTransport
+
         made = NcclTransport(self.rank, self.size, device, self.all_gather_bytes, algorithm, self.timeout, streams)
         made.recorder = watch(made, f"{self.recorder.group}/nccl {algorithm}", self.recorder.ranks)
         return made

@@ -7,7 +7,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,15 +15,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pycomm.checks import plain, reduction, seconds_of, shape_of
 from pycomm.collectives.channel import Channel
-from pycomm.collectives.transport import TRANSPORTS, registered
+from pycomm.collectives.transport import TRANSPORTS
 from pycomm.collectives.transport.algorithms import AlgorithmSelector
 from pycomm.collectives.transport.choice import choose_transport
-from pycomm.collectives.transport.gpu import GpuWork
 from pycomm.collectives.transport.own_group import Place, found_group, group_of, place_of, timeout_seconds
-from pycomm.schedule.network import Network
-from pycomm.schedule.program import Program
-from pycomm.schedule.table import Table
 from pycomm.worker import Work
+
+if TYPE_CHECKING:
+    from pycomm.collectives.transport.gpu import GpuWork
+    from pycomm.schedule.network import Network
+    from pycomm.schedule.program import Program
+    from pycomm.schedule.table import Table
 
 _AUTO = "auto"
 _NOT_INITIALISED = (
@@ -217,6 +219,8 @@ class Communicator(_Messages):
         dims = shape_of(shape)
         kind = "cpu" if device is None else torch.device(device).type
         if kind == "cuda":
+            from pycomm.collectives.transport import registered
+
             return registered.empty(dims, dtype, torch.device(device), symmetric)  # type: ignore[arg-type]
         if kind != "cpu":
             raise ValueError(f"device is {device!r}, wanted the CPU or a GPU")

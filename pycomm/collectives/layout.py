@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter
+from typing import Any
 
 import torch
 
@@ -97,3 +98,16 @@ class Kinds:
         name, old, new = next(each for each in zip(self._names, self._first, now, strict=True) if each[1] != each[2])
         texts = [f"of shape {list(k[0])}" if old[0] != new[0] else f"{k[1]} on {k[2]}" for k in (old, new)]
         return f"parameter {name!r} was {texts[0]} when it was attached, and is {texts[1]} now"
+
+
+def gpu_of(array: Any) -> int | None:
+    """Return the ordinal of the GPU that ``array`` is on; ``None`` for any other object."""
+    if isinstance(array, torch.Tensor):
+        return array.get_device() if array.is_cuda else None
+    try:
+        if not hasattr(array, "__cuda_array_interface__"):
+            return None
+        device = getattr(array, "device", 0)
+        return int(getattr(device, "id", device))  # cupy's has an id
+    except Exception:  # from a foreign object: it is refused later, on all ranks
+        return None

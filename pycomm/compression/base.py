@@ -173,6 +173,10 @@ class Compression(Protocol):
         """Approximate number of bytes sent for each byte of a gradient; at most 1."""
 
     @property
+    def clip_norm(self) -> float | None:
+        """Norm to which each rank clips its own gradient of each parameter, times the root of the number of ranks."""
+
+    @property
     def clip_local_norm(self) -> float | None:
         """Norm to which each rank clips its own whole gradient before anything is sent; ``None``: it does not."""
 
@@ -217,6 +221,7 @@ class Defaults:
 class Method:
     """Base of methods: suits every optimizer and parameter, and carries no state."""
 
+    clip_norm: float | None = None
     clip_local_norm: float | None = None
     measures = False
     reduces_parts = False

@@ -10,8 +10,7 @@ import torch
 
 from pycomm.checks import shown
 from pycomm.collectives.communicator import Communicator
-from pycomm.compression import Compression
-from pycomm.compression.base import State
+from pycomm.compression.base import Compression, State
 from pycomm.torch_internals import renamed
 
 _LABEL = re.compile(r"(?P<name>.+)\[(?P<part>\d+:\d+/\d+(,\d+:\d+/\d+)*)\]")

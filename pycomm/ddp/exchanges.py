@@ -9,8 +9,7 @@ import torch
 
 from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
-from pycomm.compression import Compression
-from pycomm.compression.base import Exchange, Flag, Scaling, State
+from pycomm.compression.base import Compression, Exchange, Flag, Scaling, State
 from pycomm.compression.dense import by_method
 
 Gradients = Sequence[torch.Tensor | None]

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pycomm.agreement import agreed
 from pycomm.collectives.broadcasting import signature
 from pycomm.collectives.communicator import Communicator
-from pycomm.compression import Compression
+from pycomm.compression.base import Compression
 from pycomm.ddp.comparison import PassComparison
 from pycomm.ddp.registration import HookSettings, Registration, checked_settings
 from pycomm.ddp.steps import Steps

@@ -15,7 +15,7 @@ from pycomm.agreement import agreed
 from pycomm.collectives.broadcasting import broadcast_tensors, share_tensors
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.transport.own_group import group_of
-from pycomm.compression import Compression
+from pycomm.compression.base import Compression
 from pycomm.ddp.comparison import PassComparison
 from pycomm.ddp.registration import HookSettings, Registration, checked_settings
 from pycomm.ddp.replicas import ReplicaSteps, ShardedReplicas

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from pycomm.collectives.communicator import Communicator
-from pycomm.compression import Compression
-from pycomm.compression.base import Flag, Scaling, method_stats
+from pycomm.compression.base import Compression, Flag, Scaling, method_stats
 from pycomm.compression.nonfinite import NonfiniteSource
 from pycomm.compression.saved_state import gather_state, select_state
 from pycomm.ddp.exchanges import HookPart, Sorting

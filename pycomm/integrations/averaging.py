@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from pycomm.collectives.communicator import Communicator
-from pycomm.compression import Compression
+from pycomm.compression.base import Compression
 from pycomm.ddp import HookHandle, register
 from pycomm.descriptions import name_ranks
 from pycomm.optim.parameters import unwrapped

@@ -9,30 +9,45 @@ that the CUDA array interface names, after whatever other streams the arrays nam
 the GPU. With ``PYCOMM_SYNC=1`` in the environment each call does, and raises its own errors.
 """
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+from pycomm.checks import lazy_names as _lazy_names
 from pycomm.kernels.absmax import absmax
 from pycomm.kernels.accumulate import Decay, Momentum, accumulate
 from pycomm.kernels.arrays import Scratch, cuda_devices, num_threads, set_num_threads
-from pycomm.kernels.chunks import Chunks, pack_chunks, unpack_chunks
-from pycomm.kernels.entries import EntryLayout, Gathered, Taken, add_entries, pack_entries, unpack_entries
 from pycomm.kernels.hashes import hashes
-from pycomm.kernels.indices import pack_indices, packed_words, unpack_indices
 from pycomm.kernels.norms import squared_norms
 from pycomm.kernels.pack import pack, pack_flagged, unpack
 from pycomm.kernels.quantize import Quantization, dequantize, quantize, requantize
 from pycomm.kernels.reduce import reduce
 from pycomm.kernels.scatter_add import scatter_add
-from pycomm.kernels.signs import pack_signs, sign_words, unpack_signs
 from pycomm.kernels.sparsify import sparsify
-from pycomm.kernels.step import (
-    Moments,
-    adagrad_step,
-    adam_step,
-    lamb_apply,
-    lamb_moments,
-    momentum_step,
-    rmsprop_step,
-)
 from pycomm.kernels.topk import topk
+
+if _TYPE_CHECKING:  # imported at first use: `attach` needs none of them
+    from pycomm.kernels.chunks import Chunks, pack_chunks, unpack_chunks
+    from pycomm.kernels.entries import EntryLayout, Gathered, Taken, add_entries, pack_entries, unpack_entries
+    from pycomm.kernels.indices import pack_indices, packed_words, unpack_indices
+    from pycomm.kernels.signs import pack_signs, sign_words, unpack_signs
+    from pycomm.kernels.step import (
+        Moments,
+        adagrad_step,
+        adam_step,
+        lamb_apply,
+        lamb_moments,
+        momentum_step,
+        rmsprop_step,
+    )
+
+_HOMES = {
+    "chunks": "Chunks pack_chunks unpack_chunks",
+    "entries": "EntryLayout Gathered Taken add_entries pack_entries unpack_entries",
+    "indices": "pack_indices packed_words unpack_indices",
+    "signs": "pack_signs sign_words unpack_signs",
+    "step": "Moments adagrad_step adam_step lamb_apply lamb_moments momentum_step rmsprop_step",
+}
+
+__getattr__, __dir__ = _lazy_names(__name__, _HOMES)
 
 __all__ = [
     "Chunks",

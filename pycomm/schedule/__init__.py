@@ -38,6 +38,7 @@ from pycomm.schedule.network import NETWORKS as NETWORKS
 from pycomm.schedule.network import Link as Link
 from pycomm.schedule.network import Network as Network
 from pycomm.schedule.network import load as load
+from pycomm.schedule.program import program_of as program_of
 from pycomm.schedule.simulate import simulate as simulate
 from pycomm.schedule.table import COPY as COPY
 from pycomm.schedule.table import REDUCE as REDUCE

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import pycomm
-from pycomm.optim.master_weights import MasterWeights
+from pycomm.optim.masters import MasterWeights
 from tests.optim.stepping import Params, give_gradients, parameters
 
 Build = Callable[[Any], torch.optim.Optimizer]

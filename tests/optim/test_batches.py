@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 
-from pycomm.optim.shard_batch import Shard, shard_batch
+from pycomm.optim.batch_shards import Shard, shard_batch
 from tests.on_ranks import on_ranks
 
 

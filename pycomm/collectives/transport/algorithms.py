@@ -5,20 +5,28 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch.utils.dlpack import from_dlpack
 
-from pycomm import schedule
 from pycomm.collectives.transport.rendezvous import host_identity
-from pycomm.schedule.network import Network
-from pycomm.schedule.program import Program, program_of
-from pycomm.schedule.table import Round, Table
 from pycomm.untrusted import ANYTHING, ListOf, parse
 
-ALGORITHMS = ("auto", "native", *schedule.names())
+if TYPE_CHECKING:
+    from pycomm.schedule.network import Network
+    from pycomm.schedule.program import Program
+    from pycomm.schedule.table import Round, Table
+
 _MOST_KNOWN = 256
+
+
+def _schedules() -> ModuleType:
+    """Return the package of schedules, which the transports' own algorithms do without."""
+    from pycomm import schedule
+
+    return schedule
 
 
 class _CachedTable:
@@ -34,9 +42,9 @@ class _CachedTable:
         if self._rounds is not None:
             yield from self._rounds
             return
-        rounds = []
+        rounds, kind = [], _schedules().Round
         for r in self._table.rounds():
-            rounds.append(Round(*(np.array(column) for column in r)))
+            rounds.append(kind(*(np.array(column) for column in r)))
             yield rounds[-1]
         self._rounds = rounds
 
@@ -71,10 +79,10 @@ class AlgorithmSelector:
         mistake: Exception | None = None
         try:
             source = os.environ.get("PYCOMM_NETWORK") if network is None else network
-            described = None if source is None else schedule.load(source)
+            described = None if source is None else _schedules().load(source)
             fits = described is not None and described.transport in ("", transport)
             if fits and self._rank == 0 and self._size > 1:
-                choices = schedule.rank_algorithms(self._size, described).crossovers()
+                choices = _schedules().rank_algorithms(self._size, described).crossovers()
         except Exception as error:  # a foreign object may raise anything
             problem, mistake = str(error) or type(error).__name__, error
         mine = json.dumps([problem, choices, host_identity()]).encode()
@@ -111,13 +119,16 @@ class AlgorithmSelector:
             raise ValueError(f"algorithm is {table!r}, wanted an all_reduce")
         if table is algorithm:
             table = _CachedTable(table)  # our own are deterministic, and large
-        schedule.verify(table)
-        return program_of(table, self._rank)
+        _schedules().verify(table)
+        program: Program = _schedules().program_of(table, self._rank)
+        return program
 
     def _named(self, name: str) -> Table:
-        if name not in ALGORITHMS and "(" not in name:
-            raise ValueError(f"algorithm is {name!r}, wanted one of {', '.join(ALGORITHMS)}, or a schedule")
-        return schedule.by_name(name, self._size, self._per_host)
+        known = ("auto", "native", *_schedules().names())
+        if name not in known and "(" not in name:
+            raise ValueError(f"algorithm is {name!r}, wanted one of {', '.join(known)}, or a schedule")
+        table: Table = _schedules().by_name(name, self._size, self._per_host)
+        return table
 
 
 def ranks_per_host(hosts: Sequence[str]) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,9 @@ import torch
 
 import pycomm._native as _native
 from pycomm.collectives.recorder import Recorder
-from pycomm.schedule.program import Program
+
+if TYPE_CHECKING:
+    from pycomm.schedule.program import Program
 
 Message = tuple[int, torch.Tensor]
 """Peer, and the tensor to send to it or receive from it: contiguous, one-dimensional, not empty."""

@@ -26,19 +26,6 @@ _NUM_ARRAYS = {"reduce_scatter": 2, "all_gather": 2}
 """Number of leading arguments that are arrays, if not one."""
 
 
-def gpu_of(array: Any) -> int | None:
-    """Return the ordinal of the GPU that ``array`` is on; ``None`` for any other object."""
-    if isinstance(array, torch.Tensor):
-        return array.get_device() if array.is_cuda else None
-    try:
-        if not hasattr(array, "__cuda_array_interface__"):
-            return None
-        device = getattr(array, "device", 0)
-        return int(getattr(device, "id", device))  # cupy's has an id
-    except Exception:  # from a foreign object: it is refused later, on all ranks
-        return None
-
-
 def streams_of(arrays: Sequence[Any]) -> list[int]:
     """Return the current streams of the libraries of ``arrays``, as integers, each once."""
     return list({_stream_of(array) for array in arrays})

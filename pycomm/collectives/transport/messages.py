@@ -5,13 +5,15 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
 from pycomm import kernels
 from pycomm.collectives.transport.base import Message
-from pycomm.schedule.program import Program
+
+if TYPE_CHECKING:
+    from pycomm.schedule.program import Program
 
 HALVES = (torch.float16, torch.bfloat16)
 

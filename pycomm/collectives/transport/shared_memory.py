@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,7 +19,9 @@ from pycomm.collectives.transport.base import (
     buffer_limit,
 )
 from pycomm.collectives.transport.rendezvous import Peers
-from pycomm.schedule.program import Program
+
+if TYPE_CHECKING:
+    from pycomm.schedule.program import Program
 
 _MOST_BYTES = 2**63 - 1
 

@@ -12,7 +12,8 @@ from pycomm import checks
 from pycomm.collectives.broadcasting import signature
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import is_dense
-from pycomm.compression import Compression, NoCompression
+from pycomm.compression.base import Compression
+from pycomm.compression.dense import NoCompression
 from pycomm.optim.attached import refuse_second_average
 from pycomm.optim.parameter_checks import refuse_overlaps
 from pycomm.optim.parameters import optimizer_parameters

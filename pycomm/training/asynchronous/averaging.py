@@ -18,7 +18,8 @@ from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.transport.authentication import secret
 from pycomm.collectives.transport.choice import version
 from pycomm.collectives.transport.own_group import timeout_seconds
-from pycomm.compression import Compression, NoCompression
+from pycomm.compression.base import Compression
+from pycomm.compression.dense import NoCompression
 from pycomm.errors import attempt
 from pycomm.optim.parameters import checked_optimizer
 from pycomm.optim.step_override import stepper_of

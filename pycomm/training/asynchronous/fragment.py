@@ -13,11 +13,10 @@ from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import strides_of
 from pycomm.collectives.transport.gpu import GpuWork
-from pycomm.compression import Compression
-from pycomm.compression.base import Exchange, Scaling, State
+from pycomm.compression.base import Compression, Exchange, Scaling, State
 from pycomm.compression.dense import by_method
 from pycomm.errors import CommError
-from pycomm.optim.master_weights import MasterWeights
+from pycomm.optim.masters import MasterWeights
 from pycomm.optim.step_override import HALF, stepper_of
 from pycomm.training.asynchronous.arguments import name_of_not_finite
 from pycomm.worker import Work

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from pycomm.compression import Compression
-from pycomm.compression.base import Scaling
+from pycomm.compression.base import Compression, Scaling
 from pycomm.ddp.exchanges import BucketExchanges
 
 

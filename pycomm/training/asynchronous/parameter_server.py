@@ -14,7 +14,7 @@ import torch
 
 from pycomm.checks import bounded, positive
 from pycomm.collectives.transport import rendezvous
-from pycomm.compression import Compression
+from pycomm.compression.base import Compression
 from pycomm.compression.dense import method_text
 from pycomm.descriptions import counted, settings_text, tensors_text
 from pycomm.optim.attached import refuse_second_average

@@ -14,7 +14,7 @@ import torch
 from pycomm import kernels
 from pycomm.checks import count
 from pycomm.collectives.transport.choice import version
-from pycomm.compression import Compression
+from pycomm.compression.base import Compression
 from pycomm.descriptions import settings_text
 from pycomm.optim.parameter_checks import refuse_overlaps
 from pycomm.optim.parameters import optimizer_parameters

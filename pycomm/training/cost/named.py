@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
-from pycomm.compression import (
-    BF16,
-    DGC,
-    FP8,
-    FP16,
-    QSGD,
-    Compression,
-    Int4,
-    Int8,
-    NoCompression,
-    OneBit,
-    PowerSGD,
-    TernGrad,
-)
+from pycomm import compression as methods
+from pycomm.compression.base import Compression
+from pycomm.compression.dense import NoCompression
+
+_NAMED = ("FP16", "BF16", "FP8", "Int8", "Int4", "OneBit", "QSGD", "TernGrad", "PowerSGD", "DGC")
+"""Methods that need no arguments, besides "auto"."""
 
 
 def _auto() -> Compression:
     from pycomm.training.cost.auto import Auto
 
     return Auto()
-
-
-_NAMED: Mapping[str, Callable[[], Compression]] = {
-    "auto": _auto,
-    **{kind.__name__.lower(): kind for kind in (FP16, BF16, FP8, Int8, Int4, OneBit, QSGD, TernGrad, PowerSGD, DGC)},
-}
-"""Methods that need no arguments."""
 
 
 def refuse_local_norm(method: Compression, whose: str) -> None:
@@ -48,12 +32,14 @@ def checked_method(compression: Any) -> Compression:
     if compression is None:
         return NoCompression()
     if isinstance(compression, str):
-        if compression not in _NAMED:
-            names = ", ".join(map(repr, _NAMED))
+        named = {"auto": "auto"} | {name.lower(): name for name in _NAMED}
+        if compression not in named:
+            names = ", ".join(map(repr, named))
             raise ValueError(
                 f"compression is {compression!r}, wanted one of {names}; an object such as pycomm.TopK(0.01); or None"
             )
-        return _NAMED[compression]()
+        made: Compression = _auto() if compression == "auto" else getattr(methods, named[compression])()
+        return made
     if isinstance(compression, type) or not isinstance(compression, Compression):
         raise TypeError(f"compression is {compression!r}, wanted an object such as pycomm.TopK(0.01), a name or None")
     return compression

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pycomm.collectives.layout import is_capturing
-from pycomm.collectives.transport.gpu import GpuWork
 from pycomm.training.reducer.buckets import Slot, are_sorted
 from pycomm.training.reducer.engine import Engine
 from pycomm.training.reducer.lanes import bucket_sizes
 from pycomm.worker import Work
+
+if TYPE_CHECKING:
+    from pycomm.collectives.transport.gpu import GpuWork
 
 _PATIENCE = 2.0  # seconds
 

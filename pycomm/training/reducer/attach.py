@@ -15,16 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from pycomm.agreement import agreed, check_same_lines
 from pycomm.collectives.broadcasting import broadcast_state, check_state_keys
 from pycomm.collectives.communicator import Communicator
-from pycomm.collectives.layout import require_dense
-from pycomm.compression import BF16, FP16, Compression, NoCompression
+from pycomm.compression import Compression
 from pycomm.errors import attempt
 from pycomm.optim.attached import refuse_second_average, register
-from pycomm.optim.fused import FusedStep, has_rule, rule_of
-from pycomm.optim.master_weights import MasterWeights
 from pycomm.optim.parameters import optimizer_parameters, wrapper_of_unknown_step
-from pycomm.optim.step_override import HALF, Stepper
 from pycomm.optim.wrappers import refuse_wrapped
-from pycomm.torch_internals import is_dtensor
 from pycomm.training.reducer.attached_tensors import AttachedTensors
 from pycomm.training.reducer.buckets import check_sharding
 from pycomm.training.reducer.engine import Engine, StepPolicy
@@ -41,46 +36,6 @@ from pycomm.training.reducer.settings import (
     refuse_unknown,
 )
 from pycomm.training.reducer.statistics import Waits, open_ready_page
-
-
-def require_shardable(table: ParameterTable, shard: Sharding, compression: Compression) -> None:
-    """Raise ValueError if the step of the optimizer of ``table`` cannot be divided."""
-    name, optimizer, stepper = f'shard="{shard.kind}"', table.optimizer, table.stepper
-    own_masters = isinstance(stepper, MasterWeights) and (table.on_gpu or not stepper.has_kernels)
-    if table.on_gpu:
-        _require_whole_steps(shard, stepper, compression)
-    if table.on_gpu or own_masters or not has_rule(optimizer):
-        _sharded().require_independent(optimizer, shard, next((name for name, _ in table.named()), ""))
-    else:
-        try:
-            rule_of(optimizer)
-        except ValueError as error:
-            raise ValueError(f"{name} requires options that pycomm's kernels take: {error}") from None
-    for label, param in table.named():
-        if is_dtensor(param):
-            raise ValueError(
-                f"{name} requires ordinary parameters, and {label!r} is a DTensor, which is sharded already"
-            )
-        if param.dtype in HALF and not stepper.has_masters:
-            raise ValueError(
-                f"{name}: parameter {label!r} has dtype {param.dtype}, whose steps are shared out by float32 masters "
-                "only: call pycomm.master_weights(optimizer) before attach"
-            )
-        require_dense(param)
-
-
-def _require_whole_steps(shard: Sharding, stepper: Stepper, compression: Compression) -> None:
-    """Raise ValueError if ``shard`` requires more than steps of whole parameters, the only ones shared out on GPUs."""
-    if shard.grads == "part" and not isinstance(compression, (NoCompression, FP16, BF16)):
-        raise ValueError(
-            f"shard={shard} with compression={type(compression).__name__} requires gradients in CPU memory; "
-            'grads="full", FP16 and BF16 also work between GPUs'
-        )
-    if isinstance(stepper, FusedStep):
-        raise ValueError(
-            f"shard={shard} on a GPU shares out whole parameters, which the optimizer's own step() steps: call it "
-            "without pycomm.fuse"
-        )
 
 
 def attach(
@@ -193,7 +148,8 @@ def checked(settings: Options, optimizer: Any, model: Any, ranks: Sequence[int])
         _surviving().require_survivable(table)
     if settings.shard is not None:
         _refuse_wrapped_step(optimizer, table, settings.shard)
-        require_shardable(table, settings.shard, settings.compression)
+        shardable = table.optimizer, names, settings.shard, settings.compression
+        _sharded().require_shardable(*shardable, on_gpu=table.on_gpu)
         table.refuse_overlaps(names)
     _check_ignored(table, settings)
     tensors = AttachedTensors(table)

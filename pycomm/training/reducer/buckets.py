@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,15 +15,17 @@ from pycomm.collectives.bucket import Bucket, HasGradient
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.counting import GradientCounter, GradientCounts, PassGate
 from pycomm.collectives.layout import Kinds, on_gpu, strides_of
-from pycomm.collectives.transport.gpu import GpuWork
-from pycomm.compression import Compression, NoCompression
-from pycomm.compression.base import Exchange, Flag, State
+from pycomm.compression.base import Compression, Exchange, Flag, State
+from pycomm.compression.dense import NoCompression
 from pycomm.optim.shards import dimensions_of, is_split_in, matched
 from pycomm.optim.step_override import HALF
 from pycomm.torch_internals import Sharded, dtensor_around, is_dtensor, local_of, version_of
 from pycomm.training.reducer.autograd_hooks import GradientHook
 from pycomm.training.reducer.lanes import numbers_of_lanes
 from pycomm.worker import Work
+
+if TYPE_CHECKING:
+    from pycomm.collectives.transport.gpu import GpuWork
 
 PACKET_BYTES = 16
 """Number of bytes that a GPU moves at a time."""

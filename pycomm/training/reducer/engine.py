@@ -7,13 +7,12 @@ import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.counting import PassGate
-from pycomm.collectives.transport.gpu import GpuWork
 from pycomm.compression.base import Scaling, State
 from pycomm.errors import CommError
 from pycomm.torch_internals import current_graph_task
@@ -28,6 +27,9 @@ from pycomm.training.reducer.statistics import Statistics
 from pycomm.training.reducer.window import AccumulationWindow, SampleWeights
 from pycomm.training.reductions.phase import Role, StepState
 from pycomm.worker import Work
+
+if TYPE_CHECKING:
+    from pycomm.collectives.transport.gpu import GpuWork
 
 
 def require_sendable(slot: Slot) -> None:
@@ -145,7 +147,7 @@ class StepPolicy:
 
 
 Grads = list[torch.Tensor | None]
-Launch = Callable[[Callable[[], None]], Work | GpuWork]
+Launch: TypeAlias = "Callable[[Callable[[], None]], Work | GpuWork]"
 
 
 class Engine:

@@ -8,14 +8,16 @@ sum again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.recorder import told_with
-from pycomm.collectives.transport.gpu import GpuWork
 from pycomm.errors import CommError
 from pycomm.training.reducer.buckets import BucketInFlight
 from pycomm.worker import Work
+
+if TYPE_CHECKING:
+    from pycomm.collectives.transport.gpu import GpuWork
 
 WEIGHS, _JOINS = "weights", "no batch"
 """What a rank tells the others."""

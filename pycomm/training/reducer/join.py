@@ -11,7 +11,7 @@ import torch
 from pycomm.checks import shown
 from pycomm.collectives.communicator import communicator_at
 from pycomm.collectives.transport.own_group import timeout_seconds
-from pycomm.compression import Compression
+from pycomm.compression.base import Compression
 from pycomm.errors import CommError
 from pycomm.optim.attached import register
 from pycomm.training.elastic.join_requests import JoinClient

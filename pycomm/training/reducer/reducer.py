@@ -13,7 +13,7 @@ import torch
 
 from pycomm import checks
 from pycomm.collectives.communicator import Communicator
-from pycomm.compression import Compression
+from pycomm.compression.base import Compression
 from pycomm.compression.dense import method_text
 from pycomm.compression.saved_state import gather_state, select_state
 from pycomm.descriptions import counted, size_text, tensors_text

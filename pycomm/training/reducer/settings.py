@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pycomm.checks import count, positive, shown
-from pycomm.compression import Compression
+from pycomm.compression.base import Compression
 from pycomm.optim.loss_scaler import checked_scaler
 from pycomm.training.cost.named import checked_method
 from pycomm.training.reducer.module_buffers import BUFFERS

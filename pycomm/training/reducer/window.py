@@ -12,7 +12,6 @@ import torch
 
 from pycomm.checks import bounded
 from pycomm.collectives.communicator import Communicator
-from pycomm.compression import DGC
 from pycomm.compression.base import Scaling
 from pycomm.optim.loss_scaler import scale_of
 from pycomm.optim.shards import Shards
@@ -139,7 +138,7 @@ class AccumulationWindow:
         self._communicator, self._settings, self._state = communicator, settings, state
         self._device, self._on_gpu = device, on_gpu
         # DGC clips by parameter, as it packs them; it sees only this rank's part of a DTensor.
-        self._part_norm = settings.compression.clip_norm if isinstance(settings.compression, DGC) else None
+        self._part_norm = settings.compression.clip_norm
         self.weights = SampleWeights(communicator)
         self.num_idle = 0
         self.scaling = Scaling(communicator.size)

@@ -20,7 +20,7 @@ from pycomm.collectives.broadcasting import encode
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import on_gpu
 from pycomm.collectives.tensor_memory import digests_of, memory_of
-from pycomm.optim.master_weights import MasterWeights
+from pycomm.optim.masters import MasterWeights
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.optim.step_override import Factor, stepper_of
 from pycomm.torch_internals import version_of, versions_of

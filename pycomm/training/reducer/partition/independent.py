@@ -10,6 +10,13 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from pycomm.collectives.layout import require_dense
+from pycomm.compression import BF16, FP16, NoCompression
+from pycomm.compression.base import Compression
+from pycomm.optim.fused import FusedStep, has_rule, rule_of
+from pycomm.optim.masters import MasterWeights
+from pycomm.optim.step_override import HALF, Stepper, stepper_of
+from pycomm.torch_internals import is_dtensor
 from pycomm.training.reducer.settings import Sharding
 
 _INDEPENDENT: Mapping[str, str] = {
@@ -91,3 +98,50 @@ def require_independent(optimizer: torch.optim.Optimizer, shard: Sharding, name:
 def _package_of(kind: type, packages: Iterable[str]) -> str:
     """Return which of ``packages`` defines ``kind``; empty if none does."""
     return next((name for name in packages if f"{kind.__module__}.".startswith(f"{name}.")), "")
+
+
+def require_shardable(
+    optimizer: torch.optim.Optimizer,
+    named: Mapping[str, torch.Tensor],
+    shard: Sharding,
+    compression: Compression,
+    *,
+    on_gpu: bool,
+) -> None:
+    """Raise ValueError if the step of ``optimizer``, which has the ``named`` parameters, cannot be divided."""
+    name, stepper = f'shard="{shard.kind}"', stepper_of(optimizer)
+    own_masters = isinstance(stepper, MasterWeights) and (on_gpu or not stepper.has_kernels)
+    if on_gpu:
+        _require_whole_steps(shard, stepper, compression)
+    if on_gpu or own_masters or not has_rule(optimizer):
+        require_independent(optimizer, shard, next(iter(named), ""))
+    else:
+        try:
+            rule_of(optimizer)
+        except ValueError as error:
+            raise ValueError(f"{name} requires options that pycomm's kernels take: {error}") from None
+    for label, param in named.items():
+        if is_dtensor(param):
+            raise ValueError(
+                f"{name} requires ordinary parameters, and {label!r} is a DTensor, which is sharded already"
+            )
+        if param.dtype in HALF and not stepper.has_masters:
+            raise ValueError(
+                f"{name}: parameter {label!r} has dtype {param.dtype}, whose steps are shared out by float32 masters "
+                "only: call pycomm.master_weights(optimizer) before attach"
+            )
+        require_dense(param)
+
+
+def _require_whole_steps(shard: Sharding, stepper: Stepper, compression: Compression) -> None:
+    """Raise ValueError if ``shard`` requires more than steps of whole parameters, the only ones shared out on GPUs."""
+    if shard.grads == "part" and not isinstance(compression, (NoCompression, FP16, BF16)):
+        raise ValueError(
+            f"shard={shard} with compression={type(compression).__name__} requires gradients in CPU memory; "
+            'grads="full", FP16 and BF16 also work between GPUs'
+        )
+    if isinstance(stepper, FusedStep):
+        raise ValueError(
+            f"shard={shard} on a GPU shares out whole parameters, which the optimizer's own step() steps: call it "
+            "without pycomm.fuse"
+        )

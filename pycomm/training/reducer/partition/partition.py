@@ -16,7 +16,7 @@ from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import is_capturing, view_like
 from pycomm.errors import CommError
 from pycomm.optim.fused import FusedStep, KernelStep, has_rule
-from pycomm.optim.master_weights import MasterWeights
+from pycomm.optim.masters import MasterWeights
 from pycomm.optim.module_hooks import BeforeForward, hook_forward
 from pycomm.optim.partition import Span
 from pycomm.optim.step_override import Factor, stepper_of

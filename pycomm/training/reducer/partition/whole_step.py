@@ -22,7 +22,7 @@ from pycomm.agreement import exchanged
 from pycomm.collectives.broadcasting import broadcast_tensors, decode, encode
 from pycomm.collectives.communicator import Communicator
 from pycomm.errors import CommError, attempt
-from pycomm.optim.master_weights import WholeMasters
+from pycomm.optim.masters import WholeMasters
 from pycomm.optim.parameters import gradients_of, optimizer_parameters
 from pycomm.optim.partition import Partition
 from pycomm.optim.pending_factor import FactorStep, refuse_closure
