@@ -228,8 +228,12 @@ class TestFigures:
 
 class TestArguments:
     def test_a_method_that_pycomm_lacks_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def lacks(name: str) -> None:
+            raise AttributeError(name)
+
         monkeypatch.delattr("pycomm.TopK")
-        monkeypatch.delattr("pycomm.compression.TopK")  # from where it would be imported again
+        monkeypatch.delattr("pycomm.compression.TopK")
+        monkeypatch.setattr("pycomm.compression.__getattr__", lacks)  # by which it would be imported again
         check_present(["ddp", "fp16"])
         with pytest.raises(MissingMethodError, match="method 'control' needs pycomm.TopK, which this pycomm"):
             check_present(["ddp", "control"])

@@ -13,7 +13,7 @@ import pycomm
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
 from tests.reducer.attaching import assert_replicas_equal, attached, over_torch
-from tests.reducer.models import close, loss_of, make_model, sgd
+from tests.reducer.models import average_gradients, close, loss_of, losses_at, make_model, sgd
 
 
 class Gan:
@@ -168,3 +168,31 @@ def test_optimizers_that_ask_twice(compression: Any) -> None:
             optimizer.step(closure)
         assert reducer.stats()["steps"] == 8
         assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("first", ["the attached one", "the other one"])
+@on_ranks(2)
+def test_two_optimizers_that_step_the_same_averages(first: str) -> None:
+    """One of them knows nothing of pycomm; a step that neither has averages for is still an error."""
+    rank, model, plain = dist.get_rank(), make_model(), make_model()
+
+    def optimizers_of(net: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+        return torch.optim.SGD(net.parameters(), 0.1, momentum=0.9), torch.optim.Adam(net.parameters(), 0.01)
+
+    (own, other), (plain_own, plain_other) = optimizers_of(model), optimizers_of(plain)
+    with attached(own, model) as reducer:
+        for step in range(6):
+            wanted = average_gradients(plain, losses_at(step))
+            for name, p in plain.named_parameters():
+                p.grad = wanted[name]
+            own.zero_grad()
+            loss_of(model, rank, step).backward()
+            pairs = [(own, plain_own), (other, plain_other)]
+            for pair in pairs if first == "the attached one" else reversed(pairs):
+                for each in pair:
+                    each.step()
+            for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+                close(p.detach(), q.detach())
+        assert reducer.stats()["steps"] == 6
+        with pytest.raises(RuntimeError, match="has not been averaged: there was no backward"):
+            own.step()

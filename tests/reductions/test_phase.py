@@ -112,8 +112,8 @@ def test_counts_stay_in_order_after_any_events(events: list[str]) -> None:
 
 def test_a_step_uses_the_averages_before_it_and_its_closure_those_of_its_own() -> None:
     state = state_after("the last pass begins", "averages are handed out", "the reduction succeeds")
-    assert (state.has_averages, state.is_used) == (True, False)
     state.step_begins()
+    assert (state.has_averages, state.is_used) == (True, False)
     state.uses_averages()
     assert state.has_averages  # in a closure
     for event in ("the last pass begins", "averages are handed out", "the reduction succeeds", "a closure ends"):
@@ -138,7 +138,23 @@ def test_a_reduction_without_gradients_leaves_nothing_to_use() -> None:
         state.reduced(succeeded=True)
         assert [*has_pass, state.has_pass] == [False, True]
         assert state.is_used is not before
+        state.step_begins()
         assert state.has_averages is before
+
+
+def test_two_optimizers_may_use_the_same_averages() -> None:
+    """The attached one after another that has its parameters, too; but none of them twice."""
+    state = state_after("the last pass begins", "averages are handed out", "the reduction succeeds")
+    state.uses_averages(is_attached=False)
+    assert (state.is_used, state.steps) == (True, 1)
+    found = []
+    for _ in range(2):
+        state.step_begins()
+        found.append(state.has_averages)
+        state.uses_averages()
+        state.step_ends()
+    assert found == [True, False]
+    assert state.steps == 1
 
 
 def test_nested_calls_of_step_are_one() -> None:

@@ -327,7 +327,7 @@ class Passes:
         if optimizer is self._table.optimizer or self._communicator.size == 1:
             return
         if self._counts() and self.changes.steps_attached(optimizer):
-            self._state.uses_averages()
+            self._state.uses_averages(is_attached=False)
             self._note_step()
 
     def _counts(self) -> bool:

@@ -82,7 +82,7 @@ class StepState:
         paused: number of open contexts in which passes are this rank's alone.
         depth: number of nested calls of ``step()``.
         reductions: number of reductions that have been handed out.
-        used: number of reductions when a step last used averages, or was left out on purpose.
+        used: number of reductions when a step of any optimizer last used averages, or was left out on purpose.
         steps: number of reductions that steps have used.
         gate: whether hooks may count gradients by themselves.
     """
@@ -97,7 +97,8 @@ class StepState:
         self.paused = self.depth = 0
         self.reductions = self.used = self.steps = 0
         self.gate = PassGate(current_graph_task, None) if gate is None else gate
-        self._used_before = 0  # `used` as the step began whose closure runs
+        self._used_here = 0  # as `used`, of steps of the attached optimizer alone
+        self._used_before = 0  # the same as its present step began
         self._owed: bool | None = False  # whether compression has committed the last reduction; None: the device knows
         self._on_device = None if device is None else HostCopy(1, device)
 
@@ -120,8 +121,8 @@ class StepState:
 
     @property
     def has_averages(self) -> bool:
-        """Whether there was a reduction since the last step; in a closure, since the step before this one."""
-        return self.reductions > min(self.used, self._used_before)
+        """Whether there was a reduction since the attached optimizer's step before this one."""
+        return self.reductions > self._used_before
 
     @property
     def has_pass(self) -> bool:
@@ -184,6 +185,7 @@ class StepState:
         assert self.phase in (Phase.SENDING, Phase.STOPPED), self.phase  # stopped on another thread
         if not has_averages:  # nothing new to use, then
             self.used += self.is_used
+            self._used_here += self._used_here == self.reductions
             self._used_before += self._used_before == self.reductions
         self.reductions += 1
         if not has_averages:
@@ -207,6 +209,7 @@ class StepState:
     def resumes(self, reductions: int, steps: int) -> None:
         """A newcomer, or a rank that was absent, continues with the counts of the other ranks."""
         self.used += reductions - self.reductions
+        self._used_here += reductions - self.reductions
         self.reductions, self.steps = reductions, steps
 
     # Events of steps.
@@ -216,20 +219,22 @@ class StepState:
         self.depth += 1
         if self.depth > 1:
             return False
-        self._used_before = self.used
+        self._used_before = self._used_here
         if self.phase in _AROUND_STEP:
             self.phase = Phase.STEPPING
         return True
 
-    def uses_averages(self) -> None:
-        """A step uses the last averages."""
+    def uses_averages(self, *, is_attached: bool = True) -> None:
+        """A step uses the last averages: of the attached optimizer, or of another one that has its parameters."""
+        if is_attached:
+            self._used_here = self.reductions
         if not self.is_used:
             self.used = self.reductions
             self.steps += 1
 
     def leaves_out_step(self) -> None:
         """The step of the last averages is left out on purpose."""
-        self.used = self.reductions
+        self.used = self._used_here = self.reductions
 
     def closure_ends(self, depth: int) -> None:
         """A closure of ``step()``, called at this ``depth``, has returned; its reductions do not end the step."""
