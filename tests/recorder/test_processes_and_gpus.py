@@ -50,7 +50,7 @@ class _OnGpu:
 @on_ranks(2)
 def test_operations_on_gpus_are_noted(tmp_path: Path) -> None:
     with pycomm.Communicator(timeout=20) as communicator, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pycomm.collectives.channel.NcclTransport", _OnGpu)
+        patch.setattr("pycomm.collectives.transport.nccl.NcclTransport", _OnGpu)
         made: Any = communicator.channel._make_nccl(0, "native", [])
         gc.collect()
         made.all_reduce(torch.ones(3), "sum", 0, 1.0)
