@@ -214,7 +214,7 @@ def wrapped_later(acc: Any, attach: Any) -> None:
     model, optimizer = pair(acc)
     first = attach(acc, model, optimizer, timeout=30)
     try:
-        DistributedDataParallel(model)
+        DistributedDataParallel(model)(batch_of(0, 0, next(model.parameters()).dtype)[0])
     finally:
         first.detach()
 
