@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
 import pycomm
 from pycomm.collectives.recorder import dump
@@ -22,7 +24,7 @@ from pycomm.training.reducer.arrival import ArrivalOrder
 from tests.on_ranks import Pools, on_ranks
 from tests.ranks import RankPool
 from tests.reducer.attaching import Training, attached, grouped, over_torch
-from tests.reducer.models import average_gradients, close, explode, loss_of, losses_at, make_model, sgd
+from tests.reducer.models import average_gradients, batch_of, close, explode, loss_of, losses_at, make_model, sgd
 
 
 def num_descriptors() -> int:
@@ -245,3 +247,43 @@ def test_an_exception_in_backward_with_one_rank() -> None:
                 close(p.grad, wanted[name])
             optimizer.step()
         assert reducer.stats()["steps"] == 4
+
+
+class SparseLater(nn.Module):
+    """Several buckets, of which one gets a sparse gradient if it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Embedding(50, 4), make_model()
+
+    def forward(self, x: torch.Tensor, sparse: bool) -> torch.Tensor:
+        self.first.sparse = sparse
+        return self.last(x).square().mean() + self.first(torch.arange(4)).double().square().mean()
+
+
+@on_ranks(1)
+def test_a_rank_alone_goes_on_after_a_bucket_that_cannot_be_sent() -> None:
+    model = SparseLater()
+    optimizer = sgd(model)
+    x = batch_of(0, 0)[0]
+    with attached(optimizer, model, compression=pycomm.TopK(0.5), bucket_mb=0.001) as reducer:
+        for step in range(6):
+            optimizer.zero_grad()
+            loss = model(x, sparse=step in (2, 4))
+            if step in (2, 4):
+                with pytest.raises(ValueError, match="the gradient of 'first.weight' is sparse"):
+                    loss.backward()
+            else:
+                loss.backward()
+                optimizer.step()
+        assert reducer.stats()["steps"] == 4
+
+
+@on_ranks(2)
+def test_a_flush_inside_backward_is_an_error_that_says_so() -> None:
+    model = make_model()
+    with attached(sgd(model), model) as reducer:
+        loss = loss_of(model, dist.get_rank(), 0)
+        model[0].bias.register_post_accumulate_grad_hook(lambda _: reducer.flush())
+        with pytest.raises(RuntimeError, match=r"inside backward\(\): call it when backward\(\) has returned"):
+            loss.backward()

@@ -427,7 +427,10 @@ class Passes:
             with self.stopping():
                 self._engine.launch_rest()
         except BaseException:
-            self._failed()
+            if self._communicator.size == 1:
+                self._engine.drop_launched()
+            else:
+                self._failed()
             raise
 
     def _end(self) -> None:
@@ -454,8 +457,12 @@ class Passes:
     def reduce(self) -> None:
         """Complete the reduction, including new parameters."""
         announced = self._engine.flags.takes_new and bool(self._table.flights)
-        if not announced:
-            self.changes.find_new()
+        try:
+            if not announced:
+                self.changes.find_new()
+        except BaseException:
+            self._state.reduced(succeeded=False)
+            raise
         if self._forwards is not None and self._state.has_pass:
             self._forwards.trained(self._engine.flags.loop.has_forwards)
         try:

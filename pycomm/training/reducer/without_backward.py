@@ -218,6 +218,8 @@ class WithoutBackward:
         """
         with self._passes.stopping():
             self._passes.forget_lost()
+            if self._state.is_sending:
+                raise RuntimeError("a reduction inside backward(): call it when backward() has returned")
             self._passes.begin_reduction(role, with_next=with_next)
             try:
                 if joins and self._meets_weights():
