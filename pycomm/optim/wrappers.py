@@ -36,20 +36,18 @@ def wrapper_of(cls: type) -> str | None:
     return next((name for base in cls.__mro__ if (name := f"{base.__module__}.{base.__qualname__}") in _WRAPPERS), None)
 
 
-def refuse_wrapped(names: Mapping[str, torch.Tensor], model: Any, hint: str = "") -> None:
+def refuse_wrapped(names: Mapping[str, torch.Tensor], model: Any) -> None:
     """Raise ValueError if a wrapper inside ``model``, or FullyShardedDataParallel anywhere, has one of the parameters.
 
-    Args:
-        model: what ``attach`` was given; only modules are searched.
-        hint: advice for the message, in place of the general one.
+    ``model``: what ``attach`` was given; only modules are searched.
     """
     if isinstance(model, torch.nn.Module):
         for module in model.modules():
             if (kind := wrapper_of(type(module))) is not None:
-                raise ValueError(_message(kind, next(iter(names), "?"), None if module is model else model, hint))
+                raise ValueError(_message(kind, next(iter(names), "?"), None if module is model else model))
     flattened = next((name for name, param in names.items() if is_flattened(param)), None)
     if flattened is not None:
-        raise ValueError(_message(list(_WRAPPERS)[1], flattened, None, hint))
+        raise ValueError(_message(list(_WRAPPERS)[1], flattened, None))
 
 
 def refuse_active_wrapper(names_of: Callable[[], Mapping[str, torch.Tensor]]) -> None:
@@ -60,16 +58,16 @@ def refuse_active_wrapper(names_of: Callable[[], Mapping[str, torch.Tensor]]) ->
         ids = set(map(id, parameters_of(active)))
         name = next((name for name, param in names_of().items() if id(param) in ids), None)
         if name is not None:
-            raise ValueError(_message(kind, name, None, ""))
+            raise ValueError(_message(kind, name, None))
 
 
-def _message(kind: str, name: str, outer: torch.nn.Module | None, hint: str) -> str:
+def _message(kind: str, name: str, outer: torch.nn.Module | None) -> str:
     inside = "" if outer is None else f" (inside {type(outer).__name__})"
     short = kind.rsplit(".", 1)[1]
-    advice = hint or f"train the module without {short}, or {_INSTEAD.get(short, 'leave pycomm.attach out')}"
-    if not hint and "accelerate" in sys.modules:
+    advice = f"train the module without {short}, or {_INSTEAD.get(short, 'leave pycomm.attach out')}"
+    if "accelerate" in sys.modules:
         advice += "; with Accelerate, pycomm.integrations.accelerate.attach does what suits the model"
-    if not hint and any(name.split(".")[0] in ("lightning", "lightning_fabric") for name in sys.modules):
+    if any(name.split(".")[0] in ("lightning", "lightning_fabric") for name in sys.modules):
         advice += "; with Lightning or Fabric, take a strategy of pycomm.integrations.lightning"
     return (
         f"parameter {name!r} belongs to a {short}{inside}, which {_WRAPPERS[kind]}: with pycomm on the same parameters "

@@ -251,7 +251,7 @@ class Loop:
 
     def _before_other_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse the step of an optimizer that is neither the tracked one, nor around it or inside its step."""
-        if not (self._in_step or is_around(optimizer, self._optimizer)):
+        if not (optimizer is self._optimizer or self._in_step or is_around(optimizer, self._optimizer)):
             self._require(self.tracked.problem_of_other(optimizer))
 
     def _require(self, problem: str) -> None:

@@ -221,7 +221,7 @@ class ParameterChanges:
             return
         self._require_replaceable()
         try:
-            with self._communicator.channel.recorder.telling(json.dumps(self._table.new_names())):
+            with self._communicator.channel.recorder.telling(json.dumps(self._table.new_names()[:1])):
                 self._admit()
         except ValueError as error:
             raise self.explained(error) from None
