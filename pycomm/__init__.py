@@ -62,9 +62,9 @@ if TYPE_CHECKING:  # imported at first use: see _HOMES
     from pycomm.training.reducer import Sharding as Sharding
     from pycomm.training.reducer import Survive as Survive
     from pycomm.training.reducer import Tuning as Tuning
-    from pycomm.training.reducer import stop_on_signal as stop_on_signal
     from pycomm.training.reducer.attach import attach as attach
     from pycomm.training.reducer.join import join as join
+    from pycomm.training.reductions.requests import stop_on_signal as stop_on_signal
 
 
 def _installed() -> ModuleSpec:
@@ -122,7 +122,8 @@ _HOMES = {
     "tools.monitoring": ("monitor",),
     "optim": ("LAMB", "LARS", "LossScaler", "fuse", "master_weights"),
     "training.reducer.join": ("join",),
-    "training.reducer": ("Reducer", "Sharding", "Survive", "Tuning", "attach", "stop_on_signal"),
+    "training.reducer": ("Reducer", "Sharding", "Survive", "Tuning", "attach"),
+    "training.reductions.requests": ("stop_on_signal",),
 }
 """Module of each name, imported at its first use: so ``import pycomm`` adds little to ``import torch``."""
 _PACKAGES = {

@@ -1,42 +1,32 @@
 """Comparison between the ranks of a registration: with every pass each sends a hash of what all must do alike.
 
 It covers the numbers in the groups of the optimizers (learning rate, momentum, ...), the number of their steps, and
-forwards that no backward followed; with some passes the parameters, too. See :mod:`pycomm.training.reducer.rank_flags`.
+forwards that no backward followed; with some passes the parameters, too. See :mod:`pycomm.training.reductions.record`.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from pycomm.collectives.communicator import Communicator
-from pycomm.compression.base import Exchange
 from pycomm.ddp.registration import HookSettings
-from pycomm.descriptions import counts_text
 from pycomm.optim.guard import StepWatch
 from pycomm.optim.hyperparameters import Hyperparameters
+from pycomm.optim.loop_index import LoopIndex
 from pycomm.optim.module_hooks import ForwardWatch
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.torch_internals import current_graph_task, local_of
-from pycomm.training.reducer import (
-    ALIKE,
-    Compared,
-    Hashes,
-    RankFlags,
-    Record,
-    ReplicaDifferences,
-    StepEvidence,
-    loops_of,
-    raise_different_groups,
-    raise_out_of_loop,
-)
+from pycomm.training.reductions.fields import FieldWords, Source, groups_read
 from pycomm.training.reductions.phase import StepState
+from pycomm.training.reductions.record import Fingerprint
+from pycomm.training.reductions.replicas import Compared, Replicas
+from pycomm.training.reductions.requests import Requests
 
-_PARAMETERS = slice(0, ALIKE.start)
-"""Bits of the parameters' hash. The others are those of :class:`RankFlags`."""
 _MOST_STEPS = 8
 """Most steps since the last pass that was averaged: a few may be made with the same gradients on purpose."""
 _LEFT_OUT = (
@@ -170,18 +160,19 @@ def _is_zero(rate: Any) -> bool:
 class PassComparison:
     """Comparison of what ranks have done since the last pass that was averaged, and with some passes of parameters.
 
-    These are the 2nd, 3rd, 5th, 9th, ... pass, and then one in every ``check_replicas``. On a GPU the host does not
-    wait for the flags of other ranks, and reads them two passes later.
+    On a GPU the host does not wait for the bits of other ranks, and reads them two passes later.
 
     Args:
         model: module whose forwards count.
         params: the parameters, or this rank's parts of them, which must be equal on all ranks, by name.
-        device: device of the flags.
+        device: device of the bits.
         state: phase of this rank's step, and the number of passes that were averaged.
         whose: what the ranks are counted among, for errors.
+        reads_late: whether the host does not wait for them.
 
     Attributes:
-        flags: this rank's flags, and the request to stop that all ranks have received.
+        fingerprint: bits of this rank's record in each pass, and the verdict on those of all.
+        requests: requests of this rank, and the request to stop that all ranks have received.
         optimizers: optimizers that step the parameters.
     """
 
@@ -194,102 +185,64 @@ class PassComparison:
         device: torch.device,
         state: StepState,
         whose: str = "",
+        *,
+        reads_late: bool,
     ) -> None:
-        self._communicator, self._whose, self._model = communicator, whose, weakref.ref(model)
-        self._trained = {name: param for name, param in params.items() if param.requires_grad}
-        hashes = Hashes(next((param.device for _, param in self._named()), device), ALIKE.start)
-        on_gpu = device.type == "cuda"
-        compared = Compared(self._named, self._named, hashes, settings.tuning.check_replicas, on_gpu)
-        evidence = StepEvidence(lambda: list(self._trained.items()), self._model, device)
-        self._differences = ReplicaDifferences(communicator, lambda: range(communicator.size), compared, evidence)
-        self._state, self._has_stepped = state, False
-        self.flags = RankFlags(device, on_gpu, state)
-        self.optimizers = SteppedOptimizers(
-            params, settings.optimizer, tuple(settings.tuning.per_rank), self._before_step, self._after_step
-        )
-        self._differences.after_step(0)
-        self._forwards = ForwardWatch(model, self._note_forward)
+        self._model, self._state = weakref.ref(model), state
+        trained = {name: param for name, param in params.items() if param.requires_grad}
 
-    def _named(self) -> list[tuple[str, torch.Tensor]]:
-        return [(name, local_of(param).detach()) for name, param in self._trained.items()]
+        def parts() -> list[tuple[str, torch.Tensor]]:
+            return [(name, local_of(param).detach()) for name, param in trained.items()]
+
+        tuning, self._loop, self.requests = settings.tuning, LoopIndex(), Requests()
+        compared = Compared(parts, lambda: list(trained.items()), tuning.check_replicas, reads_late, module=self._model)
+        of_parameters = next((param.device for _, param in parts()), device)
+        self._replicas = Replicas(communicator, lambda: range(communicator.size), compared, device, of_parameters)
+        self.optimizers = SteppedOptimizers(
+            params, settings.optimizer, tuple(tuning.per_rank), self._before_step, self._after_step
+        )
+        values: dict[str, Callable[[], Any]] = {
+            "loop": self._loop.counts,
+            "optimizer_steps": lambda: self.optimizers.counts,
+            "groups": lambda: groups_read(self.optimizers.readers()) if state.has_pass else None,
+            "stop": partial(getattr, self.requests, "stop"),
+        }
+        words = FieldWords(_LEFT_OUT, whose, permitting='per_rank=("{}",)')
+        source = Source(values, module=self._model, words=words)
+        self.fingerprint = Fingerprint(
+            *(communicator, lambda: range(communicator.size), source, self.requests, state, self._replicas, device),
+            reads_late=reads_late,
+        )
+        self._replicas.after_step(0)
+        self._forwards = ForwardWatch(model, self._note_forward)
 
     def _before_step(self) -> None:
         """Compare the parameters again, if the last pass has found a difference. Collective in that case."""
-        self._differences.before_step(self._state.reductions)
-        self._differences.look_again()
+        self._replicas.before_step(self._state.reductions)
+        self._replicas.look_again()
 
     def _after_step(self) -> None:
-        self._has_stepped = True
-        self._differences.after_step(self._state.reductions)
+        self._replicas.after_step(self._state.reductions)
 
     def _note_forward(self, output: Any, called: str) -> None:
         if current_graph_task() == -1:  # else a checkpointed piece is being recomputed
-            self.flags.loop.note_forward(output, called)
+            self._loop.note_forward(output, called)
         if not getattr(self._model(), "require_backward_grad_sync", True):  # in no_sync(): ranks may mean to step alone
             self.optimizers.requires_passes = False
 
-    def fix(self) -> torch.Tensor:
-        """Return this rank's flags of the present pass, 64 bools. It then counts from zero.
+    def bits(self) -> torch.Tensor:
+        """Return this rank's bits of the present pass, 64 bools. It then counts from zero.
 
         A rank that is absent, as it has no more inputs, is not compared.
         """
-        flags, optimizers, num_passes = self.flags, self.optimizers, self._state.reductions
-        has_pass = self._state.has_pass
-        flags.steps, flags.readers = (optimizers.counts, optimizers.readers()) if has_pass else ({}, {})
-        bits = flags.fix(num_passes)
-        if self._differences.is_due(num_passes):
-            bits = bits.clone()
-            bits[_PARAMETERS] = self._differences.bits()()
-        if has_pass:
-            self._forwards.trained(flags.loop.has_forwards)
-            flags.reduced()
-            optimizers.restart()
+        make = self.fingerprint.bits(first=True, last=True)
+        assert make is not None
+        bits = make()
+        if self._state.has_pass:
+            self._forwards.trained(self._loop.has_forwards)
+            self._loop.restart()
+            self.optimizers.restart()
         return bits
-
-    def receive(self, exchange: Exchange) -> None:
-        """Read the flags that ``exchange`` brought with the present pass; see :meth:`report`."""
-        self.report(self.flags.received(exchange.differing()))
-
-    def receive_late(self) -> None:
-        """Read the flags of the pass before the last on a GPU, as the next one begins; see :meth:`report`."""
-        self.report(self.flags.received_late(), ago=2)
-
-    def report(self, differing: Sequence[bool], ago: int = 0) -> None:
-        """Report what differs, given the bits that do, of the present pass, or of one ``ago``. Collective if any do.
-
-        Raises:
-            RuntimeError, ValueError: on all ranks: they have done different things, or their parameters differ.
-        """
-        num_passes = self._state.reductions - ago
-        if not any(differing[_PARAMETERS]):
-            self._differences.question = None
-        if not any(differing):
-            return
-        gather, world = self._communicator.channel.all_gather_bytes, range(self._communicator.size)
-        records = self.flags.exchange(num_passes, gather, world)
-        there = {rank: record for rank, record in records.items() if not record.absent}
-        raise_out_of_loop(loops_of(there), _LEFT_OUT, self._whose)
-        self._raise_out_of_step(there)
-        raise_different_groups(there, 'per_rank=("{}",)')
-        self.flags.apply(records)
-        absent = [record.absent for record in records.values()]
-        if not any(differing[_PARAMETERS]):
-            return
-        if not self.flags.reads_late:
-            if not any(absent):  # who is absent takes no step that could answer
-                self._differences.ask(num_passes, has_stepped=self._has_stepped)
-        elif self._differences.find(self._differences.hashes, absent)[0]:
-            self._differences.report(num_passes, absent)
-
-    def _raise_out_of_step(self, records: Mapping[int, Record]) -> None:
-        """Raise RuntimeError if the optimizers have made different numbers of steps."""
-        for name in {name: None for of in records.values() for name in of.steps}:
-            counts = {rank: of.steps.get(name, 0) for rank, of in records.items()}
-            if len(set(counts.values())) > 1:
-                raise RuntimeError(
-                    f"the ranks{self._whose} are out of step: calls of step() of the optimizer of {name!r} since the "
-                    f"last backward pass that was averaged: {counts_text(counts)}. Take the same steps on all ranks"
-                )
 
     def remove(self) -> None:
         """Remove the hooks of the model."""

@@ -31,7 +31,7 @@ from pycomm.torch_internals.wrappers import (
     divides_by_active_ranks,
     zero_buckets,
 )
-from pycomm.training.reducer import StopRequest
+from pycomm.training.reductions.requests import StopRequest
 
 
 def register(
@@ -192,7 +192,10 @@ class HookHandle:
         by_id = {id(param): name for name, param in names.items()}
         device = next(p.device for p in self._params if p.requires_grad)
         self._registration = Registration([communicator], settings, device, by_id, "a sum over the ranks")
-        self._comparison = PassComparison(ddp_model, names, communicator, settings, device, self._registration.state)
+        self._comparison = PassComparison(
+            *(ddp_model, names, communicator, settings, device, self._registration.state),
+            reads_late=self._registration.on_gpu,
+        )
         requires_passes = communicator.size > 1 and settings.tuning.check_replicas > 0
         self._comparison.optimizers.requires_passes = requires_passes
         self._steps = Steps(self._registration, self._comparison)
@@ -231,12 +234,12 @@ class HookHandle:
         """
         if self._registration.on_gpu:
             raise ValueError("request_stop() on a GPU requires pycomm.attach() in place of pycomm.ddp.register()")
-        self._comparison.flags.request_stop(str(reason))
+        self._comparison.requests.request_stop(str(reason))
 
     @property
     def stop_requested(self) -> StopRequest:
         """Request to stop that all ranks have received; see :attr:`pycomm.Reducer.stop_requested`."""
-        return self._comparison.flags.stop_requested
+        return self._comparison.requests.stop_requested
 
     def paused(self) -> AbstractContextManager[None]:
         """Permit this rank to train copies of the model alone inside the context, as in the inner loop of MAML."""

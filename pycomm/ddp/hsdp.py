@@ -176,10 +176,12 @@ class HsdpHandle:
         self._registration = Registration(communicators, settings, device, {}, "another shard, or a sum")
         exchanges = self._registration.exchanges
         shards = [ShardedReplicas(i, each, names, exchanges) for i, (names, each) in enumerate(modules.values())]
-        # The host sends the flags, and reads them at once.
+        # The host sends the bits, and reads them at once.
         on_host = torch.device("cpu")
         state, whose = self._registration.state, " of the replicas"
-        self._comparison = PassComparison(model, params, communicator, settings, on_host, state, whose)
+        self._comparison = PassComparison(
+            model, params, communicator, settings, on_host, state, whose, reads_late=False
+        )
         steps = ReplicaSteps(shards, self._registration, self._comparison, shard_communicator)
         for module, each in zip(self._modules, shards, strict=True):
             module.set_all_reduce_hook(functools.partial(steps.average, each))  # type: ignore[operator]

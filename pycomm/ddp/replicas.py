@@ -145,13 +145,13 @@ class ReplicaSteps:
     def _next_turn(self, place: int) -> int:
         """Return the place of the module to average next; -1 if all replicas have ended the pass."""
         is_first = self._state.launched == 0  # of the pass
-        flags = self._comparison.fix().tolist() if is_first else []
+        flags = self._comparison.bits().tolist() if is_first else []
         words = np.array([place, *flags], np.int64)
         gathered = np.empty(self._communicator.size * len(words), np.int64)
         self._communicator.all_gather(gathered, words)
         rows = gathered.reshape(-1, len(words))
         if is_first:
-            self._comparison.report((rows[:, 1:] != rows[0, 1:]).any(axis=0).tolist())
+            self._comparison.fingerprint.judge((rows[:, 1:] != rows[0, 1:]).any(axis=0).tolist())
         return int(rows[:, 0].max())
 
     def _exchange(self, shards: ShardedReplicas, grads: Sequence[torch.Tensor | None]) -> None:

@@ -70,7 +70,7 @@ class Steps:
         self._taken.append(taken)
         flags = None
         if is_last:
-            flags = self._comparison.fix()
+            flags = self._comparison.bits()
         self._submit(lambda: self._on_bucket(index, taken, zeros_are_unused, flags), [taken.buffer])
         end = self._submit(self._on_end, []) if is_last else None
         if current_node() is not None:
@@ -100,7 +100,7 @@ class Steps:
                 raise RuntimeError(HALF_SENT)
             self._submit(lambda: None, []).wait()
             self._state.pass_fails()
-        self._comparison.receive_late()
+        self._comparison.fingerprint.receive_late()
         # A rank that has joined, as it has no more inputs, calls its hook outside of any backward.
         self._state.pass_begins(True, Role.ABSENT if current_graph_task() == -1 else Role.BATCH)
         self._error, self._taken = None, []
@@ -177,7 +177,7 @@ class Steps:
         parts = [part for each in mine for part in each.parts]
         is_transactional = any(part.exchange.transactional for part in parts)
         finite = self._registration.verdict(parts, is_wanted=is_transactional)
-        self._comparison.receive(mine[-1].parts[0].exchange)
+        self._comparison.fingerprint.receive(mine[-1].parts[0].exchange.differing())
         if is_transactional:
             self._registration.count(finite)
         self._state.handed_out(False, has_averages=False)

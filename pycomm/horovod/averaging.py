@@ -30,7 +30,8 @@ from pycomm.horovod.process_sets import ProcessSet, members_of, world
 from pycomm.optim.hyperparameters import Hyperparameters, Numbers
 from pycomm.optim.module_hooks import ZeroGradHook
 from pycomm.optim.wrappers import refuse_wrapped
-from pycomm.training.reducer import Reducer, Tuning, attach, is_comparison_due
+from pycomm.training.reducer import Reducer, Tuning, attach
+from pycomm.training.reductions.replicas import is_comparison_due
 
 Named = list[tuple[str, torch.Tensor]]
 _INTERVAL = 1000

@@ -25,7 +25,8 @@ from pycomm.torch_internals import uncompiled
 from pycomm.training.checkpoint.files import save_values
 from pycomm.training.checkpoint.saving import exchanged, together
 from pycomm.training.checkpoint.torch_files import load_values
-from pycomm.training.reducer import Reducer, StopRequest, Tuning, attach
+from pycomm.training.reducer import Reducer, Tuning, attach
+from pycomm.training.reductions.requests import StopRequest
 from pycomm.untrusted import path_of
 
 _LOG = logging.getLogger("pycomm")

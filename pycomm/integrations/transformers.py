@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pycomm.integrations.averaging import Averaging, averaging_of, library
 from pycomm.torch_internals import uncompiled
 from pycomm.training.cost.named import checked_method
-from pycomm.training.reducer import stop_on_signal
+from pycomm.training.reductions.requests import stop_on_signal
 
 _transformers: Any = library("transformers", whose="pycomm.integrations.transformers")
 _Callback: Any = _transformers.TrainerCallback

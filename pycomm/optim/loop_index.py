@@ -102,6 +102,10 @@ class LoopIndex:
         """Number of calls of ``zero_grad`` that ranks compare: 1 also for none, as not every loop calls it."""
         return 1 if self.has_paused else max(self.num_zero_grads, 1)
 
+    def counts(self) -> tuple[int, int, bool, int]:
+        """Return what ranks compare: unused forwards, calls of ``zero_grad``, ``accumulated`` and ``num_cleared``."""
+        return self.num_unused, self.num_calls, self.accumulated, self.num_cleared
+
     def restart(self) -> None:
         """Count from zero: gradients have been averaged."""
         self._forwards.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +22,7 @@ from pycomm.ddp import register
 from pycomm.ddp.comparison import PassComparison, SteppedOptimizers
 from pycomm.ddp.registration import checked_settings
 from pycomm.optim.guard import _watches
-from pycomm.training.reducer import RankFlags
-from pycomm.training.reductions.phase import StepState
+from pycomm.training.reductions.phase import HostCopy, StepState
 from tests.ddp.test_hsdp_uses import loss_of as shards_loss_of
 from tests.ddp.test_hsdp_uses import replicated
 from tests.ddp.wrapping import OutOfOrder, wrapped
@@ -422,7 +422,7 @@ def test_a_step_inside_another_counts_once() -> None:
 def test_on_a_gpu_flags_are_compared_two_steps_later() -> None:
     with wrapped(make_model()) as (model, handle):
         # The host then reads copies of the flags.
-        handle._comparison.flags = RankFlags(torch.device("cpu"), True, handle._registration.state)
+        handle._comparison.fingerprint._seen = [HostCopy(64, torch.device("cpu")) for _ in range(2)]
         optimizer = sgd(model, 0.1 * (1 + dist.get_rank()))
         step = training(model, optimizer)
         for number in range(3):  # the second step carries what the first one found
@@ -433,9 +433,9 @@ def test_on_a_gpu_flags_are_compared_two_steps_later() -> None:
 
 def test_watches_end_with_the_loop() -> None:
     before, model = len(_watches), make_model()
-    no_ranks: Any = None
+    no_ranks: Any = SimpleNamespace(size=1)
     settings, params = checked_settings(None, None, None), dict(model.named_parameters())
-    comparison = PassComparison(model, params, no_ranks, settings, torch.device("cpu"), StepState())
+    comparison = PassComparison(model, params, no_ranks, settings, torch.device("cpu"), StepState(), reads_late=False)
     assert len(_watches) == before + 1
     comparison.remove()
     del comparison

@@ -96,6 +96,10 @@ EXPLAINED = {
     "the optimizer's state was kept by": "says what was lost and what to do",
     "load inside an accumulation window": "names the calls that end it",
     "save inside an accumulation window": "names the calls that end it",
+    "different numbers of steps": "says which ranks are behind, and what a rank without a batch calls",
+    "are out of step: calls of step()": "names the optimizer and the counts",
+    "ranks are in different meetings": "gives the number of each rank",
+    "rank \0: \0": "the text is that of the rank that has the problem",
     "stop_on_signal() got no signals": "an argument's error",
     "numpy's generator is at": 'the end of "the state of generators is malformed", a DamagedError',
     "numpy's generator was a": "says that numpy's generator is of another kind than when it was saved",
@@ -108,7 +112,7 @@ EXPLAINED = {
 }
 """Parts of texts that are not on the page, and why their readers need no more."""
 
-BETWEEN_RANKS = "pycomm/training/reducer/(rank_flags|replicas|replica_differences).py"
+BETWEEN_RANKS = "pycomm/training/reductions/(fields|record|replicas|requests).py"
 OF_STATE_FILES = "pycomm/training/checkpoint/"
 
 

@@ -100,7 +100,7 @@ def pretended_gpu() -> Iterator[list[set[int]]]:
     with patch.context() as context:
         context.setattr("pycomm.collectives.bucket.on_gpu", lambda _: True)
         context.setattr("pycomm.training.reducer.parameters.on_gpu", lambda _: True)
-        context.setattr("pycomm.training.reducer.replicas.on_gpu", lambda _: True)
+        context.setattr("pycomm.training.reductions.replicas.on_gpu", lambda _: True)
         context.setattr(Channel, "submit_on_gpu", submit)
         context.setattr(Channel, "current_stream_of", staticmethod(lambda _: lambda: STREAM))
         yield followed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import types
 import warnings
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
-from pycomm.training.reducer.replica_differences import RollingHash
+from pycomm.training.reductions.replicas import RollingHash
 from tests.on_ranks import Pools, on_ranks
 from tests.ranks import RankPool
 from tests.reducer.attaching import assert_replicas_equal, attached, grouped, warnings_noted
@@ -161,7 +160,7 @@ def other_processors(factor: float) -> list[str]:
     optimizer = sgd(model)
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pycomm.training.reducer.replica_differences._processor", lambda: f"processor {rank}")
+        patch.setattr("pycomm.training.reductions.replicas._processor", lambda: f"processor {rank}")
         with attached(optimizer, model, check_replicas=2):
             for step in range(9):
                 optimizer.zero_grad()
@@ -309,11 +308,10 @@ def test_gradients_that_nobody_averages_are_named(two_ranks: RankPool) -> None:
 
 def test_all_parameters_are_read_in_parts_of_few_tensors() -> None:
     """Of many small tensors a reduction reads some only, since each takes time."""
-    slots: Any = [types.SimpleNamespace(local=torch.full((8, 8), float(i))) for i in range(160)]
-    slots.append(types.SimpleNamespace(local=torch.arange(100_000.0)))
+    named = [(str(i), torch.full((8, 8), float(i))) for i in range(160)] + [("long", torch.arange(100_000.0))]
     rolling, values = RollingHash(), []
     for number in range(64):
-        tensors = rolling.part_of(slots, number)
+        tensors = rolling.part_of(named, number)
         assert len(tensors) <= 32
         values += [tensor.flatten() for tensor in tensors]
     read = set(torch.cat(values).view(torch.float32).tolist())

@@ -27,8 +27,9 @@ from pycomm.training.asynchronous.arguments import (
     name_of_not_finite,
 )
 from pycomm.training.asynchronous.buffers import MeetingBuffers
-from pycomm.training.asynchronous.loop import Loop, MeetingReport, TrackedParameters, raise_differences
+from pycomm.training.asynchronous.loop import Loop, TrackedParameters
 from pycomm.training.reducer import checked_buffers
+from pycomm.training.reductions.record import Record
 
 _SEGMENT_BYTES = 4 << 20
 """Bytes mixed at a time, so that buffered messages stay small for any model."""
@@ -149,6 +150,7 @@ class Gossip:
         self._incoming = torch.empty_like(self._segments[0])
         self._num_steps = self._num_mixings = self._bytes = 0
         self._seconds = 0.0
+        self._record = Record(loop.source())
         loop.watch(self._stepped, self._skipped, self._refused)
 
     def __repr__(self) -> str:
@@ -191,13 +193,14 @@ class Gossip:
         """
         self._require_attached()
         try:
-            report = self._loop.report(self._num_steps)
-            if report.problem:
-                raise ValueError(report.problem)
+            if problem := self._loop.tracked.problem():
+                raise ValueError(problem)
+            mine = self._record.details(self._record.read())
+            self._loop.restart()
             if name := self._not_finite(self._params):
                 raise RuntimeError(f"{name!r} is not finite on rank {self._communicator.rank}: nothing was mixed")
             receivers, kept, sources = self._mixing.round_at(self._num_mixings).part_of(self._communicator.rank)
-            self._compare(report, receivers, sources)
+            self._compare(mine, receivers, sources)
             # In mode "local" all ranks wait for each other seldom: in mixings 1, 2, 4, 8, ...
             is_due = self._buffers.mode != "local" or self._num_mixings & (self._num_mixings + 1) == 0
             values = self._buffers.exchange(self._buffers.begin()) if is_due else {}
@@ -222,9 +225,9 @@ class Gossip:
     def _tag(self) -> int:
         return self._num_mixings % (1 << 29)
 
-    def _compare(self, report: MeetingReport, receivers: list[int], sources: list[tuple[int, float]]) -> None:
+    def _compare(self, mine: bytes, receivers: list[int], sources: list[tuple[int, float]]) -> None:
         """Raise RuntimeError or ValueError if a neighbour left out a batch, or its optimizer has other numbers."""
-        mine, tag = report.text(), self._tag
+        tag = self._tag
         for peer in receivers:
             self._communicator.send(np.array([len(mine)]), peer, tag)
             self._communicator.send(np.frombuffer(mine, np.uint8), peer, tag)
@@ -233,7 +236,7 @@ class Gossip:
             self._communicator.recv(theirs := np.empty(int(size[0]), np.uint8), peer, tag)
             if theirs.tobytes() != mine:
                 texts = {self._communicator.rank: mine, peer: theirs.tobytes()}
-                raise_differences({rank: texts[rank] for rank in sorted(texts)}, compares_steps=False)
+                self._record.explain(self._record.parsed({rank: texts[rank] for rank in sorted(texts)}))
 
     def _mix_segment(
         self, segment: torch.Tensor, receivers: list[int], kept: float, sources: list[tuple[int, float]]

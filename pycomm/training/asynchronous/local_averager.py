@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from pycomm import checks
@@ -25,7 +26,8 @@ from pycomm.torch_internals import renamed
 from pycomm.training.asynchronous.buffers import MeetingBuffers, Values
 from pycomm.training.asynchronous.elastic_group import ElasticGroup
 from pycomm.training.asynchronous.fragment import Fragment
-from pycomm.training.asynchronous.loop import Loop, MeetingCheck
+from pycomm.training.asynchronous.loop import Loop
+from pycomm.training.reductions.record import Record
 from pycomm.untrusted import COUNT, ListOf, OneOf, PairOf, parse, require
 
 _FORMAT = 3
@@ -98,6 +100,13 @@ class LocalAverager:
         self._progress = _Progress()
         self._finalizer = weakref.finalize(self, _end, communicator, self._progress)
         self._is_new, self._seconds = False, 0.0  # a new rank has hyperparameters of its own
+        self._record = Record(
+            loop.source(
+                steps_made=lambda: (self._num_steps, self._num_skipped),
+                meeting=lambda: (self._num_launched, self._fragments.index(self._under_way[-1][1])),
+                groups=lambda: None if self._is_new else loop.numbers.read(),
+            )
+        )
         loop.watch(self._stepped, self._skipped, self._refused)
 
     def __repr__(self) -> str:
@@ -154,16 +163,16 @@ class LocalAverager:
         self._num_launched += 1
         fragment = self._fragments[index]
         self._under_way.append((self._num_launched, fragment))
-        report = self._loop.report(self._num_steps, self._num_skipped, has_groups=not self._is_new)
-        check = MeetingCheck(self._weight, self._num_launched, index, report)
+        values, weight = self._record.read(), np.array([self._weight]).view(np.int64)
+        self._loop.restart()
         number, begun = self._num_launched, self._buffers.begin()
 
         def compare(communicator: Communicator) -> float:
-            weights = check.compare(communicator, self.world)
+            weights = self._record.meet(communicator, self.world, values, int(weight[0]))
             self._buffer_values[number] = self._buffers.exchange(begun)
-            return weights
+            return float(weights[:, 0].copy().view(np.float64).sum())
 
-        fragment.launch(compare, self._weight, report.steps, functools.partial(self._commit, number))
+        fragment.launch(compare, self._weight, self._num_steps, functools.partial(self._commit, number))
 
     def _commit(self, number: int) -> None:
         """Count the meeting, once all ranks have its mean; on the communication thread."""

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import itertools
-import json
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
-from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import Kinds
-from pycomm.descriptions import name_ranks
 from pycomm.optim.attached import forget_averaged, register_averaged
 from pycomm.optim.guard import StepWatch, is_around
-from pycomm.optim.hyperparameters import Hyperparameters, Numbers, first_difference, require_equal_groups
+from pycomm.optim.hyperparameters import Hyperparameters, first_difference
 from pycomm.optim.loop_index import LoopIndex
 from pycomm.optim.module_hooks import BeforeForward, ForwardWatch, ZeroGradHook, hook_forward, watch_copies, weakly
 from pycomm.optim.parameters import Writes, optimizer_parameters
 from pycomm.optim.skips import listen_to_skips, stop_listening
 from pycomm.torch_internals import Places, current_graph_task, move_hook, own_parameters, parts_of
-from pycomm.training.reducer import Ignored, raise_out_of_loop
-from pycomm.untrusted import ANYTHING, COUNT, ListOf, MapOf, OneOf, parse
+from pycomm.training.reducer import Ignored
+from pycomm.training.reductions.fields import FieldWords, GroupsRead, Source
+from pycomm.training.reductions.record import Record
 
 _ATTACH = "detach(), and call {} again with the module and the optimizer that are trained now"
 _MOST_WRITES = 8
@@ -139,51 +135,21 @@ class GroupNumbers:
             self.own |= changed
             self._reader = Hyperparameters(self._optimizer, self._per_rank | self.own)
 
-    def read(self) -> tuple[list[Numbers], int]:
-        """Return the numbers of each group, and a 63-bit hash of them."""
-        return self._reader.read(), self._reader.digest >> 1
+    def read(self) -> list[GroupsRead]:
+        """Return the present numbers of the groups."""
+        groups = self._reader.read()
+        return [GroupsRead("", self._reader.digest, lambda: groups, frozenset(self.own))]
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if type(value) in (int, float)}
 
 
-_REPORT = {
-    "problem": str,
-    "loop": OneOf(None, ListOf(COUNT, 2)),
-    "groups": OneOf(None, ListOf(MapOf(ANYTHING))),
-    "own": ListOf(str),
-    "steps": COUNT,
-    "skipped": COUNT,
-}
-"""Form of a :meth:`MeetingReport.text`."""
-
-
-@dataclass(frozen=True)
-class MeetingReport:
-    """State of a rank's loop at a meeting.
-
-    Attributes:
-        problem: what is wrong with the parameters; "" if nothing is.
-        loop: numbers of forwards without a backward, and of calls of ``zero_grad``, since the last meeting; ``None`` to
-            skip the comparison.
-        groups: numbers of the optimizer's groups; ``None`` to skip the comparison.
-        own: keys of numbers that the optimizer itself changes, which are not compared.
-        steps, skipped: number of steps that were made, and of those that a loss scaler or ``skip_step`` left out.
-        digest: hash of the numbers of the groups.
-    """
-
-    problem: str
-    loop: tuple[int, int] | None
-    groups: list[Numbers] | None
-    own: list[str]
-    steps: int
-    skipped: int
-    digest: int
-
-    def text(self) -> bytes:
-        """Return all but the digest as JSON."""
-        return json.dumps({name: getattr(self, name) for name in _REPORT}).encode()
+_LEFT_OUT = (
+    "Ranks would average what they made of other batches. A rank without a usable batch calls averager.skip_step() "
+    "in place of the rest of its step. A forward that is no training step belongs in torch.no_grad(), or after "
+    "model.eval()"
+)
 
 
 class Loop:
@@ -289,122 +255,39 @@ class Loop:
         if current_graph_task() < 0 and not self._in_step:
             self._index.note_forward(output, called)
 
-    def report(self, steps: int, skipped: int = 0, *, has_groups: bool = True) -> MeetingReport:
-        """Return the loop's state after ``steps``, of which some were ``skipped``, and restart its counts."""
-        groups, digest = self.numbers.read()
-        loop = None if self._is_excluded else (self._index.num_unused, self._index.num_zero_grads)
+    def source(self, **more: Callable[[], Any]) -> Source:
+        """Return what ranks compare when they meet; ``more``: values of further fields."""
+        values: dict[str, Callable[[], Any]] = {
+            "problem": lambda: self.tracked.problem() or None,
+            "loop": lambda: None if self._is_excluded else self._index.counts(),
+            "groups": self.numbers.read,
+        }
+        words = FieldWords(_LEFT_OUT, since="the last meeting", permitting='per_rank=("{}",)')
+        return Source(values | more, module=lambda: self._model, words=words)
+
+    def restart(self) -> None:
+        """Count from zero: the record of a meeting has been read."""
         self._forwards.trained(self._index.has_forwards)
         self._index.restart()
         self._is_excluded = False
-        problem, own = self.tracked.problem(), sorted(self.numbers.own)
-        return MeetingReport(problem, loop, groups if has_groups else None, own, steps, skipped, digest)
 
     def exclude_counts(self) -> None:
-        """Exclude the counts since the last report from the next comparison."""
+        """Exclude the counts since the last meeting from the next comparison."""
         self._is_excluded = True
-
-
-_LEFT_OUT = (
-    "Ranks would average what they made of other batches. A rank without a usable batch calls averager.skip_step() "
-    "in place of the rest of its step. A forward that is no training step belongs in torch.no_grad(), or after "
-    "model.eval()"
-)
-
-
-@dataclass(frozen=True)
-class MeetingCheck:
-    """Message of this rank at the beginning of a meeting.
-
-    Its row of int64: the weight's float64 bits, meeting number and fragment in one word, steps, forwards without
-    backward, calls of ``zero_grad``, digest of the hyperparameters, whether there is a problem, whether the
-    hyperparameters are compared.
-    """
-
-    weight: float
-    meeting: int
-    fragment: int
-    report: MeetingReport
-
-    def compare(self, communicator: Communicator, world: Sequence[int]) -> float:
-        """Return the sum of all weights. Collective.
-
-        Args:
-            communicator: the ranks.
-            world: their numbers, for errors.
-
-        Raises:
-            RuntimeError, ValueError: on all ranks: their rows do not match, or one has a problem.
-        """
-        row = self._row()
-        gathered = np.empty(communicator.size * len(row), np.int64)
-        communicator.all_gather(gathered, row)
-        rows = gathered.reshape(-1, len(row))
-        if self._differ(rows):
-            self._explain(communicator, dict(zip(world, rows.tolist(), strict=True)))
-        return float(rows[:, 0].copy().view(np.float64).sum())
-
-    def _row(self) -> np.ndarray:
-        weight = int(np.array([self.weight]).view(np.int64)[0])
-        where, of = self.meeting << 16 | self.fragment, self.report
-        counts = where, of.steps, *(of.loop or (-1, -1))
-        return np.array([weight, *counts, of.digest, bool(of.problem), of.groups is not None], np.int64)
-
-    @staticmethod
-    def _differ(rows: np.ndarray) -> bool:
-        digests, loops = rows[rows[:, 7] == 1, 5], rows[rows[:, 3] >= 0, 3:5]
-        alike = (rows[:, 1:3] == rows[0, 1:3]).all() and (loops == loops[:1]).all() and (digests == digests[:1]).all()
-        return not alike or bool(rows[:, 6].any())
-
-    def _explain(self, communicator: Communicator, rows: Mapping[int, list[int]]) -> None:
-        """Raise the error that names the difference; return if only numbers differ that ``own`` excludes."""
-        texts = communicator.channel.all_gather_bytes(self.report.text())
-        raise_differences(dict(zip(rows, texts, strict=True)), compares_steps=True)
-        meetings = {rank: row[1] >> 16 for rank, row in rows.items()}
-        if len({row[1] for row in rows.values()}) > 1:
-            raise RuntimeError(
-                f"after {self.report.steps} steps of each, ranks are in different meetings: {meetings} by rank"
-            )
-
-
-def raise_differences(texts: Mapping[int, bytes], *, compares_steps: bool) -> None:
-    """Raise RuntimeError or ValueError if the loops of ranks differ, or one has a problem.
-
-    Args:
-        texts: result of :meth:`MeetingReport.text` on each rank.
-        compares_steps: whether all ranks must have made as many steps.
-    """
-    by_rank = {rank: parse(text, _REPORT, f"the report of rank {rank}") for rank, text in texts.items()}
-    for rank, of in by_rank.items():
-        if of["problem"]:
-            raise ValueError(f"rank {rank}: {of['problem']}")
-    steps = {rank: of["steps"] for rank, of in by_rank.items()}
-    made = ", ".join(
-        f"rank {rank} {of['steps']}" + (f" ({of['skipped']} of them left out)" if of["skipped"] else "")
-        for rank, of in by_rank.items()
-    )
-    behind = [rank for rank, count in steps.items() if count < max(steps.values())]
-    if behind and compares_steps:
-        raise RuntimeError(
-            f"ranks meet that have made different numbers of steps: {name_ranks(behind)} "
-            f"{'is' if len(behind) == 1 else 'are'} behind. Steps made: {made}. {_LEFT_OUT}"
-        )
-    loops = {rank: (*of["loop"], False, 0) for rank, of in by_rank.items() if of["loop"] is not None}
-    raise_out_of_loop(loops, f"Steps made: {made}. {_LEFT_OUT}", since="the last meeting")
-    own = {key for of in by_rank.values() for key in of["own"]}  # what some rank's optimizer itself changes
-    groups = {
-        rank: None if of["groups"] is None else [{k: n for k, n in g.items() if k not in own} for g in of["groups"]]
-        for rank, of in by_rank.items()
-    }
-    require_equal_groups(groups)
 
 
 class WorkerParameters:
     """Parameters of a parameter server's worker, checked between pull and push. A worker never steps its optimizer."""
 
     def __init__(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, named: Mapping[str, torch.Tensor]
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        named: Mapping[str, torch.Tensor],
+        record: Record,
     ) -> None:
         self._tracked = TrackedParameters(model, optimizer, named, "parameter_server()")
+        self._record, self._met = record, record.details(record.read())
         self._reader = Hyperparameters(optimizer)
         self._watches = watch_copies(model), StepWatch(self._before_other_step)
         register_averaged(self._tracked)
@@ -423,9 +306,12 @@ class WorkerParameters:
         if problem := self._tracked.problem():
             raise ValueError(problem)
 
-    def require_same_numbers(self) -> None:
-        """Raise ValueError if parameters were replaced, or the groups' numbers differ from the servers'."""
+    def require_as_met(self) -> None:
+        """Raise ValueError if parameters were replaced, or what ranks compare is not as when they met the servers."""
         self.require_unchanged()
+        now = self._record.details(self._record.read())
+        if now != self._met:
+            self._record.explain(self._record.parsed({0: self._met, 1: now}))
         found = first_difference({0: self._numbers, 1: self._reader.read()})
         if found is not None:
             index, key, values = found

@@ -39,6 +39,8 @@ from pycomm.training.asynchronous.settings import (
 )
 from pycomm.training.asynchronous.wire import SharedMemory
 from pycomm.training.asynchronous.worker import ServerLink
+from pycomm.training.reductions.fields import Source
+from pycomm.training.reductions.record import Record
 
 
 def parameter_server(
@@ -109,6 +111,7 @@ def traced(
         trace: file to which a server writes the order of events. The server's number is added to the name.
     """
     meeting, lines, problem = ServerMeeting(timeout), list[str](), None
+    record = Record(Source({}, module=lambda: model))
     files: ServerFiles | None = None
     try:
         optimizer = checked_optimizer(optimizer, model, "parameter_server")
@@ -131,8 +134,8 @@ def traced(
     except Exception as error:  # a user's object may raise anything
         problem = error
     try:
-        meeting.compare(lines, problem)
-        return ParameterServer(meeting, settings, optimizer, model, named, shards, files, buffers)
+        meeting.compare(lines, record, problem)
+        return ParameterServer(meeting, settings, optimizer, model, named, shards, files, buffers, record)
     except BaseException:
         if files is not None:
             files.close()
@@ -156,6 +159,7 @@ class ParameterServer:
         shards: list[list[Piece]],
         files: ServerFiles | None,
         buffers: MeetingBuffers,
+        record: Record,
     ) -> None:
         self._meeting, self._settings, self._optimizer = meeting, settings, optimizer
         self._params, self._names, self._shards = list(named.values()), list(named), shards
@@ -167,7 +171,7 @@ class ParameterServer:
         self._buffers, self._digests = buffers, buffers.digests()
         self._num_buffer_bytes = 0 if settings.buffers == "local" else len(buffers.flat())
         if self.is_worker:
-            self._trained = WorkerParameters(model, optimizer, named)
+            self._trained = WorkerParameters(model, optimizer, named, record)
             self._open_links()
         else:
             self._core, self._memory = self._make_core()
@@ -236,7 +240,7 @@ class ParameterServer:
         samples = bounded("samples", samples, "a positive, finite number", lambda n: 0 < n < math.inf)
         if not self._has_pulled:
             raise ValueError("push() before pull(): the servers could not know what the gradient belongs to")
-        self._trained.require_same_numbers()
+        self._trained.require_as_met()
         flat, size = self._buffers.flat() if self._num_buffer_bytes else None, self._num_buffer_bytes
         if flat is not None and len(flat) != size:
             raise ValueError(f"the buffers have {len(flat)} bytes, and had {size}: nothing was pushed")

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from pycomm.collectives.transport.own_group import timeout_seconds
 from pycomm.errors import CommError, text_of
 from pycomm.torch_internals import PrefixStore, Store, root_store, store_of
 from pycomm.training.asynchronous.wire import WorkerListener
+from pycomm.training.reductions.record import Record
 from pycomm.untrusted import ListOf, Number, OneOf, escaped, parse, require
 
 _POLL = 0.01  # seconds
@@ -38,7 +40,7 @@ _VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 _LAST_PORT = 65535
 _PLACE = {"host": str, "name": str, "address": str, "port": Number(0, _LAST_PORT, whole=True)}
 _FAILURE = {"failure": str}
-_REPORT = {"lines": ListOf(str), "host": str, "secret": str}
+_REPORT = {"lines": ListOf(str), "record": str, "host": str, "secret": str}
 _WORDS = Words(
     failed="rank {rank}: {problem}", differ="the ranks disagree: {here!r} on rank {rank}, {there!r} on rank 0"
 )
@@ -101,11 +103,11 @@ class ServerMeeting:
         else:
             self.worker = self.size + self._store.add("newcomers", 1) - 1
 
-    def compare(self, lines: Sequence[str], problem: Exception | None = None) -> None:
-        """Compare the ranks' ``lines`` and secrets. A late process compares itself with rank 0.
+    def compare(self, lines: Sequence[str], record: Record, problem: Exception | None = None) -> None:
+        """Compare the ranks' ``lines``, records and secrets. A late process compares itself with rank 0.
 
         Raises:
-            ValueError: on all ranks: lines or secrets differ, or a rank has a ``problem``, which is the cause there.
+            ValueError: on all ranks: lines, records or secrets differ, or a rank has a ``problem``, the cause there.
             CommError: a rank did not come.
         """
         outcome: list[str] | Exception = list(lines)
@@ -116,27 +118,35 @@ class ServerMeeting:
         if self.is_late:
             if isinstance(outcome, Exception):
                 raise outcome
-            self._compare_with_first(outcome)
+            self._compare_with_first(outcome, record)
             return
         try:
-            reports = self._checked(exchanged(self._gather, outcome, "meet", self._report, _WORDS))
+            reports = self._checked(exchanged(self._gather, outcome, "meet", partial(self._report, record), _WORDS))
             require_same([{"": report["lines"]} for report in reports], "meet", _WORDS)
+            record.explain(record.parsed({rank: report["record"] for rank, report in enumerate(reports)}))
             for rank, report in enumerate(reports):
                 _require_safe(report, reports[0], rank)
-        except ValueError:
+        except (RuntimeError, ValueError):
             if self.rank == 0:
                 self._await("read", self.size)
             raise
 
-    def _compare_with_first(self, lines: list[str]) -> None:
+    def _compare_with_first(self, lines: list[str], record: Record) -> None:
         first = self._checked(results_in(self._messages(), "meet", _WORDS))[0]
         wanted, mine = ([line for line in each if not line.startswith("values")] for each in (first["lines"], lines))
         require_same([{"": wanted}, {"": mine}], "meet", _WORDS_OF_LATE)
-        _require_safe(self._report(mine), first, self.worker)
+        report = self._report(record, mine)
+        record.explain(record.parsed({0: first["record"], self.worker: report["record"]}))
+        _require_safe(report, first, self.worker)
 
-    def _report(self, lines: list[str]) -> dict[str, Any]:
-        """Return ``lines`` with this host and a fingerprint of the secret, which decide whether ranks can connect."""
-        return {"lines": lines, "host": rendezvous.host_identity(), "secret": str(self.access)}
+    def _report(self, record: Record, lines: list[str]) -> dict[str, Any]:
+        """Return what ranks compare; by host and fingerprint of the secret they decide whether they can connect."""
+        return {
+            "lines": lines,
+            "record": record.details(record.read()).decode(),
+            "host": rendezvous.host_identity(),
+            "secret": str(self.access),
+        }
 
     def _gather(self, mine: bytes) -> list[bytes]:
         self._store.set(f"lines/{self.rank}", mine.decode())

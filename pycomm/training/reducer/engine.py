@@ -17,15 +17,15 @@ from pycomm.compression.base import Scaling, State
 from pycomm.errors import CommError
 from pycomm.torch_internals import current_graph_task
 from pycomm.training.reducer.buckets import BucketInFlight, Slot, round_gradients, state_of
+from pycomm.training.reducer.comparison import RankComparison
 from pycomm.training.reducer.module_buffers import BufferSync
 from pycomm.training.reducer.outcome import ReductionOutcome
 from pycomm.training.reducer.parameters import ParameterTable
-from pycomm.training.reducer.replica_differences import DamageError
-from pycomm.training.reducer.replicas import RankComparison
 from pycomm.training.reducer.settings import Options
 from pycomm.training.reducer.statistics import Statistics
 from pycomm.training.reducer.window import AccumulationWindow, SampleWeights
 from pycomm.training.reductions.phase import Role, StepState
+from pycomm.training.reductions.replicas import DamageError
 from pycomm.worker import Work
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class Engine:
         step_state: phase and state of this rank's step.
         callbacks, reported_world: called with the old and new world after a change; the world of their last call.
         buffers: synchronisation of the module's buffers, if they are kept equal.
-        comparison, flags: bits that ranks send each other with each reduction.
+        comparison: what ranks compare in each reduction.
         admit_new: called when all ranks have announced new parameters; creates buckets for them.
     """
 
@@ -185,17 +185,14 @@ class Engine:
         self.comparison = RankComparison(
             self.communicator, table, settings, state, self.window, self._compared_buffers, lambda: self.world
         )
-        self.flags = self.comparison.flags
         self.admit_new: Callable[[], None] = lambda: None
         self.callbacks: list[Callable[[tuple[int, ...], tuple[int, ...]], None]] = []
         self.buffers: BufferSync | None = None
-        self.outcome = ReductionOutcome(table, settings, self.flags, state, self.communicator)
+        self.outcome = ReductionOutcome(table, settings, self.comparison.fingerprint, state, self.communicator)
         self.statistics = Statistics()
         self._buffer_work: Work | GpuWork | None = None
         policy.engine = self
         self.reported_world = self.world
-        if policy.survives:
-            self.flags.takes_new = False  # buckets launched after a step's commit would not be part of it
 
     @property
     def world(self) -> tuple[int, ...]:
@@ -225,12 +222,12 @@ class Engine:
         if self.step_state.is_sending:
             self.comparison.require_suitable()
             try:
-                self.comparison.compare_previous()
+                self.comparison.fingerprint.receive_late()
             except DamageError as error:
                 self.policy.recover(error)
             if with_next is not None:
                 self.window.fix_scales(with_next=with_next, step=self.outcome.committed_steps)
-            self.flags.loss_scale, self.flags.num_passes = self.window.compared(is_flushed=not with_next)
+            self.window.fix_compared(is_flushed=not with_next)
 
     def expect_gradients(self) -> None:
         """Prepare the buckets for another pass's gradients."""
@@ -255,7 +252,7 @@ class Engine:
         if not state.is_sending:
             if not state.is_open:
                 require_no_average(slot, self.settings)
-                self.flags.loop.note_gradient(slot)
+                self.comparison.loop.note_gradient(slot)
             if slot.hook is None or slot.hook.is_last(slot.param):
                 slot.accumulate()
             else:
@@ -316,7 +313,7 @@ class Engine:
         """Prepare to launch all buckets of this step again, over ``lanes``."""
         self.lanes, self._buffer_work = lanes, None
         self.step_state.launched = 0
-        self.comparison.forget_question()
+        self.comparison.replicas.question = None
         self.window.rescale()
         self.hash_state()
 
@@ -339,11 +336,11 @@ class Engine:
             if self.settings.accumulates:
                 round_gradients(flight.slots)
             if not state.is_open and state.launched == 1:
-                self.flags.loop.note_gradient(flight.slots[0])
+                self.comparison.loop.note_gradient(flight.slots[0])
             grads = gradients_of(flight, self.settings, is_first_pass=not state.is_open)
             if weights.is_zero or self.window.skips:
                 grads = [None] * len(grads)
-            elif self.flags.veto is not None and self.table.on_gpu:  # as the host does not wait for the others' vetoes
+            elif self.table.on_gpu and self.comparison.requests.veto is not None:  # the host waits for no other veto
                 grads[0] = torch.full_like(flight.bucket.views[0], math.nan)
         state.contributed |= any(grad is not None for grad in grads)
         if weights.in_use and self.table.on_gpu:
@@ -360,7 +357,7 @@ class Engine:
     def _exchange_of(self, flight: BucketInFlight, grads: Grads, number: int) -> Callable[[], None]:
         """Return the job that exchanges ``grads`` of the ``number``-th launched bucket; its inputs are fixed now."""
         weights = self.window.weights if self.window.weights.in_use else None
-        fingerprint = self.comparison.fingerprint_of(number)
+        fingerprint = self.comparison.bits_of(number)
         # attach has compared all buckets: ranks that agree on the first lane's first exchange agree on all later ones,
         # as the other lanes carry nothing else.
         is_first = flight is next(each for each in self.table.flights if each.communicator is self.communicator)
@@ -404,7 +401,7 @@ class Engine:
             for flight in self.table.flights:
                 flight.work = None
             self._buffer_work = None
-            self.flags.reduced()
+            self.comparison.restart()
             self.statistics.waits.end()
             self.policy.ended()
             self.step_state.reduced(succeeded=succeeded)
@@ -424,7 +421,7 @@ class Engine:
         Ranks that may go on without a damaged one leave out the step, as its gradients are in the averages.
         """
         try:
-            self.comparison.look_again()
+            self.comparison.replicas.look_again()
         except RuntimeError as error:  # a CommError is one
             self.table.drop_gradients(error)
             self.table.stepper.forget()
@@ -440,8 +437,8 @@ class Engine:
         ``then`` is called after each wait for buckets.
         """
         self._await_results(then)
-        self.comparison.compare()
-        if any(record.new for record in self.flags.announced.values()):
+        self.comparison.receive()
+        if self.comparison.fingerprint.verdict.has_new:
             self.admit_new()
             self.launch_rest()
             self._await_results(then)
@@ -453,7 +450,7 @@ class Engine:
 
     def hash_state(self) -> None:
         """Hash compression's new state if the next reduction checks that nothing else has changed it."""
-        taken = self.comparison.taking()
+        taken = self.comparison.replicas.taking(self.step_state.reductions)
         if taken is not None:
             self.submit(self.communicator, taken.take, ahead=True)  # before the packing that compares them
 

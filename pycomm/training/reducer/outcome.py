@@ -21,9 +21,9 @@ from pycomm.optim.shards import Shards
 from pycomm.training.reducer import clipping as norms
 from pycomm.training.reducer.buckets import BucketInFlight
 from pycomm.training.reducer.parameters import ParameterTable
-from pycomm.training.reducer.rank_flags import RankFlags
 from pycomm.training.reducer.settings import Options
 from pycomm.training.reductions.phase import StepState
+from pycomm.training.reductions.record import Fingerprint
 
 if TYPE_CHECKING:
     from pycomm.training.reducer.partition import StepPartition
@@ -96,11 +96,11 @@ class ReductionOutcome:
         self,
         table: ParameterTable,
         settings: Options,
-        flags: RankFlags,
+        fingerprint: Fingerprint,
         state: StepState,
         communicator: Communicator,
     ) -> None:
-        self._table, self._settings, self._flags, self._state = table, settings, flags, state
+        self._table, self._settings, self._fingerprint, self._state = table, settings, fingerprint, state
         self._communicator = communicator
         self.finite: Flag | None = None
         self.not_finite: str | None = None
@@ -125,7 +125,7 @@ class ReductionOutcome:
         # All ranks without a gradient get the same answer.
         flights = self._table.flights
         any_used = self._state.contributed or not flights or any(any(flight.exchange.used()) for flight in flights)
-        self._is_discarded = bool(self._flags.vetoes) or not any_used
+        self._is_discarded = bool(self._fingerprint.verdict.vetoes) or not any_used
         if self._is_discarded:
             self._discard()
         else:
@@ -153,7 +153,7 @@ class ReductionOutcome:
 
     def _leave_out_skipping(self) -> None:
         """Turn the mean over all ranks into the mean over the ranks with a batch."""
-        num_skipping = sum(record.skips for record in self._flags.announced.values())
+        num_skipping = self._fingerprint.verdict.skipping
         size = self._communicator.size
         if 0 < num_skipping < size and self._settings.average:
             for flight in self._table.flights:
@@ -165,7 +165,7 @@ class ReductionOutcome:
         With a loss scaler, gradients become NaN, so that it skips the step. Without one they become ``None``, so that
         ``optimizer.step()`` does nothing.
         """
-        vetoes = self._flags.vetoes
+        vetoes = self._fingerprint.verdict.vetoes
         for flight in self._table.flights:
             flight.hand_out(False)
             flight.bucket.flat.fill_(math.nan)

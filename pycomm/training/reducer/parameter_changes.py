@@ -24,8 +24,8 @@ from pycomm.torch_internals import Places, children_of, local_of, own_parameters
 from pycomm.training.reducer.buckets import Slot
 from pycomm.training.reducer.engine import Engine
 from pycomm.training.reducer.parameters import ParameterTable
-from pycomm.training.reducer.rank_flags import raise_different_new
 from pycomm.training.reducer.settings import Options
+from pycomm.training.reductions.fields import raise_different_new
 from pycomm.untrusted import ListOf, parse
 
 _INSTEAD = (
@@ -89,17 +89,13 @@ class ParameterPlaces:
 
     Args:
         refuse: called with the name of such a parameter; raises the error.
-
-    Attributes:
-        moved: names of the module under which there is now another attached parameter than at first, with that one's
-            name; "" if it is none. Layers that are exchanged, tied or left out show here; all ranks must do that alike.
     """
 
     def __init__(self, table: ParameterTable, refuse: Callable[[str], None]) -> None:
         self._found: dict[int, weakref.ref[torch.Tensor]] = {}  # by id; a WeakSet would compare tensors by ==
         self._watched: dict[int, weakref.ref[torch.Tensor]] = {}
         self._refuse = weakref.WeakMethod(refuse)
-        self._at_first, self.moved = _attached_names(table), dict[str, str]()
+        self._at_first = _attached_names(table)
         self.find(table)
 
     def find(self, table: ParameterTable) -> None:
@@ -113,8 +109,7 @@ class ParameterPlaces:
 
     def _find_moved(self, table: ParameterTable) -> None:
         before, now = self._at_first, _attached_names(table)
-        self.moved.clear()
-        self.moved |= {name: now.get(name, "") for name in before | now if before.get(name) != now.get(name)}
+        table.moved = {name: now.get(name, "") for name in sorted(before | now) if before.get(name) != now.get(name)}
 
     def look(self, table: ParameterTable) -> bool:
         """Watch parameters that have replaced others; return whether parameters were added to the module."""
@@ -196,7 +191,6 @@ class ParameterChanges:
         self._engine, self._table, self._communicator = engine, engine.table, engine.communicator
         self._hook_parameters, self._stop = weakref.WeakMethod(hook_parameters), weakref.WeakMethod(stop)
         self.places = ParameterPlaces(engine.table, self._refuse)
-        engine.comparison.moved = self.places.moved
         self._steps_of_others = WeakKeyDictionary[torch.optim.Optimizer, int]()  # reductions before the last one
         self._holding = WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]]()  # see steps_attached()
         engine.admit_new = self._admit_late
@@ -315,7 +309,7 @@ class ParameterChanges:
         """
         reductions = self._engine.step_state.reductions
         before, self._steps_of_others[optimizer] = self._steps_of_others.get(optimizer, 0), reductions
-        if before != reductions or self._engine.flags.loop.has_paused:
+        if before != reductions or self._engine.comparison.loop.has_paused:
             return
         slots = {id(slot.param): slot for slot in self._table.slots()}
         for slot in (slots[id(param)] for param in optimizer_parameters(optimizer) if id(param) in slots):

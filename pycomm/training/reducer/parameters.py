@@ -141,6 +141,8 @@ class ParameterTable:
         ranks: global ranks that gradients are averaged over; ``attach`` sets it.
         shards: the trainable parameters that are DTensors, with the ranks that their parts are on.
         partition: partition of a sharded step; ``None`` without one.
+        moved: names of the module under which there is now another attached parameter than at first, with that one's
+            name; "" if it is none. Layers that are exchanged, tied or left out show here; all ranks must do that alike.
         rank_local: names of the module's other parameters that differ between ranks and stay so.
     """
 
@@ -163,6 +165,8 @@ class ParameterTable:
         self.shards = Shards([])
         self.partition: StepPartition | None = None
         self.earlier: dict[str, float] = {}
+        self.moved: Mapping[str, str] = {}
+        self._trained: tuple[list[Slot], list[tuple[str, torch.Tensor]]] = [], []
         self.takes_written = False
         self._known_ids, self._kept_ids = list[int](), list[int]()  # when none was new, when none was replaced
         devices = [p.device for p in names.values() if p.device.type != "meta"]
@@ -186,6 +190,13 @@ class ParameterTable:
     def named(self) -> list[tuple[str, torch.Tensor]]:
         """Return all parameters with their names, trainable ones first."""
         return [(slot.name, slot.param) for slot in (*self._slots.values(), *self._frozen.values())]
+
+    def trained(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the trained parameters, or this rank's parts, with their names; the same list while none is added."""
+        slots = self.slots()
+        if slots != self._trained[0]:
+            self._trained = slots, [(slot.name, slot.local) for slot in slots]
+        return self._trained[1]
 
     def locals(self) -> list[tuple[str, torch.Tensor]]:
         """Return the same as :meth:`named`, with this rank's part of each DTensor."""
@@ -399,6 +410,7 @@ class ParameterTable:
         self.flights.clear()
         self._slots.clear()
         self._frozen.clear()
+        self._trained = [], []
 
 
 def table_of(optimizer: Any, model_or_named_parameters: Any, all_parameters: bool, ignore: Any = ()) -> ParameterTable:

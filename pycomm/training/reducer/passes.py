@@ -23,8 +23,8 @@ from pycomm.training.reducer.autograd_hooks import BackwardWatch, GradientHook, 
 from pycomm.training.reducer.buckets import Slot, forget_wide
 from pycomm.training.reducer.engine import Engine
 from pycomm.training.reducer.parameter_changes import ParameterChanges, require_provenance
-from pycomm.training.reducer.replica_differences import DamageError
 from pycomm.training.reductions.phase import Role
+from pycomm.training.reductions.replicas import DamageError
 
 _LOG = logging.getLogger("pycomm")
 
@@ -173,7 +173,7 @@ class Passes:
 
     def _refuse_local_updates(self) -> None:
         """Raise RuntimeError if parameters have been changed by gradients that are not averaged, again and again."""
-        if not self._engine.flags.loop.has_used:
+        if not self._engine.comparison.loop.has_used:
             return
         reductions = self._state.reductions
         if self._local_writes is None or self._local_writes[0] != reductions:
@@ -190,13 +190,13 @@ class Passes:
     def note_forward(self, output: Any, called: str) -> None:
         """Note a forward of the part ``called``, whose ``output`` shows later whether a backward followed."""
         if current_graph_task() == -1 and not self._state.paused:
-            self._engine.flags.loop.note_forward(output, called)
+            self._engine.comparison.loop.note_forward(output, called)
 
     def note_zero_grad(self) -> None:
         """Note a call of ``optimizer.zero_grad()``: a step begins."""
         self._state.loop_begins()
         if not self._state.paused:
-            self._engine.flags.loop.num_zero_grads += 1
+            self._engine.comparison.loop.num_zero_grads += 1
         if self._state.is_open:
             self._note_cleared(set(parameter_ids(self._table.optimizer)))
 
@@ -214,7 +214,7 @@ class Passes:
 
     def _discard_window(self) -> None:
         self._window.weights.forget_passes()
-        self._engine.flags.loop.num_cleared += self._state.cleared()
+        self._engine.comparison.loop.num_cleared += self._state.cleared()
 
     # Passes of this rank alone.
 
@@ -227,7 +227,7 @@ class Passes:
                 "paused() inside an accumulation window: its gradients would be mixed; call flush() first"
             )
         self._state.paused += 1
-        self._engine.flags.loop.has_paused = True
+        self._engine.comparison.loop.has_paused = True
         self._state.gate.close()
         try:
             with training_alone():
@@ -287,7 +287,7 @@ class Passes:
         """Raise RuntimeError if a step would leave gradients of an open window behind."""
         self.forget_lost()
         if self._state.is_open:
-            cleared = self._engine.flags.loop.num_cleared
+            cleared = self._engine.comparison.loop.num_cleared
             before = f"; those of {cleared} passes before them were cleared inside the window" if cleared else ""
             raise RuntimeError(
                 f"optimizer.step() after {self._state.passes} of {self._settings.passes} backward passes: "
@@ -314,7 +314,7 @@ class Passes:
         if optimizer is self._table.optimizer or self._communicator.size == 1:
             return
         self.changes.before_other_step(optimizer)
-        if self._engine.flags.loop.has_paused or not self.changes.steps_attached(optimizer):
+        if self._engine.comparison.loop.has_paused or not self.changes.steps_attached(optimizer):
             return
         if self._counts():
             self._engine.statistics.phases.trace.begin_step()
@@ -336,7 +336,7 @@ class Passes:
         Not inside a step of the attached one, nor after a pass of this rank alone. With all_parameters the parameters
         may belong to several optimizers, of which only one reports its steps.
         """
-        is_own = self._state.is_stepping or self._engine.flags.loop.has_paused
+        is_own = self._state.is_stepping or self._engine.comparison.loop.has_paused
         return not (is_own or self._settings.tuning.all_parameters)
 
     @contextlib.contextmanager
@@ -370,7 +370,7 @@ class Passes:
         self._engine.comparison.after_step()
         self._state.stepped()
         if self._table.flights:
-            self._engine.flags.loop.note_step(self._table.flights[0].slots[0])
+            self._engine.comparison.loop.note_step(self._table.flights[0].slots[0])
 
     # Callbacks of autograd.
 
@@ -456,7 +456,7 @@ class Passes:
 
     def reduce(self) -> None:
         """Complete the reduction, including new parameters."""
-        announced = self._engine.flags.takes_new and bool(self._table.flights)
+        announced = self._engine.comparison.announces_new and bool(self._table.flights)
         try:
             if not announced:
                 self.changes.find_new()
@@ -464,7 +464,7 @@ class Passes:
             self._state.reduced(succeeded=False)
             raise
         if self._forwards is not None and self._state.has_pass:
-            self._forwards.trained(self._engine.flags.loop.has_forwards)
+            self._forwards.trained(self._engine.comparison.loop.has_forwards)
         try:
             self._engine.reduce()
         except DamageError as error:

@@ -24,10 +24,10 @@ from pycomm.training.reducer.buckets import scale_gradients
 from pycomm.training.reducer.engine import Engine
 from pycomm.training.reducer.module_buffers import BufferSync
 from pycomm.training.reducer.passes import Passes
-from pycomm.training.reducer.rank_flags import StopRequest
 from pycomm.training.reducer.statistics import trace_of
 from pycomm.training.reducer.without_backward import WithoutBackward, request_veto
 from pycomm.training.reductions.phase import Phase, StepState
+from pycomm.training.reductions.requests import StopRequest
 
 _LOG = logging.getLogger("pycomm")
 
@@ -182,17 +182,17 @@ class Reducer:
         a GPU two reductions later), so that all can save and exit after the same step. Nothing is stopped by itself.
         """
         self._require_attached()
-        self._engine.flags.request_stop(str(reason), self._communicator.rank if self._idle else None)
+        self._engine.comparison.requests.request_stop(str(reason), self._communicator.rank if self._idle else None)
 
     @property
     def stop_requested(self) -> StopRequest:
         """Request to stop that all ranks have received, with ``rank`` and ``reason``; false without one."""
-        return self._engine.flags.stop_requested
+        return self._engine.comparison.requests.stop_requested
 
     @property
     def is_vetoed(self) -> bool:
         """Whether a rank has vetoed the last step; see :meth:`veto_step`."""
-        return bool(self._engine.flags.vetoes)
+        return bool(self._engine.comparison.fingerprint.verdict.vetoes)
 
     def reduce_now(self) -> None:
         """Average the present gradients, unless their averages already wait for a step. Collective.
@@ -413,7 +413,7 @@ def _has_nothing_to_do(engine: Engine) -> bool:
 
 
 def _release(engine: Engine) -> None:
-    engine.comparison.release()
+    engine.comparison.replicas.release()
     engine.statistics.waits.close()
 
 

@@ -31,9 +31,9 @@ from pycomm.training.reducer.engine import Engine, Grads, Launch, StepPolicy
 from pycomm.training.reducer.lanes import open_lanes
 from pycomm.training.reducer.newcomers import lines_of, share_state
 from pycomm.training.reducer.parameters import ParameterTable
-from pycomm.training.reducer.replica_differences import DamageError
 from pycomm.training.reducer.settings import Options
 from pycomm.training.reductions.phase import Role
+from pycomm.training.reductions.replicas import DamageError
 from pycomm.worker import Work
 
 _LOG = logging.getLogger("pycomm")

@@ -128,6 +128,9 @@ class AccumulationWindow:
         num_idle: number of ranks that take part in this step without gradients, as newcomers do.
         scaling: scales of the window that is being sent, except for this rank's relative weight, which
             is known only to a job on the communication thread.
+        loss_scale: scale of the loss of the window that is about to end; ``None`` if only the device knows it.
+        length: number of passes that a function has put into it, 0 if ranks may differ in it, and number of the
+            reduction.
         streams: on a GPU, the streams (as integers) on which the scales were computed.
         current_stream: on a GPU, returns torch's current stream there.
     """
@@ -142,6 +145,8 @@ class AccumulationWindow:
         self.weights = SampleWeights(communicator)
         self.num_idle = 0
         self.scaling = Scaling(communicator.size)
+        self.loss_scale: float | None = None
+        self.length = (0, 0)
         self.streams: set[int] = set()
         self.current_stream = communicator.channel.current_stream_of(device)
 
@@ -166,14 +171,12 @@ class AccumulationWindow:
         average, size = self._settings.average, self._communicator.size
         self.scaling = Scaling(size, self._relative(), loss_scale=loss_scale, average=average, step=number)
 
-    def compared(self, *, is_flushed: bool) -> tuple[float | None, int]:
-        """Return what ranks compare of a window that ends now: loss scale, and number of passes.
-
-        The scale is ``None`` if only the device knows it; the number 0 if it may differ between ranks.
-        """
+    def fix_compared(self, *, is_flushed: bool) -> None:
+        """Fix what ranks compare of the window, which ends now."""
         scale, is_free = self.scaling.loss_scale, is_flushed or self.weights.in_use
         by_function = callable(self._settings.accumulate) and not is_free
-        return scale if isinstance(scale, float) else None, self._state.passes + 1 if by_function else 0
+        self.loss_scale = scale if isinstance(scale, float) else None
+        self.length = (self._state.passes + 1 if by_function else 0), self._state.reductions
 
     def rescale(self) -> None:
         """Adapt the scales of the window to the present number of ranks."""

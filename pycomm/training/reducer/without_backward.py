@@ -35,7 +35,7 @@ def request_veto(engine: Engine, reason: str) -> None:
         )
     if state.phase is Phase.STEPPED:
         _LOG.warning("veto_step() after optimizer.step(): it is the next step that will be left out")
-    engine.flags.veto = reason
+    engine.comparison.requests.veto = reason
 
 
 def require_skippable(engine: Engine) -> None:
@@ -174,7 +174,7 @@ class WithoutBackward:
         if found[0]:
             return False
         self._state.resumes(self._state.reductions, int(found[1]))
-        self._engine.flags.forget_received()
+        self._engine.comparison.fingerprint.forget_received()
         return True
 
     def reduce_now(self) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from pycomm.optim.parameters import optimizer_parameters
 from pycomm.optim.step_override import Factor, stepper_of
 from pycomm.torch_internals import version_of, versions_of
 from pycomm.training.reducer.buckets import BucketInFlight
+from pycomm.training.reductions.fields import FieldWords, Source
+from pycomm.training.reductions.record import Record
 
 _PLAIN = (bool, int, float, str, tuple, type(None))
 _NAMES = ("params", "param_names")
@@ -49,9 +52,16 @@ class StepComparison:
     def __init__(self, communicator: Communicator, optimizer: torch.optim.Optimizer, has_full_grad: bool) -> None:
         self._communicator, self._optimizer, self._has_full_grad = communicator, optimizer, has_full_grad
         self._loaded: list[str] = []  # hashes of the state that was loaded since the last step
+        self._factor: list[str] | None = None  # of the present step
         self._params: list[torch.Tensor] = []
         self._versions: list[int] = []
         self._hook = optimizer.register_load_state_dict_post_hook(self._note_loaded)
+        values = {
+            "settings": partial(settings_of, optimizer),
+            "loaded": partial(getattr, self, "_loaded"),
+            "factor": partial(getattr, self, "_factor"),
+        }
+        self._record = Record(Source(values, words=FieldWords(_ADVICE)))
         self.compare_replicas: Callable[[], Callable[[], None] | None] = lambda: None
 
     def _note_loaded(self, optimizer: torch.optim.Optimizer) -> None:
@@ -74,32 +84,21 @@ class StepComparison:
             ValueError: on all ranks: hyperparameters, factors, loaded state or gradients differ.
             RuntimeError: on all ranks: parameters differ, to which a rank has written since the last step.
         """
-        lines = {
-            "parameter group": settings_of(self._optimizer),
-            "state loaded since the last step, of parameter": self._loaded,
-        }
         is_on_gpu = isinstance(factor, torch.Tensor) and on_gpu(factor)  # for which the host would wait
-        factors = {"factor of the gradients (clipping, loss scale)": [] if is_on_gpu else [str(float(factor))]}
-        digest, of_factor = (zlib.crc32(repr(each).encode()) for each in (lines, factors))
-        is_written = versions_of(self._params) != self._versions
-        flags = [is_skipped, is_written, self._are_written(flights)]
-        votes = torch.tensor([*flags, digest, -digest, of_factor, -of_factor], dtype=torch.int64)
-        self._communicator.all_reduce(votes, "max")
-        skips, written, grads_written, most, least, most_factor, least_factor = votes.tolist()
-        if most != -least:
-            self._require_same(lines)
-        if most_factor != -least_factor and not skips:
-            self._require_same(factors)
+        self._factor = None if is_on_gpu or is_skipped else [str(float(factor))]
+        mine = is_skipped, versions_of(self._params) != self._versions, self._are_written(flights)
+        world = range(self._communicator.size)
+        flags = self._record.meet(self._communicator, world, self._record.read(), *mine)
+        skips, written, grads_written = flags.max(axis=0).tolist()
         self._loaded = []
         compare = self.compare_replicas() if written else None
         if compare is not None:
             compare()
         if grads_written and not skips:
-            self._require_same({"gradient after backward()": self._gradients(flights)})
+            lines = {"gradient after backward()": self._gradients(flights)}
+            everyones = exchanged(self._communicator.channel.all_gather_bytes, lines, "compare")
+            require_same(everyones, "compare", hint=_ADVICE)
         return not skips
-
-    def _require_same(self, lines: dict[str, list[str]]) -> None:
-        require_same(exchanged(self._communicator.channel.all_gather_bytes, lines, "compare"), "compare", hint=_ADVICE)
 
     def _are_written(self, flights: Sequence[BucketInFlight]) -> bool:
         """Return whether a gradient was removed, written to or replaced since it was handed out."""

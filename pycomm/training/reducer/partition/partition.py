@@ -24,8 +24,8 @@ from pycomm.torch_internals import version_of
 from pycomm.training.reducer.buckets import BucketInFlight, Slot
 from pycomm.training.reducer.partition.comparison import StepComparison, has_written_unscaled
 from pycomm.training.reducer.partition.whole_step import OwnSteps, WholeStep
-from pycomm.training.reducer.replica_differences import DamageError
 from pycomm.training.reducer.settings import Options
+from pycomm.training.reductions.replicas import DamageError
 
 _TEXT = (
     "a rank was lost in the middle of optimizer.step(), while the ranks wrote to each other's parameters: those here "

@@ -25,8 +25,8 @@ from pycomm.errors import CommError
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.training.reducer.buckets import BucketInFlight
 from pycomm.training.reducer.partition.partition import GpuMemory, Memory, Segment, StepPartition, begins_of
-from pycomm.training.reducer.replica_differences import DamageError
 from pycomm.training.reducer.settings import Options
+from pycomm.training.reductions.replicas import DamageError
 from pycomm.worker import Work
 
 _LOG = logging.getLogger("pycomm")

@@ -1,13 +1,34 @@
-"""Reports on replicas that differ: which parameters, on which ranks, and whether a majority agrees."""
+"""Replicas: comparison of parameters, buffers and compression's state by hashes, and reports of their differences.
+
+Bits 0 to 31 of the record travel with the first bucket of a reduction:
+
+- 0-3: number of steps that the optimizer has taken, modulo 16. If ranks differ, that is an error.
+- 4: compression's state was changed by something else. An error names rank and parameter.
+- 5-26: hash of the parameters, or of a part of them. An error names parameter and ranks.
+- 27-31: hash of the buffers, in some reductions. A log line names a buffer.
+
+All parameters and buffers are hashed in the 2nd, 3rd, 5th, 9th, ... reduction, and then in one of every
+``check_replicas``, in CPU memory a part of the parameters in the others, each part in turn. If fewer than half of the
+ranks differ, the error accuses them, and the others may continue without them.
+
+This covers averaged gradients, too, which are equal on all ranks: a flipped bit in one leads to a different parameter,
+or has no effect.
+
+Residuals and velocities differ between ranks by nature, so other ranks cannot check them. But nothing may write to them
+between the commits of two steps. So a hash is taken right after a commit, and compared before the next exchange reads
+them; a rank whose state has changed sets a bit. The two hashes read the state twice, and find only changes between
+them: to find every flipped bit, they would have to be taken in every step.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import random
 import warnings
 import zlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -16,14 +37,25 @@ import numpy as np
 import torch
 
 from pycomm import kernels
+from pycomm.collectives.bucket import FingerprintBits
 from pycomm.collectives.communicator import Communicator
-from pycomm.collectives.layout import is_capturing
-from pycomm.collectives.tensor_memory import hashable, is_plain
-from pycomm.descriptions import cpu_model, name_ranks, ranks_by_value
+from pycomm.collectives.layout import is_capturing, on_gpu
+from pycomm.collectives.tensor_memory import comparable, hashable, is_plain
+from pycomm.compression.base import Flag, State
+from pycomm.descriptions import counts_text, cpu_model, name_ranks, ranks_by_value
 from pycomm.errors import CommError
 from pycomm.torch_internals import own_parameters, parts_of, uncompiled, version_of
-from pycomm.training.reducer.buckets import Slot
 from pycomm.untrusted import COUNT, ListOf, MapOf, parse
+
+STEP = slice(0, 4)
+STATE = 4
+PARAMETERS = slice(5, 27)
+BUFFERS = slice(27, 32)
+"""Bits of a reduction's record."""
+
+_logger = logging.getLogger("pycomm")
+_REMEMBERED = 4
+"""Number of comparisons that may still be reported: on a GPU the host reports two reductions later."""
 
 
 class DamageError(CommError):
@@ -142,19 +174,19 @@ class RollingHash:
     """
 
     def __init__(self) -> None:
-        self._slots: list[Slot] = []
-        self._parts: list[list[tuple[Slot, int, int | None]]] = []
+        self._named: Named = ()
+        self._parts: list[list[tuple[torch.Tensor, int, int | None]]] = []
         self._scratch = kernels.Scratch()
         self._out = np.empty(0, np.int64)
 
-    def part_of(self, slots: list[Slot], number: int) -> list[torch.Tensor]:
-        """Return the tensors to hash in reduction ``number``; on all ranks the same, if ``slots`` are."""
-        if slots != self._slots:
-            self._slots, self._parts = slots, _parts_of(slots)
+    def part_of(self, named: Named, number: int) -> list[torch.Tensor]:
+        """Return the tensors to hash in reduction ``number``; on all ranks the same, if those ``named`` are."""
+        if named is not self._named:
+            self._named, self._parts = named, _parts_of([tensor for _, tensor in named])
         if not self._parts:
             return []
         part = self._parts[number % len(self._parts)]
-        tensors = [(hashable(slot.local), begin, end) for slot, begin, end in part]
+        tensors = [(hashable(tensor), begin, end) for tensor, begin, end in part]
         return [x if end is None else x.view(-1)[begin:end] for x, begin, end in tensors]
 
     def number(self, tensors: Sequence[torch.Tensor]) -> int:
@@ -172,22 +204,104 @@ _PER_TENSOR = 1 << 11
 """Bytes that are read in the time that a tensor takes besides."""
 
 
-def _parts_of(slots: Sequence[Slot]) -> list[list[tuple[Slot, int, int | None]]]:
-    """Cut the plain parameters of ``slots`` into parts of equal bytes: slot, first element, and end or ``None``."""
-    sizes = [(slot, slot.local.numel(), slot.local.element_size()) for slot in slots if is_plain(slot.local)]
+def _parts_of(tensors: Sequence[torch.Tensor]) -> list[list[tuple[torch.Tensor, int, int | None]]]:
+    """Cut the plain ones of ``tensors`` into parts of equal bytes: tensor, first element, and end or ``None``."""
+    sizes = [(each, each.numel(), each.element_size()) for each in tensors if is_plain(each)]
     length = max(_LEAST_PART, sum(count * width + _PER_TENSOR for _, count, width in sizes) // _PARTS + 1)
-    parts: list[list[tuple[Slot, int, int | None]]] = [[]]
+    parts: list[list[tuple[torch.Tensor, int, int | None]]] = [[]]
     left = length
-    for slot, count, width in sizes:
+    for tensor, count, width in sizes:
         begin = 0
         while begin < count:
             if left <= 0:
                 parts.append([])
                 left = length
-            taken = min(count - begin, -(-left // width)) if slot.local.is_contiguous() else count
-            parts[-1].append((slot, begin, None if taken == count else begin + taken))
+            taken = min(count - begin, -(-left // width)) if tensor.is_contiguous() else count
+            parts[-1].append((tensor, begin, None if taken == count else begin + taken))
             begin, left = begin + taken, left - taken * width - _PER_TENSOR
     return parts
+
+
+class TakenHashes:
+    """Hashes of committed state. Created by the thread that commits; computed and compared where buckets are sent."""
+
+    def __init__(self, state: State, scratch: kernels.Scratch) -> None:
+        found = [(f"{key} of parameter {name!r}", t) for name, entry in state.items() for key, t in entry.items()]
+        device = found[0][1].device if found else None
+        found = [(label, tensor) for label, tensor in found if tensor.device == device]
+        self.labels = [label for label, _ in found]
+        self._tensors = [hashable(tensor) for _, tensor in found]
+        self._scratch = scratch
+        self._then: torch.Tensor | None = None
+        self.changed: torch.Tensor | None = None
+        """Whether each has changed; bools, once compared."""
+
+    def take(self) -> None:
+        if self._tensors:
+            self._then = self._hashes()
+
+    def compare(self) -> None:
+        """Take the hashes again, and compare them. Releases the state."""
+        if self._then is not None:
+            self.changed = self._hashes() != self._then
+        self._tensors = []
+
+    def _hashes(self) -> torch.Tensor:
+        room = torch.empty(len(self._tensors), dtype=torch.int64, device=self._tensors[0].device)
+        kernels.hashes(self._tensors, scratch=self._scratch, out=room)
+        return room
+
+
+class StateHashes:
+    """Hashes of this rank's state, kept from a commit to the reduction after it.
+
+    Args:
+        carried: returns the state of the exchanges that have some in this step.
+    """
+
+    def __init__(self, carried: Callable[[], State]) -> None:
+        self._carried, self._scratch = carried, kernels.Scratch()
+        self._taken: TakenHashes | None = None
+        self._compared: deque[TakenHashes] = deque(maxlen=_REMEMBERED)
+        self._has_graph = False
+
+    def taking(self) -> TakenHashes | None:
+        """Return hashes, still to be taken, of the state; ``None`` if there is none."""
+        state: State = {} if self._has_graph else self._carried()
+        self._taken = TakenHashes(state, self._scratch) if any(state.values()) else None
+        return self._taken
+
+    def comparing(self) -> TakenHashes | None:
+        """Return the hashes of the last commit, if they were taken; they are compared only once."""
+        # The launches of a CUDA graph change state without the host, so that hashes would be out of date.
+        self._has_graph = self._has_graph or is_capturing()
+        taken, self._taken = self._taken, None
+        return None if self._has_graph else taken
+
+    def forget(self) -> None:
+        """Discard the hashes, and release the state."""
+        self._taken = None
+
+    def changed(self, taken: TakenHashes | None) -> Flag:
+        """Compare ``taken``; return whether this or a recent comparison found a change. Does not wait for a GPU."""
+        if taken is not None:
+            taken.compare()
+            self._compared.append(taken)
+        flags = [each.changed.any() for each in self._compared if each.changed is not None]
+        if not flags:
+            return False
+        return torch.stack(flags).any() if on_gpu(flags[0]) else any(map(bool, flags))
+
+    def reported(self) -> None:
+        """Note that the changes have been reported on all ranks."""
+        self._compared.clear()
+
+    def damaged(self) -> str:
+        """Return the label of the first changed state; "" without one. Waits for a GPU."""
+        for taken in self._compared:
+            if taken.changed is not None and bool(taken.changed.any()):
+                return taken.labels[int(taken.changed.cpu().nonzero()[0])]
+        return ""
 
 
 class StepEvidence:
@@ -284,27 +398,37 @@ class Question:
 
 @dataclass(frozen=True)
 class Compared:
-    """Parameters that must be equal on all ranks, and when they are compared.
+    """What must be equal on all ranks, and when it is compared.
 
     Attributes:
-        parameters, hashed: return them by name, as they are and in the form that is hashed.
-        hashes: their hashes, combined into the bits that are sent.
+        parameters, buffers: return them by name; of DTensors, this rank's part.
+        trained: returns the trained parameters by name, the same list until there are others.
+        carried: returns compression's state of the exchanges that have some in this step.
+        module: returns the module that has the parameters, if it is known.
         interval: see :func:`is_comparison_due`.
-        on_gpu: whether the host learns of a difference two reductions later, so that no step can answer.
+        by_parts: whether a part of the parameters is compared in the other reductions.
+        reads_late: whether the host learns of a difference two reductions later, so that no step can answer.
     """
 
     parameters: Callable[[], Named]
-    hashed: Callable[[], Named]
-    hashes: Hashes
+    trained: Callable[[], Named]
     interval: int
-    on_gpu: bool
+    reads_late: bool
+    by_parts: bool = False
+    buffers: Callable[[], Named] = lambda: ()
+    carried: Callable[[], State] = dict
+    module: Callable[[], torch.nn.Module | None] = lambda: None
 
 
-class ReplicaDifferences:
-    """When replicas are compared, and reports of their differences. What is collective does the same on all ranks.
+class Replicas:
+    """Bits of this rank's replica, and reports of differences. What is collective does the same on all ranks.
+
+    Args:
+        world: returns the numbers of the ranks.
+        device: device of the bits.
+        of_parameters: device of the parameters.
 
     Attributes:
-        hashes: hashes of the parameters.
         question: difference that the last reduction has found, if no step has come since; alike on all ranks.
         warned: whether a difference has been explained by the ranks' processors, which will not be the last.
     """
@@ -314,20 +438,33 @@ class ReplicaDifferences:
         communicator: Communicator,
         world: Callable[[], Sequence[int]],
         compared: Compared,
-        evidence: StepEvidence,
+        device: torch.device,
+        of_parameters: torch.device,
     ) -> None:
-        self._communicator, self._world, self._compared, self._evidence = communicator, world, compared, evidence
-        self.hashes, self._parameters = compared.hashes, compared.parameters
+        self._communicator, self._world, self._compared = communicator, world, compared
+        self._hashes = Hashes(of_parameters, PARAMETERS.stop - PARAMETERS.start)
+        self._buffer_hashes = Hashes(of_parameters, BUFFERS.stop - BUFFERS.start)
+        self._rolling, self._bits = RollingHash(), FingerprintBits(device)
+        self._by_step = [self._bits.of(number) for number in range(1 << STEP.stop)]
+        self._evidence = StepEvidence(compared.trained, compared.module, of_parameters)
+        self._state_hashes = StateHashes(compared.carried)
+        self._state_changed: Flag = False
         self._at_step: torch.Tensor | None = None  # bits of the parameters as the last step left them
         self.question: Question | None = None
-        self.warned = False
+        self.warned = self._has_logged = self._has_stepped = False
 
     def is_due(self, num_reductions: int) -> bool:
         """Return whether all parameters are compared in the reduction that follows ``num_reductions`` others."""
         return self.question is not None or is_comparison_due(num_reductions, self._compared.interval)
 
+    def _hashed(self) -> Named:
+        return comparable(self._compared.parameters())
+
+    # Steps.
+
     def before_step(self, num_reductions: int, rewritten: Callable[[], str] = lambda: "") -> None:
         """Note that a step begins; ``rewritten``: see :meth:`StepEvidence.before_step`."""
+        self._has_stepped = True
         looks = num_reductions == 1 or self.is_due(num_reductions)
         self._evidence.before_step(looks=looks, rewritten=rewritten)
 
@@ -337,29 +474,95 @@ class ReplicaDifferences:
         On a GPU the parameters are hashed here if the next reduction compares them: there the host cannot ask again
         before a step, by which weights that differ on purpose are equal again.
         """
+        if self._communicator.size == 1:
+            return
+        self._has_stepped |= num_reductions > 0
         self._evidence.after_step()
-        if self._compared.on_gpu and self.is_due(num_reductions) and not is_capturing():
-            self._at_step = self.hashes.bits(self._compared.hashed())
+        if self._compared.reads_late and self.is_due(num_reductions) and not is_capturing():
+            self._at_step = self._hashes.bits(self._hashed())
 
-    def bits(self) -> Callable[[], torch.Tensor]:
-        """Return the function that makes the bits to be sent; the list of parameters is read now."""
-        at_step, self._at_step, hashed = self._at_step, None, self._compared.hashed()
-        return lambda: self.hashes.bits(hashed) if at_step is None else at_step
+    # Bits.
 
-    def forget(self) -> None:
-        """Release the parameters."""
+    def bits(self, num_reductions: int, num_steps: int) -> Callable[[], torch.Tensor]:
+        """Return the function that makes this rank's bits, to be called on the first bucket's thread or stream.
+
+        The parameters must not be written to until then. The lists of tensors are read now, as they may grow before.
+        """
+        by_step = self._by_step[num_steps % (1 << STEP.stop)]
+        taken = self._state_hashes.comparing()
+        if not self.is_due(num_reductions):
+            return self._with_part(by_step, num_reductions)
+        at_step, self._at_step, hashed = self._at_step, None, self._hashed()
+        buffers = comparable(self._compared.buffers())
+
+        def make() -> torch.Tensor:
+            bits = by_step.clone()
+            self._state_changed = self._state_hashes.changed(taken)
+            bits[STATE] = self._state_changed
+            bits[PARAMETERS] = self._hashes.bits(hashed) if at_step is None else at_step
+            bits[BUFFERS] = self._buffer_hashes.bits(buffers)
+            return bits
+
+        return make
+
+    def _with_part(self, by_step: torch.Tensor, num_reductions: int) -> Callable[[], torch.Tensor]:
+        """Return the function that adds a hash of a part of the parameters to the bits ``by_step``."""
+        is_compared = self._compared.by_parts and self._compared.interval > 0 and not self.warned
+        tensors = self._rolling.part_of(self._compared.trained(), num_reductions) if is_compared else []
+        if not tensors:
+            return lambda: by_step
+
+        mask = (1 << PARAMETERS.stop - PARAMETERS.start) - 1
+        return lambda: by_step | self._bits.of((self._rolling.number(tensors) & mask) << PARAMETERS.start)
+
+    def taking(self, num_reductions: int) -> TakenHashes | None:
+        """Return hashes of compression's state, to be taken before the next bucket, if they are compared then.
+
+        Called by the thread that has just committed the state.
+        """
+        return self._state_hashes.taking() if self.is_due(num_reductions) else None
+
+    def with_state(self, differing: torch.Tensor, num_reductions: int) -> torch.Tensor:
+        """Return the bits ``differing`` between ranks, with that of changed state, which may be set on all ranks."""
+        if not self.is_due(num_reductions) or self._state_changed is False:
+            return differing
+        differing = differing.clone()
+        differing[STATE] |= self._state_changed
+        return differing
+
+    def release(self) -> None:
+        """Release the state and the parameters that hashes refer to."""
+        self._state_hashes.forget()
+        self._rolling = RollingHash()
         self._evidence.forget()
 
-    def ask(self, num_reductions: int, *, has_stepped: bool) -> None:
+    # Reports.
+
+    def judge(self, differing: Sequence[bool], of: int, absent: Sequence[bool]) -> None:
+        """Report what differs in reduction ``of``. Collective.
+
+        Args:
+            differing: bits that differ, at least one of them.
+            absent: whether each rank takes no steps.
+        """
+        if differing[STATE]:
+            self._report_state()
+        if any(differing[PARAMETERS]):
+            if self._compared.reads_late:
+                self._report_now(of, absent)
+            elif not any(absent):  # who is absent takes no step that could answer
+                self._ask(of)
+        if any(differing[BUFFERS]) and not self._has_logged:
+            self._log_buffers(absent)
+
+    def _ask(self, num_reductions: int) -> None:
         """Note that parameters differ in the reduction after ``num_reductions``, which the next step is to answer.
 
         If no step was ever seen, as the script updates the parameters by itself, the answer is given here in the end.
-
-        ``has_stepped``: whether an optimizer has stepped the parameters before.
         """
         num_asked = 1 if self.question is None else self.question.num_asked + 1
         self.question = Question(num_reductions, self._evidence.written(), num_asked)
-        if not has_stepped and num_asked >= _MOST_UNANSWERED:
+        if not self._has_stepped and num_asked >= _MOST_UNANSWERED:
             self.look_again()
 
     def look_again(self) -> None:
@@ -371,22 +574,58 @@ class ReplicaDifferences:
         question, self.question = self.question, None
         if question is None:
             return
-        self.hashes.bits(self._compared.hashed())
-        names, by_rank = self.find(self.hashes, [False] * self._communicator.size)
+        self._hashes.bits(self._hashed())
+        names, by_rank = self._find(self._hashes, [False] * self._communicator.size)
         if names:
             self._report(names, by_rank, question.num_reductions, question.written)
 
-    def report(self, num_reductions: int, absent: Sequence[bool]) -> None:
+    def compare_now(self, num_reductions: int) -> None:
+        """Report parameters that differ between the ranks now. Collective, and waits for a GPU."""
+        if self._compared.interval == 0 or num_reductions == 0:
+            return
+        self._hashes.bits(self._hashed())
+        absent = [False] * self._communicator.size
+        names, by_rank = self._find(self._hashes, absent)
+        if names:
+            self._report(names, by_rank, num_reductions, self._evidence.written())
+
+    def _report_now(self, num_reductions: int, absent: Sequence[bool]) -> None:
         """Raise an error, or warn, about parameters whose last hashes differ after ``num_reductions``."""
-        names, by_rank = self.find(self.hashes, absent)
+        names, by_rank = self._find(self._hashes, absent)
         if names or not any(absent):
             self._report(names, by_rank, num_reductions, self._evidence.written())
+
+    def _log_buffers(self, absent: Sequence[bool]) -> None:
+        names, _ = self._find(self._buffer_hashes, absent)
+        if names or not any(absent):
+            self._has_logged = True
+            if self._communicator.rank > 0:  # all ranks would log the same
+                return
+            _logger.warning(
+                "buffer %r%s differs between the ranks: each rank keeps its own. "
+                'attach(..., buffers="broadcast") or "average" makes them equal after each reduction',
+                names[0] if names else "?",
+                f", and {len(names) - 1} more," if len(names) > 1 else "",
+            )
+
+    def _report_state(self) -> None:
+        found = self._all_gather_text(self._state_hashes.damaged())
+        self._state_hashes.reported()
+        damaged = {rank: label for rank, label in zip(self._world(), found, strict=True) if label}
+        if damaged:
+            where = ", ".join(f"the {label} on rank {rank}" for rank, label in damaged.items())
+            raise DamageError.of(
+                list(damaged),
+                f"{where} is not what the last step left there, and nothing but pycomm writes to it: the memory is "
+                "damaged, or something wrote beyond its own",
+                rank=self._me,
+            )
 
     def _report(
         self, names: Sequence[str], by_rank: np.ndarray, num_reductions: int, written: Mapping[str, str]
     ) -> None:
         mine = {"written": {name: how for name, how in written.items() if name in names}, "processor": _processor()}
-        texts = self.all_gather_text(json.dumps({**mine, **self._evidence.of_steps()}))
+        texts = self._all_gather_text(json.dumps({**mine, **self._evidence.of_steps()}))
         seen = [parse(text, _SEEN, f"what rank {rank} has seen") for rank, text in enumerate(texts)]
         apart, largest, count, total = self._distance()
         far = f"the largest difference is {apart:.3g}, the largest magnitude {largest:.3g}"
@@ -451,16 +690,18 @@ class ReplicaDifferences:
                 f"memory or in a processor. If it was not that, something {_DRIFT}. {_REMEDY}"
             )
         if odd:
-            raise DamageError.of(odd, f"{message}. {why}", rank=self.me)
+            raise DamageError.of(odd, f"{message}. {why}", rank=self._me)
         if is_flip:
             ranks = name_ranks(self._world())
-            raise DamageError.of([], f"{message}. One of {ranks} is wrong, no majority says which. {why}", rank=self.me)
+            raise DamageError.of(
+                [], f"{message}. One of {ranks} is wrong, no majority says which. {why}", rank=self._me
+            )
         raise RuntimeError(f"{message}. {why}")
 
     def _distance(self) -> tuple[float, float, int, int]:
         """Return largest difference, largest magnitude, number of differing elements, and size of their parameters."""
         found, count, total = torch.zeros(2, dtype=torch.float64), 0, 0
-        for _, parameter in self._parameters():
+        for _, parameter in self._compared.parameters():
             if parameter.numel() == 0:
                 continue
             highest = parameter.detach().double().clone(memory_format=torch.contiguous_format)
@@ -475,7 +716,7 @@ class ReplicaDifferences:
             count, total = count + num_different, total + bool(num_different) * parameter.numel()
         return float(found[0]), float(found[1]), max(count, 1), total  # 0 and -0 are equal
 
-    def find(self, hashes: Hashes, absent: Sequence[bool]) -> tuple[list[str], np.ndarray]:
+    def _find(self, hashes: Hashes, absent: Sequence[bool]) -> tuple[list[str], np.ndarray]:
         """Return the names that differ, and all ranks' hashes of them: a row for each rank. Collective.
 
         Ranks that are ``absent`` count as equal to the first that is not. If some ranks have more tensors than others,
@@ -484,7 +725,7 @@ class ReplicaDifferences:
         names, mine = hashes.by_name()
         data = self._communicator.channel.all_gather_bytes(mine.tobytes())
         if len(set(map(len, data))) > 1:
-            texts = self.all_gather_text(json.dumps(names))
+            texts = self._all_gather_text(json.dumps(names))
             every = [set(parse(text, ListOf(str), "the names of a rank's tensors")) for text in texts]
             return sorted(set.union(*every) - set.intersection(*every)), np.empty((len(data), 0), np.int64)
         by_rank = np.stack([np.frombuffer(each, np.int64) for each in data])
@@ -505,11 +746,11 @@ class ReplicaDifferences:
         return f"differs between {' and '.join(map(name_ranks, groups)) if len(groups) < 4 else 'the ranks'}"
 
     @property
-    def me(self) -> int:
+    def _me(self) -> int:
         """Number of this rank."""
         return self._world()[self._communicator.rank]
 
-    def all_gather_text(self, text: str) -> list[str]:
+    def _all_gather_text(self, text: str) -> list[str]:
         return [data.decode() for data in self._communicator.channel.all_gather_bytes(text.encode())]
 
 
@@ -517,3 +758,14 @@ def _processor() -> str:
     """Return the names of this rank's CPU and GPU, which determine floating-point rounding."""
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
     return f"{cpu_model()}, {torch.backends.cpu.get_cpu_capability()}{gpu}"
+
+
+def out_of_step(steps: Mapping[int, int]) -> str:
+    """Return the message about ranks with different numbers of steps."""
+    behind = [rank for rank, count in steps.items() if count < max(steps.values())]
+    return (
+        "the ranks are out of step: averages that optimizer.step() has used before this reduction: "
+        f"{counts_text(steps)}. {name_ranks(behind).capitalize()} ran a backward() that the others did not, or left "
+        "out a step. The last averages were of different passes. A pass that is not a training step of all ranks (a "
+        "saliency map, a penalty, validation) belongs in `with reducer.paused():`"
+    )
