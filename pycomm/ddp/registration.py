@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 from pycomm.collectives.communicator import Communicator
-from pycomm.compression.base import Compression, Flag, Scaling, method_stats
-from pycomm.compression.nonfinite import NonfiniteSource
+from pycomm.compression.base import Compression, Scaling, method_stats
 from pycomm.compression.saved_state import gather_state, select_state
-from pycomm.ddp.exchanges import HookPart, Sorting
 from pycomm.optim.loss_scaler import checked_scaler, scale_of
 from pycomm.optim.parameters import checked_optimizer
 from pycomm.training.cost.named import checked_method, refuse_local_norm
 from pycomm.training.reducer import Tuning
+from pycomm.training.reductions.exchanges import ExchangesByIndex
 from pycomm.training.reductions.phase import Phase, StepState
+from pycomm.training.reductions.reduction import Reduction
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,7 @@ class Registration:
     Attributes:
         communicator, method: communicator that averages gradients, and compression method.
         exchanges: exchanges of all buckets.
-        committed, nonfinite: numbers of steps that changed state, and of those that were not finite: 0-d int64 tensors
-            on ``device``.
-        source: rank and parameter of the last non-finite gradient.
+        reduction: reductions of the gradients, one after the other.
         wait_seconds: time for which communication held up ``backward()``.
         state: phase of this rank's step. SENDING: its backward has begun and not ended.
     """
@@ -81,11 +79,9 @@ class Registration:
     ) -> None:
         self._communicators, self.communicator, self.method = communicators, communicators[0], settings.method
         self.device, self.on_gpu = device, device.type == "cuda"
-        self.exchanges = Sorting(names, settings.method, self.communicator, settings.tuning.algorithm)
+        self.exchanges = ExchangesByIndex(names, settings.method, self.communicator, settings.tuning.algorithm)
         self._scaler, self._otherwise = settings.loss_scaler, otherwise
-        self.committed = torch.zeros((), dtype=torch.int64, device=device)
-        self.nonfinite = torch.zeros((), dtype=torch.int64, device=device)
-        self.source = NonfiniteSource()
+        self.reduction = Reduction(self.communicator, device, on_gpu=self.on_gpu)
         self.state, self.wait_seconds = StepState(), 0.0
         for communicator in communicators:
             communicator.channel.farewell = functools.partial(_farewell, self.state)  # keeps nothing else alive
@@ -93,28 +89,8 @@ class Registration:
 
     def scaling(self) -> Scaling:
         """Return the scaling of the step that begins."""
-        # A copy on a GPU: the count may be incremented before the GPU has read it for this step.
-        step = self.committed.clone() if self.on_gpu else int(self.committed)
         loss_scale = scale_of(self._scaler, self.device, self.on_gpu)
-        return Scaling(self.communicator.size, loss_scale=loss_scale, step=step)
-
-    def verdict(self, parts: Sequence[HookPart], *, is_wanted: bool) -> Flag:
-        """Return whether all that was received is finite, the same on all ranks; true unless it ``is_wanted``.
-
-        Collective if a gradient that is sent as it is is not finite, to share its source.
-        """
-        self.source.share(parts, self.communicator)
-        if not is_wanted:
-            return True
-        found = torch.stack([torch.as_tensor(part.exchange.finite()) for part in parts]).all()
-        finite = found if found.is_cuda else bool(found)
-        self.source.count(finite)
-        return finite
-
-    def count(self, finite: Flag) -> None:
-        """Count one more step of a method with state."""
-        self.committed += torch.as_tensor(finite, device=self.device)
-        self.nonfinite += ~torch.as_tensor(finite, device=self.device)
+        return Scaling(self.communicator.size, loss_scale=loss_scale, step=self.reduction.number())
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -151,7 +127,7 @@ class Registration:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of compression on this rank, as ``Reducer.state_dict`` does."""
         self._require_between_steps("state_dict")
-        return gather_state(self.exchanges.state(), self.method, self.communicator, int(self.committed))
+        return gather_state(self.exchanges.state(), self.method, self.communicator, int(self.reduction.committed))
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]], strict: bool) -> None:
         """Load state, with the arguments and errors of ``Reducer.load_state_dict``."""
@@ -159,19 +135,18 @@ class Registration:
         given = state if isinstance(state, dict) else list(state)
         chosen, steps = select_state(given, self.exchanges.state(), self.method, self.communicator, strict)
         self.exchanges.load_state(chosen)
-        self.committed.fill_(steps)
+        self.reduction.committed.fill_(steps)
 
     def stats(self) -> dict[str, Any]:
         """Return the counters of ``HookHandle.stats``."""
         if self.is_closed:
             return dict(self._last_stats)
-        nonfinite_steps, parts = int(self.nonfinite), list(self.exchanges.parts())
+        parts = list(self.exchanges.parts())
         return {
             "bytes_sent": self.exchanges.bytes_sent,
             "steps": self.state.reductions,
             "wait_seconds": self.wait_seconds,
-            "nonfinite_steps": nonfinite_steps,
-            "last_nonfinite": self.source.of(parts) or (self._otherwise if nonfinite_steps else None),
+            **self.reduction.stats(parts, self._otherwise),
             "num_buckets": len(self.exchanges),
             "transport": "nccl" if self.on_gpu else self.communicator.transport,
             **method_stats(part.exchange for part in parts),

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 
 from pycomm.collectives.communicator import Communicator
-from pycomm.compression.base import Flag, Scaling, State
+from pycomm.compression.base import Flag, State
 from pycomm.ddp.comparison import PassComparison
-from pycomm.ddp.exchanges import Sorting
 from pycomm.ddp.registration import Registration
 from pycomm.errors import HALF_SENT
 from pycomm.torch_internals import accumulation_hooks, dtensor_around, local_of
 from pycomm.torch_internals.wrappers import ShardedGroup
 from pycomm.training.reducer import FinalCallback
+from pycomm.training.reductions.exchanges import ExchangesByIndex
 
 _END = -1
 
@@ -30,7 +30,7 @@ class ShardedReplicas:
         exchanges: exchanges of all modules.
     """
 
-    def __init__(self, place: int, group: ShardedGroup, names: Sequence[str], exchanges: Sorting) -> None:
+    def __init__(self, place: int, group: ShardedGroup, names: Sequence[str], exchanges: ExchangesByIndex) -> None:
         self.place = place
         self.params = group.params
         self.numels = [math.prod(shape) for shape in group.shapes]
@@ -117,9 +117,9 @@ class ReplicaSteps:
         shard_communicator: Communicator,
     ) -> None:
         self._modules, self._registration, self._comparison = modules, registration, comparison
+        self._reduction = registration.reduction
         self._communicator, self._shard_communicator = registration.communicator, shard_communicator
         self._transactional, self._state = registration.method.transactional, registration.state
-        self._scaling = Scaling(self._communicator.size)
         self._verdicts: list[Flag] = []
         self._seen: dict[int, ShardedReplicas] = {}  # in this step
 
@@ -159,16 +159,17 @@ class ReplicaSteps:
         self._state.launched += 1
         if self._transactional:
             shards.remember()
-        exchanges = shards.exchanges
-        exchanges.exchange(grads, self._scaling)
-        self._verdicts.append(self._registration.verdict(exchanges.parts, is_wanted=self._transactional))
+        exchanges, reduction = shards.exchanges, self._reduction
+        reduction.exchange(exchanges, grads)
+        reduction.share_source(exchanges.parts)
+        self._verdicts.append(reduction.verdict(exchanges.parts) if self._transactional else True)
         exchanges.finish(self._verdicts[-1])
 
     def _begin(self) -> None:
         self._state.pass_begins(True)
         self._state.expects_gradients()
         self._verdicts, self._seen = [], {}
-        self._scaling = self._registration.scaling()
+        self._reduction.begin(self._registration.scaling())
         FinalCallback(self.end, self.fail)
 
     @torch.no_grad()
@@ -179,7 +180,7 @@ class ReplicaSteps:
                 self._stand_in_until(_END)
                 if self._transactional:
                     finite = self._verdict()
-                    self._registration.count(finite)
+                    self._reduction.count(finite)
                     for shards in self._seen.values():
                         shards.settle(finite)
                 self._state.handed_out(False, has_averages=False)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 
 from pycomm.collectives.layout import view_like
 from pycomm.collectives.transport.gpu import GpuWork
-from pycomm.compression.base import Scaling
 from pycomm.ddp.comparison import PassComparison
 from pycomm.ddp.registration import Registration
 from pycomm.errors import HALF_SENT
@@ -45,8 +43,7 @@ class Steps:
         self._registration, self._comparison = registration, comparison
         self._communicator, self._exchanges = registration.communicator, registration.exchanges
         self._device, self._on_gpu = registration.device, registration.on_gpu
-        self._scaling = Scaling(self._communicator.size)
-        self._state, self._divides_by_active = registration.state, False
+        self._state, self._reduction = registration.state, registration.reduction
         self._taken: list[TakenStep] = []
         self._error: BaseException | None = None
 
@@ -104,13 +101,13 @@ class Steps:
         # A rank that has joined, as it has no more inputs, calls its hook outside of any backward.
         self._state.pass_begins(True, Role.ABSENT if current_graph_task() == -1 else Role.BATCH)
         self._error, self._taken = None, []
-        self._scaling, self._divides_by_active = self._registration.scaling(), divides_by_active
+        weigh = self._share_of_active if divides_by_active else None
+        self._reduction.begin(self._registration.scaling(), weigh)
 
     def _submit(self, job: Callable[[], None], reads: Sequence[torch.Tensor | None]) -> Work | GpuWork:
         channel = self._communicator.channel
-        if self._on_gpu:
-            return channel.submit_on_gpu(self._device, job, reads, {channel.current_stream_of(self._device)()})
-        return channel.submit(job)
+        producers = {channel.current_stream_of(self._device)()} if self._on_gpu else set()
+        return self._reduction.submit(job, channel, reads, producers)
 
     def wait(self, work: Work | GpuWork) -> None:
         """Wait for the end of the step, and raise its error."""
@@ -131,32 +128,24 @@ class Steps:
         if self._error is not None:
             return
         try:
-            if index == 0:
-                self._weigh()
             grads: list[torch.Tensor | None] = [*taken.grads]
             if zeros_are_unused:
                 grads = [grad if bool(grad.any()) else None for grad in taken.grads]
-            exchanges = self._exchanges.of(index, taken.params)
+            exchanges, channel = self._exchanges.of(index, taken.params), self._communicator.channel
+            fingerprint = None if flags is None else lambda: flags
             # DistributedDataParallel has compared the parameters, and agrees on their order.
-            checks = (
-                contextlib.nullcontext() if index == 0 or self._on_gpu else self._communicator.channel.skip_checks()
-            )
-            with checks:
-                exchanges.exchange(grads, replace(self._scaling, fingerprint=flags))
+            self._reduction.exchange(exchanges, grads, channel, fingerprint, is_compared=index == 0)
         except BaseException as error:
             self._error = error  # raised at the end of the step
             if self._on_gpu:
                 raise
 
-    def _weigh(self) -> None:
-        """Count the ranks with inputs, if sums are divided by their number. Collective in that case."""
-        if not self._divides_by_active:
-            return
+    def _share_of_active(self) -> float:
+        """Return this rank's weight where sums are divided by the number of ranks with inputs. Collective."""
         has_batch = self._state.has_pass
         active = torch.tensor([1.0 if has_batch else 0.0])
         self._communicator.all_reduce(active)
-        relative = 0.0 if not has_batch else self._communicator.size / float(active)
-        self._scaling = replace(self._scaling, relative=relative)
+        return 0.0 if not has_batch else self._communicator.size / float(active)
 
     def _on_end(self) -> None:
         taken, self._taken = self._taken, []
@@ -175,11 +164,12 @@ class Steps:
     def _finish(self, taken: Sequence[TakenStep]) -> None:
         mine = [self._exchanges[index] for index in range(len(taken))]
         parts = [part for each in mine for part in each.parts]
+        self._reduction.share_source(parts)
         is_transactional = any(part.exchange.transactional for part in parts)
-        finite = self._registration.verdict(parts, is_wanted=is_transactional)
+        finite = self._reduction.verdict(parts) if is_transactional else True
         self._comparison.fingerprint.receive(mine[-1].parts[0].exchange.differing())
         if is_transactional:
-            self._registration.count(finite)
+            self._reduction.count(finite)
         self._state.handed_out(False, has_averages=False)
         for each in mine:
             each.finish(finite)

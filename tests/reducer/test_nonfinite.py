@@ -145,7 +145,7 @@ def die_while_ranks_tell_each_other(on_failure: str, torchs: bool) -> tuple[tupl
     """Spoil a gradient of rank 1; rank 2 dies when it is about to hear of it."""
     with over_torch(torchs), training(on_failure=on_failure) as run:
         if run.rank == 2:
-            vars(run.reducer._engine.outcome.source)["share"] = lambda *_: os._exit(1)
+            vars(run.reducer._engine.reduction.source)["share"] = lambda *_: os._exit(1)
         run.backward(*["2.weight"] if run.rank == 1 else [])
         return run.reducer.world, run.told()
 

@@ -473,6 +473,7 @@ def test_another_optimizer_over_attached_parameters(way: str) -> None:
 @on_ranks(2)
 def test_a_reducer_that_is_dropped_watches_no_more() -> None:
     """Also in the midst of another optimizer's step, in which torch goes through the hooks of all optimizers."""
+    gc.collect()  # what other tests have left
     before, kept = len(_watches), [make_model()]
     kept.append(sgd(kept[0]))
     pycomm.attach(kept[1], kept[0], tuning=pycomm.Tuning(timeout=30))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from pycomm import CommError
-from pycomm.training.reducer import engine
+from pycomm.training.reductions.reduction import Reduction
 from tests.on_ranks import Pools
 from tests.ranks import RankOutcome
 from tests.survival.training import METHODS, Plan, expected, train
@@ -127,17 +127,17 @@ def test_a_rank_whose_hook_raises_leaves(new_ranks: Pools) -> None:
 
 def without_memory(plan: Plan) -> dict[str, Any]:
     """Rank 1 has no memory for an exchange of step 4."""
-    original, calls = engine._exchange, 0
+    original, calls = Reduction.exchange, 0
 
-    def exchange(*arguments: Any) -> None:
+    def exchange(*arguments: Any, **options: Any) -> None:
         nonlocal calls
         calls += 1
         if dist.get_rank() == 1 and calls == 4 * 3 + 2:
             raise MemoryError("no memory")
-        original(*arguments)
+        original(*arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "_exchange", exchange)
+        patch.setattr(Reduction, "exchange", exchange)
         return train(plan)
 
 

@@ -144,7 +144,7 @@ class _Settings:
         keeps = self.survives and self.schedule.delay > 0
         parts = _split(met_once(self.named, "local_sgd()"), len(self.schedule.turns))
         buffers = MeetingBuffers(self.model, self.buffers, communicator, self.own, "local_sgd")
-        fragments = [Fragment(part, self.outer, self.method, keeps, self.optimizer) for part in parts]
+        fragments = [Fragment(part, self.outer, self.method, keeps, self.optimizer, communicator) for part in parts]
         loop = Loop(TrackedParameters(self.model, self.optimizer, self.named, "local_sgd()"), self.own)
         return LocalAverager(communicator, self.optimizer, fragments, self.schedule, group, buffers, loop)
 

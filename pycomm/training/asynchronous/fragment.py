@@ -13,12 +13,13 @@ from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import strides_of
 from pycomm.collectives.transport.gpu import GpuWork
-from pycomm.compression.base import Compression, Exchange, Scaling, State
+from pycomm.compression.base import Compression, Exchange, Scaling
 from pycomm.compression.dense import by_method
 from pycomm.errors import CommError
 from pycomm.optim.masters import MasterWeights
 from pycomm.optim.step_override import HALF, stepper_of
 from pycomm.training.asynchronous.arguments import name_of_not_finite
+from pycomm.training.reductions.reduction import Reduction
 from pycomm.worker import Work
 
 
@@ -95,30 +96,33 @@ class _FragmentPart:
     """
 
     def __init__(
-        self, named: Mapping[str, torch.Tensor], method: Compression, outer: Outer, optimizer: torch.optim.Optimizer
+        self,
+        named: Mapping[str, torch.Tensor],
+        method: Compression,
+        outer: Outer,
+        optimizer: torch.optim.Optimizer,
+        communicator: Communicator,
     ) -> None:
         self.names, self.params, self._method = list(named), list(named.values()), method
-        self.bucket: Bucket
-        self.exchange: Exchange | None = None
-        self._has_velocity, self._optimizer = isinstance(outer, Nesterov), optimizer
-        self._strides = list(map(strides_of, self.params))
-        self.anchor: torch.Tensor
-        self.velocity: torch.Tensor | None = None
+        self._optimizer, self._strides = optimizer, list(map(strides_of, self.params))
+        first, size = self.params[0], sum(p.numel() for p in self.params)
+        dtype = torch.float32 if first.dtype in HALF else first.dtype
+        self.anchor = torch.empty(size, dtype=dtype, device=first.device)
+        self.velocity = torch.zeros_like(self.anchor) if isinstance(outer, Nesterov) else None
         self.mean: torch.Tensor | None = None
         self._kept: torch.Tensor | None = None
+        for view, p in self.views_of(self.anchor):
+            view.copy_(p)
+        self.bucket, self.exchange = self._exchange_over(communicator)
 
-    def open(self, communicator: Communicator) -> None:
-        """Make bucket and exchange for ``communicator``; anchor, velocity and residuals are kept."""
-        state: State = {} if self.exchange is None else self.exchange.state()
-        if self.exchange is None:
-            first, size = self.params[0], sum(p.numel() for p in self.params)
-            dtype = torch.float32 if first.dtype in HALF else first.dtype
-            self.anchor = torch.empty(size, dtype=dtype, device=first.device)
-            self.velocity = torch.zeros_like(self.anchor) if self._has_velocity else None
-            for view, p in self.views_of(self.anchor):
-                view.copy_(p)
-        self.bucket = Bucket(self.names, [view for view, _ in self.views_of(self.anchor)], communicator)
-        self.exchange = self._method.make(self.bucket, communicator)
+    def _exchange_over(self, communicator: Communicator) -> tuple[Bucket, Exchange]:
+        bucket = Bucket(self.names, [view for view, _ in self.views_of(self.anchor)], communicator)
+        return bucket, self._method.make(bucket, communicator)
+
+    def move(self, communicator: Communicator) -> None:
+        """Use ``communicator`` from now on; anchor, velocity, residuals, and a mean that was received are kept."""
+        self.mean, state = None if self.mean is None else self.mean.clone(), self.exchange.state()
+        self.bucket, self.exchange = self._exchange_over(communicator)
         self.exchange.load_state(state)
 
     def views_of(self, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -154,6 +158,7 @@ class Fragment:
         method: compression of the exchange.
         keeps: whether to keep what was sent, because a meeting may be repeated after further steps.
         optimizer: the parameters'; its masters are averaged, if it has some.
+        communicator: the ranks.
 
     Attributes:
         launched: number of steps at the start of the meeting under way; ``None`` if there is none.
@@ -168,33 +173,31 @@ class Fragment:
         method: Compression,
         keeps: bool,
         optimizer: torch.optim.Optimizer,
+        communicator: Communicator,
     ) -> None:
         self.names, items = list(named), list(named.items())
         self.outer, self.method, self._keeps, self._weight = outer, method, keeps, 1.0
         self._optimizer = optimizer
         self._parts = [
-            _FragmentPart(dict(items[i] for i in indices), chosen, outer, optimizer)
+            _FragmentPart(dict(items[i] for i in indices), chosen, outer, optimizer, communicator)
             for chosen, indices in by_method(method, list(named.values()))
         ]
         self.launched: int | None = None
         self.num_meetings, self.met_at = 0, -1
         self._sent_before = self._num_ranks = 0  # of the last exchange
         self._work: Work | GpuWork | None = None
+        self._communicator, self._reduction = communicator, self._reduction_over(communicator)
 
-    @torch.no_grad()
-    def open(self, communicator: Communicator) -> None:
-        """Use ``communicator`` from now on."""
-        self._communicator = communicator
-        self._sent_before += self._sent()
-        for part in self._parts:
-            part.open(communicator)
+    def _reduction_over(self, communicator: Communicator) -> Reduction:
+        bucket = self._parts[0].bucket
+        return Reduction(communicator, bucket.device, on_gpu=bucket.on_gpu)
 
     @property
     def params(self) -> list[torch.Tensor]:
         return [param for part in self._parts for param in part.params]
 
     def _sent(self) -> int:
-        return sum(part.exchange.bytes_sent for part in self._parts if part.exchange is not None)
+        return sum(part.exchange.bytes_sent for part in self._parts)
 
     @property
     def bytes_sent(self) -> int:
@@ -215,7 +218,7 @@ class Fragment:
             part.fill()
             if self._keeps:
                 part.keep()
-        self._submit(lambda: self._exchange(then))
+        self._submit(then)
 
     @torch.no_grad()
     def launch_again(self, then: Callable[[], None]) -> None:
@@ -225,23 +228,21 @@ class Fragment:
                 part.restore()
             else:  # without a delay, the parameters have not changed
                 part.fill()
-        self._submit(lambda: self._exchange(then))
+        self._submit(then)
 
-    def _submit(self, job: Callable[[], None]) -> None:
-        bucket, channel = self._parts[0].bucket, self._communicator.channel
-        if bucket.on_gpu:
-            self._work = channel.submit_on_gpu(bucket.device, job, [], set())
-        else:
-            self._work = channel.submit(job)
+    def _submit(self, then: Callable[[], None]) -> None:
+        channel, reduction, size = self._communicator.channel, self._reduction, self._communicator.size
 
-    def _exchange(self, then: Callable[[], None]) -> None:
-        total, size = self._check(self._communicator), self._communicator.size
-        self._num_ranks = size
-        scaling = Scaling(size, relative=self._weight * size / total, step=self.num_meetings)
-        for part in self._parts:
-            assert part.exchange is not None
-            part.exchange.exchange(part.bucket.places, scaling)
-        then()
+        def job() -> None:
+            self._num_ranks = size
+            for part in self._parts:
+                reduction.exchange(part.exchange, part.bucket.places)
+            then()
+
+        reduction.begin(
+            Scaling(size, step=self.num_meetings), lambda: self._weight * size / self._check(self._communicator)
+        )
+        self._work = reduction.submit(job, channel)
 
     @property
     def has_mean(self) -> bool:
@@ -270,10 +271,9 @@ class Fragment:
 
     def take_mean(self) -> None:
         """End the exchanges of a meeting that all ranks have completed, and keep the mean."""
-        exchanges = [part.exchange for part in self._parts if part.exchange is not None]
-        finite = all(bool(exchange.finite()) for exchange in exchanges)
-        for exchange in exchanges:
-            exchange.finish(finite)
+        finite = bool(self._reduction.verdict(self._parts))
+        for part in self._parts:
+            part.exchange.finish(finite)
         self._work = None
         if not finite:
             self.launched = None
@@ -316,10 +316,10 @@ class Fragment:
     @torch.no_grad()
     def move(self, communicator: Communicator) -> None:
         """Use the changed ``communicator``; a mean that was received is kept."""
+        self._sent_before += self._sent()
         for part in self._parts:
-            if part.mean is not None:
-                part.mean = part.mean.clone()
-        self.open(communicator)
+            part.move(communicator)
+        self._communicator, self._reduction = communicator, self._reduction_over(communicator)
 
     def state(self) -> dict[str, Any]:
         """Return views of anchors, velocities, unapplied means and this rank's residuals, by parameter."""
@@ -329,7 +329,6 @@ class Fragment:
                 if flat is not None:
                     views = [view for view, _ in part.views_of(flat)]
                     found[what] |= dict(zip(part.names, views, strict=True))
-            assert part.exchange is not None
             found["compression"] |= part.exchange.state()
         return found
 
@@ -352,6 +351,5 @@ class Fragment:
                 if flat is not None:
                     for name, (view, _) in zip(part.names, part.views_of(flat), strict=True):
                         view.copy_(state[what][name])
-            assert part.exchange is not None
             own = {name: state["compression"][name] for name in part.names if name in state["compression"]}
             part.exchange.load_state(own)

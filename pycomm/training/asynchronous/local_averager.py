@@ -91,8 +91,6 @@ class LocalAverager:
         self._communicator, self._schedule, self._group = communicator, schedule, group
         self._fragments, self._buffers = list(fragments), buffers
         self._buffer_values: dict[int, Values] = {}  # what the buffers become after meetings under way, by number
-        for fragment in self._fragments:
-            fragment.open(communicator)
         self._under_way: list[tuple[int, Fragment]] = []  # meetings by number, the oldest first
         self._num_launched = self._num_committed = self._num_meetings = self._num_skipped = 0
         self._invitations: dict[int, int] = {}  # join requests by the meetings that announced them

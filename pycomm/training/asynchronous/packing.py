@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from pycomm.compression.base import Compression, Scaling
-from pycomm.ddp.exchanges import BucketExchanges
+from pycomm.training.reductions.exchanges import BucketExchanges
+from pycomm.training.reductions.reduction import all_finite
 
 
 class _GroupOfOne:
@@ -83,8 +84,7 @@ def _exchanges(params: Sequence[torch.Tensor], method: Compression, group: _Grou
 def _exchange(exchanges: BucketExchanges, grads: Sequence[torch.Tensor | None], number: int) -> bool:
     """Exchange ``grads``; return whether all are finite. ``exchanges.finish()`` must follow."""
     exchanges.exchange(grads, Scaling(1, step=number - 1))
-    verdicts = [bool(part.exchange.finite()) for part in exchanges.parts]
-    return all(verdicts)
+    return bool(all_finite(exchanges.parts))
 
 
 class Packer:

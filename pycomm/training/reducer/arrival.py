@@ -32,7 +32,7 @@ class ArrivalOrder:
     def __init__(self, engine: Engine) -> None:
         self._engine, self._table = engine, engine.table
         settings = engine.settings
-        is_kept = engine.policy.survives or engine.table.partition is not None or settings.compression.measures
+        is_kept = engine.members.survives or engine.table.partition is not None or settings.compression.measures
         self._is_open = not is_kept and engine.communicator.size > 1 and settings.compression.clip_local_norm is None
         self._arrived: dict[Slot, None] = {}
         self._agreed = np.zeros(0, np.int64)  # places of the slots
@@ -78,7 +78,7 @@ class ArrivalOrder:
         sizes = bucket_sizes(engine.lanes, engine.settings, sum(slot.local.nbytes for slot in order), table.on_gpu)
         if is_capturing() or are_sorted(table.flights, order, engine.settings.compression, *sizes):
             return False
-        engine.outcome.source.keep(table.flights)
+        engine.reduction.source.keep(table.flights)
         table.rebuild(engine.lanes, engine.settings, adopt=True, order=order)
         engine.hash_state()
         return True

@@ -22,7 +22,7 @@ from pycomm.optim.parameters import optimizer_parameters, wrapper_of_unknown_ste
 from pycomm.optim.wrappers import refuse_wrapped
 from pycomm.training.reducer.attached_tensors import AttachedTensors
 from pycomm.training.reducer.buckets import check_sharding
-from pycomm.training.reducer.engine import Engine, StepPolicy
+from pycomm.training.reducer.engine import Engine, FixedMembers
 from pycomm.training.reducer.lanes import open_lanes
 from pycomm.training.reducer.parameters import ParameterTable, table_of
 from pycomm.training.reducer.reducer import Reducer
@@ -35,7 +35,7 @@ from pycomm.training.reducer.settings import (
     checked_buffers,
     refuse_unknown,
 )
-from pycomm.training.reducer.statistics import Waits, open_ready_page
+from pycomm.training.reducer.statistics import open_ready_page
 
 
 def attach(
@@ -208,11 +208,10 @@ def _attach_over(lanes: Sequence[Communicator], settings: Options, table: Parame
     """Create a Reducer over the communicators ``lanes`` on all ranks, or on none of them."""
     page = open_ready_page(lanes[0], table.on_gpu)
     try:
-        policy = StepPolicy()
+        members = FixedMembers(lanes[0])
         if settings.survive is not None:
-            policy = _surviving().policy_over(lanes[0], table, settings)
-        engine = Engine(table, lanes, settings, policy)
-        engine.statistics.waits = Waits(page, engine)
+            members = _surviving().members_of(lanes[0], table, settings)
+        engine = Engine(table, lanes, settings, members, page)
         if settings.shard is not None:
             arguments = lanes[0], table.optimizer, table.module, settings
             if table.on_gpu or _sharded().memory_of_all(lanes[0]) is None:

@@ -2,102 +2,53 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.counting import PassGate
-from pycomm.compression.base import Scaling, State
+from pycomm.compression.base import State
 from pycomm.errors import CommError
 from pycomm.torch_internals import current_graph_task
 from pycomm.training.reducer.buckets import BucketInFlight, Slot, round_gradients, state_of
 from pycomm.training.reducer.comparison import RankComparison
+from pycomm.training.reducer.ledger import Ledger
 from pycomm.training.reducer.module_buffers import BufferSync
 from pycomm.training.reducer.outcome import ReductionOutcome
 from pycomm.training.reducer.parameters import ParameterTable
 from pycomm.training.reducer.settings import Options
-from pycomm.training.reducer.statistics import Statistics
-from pycomm.training.reducer.window import AccumulationWindow, SampleWeights
+from pycomm.training.reducer.statistics import PhaseTimes, Statistics, Waits, trace_of
+from pycomm.training.reducer.window import AccumulationWindow
 from pycomm.training.reductions.phase import Role, StepState
+from pycomm.training.reductions.reduction import Reduction
 from pycomm.training.reductions.replicas import DamageError
 from pycomm.worker import Work
 
 if TYPE_CHECKING:
     from pycomm.collectives.transport.gpu import GpuWork
+    from pycomm.training.elastic.agreement_store import ReadyPage
 
 
-def require_sendable(slot: Slot) -> None:
-    """Raise RuntimeError or ValueError if the gradient of ``slot`` cannot be sent, or its bucket already was."""
-    grad = slot.owner.grad
-    if grad is None:
-        raise RuntimeError(
-            f"the gradient of {slot.name!r} has been removed by another hook on this parameter before it could be "
-            "averaged: an optimizer that steps in backward does not work with attach. If that hook removes nothing, "
-            "backward() made no gradient: register the hook after attach()"
-        )
-    if grad.is_sparse:
-        raise ValueError(f"the gradient of {slot.name!r} is sparse; pycomm reduces dense gradients")
-    if slot.flight is not None and slot.flight.work is not None:
-        raise RuntimeError(
-            f"the gradient of {slot.name!r} was accumulated {slot.fired} times in one backward pass, against "
-            f"{slot.expected} in earlier passes, when it had already been sent; detach() and attach() to count again"
-        )
-
-
-def gradients_of(flight: BucketInFlight, settings: Options, is_first_pass: bool) -> list[torch.Tensor | None]:
-    """Return the gradients of the parameters of ``flight``, checked here as the counting hooks check nothing."""
-    grads = [slot.owner.grad for slot in flight.slots]
-    for slot, grad in zip(flight.slots, grads, strict=True):
-        if (grad is None and slot.fired > 0) or (grad is not None and grad.is_sparse):
-            require_sendable(slot)
-    if is_first_pass and not settings.is_linear:
-        for slot, grad, view in zip(flight.slots, grads, flight.bucket.views, strict=True):
-            if grad is view and slot.fired > 0:
-                require_no_average(slot, settings)
-            elif grad is not None and (settings.has_parts or not settings.average) and slot.untouched():
-                kind, done = ("average", "averaged") if settings.average else ("sum", "summed")
-                raise RuntimeError(
-                    f"the gradient of {slot.name!r} is the {kind} over the ranks that an earlier backward() left, and "
-                    f"would be {done} again with those of this one. Several passes of one step need "
-                    "attach(..., accumulate=n); otherwise call optimizer.zero_grad() between them"
-                )
-    return grads
-
-
-def require_no_average(slot: Slot, settings: Options) -> None:
-    """Raise RuntimeError if the first pass of a window has accumulated into an earlier average.
-
-    The mean over the ranks of an average plus a new gradient is correct; a sum, or error feedback, is not.
-    """
-    if not settings.is_linear and slot.holds_average() and slot.grad_version() == slot.version + slot.fired:
-        raise RuntimeError(
-            f"backward() ran again on the averaged gradient of {slot.name!r}. Several passes of one step need "
-            "attach(..., accumulate=n); a pass that is not a step of this optimizer (a generator's through its "
-            "discriminator, a penalty) belongs in `with reducer.paused():`; otherwise call optimizer.zero_grad() first"
-        )
-
-
-class StepPolicy:
-    """Default hooks of an engine for a fixed set of ranks; most are no-ops. Subclasses allow changes.
+class FixedMembers:
+    """Ranks that stay the same: what an engine calls where they might change, which here does nothing.
 
     Attributes:
-        engine: the engine that calls these hooks; it sets this.
         survives: whether ranks may be lost and others may join.
     """
 
-    engine: Engine
     survives = False
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._world = tuple(range(communicator.size))
 
     @property
     def world(self) -> tuple[int, ...]:
         """Numbers of the ranks that take part, given to them as they joined."""
-        return tuple(range(self.engine.communicator.size))
+        return self._world
 
     # Launching.
 
@@ -108,7 +59,7 @@ class StepPolicy:
     def launching(self, flight: BucketInFlight) -> None:
         """Called before ``flight`` is launched."""
 
-    def launched(self) -> None:
+    def launched(self, engine: Engine) -> None:
         """Called after the last bucket is launched."""
 
     def contributed(self, flight: BucketInFlight, grads: Grads) -> Grads:
@@ -117,29 +68,29 @@ class StepPolicy:
 
     # Receiving.
 
-    def receive(self) -> Mapping[int, float]:
+    def receive(self, engine: Engine) -> Mapping[int, float]:
         """Wait for all results and hand them out; return the known times at which ranks had all their gradients."""
-        self.engine.await_all(self.engine.outcome.share_source)
-        self.engine.hand_out()
-        return self.engine.statistics.waits.arrivals()
+        engine.await_all(engine.share_source)
+        engine.hand_out()
+        return engine.statistics.waits.arrivals()
 
-    def ended(self) -> None:
+    def ended(self, engine: Engine) -> None:
         """Called after the step has been handed out or has failed."""
 
-    def recover(self, error: CommError) -> bool:
+    def recover(self, engine: Engine, error: CommError) -> bool:
         """Continue without lost ranks, and return whether the step has been handed out; else raise ``error``."""
         raise error
 
     # Between two steps.
 
-    def admit_newcomer(self) -> None:
+    def admit_newcomer(self, engine: Engine) -> None:
         """Admit a waiting newcomer."""
 
     def leave(self, reason: str) -> None:
         """Announce to the others that this rank no longer takes part."""
 
     def close(self, reason: str) -> None:
-        """Leave, and release the policy's resources."""
+        """Leave, and release what keeps account of the ranks."""
 
     def stats(self) -> dict[str, Any]:
         """Return further counters for ``Reducer.stats``."""
@@ -162,10 +113,12 @@ class Engine:
     Attributes:
         lanes: communicators that buckets share; ``communicator`` is the first.
         step_state: phase and state of this rank's step.
+        ledger: where gradients came from.
+        reduction: reductions of the gradients, one after the other.
         callbacks, reported_world: called with the old and new world after a change; the world of their last call.
+        members: the ranks, which may change.
         buffers: synchronisation of the module's buffers, if they are kept equal.
         comparison: what ranks compare in each reduction.
-        admit_new: called when all ranks have announced new parameters; creates buckets for them.
     """
 
     def __init__(
@@ -173,30 +126,38 @@ class Engine:
         table: ParameterTable,
         lanes: Sequence[Communicator],
         settings: Options,
-        policy: StepPolicy,
+        members: FixedMembers,
+        page: ReadyPage | None = None,
     ) -> None:
         self.lanes, self.settings, self.communicator = lanes, settings, lanes[0]
         self.table = table
-        self.policy = policy
+        self.members = members
         stream = self.communicator.channel.current_stream_of(table.device) if table.on_gpu else None
         state = StepState(table.device if table.on_gpu else None, PassGate(current_graph_task, stream))
         self.step_state = state
-        self.window = AccumulationWindow(self.communicator, settings, table.device, table.on_gpu, state)
+        self.ledger = Ledger(table, settings, state, self.communicator.rank)
+        self.reduction = Reduction(self.communicator, table.device, on_gpu=table.on_gpu)
+        self.window = AccumulationWindow(self.communicator, settings, table.device, table.on_gpu, state, self.reduction)
         self.comparison = RankComparison(
             self.communicator, table, settings, state, self.window, self._compared_buffers, lambda: self.world
         )
-        self.admit_new: Callable[[], None] = lambda: None
         self.callbacks: list[Callable[[tuple[int, ...], tuple[int, ...]], None]] = []
         self.buffers: BufferSync | None = None
-        self.outcome = ReductionOutcome(table, settings, self.comparison.fingerprint, state, self.communicator)
-        self.statistics = Statistics()
+        module, keeps = table.module, members.survives
+        if module is not None and settings.buffers != "local" and (self.communicator.size > 1 or keeps):
+            self.buffers = BufferSync(module, settings.buffers, self.communicator, table.ignores, keeps=keeps)
+        fingerprint = self.comparison.fingerprint
+        self.outcome = ReductionOutcome(
+            *(table, settings, fingerprint, state, self.reduction, self.ledger, self.communicator)
+        )
+        trace = trace_of(self.communicator.channel.recorder.global_rank, self.communicator.size)
+        self.statistics = Statistics(Waits(page, self), PhaseTimes(trace))
         self._buffer_work: Work | GpuWork | None = None
-        policy.engine = self
         self.reported_world = self.world
 
     @property
     def world(self) -> tuple[int, ...]:
-        return self.policy.world
+        return self.members.world
 
     def _compared_buffers(self) -> list[tuple[str, torch.Tensor]]:
         return [] if self.buffers is not None else self.table.named_buffers()  # synchronised only after the comparison
@@ -224,9 +185,9 @@ class Engine:
             try:
                 self.comparison.fingerprint.receive_late()
             except DamageError as error:
-                self.policy.recover(error)
+                self.members.recover(self, error)
             if with_next is not None:
-                self.window.fix_scales(with_next=with_next, step=self.outcome.committed_steps)
+                self.window.fix_scales(with_next=with_next)
             self.window.fix_compared(is_flushed=not with_next)
 
     def expect_gradients(self) -> None:
@@ -243,7 +204,7 @@ class Engine:
         state = self.step_state
         if state.role is Role.NEW:
             return
-        require_sendable(slot)
+        self.ledger.require_sendable(slot)
         flight = slot.flight
         assert flight is not None
         self.settle_late()
@@ -251,7 +212,7 @@ class Engine:
             flight.counts.note_stream(self.window.current_stream())
         if not state.is_sending:
             if not state.is_open:
-                require_no_average(slot, self.settings)
+                self.ledger.require_no_average(slot)
                 self.comparison.loop.note_gradient(slot)
             if slot.hook is None or slot.hook.is_last(slot.param):
                 slot.accumulate()
@@ -307,7 +268,7 @@ class Engine:
                 state.launched += 1  # it was launched ahead
         if self.buffers is not None and self._buffer_work is None:
             self._buffer_work = self.submit(self.communicator, self.buffers.run)
-        self.policy.launched()
+        self.members.launched(self)
 
     def restart(self, lanes: Sequence[Communicator]) -> None:
         """Prepare to launch all buckets of this step again, over ``lanes``."""
@@ -327,7 +288,7 @@ class Engine:
 
     def launch(self, flight: BucketInFlight, grads: Grads | None = None) -> None:
         """Launch ``flight`` with ``grads``, or with its parameters' present gradients."""
-        self.policy.launching(flight)
+        self.members.launching(flight)
         state, weights = self.step_state, self.window.weights
         state.launched += 1
         if state.launched == len(self.table.flights):  # before the launch, as the others may have all at once
@@ -337,7 +298,7 @@ class Engine:
                 round_gradients(flight.slots)
             if not state.is_open and state.launched == 1:
                 self.comparison.loop.note_gradient(flight.slots[0])
-            grads = gradients_of(flight, self.settings, is_first_pass=not state.is_open)
+            grads = self.ledger.sendable(flight)
             if weights.is_zero or self.window.skips:
                 grads = [None] * len(grads)
             elif self.table.on_gpu and self.comparison.requests.veto is not None:  # the host waits for no other veto
@@ -356,13 +317,16 @@ class Engine:
 
     def _exchange_of(self, flight: BucketInFlight, grads: Grads, number: int) -> Callable[[], None]:
         """Return the job that exchanges ``grads`` of the ``number``-th launched bucket; its inputs are fixed now."""
-        weights = self.window.weights if self.window.weights.in_use else None
         fingerprint = self.comparison.bits_of(number)
         # attach has compared all buckets: ranks that agree on the first lane's first exchange agree on all later ones,
         # as the other lanes carry nothing else.
         is_first = flight is next(each for each in self.table.flights if each.communicator is self.communicator)
-        contributed = functools.partial(self.policy.contributed, flight, grads)
-        run = functools.partial(_exchange, flight, contributed, self.window.scaling, weights, fingerprint, is_first)
+        channel = flight.communicator.channel
+
+        def run() -> None:
+            sent = self.members.contributed(flight, grads)  # first, as the rest may fail when a rank is lost
+            self.reduction.exchange(flight.exchange, sent, channel, fingerprint, is_compared=is_first)
+
         recorder = None if self.table.on_gpu else flight.communicator.channel.recorder
         return functools.partial(self.statistics.phases.exchange, number, recorder, run)
 
@@ -374,23 +338,24 @@ class Engine:
         producers: Collection[int] = frozenset(),
         ahead: bool = False,
     ) -> Work | GpuWork:
-        """Run ``job`` on the communication thread of ``communicator``, or see :meth:`Channel.submit_on_gpu`."""
-        channel = communicator.channel
-        if not self.table.on_gpu:
-            return self.policy.submit(job, channel.submit)
-        device = self.table.device
-        return self.policy.submit(job, lambda each: channel.submit_on_gpu(device, each, reads, producers, ahead))
+        """Run ``job`` on the communication thread of ``communicator``, or see :meth:`Reduction.submit`."""
+        submit = self.reduction.submit
+        return self.members.submit(job, lambda each: submit(each, communicator.channel, reads, producers, ahead=ahead))
 
     # Receiving.
 
-    def reduce(self) -> None:
-        """Launch the remaining buckets, wait for all, and hand out the averages."""
+    def reduce(self, admit_new: Callable[[], None]) -> None:
+        """Launch the remaining buckets, wait for all, and hand out the averages.
+
+        ``admit_new``: called when all ranks have announced new parameters; creates buckets for them.
+        """
+        self._admit_new = admit_new
         self.launch_rest()
         self.statistics.phases.trace.end_backward()
         self.statistics.waits.begin()
         self.step_state.late, succeeded = None, False
         try:
-            arrivals = self.policy.receive()
+            arrivals = self.members.receive(self)
             self.statistics.waits.count(arrivals, warn=self.communicator.rank == 0)
             self.table.stepper.forget()  # drops a clipping factor that no step has used
             succeeded = True
@@ -403,7 +368,7 @@ class Engine:
             self._buffer_work = None
             self.comparison.restart()
             self.statistics.waits.end()
-            self.policy.ended()
+            self.members.ended(self)
             self.step_state.reduced(succeeded=succeeded)
         self.statistics.phases.trace.end_reduction()
         self.hash_state()
@@ -428,7 +393,7 @@ class Engine:
             self.step_state.leaves_out_step()
             if not isinstance(error, DamageError):
                 raise
-            self.policy.recover(error)
+            self.members.recover(self, error)
             self._report_world()
 
     def await_all(self, then: Callable[[], None]) -> None:
@@ -439,7 +404,7 @@ class Engine:
         self._await_results(then)
         self.comparison.receive()
         if self.comparison.fingerprint.verdict.has_new:
-            self.admit_new()
+            self._admit_new()
             self.launch_rest()
             self._await_results(then)
 
@@ -464,9 +429,19 @@ class Engine:
                 self._buffer_work.wait()
             then()
 
+    def share_source(self) -> None:
+        """Share which rank has a non-finite gradient. Collective, if any has one."""
+        self.reduction.share_source(self.table.flights)
+
     def hand_out(self) -> None:
         with self.statistics.phases.timed("unpack"):
             self.outcome.hand_out()
+
+    def release(self) -> None:
+        """Release what refers to parameters, buffers and other ranks, as the training has ended."""
+        self.buffers = None
+        self.comparison.replicas.release()
+        self.statistics.waits.close()
 
     # State that is carried from step to step.
 
@@ -479,29 +454,10 @@ class Engine:
         for flight in self.table.flights:
             flight.exchange.load_state(state)
         self.statistics.figures.forget()
-        self.outcome.committed_steps.fill_(num_steps)
+        self.reduction.committed.fill_(num_steps)
         self.hash_state()  # replaces hashes of the old state
 
     def stats(self) -> dict[str, Any]:
         transport = "nccl" if self.table.on_gpu else self.communicator.transport
         counters = self.statistics.report(self.table, self.step_state.reductions, self.world)
-        return {**counters, "transport": transport, **self.outcome.stats(), **self.policy.stats()}
-
-
-def _exchange(
-    flight: BucketInFlight,
-    contributed: Callable[[], Grads],
-    scaling: Scaling,
-    weights: SampleWeights | None,
-    fingerprint: Callable[[], torch.Tensor] | None,
-    is_compared: bool,
-) -> None:
-    """Exchange gradients: a job on the communication thread or stream."""
-    grads = contributed()  # first, as the rest may fail when a rank is lost
-    if weights is not None:
-        scaling = replace(scaling, relative=weights.relative())
-    if fingerprint is not None:
-        scaling = replace(scaling, fingerprint=fingerprint())
-    channel = flight.communicator.channel
-    with contextlib.nullcontext() if flight.bucket.on_gpu else channel.skip_checks(but_first=is_compared):
-        flight.exchange.exchange(grads, scaling)
+        return {**counters, "transport": transport, **self.outcome.stats(), **self.members.stats()}

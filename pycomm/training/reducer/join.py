@@ -24,8 +24,7 @@ from pycomm.training.reducer.newcomers import lines_of, share_state
 from pycomm.training.reducer.parameters import ParameterTable
 from pycomm.training.reducer.reducer import Reducer
 from pycomm.training.reducer.settings import Options, Survive, Tuning, refuse_unknown
-from pycomm.training.reducer.statistics import Waits
-from pycomm.training.reducer.surviving import Survival, SurvivingPolicy, listener_of, next_index
+from pycomm.training.reducer.surviving import Survival, SurvivingMembers, listener_of, next_index
 
 
 def join(
@@ -91,9 +90,8 @@ def _join(client: JoinClient, table: ParameterTable, settings: Options, survive:
         listener.skip_to(answer["request"])
         until_joined.callback(listener.close)
         survival = Survival(membership, communicator, table, settings, listener)
-        policy = SurvivingPolicy(survival)
-        engine = Engine(table, lanes, settings, policy)
-        engine.statistics.waits = Waits(ranks=engine)
+        members = SurvivingMembers(survival)
+        engine = Engine(table, lanes, settings, members)
         state = share_state(engine, newcomer=True)
         until_joined.pop_all()
     table.ranks = membership.world
@@ -103,5 +101,5 @@ def _join(client: JoinClient, table: ParameterTable, settings: Options, survive:
     engine.reported_world = membership.world[:-1]
     survival.note_join(engine.step_state.reductions, 0.0)
     register(reducer)
-    policy.enter()
+    members.enter(engine)
     return reducer

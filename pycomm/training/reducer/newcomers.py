@@ -54,7 +54,7 @@ def plain_state(engine: Engine) -> dict[str, Any]:
     """
     state, scaler, weights = engine.step_state, engine.settings.loss_scaler, engine.window.weights
     return {
-        "progress": [state.reductions, state.steps, int(engine.outcome.committed_steps)],
+        "progress": [state.reductions, state.steps, int(engine.reduction.committed)],
         "scaler": scaler.state_dict() if hasattr(scaler, "state_dict") else None,
         "objects": {name: each.state_dict() for name, each in sorted(_objects_of(engine).items())},
         "compression": {
@@ -74,7 +74,7 @@ def _take(engine: Engine, plain: Mapping[str, Any]) -> None:
     """Load a result of :func:`plain_state` from another rank, but for compression's, as there are no buckets yet."""
     reductions, steps, committed = plain["progress"]
     engine.step_state.resumes(reductions, steps)
-    engine.outcome.committed_steps.fill_(committed)
+    engine.reduction.committed.fill_(committed)
     if plain["scaler"] is not None:
         engine.settings.loss_scaler.load_state_dict(plain["scaler"])
     for name, each in _objects_of(engine).items():

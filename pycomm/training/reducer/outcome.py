@@ -15,28 +15,20 @@ import torch
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import is_capturing
 from pycomm.compression.base import Flag
-from pycomm.compression.nonfinite import NonfiniteSource, nonfinite_source
+from pycomm.compression.nonfinite import nonfinite_source
 from pycomm.optim.loss_scaler import LossScaler
 from pycomm.optim.shards import Shards
 from pycomm.training.reducer import clipping as norms
 from pycomm.training.reducer.buckets import BucketInFlight
+from pycomm.training.reducer.ledger import Ledger
 from pycomm.training.reducer.parameters import ParameterTable
 from pycomm.training.reducer.settings import Options
 from pycomm.training.reductions.phase import StepState
 from pycomm.training.reductions.record import Fingerprint
+from pycomm.training.reductions.reduction import Reduction, all_finite
 
 if TYPE_CHECKING:
     from pycomm.training.reducer.partition import StepPartition
-
-
-def all_finite(flights: Sequence[BucketInFlight], shards: Shards) -> torch.Tensor:
-    """Return whether all received gradients are finite, on all ranks of ``shards``: 0-d bool.
-
-    Does not wait for a GPU. Collective over the ranks of ``shards``, if there are any.
-    """
-    flags = [torch.as_tensor(flight.exchange.finite()) for flight in flights]
-    finite = torch.stack(flags).all() if flags else torch.tensor(True)
-    return shards.all_agree(finite) if shards else finite
 
 
 def spread_failure_of_parts(
@@ -86,10 +78,7 @@ class ReductionOutcome:
     Attributes:
         finite: whether the last step was finite; ``None`` if that was not computed.
         not_finite: name of the first non-finite gradient of any rank, if each rank has only its own part.
-        nonfinite_steps, committed_steps: counts, 0-d int64 tensors on the gradients' device.
-        unused: ids of the parameters without a gradient on any rank in the last reduction.
         vetoed_steps, last_veto: number of vetoed steps; ranks and reasons of the last one.
-        source: rank and parameter of the last non-finite gradient.
     """
 
     def __init__(
@@ -98,27 +87,21 @@ class ReductionOutcome:
         settings: Options,
         fingerprint: Fingerprint,
         state: StepState,
+        reduction: Reduction,
+        ledger: Ledger,
         communicator: Communicator,
     ) -> None:
         self._table, self._settings, self._fingerprint, self._state = table, settings, fingerprint, state
-        self._communicator = communicator
+        self._reduction, self._ledger, self._communicator = reduction, ledger, communicator
         self.finite: Flag | None = None
         self.not_finite: str | None = None
-        self.nonfinite_steps = torch.zeros((), dtype=torch.int64, device=table.device)
-        self.committed_steps = torch.zeros((), dtype=torch.int64, device=table.device)
-        self.unused: set[int] = set()
         self.vetoed_steps = 0
         self.last_veto: str | None = None
-        self.source = NonfiniteSource()
         self._is_discarded = False
 
     def is_left_out(self) -> bool:
         """Return whether the last reduction was discarded, so that the step has no gradients on any rank."""
         return self._is_discarded
-
-    def share_source(self) -> None:
-        """Share which rank has a non-finite gradient. Collective, if any has one."""
-        self.source.share(self._table.flights, self._communicator)
 
     def hand_out(self) -> None:
         """Hand out the averages of all buckets, unless a rank has vetoed the step or no rank had a gradient."""
@@ -137,13 +120,10 @@ class ReductionOutcome:
         waits = bool(table.shards) and self._settings.compression.transactional
         self.finite = None
         if waits or any(flight.exchange.transactional for flight in flights):
-            verdict = all_finite(flights, table.shards)
-            self.nonfinite_steps += ~verdict
-            self.committed_steps += verdict
-            self.finite = verdict if table.on_gpu else bool(verdict)
-        self.source.count(self.finite)
+            self.finite = self._reduction.verdict(flights, table.shards)
+            self._reduction.count(self.finite)
         finite: Flag = True if self.finite is None else self.finite
-        self.unused = {id(slot.param) for flight in flights for slot in flight.hand_out(finite)}
+        self._ledger.hand_out({id(slot.param) for flight in flights for slot in flight.hand_out(finite)})
         self._leave_out_skipping()
         spread_failure(flights, table.shards, self._settings.loss_scaler)
         if table.partial is not None:
@@ -169,7 +149,7 @@ class ReductionOutcome:
         for flight in self._table.flights:
             flight.hand_out(False)
             flight.bucket.flat.fill_(math.nan)
-        self.unused = {id(slot.param) for slot in self._table.slots()}
+        self._ledger.hand_out({id(slot.param) for slot in self._table.slots()})
         if not vetoes or self._settings.loss_scaler is None:
             self._table.drop_gradients()
         if vetoes:
@@ -181,11 +161,8 @@ class ReductionOutcome:
 
     def stats(self) -> dict[str, Any]:
         """Return the counters of ``Reducer.stats`` about skipped steps, and about where averages are received."""
-        nonfinite_steps = int(self.nonfinite_steps.item())
         return {
-            "nonfinite_steps": nonfinite_steps,
-            "last_nonfinite": self.source.of(self._table.flights)
-            or ("a sum over the ranks" if nonfinite_steps else None),
+            **self._reduction.stats(self._table.flights, "a sum over the ranks"),
             "vetoed_steps": self.vetoed_steps,
             "last_veto": self.last_veto,
             "registered_bytes": self._communicator.channel.registered_bytes,

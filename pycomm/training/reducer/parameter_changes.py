@@ -1,16 +1,11 @@
-"""Changes of attached parameters, and the provenance of their gradients.
-
-A gradient that no reduction has made since the last step is local to this rank: it was written by hand, computed by
-``torch.autograd.grad``, belongs to a parameter that is not averaged, or was used by a step already. A step on it would
-change the parameters of this rank only. These checks read only local objects, and send nothing.
-"""
+"""Changes of attached parameters: added, unfrozen, replaced or moved in their module."""
 
 from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Set
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,60 +19,8 @@ from pycomm.torch_internals import Places, children_of, local_of, own_parameters
 from pycomm.training.reducer.buckets import Slot
 from pycomm.training.reducer.engine import Engine
 from pycomm.training.reducer.parameters import ParameterTable
-from pycomm.training.reducer.settings import Options
 from pycomm.training.reductions.fields import raise_different_new
 from pycomm.untrusted import ListOf, parse
-
-_INSTEAD = (
-    "optimizer.step() would move this rank's parameters alone. For gradients that backward() did not make "
-    "(torch.autograd.grad, torch.func.grad, p.grad = ...), call reducer.reduce() on all ranks before the step. For "
-    "parameters that were not attached, write tuning=pycomm.Tuning(all_parameters=True), or detach() and attach() again"
-)
-
-
-def require_provenance(table: ParameterTable, has_averages: bool, unused: Set[int], rank: int) -> None:
-    """Raise RuntimeError if a parameter of the optimizer has a gradient that has not been averaged since the last step.
-
-    Args:
-        has_averages: whether there was a reduction since the last step.
-        unused: ids of the parameters without a gradient on any rank in that reduction.
-    """
-    if has_averages and not unused and not table.has_new():
-        return
-    names = {id(param): name for name, param in table.named()}
-    for param in optimizer_parameters(table.optimizer):
-        if param.grad is None or table.ignored.covers(param):
-            continue
-        name = names.get(id(param))
-        averaged = has_averages and name is not None and id(param) not in unused
-        # Zeros are harmless: distributed checkpointing steps on them to create optimizer state.
-        if averaged or not bool(local_of(param.grad).any()):
-            continue
-        if name is None:
-            name, why = _name_of(table, param), "pycomm does not know this parameter, which came after attach()"
-        elif has_averages:
-            why = "it was set after the others had been averaged"
-        else:
-            why = "there was no backward() or reduce() of all ranks since the last optimizer.step()"
-        raise RuntimeError(f"rank {rank}: the gradient of {name!r} has not been averaged: {why}. {_INSTEAD}")
-
-
-def _name_of(table: ParameterTable, param: torch.Tensor) -> str:
-    """Return the name of ``param`` in the module, or a description of it."""
-    named = [] if table.module is None else table.module.named_parameters()
-    return next((name for name, each in named if each is param), f"a parameter of shape {list(param.shape)}")
-
-
-def require_written(table: ParameterTable, settings: Options) -> None:
-    """Raise RuntimeError if ``.grad`` is still the last average, and averaging it again would be wrong."""
-    if settings.is_linear:
-        return
-    for slot in table.slots():
-        if slot.owner.grad is not None and slot.untouched():
-            raise RuntimeError(
-                f"reduce() would average the gradient of {slot.name!r} again: backward() has averaged it, and "
-                "optimizer.step() has not used it yet"
-            )
 
 
 class ParameterPlaces:
@@ -109,7 +52,7 @@ class ParameterPlaces:
 
     def _find_moved(self, table: ParameterTable) -> None:
         before, now = self._at_first, _attached_names(table)
-        table.moved = {name: now.get(name, "") for name in sorted(before | now) if before.get(name) != now.get(name)}
+        table.moved = {name: now.get(name, "") for name in before | now if before.get(name) != now.get(name)}
 
     def look(self, table: ParameterTable) -> bool:
         """Watch parameters that have replaced others; return whether parameters were added to the module."""
@@ -191,9 +134,7 @@ class ParameterChanges:
         self._engine, self._table, self._communicator = engine, engine.table, engine.communicator
         self._hook_parameters, self._stop = weakref.WeakMethod(hook_parameters), weakref.WeakMethod(stop)
         self.places = ParameterPlaces(engine.table, self._refuse)
-        self._steps_of_others = WeakKeyDictionary[torch.optim.Optimizer, int]()  # reductions before the last one
         self._holding = WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]]()  # see steps_attached()
-        engine.admit_new = self._admit_late
         if engine.table.partition is not None:
             partition = engine.table.partition
             partition.comparison.compare_replicas = weakref.WeakMethod(engine.comparison.compare_replicas)
@@ -222,7 +163,7 @@ class ParameterChanges:
         if not self._engine.is_waited_for():
             self.drop_replaced()
 
-    def _admit_late(self) -> None:
+    def admit_late(self) -> None:
         """Add parameters that this backward() has used. Collective. They must have had equal values."""
         before = {name: param.detach().clone() for name, param in self._table.added_by_name().items()}
         self._admit()
@@ -259,7 +200,7 @@ class ParameterChanges:
             self.places.find(self._table)
 
     def _rebuild(self) -> None:
-        self._engine.outcome.source.keep(self._table.flights)
+        self._engine.reduction.source.keep(self._table.flights)
         self._table.rebuild(self._engine.lanes, self._engine.settings, adopt=True)
         self._engine.hash_state()
         self._hook(self._table.slots())
@@ -292,8 +233,6 @@ class ParameterChanges:
         Without a call of the module, nothing else shows them.
         """
         table = self._table
-        self._require_reduced(optimizer)
-        self._require_whole(optimizer)
         if self.places.are_unchanged():
             return
         lost, new = self.places.exchanged(table)
@@ -301,42 +240,6 @@ class ParameterChanges:
         for name, param in new.items():
             if id(param) in params and param.grad is not None and not is_covered(param):
                 self._refuse(name)
-
-    def _require_reduced(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise RuntimeError if another ``optimizer`` is about to step attached parameters on local gradients.
-
-        Gradients of a paused pass are meant to be local.
-        """
-        reductions = self._engine.step_state.reductions
-        before, self._steps_of_others[optimizer] = self._steps_of_others.get(optimizer, 0), reductions
-        if before != reductions or self._engine.comparison.loop.has_paused:
-            return
-        slots = {id(slot.param): slot for slot in self._table.slots()}
-        for slot in (slots[id(param)] for param in optimizer_parameters(optimizer) if id(param) in slots):
-            grad = slot.param.grad
-            if grad is not None and not slot.holds_average() and bool(local_of(grad).any()):
-                self._raise_stopped(
-                    f"the gradient of {slot.name!r} has not been averaged, and another optimizer than the attached one "
-                    f"is about to use it: there was no backward() or reduce() of all ranks since its last step. "
-                    f"{_INSTEAD}"
-                )
-
-    def _require_whole(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise RuntimeError if another ``optimizer`` is about to step attached parameters by parts of averages.
-
-        A wrapper of the attached one only calls it, and so does one that the attached one calls.
-        """
-        attached = self._table.optimizer
-        if self._table.partial is None or self._engine.step_state.is_stepping or is_around(optimizer, attached):
-            return
-        slots = {id(slot.param): slot for slot in self._table.slots()}
-        for slot in (slots[id(param)] for param in optimizer_parameters(optimizer) if id(param) in slots):
-            if slot.holds_average():
-                self._raise_stopped(
-                    f"a {type(optimizer).__name__} is about to step {slot.name!r}, whose gradient is averaged on the "
-                    f"rank that steps it by the attached {type(attached).__name__}, as shard= says, and not on the "
-                    'others: step the attached optimizer, or pass Sharding(grads="full")'
-                )
 
     def steps_attached(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether another ``optimizer`` holds attached parameters, and is no wrapper around the attached one.
@@ -350,19 +253,15 @@ class ParameterChanges:
             known = self._holding[optimizer] = size, holds and not is_around(optimizer, self._table.optimizer)
         return known[1]
 
-    def _raise_stopped(self, problem: str) -> NoReturn:
-        """Raise RuntimeError on this rank, and on the others at once."""
-        error = RuntimeError(f"rank {self._communicator.rank}: {problem}")
+    def _refuse(self, name: str) -> None:
+        """Raise RuntimeError, on all ranks: the module trains a parameter ``name`` that is not the attached one."""
+        error = RuntimeError(
+            f"rank {self._communicator.rank}: parameter {name!r} of the module is another object than the one that "
+            "was attached (load_state_dict(assign=True), a layer or a parametrization that was exchanged), and nothing "
+            "averages its gradient. detach(), then attach() the optimizer that has the module's parameters now; or put the new "
+            "parameter into the attached optimizer's groups, on all ranks"
+        )
         stop = self._stop()
         if stop is not None:
             stop(error)
         raise error
-
-    def _refuse(self, name: str) -> None:
-        """Raise RuntimeError: the module trains a parameter ``name`` that is not the attached one."""
-        self._raise_stopped(
-            f"parameter {name!r} of the module is another object than the one that was attached "
-            "(load_state_dict(assign=True), a layer or a parametrization that was exchanged), and nothing averages its "
-            "gradient. detach(), then attach() the optimizer that has the module's parameters now; or put the new "
-            "parameter into the attached optimizer's groups, on all ranks"
-        )

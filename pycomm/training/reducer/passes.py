@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -22,7 +20,7 @@ from pycomm.training.reducer.arrival import ArrivalOrder
 from pycomm.training.reducer.autograd_hooks import BackwardWatch, GradientHook, Uncovered
 from pycomm.training.reducer.buckets import Slot, forget_wide
 from pycomm.training.reducer.engine import Engine
-from pycomm.training.reducer.parameter_changes import ParameterChanges, require_provenance
+from pycomm.training.reducer.parameter_changes import ParameterChanges
 from pycomm.training.reductions.phase import Role
 from pycomm.training.reductions.replicas import DamageError
 
@@ -39,49 +37,6 @@ _MOST_LOCAL_UPDATES = 4
 """Number of changes of the parameters between forwards whose gradients no reduction has averaged, that is an error."""
 
 
-class LocalPasses:
-    """Record of the gradients that paused passes have left in ``.grad``."""
-
-    def __init__(self) -> None:
-        self._left: WeakKeyDictionary[Slot, tuple[weakref.ref[torch.Tensor], int]] = WeakKeyDictionary()
-
-    def note(self, slot: Slot) -> None:
-        """Note that a paused pass has accumulated the gradient of ``slot``."""
-        grad = slot.owner.grad
-        assert grad is not None
-        self._left[slot] = weakref.ref(grad), slot.grad_version()
-
-    def require_gone(self, why: str, firing: Slot | None = None) -> None:
-        """Raise RuntimeError if such a gradient is still in ``.grad``.
-
-        Args:
-            why: why it must have been cleared, for the message.
-            firing: slot whose gradient the current pass has already accumulated.
-        """
-        suspects = [slot for slot in self._left if self._may_be_there(slot, slot is firing)]
-        if not suspects:
-            self._left.clear()
-            return
-        # A gradient that is all zeros was cleared by zero_grad(set_to_none=False) or grad.data.zero_(). The host
-        # waits once for all counts.
-        grads = [grad for slot in suspects if (grad := slot.owner.grad) is not None]
-        nonzero = torch.stack([grad.count_nonzero() for grad in grads]).tolist()
-        for slot, count in zip(suspects, nonzero, strict=True):
-            if count > 0 or slot is firing:
-                raise RuntimeError(
-                    f"the gradient of {slot.name!r} is still what a backward() inside reducer.paused() left, which is "
-                    f"never averaged: {why}; call optimizer.zero_grad() first"
-                )
-        self._left.clear()
-
-    def _may_be_there(self, slot: Slot, added_to: bool) -> bool:
-        reference, version = self._left[slot]
-        grad = slot.owner.grad
-        if grad is None or reference() is not grad:
-            return False
-        return not added_to or slot.grad_version() == version + 1  # else it was zeroed before this pass added to it
-
-
 class Passes:
     """Driver of the engine. Autograd calls it by a hook on each parameter, and at the end of each backward pass.
 
@@ -92,8 +47,8 @@ class Passes:
     def __init__(self, engine: Engine) -> None:
         self._communicator, self._settings = engine.communicator, engine.settings
         self._engine, self._table, self._window, self._state = engine, engine.table, engine.window, engine.step_state
+        self._ledger = engine.ledger
         self._watch = BackwardWatch(self._begin, self._all_gradients_arrived, self._end, self._failed)
-        self._local = LocalPasses()
         self.changes = ParameterChanges(engine, self.hook_parameters, self.stop)
         self._order = ArrivalOrder(engine)
         self._hookless: list[Slot] = []
@@ -271,13 +226,11 @@ class Passes:
         """
         self._engine.statistics.phases.trace.begin_step()
         self._require_closed()
-        self._local.require_gone("optimizer.step() would move this rank's parameters alone")
+        self._ledger.require_no_local("optimizer.step() would move this rank's parameters alone")
         self._table.require_no_unknown_gradients()
         with self.stopping():
             self._engine.comparison.require_suitable(in_step=True)
-            require_provenance(
-                self._table, self._state.has_averages, self._engine.outcome.unused, self._communicator.rank
-            )
+            self._ledger.require_step()
         if not in_closure:
             self._engine.comparison.before_step()
             self._look_again()
@@ -303,7 +256,7 @@ class Passes:
             raise
 
     def _note_damage(self, error: DamageError) -> None:
-        if self._engine.policy.survives and error.ranks:
+        if self._engine.members.survives and error.ranks:
             self._state.stops(str(error))  # the others continue without this rank
 
     def before_other_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -313,8 +266,11 @@ class Passes:
         """
         if optimizer is self._table.optimizer or self._communicator.size == 1:
             return
+        has_paused = self._engine.comparison.loop.has_paused
+        with self.stopping():
+            self._ledger.require_step_of_other(optimizer, has_paused=has_paused)
         self.changes.before_other_step(optimizer)
-        if self._engine.comparison.loop.has_paused or not self.changes.steps_attached(optimizer):
+        if has_paused or not self.changes.steps_attached(optimizer):
             return
         if self._counts():
             self._engine.statistics.phases.trace.begin_step()
@@ -377,8 +333,7 @@ class Passes:
     def _on_gradient(self, slot: Slot) -> None:
         state = self._state
         if state.paused > 0:
-            if slot.owner.grad is not None:
-                self._local.note(slot)
+            self._ledger.note_local(slot)
             return
         state.firing = slot
         try:
@@ -466,12 +421,12 @@ class Passes:
         if self._forwards is not None and self._state.has_pass:
             self._forwards.trained(self._engine.comparison.loop.has_forwards)
         try:
-            self._engine.reduce()
+            self._engine.reduce(self.changes.admit_late)
         except DamageError as error:
             self._note_damage(error)
             raise
         except CommError as error:
-            if not self._engine.policy.survives:  # else all ranks have agreed on the cause
+            if not self._engine.members.survives:  # else all ranks have agreed on the cause
                 number, rank = self._state.reductions + 1, self._communicator.rank
                 error.args = (f"{error}; rank {rank} was in reduction {number}",)
             raise
@@ -483,7 +438,7 @@ class Passes:
     def admit_newcomer(self) -> None:
         """Admit a waiting newcomer between two steps."""
         if not self._state.is_open and not self._state.reason:
-            self._engine.policy.admit_newcomer()
+            self._engine.members.admit_newcomer(self._engine)
 
     # Errors.
 
@@ -496,7 +451,7 @@ class Passes:
         """Raise RuntimeError if a reduction may not begin now."""
         self.require_taking_part()
         state = self._state
-        self._local.require_gone("this backward() would add to it", state.firing)
+        self._ledger.require_no_local("this backward() would add to it", state.firing)
         # With all_parameters the parameters may belong to several optimizers, of which only one reports its steps.
         if not (state.is_open or self._settings.tuning.all_parameters or state.is_used or state.steps == 0):
             if state.owes_step():
@@ -509,7 +464,7 @@ class Passes:
         if self._state.reason or self._communicator.size == 1 or torch.compiler.is_compiling():
             return
         self._state.stops(str(error))
-        self._engine.policy.leave(f"gave up: {error}")
+        self._engine.members.leave(f"gave up: {error}")
         self._communicator.channel.abandon(str(error), in_step=not self._engine.is_waited_for())
 
     def _tell_of_unused(self) -> None:

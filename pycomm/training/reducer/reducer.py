@@ -22,9 +22,7 @@ from pycomm.torch_internals import current_graph_task, is_dtensor
 from pycomm.training.reducer import clipping
 from pycomm.training.reducer.buckets import scale_gradients
 from pycomm.training.reducer.engine import Engine
-from pycomm.training.reducer.module_buffers import BufferSync
 from pycomm.training.reducer.passes import Passes
-from pycomm.training.reducer.statistics import trace_of
 from pycomm.training.reducer.without_backward import WithoutBackward, request_veto
 from pycomm.training.reductions.phase import Phase, StepState
 from pycomm.training.reductions.requests import StopRequest
@@ -59,7 +57,7 @@ class Reducer:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._last_stats: dict[str, Any] = {}
-        communicator = self._communicator = engine.communicator
+        self._communicator = engine.communicator
         self._settings = engine.settings
         self._table, self._window, self._state = engine.table, engine.window, engine.step_state
         self.optimizer, self.module = engine.table.optimizer, engine.table.module
@@ -67,7 +65,6 @@ class Reducer:
         self._without_backward = WithoutBackward(engine, passes)
         _set_farewell(engine, "its optimizer and model are gone, or its process has ended")
         self._lone_factor = clipping.LoneFactor(engine.table)
-        engine.statistics.phases.trace = trace_of(communicator.channel.recorder.global_rank, communicator.size)
         self._idle = _has_nothing_to_do(engine)
         if self._idle:
             self._table.admit()
@@ -75,7 +72,7 @@ class Reducer:
         try:
             self._install()
         except BaseException:
-            self._uninstall()
+            self._passes.unhook()
             raise
 
     def _install(self) -> None:
@@ -84,13 +81,6 @@ class Reducer:
         self._passes.changes.hook(self._table.admit())
         self._passes.hook_model(owner=self)
         self._engine.comparison.after_step()
-        if self.module is not None and self._settings.buffers != "local":
-            mode, keeps = self._settings.buffers, self._engine.policy.survives
-            self._engine.buffers = BufferSync(self.module, mode, self._communicator, self._table.ignores, keeps=keeps)
-
-    def _uninstall(self) -> None:
-        self._passes.unhook()
-        self._engine.buffers = None
 
     def __repr__(self) -> str:
         if self._is_detached:
@@ -352,7 +342,7 @@ class Reducer:
         rank's. The key of a DTensor's part says which: ``"up.weight[0:1/2]"`` is the second half along dimension 0.
         """
         self._require_attached()
-        method, steps = self._settings.compression, int(self._engine.outcome.committed_steps)
+        method, steps = self._settings.compression, int(self._engine.reduction.committed)
         return gather_state(self._engine.state(), method, self._communicator, steps, self._table.labels())
 
     def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]], *, strict: bool = True) -> None:
@@ -379,8 +369,8 @@ class Reducer:
         self._last_stats = self.stats()
         self._state.closes()
         self._lone_factor.remove()
-        self._uninstall()
-        _release(self._engine)
+        self._passes.unhook()
+        self._engine.release()
         for slot in self._table.slots():
             slot.leave_bucket()
         partition = self._table.partition
@@ -388,7 +378,7 @@ class Reducer:
             partition.move_out()
         forget(self)
         _set_farewell(self._engine, "detach")
-        self._engine.policy.close(self._state.reason or _farewell(self._state, "detach"))
+        self._engine.members.close(self._state.reason or _farewell(self._state, "detach"))
         self._communicator.close(self._state.reason or None)
         if partition is not None:
             partition.release()
@@ -407,14 +397,9 @@ class Reducer:
 def _has_nothing_to_do(engine: Engine) -> bool:
     """Return whether this is a single rank without compression, clipping or DTensors, so that gradients stay as is."""
     settings, table = engine.settings, engine.table
-    if engine.communicator.size > 1 or engine.policy.survives or table.partition is not None:
+    if engine.communicator.size > 1 or engine.members.survives or table.partition is not None:
         return False
     return not settings.compression.transactional and not any(is_dtensor(param) for _, param in table.named())
-
-
-def _release(engine: Engine) -> None:
-    engine.comparison.replicas.release()
-    engine.statistics.waits.close()
 
 
 def _set_farewell(engine: Engine, how: str) -> None:

@@ -89,7 +89,7 @@ def trace_of(rank: int, size: int) -> Untraced | StepTrace:
     return StepTrace.wanted(folder, rank, size)
 
 
-class Phases:
+class PhaseTimes:
     """Times of the phases of all reductions of a rank, in seconds.
 
     The communication thread packs (with compression: encodes and decodes) and calls collectives. The thread of
@@ -100,9 +100,9 @@ class Phases:
         trace: records the spans of one step, if requested.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trace: Untraced | StepTrace) -> None:
         self.seconds = dict.fromkeys(("pack", "wire", "wait", "unpack"), 0.0)
-        self.trace: Untraced | StepTrace = Untraced()
+        self.trace = trace
         self._profiling = False
 
     def begin(self) -> None:
@@ -307,8 +307,8 @@ class Waits:
 class Statistics:
     """Statistics of all reductions of a rank."""
 
-    def __init__(self) -> None:
-        self.waits, self.phases, self.figures = Waits(), Phases(), CompressionFigures()
+    def __init__(self, waits: Waits, phases: PhaseTimes) -> None:
+        self.waits, self.phases, self.figures = waits, phases, CompressionFigures()
 
     def report(self, table: ParameterTable, num_reductions: int, world: tuple[int, ...]) -> dict[str, Any]:
         """Return the counters, by the names that ``Reducer.stats`` documents."""

@@ -27,7 +27,7 @@ from pycomm.training.elastic.join_requests import JoinListener
 from pycomm.training.elastic.liveness import this_process
 from pycomm.training.elastic.membership import Decision, Membership, reconvene
 from pycomm.training.reducer.buckets import BucketInFlight
-from pycomm.training.reducer.engine import Engine, Grads, Launch, StepPolicy
+from pycomm.training.reducer.engine import Engine, FixedMembers, Grads, Launch
 from pycomm.training.reducer.lanes import open_lanes
 from pycomm.training.reducer.newcomers import lines_of, share_state
 from pycomm.training.reducer.parameters import ParameterTable
@@ -200,8 +200,8 @@ class Survival:
             _LOG.warning("%s: %d ranks go on at step %d, after %.2f s", fates, count, step, seconds)
 
 
-class SurvivingPolicy(StepPolicy):
-    """Policy of ranks that may be lost and may gain newcomers; ``survival`` recovers and admits."""
+class SurvivingMembers(FixedMembers):
+    """Ranks that may be lost and may gain newcomers; ``survival`` recovers and admits."""
 
     survives = True
 
@@ -227,18 +227,18 @@ class SurvivingPolicy(StepPolicy):
             slot.kept = grad
         return grads
 
-    def launched(self) -> None:
+    def launched(self, engine: Engine) -> None:
         """Launch the exchange that ends the step."""
         if self._commit_work is None:
-            self._commit_work = self.engine.submit(self.engine.communicator, self._commit_job())
+            self._commit_work = engine.submit(engine.communicator, self._commit_job(engine))
 
-    def _commit_job(self) -> Callable[[], None]:
-        engine, works = self.engine, self.engine.works()
+    def _commit_job(self, engine: Engine) -> Callable[[], None]:
+        works = engine.works()
 
         def job() -> None:
             for work in works:
                 work.wait()  # those of other lanes may still run; raises if one failed
-            engine.outcome.share_source()  # before the commit: a rank may be lost in it
+            engine.share_source()  # before the commit: a rank may be lost in it
             is_known = engine.step_state.role is not Role.NEW and not engine.table.on_gpu  # where the host runs ahead
             self.survival.commit(engine.statistics.waits.microseconds_here() if is_known else 0)
 
@@ -248,15 +248,14 @@ class SurvivingPolicy(StepPolicy):
         """Launch ``job``; this rank leaves if it fails."""
         return launch(functools.partial(self.survival.run_or_leave, job))
 
-    def receive(self) -> Mapping[int, float]:
+    def receive(self, engine: Engine) -> Mapping[int, float]:
         """Wait for all results and hand them out; reduce the step again if ranks are lost meanwhile."""
-        engine = self.engine
         while True:
             try:
                 engine.await_all(self._wait)
             except CommError as error:
-                if not self.recover(error):
-                    self._launch_again()
+                if not self.recover(engine, error):
+                    self._launch_again(engine)
                     continue
             else:
                 engine.hand_out()
@@ -269,33 +268,31 @@ class SurvivingPolicy(StepPolicy):
         assert self._commit_work is not None
         self._commit_work.wait()
 
-    def ended(self) -> None:
+    def ended(self, engine: Engine) -> None:
         self._commit_work = None
-        if self.engine.step_state.role is Role.NEW:
-            self.engine.window.weights.forget_passes()
+        if engine.step_state.role is Role.NEW:
+            engine.window.weights.forget_passes()
 
     # Losing ranks.
 
-    def recover(self, error: CommError) -> bool:
+    def recover(self, engine: Engine, error: CommError) -> bool:
         """Continue with the remaining ranks; return whether this step counts and has been handed out."""
-        engine = self.engine
         works = [*engine.works(), self._commit_work]
         was_complete, lanes = self.survival.recover(error, engine.step_state.reductions, engine.hand_out)
-        self.continue_over(lanes)
+        self._continue_over(engine, lanes)
         for work in works:
             if isinstance(work, Work):
                 work.forget_trace()  # else the memory of the old world would stay mapped until it is collected
         return was_complete
 
-    def continue_over(self, lanes: Sequence[Communicator]) -> None:
+    def _continue_over(self, engine: Engine, lanes: Sequence[Communicator]) -> None:
         """Continue over ``lanes``, between the ranks of the new world."""
-        self.engine.window.num_idle = self.survival.num_newcomers()
+        engine.window.num_idle = self.survival.num_newcomers()
         self._commit_work = None
-        self.engine.restart(lanes)
+        engine.restart(lanes)
 
-    def _launch_again(self) -> None:
+    def _launch_again(self, engine: Engine) -> None:
         """Launch all buckets again with their kept gradients."""
-        engine = self.engine
         if engine.window.weights.in_use:
             engine.window.weights.sum_again()
         if engine.buffers is not None:
@@ -304,23 +301,22 @@ class SurvivingPolicy(StepPolicy):
             engine.launch(flight, [slot.kept for slot in flight.slots])
         engine.launch_rest()
 
-    def admit_newcomer(self) -> None:
+    def admit_newcomer(self, engine: Engine) -> None:
         """Admit the newcomer that the last commit has announced, if any. Collective in that case; between two steps."""
         if self.survival.invited == 0:
             return
         try:
-            self.continue_over(self.survival.let_in(self.engine))
+            self._continue_over(engine, self.survival.let_in(engine))
         except (RuntimeError, ValueError) as error:  # CommError and the store's errors are RuntimeErrors
             what = f"the newcomer was not let in: {error}"
-            self.recover(CommError.during("join", what, rank=self.engine.communicator.rank))
+            self.recover(engine, CommError.during("join", what, rank=engine.communicator.rank))
 
-    def enter(self) -> None:
+    def enter(self, engine: Engine) -> None:
         """Take part in the present step without gradients: a newcomer's first pass only receives averages."""
-        engine = self.engine
         engine.step_state.reduces(Role.NEW)
         engine.expect_gradients()
         engine.window.num_idle = self.survival.num_newcomers()
-        engine.window.fix_scales(with_next=True, step=engine.outcome.committed_steps)
+        engine.window.fix_scales(with_next=True)
         for flight in engine.table.flights:
             engine.launch(flight, [None] * len(flight.slots))
         engine.launch_rest()
@@ -364,9 +360,9 @@ def listener_of(
     return JoinListener(store, index, lines, str(this_process()["host"]) if membership.is_on_one_host else "")
 
 
-def policy_over(communicator: Communicator, table: ParameterTable, settings: Options) -> SurvivingPolicy:
-    """Return the policy of the first ranks, those of ``communicator``. Collective."""
+def members_of(communicator: Communicator, table: ParameterTable, settings: Options) -> SurvivingMembers:
+    """Return the first ranks, those of ``communicator``. Collective."""
     assert settings.survive is not None
     membership = Membership.found(communicator, settings.survive.min_ranks)
     listener = listener_of(membership, membership.store, next_index(), lines_of(settings, table))
-    return SurvivingPolicy(Survival(membership, communicator, table, settings, listener))
+    return SurvivingMembers(Survival(membership, communicator, table, settings, listener))

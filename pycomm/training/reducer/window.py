@@ -19,6 +19,7 @@ from pycomm.training.reducer import clipping as norms
 from pycomm.training.reducer.buckets import Slot
 from pycomm.training.reducer.settings import Options
 from pycomm.training.reductions.phase import Role, StepState
+from pycomm.training.reductions.reduction import Reduction
 from pycomm.worker import Work
 
 
@@ -126,8 +127,6 @@ class AccumulationWindow:
 
     Attributes:
         num_idle: number of ranks that take part in this step without gradients, as newcomers do.
-        scaling: scales of the window that is being sent, except for this rank's relative weight, which
-            is known only to a job on the communication thread.
         loss_scale: scale of the loss of the window that is about to end; ``None`` if only the device knows it.
         length: number of passes that a function has put into it, 0 if ranks may differ in it, and number of the
             reduction.
@@ -136,15 +135,20 @@ class AccumulationWindow:
     """
 
     def __init__(
-        self, communicator: Communicator, settings: Options, device: torch.device, on_gpu: bool, state: StepState
+        self,
+        communicator: Communicator,
+        settings: Options,
+        device: torch.device,
+        on_gpu: bool,
+        state: StepState,
+        reduction: Reduction,
     ) -> None:
-        self._communicator, self._settings, self._state = communicator, settings, state
+        self._communicator, self._settings, self._state, self._reduction = communicator, settings, state, reduction
         self._device, self._on_gpu = device, on_gpu
         # DGC clips by parameter, as it packs them; it sees only this rank's part of a DTensor.
         self._part_norm = settings.compression.clip_norm
         self.weights = SampleWeights(communicator)
         self.num_idle = 0
-        self.scaling = Scaling(communicator.size)
         self.loss_scale: float | None = None
         self.length = (0, 0)
         self.streams: set[int] = set()
@@ -155,32 +159,29 @@ class AccumulationWindow:
         """Whether this rank has no batch in the present reduction, and no weight of zero says so."""
         return self._state.role is Role.SKIPS and not self.weights.in_use
 
-    def fix_scales(self, *, with_next: bool, step: torch.Tensor) -> None:
-        """Fix the scales of the window, which is about to end or has ended. Collective if weights are in use.
-
-        Args:
-            step: number of steps committed before this one, 0-d int64.
-        """
+    def fix_scales(self, *, with_next: bool) -> None:
+        """Begin the reduction of the window, which is about to end or has ended. Collective if weights are in use."""
         if self.weights.in_use:
             self.weights.start_sum(self._state.passes, with_next)
         loss_scale = scale_of(self._settings.loss_scaler, self._device, self._on_gpu)
         if self._on_gpu and isinstance(loss_scale, torch.Tensor):
             self.streams = {self.current_stream()}
-        # A copy: the count may be incremented before the GPU has read it for this step.
-        number = step.clone() if self._on_gpu else int(step)
-        average, size = self._settings.average, self._communicator.size
-        self.scaling = Scaling(size, self._relative(), loss_scale=loss_scale, average=average, step=number)
+        average, size, number = self._settings.average, self._communicator.size, self._reduction.number()
+        self._begin(Scaling(size, self._relative(), loss_scale=loss_scale, average=average, step=number))
+
+    def _begin(self, scaling: Scaling) -> None:
+        self._reduction.begin(scaling, self.weights.relative if self.weights.in_use else None)
 
     def fix_compared(self, *, is_flushed: bool) -> None:
         """Fix what ranks compare of the window, which ends now."""
-        scale, is_free = self.scaling.loss_scale, is_flushed or self.weights.in_use
+        scale, is_free = self._reduction.scaling.loss_scale, is_flushed or self.weights.in_use
         by_function = callable(self._settings.accumulate) and not is_free
         self.loss_scale = scale if isinstance(scale, float) else None
         self.length = (self._state.passes + 1 if by_function else 0), self._state.reductions
 
     def rescale(self) -> None:
         """Adapt the scales of the window to the present number of ranks."""
-        self.scaling = replace(self.scaling, size=self._communicator.size, relative=self._relative())
+        self._begin(replace(self._reduction.scaling, size=self._communicator.size, relative=self._relative()))
 
     def _relative(self) -> float:
         """Return the weight of a rank with gradients, where others take part without any."""
@@ -196,7 +197,7 @@ class AccumulationWindow:
         if shards and self._part_norm is not None:
             relative = self.weights.relative() if self.weights.in_use else 1.0
             limit = self._part_norm / math.sqrt(self._communicator.size)
-            norms.clip_parts(slots, shards, limit, replace(self.scaling, relative=relative).to_state)
+            norms.clip_parts(slots, shards, limit, replace(self._reduction.scaling, relative=relative).to_state)
             if self._on_gpu:
                 self.streams.add(self.current_stream())
 
@@ -209,9 +210,9 @@ class AccumulationWindow:
         if max_norm is None:
             return
         squares = norms.squared_norm(slots, shards)
-        norm = squares.sqrt() * self.weights.mean_factor() / self.scaling.loss_scale
+        norm = squares.sqrt() * self.weights.mean_factor() / self._reduction.scaling.loss_scale
         # Non-finite gradients are not clipped; they are found where they always are, after the exchange.
         factor = norms.narrowed(torch.where(torch.isfinite(norm), norms.clip_factor(norm, max_norm), 1.0), slots)
-        self.scaling = replace(self.scaling, clip=factor.float() if self._on_gpu else float(factor))
+        self._begin(replace(self._reduction.scaling, clip=factor.float() if self._on_gpu else float(factor)))
         if self._on_gpu:
             self.streams.add(self.current_stream())

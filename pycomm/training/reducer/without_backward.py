@@ -8,7 +8,6 @@ import torch
 
 from pycomm.errors import CommError
 from pycomm.training.reducer.engine import Engine
-from pycomm.training.reducer.parameter_changes import require_written
 from pycomm.training.reducer.passes import Passes
 from pycomm.training.reductions.phase import Phase, Role
 
@@ -80,7 +79,7 @@ class WithoutBackward:
         self._prepare()
         was_open = self._state.is_open
         if not was_open and not self._state.is_used:
-            require_written(self._table, self._engine.settings)
+            self._engine.ledger.require_written()
         self._table.takes_written = True
         try:
             self._reduce(Role.WRITTEN, with_next=not was_open)
@@ -108,7 +107,7 @@ class WithoutBackward:
     def _meets_weights(self) -> bool:
         """Return whether others set their first weights in this reduction, which this rank then uses, too."""
         engine, weights, table = self._engine, self._window.weights, self._table
-        if engine.communicator.size == 1 or not table.flights or table.on_gpu or engine.policy.survives:
+        if engine.communicator.size == 1 or not table.flights or table.on_gpu or engine.members.survives:
             return False
         from pycomm.training.reducer.first_weights import meets_weights
 
@@ -181,20 +180,9 @@ class WithoutBackward:
         """Reduce the present gradients, unless their averages wait for a step; see ``Reducer.reduce_now``."""
         there = any(slot.owner.grad is not None for slot in self._table.slots())
         if there and not self._state.is_open and not self._state.is_used:
-            self._require_all_averaged()
+            self._engine.ledger.require_all_averaged()
         else:
             self.take_part(absent=False)
-
-    def _require_all_averaged(self) -> None:
-        """Raise RuntimeError if a parameter without a gradient on any rank has got one since."""
-        for flight in self._table.flights:
-            for slot, used in zip(flight.slots, flight.exchange.used(), strict=True):
-                grad = slot.owner.grad
-                if not used and grad is not None and bool(grad.any()):
-                    raise RuntimeError(
-                        f"the gradient of {slot.name!r} has not been averaged: it was set after the others had been. "
-                        "Set .grad before backward(), on all ranks, or leave backward() out and set all of them"
-                    )
 
     def _prepare(self) -> None:
         self._passes.require_taking_part()
@@ -203,12 +191,12 @@ class WithoutBackward:
 
     def _any_passes(self) -> bool:
         """Fix the scales of a window that ends early; return whether any rank has had a pass in it. Collective."""
-        self._window.fix_scales(with_next=False, step=self._engine.outcome.committed_steps)
+        self._window.fix_scales(with_next=False)
         while True:
             try:
                 return self._window.weights.any_passes()
             except CommError as error:
-                self._engine.policy.recover(error)  # raises the error if no rank may be lost
+                self._engine.members.recover(self._engine, error)  # raises the error if no rank may be lost
                 self._window.weights.sum_again()
 
     def _reduce(self, role: Role, *, with_next: bool | None, joins: bool = False) -> bool:

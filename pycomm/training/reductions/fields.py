@@ -352,6 +352,9 @@ class PlacesField(Field):
 
     name, form = "places", MapOf(str)
 
+    def hashed(self, value: Any) -> Any:
+        return sorted(value.items())
+
     def check(self, by_rank: Mapping[int, Any], details: Details) -> None:
         def text(at: str | None) -> str:
             return "as it was" if at is None else f"attached as {at!r}" if at else "gone"

@@ -16,8 +16,8 @@ Gradients = Sequence[torch.Tensor | None]
 
 
 @dataclass(frozen=True)
-class HookPart:
-    """Parameters of one of torch's buckets that use the same method."""
+class MethodPart:
+    """Parameters of a bucket that use the same method."""
 
     indices: list[int]
     bucket: Bucket
@@ -25,7 +25,7 @@ class HookPart:
 
 
 class BucketExchanges:
-    """Exchanges of one of torch's buckets: of the parameters that a method applies to, and of the others.
+    """Exchanges of a bucket that others have made: of the parameters that a method applies to, and of the others.
 
     Args:
         params: the bucket's parameters, in the order in which its buffer holds their gradients.
@@ -44,7 +44,7 @@ class BucketExchanges:
         self.parts = []
         for chosen, indices in by_method(method, params):
             bucket = Bucket([names[i] for i in indices], [params[i] for i in indices], communicator, algorithm)
-            self.parts.append(HookPart(indices, bucket, chosen.make(bucket, communicator)))
+            self.parts.append(MethodPart(indices, bucket, chosen.make(bucket, communicator)))
 
     def is_of(self, params: Sequence[torch.Tensor]) -> bool:
         """Return whether these are the exchanges of ``params``, in that order."""
@@ -88,7 +88,7 @@ class BucketExchanges:
             part.exchange.load_state(state)
 
 
-class Sorting:
+class ExchangesByIndex:
     """Exchanges by the number of torch's bucket, recreated when torch rebuilds its buckets.
 
     DistributedDataParallel does so after its first backward pass, in the order in which gradients arrived. State
@@ -140,7 +140,7 @@ class Sorting:
                 "name: remove() the handle and register again"
             ) from None
 
-    def parts(self) -> Iterator[HookPart]:
+    def parts(self) -> Iterator[MethodPart]:
         for exchanges in self._by_index.values():
             yield from exchanges.parts
 
