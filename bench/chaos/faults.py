@@ -19,8 +19,8 @@ import numpy as np
 from pycomm.collectives.communicator import Communicator
 from pycomm.training.elastic.membership import Membership
 from pycomm.training.reducer.engine import Engine
+from pycomm.training.reducer.members import Survival
 from pycomm.training.reducer.parameters import ParameterTable
-from pycomm.training.reducer.surviving import Survival
 
 _HUGE = 4 << 30  # bytes, more than the limit leaves
 _LONGEST_DELAY = 5e-4  # seconds into an exchange

@@ -20,7 +20,7 @@ from pycomm.compression.base import Scaling
 from pycomm.schedule.network import Link, Network
 from pycomm.training.cost.planning import SimulatedLink
 from pycomm.training.cost.pricing import rehearse
-from pycomm.training.reducer.partition.partition import shares_of
+from pycomm.training.reducer.partition.spans import equal_shares
 from tests.compression.test_methods import METHODS, conserves, leaves_no_trace, load_into, save_and_go_on
 from tests.hosts import on_hosts
 from tests.on_ranks import Pools, on_ranks
@@ -324,7 +324,7 @@ def whole_parameters(count: int, order: Sequence[int]) -> list[slice]:
     return [shares[rank] for rank in range(len(order))]
 
 
-SHARES: dict[str, Shares] = {"equal": shares_of, "of whole parameters": whole_parameters}
+SHARES: dict[str, Shares] = {"equal": equal_shares, "of whole parameters": whole_parameters}
 
 
 def once_quantized(config: kernels.Quantization, terms: list[torch.Tensor], shares: Sequence[slice]) -> torch.Tensor:
@@ -372,7 +372,7 @@ def test_each_rank_gets_its_own_share_rounded_once(rank_pools: Pools, hosts: str
 
 def nearly_nothing(hosts: str, value: float) -> None:
     """Denormal gradients are below every scale: all of them are left, and come once they have added up."""
-    for share in (None, shares_of):
+    for share in (None, equal_shares):
         with exchanging(pycomm.FP8(), (300, 1), hosts, share=share) as average:
             assert not average(torch.full((300, 1), value)).any()
             left = average.exchange.state()["p"]["residual"].double()
@@ -388,7 +388,7 @@ def test_denormals_are_left(rank_pools: Pools, hosts: str) -> None:
 def bytes_of_shares(name: str, size: int) -> None:
     method, per_element = BYTES[name]
     grad = gradients(1_000_000, 1)[0].view(1000, 1000)
-    with counted_bytes() as sent, exchanging(method, (1000, 1000), share=shares_of) as average:
+    with counted_bytes() as sent, exchanging(method, (1000, 1000), share=equal_shares) as average:
         average(grad)
         sent[0] = 0
         average(grad)

@@ -18,7 +18,7 @@ from torch import nn
 
 import pycomm
 from pycomm import CommError
-from pycomm.training.reducer import newcomers, surviving
+from pycomm.training.reducer import members
 from tests.hosts import on_hosts
 from tests.on_ranks import Pools
 from tests.ranks import RankOutcome
@@ -161,7 +161,7 @@ def come_and_die(plan: Plan, size: int, port: int) -> None:
                 importlib.import_module("pycomm.training.reducer.join"), "share_state", lambda *_, **__: die()
             )
         elif moment == "hashes":
-            patch.setattr(newcomers, "_compare", lambda *_: die())
+            patch.setattr(members, "_compare", lambda *_: die())
         model = small_model()
         attach(replace(plan, options={}), model, join=f"127.0.0.1:{port}")
         next(iter(model.parameters())).register_hook(lambda _: die())
@@ -190,7 +190,7 @@ def come_later(plan: Plan, size: int, port: int) -> dict[str, Any]:
 def lose_a_rank_meanwhile(plan: Plan, size: int) -> dict[str, Any]:
     if dist.get_rank() == 1:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(surviving, "share_state", lambda *_, **__: die())
+            patch.setattr(members, "share_state", lambda *_, **__: die())
             return stay(plan, size)
     return stay(plan, size)
 
@@ -209,14 +209,14 @@ def test_a_rank_that_is_lost_as_one_comes(new_ranks: Pools) -> None:
 
 def overwrite_request(plan: Plan, size: int) -> dict[str, Any]:
     """Overwrite the newcomer's request once it is announced, as whoever reaches the store can."""
-    let_in = surviving.Survival.let_in
+    let_in = members.Survival.let_in
 
-    def after_a_stranger(self: surviving.Survival, engine: Any) -> Any:
+    def after_a_stranger(self: members.Survival, engine: Any) -> Any:
         self._listener._store.set(f"request/{self.invited}", "garbage")
         return let_in(self, engine)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(surviving.Survival, "let_in", after_a_stranger)
+        patch.setattr(members.Survival, "let_in", after_a_stranger)
         return stay(plan, size)
 
 
@@ -237,7 +237,7 @@ def other(plan: Plan, size: int, port: int) -> None:
     what = plan.options["differs"]
     with pytest.MonkeyPatch.context() as patch:
         if what == "version":
-            patch.setattr(newcomers, "version", lambda: "0.0.1")
+            patch.setattr(members, "version", lambda: "0.0.1")
         model = nn.Sequential(*small_model(), nn.Linear(5, 5)) if what == "model" else small_model()
         kind = torch.optim.AdamW if what == "optimizer" else torch.optim.SGD
         params = list(model.parameters())

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import pycomm
 from pycomm import CommError, Communicator
 from pycomm.training.elastic import membership
-from pycomm.training.reducer import surviving
+from pycomm.training.reducer import members
 from tests.on_ranks import Pools
 from tests.survival.training import METHODS, Plan, batch, die, expected, small_model, train
 
@@ -21,10 +21,10 @@ DEATH = 5  # the step
 
 def at_commit(moment: str, plan: Plan) -> dict[str, Any]:
     """Rank 2 dies around its commit of a step. "half": rank 1 does not learn that the commit has ended, rank 0 does."""
-    original = surviving.Survival.commit
+    original = members.Survival.commit
     calls = 0
 
-    def commit(self: surviving.Survival, *arguments: int) -> None:
+    def commit(self: members.Survival, *arguments: int) -> None:
         nonlocal calls
         step, rank = calls, dist.get_rank()
         calls += 1
@@ -37,7 +37,7 @@ def at_commit(moment: str, plan: Plan) -> dict[str, Any]:
             raise CommError.during("barrier", "rank 2 died", rank=1, peer=2)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(surviving.Survival, "commit", commit)
+        patch.setattr(members.Survival, "commit", commit)
         return train(plan)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from types import ModuleType
@@ -12,15 +13,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from pycomm.agreement import agreed, check_same_lines
+from pycomm.agreement import agreed, check_same_lines, exchanged, require_same
+from pycomm.collectives import broadcasting
 from pycomm.collectives.broadcasting import broadcast_state, check_state_keys
 from pycomm.collectives.communicator import Communicator
+from pycomm.collectives.tensor_memory import look_at
 from pycomm.compression import Compression
+from pycomm.descriptions import first_names
 from pycomm.errors import attempt
 from pycomm.optim.attached import refuse_second_average, register
 from pycomm.optim.parameters import optimizer_parameters, wrapper_of_unknown_step
 from pycomm.optim.wrappers import refuse_wrapped
-from pycomm.training.reducer.attached_tensors import AttachedTensors
 from pycomm.training.reducer.buckets import check_sharding
 from pycomm.training.reducer.engine import Engine, FixedMembers
 from pycomm.training.reducer.lanes import open_lanes
@@ -36,6 +39,70 @@ from pycomm.training.reducer.settings import (
     refuse_unknown,
 )
 from pycomm.training.reducer.statistics import open_ready_page
+
+
+class AttachedTensors:
+    """Tensors of an optimizer and its module, as one rank sees them before the ranks meet.
+
+    | tensor | treatment |
+    |---|---|
+    | averaged parameter | rank 0's is sent; an error unless it is dense and of a dtype with gradients |
+    | frozen parameter, buffer | rank 0's is sent, whatever its dtype; of an expanded one, the memory behind it |
+    | sparse, quantised or composite frozen parameter or buffer | compared if its bytes are accessible; never changed |
+    | trainable parameter of other optimizers | compared; on a difference each rank keeps its own, with a warning |
+    | named by ``ignore`` | none |
+
+    Raises:
+        TypeError: one of them can be neither sent nor compared yet; it is named.
+    """
+
+    def __init__(self, table: ParameterTable) -> None:
+        self._table = table
+        averaged = dict(table.named())
+        known = {id(param) for param in averaged.values()}
+        others = {name: t for name, t in table.module_tensors().items() if id(t) not in known}
+        self._own = [name for name, t in others.items() if isinstance(t, torch.nn.Parameter) and t.requires_grad]
+        self._memories = {name: look_at(name, t) for name, t in [*averaged.items(), *others.items()]}
+        self._averaged = [broadcasting.line_of(name, param, self._memories[name]) for name, param in averaged.items()]
+        self._order = broadcasting.names_in_order(table.optimizer, averaged, table.ignored.covers)
+        self._others = [broadcasting.line_of(name, tensor, self._memories[name]) for name, tensor in others.items()]
+
+    def make_equal(self, communicator: Communicator) -> None:
+        """Send rank 0's tensors to all ranks, and compare what cannot be sent. Collective."""
+        gather = communicator.channel.all_gather_bytes
+        lines = {"parameter": self._averaged, broadcasting.ORDER: self._order}
+        require_same(exchanged(gather, lines, "compare"), "compare")
+        check_same_lines(gather, self._others, "parameter or buffer outside the optimizer", f"; {broadcasting.OWN}")
+        own = dict.fromkeys(self._own)
+        compared = [name for name, m in self._memories.items() if name in own or (m.parts and not m.writable)]
+        differing = broadcasting.differing_memories(communicator, {name: self._memories[name] for name in compared})
+        odd = [name for name in differing if name not in own]
+        if odd:
+            raise ValueError(f"{broadcasting.describe_difference(odd, differing[odd[0]])}; {broadcasting.OWN}")
+        if differing:
+            self._table.rank_local = frozenset(differing)
+            _warn_of(list(differing))
+        stepper = self._table.stepper
+        masters = stepper.masters(self._table.ignored.covers)
+        parts = [part for name, m in self._memories.items() if m.writable and name not in own for part in m.parts]
+        broadcasting.broadcast_parts(communicator, parts, src=0)
+        broadcasting.broadcast_tensors(communicator, masters, src=0)
+        stepper.restore()
+
+
+def _warn_of(names: Sequence[str]) -> None:
+    warnings.warn(
+        "parameters of the module that this optimizer does not have differ between the ranks: "
+        f"{first_names(names)}. Each rank keeps its own. If they are meant to differ, write "
+        "tuning=pycomm.Tuning(ignore=[names or patterns]); if not, give them to the optimizer, attach theirs too, or "
+        "make the model from the same seed on all ranks",
+        RuntimeWarning,
+        stacklevel=5,
+    )
+
+
+Checked = tuple[Options, ParameterTable, AttachedTensors]
+"""Checked arguments of ``attach`` on this rank: settings, parameters, and all other tensors."""
 
 
 def attach(
@@ -125,10 +192,6 @@ def attach(
         raise
 
 
-Checked = tuple[Options, ParameterTable, AttachedTensors]
-"""Checked arguments of ``attach`` on this rank: settings, parameters, and all other tensors."""
-
-
 def _lines(found: Checked) -> dict[str, list[str]]:
     """Return lines that must be equal on all ranks."""
     settings, table, _ = found
@@ -192,9 +255,9 @@ def _check_ignored(table: ParameterTable, settings: Options) -> None:
 
 def _surviving() -> ModuleType:
     """Return the module of ranks that may be lost, which few scripts need."""
-    from pycomm.training.reducer import surviving
+    from pycomm.training.reducer import members
 
-    return surviving
+    return members
 
 
 def _sharded() -> ModuleType:

@@ -20,11 +20,10 @@ from pycomm.training.elastic.membership import Membership
 from pycomm.training.reducer.attach import checked
 from pycomm.training.reducer.engine import Engine
 from pycomm.training.reducer.lanes import open_lanes
-from pycomm.training.reducer.newcomers import lines_of, share_state
+from pycomm.training.reducer.members import Survival, SurvivingMembers, lines_of, listener_of, next_index, share_state
 from pycomm.training.reducer.parameters import ParameterTable
 from pycomm.training.reducer.reducer import Reducer
 from pycomm.training.reducer.settings import Options, Survive, Tuning, refuse_unknown
-from pycomm.training.reducer.surviving import Survival, SurvivingMembers, listener_of, next_index
 
 
 def join(

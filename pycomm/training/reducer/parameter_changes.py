@@ -19,6 +19,7 @@ from pycomm.torch_internals import Places, children_of, local_of, own_parameters
 from pycomm.training.reducer.buckets import Slot
 from pycomm.training.reducer.engine import Engine
 from pycomm.training.reducer.parameters import ParameterTable
+from pycomm.training.reducer.window import WEIGHS
 from pycomm.training.reductions.fields import raise_different_new
 from pycomm.untrusted import ListOf, parse
 
@@ -209,8 +210,6 @@ class ParameterChanges:
 
     def explained(self, error: ValueError) -> Exception:
         """Return ``error``, or its cause if only some ranks have new parameters, or weights."""
-        from pycomm.training.reducer.first_weights import WEIGHS
-
         told = dict(enumerate(told_with(error)))
         new = {rank: text if text.startswith("[") else "[]" for rank, text in told.items()}
         try:
@@ -258,8 +257,8 @@ class ParameterChanges:
         error = RuntimeError(
             f"rank {self._communicator.rank}: parameter {name!r} of the module is another object than the one that "
             "was attached (load_state_dict(assign=True), a layer or a parametrization that was exchanged), and nothing "
-            "averages its gradient. detach(), then attach() the optimizer that has the module's parameters now; or put the new "
-            "parameter into the attached optimizer's groups, on all ranks"
+            "averages its gradient. detach(), then attach() the optimizer that has the module's parameters now; or put "
+            "the new parameter into the attached optimizer's groups, on all ranks"
         )
         stop = self._stop()
         if stop is not None:

@@ -207,6 +207,13 @@ class ParameterTable:
         named = () if self.module is None else self.module.named_buffers()
         return [(name, local_of(b)) for name, b in named if not self.ignores(name, b)]
 
+    def module_tensors(self) -> dict[str, torch.Tensor]:
+        """Return the parameters and buffers of the module, without what is ignored or was found to be rank-local."""
+        if self.module is None:
+            return {}
+        named = by_plain_names(self.module, dict([*self.module.named_parameters(), *self.module.named_buffers()]))
+        return {name: t for name, t in named.items() if name not in self.rank_local and not self.ignores(name, t)}
+
     def ignores(self, name: str, tensor: torch.Tensor) -> bool:
         """Return whether the module's tensor ``name`` is ignored."""
         return self.ignored.covers(tensor) or self.ignored.matches(name)
@@ -265,7 +272,7 @@ class ParameterTable:
             *(slots, settings.compression, lanes, most, settings.tuning.algorithm),
             earlier=self.flights,
             first_bytes=first,
-            **({} if partition is None else {"place": partition.place_in_bucket, "divide": partition.divide}),
+            **({} if partition is None else {"place": partition.spans.sort_key, "divide": partition.divide}),
         )
         if self.partition is not None and made:
             self.partition.adopt(made)

@@ -327,5 +327,5 @@ class Statistics:
             **self.figures.report(exchanges, num_reductions),
         }
         if table.partition is not None and table.partition.whole is not None:
-            stats["step_shares"] = table.partition.whole.owners.stats()
+            stats["step_shares"] = table.partition.spans.stats()
         return stats

@@ -9,6 +9,7 @@ import torch
 from pycomm.errors import CommError
 from pycomm.training.reducer.engine import Engine
 from pycomm.training.reducer.passes import Passes
+from pycomm.training.reducer.window import meets_weights
 from pycomm.training.reductions.phase import Phase, Role
 
 _LOG = logging.getLogger("pycomm")
@@ -109,8 +110,6 @@ class WithoutBackward:
         engine, weights, table = self._engine, self._window.weights, self._table
         if engine.communicator.size == 1 or not table.flights or table.on_gpu or engine.members.survives:
             return False
-        from pycomm.training.reducer.first_weights import meets_weights
-
         if meets_weights(engine.communicator, table.flights, engine.launch_ahead):
             weights.set(0, 0)
         return weights.in_use

@@ -127,7 +127,7 @@ class HostPartition(StepPartition):
         rank = self._communicator.rank
         for flight in flights:
             params = [slot.param for slot in flight.slots]
-            shares = self._shares_of(flight.bucket, flight.slots)
+            shares = self.spans.shares(flight.slots)
             segment = HostSegment(flight.bucket, params, shares, rank, self._memory)
             self._settle_in(flight, segment)
 

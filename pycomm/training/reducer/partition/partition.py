@@ -16,13 +16,14 @@ from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import is_capturing, view_like
 from pycomm.errors import CommError
 from pycomm.optim.fused import FusedStep, KernelStep, has_rule
-from pycomm.optim.masters import MasterWeights
+from pycomm.optim.masters import MasterWeights, WholeMasters
 from pycomm.optim.module_hooks import BeforeForward, hook_forward
 from pycomm.optim.partition import Span
 from pycomm.optim.step_override import Factor, stepper_of
 from pycomm.torch_internals import version_of
 from pycomm.training.reducer.buckets import BucketInFlight, Slot
 from pycomm.training.reducer.partition.comparison import StepComparison, has_written_unscaled
+from pycomm.training.reducer.partition.spans import SpanTable
 from pycomm.training.reducer.partition.whole_step import OwnSteps, WholeStep
 from pycomm.training.reducer.settings import Options
 from pycomm.training.reductions.replicas import DamageError
@@ -76,6 +77,7 @@ class StepPartition:
     Attributes:
         is_shared: whether ranks share the state's memory.
         has_full_grad: whether every rank gets all averages.
+        spans: which elements each rank steps.
         whole: step of whole parameters; ``None`` if kernels step.
         comparison: what ranks compare before each step.
     """
@@ -92,31 +94,24 @@ class StepPartition:
         on_gpu: bool = False,
     ) -> None:
         assert settings.shard is not None
-        self.has_full_grad, self._order = settings.shard.grads == "full", order
+        self.has_full_grad = settings.shard.grads == "full"
         self._communicator, self._module = communicator, module
         self.comparison = StepComparison(communicator, optimizer, self.has_full_grad)
         stepper = stepper_of(optimizer)
         self._was_fused_here = not isinstance(stepper, KernelStep)
-        self.whole = _whole_step(optimizer, stepper, communicator, on_gpu)
+        stepping = _whole_steps_of(optimizer, stepper, on_gpu)
+        self.spans = SpanTable(optimizer, communicator.rank, order, whole=stepping is not None)
+        self.whole = None if stepping is None else WholeStep(optimizer, stepping, self.spans, communicator)
         self._stepper = self.whole or (stepper if isinstance(stepper, KernelStep) else FusedStep(optimizer))
         self._flights: list[BucketInFlight] = []
         self._places: dict[torch.Tensor, tuple[Segment, int]] = {}
         self._num_steps = 0
         self._stepper.share(self)
 
-    def place_in_bucket(self, slot: Slot) -> int:
-        """Return the sort key of ``slot`` in its bucket, in which each rank's own parameters are adjacent."""
-        return 0 if self.whole is None else self._order.index(self.whole.owners.of(slot.param))
-
     def divide(self, bucket: Bucket, slots: Sequence[Slot]) -> None:
         """Let each rank reduce only its own share of ``bucket``, which has the parameters of ``slots``, if it may."""
         if not self.has_full_grad:
-            bucket.reduce_part_only(self._shares_of(bucket, slots), self._communicator.rank)
-
-    def _shares_of(self, bucket: Bucket, slots: Sequence[Slot]) -> list[slice]:
-        if self.whole is not None:
-            return self.whole.owners.shares_of(slots, self._order)
-        return shares_of(bucket.num_elements, self._order)
+            bucket.reduce_part_only(self.spans.shares(slots), self._communicator.rank)
 
     def reduction_failed(self, error: BaseException) -> None:
         """Note that gradients could not be reduced."""
@@ -260,25 +255,11 @@ class StepPartition:
             raise ValueError(f"a gradient of MasterWeights.parameters() {_WRITTEN}")
 
 
-def _whole_step(
-    optimizer: torch.optim.Optimizer, stepper: Any, communicator: Communicator, on_gpu: bool
-) -> WholeStep | None:
-    """Return the step of whole parameters of ``optimizer``, unless kernels step it, as they do in CPU memory."""
+def _whole_steps_of(optimizer: torch.optim.Optimizer, stepper: Any, on_gpu: bool) -> OwnSteps | WholeMasters | None:
+    """Return steps of whole parameters of ``optimizer``; ``None`` if kernels step it, as they do in CPU memory."""
     if isinstance(stepper, MasterWeights) and (on_gpu or not stepper.has_kernels):
-        return WholeStep(optimizer, stepper.whole_steps(), communicator)
-    return WholeStep(optimizer, OwnSteps(optimizer), communicator) if on_gpu or not has_rule(optimizer) else None
-
-
-_ALIGNMENT = 64
-"""Alignment of parts in elements, so that two ranks never write to the same cache line."""
-
-
-def shares_of(num_elements: int, order: Sequence[int]) -> list[slice]:
-    """Return the part of each rank, of equal size up to alignment, laid out in ``order``."""
-    size, pieces = len(order), -(-num_elements // _ALIGNMENT)
-    bounds = [min(pieces * place // size * _ALIGNMENT, num_elements) for place in range(size + 1)]
-    shares = {rank: slice(bounds[place], bounds[place + 1]) for place, rank in enumerate(order)}
-    return [shares[rank] for rank in range(size)]
+        return stepper.whole_steps()
+    return OwnSteps(optimizer) if on_gpu or not has_rule(optimizer) else None
 
 
 class Segment(ABC):

@@ -90,7 +90,7 @@ class SpreadPartition(StepPartition):
         rank = self._communicator.rank
         for flight in flights:
             bucket, params = flight.bucket, [slot.param for slot in flight.slots]
-            shares = self._shares_of(bucket, flight.slots)
+            shares = self.spans.shares(flight.slots)
             alignment = _GPU_ALIGNMENT // bucket.dtype.itemsize if self._on_gpu else 1
             num_bytes = begins_of(bucket.numels, alignment)[-1] * bucket.dtype.itemsize
             room = self._communicator.empty(num_bytes, torch.uint8, bucket.device)

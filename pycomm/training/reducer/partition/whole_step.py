@@ -28,7 +28,7 @@ from pycomm.optim.partition import Partition
 from pycomm.optim.pending_factor import FactorStep, refuse_closure
 from pycomm.optim.step_override import Factor, own_step
 from pycomm.training.reducer.buckets import BucketInFlight
-from pycomm.training.reducer.partition.owners import Owners
+from pycomm.training.reducer.partition.spans import SpanTable
 
 _LOG = logging.getLogger("pycomm")
 
@@ -72,20 +72,20 @@ class WholeStep:
     """Step of ``optimizer`` by its own class, on each rank for the parameters that it owns.
 
     Attributes:
-        owners: the rank that steps each parameter.
         is_divided: whether a step has been divided: this rank then has the state of its own parameters only.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, stepping: OwnSteps | WholeMasters, communicator: Communicator
+        self,
+        optimizer: torch.optim.Optimizer,
+        stepping: OwnSteps | WholeMasters,
+        spans: SpanTable,
+        communicator: Communicator,
     ) -> None:
         self.optimizer, self._stepping, self._communicator = optimizer, stepping, communicator
         self._partition: Partition | None = None
         self._places: dict[torch.Tensor, torch.Tensor] = {}
-        self.owners = Owners(optimizer, communicator.rank, communicator.size)
-        if communicator.rank == 0:
-            self.owners.warn_if_uneven()
-        self.is_divided = False
+        self._spans, self.is_divided = spans, False
         self._hook = optimizer.register_state_dict_post_hook(self._complete)
         self._methods = {name: getattr(optimizer, name, None) for name in ("train", "eval")}  # of schedule-free ones
 
@@ -93,7 +93,7 @@ class WholeStep:
         """Note where the parameters of ``flights`` lie from now on, in memory that others read or get values from."""
         self._places.update({slot.param: slot.param.detach() for flight in flights for slot in flight.slots})
         if self.is_divided:  # new parameters have owners now
-            self._stepping.keep_only(self.owners.is_own)
+            self._stepping.keep_only(self._spans.is_own)
 
     # Steps.
 
@@ -108,8 +108,8 @@ class WholeStep:
         """Step this rank's own parameters."""
         if not self.is_divided:
             self.is_divided = True
-            self._stepping.keep_only(self.owners.is_own)
-        state, others = self.optimizer.state, [(param, param.grad) for param in self.owners.others()]
+            self._stepping.keep_only(self._spans.is_own)
+        state, others = self.optimizer.state, [(param, param.grad) for param in self._spans.others()]
         for param, _ in others:
             state.pop(param, None)  # from before attach, or a checkpoint
             param.grad = None
@@ -123,7 +123,7 @@ class WholeStep:
 
     def _bring_back(self) -> None:
         """Copy parameters that the optimizer has replaced (``param.data = ...``) to their places."""
-        for param in self.owners.own():
+        for param in self._spans.own():
             place = self._places.get(param)
             if place is not None and param.data_ptr() != place.data_ptr():
                 place.copy_(param.detach())
@@ -171,7 +171,7 @@ class WholeStep:
         """Call ``method`` of the optimizer, which changes its parameters; all ranks get the new values. Collective."""
         if self._partition is None or not self.is_divided:
             return method()
-        groups, own = self.optimizer.param_groups, set(self.owners.own())
+        groups, own = self.optimizer.param_groups, set(self._spans.own())
         whole = [group["params"] for group in groups]
         self._communicator.barrier()  # until all have read the old ones
         with self._partition.writing(self.optimizer):
@@ -198,7 +198,7 @@ class WholeStep:
         sent: list[torch.Tensor] = []
 
         def encoded() -> list[Any]:
-            mine = set(self.owners.own())
+            mine = set(self._spans.own())
             own = [(index, self._stepping.entry_of(param)) for index, param in enumerate(params) if param in mine]
             return [[index, encoded_state(entry, sent)] for index, entry in own if entry != {}]
 
