@@ -194,7 +194,7 @@ def lay(trap: Trap, told: Callable[..., None]) -> None:
     _wrap(Survival, "let_in", lambda: region("join"))
     _wrap(Survival, "commit", lambda: moment("commit"))
     for owner, name in (
-        *((Membership, "agree"), (Communicator, "move"), (Membership, "settle")),
+        *((Membership, "agree"), (Communicator, "move"), (Membership, "confirm")),
         (ParameterTable, "rebuild"),
     ):
         _wrap(owner, name, moment)

@@ -74,7 +74,7 @@ class ShardedReplicas:
             state = self.exchanges.state()
             self._before = {name: {key: t.clone() for key, t in entry.items()} for name, entry in state.items()}
 
-    def settle(self, finite: Flag) -> None:
+    def commit(self, finite: Flag) -> None:
         """Unless ``finite``, restore the state from before this step, and make its gradients NaN."""
         before, self._before = self._before, None
         if finite is True:
@@ -182,7 +182,7 @@ class ReplicaSteps:
                     finite = self._verdict()
                     self._reduction.count(finite)
                     for shards in self._seen.values():
-                        shards.settle(finite)
+                        shards.commit(finite)
                 self._state.handed_out(False, has_averages=False)
         finally:
             self._state.reduced(succeeded=True)

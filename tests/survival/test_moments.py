@@ -69,7 +69,7 @@ def in_recovery(where: str, plan: Plan) -> dict[str, Any]:
         elif where == "meeting":
             patch.setattr(Communicator, "move", lambda *_: die())
         else:
-            patch.setattr(membership.Membership, "settle", lambda *_: die())
+            patch.setattr(membership.Membership, "confirm", lambda *_: die())
         return train(plan)
 
 

@@ -52,7 +52,7 @@ class ElasticGroup:
             membership, place = Membership.accept(answer, client.store, _MIN_RANKS, timeout)
             try:
                 communicator = communicator_at(place, timeout)
-                membership.settle(communicator)
+                membership.confirm(communicator)
             except CommError:
                 membership.close()
                 if client.is_late():
@@ -107,7 +107,7 @@ class ElasticGroup:
             if self._membership.is_first:
                 self._listener.answer(number, self._membership.invitation())
             self.communicator.move(place)
-            self._membership.settle(self.communicator)
+            self._membership.confirm(self.communicator)
         except BaseException:
             self._membership.dismiss()
             raise

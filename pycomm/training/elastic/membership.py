@@ -234,7 +234,7 @@ class Membership:
         self._meetings += 1
         return self._place(f"epoch/{self._round}", patience)
 
-    def settle(self, communicator: Communicator) -> None:
+    def confirm(self, communicator: Communicator) -> None:
         """Continue with the ranks of ``communicator``, which have met. Collective."""
         self._meet(communicator)
         self.epoch += 1
@@ -401,7 +401,7 @@ def reconvene(
         try:
             communicator.move(membership.place())
             opened = open_again()
-            membership.settle(communicator)
+            membership.confirm(communicator)
             return Reconvened(decision, committed, opened)
         except CommError as another:  # another rank was lost meanwhile, or cannot be reached by all
             if time.monotonic() - start > communicator.channel.timeout:

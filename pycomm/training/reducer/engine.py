@@ -207,7 +207,7 @@ class Engine:
         self.ledger.require_sendable(slot)
         flight = slot.flight
         assert flight is not None
-        self.settle_late()
+        self.take_late()
         if self.table.on_gpu:
             flight.counts.note_stream(self.window.current_stream())
         if not state.is_sending:
@@ -221,7 +221,7 @@ class Engine:
         elif slot.expected and self.window.sends_early(self.table.shards):
             self._launch_ready()
 
-    def settle_late(self) -> None:
+    def take_late(self) -> None:
         """Move the last gradient into its bucket, as all its hooks have run by now."""
         state = self.step_state
         late, state.late = state.late, None

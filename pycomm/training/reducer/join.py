@@ -84,7 +84,7 @@ def _join(client: JoinClient, table: ParameterTable, settings: Options, survive:
         communicator = communicator_at(place, timeout)
         until_joined.callback(communicator.close)
         lanes = open_lanes(communicator, settings, table.on_gpu)
-        membership.settle(communicator)
+        membership.confirm(communicator)
         listener = listener_of(membership, client.store, client.index, lines)
         listener.skip_to(answer["request"])
         until_joined.callback(listener.close)

@@ -176,7 +176,7 @@ class Survival:
                 self._listener.answer(number, self.membership.invitation())
             self._communicator.move(place)
             lanes = open_lanes(self._communicator, self._settings, self._table.on_gpu)
-            self.membership.settle(self._communicator)
+            self.membership.confirm(self._communicator)
             self._table.rebuild(lanes, self._settings, adopt=False)
             share_state(engine, newcomer=False)
         except BaseException:

@@ -393,7 +393,7 @@ class Passes:
             flight.counts.end_pass()
         is_last = self._state.is_sending
         if not is_last:
-            self._engine.settle_late()
+            self._engine.take_late()
             self._window.weights.note_pass()
         self._state.pass_ends(holds=self._holds_gradients(None))
         if is_last:

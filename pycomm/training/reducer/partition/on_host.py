@@ -129,7 +129,7 @@ class HostPartition(StepPartition):
             params = [slot.param for slot in flight.slots]
             shares = self.spans.shares(flight.slots)
             segment = HostSegment(flight.bucket, params, shares, rank, self._memory)
-            self._settle_in(flight, segment)
+            self._move_in(flight, segment)
 
     def release(self) -> None:
         self._memory.release()

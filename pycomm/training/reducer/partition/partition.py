@@ -125,12 +125,12 @@ class StepPartition:
         """Move the parameters of ``flights`` to memory of the partition. Collective."""
         self._adopt(flights)
         if self.whole is not None:
-            self.whole.settle(flights)
+            self.whole.note_places(flights)
 
     def _adopt(self, flights: Sequence[BucketInFlight]) -> None:
         raise NotImplementedError
 
-    def _settle_in(self, flight: BucketInFlight, segment: Segment) -> None:
+    def _move_in(self, flight: BucketInFlight, segment: Segment) -> None:
         for index, slot in enumerate(flight.slots):
             param, place = slot.param, segment.places[index]
             self._places[param] = segment, index

@@ -96,7 +96,7 @@ class SpreadPartition(StepPartition):
             room = self._communicator.empty(num_bytes, torch.uint8, bucket.device)
             own = GpuMemory(room, 0, num_bytes) if room.is_cuda else room.numpy()
             segment = self._segments[flight] = SpreadSegment(bucket, params, shares, rank, own, alignment)
-            self._settle_in(flight, segment)
+            self._move_in(flight, segment)
 
     def reduction_failed(self, error: BaseException) -> None:
         # A stream waits for parameters, not the host, which finds out later that they have not arrived.

@@ -89,7 +89,7 @@ class WholeStep:
         self._hook = optimizer.register_state_dict_post_hook(self._complete)
         self._methods = {name: getattr(optimizer, name, None) for name in ("train", "eval")}  # of schedule-free ones
 
-    def settle(self, flights: Iterable[BucketInFlight]) -> None:
+    def note_places(self, flights: Iterable[BucketInFlight]) -> None:
         """Note where the parameters of ``flights`` lie from now on, in memory that others read or get values from."""
         self._places.update({slot.param: slot.param.detach() for flight in flights for slot in flight.slots})
         if self.is_divided:  # new parameters have owners now
