@@ -41,7 +41,7 @@ def attach(plan: Plan, model: nn.Module, *, join: str | None = None) -> tuple[py
 
 def go_on(plan: Plan, reducer: pycomm.Reducer, scheduler: Any, model: nn.Module, size: int) -> dict[str, Any]:
     """Train until the world has had ``size`` ranks, and ``AFTERWARDS`` steps more."""
-    number, first = reducer._engine.policy.survival.membership.me, reducer.stats()["steps"]  # type: ignore[attr-defined]
+    number, first = reducer._engine.members.survival.membership.me, reducer.stats()["steps"]  # type: ignore[attr-defined]
     worlds: list[tuple[int, ...]] = []
     step, left, begun = first, AFTERWARDS, time.monotonic()
     while left > 0:

@@ -66,7 +66,11 @@ class RankComparison:
         }
         if self.announces_new:
             values["new"] = table.new_names
-        details = {"members": table.names_in_optimizer, "modes": self._modes_by_name}
+        details: dict[str, Callable[[], Any]] = {
+            "members": table.names_in_optimizer,
+            "modes": self._modes_by_name,
+            "window": partial(getattr, state, "reductions"),
+        }
         source = Source(values, details, lambda: table.module, warns=communicator.rank == 0)
         compared = Compared(
             table.locals,

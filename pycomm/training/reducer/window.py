@@ -176,8 +176,7 @@ class AccumulationWindow:
     Attributes:
         num_idle: number of ranks that take part in this step without gradients, as newcomers do.
         loss_scale: scale of the loss of the window that is about to end; ``None`` if only the device knows it.
-        length: number of passes that a function has put into it, 0 if ranks may differ in it, and number of the
-            reduction.
+        length: number of passes that a function has put into it; 0 if ranks may differ in it.
         streams: on a GPU, the streams (as integers) on which the scales were computed.
         current_stream: on a GPU, returns torch's current stream there.
     """
@@ -198,7 +197,7 @@ class AccumulationWindow:
         self.weights = SampleWeights(communicator)
         self.num_idle = 0
         self.loss_scale: float | None = None
-        self.length = (0, 0)
+        self.length = 0
         self.streams: set[int] = set()
         self.current_stream = communicator.channel.current_stream_of(device)
 
@@ -225,7 +224,7 @@ class AccumulationWindow:
         scale, is_free = self._reduction.scaling.loss_scale, is_flushed or self.weights.in_use
         by_function = callable(self._settings.accumulate) and not is_free
         self.loss_scale = scale if isinstance(scale, float) else None
-        self.length = (self._state.passes + 1 if by_function else 0), self._state.reductions
+        self.length = self._state.passes + 1 if by_function else 0
 
     def rescale(self) -> None:
         """Adapt the scales of the window to the present number of ranks."""

@@ -391,19 +391,20 @@ class ModesField(Field):
 
 
 class WindowLengthField(Field):
-    """Number of passes that a function has put into this window, and number of the reduction; 0 passes if it is given.
+    """Number of passes that a function has put into this window; 0 if it is given. :attr:`Source.details` has the
+    number of the reduction.
 
     The ranks may differ once, perhaps at the end of an epoch, with a warning; twice in a row it is an error.
     """
 
-    name, form, of_pass = "window", ListOf(COUNT, 2), True
+    name, form, default, of_pass = "window", ListOf(COUNT, 2), 0, True
 
     def __init__(self, read: Read, source: Source) -> None:
         super().__init__(read, source)
         self._uneven = -2  # last reduction in which they differed
 
-    def hashed(self, value: Any) -> Any:
-        return 0 if value is None else value[0]
+    def detail(self, value: Any) -> Any:
+        return None if value is None else [value, super().detail(value)]
 
     def check(self, by_rank: Mapping[int, Any], details: Details) -> None:
         passes = {rank: str(number) for rank, (number, _) in by_rank.items() if number}

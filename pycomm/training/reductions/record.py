@@ -29,7 +29,7 @@ from pycomm.collectives.bucket import FINGERPRINT_BITS, FingerprintBits
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import is_capturing
 from pycomm.training.reductions import fields as table
-from pycomm.training.reductions.fields import Details, Field, FieldKind, Source
+from pycomm.training.reductions.fields import Details, FieldKind, Source
 from pycomm.training.reductions.phase import HostCopy, Role, StepState
 from pycomm.training.reductions.replicas import PARAMETERS, STEP, Replicas, out_of_step
 from pycomm.training.reductions.requests import Requests
@@ -59,21 +59,22 @@ class Record:
         # Optional are those that are left out where nothing but a flag is set.
         optional: dict[str, Any] = {f"{each.name}?": OneOf(None, each.form) for each in self.fields}
         self._form = optional | {"absent?": bool, "steps?": COUNT}
+        kinds = [each.kind for each in self.fields]
+        self._hashed = [i for i, kind in enumerate(kinds) if kind is FieldKind.HASHED]
+        self._flags = [i for i, kind in enumerate(kinds) if kind is FieldKind.FLAG]
+        self._last: tuple[Sequence[Any], list[int]] = (), []  # values and their words in the last row
 
     def read(self, *, has_pass: bool = True) -> list[Any]:
         """Return the present values of all fields; ``has_pass``: whether this rank has gradients of its own."""
         return [None if field.of_pass and not has_pass else field.read() for field in self.fields]
 
-    def _by_kind(self, values: Sequence[Any], kind: FieldKind) -> list[tuple[Field, Any]]:
-        return [pair for pair in zip(self.fields, values, strict=True) if pair[0].kind is kind]
-
     def hash_of(self, values: Sequence[Any]) -> int:
         """Return a hash of all fields that are compared by one."""
-        return _hash([field.hashed(value) for field, value in self._by_kind(values, FieldKind.HASHED)])
+        return _hash([self.fields[i].hashed(values[i]) for i in self._hashed])
 
     def flags_of(self, values: Sequence[Any]) -> list[str]:
         """Return the names of the flags that are set."""
-        return [field.name for field, value in self._by_kind(values, FieldKind.FLAG) if _is_set(value)]
+        return [self.fields[i].name for i in self._flags if _is_set(values[i])]
 
     # Details.
 
@@ -106,15 +107,16 @@ class Record:
         Raises:
             RuntimeError, ValueError: on all ranks: they differ, or a flag is set that is an error.
         """
-        pairs = [(f, value) for f, value in zip(self.fields, values, strict=True) if f.kind is not FieldKind.DETAIL]
-        is_flag = np.array([f.kind is FieldKind.FLAG for f, _ in pairs], np.bool_)
-        words = [_is_set(v) if f.kind is FieldKind.FLAG else -1 if v is None else _hash(f.hashed(v)) for f, v in pairs]
-        row = np.array([*own, *words], np.int64)
+        if values != self._last[0]:
+            hashes = [-1 if values[i] is None else _hash(self.fields[i].hashed(values[i])) for i in self._hashed]
+            self._last = values, [bool(self.flags_of(values)), *hashes]
+        row = np.array([*own, *self._last[1]], np.int64)
         gathered = np.empty(communicator.size * len(row), np.int64)
         communicator.all_gather(gathered, row)
         rows = gathered.reshape(-1, len(row))
-        compared = rows[:, len(own) :]
-        if compared[:, is_flag].any() or any(len(set(column[column >= 0])) > 1 for column in compared[:, ~is_flag].T):
+        flags, hashes_of_all = rows[:, len(own)], rows[:, len(own) + 1 :]
+        most = hashes_of_all.max(axis=0)
+        if flags.any() or ((hashes_of_all != most) & (hashes_of_all >= 0)).any():
             texts = communicator.channel.all_gather_bytes(self.details(values))
             self.explain(self.parsed(dict(zip(world, texts, strict=True))))
         return rows[:, : len(own)]
@@ -241,7 +243,7 @@ class Fingerprint:
 
     def receive_late(self) -> None:
         """Do what :meth:`receive` did not on a GPU two reductions ago, as the next one begins."""
-        if is_capturing() or self._num_seen < 2:
+        if self._num_seen < 2 or is_capturing():
             return
         found = self._seen[self._num_seen % 2].get()
         self._judge(found if any(found) else [], self._state.reductions - 2)

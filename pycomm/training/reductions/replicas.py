@@ -403,7 +403,7 @@ class Compared:
     Attributes:
         parameters, buffers: return them by name; of DTensors, this rank's part.
         trained: returns the trained parameters by name, the same list until there are others.
-        carried: returns compression's state of the exchanges that have some in this step.
+        carried: returns compression's state of the exchanges that have some in this step, if it is compared.
         module: returns the module that has the parameters, if it is known.
         interval: see :func:`is_comparison_due`.
         by_parts: whether a part of the parameters is compared in the other reductions.
@@ -416,7 +416,7 @@ class Compared:
     reads_late: bool
     by_parts: bool = False
     buffers: Callable[[], Named] = lambda: ()
-    carried: Callable[[], State] = dict
+    carried: Callable[[], State] | None = None
     module: Callable[[], torch.nn.Module | None] = lambda: None
 
 
@@ -447,7 +447,7 @@ class Replicas:
         self._rolling, self._bits = RollingHash(), FingerprintBits(device)
         self._by_step = [self._bits.of(number) for number in range(1 << STEP.stop)]
         self._evidence = StepEvidence(compared.trained, compared.module, of_parameters)
-        self._state_hashes = StateHashes(compared.carried)
+        self._state_hashes = None if compared.carried is None else StateHashes(compared.carried)
         self._state_changed: Flag = False
         self._at_step: torch.Tensor | None = None  # bits of the parameters as the last step left them
         self.question: Question | None = None
@@ -489,16 +489,16 @@ class Replicas:
         The parameters must not be written to until then. The lists of tensors are read now, as they may grow before.
         """
         by_step = self._by_step[num_steps % (1 << STEP.stop)]
-        taken = self._state_hashes.comparing()
+        taken = None if self._state_hashes is None else self._state_hashes.comparing()
         if not self.is_due(num_reductions):
-            return self._with_part(by_step, num_reductions)
+            return self._with_part(by_step, num_reductions) if self._compared.by_parts else lambda: by_step
         at_step, self._at_step, hashed = self._at_step, None, self._hashed()
         buffers = comparable(self._compared.buffers())
 
         def make() -> torch.Tensor:
             bits = by_step.clone()
-            self._state_changed = self._state_hashes.changed(taken)
-            bits[STATE] = self._state_changed
+            if self._state_hashes is not None:
+                bits[STATE] = self._state_changed = self._state_hashes.changed(taken)
             bits[PARAMETERS] = self._hashes.bits(hashed) if at_step is None else at_step
             bits[BUFFERS] = self._buffer_hashes.bits(buffers)
             return bits
@@ -507,7 +507,7 @@ class Replicas:
 
     def _with_part(self, by_step: torch.Tensor, num_reductions: int) -> Callable[[], torch.Tensor]:
         """Return the function that adds a hash of a part of the parameters to the bits ``by_step``."""
-        is_compared = self._compared.by_parts and self._compared.interval > 0 and not self.warned
+        is_compared = self._compared.interval > 0 and not self.warned
         tensors = self._rolling.part_of(self._compared.trained(), num_reductions) if is_compared else []
         if not tensors:
             return lambda: by_step
@@ -520,11 +520,11 @@ class Replicas:
 
         Called by the thread that has just committed the state.
         """
-        return self._state_hashes.taking() if self.is_due(num_reductions) else None
+        return self._state_hashes.taking() if self._state_hashes is not None and self.is_due(num_reductions) else None
 
     def with_state(self, differing: torch.Tensor, num_reductions: int) -> torch.Tensor:
         """Return the bits ``differing`` between ranks, with that of changed state, which may be set on all ranks."""
-        if not self.is_due(num_reductions) or self._state_changed is False:
+        if self._state_changed is False or not self.is_due(num_reductions):
             return differing
         differing = differing.clone()
         differing[STATE] |= self._state_changed
@@ -532,7 +532,8 @@ class Replicas:
 
     def release(self) -> None:
         """Release the state and the parameters that hashes refer to."""
-        self._state_hashes.forget()
+        if self._state_hashes is not None:
+            self._state_hashes.forget()
         self._rolling = RollingHash()
         self._evidence.forget()
 
@@ -545,8 +546,8 @@ class Replicas:
             differing: bits that differ, at least one of them.
             absent: whether each rank takes no steps.
         """
-        if differing[STATE]:
-            self._report_state()
+        if differing[STATE] and self._state_hashes is not None:
+            self._report_state(self._state_hashes)
         if any(differing[PARAMETERS]):
             if self._compared.reads_late:
                 self._report_now(of, absent)
@@ -608,9 +609,9 @@ class Replicas:
                 f", and {len(names) - 1} more," if len(names) > 1 else "",
             )
 
-    def _report_state(self) -> None:
-        found = self._all_gather_text(self._state_hashes.damaged())
-        self._state_hashes.reported()
+    def _report_state(self, hashes: StateHashes) -> None:
+        found = self._all_gather_text(hashes.damaged())
+        hashes.reported()
         damaged = {rank: label for rank, label in zip(self._world(), found, strict=True) if label}
         if damaged:
             where = ", ".join(f"the {label} on rank {rank}" for rank, label in damaged.items())

@@ -257,7 +257,7 @@ def test_each_rank_keeps_masters_of_its_own_parameters() -> None:
     handle = pycomm.master_weights(optimizer)
     with attached(optimizer, model, shard=SHARED) as reducer:
         steps(optimizer, model, 0, 5)
-        own = [p for p in model.parameters() if reducer._table.partition.whole.owners.is_own(p)]  # type: ignore[union-attr]
+        own = [p for p in model.parameters() if reducer._table.partition.spans.is_own(p)]  # type: ignore[union-attr]
         assert 0 < len(own) < len(SHAPES)
         assert len(handle.masters()) == len(own)
         saved = optimizer.state_dict()["state"]
@@ -291,7 +291,7 @@ def test_state_is_kept_by_owners_and_the_step_is_shared_out() -> None:
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(9)), nn.Linear(64, 3))
     optimizer = Orthogonal(model.parameters())
     with attached(optimizer, model, shard=SHARED) as reducer:
-        own = [p for p in model.parameters() if reducer._table.partition.whole.owners.of(p) == rank()]  # type: ignore[union-attr]
+        own = [p for p in model.parameters() if reducer._table.partition.spans.is_own(p)]  # type: ignore[union-attr]
         for step in range(4):
             train_on(model, optimizer, step)
             assert {id(p) for p in optimizer.state} == set(map(id, own))
