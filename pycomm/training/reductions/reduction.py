@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.channel import Channel
 from pycomm.collectives.communicator import Communicator
-from pycomm.compression.base import Exchange, Flag, Scaling
-from pycomm.compression.nonfinite import NonfiniteSource
+from pycomm.compression.base import Flag, Scaling
+from pycomm.compression.nonfinite import NonfiniteSource, Sent
 from pycomm.optim.shards import Shards
 from pycomm.worker import Work
 
@@ -29,16 +28,7 @@ class Exchanging(Protocol):
     def exchange(self, grads: Grads, scaling: Scaling) -> None: ...
 
 
-class Part(Protocol):
-    """Bucket, and the exchange that sends it."""
-
-    @property
-    def bucket(self) -> Bucket: ...
-    @property
-    def exchange(self) -> Exchange: ...
-
-
-def all_finite(parts: Iterable[Part], shards: Shards | None = None) -> torch.Tensor:
+def all_finite(parts: Iterable[Sent], shards: Shards | None = None) -> torch.Tensor:
     """Return whether all that was received is finite, on all ranks of ``shards``: 0-d bool.
 
     Does not wait for a GPU. Collective over the ranks of ``shards``, if there are any.
@@ -129,13 +119,13 @@ class Reduction:
         ):
             exchanging.exchange(grads, scaling)
 
-    def share_source(self, parts: Iterable[Part]) -> None:
+    def share_source(self, parts: Iterable[Sent]) -> None:
         """Share which rank has a non-finite gradient. Collective, if any has one."""
         self.source.share(parts, self._communicator)
 
     # The end.
 
-    def verdict(self, parts: Iterable[Part], shards: Shards | None = None) -> Flag:
+    def verdict(self, parts: Iterable[Sent], shards: Shards | None = None) -> Flag:
         """Return whether all that was received is finite, the same on all ranks. Does not wait for a GPU.
 
         Collective over the ranks of ``shards``, if there are any.
@@ -151,7 +141,7 @@ class Reduction:
         self.committed += found
         self.nonfinite += ~found
 
-    def stats(self, parts: Iterable[Part], otherwise: str) -> dict[str, Any]:
+    def stats(self, parts: Iterable[Sent], otherwise: str) -> dict[str, Any]:
         """Return ``nonfinite_steps``, and ``last_nonfinite``: ``otherwise`` if the source is not known. Waits."""
         number = int(self.nonfinite)
         return {"nonfinite_steps": number, "last_nonfinite": self.source.of(parts) or (otherwise if number else None)}

@@ -354,9 +354,9 @@ def test_uneven_shares_are_told() -> None:
 @contextmanager
 def log_of(said: list[str]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        from pycomm.training.reducer.partition import owners
+        from pycomm.training.reducer.partition import spans
 
-        patch.setattr(owners._LOG, "warning", lambda text, *args: said.append(text % args))
+        patch.setattr(spans._LOG, "warning", lambda text, *args: said.append(text % args))
         yield
 
 
