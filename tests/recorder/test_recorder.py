@@ -121,7 +121,7 @@ def test_buckets_of_a_reducer_are_noted_with_the_line_of_backward() -> None:
         loss_of(model, dist.get_rank(), step).backward()
     engine = reducer._engine
     noted = [entry for lane in engine.lanes for entry in entries_of(lane) if entry.label]
-    num_buckets = len(engine.table.flights)
+    num_buckets = len(engine.table.buckets)
     reducer.detach()
     assert num_buckets > 1
     assert {entry.label for entry in noted} == {f"bucket {number}" for number in range(1, num_buckets + 1)}

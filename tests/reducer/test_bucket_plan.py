@@ -28,7 +28,7 @@ def layers(number: int, width: int) -> nn.Sequential:
 def plan_of(model: nn.Module, hosts: str = "", **options: Any) -> list[tuple[list[str], int]]:
     """Return the names and bytes of each bucket, which are equal on all ranks."""
     with on_hosts(hosts or "a" * dist.get_world_size()), attached(sgd(model), model, **options) as reducer:
-        plan = [(flight.bucket.names, flight.bucket.flat.nbytes) for flight in reducer._table.flights]
+        plan = [(sent.bucket.names, sent.bucket.flat.nbytes) for sent in reducer._table.buckets]
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, plan)
     assert all(other == plan for other in everyones)
@@ -95,7 +95,7 @@ def test_a_captured_step_keeps_its_buckets() -> None:
     """Its graph has their addresses."""
     model = FromTheHead(6, 64)
     with pretended_gpu(), attached(sgd(model), model, bucket_mb=1 / 64) as reducer:
-        before = reducer._engine.table.flights
+        before = reducer._engine.table.buckets
         for step in range(4):
             with pytest.MonkeyPatch.context() as context:
                 context.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -103,7 +103,7 @@ def test_a_captured_step_keeps_its_buckets() -> None:
                 model(torch.ones(2, 64)).sum().backward()
             reducer.optimizer.step()
             reducer.optimizer.zero_grad()
-        assert reducer._engine.table.flights is before
+        assert reducer._engine.table.buckets is before
 
 
 @pytest.mark.parametrize("average", [True, False])
@@ -153,8 +153,8 @@ def steps_of(model: FromTheHead, number: int, **options: Any) -> tuple[list[tupl
             optimizer.zero_grad(set_to_none=step % 2 == 0)
             model(torch.ones(2, model.width) * (1 + dist.get_rank())).square().mean().backward()
             optimizer.step()
-            found.append((launched[-1], len(engine.table.flights)))
-        plan = [flight.bucket.names for flight in engine.table.flights]
+            found.append((launched[-1], len(engine.table.buckets)))
+        plan = [sent.bucket.names for sent in engine.table.buckets]
         assert_replicas_equal(model)
     return found, plan
 
@@ -182,7 +182,7 @@ def test_rank_0_has_the_say_and_a_rank_without_a_second_pass_follows() -> None:
             else:
                 model(torch.ones(2, 64)).sum().backward()
             reducer.skip_step()
-        plan = [flight.bucket.names for flight in reducer._table.flights]
+        plan = [sent.bucket.names for sent in reducer._table.buckets]
     plans: list[Any] = [None, None]
     dist.all_gather_object(plans, plan)
     assert plans[0] == plans[1]
@@ -209,11 +209,11 @@ def test_sorted_buckets_have_the_averages_and_the_state_of_those_before(method: 
             model(torch.ones(2, 64) * dist.get_rank()).square().mean().backward()
             reducer.optimizer.step()
             if step == 0:
-                before = reducer._engine.table.flights
+                before = reducer._engine.table.buckets
                 state, grads = copy.deepcopy(own_state(reducer)), copy.deepcopy(reducer._engine.table.gradients())
                 ratio = reducer.stats()["compression_ratio"]
                 assert reducer._passes._order.apply()
-                assert before != reducer._engine.table.flights
+                assert before != reducer._engine.table.buckets
                 assert reducer.stats()["compression_ratio"] == ratio
                 torch.testing.assert_close(own_state(reducer), state, rtol=0, atol=0)
                 torch.testing.assert_close(reducer._engine.table.gradients(), grads, rtol=0, atol=0)

@@ -81,7 +81,7 @@ class Training:
     def state(self, key: str) -> tuple[str, torch.Tensor]:
         """Return the name of a parameter and its state, once that has been looked at."""
         self.reducer._communicator.channel.submit(lambda: None).wait()
-        return next((n, entry[key]) for n, entry in state_of(self.reducer._table.flights).items() if key in entry)
+        return next((n, entry[key]) for n, entry in state_of(self.reducer._table.buckets).items() if key in entry)
 
     def bits(self) -> bytes:
         return pickle.dumps([p.detach().numpy().tobytes() for p in self.model.parameters()])

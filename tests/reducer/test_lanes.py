@@ -65,7 +65,7 @@ def test_gradients_are_averages(hosts: str, transport: str, num_lanes: int) -> N
     model, optimizer, reducer = attached(hosts, bucket_mb=1.0)
     rank = reducer._engine.communicator.rank
     assert reducer.stats()["transport"] == transport
-    lanes = [id(flight.communicator) for flight in reducer._table.flights]
+    lanes = [id(sent.communicator) for sent in reducer._table.buckets]
     assert len(lanes) > 2
     assert len(set(lanes)) == num_lanes
     for step in range(STEPS):
@@ -88,14 +88,14 @@ def test_gradients_are_averages(hosts: str, transport: str, num_lanes: int) -> N
 def test_a_bucket_does_not_wait_for_the_one_before(hosts: str) -> None:
     """The first bucket is held back until the second one has arrived."""
     model, _, reducer = attached(hosts, bucket_mb=1.5)
-    flights, plain, arrived = reducer._table.flights, DenseExchange.exchange, threading.Event()
-    assert len(flights) > 1
+    buckets, plain, arrived = reducer._table.buckets, DenseExchange.exchange, threading.Event()
+    assert len(buckets) > 1
 
     def exchange(self: DenseExchange, *arguments: object) -> None:
-        if self is flights[0].exchange:
+        if self is buckets[0].exchange:
             assert arrived.wait(15)
         plain(self, *arguments)  # type: ignore[arg-type]
-        if self is flights[1].exchange:
+        if self is buckets[1].exchange:
             arrived.set()
 
     with pytest.MonkeyPatch.context() as patch:
@@ -143,7 +143,7 @@ def test_first_bucket_is_small_only_between_hosts() -> None:
         ("aaaa", None, False),
     ):
         _, _, reducer = attached(hosts, compression=compression, bucket_mb=25)
-        sizes = [flight.bucket.memory.nbytes / 2**20 for flight in reducer._table.flights]
+        sizes = [sent.bucket.memory.nbytes / 2**20 for sent in reducer._table.buckets]
         large = [size for size in sizes if size > 0.1]  # TopK's biases have a bucket of their own
         assert (len(large) > 1 and large[0] <= 1) == small, (hosts, compression, sizes)
         reducer.detach()

@@ -170,7 +170,7 @@ def test_one_step_is_traced(tmp_path: Path) -> None:
     spans = {(span["lane"], span["name"]): span for span in content["spans"]}
     on_training = ["between steps", "forward", "backward", "wait", "unpack", "before step", "optimizer.step"]
     assert [span["name"] for span in content["spans"] if span["lane"] == "training"] == on_training
-    buckets = len(training.reducer._engine.table.flights)
+    buckets = len(training.reducer._engine.table.buckets)
     assert buckets > 1
     for number in range(1, buckets + 1):
         job = spans["communication", f"bucket {number}"]

@@ -76,9 +76,9 @@ class ArrivalOrder:
         self._slots, self._arrived = [], {}
         order = sorted(table.slots(), key=lambda slot: places.get(slot, 0))  # the first one to arrive is last
         sizes = bucket_sizes(engine.lanes, engine.settings, sum(slot.local.nbytes for slot in order), table.on_gpu)
-        if is_capturing() or are_sorted(table.flights, order, engine.settings.compression, *sizes):
+        if is_capturing() or are_sorted(table.buckets, order, engine.settings.compression, *sizes):
             return False
-        engine.reduction.source.keep(table.flights)
+        engine.reduction.source.keep(table.buckets)
         table.rebuild(engine.lanes, engine.settings, adopt=True, order=order)
         engine.hash_state()
         return True

@@ -37,7 +37,7 @@ class Slot:
 
     name: str
     param: torch.Tensor
-    flight: BucketInFlight | None = None
+    sent: SentBucket | None = None
     index: int = 0
     """Index of the parameter in its bucket."""
     version: int = -1
@@ -66,12 +66,12 @@ class Slot:
     @property
     def fired(self) -> int:
         """Number of times its gradient has been accumulated in this pass."""
-        return 0 if self.flight is None else self.flight.counts.fired(self.index)
+        return 0 if self.sent is None else self.sent.counts.fired(self.index)
 
     @property
     def expected(self) -> int:
         """Number of times its gradient is accumulated in one pass; 0 before the first pass has ended."""
-        return 0 if self.flight is None else self.flight.counts.expected(self.index)
+        return 0 if self.sent is None else self.sent.counts.expected(self.index)
 
     @property
     def local(self) -> torch.Tensor:
@@ -99,24 +99,24 @@ class Slot:
 
     def counter(self, gate: PassGate) -> GradientCounter | None:
         """Return the counter of its gradients while ``gate`` is open; ``None`` if each must be handled."""
-        if self.flight is None:
+        if self.sent is None:
             return None
-        return GradientCounter(gate, self.flight.counts, self.index, is_plain=self.sharded is None)
+        return GradientCounter(gate, self.sent.counts, self.index, is_plain=self.sharded is None)
 
     def fire(self) -> None:
         """Count an accumulation of its gradient; give a DTensor gradient the parameter's placements."""
-        assert self.flight is not None
-        self.flight.counts.note(self.index)
+        assert self.sent is not None
+        self.sent.counts.note(self.index)
         if self.sharded is not None:
             self.sharded.match(self.name)
 
     def adopt(self) -> None:
         """Move ``.grad`` into the bucket, so that later passes of this window accumulate there."""
-        grad, flight = self.owner.grad, self.flight
+        grad, sent = self.owner.grad, self.sent
         assert grad is not None
-        assert flight is not None
-        view = flight.bucket.views[self.index]
-        if grad is not view and not flight.bucket.holds(self.index, grad):
+        assert sent is not None
+        view = sent.bucket.views[self.index]
+        if grad is not view and not sent.bucket.holds(self.index, grad):
             view.copy_(grad)
             self.owner.grad = view
 
@@ -149,8 +149,8 @@ class Slot:
 
     def show_bucket(self) -> None:
         """Make ``.grad``, if there is one, the view into the bucket."""
-        if self.param.grad is not None and self.flight is not None:
-            self.owner.grad = self.flight.bucket.views[self.index]
+        if self.param.grad is not None and self.sent is not None:
+            self.owner.grad = self.sent.bucket.views[self.index]
 
     def leave_bucket(self) -> None:
         """Copy ``.grad`` to memory of its own if it is a view into the bucket."""
@@ -161,23 +161,23 @@ class Slot:
     def holds_average(self) -> bool:
         """Return whether ``.grad`` is the view into the bucket, even if it was written to."""
         grad = self.owner.grad
-        return self.flight is not None and grad is not None and grad is self.flight.bucket.views[self.index]
+        return self.sent is not None and grad is not None and grad is self.sent.bucket.views[self.index]
 
     def move_to_bucket(self, num_writes: int) -> None:
         """Copy the average from an earlier bucket; ``num_writes`` is the number of writes since it was handed out."""
         grad = self.owner.grad
         assert grad is not None
-        assert self.flight is not None
-        self.owner.grad = self.flight.bucket.views[self.index].copy_(grad)
+        assert self.sent is not None
+        self.owner.grad = self.sent.bucket.views[self.index].copy_(grad)
         self.version = self.grad_version() - num_writes
 
     def untouched(self) -> bool:
         """Return whether ``.grad`` is still the last average, unchanged."""
         grad = self.owner.grad
-        if grad is None or self.flight is None:
+        if grad is None or self.sent is None:
             return grad is None
         same = self.holds_average() and self.grad_version() == self.version
-        return same and self.flight.bucket.holds(self.index, grad)  # .grad.data may have been replaced
+        return same and self.sent.bucket.holds(self.index, grad)  # .grad.data may have been replaced
 
 
 def scale_gradients(slots: Iterable[Slot], factor: float) -> None:
@@ -201,8 +201,8 @@ def round_gradients(slots: Iterable[Slot]) -> None:
 
 
 @dataclass(eq=False)
-class BucketInFlight:
-    """Bucket with its parameters, the exchange that sends it, and its progress in this pass."""
+class SentBucket:
+    """Bucket to be sent: its parameters, its exchange, and the progress of this pass."""
 
     slots: list[Slot]
     bucket: Bucket
@@ -280,11 +280,11 @@ def make_buckets(
     bucket_bytes: int,
     algorithm: str = "auto",
     *,
-    earlier: Sequence[BucketInFlight] = (),
+    earlier: Sequence[SentBucket] = (),
     first_bytes: int | None = None,
     place: Callable[[Slot], int] = lambda _: 0,
     divide: Callable[[Bucket, Sequence[Slot]], None] = lambda *_: None,
-) -> list[BucketInFlight]:
+) -> list[SentBucket]:
     """Sort ``slots`` into buckets in reverse order, which is roughly the order in which gradients arrive.
 
     The result depends on the parameters and settings alone, so all ranks make the same buckets. Each
@@ -298,10 +298,10 @@ def make_buckets(
         place: sort key of a parameter in its bucket, before any other.
         divide: gives each rank its share of a bucket of parameters, if ranks are to have shares.
     """
-    flights: list[BucketInFlight] = []
+    buckets: list[SentBucket] = []
     first = bucket_bytes if first_bytes is None or earlier else first_bytes
     groups = _groups(reversed(slots), compression, bucket_bytes, first)
-    loads = [sum(flight.bucket.memory.nbytes for flight in earlier if flight.communicator is lane) for lane in lanes]
+    loads = [sum(sent.bucket.memory.nbytes for sent in earlier if sent.communicator is lane) for lane in lanes]
     numbers = numbers_of_lanes([sum(slot.local.nbytes for slot in group) for group, _ in groups], loads)
     for (group, compressed), number in zip(groups, numbers, strict=True):
         communicator = lanes[number]
@@ -311,23 +311,23 @@ def make_buckets(
         bucket = Bucket(names, params, communicator, algorithm, owners, strides)
         divide(bucket, members)
         method = compression if compressed else compression.otherwise or NoCompression()
-        flight = BucketInFlight(members, bucket, method.make(bucket, communicator), communicator)
+        sent = SentBucket(members, bucket, method.make(bucket, communicator), communicator)
         for index, slot in enumerate(members):
-            slot.flight, slot.index = flight, index
-        flights.append(flight)
-    return flights
+            slot.sent, slot.index = sent, index
+        buckets.append(sent)
+    return buckets
 
 
 def are_sorted(
-    flights: Sequence[BucketInFlight],
+    buckets: Sequence[SentBucket],
     slots: Sequence[Slot],
     compression: Compression,
     bucket_bytes: int,
     first_bytes: int,
 ) -> bool:
-    """Return whether :func:`make_buckets` would sort ``slots`` into buckets such as ``flights``."""
+    """Return whether :func:`make_buckets` would sort ``slots`` into buckets such as ``buckets``."""
     groups = [set(group) for group, _ in _groups(reversed(slots), compression, bucket_bytes, first_bytes)]
-    return groups == [set(flight.slots) for flight in flights]
+    return groups == [set(sent.slots) for sent in buckets]
 
 
 def _place(slot: Slot) -> tuple[bool, int]:
@@ -365,9 +365,9 @@ def _groups(
     return closed + [(members, compressed) for (_, compressed), members in open_.items()]
 
 
-def state_of(flights: Iterable[BucketInFlight]) -> State:
+def state_of(buckets: Iterable[SentBucket]) -> State:
     """Return the state of all parameters, by name (not copied)."""
-    return {name: entry for flight in flights for name, entry in flight.exchange.state().items()}
+    return {name: entry for sent in buckets for name, entry in sent.exchange.state().items()}
 
 
 _INSTEAD = (

@@ -80,7 +80,7 @@ class RankComparison:
             by_parts=not table.on_gpu,
             buffers=buffers,
             # An exchange without state in this step may have no memory for it yet, and must not allocate any.
-            carried=lambda: state_of(flight for flight in table.flights if flight.exchange.transactional),
+            carried=lambda: state_of(sent for sent in table.buckets if sent.exchange.transactional),
             module=lambda: table.module,
         )
         self.replicas = Replicas(communicator, world, compared, table.device, table.device)
@@ -113,7 +113,7 @@ class RankComparison:
 
     def bits_of(self, number: int) -> Callable[[], torch.Tensor] | None:
         """Return the function that makes the bits sent with the ``number``-th launched bucket, if it carries any."""
-        return self.fingerprint.bits(first=number == 1, last=number == len(self._table.flights))
+        return self.fingerprint.bits(first=number == 1, last=number == len(self._table.buckets))
 
     def before_step(self) -> None:
         """Note that a step of the parameters begins."""
@@ -130,10 +130,10 @@ class RankComparison:
 
     def receive(self) -> None:
         """See :meth:`Fingerprint.receive`."""
-        if not self._table.flights:
+        if not self._table.buckets:
             self.fingerprint.forget_verdict()
             return
-        first, last = self._table.flights[0].exchange, self._table.flights[-1].exchange
+        first, last = self._table.buckets[0].exchange, self._table.buckets[-1].exchange
         self.fingerprint.receive(first.differing() if last is first else first.differing() | last.differing())
 
     def compare_replicas(self) -> None:

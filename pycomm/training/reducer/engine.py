@@ -14,7 +14,7 @@ from pycomm.collectives.counting import PassGate
 from pycomm.compression.base import State
 from pycomm.errors import CommError
 from pycomm.torch_internals import current_graph_task
-from pycomm.training.reducer.buckets import BucketInFlight, Slot, round_gradients, state_of
+from pycomm.training.reducer.buckets import SentBucket, Slot, round_gradients, state_of
 from pycomm.training.reducer.comparison import RankComparison
 from pycomm.training.reducer.ledger import Ledger
 from pycomm.training.reducer.module_buffers import BufferSync
@@ -56,13 +56,13 @@ class FixedMembers:
         """Run ``job`` on the communication thread or stream, usually by ``launch``."""
         return launch(job)
 
-    def launching(self, flight: BucketInFlight) -> None:
-        """Called before ``flight`` is launched."""
+    def launching(self, sent: SentBucket) -> None:
+        """Called before the bucket ``sent`` is launched."""
 
     def launched(self, engine: Engine) -> None:
         """Called after the last bucket is launched."""
 
-    def contributed(self, flight: BucketInFlight, grads: Grads) -> Grads:
+    def contributed(self, sent: SentBucket, grads: Grads) -> Grads:
         """Return the gradients to send for ``grads``. Called on the communication thread."""
         return grads
 
@@ -163,8 +163,8 @@ class Engine:
         return [] if self.buffers is not None else self.table.named_buffers()  # synchronised only after the comparison
 
     def is_waited_for(self) -> bool:
-        """Return whether any bucket is in flight."""
-        return any(flight.work is not None for flight in self.table.flights)
+        """Return whether any bucket has been launched, and not handed out."""
+        return any(sent.work is not None for sent in self.table.buckets)
 
     # A pass.
 
@@ -175,8 +175,8 @@ class Engine:
             with_next: whether another pass, with its samples, is part of it; ``None`` if the scales have been fixed.
         """
         if self.step_state.role is Role.NEW:
-            for flight in self.table.flights:
-                flight.counts.begin_pass()
+            for sent in self.table.buckets:
+                sent.counts.begin_pass()
             return
         self.statistics.phases.begin()
         self.expect_gradients()
@@ -193,8 +193,8 @@ class Engine:
     def expect_gradients(self) -> None:
         """Prepare the buckets for another pass's gradients."""
         self.step_state.expects_gradients()
-        for flight in self.table.flights:
-            flight.begin_pass()
+        for sent in self.table.buckets:
+            sent.begin_pass()
 
     def take(self, slot: Slot) -> None:
         """Note that the gradient of ``slot`` has been accumulated; launch the buckets that are ready."""
@@ -205,11 +205,11 @@ class Engine:
         if state.role is Role.NEW:
             return
         self.ledger.require_sendable(slot)
-        flight = slot.flight
-        assert flight is not None
+        sent = slot.sent
+        assert sent is not None
         self.take_late()
         if self.table.on_gpu:
-            flight.counts.note_stream(self.window.current_stream())
+            sent.counts.note_stream(self.window.current_stream())
         if not state.is_sending:
             if not state.is_open:
                 self.ledger.require_no_average(slot)
@@ -236,8 +236,8 @@ class Engine:
 
     def drop_launched(self) -> None:
         """Discard a pass that ended with an exception. Only for a single rank, as others would wait for the rest."""
-        for flight in self.table.flights:
-            flight.abandon()
+        for sent in self.table.buckets:
+            sent.abandon()
         self.table.drop_gradients()
         self.step_state.pass_fails()
 
@@ -248,11 +248,11 @@ class Engine:
         if firing is not None and firing.hook is not None and not firing.hook.is_last(firing.param):
             return  # a later hook may still change this gradient; launched with the next one, or at the end
         while self._next_is_ready():
-            self.launch(self.table.flights[self.step_state.launched])
+            self.launch(self.table.buckets[self.step_state.launched])
 
     def _next_is_ready(self) -> bool:
-        flights, launched = self.table.flights, self.step_state.launched
-        return launched < len(flights) and flights[launched].ready()
+        buckets, launched = self.table.buckets, self.step_state.launched
+        return launched < len(buckets) and buckets[launched].ready()
 
     def launch_rest(self) -> None:
         """Launch the remaining buckets, in order, and what follows them."""
@@ -260,10 +260,10 @@ class Engine:
         if state.launched == 0:
             round_gradients(self.table.slots())
             self.window.fix_clipping(self.table.slots(), self.table.shards)
-        while state.launched < len(self.table.flights):
-            flight = self.table.flights[state.launched]
-            if flight.work is None:
-                self.launch(flight)
+        while state.launched < len(self.table.buckets):
+            sent = self.table.buckets[state.launched]
+            if sent.work is None:
+                self.launch(sent)
             else:
                 state.launched += 1  # it was launched ahead
         if self.buffers is not None and self._buffer_work is None:
@@ -279,55 +279,55 @@ class Engine:
         self.hash_state()
 
     def launch_ahead(self, number: int) -> Work | GpuWork:
-        """Launch the flight of this ``number`` before others of its reduction."""
-        self.step_state.launched, flight = number, self.table.flights[number]
-        self.launch(flight)
+        """Launch the bucket of this ``number`` before others of its reduction."""
+        self.step_state.launched, sent = number, self.table.buckets[number]
+        self.launch(sent)
         self.step_state.launched = 0
-        assert flight.work is not None
-        return flight.work
+        assert sent.work is not None
+        return sent.work
 
-    def launch(self, flight: BucketInFlight, grads: Grads | None = None) -> None:
-        """Launch ``flight`` with ``grads``, or with its parameters' present gradients."""
-        self.members.launching(flight)
+    def launch(self, sent: SentBucket, grads: Grads | None = None) -> None:
+        """Launch the bucket ``sent`` with ``grads``, or with its parameters' present gradients."""
+        self.members.launching(sent)
         state, weights = self.step_state, self.window.weights
         state.launched += 1
-        if state.launched == len(self.table.flights):  # before the launch, as the others may have all at once
+        if state.launched == len(self.table.buckets):  # before the launch, as the others may have all at once
             self.statistics.waits.arrive(state.reductions)
         if grads is None:
             if self.settings.accumulates:
-                round_gradients(flight.slots)
+                round_gradients(sent.slots)
             if not state.is_open and state.launched == 1:
-                self.comparison.loop.note_gradient(flight.slots[0])
-            grads = self.ledger.sendable(flight)
+                self.comparison.loop.note_gradient(sent.slots[0])
+            grads = self.ledger.sendable(sent)
             if weights.is_zero or self.window.skips:
                 grads = [None] * len(grads)
             elif self.table.on_gpu and self.comparison.requests.veto is not None:  # the host waits for no other veto
-                grads[0] = torch.full_like(flight.bucket.views[0], math.nan)
+                grads[0] = torch.full_like(sent.bucket.views[0], math.nan)
         state.contributed |= any(grad is not None for grad in grads)
         if weights.in_use and self.table.on_gpu:
             weights.relative()  # waits here on the host, so that the job need not
-        job = self._exchange_of(flight, grads, state.launched)
-        producers = self.window.streams.union(flight.counts.take_streams())
-        flight.work = self.submit(flight.communicator, job, grads, producers, ahead=flight.exchange.packs_apart)
-        for slot in flight.slots:
+        job = self._exchange_of(sent, grads, state.launched)
+        producers = self.window.streams.union(sent.counts.take_streams())
+        sent.work = self.submit(sent.communicator, job, grads, producers, ahead=sent.exchange.packs_apart)
+        for slot in sent.slots:
             if slot is state.firing:
                 state.late = slot  # later hooks (DistributedDataParallel's) still need its gradient
             else:
                 slot.show_bucket()  # frees autograd's own allocation as soon as it has been packed
 
-    def _exchange_of(self, flight: BucketInFlight, grads: Grads, number: int) -> Callable[[], None]:
+    def _exchange_of(self, sent: SentBucket, grads: Grads, number: int) -> Callable[[], None]:
         """Return the job that exchanges ``grads`` of the ``number``-th launched bucket; its inputs are fixed now."""
         fingerprint = self.comparison.bits_of(number)
         # attach has compared all buckets: ranks that agree on the first lane's first exchange agree on all later ones,
         # as the other lanes carry nothing else.
-        is_first = flight is next(each for each in self.table.flights if each.communicator is self.communicator)
-        channel = flight.communicator.channel
+        is_first = sent is next(each for each in self.table.buckets if each.communicator is self.communicator)
+        channel = sent.communicator.channel
 
         def run() -> None:
-            sent = self.members.contributed(flight, grads)  # first, as the rest may fail when a rank is lost
-            self.reduction.exchange(flight.exchange, sent, channel, fingerprint, is_compared=is_first)
+            taken = self.members.contributed(sent, grads)  # first, as the rest may fail when a rank is lost
+            self.reduction.exchange(sent.exchange, taken, channel, fingerprint, is_compared=is_first)
 
-        recorder = None if self.table.on_gpu else flight.communicator.channel.recorder
+        recorder = None if self.table.on_gpu else sent.communicator.channel.recorder
         return functools.partial(self.statistics.phases.exchange, number, recorder, run)
 
     def submit(
@@ -363,8 +363,8 @@ class Engine:
             self.table.drop_gradients(error)  # they are not averages, and must not be mistaken for them
             raise
         finally:
-            for flight in self.table.flights:
-                flight.work = None
+            for sent in self.table.buckets:
+                sent.work = None
             self._buffer_work = None
             self.comparison.restart()
             self.statistics.waits.end()
@@ -410,7 +410,7 @@ class Engine:
 
     def works(self) -> list[Work | GpuWork]:
         """Return the launched works of this step: buckets, then the module's buffers."""
-        works = [*(flight.work for flight in self.table.flights), self._buffer_work]
+        works = [*(sent.work for sent in self.table.buckets), self._buffer_work]
         return [work for work in works if work is not None]
 
     def hash_state(self) -> None:
@@ -422,16 +422,16 @@ class Engine:
     def _await_results(self, then: Callable[[], None]) -> None:
         with self.statistics.phases.timed("wait"):
             # Those that ranks compare come first: after a disagreement the others would wait in vain.
-            for flight in sorted(self.table.flights, key=lambda flight: flight.communicator is not self.communicator):
-                assert flight.work is not None
-                flight.work.wait()
+            for sent in sorted(self.table.buckets, key=lambda sent: sent.communicator is not self.communicator):
+                assert sent.work is not None
+                sent.work.wait()
             if self._buffer_work is not None:
                 self._buffer_work.wait()
             then()
 
     def share_source(self) -> None:
         """Share which rank has a non-finite gradient. Collective, if any has one."""
-        self.reduction.share_source(self.table.flights)
+        self.reduction.share_source(self.table.buckets)
 
     def hand_out(self) -> None:
         with self.statistics.phases.timed("unpack"):
@@ -447,12 +447,12 @@ class Engine:
 
     def state(self) -> State:
         """Return this rank's state of compression, by parameter (not copied)."""
-        return state_of(self.table.flights)
+        return state_of(self.table.buckets)
 
     def load_state(self, state: State, num_steps: int) -> None:
         """Load a result of :meth:`state`, taken after ``num_steps`` committed steps."""
-        for flight in self.table.flights:
-            flight.exchange.load_state(state)
+        for sent in self.table.buckets:
+            sent.exchange.load_state(state)
         self.statistics.figures.forget()
         self.reduction.committed.fill_(num_steps)
         self.hash_state()  # replaces hashes of the old state

@@ -95,8 +95,8 @@ def _join(client: JoinClient, table: ParameterTable, settings: Options, survive:
         until_joined.pop_all()
     table.ranks = membership.world
     reducer = Reducer(engine)
-    for flight in table.flights:
-        flight.exchange.load_state(state)
+    for sent in table.buckets:
+        sent.exchange.load_state(state)
     engine.reported_world = membership.world[:-1]
     survival.note_join(engine.step_state.reductions, 0.0)
     register(reducer)

@@ -1,4 +1,4 @@
-"""Lanes: several communicators over the same ranks, so that several buckets are in flight at once.
+"""Lanes: several communicators over the same ranks, so that several buckets travel at once.
 
 Between hosts an all-reduce leaves the link idle while ranks add up, wake up, or wait for a slower one. A second
 all-reduce fills these gaps. Each lane has its own thread and connections. Lanes share the buckets by bytes, alike on

@@ -18,7 +18,7 @@ import torch
 from pycomm.optim.guard import is_around
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.torch_internals import local_of
-from pycomm.training.reducer.buckets import BucketInFlight, Slot
+from pycomm.training.reducer.buckets import SentBucket, Slot
 from pycomm.training.reducer.parameters import ParameterTable
 from pycomm.training.reducer.settings import Options
 from pycomm.training.reductions.phase import StepState
@@ -63,22 +63,22 @@ class Ledger:
             )
         if grad.is_sparse:
             raise ValueError(f"the gradient of {slot.name!r} is sparse; pycomm reduces dense gradients")
-        if slot.flight is not None and slot.flight.work is not None:
+        if slot.sent is not None and slot.sent.work is not None:
             raise RuntimeError(
                 f"the gradient of {slot.name!r} was accumulated {slot.fired} times in one backward pass, against "
                 f"{slot.expected} in earlier passes, when it had already been sent; detach() and attach() to count "
                 "again"
             )
 
-    def sendable(self, flight: BucketInFlight) -> list[torch.Tensor | None]:
-        """Return the gradients of the parameters of ``flight``, checked here as the counting hooks check nothing."""
-        grads = [slot.owner.grad for slot in flight.slots]
-        for slot, grad in zip(flight.slots, grads, strict=True):
+    def sendable(self, sent: SentBucket) -> list[torch.Tensor | None]:
+        """Return the gradients of the bucket ``sent``, checked here as the counting hooks check nothing."""
+        grads = [slot.owner.grad for slot in sent.slots]
+        for slot, grad in zip(sent.slots, grads, strict=True):
             if (grad is None and slot.fired > 0) or (grad is not None and grad.is_sparse):
                 self.require_sendable(slot)
         if self._state.is_open or self._settings.is_linear:
             return grads
-        for slot, grad, view in zip(flight.slots, grads, flight.bucket.views, strict=True):
+        for slot, grad, view in zip(sent.slots, grads, sent.bucket.views, strict=True):
             if grad is view and slot.fired > 0:
                 self.require_no_average(slot)
             elif grad is not None and (self._settings.has_parts or not self._settings.average) and slot.untouched():
@@ -115,8 +115,8 @@ class Ledger:
 
     def require_all_averaged(self) -> None:
         """Raise RuntimeError if a parameter without a gradient on any rank has got one since."""
-        for flight in self._table.flights:
-            for slot, used in zip(flight.slots, flight.exchange.used(), strict=True):
+        for sent in self._table.buckets:
+            for slot, used in zip(sent.slots, sent.exchange.used(), strict=True):
                 grad = slot.owner.grad
                 if not used and grad is not None and bool(grad.any()):
                     raise RuntimeError(

@@ -34,7 +34,7 @@ from pycomm.torch_internals import Store, is_dtensor
 from pycomm.training.elastic.join_requests import JoinListener
 from pycomm.training.elastic.liveness import this_process
 from pycomm.training.elastic.membership import Decision, Membership, reconvene
-from pycomm.training.reducer.buckets import BucketInFlight, state_of
+from pycomm.training.reducer.buckets import SentBucket, state_of
 from pycomm.training.reducer.engine import Engine, FixedMembers, Grads, Launch
 from pycomm.training.reducer.lanes import open_lanes
 from pycomm.training.reducer.parameters import ParameterTable
@@ -221,15 +221,15 @@ class SurvivingMembers(FixedMembers):
     def world(self) -> tuple[int, ...]:
         return self.survival.membership.world
 
-    def launching(self, flight: BucketInFlight) -> None:
+    def launching(self, sent: SentBucket) -> None:
         """Drop the last step's kept gradients, not earlier, so that autograd reuses memory bucket by bucket."""
-        for slot in flight.slots:
+        for slot in sent.slots:
             slot.kept = None
 
-    def contributed(self, flight: BucketInFlight, grads: Grads) -> Grads:
+    def contributed(self, sent: SentBucket, grads: Grads) -> Grads:
         """Keep ``grads`` and return them; a gradient that lies in the bucket itself is copied."""
-        for i, (slot, grad) in enumerate(zip(flight.slots, grads, strict=True)):
-            if grad is not None and flight.bucket.holds(i, grad):
+        for i, (slot, grad) in enumerate(zip(sent.slots, grads, strict=True)):
+            if grad is not None and sent.bucket.holds(i, grad):
                 slot.spare = torch.empty_like(grad) if slot.spare is None else slot.spare
                 grad = slot.spare.copy_(grad)
             slot.kept = grad
@@ -305,8 +305,8 @@ class SurvivingMembers(FixedMembers):
             engine.window.weights.sum_again()
         if engine.buffers is not None:
             engine.buffers.restore()
-        for flight in engine.table.flights:
-            engine.launch(flight, [slot.kept for slot in flight.slots])
+        for sent in engine.table.buckets:
+            engine.launch(sent, [slot.kept for slot in sent.slots])
         engine.launch_rest()
 
     def admit_newcomer(self, engine: Engine) -> None:
@@ -325,8 +325,8 @@ class SurvivingMembers(FixedMembers):
         engine.expect_gradients()
         engine.window.num_idle = self.survival.num_newcomers()
         engine.window.fix_scales(with_next=True)
-        for flight in engine.table.flights:
-            engine.launch(flight, [None] * len(flight.slots))
+        for sent in engine.table.buckets:
+            engine.launch(sent, [None] * len(sent.slots))
         engine.launch_rest()
 
     def leave(self, reason: str) -> None:
@@ -407,7 +407,7 @@ def plain_state(engine: Engine) -> dict[str, Any]:
         "objects": {name: each.state_dict() for name, each in sorted(_objects_of(engine).items())},
         "compression": {
             name: {key: tensor for key, tensor in entry.items() if key not in CONTRIBUTIONS}
-            for name, entry in state_of(engine.table.flights).items()
+            for name, entry in state_of(engine.table.buckets).items()
         },
         "weighted": weights.in_use,
     }

@@ -19,7 +19,7 @@ from pycomm.compression.nonfinite import nonfinite_source
 from pycomm.optim.loss_scaler import LossScaler
 from pycomm.optim.shards import Shards
 from pycomm.training.reducer import clipping as norms
-from pycomm.training.reducer.buckets import BucketInFlight
+from pycomm.training.reducer.buckets import SentBucket
 from pycomm.training.reducer.ledger import Ledger
 from pycomm.training.reducer.parameters import ParameterTable
 from pycomm.training.reducer.settings import Options
@@ -31,34 +31,32 @@ if TYPE_CHECKING:
     from pycomm.training.reducer.partition import StepPartition
 
 
-def spread_failure_of_parts(
-    flights: Sequence[BucketInFlight], partition: StepPartition, loss_scaler: Any
-) -> str | None:
+def spread_failure_of_parts(buckets: Sequence[SentBucket], partition: StepPartition, loss_scaler: Any) -> str | None:
     """Make all gradients NaN, on all ranks, if a rank's own part of the averages is not finite; return its name.
 
     So every rank and its loss scaler decide the same about the step. Collective only if a rank had gradients so large
     that their sum may not be finite, which all ranks know from the flags. On a GPU, where the host does not wait, that
     is enough, and an element of each gradient becomes NaN, if there is a scaler.
     """
-    if any(flight.bucket.on_gpu for flight in flights):
+    if any(sent.bucket.on_gpu for sent in buckets):
         if loss_scaler is not None:
-            poison = torch.where(torch.stack([flight.bucket.finite() for flight in flights]).all(), 0.0, math.nan)
-            for flight in flights:
-                torch._foreach_add_([part[:1] for part in flight.bucket.parts(flight.bucket.memory)], poison)
+            poison = torch.where(torch.stack([sent.bucket.finite() for sent in buckets]).all(), 0.0, math.nan)
+            for sent in buckets:
+                torch._foreach_add_([part[:1] for part in sent.bucket.parts(sent.bucket.memory)], poison)
         return None
-    if all(bool(flight.exchange.finite()) for flight in flights):
+    if all(bool(sent.exchange.finite()) for sent in buckets):
         return None
-    parts = [(slot.name, part) for f in flights for slot, part in zip(f.slots, f.bucket.own_parts(), strict=True)]
+    parts = [(slot.name, part) for f in buckets for slot, part in zip(f.slots, f.bucket.own_parts(), strict=True)]
     found = next((i for i, (_, part) in enumerate(parts) if not bool(torch.isfinite(part).all())), len(parts))
     first = partition.first_of(found)
     if first == len(parts):
         return None
-    for flight in flights:
-        flight.bucket.flat.fill_(math.nan)
+    for sent in buckets:
+        sent.bucket.flat.fill_(math.nan)
     return parts[first][0]
 
 
-def spread_failure(flights: Sequence[BucketInFlight], shards: Shards, loss_scaler: Any) -> None:
+def spread_failure(buckets: Sequence[SentBucket], shards: Shards, loss_scaler: Any) -> None:
     """Make gradients that have been handed out NaN if another rank's parts of DTensors are not finite.
 
     torch's GradScaler checks only each rank's own gradients, and would step on some ranks only. Does nothing without a
@@ -67,9 +65,9 @@ def spread_failure(flights: Sequence[BucketInFlight], shards: Shards, loss_scale
     """
     if not shards or loss_scaler is None or isinstance(loss_scaler, LossScaler):
         return
-    if not bool(all_finite(flights, shards)):
-        for flight in flights:
-            flight.bucket.flat.fill_(math.nan)
+    if not bool(all_finite(buckets, shards)):
+        for sent in buckets:
+            sent.bucket.flat.fill_(math.nan)
 
 
 class ReductionOutcome:
@@ -106,8 +104,8 @@ class ReductionOutcome:
     def hand_out(self) -> None:
         """Hand out the averages of all buckets, unless a rank has vetoed the step or no rank had a gradient."""
         # All ranks without a gradient get the same answer.
-        flights = self._table.flights
-        any_used = self._state.contributed or not flights or any(any(flight.exchange.used()) for flight in flights)
+        buckets = self._table.buckets
+        any_used = self._state.contributed or not buckets or any(any(sent.exchange.used()) for sent in buckets)
         self._is_discarded = bool(self._fingerprint.verdict.vetoes) or not any_used
         if self._is_discarded:
             self._discard()
@@ -115,19 +113,19 @@ class ReductionOutcome:
             self._hand_out()
 
     def _hand_out(self) -> None:
-        table, flights = self._table, self._table.flights
+        table, buckets = self._table, self._table.buckets
         # "auto" may choose differently for other parts of DTensors, whose ranks wait for this rank's verdict.
         waits = bool(table.shards) and self._settings.compression.transactional
         self.finite = None
-        if waits or any(flight.exchange.transactional for flight in flights):
-            self.finite = self._reduction.verdict(flights, table.shards)
+        if waits or any(sent.exchange.transactional for sent in buckets):
+            self.finite = self._reduction.verdict(buckets, table.shards)
             self._reduction.count(self.finite)
         finite: Flag = True if self.finite is None else self.finite
-        self._ledger.hand_out({id(slot.param) for flight in flights for slot in flight.hand_out(finite)})
+        self._ledger.hand_out({id(slot.param) for sent in buckets for slot in sent.hand_out(finite)})
         self._leave_out_skipping()
-        spread_failure(flights, table.shards, self._settings.loss_scaler)
+        spread_failure(buckets, table.shards, self._settings.loss_scaler)
         if table.partial is not None:
-            self.not_finite = spread_failure_of_parts(flights, table.partial, self._settings.loss_scaler)
+            self.not_finite = spread_failure_of_parts(buckets, table.partial, self._settings.loss_scaler)
         committed = False if self.finite is None else self.finite
         self._state.handed_out(committed, has_averages=True, is_seen=not is_capturing())
 
@@ -136,8 +134,8 @@ class ReductionOutcome:
         num_skipping = self._fingerprint.verdict.skipping
         size = self._communicator.size
         if 0 < num_skipping < size and self._settings.average:
-            for flight in self._table.flights:
-                flight.bucket.flat.mul_(size / (size - num_skipping))
+            for sent in self._table.buckets:
+                sent.bucket.flat.mul_(size / (size - num_skipping))
 
     def _discard(self) -> None:
         """Discard this reduction.
@@ -146,9 +144,9 @@ class ReductionOutcome:
         ``optimizer.step()`` does nothing.
         """
         vetoes = self._fingerprint.verdict.vetoes
-        for flight in self._table.flights:
-            flight.hand_out(False)
-            flight.bucket.flat.fill_(math.nan)
+        for sent in self._table.buckets:
+            sent.hand_out(False)
+            sent.bucket.flat.fill_(math.nan)
         self._ledger.hand_out({id(slot.param) for slot in self._table.slots()})
         if not vetoes or self._settings.loss_scaler is None:
             self._table.drop_gradients()
@@ -162,7 +160,7 @@ class ReductionOutcome:
     def stats(self) -> dict[str, Any]:
         """Return the counters of ``Reducer.stats`` about skipped steps, and about where averages are received."""
         return {
-            **self._reduction.stats(self._table.flights, "a sum over the ranks"),
+            **self._reduction.stats(self._table.buckets, "a sum over the ranks"),
             "vetoed_steps": self.vetoed_steps,
             "last_veto": self.last_veto,
             "registered_bytes": self._communicator.channel.registered_bytes,
@@ -172,7 +170,7 @@ class ReductionOutcome:
     def name_of_not_finite(self) -> str | None:
         """Return the location or source of the first non-finite value; ``None`` if all are finite. Waits for a GPU."""
         if self.finite is not None and not bool(self.finite):
-            found = nonfinite_source(flight.exchange for flight in self._table.flights)
+            found = nonfinite_source(sent.exchange for sent in self._table.buckets)
             if found is not None:
                 return found
         name = self.not_finite or norms.first_not_finite(self._table.gradients())
@@ -188,5 +186,5 @@ class ReductionOutcome:
         if not was_exchanged:
             return bool(torch.isfinite(norms.squared_norm(table.slots(), table.shards)))
         if self.finite is None:
-            self.finite = bool(all_finite(table.flights, table.shards))
+            self.finite = bool(all_finite(table.buckets, table.shards))
         return bool(self.finite)

@@ -201,7 +201,7 @@ class ParameterChanges:
             self.places.find(self._table)
 
     def _rebuild(self) -> None:
-        self._engine.reduction.source.keep(self._table.flights)
+        self._engine.reduction.source.keep(self._table.buckets)
         self._table.rebuild(self._engine.lanes, self._engine.settings, adopt=True)
         self._engine.hash_state()
         self._hook(self._table.slots())

@@ -21,7 +21,7 @@ from pycomm.optim.shards import Shards, part_of
 from pycomm.optim.step_override import Stepper, stepper_of
 from pycomm.torch_internals import by_plain_names, local_of
 from pycomm.training.reducer.buckets import (
-    BucketInFlight,
+    SentBucket,
     Slot,
     check_sharding,
     make_buckets,
@@ -160,7 +160,7 @@ class ParameterTable:
         self._slots: dict[int, Slot] = {}
         own = set(map(id, optimizer_parameters(optimizer)))
         self._frozen = {id(param): Slot(name, param, in_optimizer=id(param) in own) for name, param in names.items()}
-        self.flights: list[BucketInFlight] = []
+        self.buckets: list[SentBucket] = []
         self.ranks: tuple[int, ...] = ()
         self.shards = Shards([])
         self.partition: StepPartition | None = None
@@ -270,13 +270,13 @@ class ParameterTable:
         partition: Any = self.partition
         made = make_buckets(
             *(slots, settings.compression, lanes, most, settings.tuning.algorithm),
-            earlier=self.flights,
+            earlier=self.buckets,
             first_bytes=first,
             **({} if partition is None else {"place": partition.spans.sort_key, "divide": partition.divide}),
         )
         if self.partition is not None and made:
             self.partition.adopt(made)
-        self.flights += made
+        self.buckets += made
 
     def rebuild(
         self,
@@ -290,25 +290,25 @@ class ParameterTable:
 
         ``order`` replaces the order of :meth:`slots`.
         """
-        exchanges = [flight.exchange for flight in self.flights]
-        sent = sum(exchange.bytes_sent for exchange in exchanges) + self.earlier.get("bytes_sent", 0)
-        self.earlier = {**method_stats(exchanges, self.earlier), "bytes_sent": sent}
-        state, slots = state_of(self.flights), self.slots() if order is None else list(order)
+        exchanges = [sent.exchange for sent in self.buckets]
+        num_bytes = sum(exchange.bytes_sent for exchange in exchanges) + self.earlier.get("bytes_sent", 0)
+        self.earlier = {**method_stats(exchanges, self.earlier), "bytes_sent": num_bytes}
+        state, slots = state_of(self.buckets), self.slots() if order is None else list(order)
         self._slots = {id(slot.param): slot for slot in slots}
         expected = {slot: slot.expected for slot in slots}
         num_writes = {slot: slot.grad_version() - slot.version for slot in slots if adopt and slot.holds_average()}
-        self.flights = []
+        self.buckets = []
         for slot in slots:
-            slot.flight = None  # frees its memory, unless that is a .grad
+            slot.sent = None  # frees its memory, unless that is a .grad
         self.make_buckets(slots, lanes, settings)
-        for flight in self.flights:
-            flight.exchange.load_state(state)
-            flight.expect([expected[slot] for slot in flight.slots])
-            for slot in flight.slots:
+        for sent in self.buckets:
+            sent.exchange.load_state(state)
+            sent.expect([expected[slot] for slot in sent.slots])
+            for slot in sent.slots:
                 if slot in num_writes:
                     slot.move_to_bucket(num_writes[slot])
             if adopt:
-                flight.bucket.note_handed_out()
+                sent.bucket.note_handed_out()
 
     def has_new(self) -> bool:
         """Return whether parameters were added by ``add_param_group``, or unfrozen."""
@@ -333,7 +333,7 @@ class ParameterTable:
 
     def frozen_of_trained(self) -> tuple[str, ...]:
         """Return the names of frozen parameters in buckets, if a gradient is missing."""
-        if all(flight.ready() for flight in self.flights):
+        if all(sent.ready() for sent in self.buckets):
             return ()
         return tuple(slot.name for slot in self._slots.values() if not slot.param.requires_grad)
 
@@ -407,14 +407,14 @@ class ParameterTable:
 
         Its memory order may change: its gradients then follow.
         """
-        for flight in self.flights:
-            if change := flight.kinds.change():
+        for sent in self.buckets:
+            if change := sent.kinds.change():
                 raise RuntimeError(f"{change}: detach() before the module is converted or moved, attach() afterwards")
-            flight.bucket.follow()
+            sent.bucket.follow()
 
     def clear(self) -> None:
         """Forget all parameters, and release the memory of the buckets."""
-        self.flights.clear()
+        self.buckets.clear()
         self._slots.clear()
         self._frozen.clear()
         self._trained = [], []

@@ -325,8 +325,8 @@ class Passes:
         self._engine.statistics.phases.trace.end_step()
         self._engine.comparison.after_step()
         self._state.stepped()
-        if self._table.flights:
-            self._engine.comparison.loop.note_step(self._table.flights[0].slots[0])
+        if self._table.buckets:
+            self._engine.comparison.loop.note_step(self._table.buckets[0].slots[0])
 
     # Callbacks of autograd.
 
@@ -338,7 +338,7 @@ class Passes:
         state.firing = slot
         try:
             self._watch.touch()
-            if slot.flight is not None:
+            if slot.sent is not None:
                 self._order.note(slot)
                 self._engine.take(slot)
         except (RuntimeError, ValueError) as error:
@@ -389,8 +389,8 @@ class Passes:
             raise
 
     def _end(self) -> None:
-        for flight in self._table.flights:
-            flight.counts.end_pass()
+        for sent in self._table.buckets:
+            sent.counts.end_pass()
         is_last = self._state.is_sending
         if not is_last:
             self._engine.take_late()
@@ -411,7 +411,7 @@ class Passes:
 
     def reduce(self) -> None:
         """Complete the reduction, including new parameters."""
-        announced = self._engine.comparison.announces_new and bool(self._table.flights)
+        announced = self._engine.comparison.announces_new and bool(self._table.buckets)
         try:
             if not announced:
                 self.changes.find_new()

@@ -32,11 +32,11 @@ _LOG = logging.getLogger("pycomm")
 
 def _description(engine: Engine) -> str:
     """Return the ranks, parameters and method, for ``repr``. A single rank needs no buckets."""
-    settings, slots, flights = engine.settings, engine.table.slots(), engine.table.flights
+    settings, slots, buckets = engine.settings, engine.table.slots(), engine.table.buckets
     transport = "nccl" if engine.table.on_gpu else engine.communicator.transport
-    size = size_text(sum(flight.bucket.flat.nbytes for flight in flights))
-    sorted_ = f"{counted(len(slots), 'parameter')} in {counted(len(flights), 'bucket')} of {size} in all"
-    parameters = sorted_ if flights else tensors_text(slot.local for slot in slots)
+    size = size_text(sum(sent.bucket.flat.nbytes for sent in buckets))
+    sorted_ = f"{counted(len(slots), 'parameter')} in {counted(len(buckets), 'bucket')} of {size} in all"
+    parameters = sorted_ if buckets else tensors_text(slot.local for slot in slots)
     parts = [counted(len(engine.world), "rank"), transport, parameters, method_text(settings.compression)]
     if settings.shard is not None:
         parts.append(f"shard={settings.shard}")

@@ -312,9 +312,9 @@ class Statistics:
 
     def report(self, table: ParameterTable, num_reductions: int, world: tuple[int, ...]) -> dict[str, Any]:
         """Return the counters, by the names that ``Reducer.stats`` documents."""
-        exchanges = [flight.exchange for flight in table.flights]
+        exchanges = [sent.exchange for sent in table.buckets]
         sent = sum(exchange.bytes_sent for exchange in exchanges) + table.earlier.get("bytes_sent", 0)
-        gradients = sum(flight.bucket.flat.nbytes for flight in table.flights) * num_reductions
+        gradients = sum(sent.bucket.flat.nbytes for sent in table.buckets) * num_reductions
         stats: dict[str, Any] = {
             **method_stats(exchanges, table.earlier),
             "bytes_sent": sent,

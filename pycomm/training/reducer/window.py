@@ -18,7 +18,7 @@ from pycomm.errors import CommError
 from pycomm.optim.loss_scaler import scale_of
 from pycomm.optim.shards import Shards
 from pycomm.training.reducer import clipping as norms
-from pycomm.training.reducer.buckets import BucketInFlight, Slot
+from pycomm.training.reducer.buckets import SentBucket, Slot
 from pycomm.training.reducer.settings import Options
 from pycomm.training.reductions.phase import Role, StepState
 from pycomm.training.reductions.reduction import Reduction
@@ -49,13 +49,13 @@ def sum_first(communicator: Communicator, sums: Any) -> None:
 
 
 def meets_weights(
-    communicator: Communicator, flights: Sequence[BucketInFlight], launch: Callable[[int], Work | GpuWork]
+    communicator: Communicator, buckets: Sequence[SentBucket], launch: Callable[[int], Work | GpuWork]
 ) -> bool:
     """Launch the first bucket that ranks compare, of a rank without a batch; return whether others have weights.
 
-    In that case the bucket is still to be launched. ``launch`` launches one of ``flights`` by its number.
+    In that case the bucket is still to be launched. ``launch`` launches one of ``buckets`` by its number.
     """
-    number = next(number for number, flight in enumerate(flights) if flight.communicator is communicator)
+    number = next(number for number, sent in enumerate(buckets) if sent.communicator is communicator)
     try:
         with communicator.channel.recorder.telling(_JOINS):
             launch(number).wait()
@@ -63,7 +63,7 @@ def meets_weights(
         pass  # raised with the others' results
     except ValueError as error:
         if _weigh_or_join(error):
-            flights[number].work = None
+            buckets[number].work = None
             return True
     return False
 

@@ -23,7 +23,7 @@ def request_veto(engine: Engine, reason: str) -> None:
             "veto_step() on a GPU, or with shard, requires attach(..., loss_scaler=...), which leaves out the step"
         )
     state = engine.step_state
-    if 0 < state.launched == len(table.flights) and engine.is_waited_for():
+    if 0 < state.launched == len(table.buckets) and engine.is_waited_for():
         raise RuntimeError(
             "veto_step() too late: all gradients of this backward() have been sent; call it before backward(), or in a "
             "hook of a parameter"
@@ -108,9 +108,9 @@ class WithoutBackward:
     def _meets_weights(self) -> bool:
         """Return whether others set their first weights in this reduction, which this rank then uses, too."""
         engine, weights, table = self._engine, self._window.weights, self._table
-        if engine.communicator.size == 1 or not table.flights or table.on_gpu or engine.members.survives:
+        if engine.communicator.size == 1 or not table.buckets or table.on_gpu or engine.members.survives:
             return False
-        if meets_weights(engine.communicator, table.flights, engine.launch_ahead):
+        if meets_weights(engine.communicator, table.buckets, engine.launch_ahead):
             weights.set(0, 0)
         return weights.in_use
 
@@ -165,7 +165,7 @@ class WithoutBackward:
 
         Collective; but if any rank had a gradient, which all ranks know, nothing is sent.
         """
-        if any(any(flight.exchange.used()) for flight in self._table.flights):
+        if any(any(sent.exchange.used()) for sent in self._table.buckets):
             return False
         found = torch.tensor([not absent, self._state.steps])
         self._engine.communicator.all_reduce(found, "max")

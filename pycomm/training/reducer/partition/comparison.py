@@ -25,7 +25,7 @@ from pycomm.optim.masters import MasterWeights
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.optim.step_override import Factor, stepper_of
 from pycomm.torch_internals import version_of, versions_of
-from pycomm.training.reducer.buckets import BucketInFlight
+from pycomm.training.reducer.buckets import SentBucket
 from pycomm.training.reductions.fields import FieldWords, Source
 from pycomm.training.reductions.record import Record
 
@@ -72,11 +72,11 @@ class StepComparison:
         self._params = list(params)
         self._versions = versions_of(self._params)
 
-    def agree(self, flights: Sequence[BucketInFlight], *, is_skipped: bool, factor: Factor) -> bool:
+    def agree(self, buckets: Sequence[SentBucket], *, is_skipped: bool, factor: Factor) -> bool:
         """Agree on the step; return whether it is taken. Collective.
 
         Args:
-            flights: buckets of the gradients.
+            buckets: buckets of the gradients.
             is_skipped: whether this rank skips the step.
             factor: factor of its gradients in the step.
 
@@ -86,7 +86,7 @@ class StepComparison:
         """
         is_on_gpu = isinstance(factor, torch.Tensor) and on_gpu(factor)  # for which the host would wait
         self._factor = None if is_on_gpu or is_skipped else [str(float(factor))]
-        mine = is_skipped, versions_of(self._params) != self._versions, self._are_written(flights)
+        mine = is_skipped, versions_of(self._params) != self._versions, self._are_written(buckets)
         world = range(self._communicator.size)
         flags = self._record.meet(self._communicator, world, self._record.read(), *mine)
         skips, written, grads_written = flags.max(axis=0).tolist()
@@ -95,26 +95,26 @@ class StepComparison:
         if compare is not None:
             compare()
         if grads_written and not skips:
-            lines = {"gradient after backward()": self._gradients(flights)}
+            lines = {"gradient after backward()": self._gradients(buckets)}
             everyones = exchanged(self._communicator.channel.all_gather_bytes, lines, "compare")
             require_same(everyones, "compare", hint=_ADVICE)
         return not skips
 
-    def _are_written(self, flights: Sequence[BucketInFlight]) -> bool:
+    def _are_written(self, buckets: Sequence[SentBucket]) -> bool:
         """Return whether a gradient was removed, written to or replaced since it was handed out."""
-        for flight in flights:
-            for slot, view in zip(flight.slots, flight.bucket.views, strict=True):
+        for sent in buckets:
+            for slot, view in zip(sent.slots, sent.bucket.views, strict=True):
                 grad = slot.param.grad
-                if grad is None and slot not in flight.unused:
+                if grad is None and slot not in sent.unused:
                     return True
                 if self._has_full_grad and grad is not None and (grad is not view or version_of(view) != slot.version):
                     return True
         return self._has_full_grad and has_written_unscaled(self._optimizer)
 
-    def _gradients(self, flights: Sequence[BucketInFlight]) -> list[str]:
+    def _gradients(self, buckets: Sequence[SentBucket]) -> list[str]:
         """Return a line for each gradient, with its hash if all ranks have the same."""
         unscaled = stepper_of(self._optimizer).unscaled() or {}
-        slots = [slot for flight in flights for slot in flight.slots]
+        slots = [slot for sent in buckets for slot in sent.slots]
         grads = [unscaled.get(slot.param, slot.param.grad) for slot in slots]
         read = self._has_full_grad
         return [

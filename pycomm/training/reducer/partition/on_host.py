@@ -17,7 +17,7 @@ from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.transport.base import HostMemory
 from pycomm.errors import attempt
-from pycomm.training.reducer.buckets import BucketInFlight
+from pycomm.training.reducer.buckets import SentBucket
 from pycomm.training.reducer.partition.partition import Memory, Segment, StepPartition
 from pycomm.training.reducer.settings import Options
 
@@ -123,13 +123,13 @@ class HostPartition(StepPartition):
         self._num_taken = np.frombuffer(self._memory.of_one(8 * communicator.size), np.int64)
         super().__init__(communicator, optimizer, module, settings, range(communicator.size))
 
-    def _adopt(self, flights: Sequence[BucketInFlight]) -> None:
+    def _adopt(self, buckets: Sequence[SentBucket]) -> None:
         rank = self._communicator.rank
-        for flight in flights:
-            params = [slot.param for slot in flight.slots]
-            shares = self.spans.shares(flight.slots)
-            segment = HostSegment(flight.bucket, params, shares, rank, self._memory)
-            self._move_in(flight, segment)
+        for sent in buckets:
+            params = [slot.param for slot in sent.slots]
+            shares = self.spans.shares(sent.slots)
+            segment = HostSegment(sent.bucket, params, shares, rank, self._memory)
+            self._move_in(sent, segment)
 
     def release(self) -> None:
         self._memory.release()

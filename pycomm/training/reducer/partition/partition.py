@@ -21,7 +21,7 @@ from pycomm.optim.module_hooks import BeforeForward, hook_forward
 from pycomm.optim.partition import Span
 from pycomm.optim.step_override import Factor, stepper_of
 from pycomm.torch_internals import version_of
-from pycomm.training.reducer.buckets import BucketInFlight, Slot
+from pycomm.training.reducer.buckets import SentBucket, Slot
 from pycomm.training.reducer.partition.comparison import StepComparison, has_written_unscaled
 from pycomm.training.reducer.partition.spans import SpanTable
 from pycomm.training.reducer.partition.whole_step import OwnSteps, WholeStep
@@ -103,7 +103,7 @@ class StepPartition:
         self.spans = SpanTable(optimizer, communicator.rank, order, whole=stepping is not None)
         self.whole = None if stepping is None else WholeStep(optimizer, stepping, self.spans, communicator)
         self._stepper = self.whole or (stepper if isinstance(stepper, KernelStep) else FusedStep(optimizer))
-        self._flights: list[BucketInFlight] = []
+        self._buckets: list[SentBucket] = []
         self._places: dict[torch.Tensor, tuple[Segment, int]] = {}
         self._num_steps = 0
         self._stepper.share(self)
@@ -121,23 +121,23 @@ class StepPartition:
 
     # Parameters.
 
-    def adopt(self, flights: Sequence[BucketInFlight]) -> None:
-        """Move the parameters of ``flights`` to memory of the partition. Collective."""
-        self._adopt(flights)
+    def adopt(self, buckets: Sequence[SentBucket]) -> None:
+        """Move the parameters of ``buckets`` to memory of the partition. Collective."""
+        self._adopt(buckets)
         if self.whole is not None:
-            self.whole.note_places(flights)
+            self.whole.note_places(buckets)
 
-    def _adopt(self, flights: Sequence[BucketInFlight]) -> None:
+    def _adopt(self, buckets: Sequence[SentBucket]) -> None:
         raise NotImplementedError
 
-    def _move_in(self, flight: BucketInFlight, segment: Segment) -> None:
-        for index, slot in enumerate(flight.slots):
+    def _move_in(self, sent: SentBucket, segment: Segment) -> None:
+        for index, slot in enumerate(sent.slots):
             param, place = slot.param, segment.places[index]
             self._places[param] = segment, index
             with torch.no_grad():
                 place.copy_(param.detach())
             param.data = place
-        self._flights.append(flight)
+        self._buckets.append(sent)
 
     def has(self, param: torch.Tensor) -> bool:
         return param in self._places
@@ -167,7 +167,7 @@ class StepPartition:
             self._stepper.detach()
         self.comparison.remove()
         self._places.clear()
-        self._flights.clear()
+        self._buckets.clear()
 
     # Sums over ranks.
 
@@ -192,7 +192,7 @@ class StepPartition:
             self._communicator.refuse(str(error))  # the others are about to vote on the step
             raise
         try:
-            is_taken = self.comparison.agree(self._flights, is_skipped=is_skipped, factor=factor)
+            is_taken = self.comparison.agree(self._buckets, is_skipped=is_skipped, factor=factor)
         except CommError as error:
             if not isinstance(error, DamageError):
                 self._lost(optimizer, error)  # others may have completed the vote
@@ -244,8 +244,8 @@ class StepPartition:
                 )
         if self.has_full_grad:
             return
-        for flight in self._flights:
-            for slot, view in zip(flight.slots, flight.bucket.views, strict=True):
+        for sent in self._buckets:
+            for slot, view in zip(sent.slots, sent.bucket.views, strict=True):
                 grad = slot.param.grad
                 is_written = grad is view and version_of(view) != slot.version
                 # A step of the distributed checkpoint has zeros.

@@ -23,7 +23,7 @@ from pycomm.collectives.transport.gpu import GpuWork
 from pycomm.collectives.transport.rendezvous import order_of
 from pycomm.errors import CommError
 from pycomm.optim.parameters import optimizer_parameters
-from pycomm.training.reducer.buckets import BucketInFlight
+from pycomm.training.reducer.buckets import SentBucket
 from pycomm.training.reducer.partition.partition import GpuMemory, Memory, Segment, StepPartition, begins_of
 from pycomm.training.reducer.settings import Options
 from pycomm.training.reductions.replicas import DamageError
@@ -52,14 +52,14 @@ class SpreadSegment(Segment):
         parts = self.parts_in(self.own, self.dtype)
         channel.all_gather_v(parts, parts[self._rank])
 
-    def whole_states(self, flight: BucketInFlight) -> States:
-        """Return all state of the parameters of ``flight``, gathered in new memory. Collective."""
-        found: States = {id(slot.param): {} for slot in flight.slots}
+    def whole_states(self, sent: SentBucket) -> States:
+        """Return all state of the parameters of ``sent``, gathered in new memory. Collective."""
+        found: States = {id(slot.param): {} for slot in sent.slots}
         for key, dtype in sorted(self._states, key=str):  # in an order that is the same on all ranks
             whole = torch.empty(self.num_elements, dtype=dtype)
             mine = self.parts_in(self._states[key, dtype], dtype)[self._rank]
-            flight.communicator.channel.all_gather_v([whole[share] for share in self.shares], mine)
-            for slot, part in zip(flight.slots, torch.split(whole, flight.bucket.numels), strict=True):
+            sent.communicator.channel.all_gather_v([whole[share] for share in self.shares], mine)
+            for slot, part in zip(sent.slots, torch.split(whole, sent.bucket.numels), strict=True):
                 found[id(slot.param)][key] = view_like(part.clone(), slot.param)
         return found
 
@@ -80,23 +80,23 @@ class SpreadPartition(StepPartition):
         on_gpu: bool = False,
     ) -> None:
         self._optimizer, self._on_gpu = optimizer, on_gpu
-        self._segments: dict[BucketInFlight, SpreadSegment] = {}
+        self._segments: dict[SentBucket, SpreadSegment] = {}
         self._is_lost = False
         order = order_of(communicator.channel.transport.hosts)
         super().__init__(communicator, optimizer, module, settings, order, on_gpu)
         self._hook = self._optimizer.register_state_dict_post_hook(self._complete)
 
-    def _adopt(self, flights: Sequence[BucketInFlight]) -> None:
+    def _adopt(self, buckets: Sequence[SentBucket]) -> None:
         rank = self._communicator.rank
-        for flight in flights:
-            bucket, params = flight.bucket, [slot.param for slot in flight.slots]
-            shares = self.spans.shares(flight.slots)
+        for sent in buckets:
+            bucket, params = sent.bucket, [slot.param for slot in sent.slots]
+            shares = self.spans.shares(sent.slots)
             alignment = _GPU_ALIGNMENT // bucket.dtype.itemsize if self._on_gpu else 1
             num_bytes = begins_of(bucket.numels, alignment)[-1] * bucket.dtype.itemsize
             room = self._communicator.empty(num_bytes, torch.uint8, bucket.device)
             own = GpuMemory(room, 0, num_bytes) if room.is_cuda else room.numpy()
-            segment = self._segments[flight] = SpreadSegment(bucket, params, shares, rank, own, alignment)
-            self._move_in(flight, segment)
+            segment = self._segments[sent] = SpreadSegment(bucket, params, shares, rank, own, alignment)
+            self._move_in(sent, segment)
 
     def reduction_failed(self, error: BaseException) -> None:
         # A stream waits for parameters, not the host, which finds out later that they have not arrived.
@@ -112,7 +112,7 @@ class SpreadPartition(StepPartition):
             torch.optim.Optimizer.zero_grad(optimizer)  # else step() would first say that gradients are used
 
     def _hand_out(self) -> None:
-        works = [self._submit(flight) for flight in self._flights]
+        works = [self._submit(sent) for sent in self._buckets]
         try:
             for work in works:
                 work.wait()
@@ -121,14 +121,14 @@ class SpreadPartition(StepPartition):
                 work.ends_within(None)  # then nothing writes to parameters any more
             raise
 
-    def _submit(self, flight: BucketInFlight) -> Work | GpuWork:
-        """Begin to send the new parameters of ``flight``, and to receive those of other ranks."""
-        channel, bucket = flight.communicator.channel, flight.bucket
+    def _submit(self, sent: SentBucket) -> Work | GpuWork:
+        """Begin to send the new parameters of ``sent``, and to receive those of other ranks."""
+        channel, bucket = sent.communicator.channel, sent.bucket
 
         def gather() -> None:
             # The ranks have agreed on the step.
             with contextlib.nullcontext() if bucket.on_gpu else channel.skip_checks():
-                self._segments[flight].gather(channel)
+                self._segments[sent].gather(channel)
 
         return channel.submit_on_gpu(bucket.device, gather, (), ()) if bucket.on_gpu else channel.submit(gather)
 
@@ -139,7 +139,7 @@ class SpreadPartition(StepPartition):
 
     def _whole_states(self) -> States:
         """Return all state that is kept by parts, gathered in new memory, by parameter. Collective."""
-        return {p: s for flight, segment in self._segments.items() for p, s in segment.whole_states(flight).items()}
+        return {p: s for sent, segment in self._segments.items() for p, s in segment.whole_states(sent).items()}
 
     def _completed(self, entry: dict[str, Any], param: torch.Tensor, whole: States) -> dict[str, Any]:
         """Return the state ``entry`` of ``param`` with whole tensors in place of parts."""

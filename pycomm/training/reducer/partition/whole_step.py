@@ -27,7 +27,7 @@ from pycomm.optim.parameters import gradients_of, optimizer_parameters
 from pycomm.optim.partition import Partition
 from pycomm.optim.pending_factor import FactorStep, refuse_closure
 from pycomm.optim.step_override import Factor, own_step
-from pycomm.training.reducer.buckets import BucketInFlight
+from pycomm.training.reducer.buckets import SentBucket
 from pycomm.training.reducer.partition.spans import SpanTable
 
 _LOG = logging.getLogger("pycomm")
@@ -89,9 +89,9 @@ class WholeStep:
         self._hook = optimizer.register_state_dict_post_hook(self._complete)
         self._methods = {name: getattr(optimizer, name, None) for name in ("train", "eval")}  # of schedule-free ones
 
-    def note_places(self, flights: Iterable[BucketInFlight]) -> None:
-        """Note where the parameters of ``flights`` lie from now on, in memory that others read or get values from."""
-        self._places.update({slot.param: slot.param.detach() for flight in flights for slot in flight.slots})
+    def note_places(self, buckets: Iterable[SentBucket]) -> None:
+        """Note where the parameters of ``buckets`` lie from now on, in memory that others read or get values from."""
+        self._places.update({slot.param: slot.param.detach() for sent in buckets for slot in sent.slots})
         if self.is_divided:  # new parameters have owners now
             self._stepping.keep_only(self._spans.is_own)
 
