@@ -9,8 +9,8 @@ import torch
 
 from pycomm.optim.attached import reducer_of
 from pycomm.optim.parameters import optimizer_parameters
+from pycomm.optim.stamps import Stamp
 from pycomm.optim.step_override import Factor, StepOverride
-from pycomm.torch_internals import versions_of
 
 _GRAD_OF = operator.attrgetter("grad")
 
@@ -18,8 +18,7 @@ _GRAD_OF = operator.attrgetter("grad")
 class PendingFactor:
     """Product of the factors that were left to the next step.
 
-    It is only for the gradients that were there when it was left. Reading version counters costs little; writes through
-    ``.data`` and NumPy's views do not change them, and are not found.
+    It is only for the gradients that were there when it was left.
 
     Args:
         masters: masters by parameter, which may have gradients of their own.
@@ -30,9 +29,7 @@ class PendingFactor:
 
     def __init__(self, optimizer: torch.optim.Optimizer, masters: Mapping[torch.Tensor, torch.Tensor]) -> None:
         self._optimizer, self._masters = optimizer, masters
-        self._seen: list[torch.Tensor] = []  # parameters and masters, their gradients, and the versions of those
-        self._grads: list[torch.Tensor | None] = []
-        self._versions: list[int] = []
+        self._seen, self._grads = list[torch.Tensor](), Stamp()  # parameters and masters, and their gradients
         self.value: Factor = 1.0
 
     def leave(self, factor: Factor) -> None:
@@ -40,8 +37,7 @@ class PendingFactor:
         self._require_unwritten()
         self.value = self.value * factor
         self._seen = [*optimizer_parameters(self._optimizer), *self._masters.values()]
-        self._grads = list(map(_GRAD_OF, self._seen))
-        self._versions = versions_of(self._grads)
+        self._grads = Stamp(map(_GRAD_OF, self._seen))
 
     def take(self) -> Factor:
         """Return the product, and drop it; raise RuntimeError if a gradient has changed since it was left."""
@@ -52,22 +48,18 @@ class PendingFactor:
 
     def drop(self) -> None:
         self.value = 1.0
-        self._seen, self._grads, self._versions = [], [], []
+        self._seen, self._grads = [], Stamp()
 
     def _require_unwritten(self) -> None:
         found = list(map(_GRAD_OF, self._seen))
-        versions = versions_of(found)
-        if versions == self._versions and all(map(operator.is_, found, self._grads)):
-            return
-        for p, now, grad, version, earlier in zip(
-            self._seen, found, self._grads, versions, self._versions, strict=True
-        ):
-            if now is None or (now is grad and version == earlier):
+        for index in self._grads.changed(found):
+            p, now = self._seen[index], found[index]
+            if now is None:
                 continue
+            how = "written to" if self._grads.has(index, now) else "replaced"
             problem = (
-                f"was {'written to' if now is grad else 'replaced'} between clip_grad_norm(), or LossScaler.step(), "
-                "and the fused step, whose factor would scale that, too: change gradients before clip_grad_norm(), and "
-                "with a LossScaler after its unscale_()"
+                f"was {how} between clip_grad_norm(), or LossScaler.step(), and the fused step, whose factor would "
+                "scale that, too: change gradients before clip_grad_norm(), and with a LossScaler after its unscale_()"
             )
             reducer = reducer_of(self._optimizer)
             if reducer is not None:

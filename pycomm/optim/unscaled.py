@@ -9,20 +9,20 @@ import torch
 
 from pycomm import kernels
 from pycomm.collectives.layout import flat_alias, on_gpu
-from pycomm.torch_internals import local_of, version_of
+from pycomm.optim.stamps import Stamp
+from pycomm.torch_internals import local_of
 
 _LEAST_AS_WORDS = 4096  # elements; below that, hashing costs less than a look at the layout
 
 
 @dataclass(frozen=True)
 class _Unscaled:
-    """Unscaled float32 gradient of a master, and the scaled one it was computed from, with their versions."""
+    """Unscaled float32 gradient of a master, ``own``, and the scaled one it was computed from, as they were then."""
 
     master: torch.Tensor
-    grad: torch.Tensor
-    own_version: int
+    own: Stamp
     source: torch.Tensor
-    version: int
+    scaled: Stamp
 
 
 class UnscaledGradients:
@@ -35,7 +35,7 @@ class UnscaledGradients:
     def put(self, param: torch.Tensor, master: torch.Tensor, grad: torch.Tensor, source: torch.Tensor) -> None:
         """Make ``grad``, which is computed from ``source``, that of ``master``; :meth:`seal` after the last one."""
         master.grad = grad
-        self._entries[param] = _Unscaled(master, grad, version_of(grad), source, version_of(source))
+        self._entries[param] = _Unscaled(master, Stamp([grad]), source, Stamp([source]))
 
     def seal(self) -> None:
         """Note what the scaled gradients are now."""
@@ -49,7 +49,7 @@ class UnscaledGradients:
                 Not on a GPU, for which the host would wait.
         """
         found = {param: entry for param, entry in self._entries.items() if entry.source is param.grad}
-        is_written = any(version_of(entry.source) != entry.version for entry in found.values())
+        is_written = any(entry.scaled.changed() for entry in found.values())
         if by_value and not is_written:
             is_written = any(value != self._hashes[param] for param, value in _hashes_of(found).items())
         if is_written:
@@ -67,8 +67,7 @@ class UnscaledGradients:
 
     def are_written(self) -> bool:
         """Return whether an unscaled gradient was written to, or replaced, since :meth:`put`."""
-        entries = self._entries.values()
-        return any(each.master.grad is not each.grad or version_of(each.grad) != each.own_version for each in entries)
+        return any(entry.own.changed([entry.master.grad]) for entry in self._entries.values())
 
     def clear(self) -> None:
         self._entries.clear()

@@ -44,7 +44,8 @@ from pycomm.collectives.tensor_memory import comparable, hashable, is_plain
 from pycomm.compression.base import Flag, State
 from pycomm.descriptions import counts_text, cpu_model, name_ranks, ranks_by_value
 from pycomm.errors import CommError
-from pycomm.torch_internals import own_parameters, parts_of, uncompiled, version_of
+from pycomm.optim.stamps import Stamp
+from pycomm.torch_internals import own_parameters, parts_of, uncompiled
 from pycomm.untrusted import COUNT, ListOf, MapOf, parse
 
 STEP = slice(0, 4)
@@ -320,7 +321,7 @@ class StepEvidence:
         self, params: Callable[[], Named], module: Callable[[], torch.nn.Module | None], device: torch.device
     ) -> None:
         self._params, self._module, self._device = params, module, device
-        self._versions: tuple[Named, list[int]] = ((), [])  # as the last step has ended
+        self._stepped: tuple[Named, Stamp] = (), Stamp()  # as the last step has ended
         self._before: dict[str, int] | None = None  # generators, as the step began that is looked at
         self._drawn: set[str] = set()
         self._rewritten = ""
@@ -338,7 +339,7 @@ class StepEvidence:
     def after_step(self) -> None:
         """Note that a step has ended, or that training begins: parameters may have been written to until now."""
         params = self._params()
-        self._versions = params, [version_of(param) for _, param in params]
+        self._stepped = params, Stamp(param for _, param in params)
         before, self._before = self._before, None
         if before is not None:
             after = self._generators()
@@ -346,13 +347,13 @@ class StepEvidence:
 
     def forget(self) -> None:
         """Release the parameters."""
-        self._versions = (), []
+        self._stepped = (), Stamp()
 
     def written(self) -> dict[str, str]:
         """Return the parameters that were written to since the last step, with what their modules say of it, or ""."""
-        before = {name: version for (name, _), version in zip(*self._versions, strict=True)}
-        now = {name: version_of(param) for name, param in self._params()}
-        return {name: self._writer_of(name) for name in now if now[name] != before.get(name, now[name])}
+        params, stamp = self._stepped
+        names = [params[index][0] for index in stamp.changed()]
+        return {name: self._writer_of(name) for name in names}
 
     def of_steps(self) -> dict[str, Any]:
         """Return hashes of the generators from which a step has drawn, and a parameter with a rewritten gradient."""
@@ -362,7 +363,7 @@ class StepEvidence:
     def _writer_of(self, name: str) -> str:
         module = self._module()
         parts = () if module is None else parts_of(uncompiled(module))
-        wanted = dict(self._params())[name]
+        wanted = dict(self._stepped[0])[name]
         owner = next((part for part in parts if any(p is wanted for p in own_parameters(part).values())), None)
         max_norm = getattr(owner, "max_norm", None)
         return "" if max_norm is None else f"{type(owner).__name__}(max_norm={max_norm:g})"

@@ -23,8 +23,9 @@ from pycomm.collectives.layout import on_gpu
 from pycomm.collectives.tensor_memory import digests_of, memory_of
 from pycomm.optim.masters import MasterWeights
 from pycomm.optim.parameters import optimizer_parameters
+from pycomm.optim.stamps import Stamp
 from pycomm.optim.step_override import Factor, stepper_of
-from pycomm.torch_internals import version_of, versions_of
+from pycomm.torch_internals import version_of
 from pycomm.training.reducer.buckets import SentBucket
 from pycomm.training.reductions.fields import FieldWords, Source
 from pycomm.training.reductions.record import Record
@@ -53,8 +54,7 @@ class StepComparison:
         self._communicator, self._optimizer, self._has_full_grad = communicator, optimizer, has_full_grad
         self._loaded: list[str] = []  # hashes of the state that was loaded since the last step
         self._factor: list[str] | None = None  # of the present step
-        self._params: list[torch.Tensor] = []
-        self._versions: list[int] = []
+        self._params = Stamp()
         self._hook = optimizer.register_load_state_dict_post_hook(self._note_loaded)
         values = {
             "settings": partial(settings_of, optimizer),
@@ -69,8 +69,7 @@ class StepComparison:
 
     def note_step(self, params: Iterable[torch.Tensor]) -> None:
         """Note that ``params``, which all ranks have, are about to be given to all, and so equal."""
-        self._params = list(params)
-        self._versions = versions_of(self._params)
+        self._params = Stamp(params)
 
     def agree(self, buckets: Sequence[SentBucket], *, is_skipped: bool, factor: Factor) -> bool:
         """Agree on the step; return whether it is taken. Collective.
@@ -86,7 +85,7 @@ class StepComparison:
         """
         is_on_gpu = isinstance(factor, torch.Tensor) and on_gpu(factor)  # for which the host would wait
         self._factor = None if is_on_gpu or is_skipped else [str(float(factor))]
-        mine = is_skipped, versions_of(self._params) != self._versions, self._are_written(buckets)
+        mine = is_skipped, bool(self._params.changed()), self._are_written(buckets)
         world = range(self._communicator.size)
         flags = self._record.meet(self._communicator, world, self._record.read(), *mine)
         skips, written, grads_written = flags.max(axis=0).tolist()
