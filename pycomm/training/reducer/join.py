@@ -91,6 +91,7 @@ def _join(client: JoinClient, table: ParameterTable, settings: Options, survive:
         survival = Survival(membership, communicator, table, settings, listener)
         members = SurvivingMembers(survival)
         engine = Engine(table, lanes, settings, members)
+        until_joined.callback(engine.release)
         state = share_state(engine, newcomer=True)
         until_joined.pop_all()
     table.ranks = membership.world

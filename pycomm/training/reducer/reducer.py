@@ -73,6 +73,7 @@ class Reducer:
             self._install()
         except BaseException:
             self._passes.unhook()
+            engine.release()
             raise
 
     def _install(self) -> None:
