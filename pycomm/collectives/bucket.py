@@ -47,9 +47,9 @@ class Bucket:
 
     ``flat`` lies in memory that the transport can reach directly. The gradients are followed by flags, which are summed
     in the same message: one per parameter, whether it was used; one that is not 0 if a rank's gradients are so large
-    that the sum might overflow; and the elements of a fingerprint (see fingerprint.py). ``algorithm`` makes dense sums
-    over the ranks. ``strides``: memory orders of the gradients in ``flat``, the same on all ranks; those of ``params``
-    if ``None``.
+    that the sum might overflow; and the elements of a fingerprint, bits that ranks compare. ``algorithm`` makes dense
+    sums over the ranks. ``strides``: memory orders of the gradients in ``flat``, the same on all ranks; those of
+    ``params`` if ``None``.
 
     The ``views`` of the places are handed out as ``.grad`` of ``owners``: ``params`` themselves, or their stand-ins. Of
     a parameter that has got another memory order since, the view is a copy: see :meth:`follow`. Users may do anything

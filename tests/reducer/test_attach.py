@@ -388,3 +388,23 @@ def test_one_rank() -> None:
         assert reducer.stats()["bytes_sent"] == 0
         assert reducer.stats()["registered_bytes"] == 0  # nothing is on a GPU
         optimizer.step()
+
+
+@pytest.mark.parametrize("announced", [True, False])
+@on_ranks(2)
+def test_training_goes_on_after_a_new_parameter_was_refused(announced: bool) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    survive = None if announced else pycomm.Survive()  # then ranks look for new parameters after backward
+    with attached(optimizer, model.named_parameters(), survive=survive):
+        for step in range(4):
+            optimizer.zero_grad()
+            if step == 2:
+                optimizer.add_param_group({"params": [torch.zeros(3, dtype=torch.complex64, requires_grad=True)]})
+                with pytest.raises((TypeError, ValueError), match="complex64"):
+                    loss_of(model, dist.get_rank(), step).backward()
+                optimizer.param_groups.pop()
+                optimizer.zero_grad()
+            loss_of(model, dist.get_rank(), step).backward()
+            optimizer.step()
+        assert_replicas_equal(model)

@@ -151,6 +151,31 @@ def test_inside_an_accumulation_window(begins_converted: bool) -> None:
     require_equal(model, alone)
 
 
+@pytest.mark.parametrize("vetoed", [False, True])
+@on_ranks(2)
+def test_a_rank_without_a_batch(vetoed: bool) -> None:
+    """Gradients in another memory order are copies, which the factor of ranks with a batch, or NaN, must reach."""
+    model, alone = Images(), Images()
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=1.0)
+    with attached(optimizer, model, loss_scaler=scaler if vetoed else None) as reducer:
+        loss_of(model, 0).backward()
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        optimizer.zero_grad()
+        if vetoed and dist.get_rank() == 1:
+            reducer.veto_step()
+        if vetoed or dist.get_rank() == 0:
+            loss_of(model, 1).backward()
+        else:
+            reducer.skip_batch()
+        loss_of(alone, 1, 0).backward()
+        for param, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+            assert param.grad is not None
+            if vetoed:
+                assert bool(param.grad.isnan().all())
+            else:
+                torch.testing.assert_close(param.grad, wanted.grad)
+
+
 @contextmanager
 def _averaged(kind: str, optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[Any]:
     options: dict[str, Any] = {

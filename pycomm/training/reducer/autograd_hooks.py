@@ -119,7 +119,7 @@ class BackwardWatch:
         self._tasks.add(task)
         FinalCallback(functools.partial(weakly(self.task_ended), task), self.task_failed)
 
-    def abandoned(self) -> bool:
+    def take_abandoned(self) -> bool:
         """Return whether a pass has ended with an exception since the last call."""
         abandoned, self._abandoned = self._abandoned, False
         return abandoned

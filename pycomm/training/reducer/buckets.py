@@ -245,9 +245,14 @@ class SentBucket:
         """Return whether all gradients have arrived; never in the first pass, which only counts them."""
         return self.counts.is_complete()
 
-    def hand_out(self, finite: Flag) -> list[Slot]:
-        """Commit the exchange's state if ``finite``; make the averages ``.grad``, and return slots that have none."""
+    def hand_out(self, finite: Flag, factor: float = 1.0) -> list[Slot]:
+        """Commit the exchange's state if ``finite``; make the averages ``.grad``, and return slots that have none.
+
+        ``factor``: of the averages; NaN spoils them all.
+        """
         self.exchange.finish(finite)
+        if factor != 1.0:
+            self.bucket.flat.mul_(factor)
         self.bucket.repair()
         self.bucket.fill_copies()
         used_here = self.exchange.used()

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class FixedMembers:
-    """Ranks that stay the same: what an engine calls where they might change, which here does nothing.
+    """Ranks of an engine that stay the same. ``SurvivingMembers`` replaces what it calls where they may change.
 
     Attributes:
         survives: whether ranks may be lost and others may join.
@@ -68,9 +68,12 @@ class FixedMembers:
 
     # Receiving.
 
-    def receive(self, engine: Engine) -> Mapping[int, float]:
-        """Wait for all results and hand them out; return the known times at which ranks had all their gradients."""
-        engine.await_all(engine.share_source)
+    def receive(self, engine: Engine, admit_new: Callable[[], None]) -> Mapping[int, float]:
+        """Wait for all results and hand them out; return the known times at which ranks had all their gradients.
+
+        ``admit_new``: see :meth:`Engine.await_all`.
+        """
+        engine.await_all(engine.share_source, admit_new)
         engine.hand_out()
         return engine.statistics.waits.arrivals()
 
@@ -115,7 +118,8 @@ class Engine:
         step_state: phase and state of this rank's step.
         ledger: where gradients came from.
         reduction: reductions of the gradients, one after the other.
-        callbacks, reported_world: called with the old and new world after a change; the world of their last call.
+        callbacks: called with the old and the new world after a change.
+        reported_world: the world of their last call.
         members: the ranks, which may change.
         buffers: synchronisation of the module's buffers, if they are kept equal.
         comparison: what ranks compare in each reduction.
@@ -344,18 +348,21 @@ class Engine:
 
     # Receiving.
 
-    def reduce(self, admit_new: Callable[[], None]) -> None:
+    def reduce(self, find_new: Callable[[], None] | None, admit_new: Callable[[], None]) -> None:
         """Launch the remaining buckets, wait for all, and hand out the averages.
 
-        ``admit_new``: called when all ranks have announced new parameters; creates buckets for them.
+        Args:
+            find_new: called first where ranks do not announce new parameters; creates buckets for them.
+            admit_new: the same where they do, when all ranks have announced some.
         """
-        self._admit_new = admit_new
-        self.launch_rest()
-        self.statistics.phases.trace.end_backward()
-        self.statistics.waits.begin()
         self.step_state.late, succeeded = None, False
         try:
-            arrivals = self.members.receive(self)
+            if find_new is not None:
+                find_new()
+            self.launch_rest()
+            self.statistics.phases.trace.end_backward()
+            self.statistics.waits.begin()
+            arrivals = self.members.receive(self, admit_new)
             self.statistics.waits.count(arrivals, warn=self.communicator.rank == 0)
             self.table.stepper.forget()  # drops a clipping factor that no step has used
             succeeded = True
@@ -396,15 +403,17 @@ class Engine:
             self.members.recover(self, error)
             self._report_world()
 
-    def await_all(self, then: Callable[[], None]) -> None:
-        """Wait for all results, including those of new parameters, and compare the ranks' flags.
+    def await_all(self, then: Callable[[], None], admit_new: Callable[[], None]) -> None:
+        """Wait for all results, including those of new parameters, and compare the ranks' records.
 
-        ``then`` is called after each wait for buckets.
+        Args:
+            then: called after each wait for buckets.
+            admit_new: called when all ranks have announced new parameters; creates buckets for them.
         """
         self._await_results(then)
         self.comparison.receive()
         if self.comparison.fingerprint.verdict.has_new:
-            self._admit_new()
+            admit_new()
             self.launch_rest()
             self._await_results(then)
 

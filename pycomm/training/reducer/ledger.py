@@ -193,8 +193,8 @@ class Ledger:
     def require_step_of_other(self, optimizer: torch.optim.Optimizer, *, has_paused: bool) -> None:
         """Raise RuntimeError if another ``optimizer`` is about to step attached parameters on local gradients.
 
-        Or by parts of averages. A wrapper of the attached one only calls it, and so does one that the attached one
-        calls. Gradients of a paused pass are meant to be local.
+        Also if those gradients are only parts of averages. A wrapper of the attached optimizer only calls it, and one
+        that the attached optimizer calls is part of its step. Gradients of a paused pass are meant to be local.
         """
         reductions, attached = self._state.reductions, self._table.optimizer
         before, self._steps_of_others[optimizer] = self._steps_of_others.get(optimizer, 0), reductions

@@ -256,11 +256,11 @@ class SurvivingMembers(FixedMembers):
         """Launch ``job``; this rank leaves if it fails."""
         return launch(functools.partial(self.survival.run_or_leave, job))
 
-    def receive(self, engine: Engine) -> Mapping[int, float]:
+    def receive(self, engine: Engine, admit_new: Callable[[], None]) -> Mapping[int, float]:
         """Wait for all results and hand them out; reduce the step again if ranks are lost meanwhile."""
         while True:
             try:
-                engine.await_all(self._wait)
+                engine.await_all(self._wait, admit_new)
             except CommError as error:
                 if not self.recover(engine, error):
                     self._launch_again(engine)

@@ -46,7 +46,8 @@ def spread_failure_of_parts(buckets: Sequence[SentBucket], partition: StepPartit
         return None
     if all(bool(sent.exchange.finite()) for sent in buckets):
         return None
-    parts = [(slot.name, part) for f in buckets for slot, part in zip(f.slots, f.bucket.own_parts(), strict=True)]
+    pairs = [pair for sent in buckets for pair in zip(sent.slots, sent.bucket.own_parts(), strict=True)]
+    parts = [(slot.name, part) for slot, part in pairs]
     found = next((i for i, (_, part) in enumerate(parts) if not bool(torch.isfinite(part).all())), len(parts))
     first = partition.first_of(found)
     if first == len(parts):
@@ -56,18 +57,16 @@ def spread_failure_of_parts(buckets: Sequence[SentBucket], partition: StepPartit
     return parts[first][0]
 
 
-def spread_failure(buckets: Sequence[SentBucket], shards: Shards, loss_scaler: Any) -> None:
-    """Make gradients that have been handed out NaN if another rank's parts of DTensors are not finite.
+def fails_elsewhere(buckets: Sequence[SentBucket], shards: Shards, loss_scaler: Any) -> bool:
+    """Return whether gradients must be NaN, as some rank's parts of DTensors are not finite.
 
-    torch's GradScaler checks only each rank's own gradients, and would step on some ranks only. Does nothing without a
-    scaler or DTensors, nor for :class:`pycomm.LossScaler`, which calls :func:`all_finite`. Otherwise it is collective
-    over the ranks of ``shards``, and waits for a GPU, as GradScaler is about to do.
+    torch's GradScaler checks only each rank's own gradients, and would step on some ranks only. Never without a scaler
+    or DTensors, nor for :class:`pycomm.LossScaler`, which asks the Reducer. Otherwise it is collective over the ranks
+    of ``shards``, and waits for a GPU, as GradScaler is about to do.
     """
     if not shards or loss_scaler is None or isinstance(loss_scaler, LossScaler):
-        return
-    if not bool(all_finite(buckets, shards)):
-        for sent in buckets:
-            sent.bucket.flat.fill_(math.nan)
+        return False
+    return not bool(all_finite(buckets, shards))
 
 
 class ReductionOutcome:
@@ -121,21 +120,18 @@ class ReductionOutcome:
             self.finite = self._reduction.verdict(buckets, table.shards)
             self._reduction.count(self.finite)
         finite: Flag = True if self.finite is None else self.finite
-        self._ledger.hand_out({id(slot.param) for sent in buckets for slot in sent.hand_out(finite)})
-        self._leave_out_skipping()
-        spread_failure(buckets, table.shards, self._settings.loss_scaler)
+        is_spoiled = fails_elsewhere(buckets, table.shards, self._settings.loss_scaler)
+        factor = math.nan if is_spoiled else self._skipping_factor()
+        self._ledger.hand_out({id(slot.param) for sent in buckets for slot in sent.hand_out(finite, factor)})
         if table.partial is not None:
             self.not_finite = spread_failure_of_parts(buckets, table.partial, self._settings.loss_scaler)
         committed = False if self.finite is None else self.finite
         self._state.handed_out(committed, has_averages=True, is_seen=not is_capturing())
 
-    def _leave_out_skipping(self) -> None:
-        """Turn the mean over all ranks into the mean over the ranks with a batch."""
-        num_skipping = self._fingerprint.verdict.skipping
-        size = self._communicator.size
-        if 0 < num_skipping < size and self._settings.average:
-            for sent in self._table.buckets:
-                sent.bucket.flat.mul_(size / (size - num_skipping))
+    def _skipping_factor(self) -> float:
+        """Return the factor that turns the mean over all ranks into the mean over the ranks with a batch."""
+        num_skipping, size = self._fingerprint.verdict.skipping, self._communicator.size
+        return size / (size - num_skipping) if 0 < num_skipping < size and self._settings.average else 1.0
 
     def _discard(self) -> None:
         """Discard this reduction.
@@ -145,8 +141,7 @@ class ReductionOutcome:
         """
         vetoes = self._fingerprint.verdict.vetoes
         for sent in self._table.buckets:
-            sent.hand_out(False)
-            sent.bucket.flat.fill_(math.nan)
+            sent.hand_out(False, math.nan)
         self._ledger.hand_out({id(slot.param) for slot in self._table.slots()})
         if not vetoes or self._settings.loss_scaler is None:
             self._table.drop_gradients()

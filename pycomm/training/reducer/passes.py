@@ -412,16 +412,10 @@ class Passes:
     def reduce(self) -> None:
         """Complete the reduction, including new parameters."""
         announced = self._engine.comparison.announces_new and bool(self._table.buckets)
-        try:
-            if not announced:
-                self.changes.find_new()
-        except BaseException:
-            self._state.reduced(succeeded=False)
-            raise
         if self._forwards is not None and self._state.has_pass:
             self._forwards.trained(self._engine.comparison.loop.has_forwards)
         try:
-            self._engine.reduce(self.changes.admit_late)
+            self._engine.reduce(None if announced else self.changes.find_new, self.changes.admit_late)
         except DamageError as error:
             self._note_damage(error)
             raise
@@ -492,7 +486,7 @@ class Passes:
         state = self._state
         if state.is_open and state.holds and not self._holds_gradients(state.firing):
             self._discard_window()
-        if not self._watch.abandoned() or state.launched == 0:
+        if not self._watch.take_abandoned() or state.launched == 0:
             return
         if self._communicator.size > 1:
             raise RuntimeError(HALF_SENT)

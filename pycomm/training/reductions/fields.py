@@ -56,7 +56,7 @@ class Source:
             ``None``: this rank is not compared.
         details: functions that describe a value to other ranks, called only after a difference, where the value alone
             does not.
-        module: returns the module that is trained, if there is one.
+        module: returns the module that is trained, if there is one; for fields that read it themselves.
         words: parts of errors.
         warns: whether this rank warns of what all ranks see alike.
     """
@@ -71,7 +71,7 @@ class Source:
 class FieldKind(Enum):
     """How ranks notice a field.
 
-    HASHED: a hash of the value is compared. FLAG: a value that is neither ``None`` nor empty, even on all ranks alike.
+    HASHED: a hash of the value is compared. FLAG: a value other than ``None``, False and (), even on all ranks alike.
     DETAIL: not at all; it is looked at if something else differs.
     """
 
@@ -128,7 +128,7 @@ class Field:
 
 
 class ProblemField(Field):
-    """What is wrong with a rank's parameters; "" if nothing is."""
+    """What is wrong with a rank's parameters; ``None`` if nothing is."""
 
     name, kind, form = "problem", FieldKind.FLAG, str
 
@@ -344,7 +344,7 @@ class FrozenField(Field):
 
 
 def _with_pass(by_rank: Mapping[int, Any], details: Details) -> dict[int, Any]:
-    return {rank: value for rank, value in by_rank.items() if details[rank]["loop"] is not None}
+    return {rank: value for rank, value in by_rank.items() if details[rank].get("loop") is not None}
 
 
 class PlacesField(Field):
@@ -455,7 +455,7 @@ class SettingsField(LinesField):
 
 
 class LoadedField(LinesField):
-    """Hashes of the optimizer's state that was loaded since the last such step."""
+    """Hashes of the optimizer's state that was loaded since the last step that ranks share out."""
 
     name, what = "loaded", "state loaded since the last step, of parameter"
 

@@ -5,7 +5,7 @@ hence an assertion; calls of users at a wrong time get their errors before.
 
     IDLE ........ a pass begins ........ COLLECTING, or SENDING if it is the last of its window
     COLLECTING .. the pass ends ........ COLLECTING; the next pass as above; gradients thrown away: IDLE
-    SENDING ..... handed out ........... AVERAGED; without averages, or after an error: IDLE
+    SENDING ..... the reduction is over  AVERAGED, also if no rank had a gradient; after an error: IDLE
     AVERAGED .... the step begins ...... STEPPING; gradients thrown away: IDLE
     STEPPING .... the step ends ........ STEPPED; a pass of its closure: as IDLE, and back
     STEPPED ..... a forward, zero_grad . IDLE
@@ -106,7 +106,7 @@ class StepState:
 
     @property
     def is_open(self) -> bool:
-        """Whether passes have ended whose gradients have not been sent yet."""
+        """Whether passes of this window have ended, and its reduction is not over."""
         return self.passes > 0
 
     @property
@@ -143,7 +143,9 @@ class StepState:
     def pass_begins(self, is_last: bool, role: Role | None = None) -> None:
         """A pass begins: with other passes of its window to come, or as the last one."""
         assert self.phase in (*_AROUND_STEP, Phase.COLLECTING) or self.role is Role.NEW, self.phase
-        self.phase, self.role = Phase.SENDING if is_last else Phase.COLLECTING, role or self.role
+        self.phase = Phase.SENDING if is_last else Phase.COLLECTING
+        if self.role is not Role.NEW:
+            self.role = role or Role.BATCH
 
     def reduces(self, role: Role) -> None:
         """A reduction begins without a pass: ``flush``, ``reduce`` and the like, or a newcomer's first."""

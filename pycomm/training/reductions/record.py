@@ -123,7 +123,7 @@ class Record:
 
 
 def _is_set(value: Any) -> bool:
-    """Return whether the value of a flag is set; a reason may be "", and there may be no names."""
+    """Return whether the value of a flag is set. A reason may be ""; there may be no names."""
     return value is not None and value is not False and value != ()
 
 
@@ -181,7 +181,7 @@ class Fingerprint:
         nothing = torch.empty(0, dtype=torch.bool)
         self._sent = deque([SentRecord(-1, False, [None] * len(self.record.fields), 0, nothing)], maxlen=_REMEMBERED)
         self._seen = [HostCopy(FINGERPRINT_BITS, device) for _ in range(2)] if reads_late else []
-        self._num_seen = 0
+        self._unread: deque[tuple[int, HostCopy]] = deque()  # with the numbers of their reductions
         self.verdict = StepVerdict()
 
     # Bits of this rank.
@@ -236,21 +236,23 @@ class Fingerprint:
             found = differing.tolist() if bool(differing.any()) else []
             self._judge(found, number)
         else:
-            self._seen[self._num_seen % 2].put(differing)
-            self._num_seen += 1
+            copy = next(each for each in self._seen if all(each is not other for _, other in self._unread))
+            copy.put(differing)
+            self._unread.append((number, copy))
         if not any(found[PARAMETERS]):
             self.replicas.question = None
 
     def receive_late(self) -> None:
         """Do what :meth:`receive` did not on a GPU two reductions ago, as the next one begins."""
-        if self._num_seen < 2 or is_capturing():
+        if len(self._unread) < 2 or is_capturing():
             return
-        found = self._seen[self._num_seen % 2].get()
-        self._judge(found if any(found) else [], self._state.reductions - 2)
+        number, copy = self._unread.popleft()
+        found = copy.get()
+        self._judge(found if any(found) else [], number)
 
     def forget_received(self) -> None:
         """Discard what :meth:`receive_late` has not looked at yet."""
-        self._num_seen = 0
+        self._unread.clear()
 
     def judge(self, differing: Sequence[bool]) -> None:
         """Do the same as :meth:`receive` with bits that the host has compared."""
@@ -263,14 +265,14 @@ class Fingerprint:
         """Begin a reduction in which nothing is compared."""
         self.verdict = StepVerdict()
 
-    def _judge(self, differing: Sequence[bool], of: int) -> None:
+    def _judge(self, differing: Sequence[bool], reduction: int) -> None:
         """Raise, warn or log the differences between the ranks. Collective; all ranks do the same.
 
         An absent rank, which cannot know whether the others have left out a step, adopts their number of steps.
 
         Args:
             differing: bits that differ, or that a rank has set; [] if none is.
-            of: number of the reduction that carried them.
+            reduction: number of the one that carried them.
 
         Raises:
             RuntimeError: the ranks are at different steps, or did not do the same, or their parameters differ.
@@ -279,7 +281,7 @@ class Fingerprint:
         """
         if not differing:
             return
-        sent = next((each for each in reversed(self._sent) if each.number == of), self._sent[0])
+        sent = next((each for each in reversed(self._sent) if each.number == reduction), self._sent[0])
         more = {"absent": sent.absent, "steps": self._state.steps}
         mine = self.record.details(sent.values, only_flags=not any(differing[_ALIKE]), **more)
         texts = self._communicator.channel.all_gather_bytes(mine)
@@ -297,6 +299,6 @@ class Fingerprint:
             sum(bool(each.get("skip")) for each in details.values()),
             any(each.get("new") for each in details.values()),
         )
-        self.replicas.judge(differing, of, absent)
+        self.replicas.judge(differing, reduction, absent)
         if self._state.role is Role.ABSENT:
             self._state.resumes(self._state.reductions, max(steps.values()))

@@ -466,8 +466,7 @@ class Replicas:
     def before_step(self, num_reductions: int, rewritten: Callable[[], str] = lambda: "") -> None:
         """Note that a step begins; ``rewritten``: see :meth:`StepEvidence.before_step`."""
         self._has_stepped = True
-        looks = num_reductions == 1 or self.is_due(num_reductions)
-        self._evidence.before_step(looks=looks, rewritten=rewritten)
+        self._evidence.before_step(looks=self.is_due(num_reductions), rewritten=rewritten)
 
     def after_step(self, num_reductions: int) -> None:
         """Note that a step has ended, or that training begins.
