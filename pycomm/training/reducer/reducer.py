@@ -138,9 +138,9 @@ class Reducer:
         """Skip this step on all ranks. Call it on any rank, before or during its ``backward()``.
 
         The averages are discarded like non-finite ones, and compression's state stays as it was. A loss scaler skips
-        the step; :class:`pycomm.LossScaler` keeps its scale, but not on a GPU, whose host does not wait for the others'
-        vetoes; torch's GradScaler lowers it. Without a scaler
-        ``.grad`` is ``None`` on all ranks. An accumulation window is skipped as a whole. Unused, this costs nothing.
+        the step. torch's GradScaler then lowers its scale; :class:`pycomm.LossScaler` keeps it, except on a GPU, where
+        the host does not wait for other ranks' vetoes. Without a scaler ``.grad`` is ``None`` on all ranks. An
+        accumulation window is skipped as a whole. Unused, this costs nothing.
 
         Raises:
             RuntimeError: this step's gradients have been sent, or averaged.
