@@ -194,7 +194,7 @@ class PassComparison:
         def parts() -> list[tuple[str, torch.Tensor]]:
             return [(name, local_of(param).detach()) for name, param in trained.items()]
 
-        tuning, self._loop, self.requests = settings.tuning, LoopIndex(), Requests()
+        tuning, self._loop, self.requests, self._has_stepped = settings.tuning, LoopIndex(), Requests(), False
         compared = Compared(parts, lambda: list(trained.items()), tuning.check_replicas, reads_late, module=self._model)
         of_parameters = next((param.device for _, param in parts()), device)
         self._replicas = Replicas(communicator, lambda: range(communicator.size), compared, device, of_parameters)
@@ -212,6 +212,7 @@ class PassComparison:
         self.fingerprint = Fingerprint(
             *(communicator, lambda: range(communicator.size), source, self.requests, state, self._replicas, device),
             reads_late=reads_late,
+            has_stepped=lambda: self._has_stepped,
         )
         self._replicas.after_step(0)
         self._forwards = ForwardWatch(model, self._note_forward)
@@ -222,6 +223,7 @@ class PassComparison:
         self._replicas.look_again()
 
     def _after_step(self) -> None:
+        self._has_stepped = True
         self._replicas.after_step(self._state.reductions)
 
     def _note_forward(self, output: Any, called: str) -> None:

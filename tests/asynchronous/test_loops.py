@@ -386,3 +386,17 @@ def test_an_end_is_told_by_name(new_ranks: Pools, how: str) -> None:
     assert "rank 1" in outcome.result
     assert "waits in the meeting after step 4" in outcome.result
     assert f"it has ended its training{' (detach)' if how == 'detach' else ''} after step 3" in outcome.result
+
+
+@pytest.mark.parametrize("way", ["local_sgd", "gossip"])
+@on_ranks(2)
+def test_a_rank_that_never_clears_its_gradients_is_named(way: str) -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    getattr(pycomm, way)(optimizer, model, every=1, timeout=30)
+    if dist.get_rank() == 0:
+        optimizer.zero_grad()
+    loss_of(model, dist.get_rank(), 0).backward()
+    with pytest.raises(RuntimeError, match=r"rank 0 left out a batch: calls of optimizer.zero_grad\(\)") as caught:
+        optimizer.step()
+    assert "Steps made: rank 0 1, rank 1 1. " in str(caught.value)

@@ -316,3 +316,26 @@ def test_all_parameters_are_read_in_parts_of_few_tensors() -> None:
         values += [tensor.flatten() for tensor in tensors]
     read = set(torch.cat(values).view(torch.float32).tolist())
     assert read == set(map(float, range(100_000)))
+
+
+@on_ranks(2)
+def test_a_step_of_one_rank_before_training_changes_no_verdict() -> None:
+    """As distributed checkpointing makes one, to create the optimizer's state."""
+    model = make_model()
+    optimizer = sgd(model)
+    with attached(optimizer, model):
+        if dist.get_rank() == 0:
+            optimizer.step()
+
+        def drift(step: int) -> None:
+            loss_of(model, dist.get_rank(), step).backward()
+            with torch.no_grad():
+                for param in model.parameters():
+                    assert param.grad is not None
+                    param -= 0.1 * (1 + dist.get_rank()) * param.grad
+                    param.grad = None
+
+        for step in range(4):
+            drift(step)
+        with pytest.raises(RuntimeError, match="the replicas differ after 4 reductions"):
+            drift(4)

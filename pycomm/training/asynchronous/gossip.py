@@ -195,7 +195,7 @@ class Gossip:
         try:
             if problem := self._loop.tracked.problem():
                 raise ValueError(problem)
-            mine = self._record.details(self._record.read())
+            mine = self._record.details(self._record.read(), steps_made=[self._num_steps, 0])
             self._loop.restart()
             if name := self._not_finite(self._params):
                 raise RuntimeError(f"{name!r} is not finite on rank {self._communicator.rank}: nothing was mixed")

@@ -259,11 +259,15 @@ class Loop:
         """Return what ranks compare when they meet; ``more``: values of further fields."""
         values: dict[str, Callable[[], Any]] = {
             "problem": lambda: self.tracked.problem() or None,
-            "loop": lambda: None if self._is_excluded else self._index.counts(),
+            "loop": self._counts,
             "groups": self.numbers.read,
         }
         words = FieldWords(_LEFT_OUT, since="the last meeting", permitting='per_rank=("{}",)')
         return Source(values | more, module=lambda: self._model, words=words)
+
+    def _counts(self) -> tuple[int, int, bool, int] | None:
+        index = self._index
+        return None if self._is_excluded else (index.num_unused, index.num_zero_grads, False, 0)
 
     def restart(self) -> None:
         """Count from zero: the record of a meeting has been read."""

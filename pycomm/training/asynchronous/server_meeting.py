@@ -126,6 +126,8 @@ class ServerMeeting:
             record.explain(record.parsed({rank: report["record"] for rank, report in enumerate(reports)}))
             for rank, report in enumerate(reports):
                 _require_safe(report, reports[0], rank)
+        except CommError:
+            raise
         except (RuntimeError, ValueError):
             if self.rank == 0:
                 self._await("read", self.size)

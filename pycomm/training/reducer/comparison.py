@@ -71,7 +71,7 @@ class RankComparison:
             "modes": self._modes_by_name,
             "window": partial(getattr, state, "reductions"),
         }
-        source = Source(values, details, lambda: table.module, warns=communicator.rank == 0)
+        source = Source(values, details, lambda: table.module, warns=lambda: communicator.rank == 0)
         compared = Compared(
             table.locals,
             table.trained,

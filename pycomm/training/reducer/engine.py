@@ -139,7 +139,7 @@ class Engine:
         stream = self.communicator.channel.current_stream_of(table.device) if table.on_gpu else None
         state = StepState(table.device if table.on_gpu else None, PassGate(current_graph_task, stream))
         self.step_state = state
-        self.ledger = Ledger(table, settings, state, self.communicator.rank)
+        self.ledger = Ledger(table, settings, state, self.communicator)
         self.reduction = Reduction(self.communicator, table.device, on_gpu=table.on_gpu)
         self.window = AccumulationWindow(self.communicator, settings, table.device, table.on_gpu, state, self.reduction)
         self.comparison = RankComparison(

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from pycomm.collectives.communicator import Communicator
 from pycomm.optim.guard import is_around
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.torch_internals import local_of
@@ -34,14 +35,14 @@ class Ledger:
     """Origin of the gradients of one rank.
 
     Args:
-        rank: this rank, for errors.
+        communicator: the ranks, for errors.
 
     Attributes:
         unused: ids of the parameters without a gradient on any rank in the last reduction.
     """
 
-    def __init__(self, table: ParameterTable, settings: Options, state: StepState, rank: int) -> None:
-        self._table, self._settings, self._state, self._rank = table, settings, state, rank
+    def __init__(self, table: ParameterTable, settings: Options, state: StepState, communicator: Communicator) -> None:
+        self._table, self._settings, self._state, self._communicator = table, settings, state, communicator
         self._local: WeakKeyDictionary[Slot, tuple[weakref.ref[torch.Tensor], int]] = WeakKeyDictionary()
         self._steps_of_others = WeakKeyDictionary[torch.optim.Optimizer, int]()  # reductions before the last one
         self.unused: set[int] = set()
@@ -222,4 +223,4 @@ class Ledger:
         return (slots[id(param)] for param in optimizer_parameters(optimizer) if id(param) in slots)
 
     def _refuse(self, problem: str) -> NoReturn:
-        raise RuntimeError(f"rank {self._rank}: {problem}")
+        raise RuntimeError(f"rank {self._communicator.rank}: {problem}")

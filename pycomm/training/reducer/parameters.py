@@ -192,10 +192,10 @@ class ParameterTable:
         return [(slot.name, slot.param) for slot in (*self._slots.values(), *self._frozen.values())]
 
     def trained(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the trained parameters, or this rank's parts, with their names; the same list while none is added."""
+        """Return the trained parameters with their names; the same list while none is added."""
         slots = self.slots()
         if slots != self._trained[0]:
-            self._trained = slots, [(slot.name, slot.local) for slot in slots]
+            self._trained = slots, [(slot.name, slot.param) for slot in slots]
         return self._trained[1]
 
     def locals(self) -> list[tuple[str, torch.Tensor]]:

@@ -58,14 +58,14 @@ class Source:
             does not.
         module: returns the module that is trained, if there is one; for fields that read it themselves.
         words: parts of errors.
-        warns: whether this rank warns of what all ranks see alike.
+        warns: returns whether this rank warns of what all ranks see alike.
     """
 
     values: Mapping[str, Read]
     details: Mapping[str, Read] = field(default_factory=dict)
     module: Callable[[], torch.nn.Module | None] = lambda: None
     words: FieldWords = FieldWords()
-    warns: bool = True
+    warns: Callable[[], bool] = lambda: True
 
 
 class FieldKind(Enum):
@@ -419,7 +419,7 @@ class WindowLengthField(Field):
         before, self._uneven = self._uneven, max(reduction for _, reduction in by_rank.values())
         if before == self._uneven - 1:
             raise RuntimeError(text)
-        if self.source.warns:
+        if self.source.warns():
             warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
@@ -431,7 +431,8 @@ class MeetingField(Field):
     def check(self, by_rank: Mapping[int, Any], details: Details) -> None:
         meetings = {rank: number for rank, (number, _) in by_rank.items()}
         if len(set(map(tuple, by_rank.values()))) > 1:
-            raise RuntimeError(f"ranks are in different meetings: {meetings} by rank. {_steps_text(details)}")
+            steps = next(each["steps_made"][0] for each in details.values())
+            raise RuntimeError(f"after {steps} steps of each, ranks are in different meetings: {meetings} by rank")
 
 
 class LinesField(Field):
@@ -464,6 +465,10 @@ class FactorField(LinesField):
     """Factor of the gradients in such a step, unless this rank skips it."""
 
     name, what = "factor", "factor of the gradients (clipping, loss scale)"
+
+    def check(self, by_rank: Mapping[int, Any], details: Details) -> None:
+        if len(by_rank) == len(details):  # else a rank skips the step, so that all leave it out
+            super().check(by_rank, details)
 
 
 class VetoField(Field):

@@ -58,7 +58,7 @@ class Record:
         self.fields = [each for each in found if each is not None]
         # Optional are those that are left out where nothing but a flag is set.
         optional: dict[str, Any] = {f"{each.name}?": OneOf(None, each.form) for each in self.fields}
-        self._form = optional | {"absent?": bool, "steps?": COUNT}
+        self._form = {"steps_made?": table.StepsMadeField.form} | optional | {"absent?": bool, "steps?": COUNT}
         kinds = [each.kind for each in self.fields]
         self._hashed = [i for i, kind in enumerate(kinds) if kind is FieldKind.HASHED]
         self._flags = [i for i, kind in enumerate(kinds) if kind is FieldKind.FLAG]
@@ -158,6 +158,7 @@ class Fingerprint:
         world: returns the numbers of the ranks.
         device: device of the bits.
         reads_late: whether the host reads the bits of all ranks two reductions later.
+        has_stepped: returns whether an optimizer has stepped the parameters, where ``state`` does not count steps.
 
     Attributes:
         verdict: that of the last reduction.
@@ -174,12 +175,15 @@ class Fingerprint:
         device: torch.device,
         *,
         reads_late: bool,
+        has_stepped: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._has_stepped = has_stepped
         self.record, self.replicas, self._requests = Record(source), replicas, requests
         self._communicator, self._world, self._state = communicator, world, state
         self._bits, self._values = FingerprintBits(device), list[Any]()
-        nothing = torch.empty(0, dtype=torch.bool)
-        self._sent = deque([SentRecord(-1, False, [None] * len(self.record.fields), 0, nothing)], maxlen=_REMEMBERED)
+        no_bits = torch.empty(0, dtype=torch.bool)
+        self._nothing = SentRecord(-1, False, [None] * len(self.record.fields), 0, no_bits)
+        self._sent = deque([self._nothing], maxlen=_REMEMBERED)
         self._seen = [HostCopy(FINGERPRINT_BITS, device) for _ in range(2)] if reads_late else []
         self._unread: deque[tuple[int, HostCopy]] = deque()  # with the numbers of their reductions
         self.verdict = StepVerdict()
@@ -281,7 +285,7 @@ class Fingerprint:
         """
         if not differing:
             return
-        sent = next((each for each in reversed(self._sent) if each.number == reduction), self._sent[0])
+        sent = next((each for each in reversed(self._sent) if each.number == reduction), self._nothing)
         more = {"absent": sent.absent, "steps": self._state.steps}
         mine = self.record.details(sent.values, only_flags=not any(differing[_ALIKE]), **more)
         texts = self._communicator.channel.all_gather_bytes(mine)
@@ -299,6 +303,8 @@ class Fingerprint:
             sum(bool(each.get("skip")) for each in details.values()),
             any(each.get("new") for each in details.values()),
         )
-        self.replicas.judge(differing, reduction, absent)
+        number = self._state.reductions if self._seen else reduction
+        has_stepped = self._state.steps > 0 or self._has_stepped()
+        self.replicas.judge(differing, number, absent, has_stepped=has_stepped)
         if self._state.role is Role.ABSENT:
             self._state.resumes(self._state.reductions, max(steps.values()))

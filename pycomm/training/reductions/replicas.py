@@ -45,7 +45,7 @@ from pycomm.compression.base import Flag, State
 from pycomm.descriptions import counts_text, cpu_model, name_ranks, ranks_by_value
 from pycomm.errors import CommError
 from pycomm.optim.stamps import Stamp
-from pycomm.torch_internals import own_parameters, parts_of, uncompiled
+from pycomm.torch_internals import local_of, own_parameters, parts_of, uncompiled
 from pycomm.untrusted import COUNT, ListOf, MapOf, parse
 
 STEP = slice(0, 4)
@@ -187,7 +187,7 @@ class RollingHash:
         if not self._parts:
             return []
         part = self._parts[number % len(self._parts)]
-        tensors = [(hashable(tensor), begin, end) for tensor, begin, end in part]
+        tensors = [(hashable(local_of(tensor)), begin, end) for tensor, begin, end in part]
         return [x if end is None else x.view(-1)[begin:end] for x, begin, end in tensors]
 
     def number(self, tensors: Sequence[torch.Tensor]) -> int:
@@ -206,8 +206,12 @@ _PER_TENSOR = 1 << 11
 
 
 def _parts_of(tensors: Sequence[torch.Tensor]) -> list[list[tuple[torch.Tensor, int, int | None]]]:
-    """Cut the plain ones of ``tensors`` into parts of equal bytes: tensor, first element, and end or ``None``."""
-    sizes = [(each, each.numel(), each.element_size()) for each in tensors if is_plain(each)]
+    """Cut ``tensors`` whose local parts are plain into parts of equal bytes: tensor, first element, end or ``None``."""
+    sizes = [
+        (each, local.numel(), local.element_size())
+        for each, local in ((each, local_of(each)) for each in tensors)
+        if is_plain(local)
+    ]
     length = max(_LEAST_PART, sum(count * width + _PER_TENSOR for _, count, width in sizes) // _PARTS + 1)
     parts: list[list[tuple[torch.Tensor, int, int | None]]] = [[]]
     left = length
@@ -217,7 +221,7 @@ def _parts_of(tensors: Sequence[torch.Tensor]) -> list[list[tuple[torch.Tensor, 
             if left <= 0:
                 parts.append([])
                 left = length
-            taken = min(count - begin, -(-left // width)) if tensor.is_contiguous() else count
+            taken = min(count - begin, -(-left // width)) if local_of(tensor).is_contiguous() else count
             parts[-1].append((tensor, begin, None if taken == count else begin + taken))
             begin, left = begin + taken, left - taken * width - _PER_TENSOR
     return parts
@@ -452,7 +456,7 @@ class Replicas:
         self._state_changed: Flag = False
         self._at_step: torch.Tensor | None = None  # bits of the parameters as the last step left them
         self.question: Question | None = None
-        self.warned = self._has_logged = self._has_stepped = False
+        self.warned = self._has_logged = False
 
     def is_due(self, num_reductions: int) -> bool:
         """Return whether all parameters are compared in the reduction that follows ``num_reductions`` others."""
@@ -465,7 +469,6 @@ class Replicas:
 
     def before_step(self, num_reductions: int, rewritten: Callable[[], str] = lambda: "") -> None:
         """Note that a step begins; ``rewritten``: see :meth:`StepEvidence.before_step`."""
-        self._has_stepped = True
         self._evidence.before_step(looks=self.is_due(num_reductions), rewritten=rewritten)
 
     def after_step(self, num_reductions: int) -> None:
@@ -476,7 +479,6 @@ class Replicas:
         """
         if self._communicator.size == 1:
             return
-        self._has_stepped |= num_reductions > 0
         self._evidence.after_step()
         if self._compared.reads_late and self.is_due(num_reductions) and not is_capturing():
             self._at_step = self._hashes.bits(self._hashed())
@@ -539,12 +541,13 @@ class Replicas:
 
     # Reports.
 
-    def judge(self, differing: Sequence[bool], of: int, absent: Sequence[bool]) -> None:
+    def judge(self, differing: Sequence[bool], of: int, absent: Sequence[bool], *, has_stepped: bool) -> None:
         """Report what differs in reduction ``of``. Collective.
 
         Args:
             differing: bits that differ, at least one of them.
             absent: whether each rank takes no steps.
+            has_stepped: whether an optimizer has stepped the parameters; the same on all ranks.
         """
         if differing[STATE] and self._state_hashes is not None:
             self._report_state(self._state_hashes)
@@ -552,18 +555,18 @@ class Replicas:
             if self._compared.reads_late:
                 self._report_now(of, absent)
             elif not any(absent):  # who is absent takes no step that could answer
-                self._ask(of)
+                self._ask(of, has_stepped=has_stepped)
         if any(differing[BUFFERS]) and not self._has_logged:
             self._log_buffers(absent)
 
-    def _ask(self, num_reductions: int) -> None:
+    def _ask(self, num_reductions: int, *, has_stepped: bool) -> None:
         """Note that parameters differ in the reduction after ``num_reductions``, which the next step is to answer.
 
         If no step was ever seen, as the script updates the parameters by itself, the answer is given here in the end.
         """
         num_asked = 1 if self.question is None else self.question.num_asked + 1
         self.question = Question(num_reductions, self._evidence.written(), num_asked)
-        if not self._has_stepped and num_asked >= _MOST_UNANSWERED:
+        if not has_stepped and num_asked >= _MOST_UNANSWERED:
             self.look_again()
 
     def look_again(self) -> None:
@@ -585,15 +588,12 @@ class Replicas:
         if self._compared.interval == 0 or num_reductions == 0:
             return
         self._hashes.bits(self._hashed())
-        absent = [False] * self._communicator.size
-        names, by_rank = self._find(self._hashes, absent)
-        if names:
-            self._report(names, by_rank, num_reductions, self._evidence.written())
+        self._report_now(num_reductions, [False] * self._communicator.size)
 
     def _report_now(self, num_reductions: int, absent: Sequence[bool]) -> None:
         """Raise an error, or warn, about parameters whose last hashes differ after ``num_reductions``."""
         names, by_rank = self._find(self._hashes, absent)
-        if names or not any(absent):
+        if names:
             self._report(names, by_rank, num_reductions, self._evidence.written())
 
     def _log_buffers(self, absent: Sequence[bool]) -> None:
