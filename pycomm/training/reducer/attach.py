@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from types import ModuleType
@@ -276,7 +277,8 @@ def _attach_over(lanes: Sequence[Communicator], settings: Options, table: Parame
             members = _surviving().members_of(lanes[0], table, settings)
         engine = Engine(table, lanes, settings, members, page)
         if settings.shard is not None:
-            arguments = lanes[0], table.optimizer, table.module, settings
+            compare = weakref.WeakMethod(engine.comparison.compare_replicas)
+            arguments = lanes[0], table.optimizer, table.module, settings, compare
             if table.on_gpu or _sharded().memory_of_all(lanes[0]) is None:
                 table.partition = _sharded().SpreadPartition(*arguments, table.on_gpu)
             else:

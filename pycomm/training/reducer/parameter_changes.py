@@ -136,9 +136,6 @@ class ParameterChanges:
         self._hook_parameters, self._stop = weakref.WeakMethod(hook_parameters), weakref.WeakMethod(stop)
         self.places = ParameterPlaces(engine.table, self._refuse)
         self._holding = WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]]()  # see steps_attached()
-        if engine.table.partition is not None:
-            partition = engine.table.partition
-            partition.comparison.compare_replicas = weakref.WeakMethod(engine.comparison.compare_replicas)
 
     def hook(self, slots: list[Slot]) -> None:
         """Put ``slots`` into buckets, and hook their parameters."""

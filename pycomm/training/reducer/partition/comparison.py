@@ -38,6 +38,10 @@ _ADVICE = (
 )
 
 
+CompareReplicas = Callable[[], Callable[[], None] | None]
+"""Returns the function that compares all parameters of the ranks, if the Reducer lives."""
+
+
 class StepComparison:
     """Comparison between ranks before each step of ``optimizer``.
 
@@ -45,12 +49,16 @@ class StepComparison:
         communicator: the ranks.
         optimizer: the optimizer.
         has_full_grad: whether every rank has all averages, to which users may write.
-
-    Attributes:
-        compare_replicas: returns the function that compares all parameters, if the Reducer lives.
+        compare: returns the function that compares all parameters, if the Reducer lives.
     """
 
-    def __init__(self, communicator: Communicator, optimizer: torch.optim.Optimizer, has_full_grad: bool) -> None:
+    def __init__(
+        self,
+        communicator: Communicator,
+        optimizer: torch.optim.Optimizer,
+        has_full_grad: bool,
+        compare: CompareReplicas,
+    ) -> None:
         self._communicator, self._optimizer, self._has_full_grad = communicator, optimizer, has_full_grad
         self._loaded: list[str] = []  # hashes of the state that was loaded since the last step
         self._factor: list[str] | None = None  # of the present step
@@ -62,7 +70,7 @@ class StepComparison:
             "factor": partial(getattr, self, "_factor"),
         }
         self._record = Record(Source(values, words=FieldWords(_ADVICE)))
-        self.compare_replicas: Callable[[], Callable[[], None] | None] = lambda: None
+        self._compare = compare
 
     def _note_loaded(self, optimizer: torch.optim.Optimizer) -> None:
         self._loaded = digests_of_state(optimizer)
@@ -90,7 +98,7 @@ class StepComparison:
         flags = self._record.meet(self._communicator, world, self._record.read(), *mine)
         skips, written, grads_written = flags.max(axis=0).tolist()
         self._loaded = []
-        compare = self.compare_replicas() if written else None
+        compare = self._compare() if written else None
         if compare is not None:
             compare()
         if grads_written and not skips:

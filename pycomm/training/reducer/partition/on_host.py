@@ -18,6 +18,7 @@ from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.transport.base import HostMemory
 from pycomm.errors import attempt
 from pycomm.training.reducer.buckets import SentBucket
+from pycomm.training.reducer.partition.comparison import CompareReplicas
 from pycomm.training.reducer.partition.partition import Memory, Segment, StepPartition
 from pycomm.training.reducer.settings import Options
 
@@ -117,11 +118,12 @@ class HostPartition(StepPartition):
         optimizer: torch.optim.Optimizer,
         module: torch.nn.Module | None,
         settings: Options,
+        compare: CompareReplicas,
     ) -> None:
         self._memory = CommonMemory(communicator)
         # Number of steps of which each rank has completed its own part.
         self._num_taken = np.frombuffer(self._memory.of_one(8 * communicator.size), np.int64)
-        super().__init__(communicator, optimizer, module, settings, range(communicator.size))
+        super().__init__(communicator, optimizer, module, settings, compare, range(communicator.size))
 
     def _adopt(self, buckets: Sequence[SentBucket]) -> None:
         rank = self._communicator.rank

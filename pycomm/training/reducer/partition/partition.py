@@ -22,7 +22,7 @@ from pycomm.optim.partition import Span
 from pycomm.optim.step_override import Factor, stepper_of
 from pycomm.torch_internals import version_of
 from pycomm.training.reducer.buckets import SentBucket, Slot
-from pycomm.training.reducer.partition.comparison import StepComparison, has_written_unscaled
+from pycomm.training.reducer.partition.comparison import CompareReplicas, StepComparison, has_written_unscaled
 from pycomm.training.reducer.partition.spans import SpanTable
 from pycomm.training.reducer.partition.whole_step import OwnSteps, WholeStep
 from pycomm.training.reducer.settings import Options
@@ -72,6 +72,7 @@ class StepPartition:
     Args:
         optimizer: the attached optimizer. If kernels step it, ranks have equal parts of every bucket, else, and on
             GPUs, whole parameters (see :class:`WholeStep`).
+        compare: see :class:`StepComparison`.
         order: ranks in the order in which their parts of a bucket lie.
 
     Attributes:
@@ -90,13 +91,14 @@ class StepPartition:
         optimizer: torch.optim.Optimizer,
         module: torch.nn.Module | None,
         settings: Options,
+        compare: CompareReplicas,
         order: Sequence[int],
         on_gpu: bool = False,
     ) -> None:
         assert settings.shard is not None
         self.has_full_grad = settings.shard.grads == "full"
         self._communicator, self._module = communicator, module
-        self.comparison = StepComparison(communicator, optimizer, self.has_full_grad)
+        self.comparison = StepComparison(communicator, optimizer, self.has_full_grad, compare)
         stepper = stepper_of(optimizer)
         self._was_fused_here = not isinstance(stepper, KernelStep)
         stepping = _whole_steps_of(optimizer, stepper, on_gpu)

@@ -24,6 +24,7 @@ from pycomm.collectives.transport.rendezvous import order_of
 from pycomm.errors import CommError
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.training.reducer.buckets import SentBucket
+from pycomm.training.reducer.partition.comparison import CompareReplicas
 from pycomm.training.reducer.partition.partition import GpuMemory, Memory, Segment, StepPartition, begins_of
 from pycomm.training.reducer.settings import Options
 from pycomm.training.reductions.replicas import DamageError
@@ -77,13 +78,14 @@ class SpreadPartition(StepPartition):
         optimizer: torch.optim.Optimizer,
         module: torch.nn.Module | None,
         settings: Options,
+        compare: CompareReplicas,
         on_gpu: bool = False,
     ) -> None:
         self._optimizer, self._on_gpu = optimizer, on_gpu
         self._segments: dict[SentBucket, SpreadSegment] = {}
         self._is_lost = False
         order = order_of(communicator.channel.transport.hosts)
-        super().__init__(communicator, optimizer, module, settings, order, on_gpu)
+        super().__init__(communicator, optimizer, module, settings, compare, order, on_gpu)
         self._hook = self._optimizer.register_state_dict_post_hook(self._complete)
 
     def _adopt(self, buckets: Sequence[SentBucket]) -> None:
