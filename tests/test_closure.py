@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.ranks import free_port
 from tests.test_shape import FUNCTIONS, imported, parsed, python_files
 
-BUDGET = 17_500
+BUDGET = 17_600
 """Lines of Python that a change may not exceed without saying why in its message."""
 
 THREE_STEPS = """
@@ -45,10 +45,6 @@ IN_FUNCTIONS = {
     "pycomm.collectives.transport.choice._make": "between hosts",
     "pycomm.training.reducer.attach._sharded": "for `shard=`",
     "pycomm.training.reducer.attach._surviving": "for `survive=`",
-    "pycomm.training.reducer.window.sum_again": "the first weights, which may meet a rank without a batch",
-    "pycomm.training.reducer.parameter_changes.explained": "an error, perhaps of the first weights",
-    "pycomm.training.reducer.window.job": "the first weights, which may meet a rank without a batch",
-    "pycomm.training.reducer.without_backward._meets_weights": "a rank without a batch, while no weights are in use",
     "pycomm.training.cost.named._auto": 'for compression="auto"',
     "pycomm.training.reducer.statistics.trace_of": "for `pycomm trace`",
     "pycomm.tools.cli.bench.command._measure": "torch, after the arguments have been read",

@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Reduction:
+class AwaitedReduction:
     """Reduction for which this rank waits.
 
     Attributes:
@@ -71,7 +71,7 @@ class Reduction:
 class Reductions(Protocol):
     """Reductions of which one may be waited for."""
 
-    def awaited(self) -> Reduction | None:
+    def awaited(self) -> AwaitedReduction | None:
         """Return the reduction that this rank waits for now, if any."""
 
     def recorders(self) -> Sequence[Recorder]:
@@ -230,7 +230,7 @@ class LateRankWatch:
 
     @staticmethod
     def _wait_in(
-        recorder: Recorder, group: _Group, asking: _Asking, reduction: Reduction | None, *, is_reducers: bool
+        recorder: Recorder, group: _Group, asking: _Asking, reduction: AwaitedReduction | None, *, is_reducers: bool
     ) -> _Wait | None:
         """Return this rank's present wait on the group, if it lasts; keep its note up to date."""
         now, count = time.monotonic(), recorder.count

@@ -267,12 +267,12 @@ class Waits:
             usual,
         )
 
-    def awaited(self) -> late_ranks.Reduction | None:
+    def awaited(self) -> late_ranks.AwaitedReduction | None:
         """Return the reduction for which this rank waits now, if any. On any thread."""
         began, reduction, ranks = self._began, self._reduction, self._present_ranks()
         if began is None or reduction is None or ranks is None:
             return None
-        return late_ranks.Reduction(reduction, began[0], self.arrivals(), ranks.world)
+        return late_ranks.AwaitedReduction(reduction, began[0], self.arrivals(), ranks.world)
 
     def recorders(self) -> list[Recorder]:
         """Return the recorders of what the ranks reduce by. On any thread."""
