@@ -47,6 +47,7 @@ IN_FUNCTIONS = {
     "pycomm.training.reducer.attach._surviving": "for `survive=`",
     "pycomm.training.cost.named._auto": 'for compression="auto"',
     "pycomm.training.reducer.statistics.trace_of": "for `pycomm trace`",
+    "pycomm.training.reductions.replicas._report": "for replicas that differ",
     "pycomm.tools.cli.bench.command._measure": "torch, after the arguments have been read",
     "pycomm.tools.cli.bench.command.why_not": "torch, after the arguments have been read",
     "pycomm.tools.cli.demo.command._run_and_report": "rich and matplotlib, after the arguments have been read",

@@ -112,7 +112,7 @@ EXPLAINED = {
 }
 """Parts of texts that are not on the page, and why their readers need no more."""
 
-BETWEEN_RANKS = "pycomm/training/reductions/(fields|record|replicas|requests).py"
+BETWEEN_RANKS = "pycomm/training/reductions/(differences|fields|record|replicas|requests).py"
 OF_STATE_FILES = "pycomm/training/checkpoint/"
 
 

@@ -160,7 +160,7 @@ def other_processors(factor: float) -> list[str]:
     optimizer = sgd(model)
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pycomm.training.reductions.replicas._processor", lambda: f"processor {rank}")
+        patch.setattr("pycomm.training.reductions.differences._processor", lambda: f"processor {rank}")
         with attached(optimizer, model, check_replicas=2):
             for step in range(9):
                 optimizer.zero_grad()
