@@ -131,7 +131,7 @@ class RankComparison:
     def receive(self) -> None:
         """See :meth:`Fingerprint.receive`."""
         if not self._table.buckets:
-            self.fingerprint.forget_verdict()
+            self.fingerprint.judge([])
             return
         first, last = self._table.buckets[0].exchange, self._table.buckets[-1].exchange
         self.fingerprint.receive(first.differing() if last is first else first.differing() | last.differing())

@@ -226,25 +226,22 @@ class Fingerprint:
         Raises:
             RuntimeError, ValueError, DamageError: on all ranks: see :meth:`_judge`.
         """
-        self.verdict, number = StepVerdict(), self._state.reductions
-        if self._seen and is_capturing():
-            return  # the host takes no part in the launches of a CUDA graph
-        differing = self.replicas.with_state(differing, number)
-        # Flags count even if all ranks set them.
-        mine = [bit for bit in _FLAGS.values() if self._sent[-1].value >> bit & 1]
-        if mine:
-            differing = differing.clone()
-            differing[mine] = True
         found: list[bool] = []
-        if not self._seen:
-            found = differing.tolist() if bool(differing.any()) else []
-            self._judge(found, number)
-        else:
-            copy = next(each for each in self._seen if all(each is not other for _, other in self._unread))
-            copy.put(differing)
-            self._unread.append((number, copy))
-        if not any(found[PARAMETERS]):
-            self.replicas.question = None
+        if not (self._seen and is_capturing()):  # the host takes no part in the launches of a CUDA graph
+            number = self._state.reductions
+            differing = self.replicas.with_state(differing, number)
+            # Flags count even if all ranks set them.
+            mine = [bit for bit in _FLAGS.values() if self._sent[-1].value >> bit & 1]
+            if mine:
+                differing = differing.clone()
+                differing[mine] = True
+            if self._seen:
+                copy = next(each for each in self._seen if all(each is not other for _, other in self._unread))
+                copy.put(differing)
+                self._unread.append((number, copy))
+            elif bool(differing.any()):
+                found = differing.tolist()
+        self.judge(found)
 
     def receive_late(self) -> None:
         """Do what :meth:`receive` did not on a GPU two reductions ago, as the next one begins."""
@@ -259,15 +256,11 @@ class Fingerprint:
         self._unread.clear()
 
     def judge(self, differing: Sequence[bool]) -> None:
-        """Do the same as :meth:`receive` with bits that the host has compared."""
+        """Do the same as :meth:`receive` with bits that the host has compared; [] if none differs."""
         self.verdict = StepVerdict()
         self._judge(differing if any(differing) else [], self._state.reductions)
         if not any(differing[PARAMETERS]):
             self.replicas.question = None
-
-    def forget_verdict(self) -> None:
-        """Begin a reduction in which nothing is compared."""
-        self.verdict = StepVerdict()
 
     def _judge(self, differing: Sequence[bool], reduction: int) -> None:
         """Raise, warn or log the differences between the ranks. Collective; all ranks do the same.
