@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -45,11 +45,36 @@ class CommError(dist.DistBackendError):
         return cls(f"rank {rank}: {operation}: {what}", rank=rank, peer=peer, operation=operation, elapsed=elapsed)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (self.args[0], self.rank, self.peer, self.operation, self.elapsed)
+        return _rebuild, (type(self), self.args[0], vars(self))
 
 
-def _rebuild(message: str, rank: int, peer: int | None, operation: str, elapsed: float) -> CommError:
-    return CommError(message, rank=rank, peer=peer, operation=operation, elapsed=elapsed)
+def _rebuild(kind: type[_E], message: str, attributes: dict[str, Any]) -> _E:
+    error = kind(message, rank=attributes["rank"], peer=None, operation="", elapsed=0.0)
+    vars(error).update(attributes)
+    return error
+
+
+class DamageError(CommError):
+    """CommError about ranks whose data differ from the majority's, or were damaged in memory.
+
+    All ranks raise it together after a complete exchange, so the communicator remains usable.
+
+    Attributes:
+        ranks: the damaged ranks, by their numbers in ``Reducer.world``; empty without a majority.
+    """
+
+    ranks: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, ranks: Sequence[int], what: str, *, rank: int) -> DamageError:
+        """Create the error on ``rank`` that accuses ``ranks``."""
+        error = cls(f"rank {rank}: {what}", rank=rank, peer=next(iter(ranks), None), operation="backward", elapsed=0.0)
+        error.ranks = tuple(ranks)
+        return error
+
+    def spares(self, rank: int) -> bool:
+        """Return whether ``rank`` can continue without the accused ranks."""
+        return bool(self.ranks) and rank not in self.ranks
 
 
 def reworded(error: CommError, text: str, kind: type[_E]) -> _E:

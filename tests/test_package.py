@@ -15,6 +15,7 @@ import torch
 
 import pycomm
 from pycomm.collectives.transport.nccl import build_info
+from pycomm.errors import DamageError
 from pycomm.parallel import functional
 from pycomm.schedule import pipeline as pipelines
 
@@ -116,6 +117,12 @@ def test_comm_error_carries_what_happened_and_travels() -> None:
     assert (str(twin), twin.rank, twin.peer, twin.operation, twin.elapsed) == ("text", 1, None, "barrier", 0.5)
     with pytest.raises(RuntimeError):
         raise twin
+
+
+def test_a_damage_error_travels_with_the_ranks_that_it_accuses() -> None:
+    error = DamageError.of([2, 3], "text", rank=1)
+    twin = pickle.loads(pickle.dumps(error))
+    assert (type(twin), str(twin), twin.ranks, twin.peer) == (DamageError, str(error), (2, 3), 2)
 
 
 def test_all_of_a_package_is_what_it_lists() -> None:

@@ -20,6 +20,9 @@ from pycomm.agreement import digest
 from pycomm.kernels.arrays import DTYPES
 from pycomm.torch_internals import is_dtensor, local_of, without_conjugation, without_torch_function
 
+Named = Sequence[tuple[str, torch.Tensor]]
+"""Tensors with their names."""
+
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """Dtypes by element size, as which tensors of any dtype can be viewed and copied."""
 
@@ -224,7 +227,7 @@ def _may_overlap(tensor: torch.Tensor) -> bool:
     return False
 
 
-def comparable(named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+def comparable(named: Named) -> list[tuple[str, torch.Tensor]]:
     """Return the ``named`` tensors in a form that ranks can compare: plain ones as they are, else their memory."""
     found: list[tuple[str, torch.Tensor]] = []
     for name, tensor in named:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from pycomm.collectives.communicator import Communicator
+from pycomm.collectives.tensor_memory import Named
 from pycomm.optim.hyperparameters import Hyperparameters
 from pycomm.optim.loop_index import LoopIndex
 from pycomm.torch_internals import parts_of, uncompiled
@@ -20,7 +21,7 @@ from pycomm.training.reducer.window import AccumulationWindow
 from pycomm.training.reductions.fields import IN_STEP, Source, groups_read
 from pycomm.training.reductions.phase import StepState
 from pycomm.training.reductions.record import Fingerprint
-from pycomm.training.reductions.replicas import Compared, Named, Replicas
+from pycomm.training.reductions.replicas import Compared, Replicas
 from pycomm.training.reductions.requests import Requests
 
 

@@ -12,7 +12,7 @@ import torch
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.counting import PassGate
 from pycomm.compression.base import State
-from pycomm.errors import CommError
+from pycomm.errors import CommError, DamageError
 from pycomm.torch_internals import current_graph_task
 from pycomm.training.reducer.buckets import SentBucket, Slot, round_gradients, state_of
 from pycomm.training.reducer.comparison import RankComparison
@@ -25,7 +25,6 @@ from pycomm.training.reducer.statistics import PhaseTimes, Statistics, Waits, tr
 from pycomm.training.reducer.window import AccumulationWindow
 from pycomm.training.reductions.phase import Role, StepState
 from pycomm.training.reductions.reduction import Reduction
-from pycomm.training.reductions.replicas import DamageError
 from pycomm.worker import Work
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from pycomm.collectives.transport.choice import version
 from pycomm.collectives.transport.gpu import GpuWork
 from pycomm.compression.base import State
 from pycomm.compression.saved_state import CONTRIBUTIONS
-from pycomm.errors import CommError, attempt
+from pycomm.errors import CommError, DamageError, attempt
 from pycomm.torch_internals import Store, is_dtensor
 from pycomm.training.elastic.join_requests import JoinListener
 from pycomm.training.elastic.liveness import this_process
@@ -40,7 +40,6 @@ from pycomm.training.reducer.lanes import open_lanes
 from pycomm.training.reducer.parameters import ParameterTable
 from pycomm.training.reducer.settings import Options
 from pycomm.training.reductions.phase import Role
-from pycomm.training.reductions.replicas import DamageError
 from pycomm.untrusted import ANYTHING, ListOf, parse
 from pycomm.worker import Work
 

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from pycomm.errors import HALF_SENT, CommError
+from pycomm.errors import HALF_SENT, CommError, DamageError
 from pycomm.optim.guard import StepWatch, training_alone
 from pycomm.optim.module_hooks import BeforeForward, ForwardWatch, ModuleZeroGradWatch, ZeroGradHook, hook_forward
 from pycomm.optim.parameters import Writes, parameter_ids
@@ -22,7 +22,6 @@ from pycomm.training.reducer.buckets import Slot, forget_wide
 from pycomm.training.reducer.engine import Engine
 from pycomm.training.reducer.parameter_changes import ParameterChanges
 from pycomm.training.reductions.phase import Role
-from pycomm.training.reductions.replicas import DamageError
 
 _LOG = logging.getLogger("pycomm")
 

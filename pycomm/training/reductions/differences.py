@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from pycomm.collectives.communicator import Communicator
+from pycomm.collectives.tensor_memory import Named
 from pycomm.descriptions import cpu_model, name_ranks, ranks_by_value
-from pycomm.training.reductions.replicas import DamageError, Named
+from pycomm.errors import DamageError
 from pycomm.untrusted import COUNT, MapOf, parse
 
 _LAST_BITS = 1e-3

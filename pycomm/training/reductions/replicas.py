@@ -39,10 +39,10 @@ from pycomm import kernels
 from pycomm.collectives.bucket import FingerprintBits
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import is_capturing, on_gpu
-from pycomm.collectives.tensor_memory import comparable, hashable, is_plain
+from pycomm.collectives.tensor_memory import Named, comparable, hashable, is_plain
 from pycomm.compression.base import Flag, State
 from pycomm.descriptions import counts_text, name_ranks
-from pycomm.errors import CommError
+from pycomm.errors import DamageError
 from pycomm.optim.stamps import Stamp
 from pycomm.torch_internals import local_of, own_parameters, parts_of, uncompiled
 from pycomm.untrusted import ListOf, parse
@@ -58,34 +58,8 @@ _REMEMBERED = 4
 """Number of comparisons that may still be reported: on a GPU the host reports two reductions later."""
 
 
-class DamageError(CommError):
-    """CommError about ranks whose data differ from the majority's, or were damaged in memory.
-
-    All ranks raise it together after a complete exchange, so the communicator remains usable.
-
-    Attributes:
-        ranks: the damaged ranks, by their numbers in ``Reducer.world``; empty without a majority.
-    """
-
-    ranks: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, ranks: Sequence[int], what: str, *, rank: int) -> DamageError:
-        """Create the error on ``rank`` that accuses ``ranks``."""
-        error = cls(f"rank {rank}: {what}", rank=rank, peer=next(iter(ranks), None), operation="backward", elapsed=0.0)
-        error.ranks = tuple(ranks)
-        return error
-
-    def spares(self, rank: int) -> bool:
-        """Return whether ``rank`` can continue without the accused ranks."""
-        return bool(self.ranks) and rank not in self.ranks
-
-
 _MOST_UNANSWERED = 4
 """Number of reductions in a row with differing parameters, and no step ever, that is an error."""
-
-Named = Sequence[tuple[str, torch.Tensor]]
-"""Tensors with their names."""
 
 
 def is_comparison_due(num_reductions: int, interval: int) -> bool:

@@ -14,7 +14,7 @@ import torch
 from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import is_capturing, view_like
-from pycomm.errors import CommError
+from pycomm.errors import CommError, DamageError
 from pycomm.optim.fused import FusedStep, KernelStep, has_rule
 from pycomm.optim.masters import MasterWeights, WholeMasters
 from pycomm.optim.module_hooks import BeforeForward, hook_forward
@@ -26,7 +26,6 @@ from pycomm.training.reducer.partition.comparison import CompareReplicas, StepCo
 from pycomm.training.reducer.partition.spans import SpanTable
 from pycomm.training.reducer.partition.whole_step import OwnSteps, WholeStep
 from pycomm.training.reducer.settings import Options
-from pycomm.training.reductions.replicas import DamageError
 
 _TEXT = (
     "a rank was lost in the middle of optimizer.step(), while the ranks wrote to each other's parameters: those here "

@@ -21,13 +21,12 @@ from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import view_like
 from pycomm.collectives.transport.gpu import GpuWork
 from pycomm.collectives.transport.rendezvous import order_of
-from pycomm.errors import CommError
+from pycomm.errors import CommError, DamageError
 from pycomm.optim.parameters import optimizer_parameters
 from pycomm.training.reducer.buckets import SentBucket
 from pycomm.training.reducer.partition.comparison import CompareReplicas
 from pycomm.training.reducer.partition.partition import GpuMemory, Memory, Segment, StepPartition, begins_of
 from pycomm.training.reducer.settings import Options
-from pycomm.training.reductions.replicas import DamageError
 from pycomm.worker import Work
 
 _LOG = logging.getLogger("pycomm")
