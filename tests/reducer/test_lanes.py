@@ -12,7 +12,7 @@ import torch
 import pycomm
 from pycomm import CommError
 from pycomm.compression.dense import DenseExchange
-from pycomm.training.reducer.lanes import numbers_of_lanes
+from pycomm.training.reducer.buckets import numbers_of_lanes
 from tests.hosts import on_hosts
 from tests.on_ranks import Pools, on_ranks
 from tests.reducer.attaching import grouped

@@ -20,7 +20,7 @@ from torch import nn
 
 import pycomm
 from pycomm.collectives.recorder import dump
-from pycomm.training.reducer.arrival import ArrivalOrder
+from pycomm.training.reducer.changes import ArrivalOrder
 from tests.on_ranks import Pools, on_ranks
 from tests.ranks import RankPool
 from tests.reducer.attaching import Training, attached, grouped, over_torch

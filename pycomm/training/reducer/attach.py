@@ -25,9 +25,8 @@ from pycomm.errors import attempt
 from pycomm.optim.attached import refuse_second_average, register
 from pycomm.optim.parameters import optimizer_parameters, wrapper_of_unknown_step
 from pycomm.optim.wrappers import refuse_wrapped
-from pycomm.training.reducer.buckets import check_sharding
+from pycomm.training.reducer.buckets import check_sharding, open_lanes
 from pycomm.training.reducer.engine import Engine, FixedMembers
-from pycomm.training.reducer.lanes import open_lanes
 from pycomm.training.reducer.parameters import ParameterTable, table_of
 from pycomm.training.reducer.reducer import Reducer
 from pycomm.training.reducer.settings import (

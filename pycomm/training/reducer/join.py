@@ -18,8 +18,8 @@ from pycomm.training.elastic.join_requests import JoinClient
 from pycomm.training.elastic.liveness import this_process
 from pycomm.training.elastic.membership import Membership
 from pycomm.training.reducer.attach import checked
+from pycomm.training.reducer.buckets import open_lanes
 from pycomm.training.reducer.engine import Engine
-from pycomm.training.reducer.lanes import open_lanes
 from pycomm.training.reducer.members import Survival, SurvivingMembers, lines_of, listener_of, next_index, share_state
 from pycomm.training.reducer.parameters import ParameterTable
 from pycomm.training.reducer.reducer import Reducer

@@ -34,9 +34,8 @@ from pycomm.torch_internals import Store, is_dtensor
 from pycomm.training.elastic.join_requests import JoinListener
 from pycomm.training.elastic.liveness import this_process
 from pycomm.training.elastic.membership import Decision, Membership, reconvene
-from pycomm.training.reducer.buckets import SentBucket, state_of
+from pycomm.training.reducer.buckets import SentBucket, open_lanes, state_of
 from pycomm.training.reducer.engine import Engine, FixedMembers, Grads, Launch
-from pycomm.training.reducer.lanes import open_lanes
 from pycomm.training.reducer.parameters import ParameterTable
 from pycomm.training.reducer.settings import Options
 from pycomm.training.reductions.phase import Role

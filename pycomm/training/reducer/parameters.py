@@ -23,11 +23,11 @@ from pycomm.torch_internals import by_plain_names, local_of
 from pycomm.training.reducer.buckets import (
     SentBucket,
     Slot,
+    bucket_sizes,
     check_sharding,
     make_buckets,
     state_of,
 )
-from pycomm.training.reducer.lanes import bucket_sizes
 from pycomm.training.reducer.settings import OPTIMIZER_STATE, Options
 
 if TYPE_CHECKING:

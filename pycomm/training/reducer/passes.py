@@ -16,11 +16,10 @@ from pycomm.optim.parameters import Writes, parameter_ids
 from pycomm.optim.skips import listen_to_skips, stop_listening
 from pycomm.optim.wrappers import refuse_active_wrapper
 from pycomm.torch_internals import current_graph_task
-from pycomm.training.reducer.arrival import ArrivalOrder
 from pycomm.training.reducer.autograd_hooks import BackwardWatch, GradientHook, Uncovered
 from pycomm.training.reducer.buckets import Slot, forget_wide
+from pycomm.training.reducer.changes import ArrivalOrder, ParameterChanges
 from pycomm.training.reducer.engine import Engine
-from pycomm.training.reducer.parameter_changes import ParameterChanges
 from pycomm.training.reductions.phase import Role
 
 _LOG = logging.getLogger("pycomm")

@@ -11,7 +11,7 @@ import torch
 
 import pycomm
 from pycomm.optim.fused import KernelStep
-from pycomm.training.reducer.partition.partition import StepPartition
+from pycomm.training.reducer.partition.sharding import StepPartition
 from tests.on_ranks import Pools
 from tests.reducer.partition.stepping import Weights, assert_unusable_until_loaded, backward, gradients_of, rank
 
