@@ -162,7 +162,7 @@ def test_a_store_that_hangs_is_not_waited_for_for_ever() -> None:
     store = HangingStore()
     with Meeting(HashStore(), 0, 2, 0.5) as meeting:
         meeting._store = store  # type: ignore[assignment]
-        with pytest.raises(CommError, match=r"the process group's store did not answer, asked about .*, after"):
+        with pytest.raises(CommError, match=r"the process group's store, asked about .*, did not answer, after"):
             meeting.greet({})
     store.released.set()
 
@@ -174,5 +174,5 @@ def test_a_store_that_fails_is_named() -> None:
 
     with Meeting(HashStore(), 0, 2, 5.0) as meeting:
         meeting._store = FailingStore()  # type: ignore[assignment]
-        with pytest.raises(CommError, match="store failed, asked about its own greeting: connection reset"):
+        with pytest.raises(CommError, match="store, asked about its own greeting, failed: connection reset"):
             meeting.greet({})

@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from pycomm import threads
+from pycomm.collectives.transport.board import Board
 from pycomm.collectives.transport.processes import fate_of
 from pycomm.torch_internals import PrefixStore, Store
 from pycomm.untrusted import INTEGER, OneOf, PairOf, escaped, parse
-from pycomm.worker import Worker
 
 _GRACE = 2.0  # seconds for the other ranks to report that they are alive
 _ANSWER = 1.0  # seconds for the store to answer
@@ -169,8 +169,6 @@ class FailureNotes:
         return dict(notes)
 
     def _ask(self, question: Callable[[], object]) -> None:
-        """Run ``question`` on a separate thread; give up silently if the store fails or hangs."""
-        worker = Worker(f"pycomm-failure-notes-{self._rank}")
-        with contextlib.suppress(RuntimeError):
-            worker.submit(question).ends_within(_ANSWER)
-        worker.stop(patience=0.0)
+        """Ask the store; give up silently if it fails or hangs. The thread ends with the answer."""
+        with Board(f"pycomm-failure-notes-{self._rank}") as board, contextlib.suppress(RuntimeError):
+            board.ask(question, _ANSWER)

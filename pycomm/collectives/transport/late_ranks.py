@@ -27,8 +27,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from pycomm import threads
 from pycomm.collectives.recorder import Recorder
+from pycomm.collectives.transport.board import Board
 from pycomm.torch_internals import PrefixStore
-from pycomm.worker import Work, Worker
 
 NAMED_AFTER = 8.0
 """Seconds of waiting after which a rank is named; with the time to read the notes, within ten."""
@@ -264,15 +264,14 @@ class LateRankWatch:
 
 
 class _Asking:
-    """Reads and writes of notes, on a thread of their own: a store whose server hangs never answers."""
+    """Reads and writes of notes."""
 
     def __init__(self) -> None:
-        self._worker = Worker("pycomm-late-ranks-store")
-        self._last: Work | None = None
+        self._board = Board("pycomm-late-ranks-store")
 
     def close(self) -> None:
         """End the thread."""
-        self._worker.stop(patience=1.0)
+        self._board.close(patience=1.0)
 
     def say(self, recorder: Recorder, note: _WaitNote) -> _WaitNote | None:
         """Write ``note`` to the group's store; return it on success."""
@@ -322,15 +321,9 @@ class _Asking:
 
     def _ask(self, question: Callable[[], T]) -> T | None:
         """Return the answer; ``None`` if the store fails, or has not answered the last question yet."""
-        if self._last is not None and not self._last.is_completed():
-            return None
         try:
-            self._last = self._worker.submit(question)
-            if not self._last.ends_within(_ANSWER):
-                return None
-            answer: T = self._last.wait()
-            return answer
-        except RuntimeError:  # torch's DistStoreError is one
+            return None if self._board.is_stuck else self._board.ask(question, _ANSWER)
+        except RuntimeError:  # a StoreError, or no thread can be started
             return None
 
 

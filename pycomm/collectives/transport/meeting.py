@@ -19,10 +19,10 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pycomm.collectives.transport import late_ranks
+from pycomm.collectives.transport.board import Board, StoreError
 from pycomm.errors import CommError
 from pycomm.torch_internals import PrefixStore, Store
 from pycomm.untrusted import escaped, parse, require
-from pycomm.worker import Worker
 
 _SLOWEST_POLL = 0.2  # seconds
 _SLOWEST_ANSWER = 2.0  # seconds that the store gets to answer even after the deadline
@@ -63,14 +63,13 @@ class Meeting:
         self._stranger, self._lost = stranger, lost
         self._started = time.monotonic()
         self._deadline = self._started + timeout
-        # On a thread of its own: a store whose server hangs never answers, and some of its calls have no timeout.
-        self._store_worker = Worker(f"pycomm-store-{rank}")
+        self._board = Board(f"pycomm-store-{rank}")
 
     def __enter__(self) -> Meeting:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._store_worker.stop(patience=0.0)
+        self._board.close()
 
     def left(self) -> float:
         """Return the number of seconds left until the deadline."""
@@ -260,20 +259,14 @@ class Meeting:
             raise self.failed(rank, what)
 
     def _ask(self, about: str, question: Callable[[], T], patience: float | None = None) -> T:
-        """Return the result of ``question``, which is run on the store's thread.
+        """Return the result of ``question``; see :meth:`Board.ask`.
 
         Args:
             about: subject of the question, for messages.
             question: calls the store.
             patience: seconds to wait for the answer; up to the deadline if ``None``.
         """
-        work = self._store_worker.submit(question)
-        if not work.ends_within(max(_SLOWEST_ANSWER, self.left()) if patience is None else patience):
-            raise self.failed(None, f"the process group's store did not answer, asked about {about},")
         try:
-            answer: T = work.wait()
-        except RuntimeError as error:  # torch's DistStoreError is one, and so is CommError
-            if isinstance(error, CommError):
-                raise
-            raise self.failed(None, f"the process group's store failed, asked about {about}: {error},") from None
-        return answer
+            return self._board.ask(question, max(_SLOWEST_ANSWER, self.left()) if patience is None else patience)
+        except StoreError as error:
+            raise self.failed(None, f"the process group's store, asked about {about}, {error},") from None

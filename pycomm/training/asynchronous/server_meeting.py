@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -24,6 +24,7 @@ from pycomm import checks
 from pycomm.agreement import Words, exchanged, require_same, results_in
 from pycomm.collectives.transport import rendezvous
 from pycomm.collectives.transport.authentication import SECRET, SECRET_FILE, Access, address_towards, loopback
+from pycomm.collectives.transport.board import Board, StoreError
 from pycomm.collectives.transport.own_group import timeout_seconds
 from pycomm.errors import CommError, text_of
 from pycomm.torch_internals import PrefixStore, Store, root_store, store_of
@@ -32,6 +33,7 @@ from pycomm.training.reductions.record import Record
 from pycomm.untrusted import ListOf, Number, OneOf, escaped, parse, require
 
 _POLL = 0.01  # seconds
+_ANSWER = 10.0  # seconds for the store to answer
 _PATIENCE = 5.0  # seconds for others to read an error
 _numbers = itertools.count()
 """Numbers of this process's parameter servers: the n-th call of one rank meets the n-th of the others."""
@@ -45,6 +47,9 @@ _WORDS = Words(
     failed="rank {rank}: {problem}", differ="the ranks disagree: {here!r} on rank {rank}, {there!r} on rank 0"
 )
 _WORDS_OF_LATE = Words(differ="the ranks disagree: {here!r} on this process, {there!r} on rank 0")
+
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -97,11 +102,11 @@ class ServerMeeting:
             store, self.rank, self.size = _from_environment(self.timeout)
         self._host = str(getattr(store, "host", "")) or loopback()
         self._store: Store = PrefixStore(f"pycomm/server/{number}", store)
-        self.is_late = self._store.check(["begun"])
+        self.is_late = self._ask(lambda store: store.check(["begun"]))
         if 0 <= self.rank < self.size:
             self.worker = self.rank
         else:
-            self.worker = self.size + self._store.add("newcomers", 1) - 1
+            self.worker = self.size + self._ask(lambda store: store.add("newcomers", 1)) - 1
 
     def compare(self, lines: Sequence[str], record: Record, problem: Exception | None = None) -> None:
         """Compare the ranks' ``lines``, records and secrets. A late process compares itself with rank 0.
@@ -151,10 +156,10 @@ class ServerMeeting:
         }
 
     def _gather(self, mine: bytes) -> list[bytes]:
-        self._store.set(f"lines/{self.rank}", mine.decode())
+        self._ask(lambda store: store.set(f"lines/{self.rank}", mine.decode()))
         messages = self._messages()
-        self._store.set("begun", "")
-        self._store.add("read", 1)
+        self._ask(lambda store: store.set("begun", ""))
+        self._ask(lambda store: store.add("read", 1))
         return messages
 
     def _messages(self) -> list[bytes]:
@@ -178,7 +183,7 @@ class ServerMeeting:
     def publish_address(self, server: int, listener: WorkerListener) -> None:
         """Write the address of ``server`` to the store."""
         place = ServerPlace(rendezvous.host_identity(), listener.name.hex(), *listener.address)
-        self._store.set(f"server/{server}", json.dumps(asdict(place)))
+        self._ask(lambda store: store.set(f"server/{server}", json.dumps(asdict(place))))
 
     @contextlib.contextmanager
     def reporting(
@@ -192,7 +197,8 @@ class ServerMeeting:
             yield
         except Exception as error:
             if not self.is_late:  # else they wait for another process in its place
-                self._store.set(f"server/{server}", json.dumps({"failure": f"{what}: {text_of(error)}"}))
+                failure = json.dumps({"failure": f"{what}: {text_of(error)}"})
+                self._ask(lambda store: store.set(f"server/{server}", failure))
                 if disconnect is not None:
                     disconnect()
                 self._await(f"read_failure/{server}", num_workers)
@@ -201,25 +207,23 @@ class ServerMeeting:
     def _await(self, key: str, count: int) -> None:
         """Wait until ``key`` is ``count``, as the store may end with this process before others have read an error."""
         start = time.monotonic()
-        with contextlib.suppress(RuntimeError):  # the store has ended: torch's DistNetworkError is one
-            while self._store.add(key, 0) < count and time.monotonic() - start < _PATIENCE:
+        with contextlib.suppress(StoreError):  # it has ended
+            while self._ask(lambda store: store.add(key, 0)) < count and time.monotonic() - start < _PATIENCE:
                 time.sleep(_POLL)
 
     def address_of(self, server: int) -> ServerPlace | None:
         """Return the last address of ``server``; ``None`` if there is none yet."""
         try:
-            if not self._store.check([f"server/{server}"]):
+            if not self._ask(lambda store: store.check([f"server/{server}"])):
                 return None
-            text = self._store.get(f"server/{server}")
+            text = self._ask(lambda store: store.get(f"server/{server}"))
             found = parse(text, OneOf(_PLACE, _FAILURE), f"the address of server {server}")
             if "failure" in found:
-                self._store.add(f"read_failure/{server}", 1)
+                self._ask(lambda store: store.add(f"read_failure/{server}", 1))
                 what = f"server {server} {escaped(found['failure'])}"
                 raise CommError.during("find a server", what, rank=self.worker, peer=server)
-        except CommError:
-            raise
-        except RuntimeError as error:  # torch's DistNetworkError is one
-            what = f"the store with the servers' addresses cannot be reached: {error}"
+        except StoreError as error:
+            what = f"the store with the servers' addresses cannot be reached: it {error}"
             raise CommError.during("find a server", what, rank=self.worker, peer=server) from None
         return ServerPlace(**{name: found[name] for name in _PLACE})
 
@@ -229,12 +233,17 @@ class ServerMeeting:
 
     def _get(self, key: str, rank: int) -> bytes:
         start = time.monotonic()
-        while not self._store.check([key]):
+        while not self._ask(lambda store: store.check([key])):
             if time.monotonic() - start > self.timeout:
                 what = f"rank {rank} has not called parameter_server()"
                 raise CommError.during("meet", what, rank=self.rank, peer=rank, elapsed=self.timeout)
             time.sleep(_POLL)
-        return bytes(self._store.get(key))
+        return bytes(self._ask(lambda store: store.get(key)))
+
+    def _ask(self, question: Callable[[Store], _T]) -> _T:
+        """Return the result of ``question``. Raises StoreError. The thread ends with the answer."""
+        with Board("pycomm-server-store") as board:
+            return board.ask(lambda: question(self._store), _ANSWER)
 
 
 def _from_environment(timeout: float) -> tuple[Store, int, int]:

@@ -21,10 +21,10 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from pycomm import untrusted
 from pycomm.collectives.communicator import Communicator
+from pycomm.collectives.transport.board import Board, StoreError
 from pycomm.collectives.transport.rendezvous import anonymous_memory, is_sealed_memory
 from pycomm.errors import CommError
 from pycomm.torch_internals import PrefixStore, Store, root_store
-from pycomm.worker import Worker
 
 _PATH = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
 _ANSWER = 10.0  # seconds for the store to answer
@@ -51,7 +51,7 @@ class AgreementStore:
 
     def __init__(self, rank: int, store: Store, name: str, file: int = -1) -> None:
         self._rank, self.name = rank, name
-        self._worker = Worker(f"pycomm-agreement-{rank}")
+        self._board = Board(f"pycomm-agreement-{rank}")
         self.path = "" if file < 0 else f"/proc/{os.getpid()}/fd/{file}"
         self.store: Store = (
             PrefixStore(f"pycomm/membership/{name}", root_store(store))
@@ -62,16 +62,12 @@ class AgreementStore:
     def ask(self, question: Callable[[], T]) -> T:
         """Return the result of ``question``, which reads or writes the store."""
         start = time.monotonic()
-        work = self._worker.submit(question)
-        problem = "did not answer"
-        if work.ends_within(_ANSWER):
-            try:
-                answer: T = work.wait()
-                return answer
-            except RuntimeError as error:  # torch's DistStoreError is one
-                problem = f"failed: {error}"
-            except ValueError as error:  # somebody else has written there
-                problem = f"holds what no rank has written: {error}"
+        try:
+            return self._board.ask(question, _ANSWER)
+        except StoreError as error:
+            problem = str(error)
+        except ValueError as error:  # somebody else has written there
+            problem = f"holds what no rank has written: {error}"
         raise CommError.during(
             "recover",
             f"the store in which the remaining ranks agree {problem}; on several hosts it is the process group's, "
@@ -86,7 +82,7 @@ class AgreementStore:
         The file stays open until the process ends: torch's store opens its path again when its last reference goes,
         which C++ may hold, and the descriptor must not have been reused by then.
         """
-        self._worker.stop(patience=1.0)
+        self._board.close(patience=1.0)
 
 
 def open_agreement_store(communicator: Communicator) -> AgreementStore:

@@ -23,14 +23,16 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pycomm.collectives.transport import processes, rendezvous
 from pycomm.collectives.transport.authentication import SECRET, Signer, secret, split_address
+from pycomm.collectives.transport.board import Board, StoreError
 from pycomm.errors import CommError
 from pycomm.torch_internals import PrefixStore, Store, root_store
 from pycomm.training.elastic.liveness import PROCESS
 from pycomm.untrusted import ANYTHING, COUNT, ListOf, MapOf, PairOf, escaped, parse, require
-from pycomm.worker import Work, Worker
+from pycomm.worker import Work
 
 _INTERVAL = 0.1  # seconds between two looks
 _POLL = 0.01  # seconds
+_PATIENCE = 10.0  # seconds for the store to answer
 
 _REQUEST = {"process": PROCESS, "lines": ListOf(ListOf(str, length=2)), "nonce": str, "proof": str}
 _INVITATION = {
@@ -80,7 +82,7 @@ class JoinListener:
         self._lines, self._host, self._signer = lines, host, Signer(secret())
         self._nonces: dict[int, str] = {}  # of requests, by their numbers
         self._checked: JoinRequest | None = None  # the last one that fits
-        self._worker = Worker("pycomm-join-listener")
+        self._board = Board("pycomm-join-listener")
         self._next = 1
         self._look: Work | None = None
         self._looked = time.monotonic()
@@ -97,7 +99,7 @@ class JoinListener:
                 self._looked = float("inf")
         elif look is None and time.monotonic() - self._looked > _INTERVAL:
             self._looked = time.monotonic()
-            self._look = self._worker.submit(self._read)
+            self._look = self._board.submit(self._read)
         return None
 
     def process_of(self, number: int) -> dict[str, Any] | None:
@@ -106,7 +108,10 @@ class JoinListener:
         return checked.process if checked is not None and checked.number == number else None
 
     def answer(self, number: int, content: dict[str, Any]) -> None:
-        """Answer request ``number``."""
+        """Answer request ``number``. Raises StoreError if the store does not take it."""
+        self._board.ask(lambda: self._answer(number, content), _PATIENCE)
+
+    def _answer(self, number: int, content: dict[str, Any]) -> None:
         proof = self._signer.sign("answer", *_bound(self._index, number, self._nonces.pop(number, ""), content))
         text = json.dumps({"content": content, "proof": proof})
         self._ask(lambda store: store.set(f"answer/{number}", text))
@@ -117,10 +122,10 @@ class JoinListener:
 
     def close(self) -> None:
         """Stop polling."""
-        self._worker.stop(patience=0.0)
+        self._board.close()
 
     def _read(self) -> JoinRequest | None:
-        """Return the next request if it fits; answer it if it does not."""
+        """Return the next request if it fits; answer it if it does not. On the board's thread."""
         number = self._next
         if self.process_of(number) is not None:
             return self._checked
@@ -135,7 +140,7 @@ class JoinListener:
             self._checked = JoinRequest(number, request["process"])
             return self._checked
         self._next += 1
-        self.answer(number, {"refused": problem})
+        self._answer(number, {"refused": problem})
         return None
 
     def _distrust(self, number: int, request: dict[str, Any]) -> str:
@@ -214,21 +219,16 @@ class JoinClient:
     def ask(self, process: dict[str, Any], lines: Sequence[tuple[str, str]]) -> dict[str, Any]:
         """Return the ranks' answer, with the number of the request under "request"."""
         nonce, content = secrets.token_hex(16), [process, [list(line) for line in lines]]
-        try:
-            number = self._requests.add("requests", 1)
+        with Board("pycomm-join") as board:
+            number = self._ask(board, lambda: self._requests.add("requests", 1))
             proof = self._signer.sign("request", *_bound(self.index, number, nonce, content))
-            request = {"process": content[0], "lines": content[1], "nonce": nonce, "proof": proof}
-            self._requests.set(f"request/{number}", json.dumps(request))
-            while not self._requests.check([f"answer/{number}"]):
+            request = json.dumps({"process": content[0], "lines": content[1], "nonce": nonce, "proof": proof})
+            self._ask(board, lambda: self._requests.set(f"request/{number}", request))
+            while not self._ask(board, lambda: self._requests.check([f"answer/{number}"])):
                 if time.monotonic() > self._deadline:
                     raise self._failed(f"the ranks that meet at {self._address} did not answer")
                 time.sleep(_POLL)
-            text = self._requests.get(f"answer/{number}")
-        except CommError:
-            raise
-        except RuntimeError as error:  # torch's DistNetworkError is one
-            problem = f"the job at {self._address} has ended, or its store can no longer be reached: {error}"
-            raise self._failed(problem) from None
+            text = self._ask(board, lambda: self._requests.get(f"answer/{number}"))
         what = f"the answer of the ranks that meet at {self._address}"
         told = parse(text, _ANSWER, what)
         answer: dict[str, Any] = told["content"]
@@ -240,6 +240,13 @@ class JoinClient:
         if "refused" in answer:
             raise ValueError(f"the ranks that meet at {self._address} refused this process: {refused}")
         return {**answer, "request": number}
+
+    def _ask(self, board: Board, question: Callable[[], T]) -> T:
+        try:
+            return board.ask(question, max(_PATIENCE, self._deadline - time.monotonic()))
+        except StoreError as error:
+            what = f"the job at {self._address} has ended, or its store can no longer be reached: it {error}"
+            raise self._failed(what) from None
 
     def is_late(self) -> bool:
         """Return whether the time limit has passed."""
