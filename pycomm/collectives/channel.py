@@ -13,6 +13,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -226,26 +227,21 @@ class Channel:
         made.recorder = watch(made, f"{self.recorder.group}/nccl {algorithm}", self.recorder.ranks)
         return made
 
-    def submit_on_gpu(
-        self,
-        device: torch.device,
-        job: Callable[[], Any],
-        reads: Sequence[torch.Tensor | None],
-        producers: Collection[int],
-        ahead: bool = False,
-    ) -> GpuWork:
+    def submit_on_gpu(self, device: torch.device, job: Callable[[], Any]) -> GpuWork:
         """Call ``job`` now, with the communication stream of ``device`` as torch's current stream.
 
-        The work that it launches starts after all work submitted so far to the streams ``producers`` (``cudaStream_t``
-        as integers) and to torch's current stream. ``wait()`` of the result makes the producers, and the stream current
-        at that call, wait for it. The caller may drop the tensors ``reads`` at once. ``ahead``: see
-        :meth:`GpuQueue.call`.
+        The work that it launches starts after all work submitted so far to torch's current stream. ``wait()`` of the
+        result makes the stream current at that call wait for it.
         """
-        return self.gpu(device.index).call(job, reads, producers, ahead=ahead)
+        return self.gpu(device.index).call(job)
+
+    def reading(self, device: torch.device, producers: Collection[int]) -> AbstractContextManager[None]:
+        """See :meth:`GpuQueue.reading`; ``producers`` are ``cudaStream_t`` as integers."""
+        return self.gpu(device.index).reading(producers)
 
     @staticmethod
     def current_stream_of(device: torch.device) -> Callable[[], int]:
-        """Return a function that returns torch's current stream as an integer, for :meth:`submit_on_gpu`."""
+        """Return a function that returns torch's current stream as an integer, for :meth:`reading`."""
         return functools.partial(raw_stream, device.index)
 
     @property

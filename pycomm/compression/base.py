@@ -1,8 +1,10 @@
 """Interface between compression methods and the reducer.
 
-One reduction has two halves. ``exchange`` runs on the communication thread while backward still computes;
-it changes no state, since a gradient elsewhere may be non-finite. ``finish`` runs once every bucket has
-been exchanged and it is known whether the step is finite on all ranks; only ``finish`` changes state.
+One reduction has three parts. ``pack`` takes what is to be sent out of the gradients, and ``send`` sends it and
+receives. Both run on the communication thread while backward still computes; on a GPU ``pack`` runs on the stream that
+made the gradients, which may be freed at once, and ``send`` on the communication stream. Neither changes state, since a
+gradient elsewhere may be non-finite. ``finish`` runs once every bucket has been sent and it is known whether the step
+is finite on all ranks; only ``finish`` changes state.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ class Scaling:
             affect them.
         fingerprint: bits that must be equal on all ranks: ``FINGERPRINT_BITS`` bools, on the bucket's
             device. ``None``, on all ranks alike: nothing is compared.
+        zeros_are_unused: whether a gradient of zeros may belong to a parameter that this rank has not used, which
+            makes a difference to methods with state.
     """
 
     size: int
@@ -43,13 +47,14 @@ class Scaling:
     average: bool = True
     step: int | torch.Tensor = 0
     fingerprint: torch.Tensor | None = None
+    zeros_are_unused: bool = False
 
     @property
     def weight(self) -> float:
         """Factor that turns this rank's clipped gradient into its contribution to the average."""
         return self.relative / self.size
 
-    @property
+    @cached_property
     def local(self) -> float | torch.Tensor:
         """Factor to apply to this rank's gradient before the plain mean over the ranks."""
         return self.relative * self.clip
@@ -60,14 +65,23 @@ class Scaling:
         return 1.0 if self.average else float(self.size)
 
     @cached_property
+    def contribution(self) -> float | torch.Tensor:
+        """Factor that turns this rank's gradient into its contribution to the average. Computed once, too."""
+        return self.weight * self.clip
+
+    @cached_property
     def to_state(self) -> float | torch.Tensor:
         """Factor that brings a gradient into the units of state. Computed once for all buckets of a step."""
-        return self.weight * self.clip / self.loss_scale
+        return self.contribution / self.loss_scale
 
     @cached_property
     def from_state(self) -> float | torch.Tensor:
         """Factor that turns a sum over the ranks, in units of state, into ``.grad``. Computed once, too."""
         return self.result * self.loss_scale
+
+    def compute(self) -> None:
+        """Compute the factors that are tensors now, on the current stream: later streams only read them."""
+        _ = self.local, self.contribution, self.to_state, self.from_state
 
 
 Flag = bool | torch.Tensor
@@ -100,18 +114,17 @@ class Exchange(Protocol):
         """Whether ``finish`` depends, in this step, on whether the step is finite. Equal on all ranks."""
 
     @property
-    def packs_apart(self) -> bool:
-        """Whether, on a GPU, what ``exchange`` does before its first collective may run on another stream.
-
-        Then it keeps the memory that it allocates there, and uses afterwards, until its next call.
-        """
-
-    @property
     def bytes_sent(self) -> int:
         """Payload bytes that this rank has handed to the transport."""
 
-    def exchange(self, grads: Sequence[torch.Tensor | None], scaling: Scaling) -> None:
-        """Send ``grads`` (``None``: unused on this rank) and receive; on the communication thread, or stream."""
+    def pack(self, grads: Sequence[torch.Tensor | None], scaling: Scaling) -> None:
+        """Take what is to be sent out of ``grads`` (``None``: unused on this rank).
+
+        On a GPU, memory that is allocated here and used by :meth:`send` must live until the next call.
+        """
+
+    def send(self) -> None:
+        """Send what was packed, and receive from all ranks; on the communication thread, or stream."""
 
     def finite(self) -> Flag:
         """Return whether everything this bucket received, from every rank, is finite. Equal on all ranks."""
@@ -123,7 +136,10 @@ class Exchange(Protocol):
         """Leave the gradients in the bucket's views; commit state if all buckets are ``finite``."""
 
     def used(self) -> list[bool]:
-        """Return, for each parameter, whether any rank had a gradient. Waits if this rank lacks one."""
+        """Return, for each parameter, whether any rank had a gradient. Waits if this rank lacks one.
+
+        On a GPU a gradient of zeros counts as one, even if ``Scaling.zeros_are_unused``.
+        """
 
     def nonfinite_source(self) -> str | None:
         """Name the parameter and rank that made the last non-finite step non-finite, if known. Waits."""
@@ -196,8 +212,6 @@ class Compression(Protocol):
 
 class Defaults:
     """Base of exchanges and codecs: no state, no counters, the same operations among any number of ranks."""
-
-    packs_apart = False
 
     def operations_among(self, size: int, per_host: int = 1) -> list[Operation] | None:
         return None

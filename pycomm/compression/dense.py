@@ -60,7 +60,6 @@ class DenseExchange(Defaults):
     """Exchange without state: one in-place all-reduce of the bucket."""
 
     transactional = False
-    packs_apart = True
 
     def __init__(self, bucket: Bucket, communicator: Communicator) -> None:
         self.bytes_sent = 0
@@ -68,21 +67,30 @@ class DenseExchange(Defaults):
         self._communicator = communicator
         self._all_used_here = True
         self._nonfinite_source: str | None = None
-        # Between hosts a mean is a sum and one more pass over memory. Packing can divide instead, where that is exact:
+        # A mean is a sum and one more pass over memory between hosts. Packing can divide instead, where that is exact:
         # but for results below 2**-126, each of which is rounded by at most 2**-150, so a mean by size * 2**-150.
-        size, is_remote = communicator.size, not bucket.on_gpu and len(communicator.hosts) > 1
-        self._divides_first = is_remote and bucket.dtype.itemsize >= 4 and size & (size - 1) == 0
+        # NCCL divides each term, too; and only sums are made by NVLink's switches, and in registered memory.
+        size, is_remote = communicator.size, len(communicator.hosts) > 1
+        is_exact = bucket.dtype.itemsize >= 4 and size & (size - 1) == 0
+        self._divides_first = bucket.on_gpu or (is_remote and is_exact and bucket.shares is None)
+        self._packed: tuple[str, Sequence[torch.Tensor | None], slice | None, Sequence[torch.Tensor]] | None = None
 
-    def exchange(self, grads: Sequence[torch.Tensor | None], scaling: Scaling) -> None:
+    def pack(self, grads: Sequence[torch.Tensor | None], scaling: Scaling) -> None:
         bucket = self._bucket
-        # NCCL does nothing for the sum of one rank, but reads and writes all of it for the mean.
+        # Of one rank, a sum is nothing to do; a mean would be read and written.
         op = "mean" if scaling.average and self._communicator.size > 1 else "sum"
         scale = scaling.local
-        if op == "mean" and self._divides_first and bucket.shares is None:
-            op, scale = "sum", scale / self._communicator.size
+        if op == "mean" and self._divides_first:
+            op, scale = "sum", scaling.contribution
         self._all_used_here = all(grad is not None for grad in grads)
         own = self._own_share()
         pieces = bucket.gather(grads, scale, scaling.fingerprint, own)
+        self._packed = op, () if bucket.on_gpu else grads, own, pieces
+
+    def send(self) -> None:
+        assert self._packed is not None
+        (op, grads, own, pieces), self._packed = self._packed, None
+        bucket = self._bucket
         found = self._find_source(grads)
         if own is None or bucket.shares is not None:
             reduce_message(self._communicator, bucket, bucket.memory, op, bucket.algorithm, pieces)

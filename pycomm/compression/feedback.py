@@ -92,6 +92,7 @@ class CodecExchange:
         self._new_velocity = memory() if self._correction.momentum else None
         self._report: Report | None = None
         self._accumulated: Accumulated | None = None
+        self._told: Told | None = None
         self._kept: torch.Tensor | None = None  # the old residual, where buffers cannot be swapped
         self._has_graph = False  # whether a CUDA graph knows the addresses of state
         self._nonfinite_sources = torch.zeros(communicator.size, dtype=torch.int64, device=bucket.device)
@@ -106,16 +107,18 @@ class CodecExchange:
         return self._bucket.memory if self._own_sums is None else self._own_sums
 
     @property
-    def packs_apart(self) -> bool:
-        return self.codec.packs_apart
-
-    @property
     def bytes_sent(self) -> int:
         return self.codec.bytes_sent
 
-    def exchange(self, grads: Sequence[torch.Tensor | None], scaling: Scaling) -> None:
-        bucket = self._bucket
+    def pack(self, grads: Sequence[torch.Tensor | None], scaling: Scaling) -> None:
+        bucket, is_used = self._bucket, None
+        if scaling.zeros_are_unused and bucket.on_gpu:
+            norms = torch._foreach_norm([grad for grad in grads if grad is not None], math.inf)
+            is_used = torch.stack(norms) != 0.0
+        elif scaling.zeros_are_unused:
+            grads = [grad if grad is not None and bool(grad.any()) else None for grad in grads]
         unused = tuple(i for i, grad in enumerate(grads) if grad is None)
+        assert is_used is None or not unused
         self._all_used_here = not unused
         if unused:  # counts as zeros: what is left from earlier steps still goes out
             torch._foreach_zero_([bucket.places[i] for i in unused])
@@ -134,9 +137,14 @@ class CodecExchange:
             scratch=self._accumulate_scratch,
         )
         self._accumulated = Accumulated(flat, velocity, scaling.from_state, torch.finfo(bucket.dtype).max)
-        measures, self._measures = self._measures, False
+        self._told = Told(unused, finite, scaling.fingerprint, is_used)
+
+    def send(self) -> None:
+        assert self._accumulated is not None
+        assert self._told is not None
+        flat, measures, self._measures = self._accumulated.flat, self._measures, False
         before = kernels.squared_norms([flat]) if measures else None
-        self._report = self.codec.send(self._accumulated, Told(unused, finite, scaling.fingerprint))
+        self._report = self.codec.send(self._accumulated, self._told)
         if before is not None:
             self._measured = before, kernels.squared_norms([flat])
 
@@ -188,6 +196,7 @@ class CodecExchange:
         """Make the new state current and write the averages; if ``finite`` is a false tensor, the codec undoes it."""
         assert self._report is not None
         assert self._accumulated is not None
+        assert self._told is not None
         self._has_graph = self._has_graph or (self._bucket.on_gpu and is_capturing())
         states = []
         if self._velocity is not None and self._new_velocity is not None:
@@ -204,12 +213,15 @@ class CodecExchange:
             factor=self._accumulated.factor,
             states=states,
             finite=finite,
-            used=None if self._all_used_here else self._report.used(),
+            used=None if self._all_used_here and self._told.is_used is None else self._report.used(),
             report=self._report,
             last_sources=self._nonfinite_sources,
             scratch=self._finish_scratch,
         )
         self.codec.settle(outcome)
+        if self._told.is_used is not None and outcome.used is not None:  # what earlier steps left was sent for nothing
+            for place, used in zip(self._bucket.places, outcome.used, strict=True):
+                place.masked_fill_(~used, 0.0)
         if self._has_graph:
             self._move_back()
 

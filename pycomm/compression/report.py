@@ -48,17 +48,21 @@ class Told:
         unused: indices of the parameters that it has no gradient for.
         finite: for each parameter, whether what its gradient led to is finite: bool.
         fingerprint: ``None`` on all ranks alike: its bits are 0.
+        is_used: for each parameter, whether it was used, if only the device knows: bool.
     """
 
     unused: tuple[int, ...]
     finite: torch.Tensor
     fingerprint: torch.Tensor | None
+    is_used: torch.Tensor | None = None
 
     def codes(self) -> torch.Tensor:
         """Return it as codes: uint8, one per parameter, then the bits of the fingerprint."""
         num_params = len(self.finite)
         codes = torch.zeros(num_codes(num_params), dtype=torch.uint8, device=self.finite.device)
         codes[:num_params] = torch.where(self.finite, USED, NOT_FINITE)
+        if self.is_used is not None:
+            codes[:num_params] *= self.is_used
         for i in self.unused:
             codes[i].fill_(UNUSED)  # assigning a number would copy it from the host, and wait
         if self.fingerprint is not None:

@@ -190,10 +190,10 @@ class HookHandle:
         self.communicator, self.method = communicator, settings.method
         self._params = list(names.values())  # keeps the ids valid
         by_id = {id(param): name for name, param in names.items()}
-        device = next(p.device for p in self._params if p.requires_grad)
-        self._registration = Registration([communicator], settings, device, by_id, "a sum over the ranks")
+        like = next(param for param in self._params if param.requires_grad)
+        self._registration = Registration([communicator], settings, like, by_id, "a sum over the ranks")
         self._comparison = PassComparison(
-            *(ddp_model, names, communicator, settings, device, self._registration.state),
+            *(ddp_model, names, communicator, settings, like.device, self._registration.state),
             reads_late=self._registration.on_gpu,
         )
         requires_passes = communicator.size > 1 and settings.tuning.check_replicas > 0

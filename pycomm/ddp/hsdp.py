@@ -171,9 +171,9 @@ class HsdpHandle:
     ) -> None:
         self._shard_communicator, self._group, self._modules = shard_communicator, group, list(modules)
         params = {name: p for names, group in modules.values() for name, p in zip(names, group.params, strict=True)}
-        device = local_of(next(iter(params.values()))).device
+        like = local_of(next(iter(params.values())))
         communicators = [communicator, shard_communicator]
-        self._registration = Registration(communicators, settings, device, {}, "another shard, or a sum")
+        self._registration = Registration(communicators, settings, like, {}, "another shard, or a sum")
         exchanges = self._registration.exchanges
         shards = [ShardedReplicas(i, each, names, exchanges) for i, (names, each) in enumerate(modules.values())]
         # The host sends the bits, and reads them at once.

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from pycomm.collectives.communicator import Communicator
+from pycomm.collectives.layout import on_gpu
 from pycomm.compression.base import Compression, Scaling, method_stats
 from pycomm.compression.saved_state import gather_state, select_state
 from pycomm.optim.loss_scaler import checked_scaler, scale_of
@@ -57,7 +58,7 @@ class Registration:
     Args:
         communicators: communicators that this rank leaves after an error; the first one averages gradients.
         settings: arguments of the registration.
-        device: device of the gradients.
+        like: a tensor where the gradients are.
         names: the parameters' names, by ``id``.
         otherwise: description of an unknown source of non-finite gradients.
 
@@ -73,24 +74,24 @@ class Registration:
         self,
         communicators: Sequence[Communicator],
         settings: HookSettings,
-        device: torch.device,
+        like: torch.Tensor,
         names: Mapping[int, str],
         otherwise: str,
     ) -> None:
         self._communicators, self.communicator, self.method = communicators, communicators[0], settings.method
-        self.device, self.on_gpu = device, device.type == "cuda"
+        self.device, self.on_gpu = like.device, on_gpu(like)
         self.exchanges = ExchangesByIndex(names, settings.method, self.communicator, settings.tuning.algorithm)
         self._scaler, self._otherwise = settings.loss_scaler, otherwise
-        self.reduction = Reduction(self.communicator, device, on_gpu=self.on_gpu)
+        self.reduction = Reduction(self.communicator, self.device, on_gpu=self.on_gpu)
         self.state, self.wait_seconds = StepState(), 0.0
         for communicator in communicators:
             communicator.channel.farewell = functools.partial(_farewell, self.state)  # keeps nothing else alive
         self._last_stats: dict[str, Any] = {}
 
-    def scaling(self) -> Scaling:
+    def scaling(self, *, zeros_are_unused: bool = False) -> Scaling:
         """Return the scaling of the step that begins."""
-        loss_scale = scale_of(self._scaler, self.device, self.on_gpu)
-        return Scaling(self.communicator.size, loss_scale=loss_scale, step=self.reduction.number())
+        loss_scale, number = scale_of(self._scaler, self.device, self.on_gpu), self.reduction.number()
+        return Scaling(self.communicator.size, loss_scale=loss_scale, step=number, zeros_are_unused=zeros_are_unused)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:

@@ -19,6 +19,9 @@ from pycomm.training.reducer import FinalCallback
 from pycomm.training.reductions.phase import Role
 from pycomm.worker import Work
 
+Fingerprint = Callable[[], torch.Tensor]
+"""Returns this rank's bits."""
+
 
 @dataclass(frozen=True)
 class TakenStep:
@@ -55,21 +58,20 @@ class Steps:
         Args:
             bucket: argument of DistributedDataParallel's hook; buckets come in the order of their numbers.
             divides_by_active: whether to divide by the number of ranks that still have inputs, not by the
-                group's size; used with the first bucket of a step.
-            zeros_are_unused: whether a gradient of zeros may belong to an unused parameter.
+                group's size.
+            zeros_are_unused: whether a gradient of zeros may belong to an unused parameter. Both are used with the
+                first bucket of a step.
         """
         index, is_last = bucket.index(), bucket.is_last()
         taken = self._taken_over(bucket)
         if index == 0:
-            self._begin(divides_by_active)
+            self._begin(divides_by_active, zeros_are_unused)
         elif not self._state.is_sending or index != len(self._taken):
             raise RuntimeError(f"bucket {index} came after {len(self._taken)} others of its step, wanted all in order")
         self._taken.append(taken)
-        flags = None
-        if is_last:
-            flags = self._comparison.bits()
-        self._submit(lambda: self._on_bucket(index, taken, zeros_are_unused, flags), [taken.buffer])
-        end = self._submit(self._on_end, []) if is_last else None
+        flags = self._comparison.bits() if is_last else None
+        self._launch(index, taken, None if flags is None else lambda: flags)
+        end = self._reduction.submit(self._on_end, self._communicator.channel) if is_last else None
         if current_node() is not None:
             FinalCallback((lambda: None) if end is None else partial(self.wait, end), self.fail)
         elif end is not None:
@@ -90,24 +92,29 @@ class Steps:
         # The bucket itself is invalid once the hook has returned.
         return TakenStep(params, grads, buffer, future)
 
-    def _begin(self, divides_by_active: bool) -> None:
+    def _begin(self, divides_by_active: bool, zeros_are_unused: bool) -> None:
         if self._state.is_sending:  # a failed pass, from which only a rank without others recovers
             if self._communicator.size > 1:
                 self._registration.stop(RuntimeError(HALF_SENT))
                 raise RuntimeError(HALF_SENT)
-            self._submit(lambda: None, []).wait()
+            self._reduction.submit(lambda: None, self._communicator.channel).wait()
             self._state.pass_fails()
         self._comparison.fingerprint.receive_late()
         # A rank that has joined, as it has no more inputs, calls its hook outside of any backward.
         self._state.pass_begins(True, Role.ABSENT if current_graph_task() == -1 else Role.BATCH)
         self._error, self._taken = None, []
         weigh = self._share_of_active if divides_by_active else None
-        self._reduction.begin(self._registration.scaling(), weigh)
+        self._reduction.begin(self._registration.scaling(zeros_are_unused=zeros_are_unused), weigh)
 
-    def _submit(self, job: Callable[[], None], reads: Sequence[torch.Tensor | None]) -> Work | GpuWork:
-        channel = self._communicator.channel
-        producers = {channel.current_stream_of(self._device)()} if self._on_gpu else set()
-        return self._reduction.submit(job, channel, reads, producers)
+    def _launch(self, index: int, taken: TakenStep, fingerprint: Fingerprint | None) -> None:
+        """Exchange a bucket on the communication thread; on a GPU, pack it here, and send it on the stream."""
+        channel, reduction = self._communicator.channel, self._reduction
+        if self._on_gpu:
+            exchanges = self._exchanges.of(index, taken.params)
+            reduction.pack(exchanges, taken.grads, fingerprint)
+            reduction.submit(exchanges.send, channel)
+        else:
+            reduction.submit(lambda: self._on_bucket(index, taken, fingerprint), channel)
 
     def wait(self, work: Work | GpuWork) -> None:
         """Wait for the end of the step, and raise its error."""
@@ -124,21 +131,15 @@ class Steps:
 
     # Jobs, on the communication thread.
 
-    def _on_bucket(self, index: int, taken: TakenStep, zeros_are_unused: bool, flags: torch.Tensor | None) -> None:
+    def _on_bucket(self, index: int, taken: TakenStep, fingerprint: Fingerprint | None) -> None:
         if self._error is not None:
             return
         try:
-            grads: list[torch.Tensor | None] = [*taken.grads]
-            if zeros_are_unused:
-                grads = [grad if bool(grad.any()) else None for grad in taken.grads]
             exchanges, channel = self._exchanges.of(index, taken.params), self._communicator.channel
-            fingerprint = None if flags is None else lambda: flags
             # DistributedDataParallel has compared the parameters, and agrees on their order.
-            self._reduction.exchange(exchanges, grads, channel, fingerprint, is_compared=index == 0)
+            self._reduction.exchange(exchanges, taken.grads, channel, fingerprint, is_compared=index == 0)
         except BaseException as error:
             self._error = error  # raised at the end of the step
-            if self._on_gpu:
-                raise
 
     def _share_of_active(self) -> float:
         """Return this rank's weight where sums are divided by the number of ranks with inputs. Collective."""

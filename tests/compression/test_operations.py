@@ -70,11 +70,13 @@ def operations_of(
                 if missing:
                     grads[0] = None
                 scaling = Scaling(communicator.size, loss_scale=loss_scale)
-                exchange.exchange([torch.zeros_like(p) for p in params], scaling)  # as another bucket of this step
+                exchange.pack([torch.zeros_like(p) for p in params], scaling)  # as another bucket of this step
+                exchange.send()
                 exchange.finish(True)
                 noted.clear()
                 with Operations() as operations:
-                    exchange.exchange(grads, scaling)
+                    exchange.pack(grads, scaling)
+                    exchange.send()
                     assert exchange.finite()
                     exchange.finish(True)
     return noted + operations.names
@@ -142,7 +144,8 @@ def test_a_dense_bucket_is_one_kernel_and_one_collective(method: Any, after: lis
             grads[1] = None
         bits = torch.arange(FINGERPRINT_BITS) % 3 == 0
         with torch.no_grad(), Operations() as operations:
-            exchange.exchange(grads, Scaling(communicator.size, fingerprint=bits))
+            exchange.pack(grads, Scaling(communicator.size, fingerprint=bits))
+            exchange.send()
         assert noted + operations.names == ["pack_flagged", "all_reduce", *after]
         assert exchange.used() == [True, not missing, True]
         assert bool(exchange.finite())
@@ -181,20 +184,26 @@ def test_messages_are_whole_symmetric_tensors(method: str) -> None:
         compression: Any = ALL_METHODS[method]
         exchange = compression.make(bucket, communicator)
         with torch.no_grad():
-            exchange.exchange([torch.randn_like(p) for p in params], Scaling(communicator.size))
+            exchange.pack([torch.randn_like(p) for p in params], Scaling(communicator.size))
+            exchange.send()
         assert {each for each in sent if each[1] > 8} <= symmetric
         assert sent & symmetric
 
 
 @on_ranks(1, 2)
-def test_one_rank_has_no_mean_to_take() -> None:
+def test_a_mean_on_a_gpu_is_a_sum_of_shares() -> None:
+    """NVLink's switches, and NCCL in registered memory, make sums only; of one rank NCCL does nothing for a sum."""
     with Communicator(timeout=20) as communicator, pytest.MonkeyPatch.context() as context:
-        ops: list[str] = []
-        context.setattr(communicator, "all_reduce", lambda _, op, *__: ops.append(op))
+        sent: list[tuple[str, float]] = []
+        context.setattr(communicator, "all_reduce", lambda x, op, *_: sent.append((op, float(x[0]))))
         context.setattr("pycomm.collectives.bucket.on_gpu", lambda _: True)
         bucket = Bucket(["a"], [torch.zeros(9)], communicator)
-        pycomm.NoCompression().make(bucket, communicator).exchange([torch.ones(9)], Scaling(communicator.size))
-        assert ops == ["sum" if communicator.size == 1 else "mean"]
+        exchange = pycomm.NoCompression().make(bucket, communicator)
+        exchange.pack([torch.ones(9)], Scaling(communicator.size))
+        exchange.send()
+        exchange.pack([torch.ones(9)], Scaling(communicator.size, average=False))
+        exchange.send()
+        assert sent == [("sum", 1 / communicator.size), ("sum", 1.0)]
 
 
 def test_the_step_above_can_tell() -> None:

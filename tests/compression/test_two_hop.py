@@ -49,7 +49,8 @@ def exchanging(
         exchange = method.make(bucket, communicator)
 
         def average(grad: torch.Tensor) -> torch.Tensor:
-            exchange.exchange([grad.clone()], Scaling(communicator.size))
+            exchange.pack([grad.clone()], Scaling(communicator.size))
+            exchange.send()
             finite = exchange.finite()
             exchange.finish(finite)
             return bucket.views[0].clone()

@@ -137,11 +137,10 @@ def test_collectives_run_between_what_the_array_was_given_and_will_be(alone: pyc
     assert waits() == [(ours, 9)]
 
 
-def test_kernels_before_a_collective_do_not_wait_for_the_one_before(
-    alone: pycomm.Communicator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They run on a stream of their own, what follows on the communication stream; torch's streams are stand-ins."""
-    main, now = 9, [9]
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Torch's current stream, a stand-in."""
+    now = [9]
 
     @contextmanager
     def stream(handle: int) -> Iterator[None]:
@@ -151,8 +150,11 @@ def test_kernels_before_a_collective_do_not_wait_for_the_one_before(
 
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, _: handle)
     monkeypatch.setattr(torch.cuda, "stream", stream)
-    monkeypatch.setattr(torch.cuda, "set_stream", lambda handle: now.__setitem__(0, handle))
     monkeypatch.setattr("pycomm.collectives.transport.gpu.raw_stream", lambda _: now[0])
+    return now
+
+
+def test_a_job_follows_the_current_stream_and_is_waited_for_by_it(alone: pycomm.Communicator, now: list[int]) -> None:
     queue = alone.channel.gpu(0)
     queue._has_torch = True
     used: list[int] = []
@@ -160,29 +162,32 @@ def test_kernels_before_a_collective_do_not_wait_for_the_one_before(
     def job() -> None:
         used.append(now[0])
         alone.all_reduce(on_stream(now[0]))
-        used.append(now[0])
-        alone.all_reduce(on_stream(now[0]))
-        used.append(now[0])
 
-    orders = []
-    for _ in range(2):
-        waits()
-        work = queue.call(job, [], {11}, ahead=True)
-        orders.append([(first, waiting) for first, waiting in waits() if first != waiting])
-    own, ours = used[0], used[1]
-    assert used == [own, ours, ours] * 2
-    assert len({own, ours, main, 0}) == 4
-    assert now == [main]
-    for order in orders:
-        assert set(order[:2]) == {(main, own), (11, own)}
-        assert order[2:] == [(own, ours), (own, ours)], "before the first collective, and at the end"
+    waits()
+    work = queue.call(job)
+    ours = used[0]
+    assert [(first, then) for first, then in waits() if first != then] == [(9, ours)]
+    assert (now, ours in (0, 9)) == ([9], False)
+    now[0] = 13
     work.wait()
-    assert set(waits()) == {(ours, main), (ours, 11)}
-    queue.call(lambda: used.append(now[0]), [], set(), ahead=True)  # no collective: nothing is left behind
-    assert used[-1] == own
-    assert waits()[-1] == (own, ours)
-    queue.call(lambda: used.append(now[0]), [], set())
-    assert used[-1] == ours
+    assert waits() == [(ours, 13)]
+
+
+def test_gradients_are_read_between_what_their_streams_had_and_will_have(
+    alone: pycomm.Communicator, now: list[int]
+) -> None:
+    """So their memory may be freed at once. One stream alone, the usual case, waits for nothing."""
+    queue = alone.channel.gpu(0)
+    waits()
+    with queue.reading({9}):
+        pass
+    assert waits() == []
+    with queue.reading({9, 11, 13}):
+        before = waits()
+    after, marks = waits(), before[0][1]
+    assert {marks} & {0, 9, 11, 13} == set()
+    assert (set(before[:2]), before[2:]) == ({(11, marks), (13, marks)}, [(marks, now[0])])
+    assert (after[:1], set(after[1:])) == ([(9, marks)], {(marks, 11), (marks, 13)})
 
 
 def test_every_operation(alone: pycomm.Communicator) -> None:

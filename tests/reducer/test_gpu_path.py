@@ -8,7 +8,7 @@ during backward is found out. Results must be those of the ordinary path.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
@@ -18,7 +18,6 @@ from torch import nn
 
 import pycomm
 from pycomm.collectives.channel import Channel
-from pycomm.collectives.communicator import Communicator
 from pycomm.training.reductions.phase import HostCopy
 from tests.on_ranks import on_ranks
 from tests.reducer.attaching import attached, own_state
@@ -27,10 +26,6 @@ from tests.reducer.models import loss_of, make_model, sgd
 STREAM = 7
 SECONDS = ("wait_seconds", "pack_seconds", "wire_seconds", "unpack_seconds", "hidden_share")
 NOT_COMPARED = {*SECONDS, "waits", "transport"}
-
-
-AHEAD: list[bool] = []
-"""Of each job of the last pretended GPU, whether it may begin beside earlier collectives."""
 
 
 class LateWork:
@@ -79,29 +74,22 @@ def no_host_reads() -> Iterator[None]:
 
 @contextmanager
 def pretended_gpu() -> Iterator[list[set[int]]]:
-    """Yields the streams that each job followed."""
+    """Yields the streams that made the gradients of each bucket."""
     followed: list[set[int]] = []
-    AHEAD.clear()
     LateWork.pending.clear()
 
-    def submit(
-        self: Communicator,
-        device: torch.device,
-        job: Callable[[], Any],
-        reads: Sequence[Any],
-        producers: set[int],
-        ahead: bool = False,
-    ) -> LateWork:
+    @contextmanager
+    def reading(_: Channel, __: torch.device, producers: set[int]) -> Iterator[None]:
         followed.append(set(producers))
-        AHEAD.append(ahead)
-        return LateWork(job)
+        yield
 
     patch = pytest.MonkeyPatch()
     with patch.context() as context:
         context.setattr("pycomm.collectives.bucket.on_gpu", lambda _: True)
         context.setattr("pycomm.training.reducer.parameters.on_gpu", lambda _: True)
         context.setattr("pycomm.training.reductions.replicas.on_gpu", lambda _: True)
-        context.setattr(Channel, "submit_on_gpu", submit)
+        context.setattr(Channel, "submit_on_gpu", lambda _, __, job: LateWork(job))
+        context.setattr(Channel, "reading", reading)
         context.setattr(Channel, "current_stream_of", staticmethod(lambda _: lambda: STREAM))
         yield followed
 
@@ -300,24 +288,6 @@ def test_a_bucket_follows_every_stream_that_made_a_gradient_in_this_pass() -> No
                 ]
                 optimizer.step()
                 optimizer.zero_grad()
-
-
-@pytest.mark.parametrize(
-    ("method", "is_ahead"), [("none", True), ("bf16", True), ("topk", True), ("fp16", False), ("int8", False)]
-)
-@on_ranks(2)
-def test_buckets_are_packed_while_earlier_ones_are_sent(method: str, is_ahead: bool) -> None:
-    """Not where a method keeps no memory between what it does before and after its first collective."""
-    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
-    optimizer = sgd(model)
-    with pretended_gpu(), attached(optimizer, model, compression=METHODS[method], check_replicas=0, bucket_mb=1 / 64):
-        for _ in range(3):
-            AHEAD.clear()
-            model(torch.ones(2, 64)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert AHEAD
-        assert set(AHEAD) == {is_ahead}
 
 
 @on_ranks(2)

@@ -54,7 +54,7 @@ class GpuWork:
         self._moment = moment
         self._producers = producers
         self._result = result
-        self._kept = kept
+        self.kept = kept
 
     def is_completed(self) -> bool:
         """Return whether the GPU has finished the operation.
@@ -86,7 +86,7 @@ class GpuWork:
         """Make these streams wait even if NCCL has failed. Returns true at once: counterpart of the ``Work``'s."""
         for stream in {*self._producers, *self._queue.torch_streams()}:
             self._moment.hold_back(stream)
-        self._kept.clear()  # those streams reuse the memory after the operation only
+        self.kept.clear()  # those streams reuse the memory after the operation only
         return True
 
 
@@ -111,8 +111,7 @@ class GpuQueue:
         self._transports: dict[str, NcclTransport] = {}
         self.scratch = Scratch()  # for kernels on the communication stream
         self._own_stream: Any = None
-        self._ahead_stream: Any = None  # kernels of the next operation run here while the last one is sent
-        self._is_ahead = False
+        self._marks: Any = None  # stream without work, whose events order other streams
         self._for_torch: dict[int, Any] = {}  # streams of pycomm as torch's, by handle
         self._has_torch = torch.cuda.is_available()  # else arrays are from other libraries
         self._kept: deque[tuple[Any, list[Any]]] = deque()  # objects used by operations that were not waited for
@@ -162,23 +161,25 @@ class GpuQueue:
             yield
 
     @contextlib.contextmanager
-    def _ahead_as_current(self, producers: Collection[int]) -> Iterator[None]:
-        """Make a second stream torch's current one, until the first operation inside, then the communication stream.
+    def reading(self, producers: Collection[int]) -> Iterator[None]:
+        """Read, on torch's current stream, what the streams ``producers`` have made; they then may reuse its memory."""
+        here = raw_stream(self.device)
+        others = [stream for stream in producers if stream != here]
+        self._order(others, [here])
+        yield
+        self._order([here], others)
 
-        What comes before that operation does not wait for what the communication stream has still to do.
-        """
-        own = self._stream  # the property may have to make NCCL's communicator
-        if self._ahead_stream is None:
-            self._ahead_stream = _native.CommStream(self.device)
-        for stream in producers:
-            self._ahead_stream.follow(stream)
-        self._is_ahead = True
-        try:
-            with torch.cuda.stream(self._torch_stream(self._ahead_stream)):
-                yield
-        finally:
-            self._is_ahead = False
-            own.follow(self._ahead_stream.handle)
+    def _order(self, first: Sequence[int], then: Sequence[int]) -> None:
+        """Make the streams ``then`` wait for all that the streams ``first`` have been given."""
+        if not (first and then):
+            return
+        if self._marks is None:
+            self._marks = _native.CommStream(self.device)
+        for stream in first:
+            self._marks.follow(stream)
+        moment = self._marks.now()
+        for stream in then:
+            moment.hold_back(stream)
 
     def torch_streams(self) -> list[int]:
         """Return a list with torch's current stream; empty if torch has no CUDA."""
@@ -269,10 +270,6 @@ class GpuQueue:
         for stream in producers:
             self._stream.follow(stream)
         operation(self._stream.handle)
-        if self._is_ahead:
-            self._is_ahead = False
-            torch.cuda.set_stream(self._torch_stream(self._stream))
-            producers = [self._stream.handle]
         if self._grouped is not None:
             self._grouped.append(arrays)  # also keeps them alive until NCCL gets the operation
             return None
@@ -281,38 +278,18 @@ class GpuQueue:
             for stream in producers:
                 moment.hold_back(stream)
             return None
-        return self._work(moment, producers, None, [*arrays, *kept])
-
-    def call(
-        self,
-        job: Callable[[], Any],
-        reads: Sequence[torch.Tensor | None],
-        producers: Collection[int],
-        *,
-        ahead: bool = False,
-    ) -> GpuWork:
-        """Call ``job`` with the communication stream as torch's current one, ordered after ``producers``.
-
-        With ``ahead``, what ``job`` does before its first collective runs on a second stream, beside what earlier jobs
-        still send. Memory that it allocates there must live until the work was waited for.
-        """
-        followed = {*producers, raw_stream(self.device)}
-        self._drop_finished()
-        if ahead and self._has_torch:
-            with self._ahead_as_current(followed):
-                result = job()
-        else:
-            for stream in followed:
-                self._stream.follow(stream)
-            with self.as_current():
-                result = job()
-        return self._work(self._stream.now(), producers, result, [tensor for tensor in reads if tensor is not None])
-
-    def _work(self, moment: Any, producers: Collection[int], result: Any, kept: list[Any]) -> GpuWork:
-        """Return the work that ends at ``moment``; keep its memory until it has finished or was waited for."""
+        work = GpuWork(self, moment, producers, None, [*arrays, *kept])
         if not moment.is_captured:
-            self._kept.append((moment, kept))  # in case the work is dropped
-        return GpuWork(self, moment, producers, result, kept)
+            self._kept.append((moment, work.kept))  # in case the work is dropped
+        return work
+
+    def call(self, job: Callable[[], Any]) -> GpuWork:
+        """Call ``job`` with the communication stream as torch's current one, ordered after the one that is now."""
+        self._stream.follow(raw_stream(self.device))
+        self._drop_finished()
+        with self.as_current():
+            result = job()
+        return GpuWork(self, self._stream.now(), (), result, [])
 
     @contextlib.contextmanager
     def grouped(self) -> Iterator[None]:

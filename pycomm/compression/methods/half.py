@@ -41,20 +41,37 @@ class HalfExchange(DenseExchange):
         is_flat = bucket.on_gpu or 1 < len(communicator.hosts) == communicator.size
         self._algorithm = bucket.algorithm if sums == "native" else "direct" if is_flat else "native"
         self._scaled = scaled
-        self.packs_apart = not scaled
         self._message = communicator.empty(
             bucket.num_elements + bucket.num_flags, half_dtype, bucket.device, symmetric=True
         )
         self._scratch, self._largest_scratch, self._unpack_scratch = (kernels.Scratch() for _ in range(3))
         self._result_fits = True
+        self._taken: tuple[Sequence[torch.Tensor | None], Scaling] | None = None
+        self._largest: torch.Tensor | None = None  # magnitude of the gradients here
 
-    def exchange(self, grads: Sequence[torch.Tensor | None], scaling: Scaling) -> None:
-        bucket, size = self._bucket, self._communicator.size
+    def pack(self, grads: Sequence[torch.Tensor | None], scaling: Scaling) -> None:
+        bucket = self._bucket
         self._all_used_here = all(grad is not None for grad in grads)
         self._result_fits = scaling.average or bucket.dtype != torch.float16
-        scale = self._agree(grads, scaling.local) if self._scaled else 1.0
+        if not self._scaled:
+            bucket.pack_flagged(grads, self._message, scaling.local, scaling.fingerprint, self._scratch)
+        else:
+            parts = [laid_out_like(g, place) for g, place in zip(grads, bucket.places, strict=True) if g is not None]
+            largest = kernels.absmax(parts or [bucket.flat[:0]], scratch=self._largest_scratch)
+            self._largest = largest * scaling.local
+            if bucket.on_gpu:  # the cast has to wait for the scale, and the gradients' memory must not
+                bucket.gather(grads)
+                grads = [None if grad is None else place for grad, place in zip(grads, bucket.places, strict=True)]
+        self._taken = grads, scaling
+
+    def send(self) -> None:
+        assert self._taken is not None
+        bucket, size, (grads, scaling) = self._bucket, self._communicator.size, self._taken
+        scale: float | torch.Tensor = 1.0
+        if self._scaled:
+            scale = self._agreed_scale()
+            bucket.pack_flagged(grads, self._message, scale * scaling.local, scaling.fingerprint, self._scratch)
         whole, flags = self._message[: bucket.num_elements], self._message[bucket.num_elements :]
-        bucket.pack_flagged(grads, self._message, scale * scaling.local, scaling.fingerprint, self._scratch)
         if not bucket.on_gpu:
             bucket.flags.copy_(flags)
         found = self._find_source(grads)
@@ -63,6 +80,8 @@ class HalfExchange(DenseExchange):
         own, factor = bucket.own, scaling.result / (size * scale)
         kernels.unpack(whole[own], [bucket.flat[own]], factor, scratch=self._unpack_scratch)
         bucket.flags.copy_(flags)
+        if not bucket.on_gpu:
+            self._taken = None
         if not found and self._is_too_large():
             self._nonfinite_source = None  # it was that of an earlier step
 
@@ -73,12 +92,12 @@ class HalfExchange(DenseExchange):
             finite = finite & torch.isfinite(kernels.absmax([self._bucket.flat]))
         return as_flag(finite, self._bucket)
 
-    def _agree(self, grads: Sequence[torch.Tensor | None], local: float | torch.Tensor) -> torch.Tensor:
-        parts = [laid_out_like(g, place) for g, place in zip(grads, self._bucket.places, strict=True) if g is not None]
-        largest = kernels.absmax(parts or [self._bucket.flat[:0]], scratch=self._largest_scratch) * local
-        self._communicator.all_reduce(largest, "max")
-        self.bytes_sent += largest.nbytes
-        return agreed_scale(largest, self._communicator.size)
+    def _agreed_scale(self) -> torch.Tensor:
+        """Return the factor to which the ranks agree by their largest magnitudes."""
+        assert self._largest is not None
+        self._communicator.all_reduce(self._largest, "max")
+        self.bytes_sent += self._largest.nbytes
+        return agreed_scale(self._largest, self._communicator.size)
 
 
 class _HalfMethod(Method):

@@ -73,7 +73,6 @@ class SparseCodec(BaseCodec):
             self._keeps = to_device(each.repeat_interleave(torch.tensor(self._counts)), bucket.device)
         way = choose_way(bucket.num_elements, total, self._communicator.size, dtype, self._half_values)
         self._sum = WAYS[way](bucket, self._communicator, total, self._half_values)
-        self.packs_apart = isinstance(self._sum, GatheredSum)
 
     def accumulate(
         self,

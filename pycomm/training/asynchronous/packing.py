@@ -83,7 +83,8 @@ def _exchanges(params: Sequence[torch.Tensor], method: Compression, group: _Grou
 
 def _exchange(exchanges: BucketExchanges, grads: Sequence[torch.Tensor | None], number: int) -> bool:
     """Exchange ``grads``; return whether all are finite. ``exchanges.finish()`` must follow."""
-    exchanges.exchange(grads, Scaling(1, step=number - 1))
+    exchanges.pack(grads, Scaling(1, step=number - 1))
+    exchanges.send()
     return bool(all_finite(exchanges.parts))
 
 

@@ -208,18 +208,19 @@ class AutoExchange:
         """Whether this step's exchange carries state, which a step that is not finite must not touch."""
         return self._now is self._stateful
 
-    packs_apart = False
-
     @property
     def bytes_sent(self) -> int:
         stateless = sum(exchange.bytes_sent for exchange in self._stateless.values())
         return stateless + sum(codec.bytes_sent for codec in self._codecs.values())
 
-    def exchange(self, grads: Sequence[torch.Tensor | None], scaling: Scaling) -> None:
+    def pack(self, grads: Sequence[torch.Tensor | None], scaling: Scaling) -> None:
         self._monitor.tick(self._communicator)
         self.method = self._kind.method
         self._now = self._exchange_of(self.method)
-        self._now.exchange(grads, scaling)
+        self._now.pack(grads, scaling)
+
+    def send(self) -> None:
+        self._now.send()
 
     def finite(self) -> Flag:
         return self._now.finite()

@@ -155,7 +155,8 @@ def _rehearse(
         rehearsal.operations.clear()
         _synchronize(bucket)
         start = time.perf_counter()
-        exchange.exchange(grads, Scaling(size, step=1 << 40))  # after any warm-up
+        exchange.pack(grads, Scaling(size, step=1 << 40))  # after any warm-up
+        exchange.send()
         exchange.finish(exchange.finite() if method.transactional else True)
         _synchronize(bucket)
         if step > 0:  # the first step allocates, and has no threshold to start from

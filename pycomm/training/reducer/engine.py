@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -318,11 +318,7 @@ class Engine:
             elif self.table.on_gpu and self.comparison.requests.veto is not None:  # the host waits for no other veto
                 grads[0] = torch.full_like(sent.bucket.views[0], math.nan)
         state.contributed |= any(grad is not None for grad in grads)
-        if weights.in_use and self.table.on_gpu:
-            weights.relative()  # waits here on the host, so that the job need not
-        job = self._exchange_of(sent, grads, state.launched)
-        producers = self.window.streams.union(sent.counts.take_streams())
-        sent.work = self.submit(sent.communicator, job, grads, producers, ahead=sent.exchange.packs_apart)
+        sent.work = self.submit(sent.communicator, self._exchange_of(sent, grads, state.launched))
         for slot in sent.slots:
             if slot is state.firing:
                 state.late = slot  # later hooks (DistributedDataParallel's) still need its gradient
@@ -330,31 +326,29 @@ class Engine:
                 slot.show_bucket()  # frees autograd's own allocation as soon as it has been packed
 
     def _exchange_of(self, sent: SentBucket, grads: Grads, number: int) -> Callable[[], None]:
-        """Return the job that exchanges ``grads`` of the ``number``-th launched bucket; its inputs are fixed now."""
-        fingerprint = self.comparison.bits_of(number)
+        """Return the job that exchanges ``grads`` of the ``number``-th launched bucket; its inputs are fixed now.
+
+        On a GPU they are packed here, on the stream that made them, which then reuses their memory.
+        """
+        fingerprint, phases = self.comparison.bits_of(number), self.statistics.phases
+        reduction, channel, exchange = self.reduction, sent.communicator.channel, sent.exchange
+        if self.table.on_gpu:
+            with channel.reading(self.table.device, self.window.streams.union(sent.counts.take_streams())):
+                phases.exchange(number, None, functools.partial(reduction.pack, exchange, grads, fingerprint))
+            return functools.partial(phases.exchange, number, None, exchange.send)
         # attach has compared all buckets: ranks that agree on the first lane's first exchange agree on all later ones,
         # as the other lanes carry nothing else.
         is_first = sent is next(each for each in self.table.buckets if each.communicator is self.communicator)
-        channel = sent.communicator.channel
 
         def run() -> None:
             taken = self.members.contributed(sent, grads)  # first, as the rest may fail when a rank is lost
-            self.reduction.exchange(sent.exchange, taken, channel, fingerprint, is_compared=is_first)
+            reduction.exchange(exchange, taken, channel, fingerprint, is_compared=is_first)
 
-        recorder = None if self.table.on_gpu else sent.communicator.channel.recorder
-        return functools.partial(self.statistics.phases.exchange, number, recorder, run)
+        return functools.partial(phases.exchange, number, channel.recorder, run)
 
-    def submit(
-        self,
-        communicator: Communicator,
-        job: Callable[[], None],
-        reads: Sequence[torch.Tensor | None] = (),
-        producers: Collection[int] = frozenset(),
-        ahead: bool = False,
-    ) -> Work | GpuWork:
-        """Run ``job`` on the communication thread of ``communicator``, or see :meth:`Reduction.submit`."""
-        submit = self.reduction.submit
-        return self.members.submit(job, lambda each: submit(each, communicator.channel, reads, producers, ahead=ahead))
+    def submit(self, communicator: Communicator, job: Callable[[], None]) -> Work | GpuWork:
+        """Run ``job`` on the communication thread of ``communicator``, or its stream."""
+        return self.members.submit(job, lambda each: self.reduction.submit(each, communicator.channel))
 
     # Receiving.
 
@@ -435,8 +429,12 @@ class Engine:
     def hash_state(self) -> None:
         """Hash compression's new state if the next reduction checks that nothing else has changed it."""
         taken = self.comparison.replicas.taking(self.step_state.reductions)
-        if taken is not None:
-            self.submit(self.communicator, taken.take, ahead=True)  # before the packing that compares them
+        if taken is None:
+            return
+        if self.table.on_gpu:
+            taken.take()
+        else:
+            self.submit(self.communicator, taken.take)  # before the packing that compares them
 
     def _await_results(self, then: Callable[[], None]) -> None:
         with self.statistics.phases.timed("wait"):

@@ -211,7 +211,7 @@ class AccumulationWindow:
         if self.weights.in_use:
             self.weights.start_sum(self._state.passes, with_next)
         loss_scale = scale_of(self._settings.loss_scaler, self._device, self._on_gpu)
-        if self._on_gpu and isinstance(loss_scale, torch.Tensor):
+        if self._on_gpu:
             self.streams = {self.current_stream()}
         average, size, number = self._settings.average, self._communicator.size, self._reduction.number()
         self._begin(Scaling(size, self._relative(), loss_scale=loss_scale, average=average, step=number))

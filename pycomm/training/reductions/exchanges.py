@@ -50,10 +50,15 @@ class BucketExchanges:
         """Return whether these are the exchanges of ``params``, in that order."""
         return len(params) == len(self.params) and all(a is b for a, b in zip(params, self.params, strict=True))
 
-    def exchange(self, grads: Gradients, scaling: Scaling) -> None:
-        """Send ``grads`` (``None``: not used on this rank) and receive those of all ranks."""
+    def pack(self, grads: Gradients, scaling: Scaling) -> None:
+        """Take what is to be sent out of ``grads`` (``None``: not used on this rank)."""
         for part in self.parts:
-            part.exchange.exchange([grads[i] for i in part.indices], scaling)
+            part.exchange.pack([grads[i] for i in part.indices], scaling)
+
+    def send(self) -> None:
+        """Send it, and receive from all ranks."""
+        for part in self.parts:
+            part.exchange.send()
 
     def finish(self, finite: Flag) -> None:
         """Commit state if ``finite``; write the averages, and zeros for what no rank used."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,7 +25,8 @@ Grads = Sequence[torch.Tensor | None]
 class Exchanging(Protocol):
     """Exchange of one bucket, or of several."""
 
-    def exchange(self, grads: Grads, scaling: Scaling) -> None: ...
+    def pack(self, grads: Grads, scaling: Scaling) -> None: ...
+    def send(self) -> None: ...
 
 
 def all_finite(parts: Iterable[Sent], shards: Shards | None = None) -> torch.Tensor:
@@ -68,31 +69,37 @@ class Reduction:
 
         Args:
             scaling: its scales.
-            weigh: returns this rank's weight in place of ``scaling.relative``. Called by the first exchange, where
-                that runs; it may be collective, and raise the same error on all ranks.
+            weigh: returns this rank's weight in place of ``scaling.relative``. Called as the first gradients are
+                packed; it may be collective, and raise the same error on all ranks.
         """
         self.scaling, self._weigh = scaling, weigh
+        if self._on_gpu:
+            scaling.compute()
 
     def number(self) -> int | torch.Tensor:
         """Return how many reductions have changed state."""
         # A copy on a GPU: the count may be incremented before the GPU has read it for this reduction.
         return self.committed.clone() if self._on_gpu else int(self.committed)
 
-    def submit(
-        self,
-        job: Callable[[], None],
-        channel: Channel,
-        reads: Grads = (),
-        producers: Collection[int] = frozenset(),
-        *,
-        ahead: bool = False,
-    ) -> Work | GpuWork:
-        """Run ``job`` where exchanges run; the other arguments are those of :meth:`Channel.submit_on_gpu`."""
-        if self._on_gpu:
-            return channel.submit_on_gpu(self._device, job, reads, producers, ahead)
-        return channel.submit(job)
+    def submit(self, job: Callable[[], None], channel: Channel) -> Work | GpuWork:
+        """Run ``job`` where gradients are sent: on the communication thread of ``channel``, or on its stream."""
+        return channel.submit_on_gpu(self._device, job) if self._on_gpu else channel.submit(job)
 
-    # Where exchanges run: on the communication thread of a channel, or on a stream.
+    def pack(self, exchanging: Exchanging, grads: Grads, fingerprint: Callable[[], torch.Tensor] | None = None) -> None:
+        """Take what is to be sent out of ``grads``. On a GPU on the stream that made them, else where it is sent.
+
+        Args:
+            fingerprint: makes this rank's bits, to be sent with them.
+        """
+        self._take_weight()
+        scaling = self.scaling if fingerprint is None else replace(self.scaling, fingerprint=fingerprint())
+        exchanging.pack(grads, scaling)
+
+    def _take_weight(self) -> None:
+        if (weigh := self._weigh) is not None:
+            self.begin(replace(self.scaling, relative=weigh()))
+
+    # Where gradients are sent: on the communication thread of a channel, or on a stream.
 
     def exchange(
         self,
@@ -103,21 +110,19 @@ class Reduction:
         *,
         is_compared: bool = False,
     ) -> None:
-        """Exchange ``grads``.
+        """Pack and send ``grads``.
 
         Args:
             channel: the one whose communication thread this is; ``None`` on a thread of the engine.
             fingerprint: makes this rank's bits, to be sent with them.
             is_compared: whether ranks compare the first operation. It implies the others, as they agree on the order.
         """
-        if (weigh := self._weigh) is not None:
-            self.scaling = replace(self.scaling, relative=weigh())
-            self._weigh = None
-        scaling = self.scaling if fingerprint is None else replace(self.scaling, fingerprint=fingerprint())
+        self._take_weight()
         with (
             contextlib.nullcontext() if self._on_gpu or channel is None else channel.skip_checks(but_first=is_compared)
         ):
-            exchanging.exchange(grads, scaling)
+            self.pack(exchanging, grads, fingerprint)
+            exchanging.send()
 
     def share_source(self, parts: Iterable[Sent]) -> None:
         """Share which rank has a non-finite gradient. Collective, if any has one."""

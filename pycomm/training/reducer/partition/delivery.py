@@ -276,7 +276,7 @@ class SpreadPartition(StepPartition):
             with contextlib.nullcontext() if bucket.on_gpu else channel.skip_checks():
                 self._segments[sent].gather(channel)
 
-        return channel.submit_on_gpu(bucket.device, gather, (), ()) if bucket.on_gpu else channel.submit(gather)
+        return channel.submit_on_gpu(bucket.device, gather) if bucket.on_gpu else channel.submit(gather)
 
     def _is_complete(self) -> bool:
         return False

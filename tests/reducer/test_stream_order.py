@@ -1,0 +1,155 @@
+"""attach's path for GPUs has no race between streams, frees no memory early, and reads no value on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pycomm
+from pycomm import kernels
+from pycomm.collectives.transport.gpu import GpuQueue, GpuWork
+from pycomm.compression.methods.half import HalfExchange
+from tests.on_ranks import on_ranks
+from tests.reducer.attaching import attached
+from tests.reducer.test_gpu_path import METHODS, Scaler
+from tests.stream_order import MAIN, Streams, simulated_gpu
+
+BUCKET_MB = 0.002
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scaler": {"scaler": True},
+    "clip": {"clip": True},
+    "weights": {"weight": 2.0},
+    "accumulate": {"accumulate": 2},
+    "unused": {"unused": True},
+    "mixed dtypes": {"mixed": True, "scaler": True},
+    "local norm": {"local_norm": 0.3, "mixed": True},
+}
+
+
+def layers(count: int, dtype: torch.dtype = torch.float32) -> list[nn.Module]:
+    return [nn.Linear(16, 16, dtype=dtype) for _ in range(count)]
+
+
+class Mixed(nn.Module):
+    """Layers in float32, then in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Sequential(*layers(2)), nn.Sequential(*layers(2, torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.narrow(self.wide(x).bfloat16())
+        return y
+
+
+def train(rank: int, streams: Streams, method: Any, feature: dict[str, Any], steps: int = 6) -> None:
+    """Steps of which one has an overflow on rank 1, and another one no gradient of a layer on rank 0."""
+    torch.manual_seed(0)
+    options = {"accumulate": feature.get("accumulate", 1), "bucket_mb": BUCKET_MB, "check_replicas": 2}
+    model = Mixed() if feature.get("mixed") else nn.Sequential(*layers(5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = Scaler() if feature.get("scaler") else None
+    with attached(optimizer, model, compression=method, loss_scaler=scaler, **options) as reducer:
+        for step in range(steps):
+            optimizer.zero_grad()
+            if scaler is not None:
+                scaler.value = 2.0**step
+            for _ in range(feature.get("accumulate", 1)):
+                if "weight" in feature:
+                    reducer.set_weight(feature["weight"] + rank)
+                is_short = bool(feature.get("unused")) and step == 4 and rank == 0
+                forward: Any = model[:-1] if is_short and isinstance(model, nn.Sequential) else model
+                loss = forward(torch.randn(4, 16)).float().square().mean() * (torch.inf if step == 3 and rank else 1.0)
+                (loss if scaler is None else scaler.scale(loss)).backward()
+            if feature.get("clip"):
+                reducer.clip_grad_norm(0.5)
+            optimizer.step()
+    streams.assert_ordered()
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("method", METHODS)
+@on_ranks(2)
+def test_no_race(method: str, feature: str) -> None:
+    compression: Any = METHODS[method]
+    if "local_norm" in FEATURES[feature]:
+        if not isinstance(compression, pycomm.DGC):
+            return
+        compression = pycomm.DGC(0.2, 0.9, clip_local_norm=0.3)
+    with simulated_gpu() as streams:
+        train(torch.distributed.get_rank(), streams, compression, FEATURES[feature])
+        assert streams.launches.keys() - {MAIN}, "nothing was sent on another stream"
+
+
+def found_without(name: str, replacement: Any, kind: type = GpuQueue) -> str:
+    """Return the races of some steps in which a method of ``kind`` is replaced."""
+    with simulated_gpu() as streams, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, name, replacement)
+        with pytest.raises(AssertionError) as found:
+            train(torch.distributed.get_rank(), streams, pycomm.FP16(), {"scaler": True})
+    return str(found.value)
+
+
+@on_ranks(2)
+def test_what_does_not_wait_is_found() -> None:
+    def call(self: GpuQueue, job: Any) -> GpuWork:
+        with self.as_current():
+            return GpuWork(self, self._stream.now(), (), job(), [])
+
+    assert "written by pack_flagged on main, " in found_without("call", call)
+    assert "read by aten.add_.Tensor on main" in found_without("ends_within", lambda *_: True, GpuWork)
+
+
+@on_ranks(2)
+def test_memory_that_is_freed_early_is_found() -> None:
+    """As that of the magnitude to which the ranks agree, which is made on one stream and read on the other."""
+    plain = HalfExchange._agreed_scale
+
+    def forgetful(self: HalfExchange) -> torch.Tensor:
+        scale = plain(self)
+        self._largest = None
+        return scale
+
+    found = found_without("_agreed_scale", forgetful, HalfExchange)
+    assert "freed while used by all_reduce on communication" in found
+
+
+@on_ranks(2)
+def test_scratch_of_two_streams_is_found() -> None:
+    with simulated_gpu() as streams, torch.no_grad():
+        scratch, x = kernels.Scratch(), torch.ones(4)
+        kernels.squared_norms([x], scratch=scratch)
+        with streams.on(streams.new("other")):
+            kernels.squared_norms([x], scratch=scratch)
+        assert "scratch of squared_norms" in streams.races
+
+
+@pytest.mark.parametrize("method", METHODS)
+@on_ranks(2)
+def test_gradients_are_freed_as_their_bucket_is_launched(method: str) -> None:
+    """Autograd gets their memory for the next ones. More than one bucket of them never exists beside the buckets."""
+    size = 24 * 24 * 4
+    model = nn.Sequential(*(nn.Linear(24, 24, bias=False) for _ in range(8)))
+    optimizer, alive = torch.optim.SGD(model.parameters(), lr=0.01), list[int]()
+    wait = GpuWork.ends_within
+    with simulated_gpu() as streams, pytest.MonkeyPatch.context() as patch:
+
+        def waiting(self: GpuWork, seconds: float | None) -> bool:
+            alive.append(streams.count_alive(size))
+            return wait(self, seconds)
+
+        patch.setattr(GpuWork, "ends_within", waiting)
+        with attached(optimizer, model, compression=METHODS[method], bucket_mb=BUCKET_MB, check_replicas=0) as reducer:
+            for _ in range(4):
+                optimizer.zero_grad()
+                before, x = streams.count_alive(size), torch.randn(4, 24)
+                alive.clear()
+                model(x).square().mean().backward()
+                optimizer.step()
+            assert reducer.stats()["num_buckets"] > 1
+        assert max(alive) <= before + 1
