@@ -54,7 +54,7 @@ def test_a_compiler_that_is_not_on_path(variable: str, tmp_path: Path) -> None:
     nvcc.chmod(0o755)
     said = configure(tmp_path / "build", path_without_nvcc(), **{variable: str(tmp_path / "toolkit")})
     assert asked.exists(), said
-    assert f"by {nvcc}, for 75-virtual (other GPUs: CUDAARCHS; none: PYCOMM_CUDA=OFF)" in said
+    assert f"by {nvcc}, for 75-virtual;80-code;90-code (other GPUs: CUDAARCHS; none: PYCOMM_CUDA=OFF)" in said
 
 
 @pytest.mark.skipif(CMAKE is None, reason="needs cmake")
@@ -130,5 +130,22 @@ def test_what_is_compiled_for(tmp_path: Path) -> None:
     assert architectures(tmp_path, "8.0\\n9.0\\n8.0\\n", known) == "80-real;90-real"
     assert architectures(tmp_path, "12.0\\n", known) == "100-virtual", "newer than the compiler"
     assert architectures(tmp_path, "8.9\\n", known) == "80-virtual"
-    assert architectures(tmp_path, "", known) == "75-virtual", "there is no nvidia-smi"
-    assert architectures(tmp_path, "No devices were found\\n", known) == "75-virtual"
+    assert architectures(tmp_path, "", known) == "75-virtual;80-code;90-code", "there is no nvidia-smi"
+    assert architectures(tmp_path, "No devices were found\\n", known) == "75-virtual;80-code;90-code"
+
+
+@pytest.mark.skipif(CMAKE is None, reason="needs cmake")
+@pytest.mark.parametrize(
+    ("given", "rest", "flag"),
+    [
+        ("75-virtual;80-code;90-code", "75-virtual", "--generate-code=arch=compute_75,code=[sm_80,sm_90]"),
+        ("80-real;90-real", "80-real;90-real", ""),
+    ],
+)
+def test_machine_code_is_made_of_the_same_ptx(given: str, rest: str, flag: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.cmake"
+    script.write_text(
+        f"cmake_minimum_required(VERSION 3.24)\ninclude({ROOT}/csrc/device/architectures.cmake)\n"
+        f'set(archs "{given}")\npycomm_code_of(archs flag)\nmessage(STATUS "${{archs}}|${{flag}}")\n'
+    )
+    assert run("-P", str(script)).removeprefix("-- ").strip() == f"{rest}|{flag}"

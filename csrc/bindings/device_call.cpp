@@ -128,7 +128,10 @@ DeviceCall::DeviceCall(const Arguments& arguments) : arguments_(arguments), guar
         others_.push_back(producer);
         order(producer, stream_);
     }
-    device::load_kernels(arguments.device());
+    if (!device::are_kernels_loaded(arguments.device())) {
+        py::gil_scoped_release release;  // compiling them may take seconds
+        device::load_kernels(arguments.device());
+    }
     cuda::raise_faults();
 }
 
@@ -146,7 +149,6 @@ cuda::Workspace& DeviceCall::workspace(Scratch* scratch, int64_t num_bytes) {
 
 void DeviceCall::grow(Scratch& chosen, int64_t num_bytes) {
     constexpr int64_t kAlignment = 256;
-    py::gil_scoped_acquire gil;
     py::object allocate = py::module_::import("pycomm.kernels.arrays").attr("device_bytes");
     py::object owner = allocate(arguments_.example()->owner, num_bytes + kAlignment);
     Array memory = as_movable(owner, "scratch memory", Access::kWrite);

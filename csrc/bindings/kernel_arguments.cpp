@@ -1,5 +1,6 @@
 #include "bindings/kernel_arguments.h"
 
+#include <cmath>
 #include <cstring>
 
 #include "bindings/bindings.h"
@@ -11,6 +12,21 @@ Factor::Factor(py::handle object, const char* name, py::handle divisor) : name_(
         divisor_ = as_exactly(divisor, "divisor", Access::kRead, DType::kF32, 1, "one float32");
         scale_.divisor = static_cast<const float*>(divisor_.buffer.data);
     }
+    if (!PyTuple_Check(object.ptr())) {
+        take(object);
+        return;
+    }
+    auto parts = py::reinterpret_borrow<py::tuple>(object);
+    if (parts.size() != 4) throw ArgumentTypeError(std::string(name) + " is a tuple, wanted a FittingScale");
+    largest_ = as_exactly(parts[1], "largest", Access::kRead, DType::kF32, 1, "one float32");
+    scale_.largest = static_cast<const float*>(largest_.buffer.data);
+    scale_.room = parts[2].cast<int>();
+    scale_.unfits = parts[3].cast<bool>();
+    take(parts[0]);
+}
+
+void Factor::take(py::handle object) {
+    const char* name = name_;
     bool number = PyFloat_Check(object.ptr()) || PyLong_Check(object.ptr());
     if (number && !PyBool_Check(object.ptr())) {
         scale_.value = as_number(object, name);
@@ -32,6 +48,7 @@ Factor::Factor(py::handle object, const char* name, py::handle divisor) : name_(
 
 void Factor::add_to(Arguments& arguments) const {
     if (scale_.divisor != nullptr) arguments.reads(divisor_, "divisor");
+    if (scale_.largest != nullptr) arguments.reads(largest_, "largest");
     if (scale_.on_device != nullptr) {
         arguments.reads(array_, name_);
     } else {
@@ -40,7 +57,14 @@ void Factor::add_to(Arguments& arguments) const {
 }
 
 double Factor::on_cpu() const {
-    if (scale_.on_device == nullptr) return scale_.divisor == nullptr ? scale_.value : scale_.value / *scale_.divisor;
+    if (scale_.on_device == nullptr) {
+        double value = scale_.divisor == nullptr ? scale_.value : scale_.value / *scale_.divisor;
+        if (scale_.largest == nullptr) return value;
+        uint32_t bits;
+        std::memcpy(&bits, scale_.largest, sizeof bits);
+        const int exponent = cuda::fitting_exponent(bits, scale_.room);
+        return std::ldexp(value, scale_.unfits ? -exponent : exponent);
+    }
     throw ArgumentError(std::string(name_) + " is on " + device_name(array_.buffer.device) +
                         ", the other arrays on cpu");
 }

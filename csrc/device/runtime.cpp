@@ -3,10 +3,10 @@
 #include <cuda_runtime.h>
 #include <dlfcn.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
-#include <set>
 
 #include "device/launch.h"
 
@@ -30,6 +30,28 @@ bool has_context(int device) {
 
 std::string dotted(int version) {  // 13020 -> 13.2
     return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
+
+constexpr int kMostDevices = 64;
+std::atomic<bool> loaded[kMostDevices];
+
+// Throws a DeviceError unless a kernel was loaded, with advice if the driver lacks code for the GPU.
+void require_loaded(cudaError_t status, int device) {
+    if (status != cudaErrorNoKernelImageForDevice && status != cudaErrorUnsupportedPtxVersion &&
+        status != cudaErrorInvalidPtx && status != cudaErrorJitCompilerNotFound) {
+        check(status, "loading a kernel");
+        return;
+    }
+    cudaGetLastError();
+    int major = 0, minor = 0;
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+    const std::string capability = std::to_string(major) + std::to_string(minor);
+    throw DeviceError(format(
+        "loading a kernel: %s (%s): this build of pycomm has kernels for %s, by CUDA %s; GPU %d has capability %d.%d, and "
+        "its driver supports CUDA %s: install a newer driver, or build pycomm with CUDAARCHS=%s-real",
+        cudaGetErrorString(status), cudaGetErrorName(status), PYCOMM_CUDA_ARCHITECTURES, PYCOMM_CUDA_VERSION, device,
+        major, minor, dotted(driver_version()).c_str(), capability.c_str()));
 }
 
 }  // namespace
@@ -118,17 +140,19 @@ std::vector<const void*>& kernels() {
     return all;
 }
 
+bool are_kernels_loaded(int device) { return device < kMostDevices && loaded[device].load(std::memory_order_acquire); }
+
 void load_kernels(int device) {
     static std::mutex mutex;
-    static std::set<int> loaded;
     std::lock_guard lock(mutex);
-    if (!loaded.insert(device).second) return;
+    if (are_kernels_loaded(device)) return;
     Guard guard(device);
     RelaxedCapture relaxed;
     for (const void* kernel : kernels()) {
         cudaFuncAttributes attributes;
-        check(cudaFuncGetAttributes(&attributes, kernel), "loading a kernel");
+        require_loaded(cudaFuncGetAttributes(&attributes, kernel), device);
     }
+    if (device < kMostDevices) loaded[device].store(true, std::memory_order_release);
 }
 
 Stream make_stream(int device) {

@@ -79,6 +79,7 @@ void note_kernel() {
 // Loads all kernels on `device`, once. CUDA otherwise loads each before its first launch, for which it may have to wait
 // until the device is idle; and NCCL's kernels there wait for other ranks.
 void load_kernels(int device);
+bool are_kernels_loaded(int device);
 
 // A new stream. It does not wait for the legacy default stream, and has the highest priority.
 Stream make_stream(int device);

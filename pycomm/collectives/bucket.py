@@ -24,6 +24,9 @@ FINGERPRINT_PLACES = 2 * FINGERPRINT_BITS
 """Number of elements that a fingerprint takes in a sum."""
 
 
+Factor = float | torch.Tensor | kernels.FittingScale
+
+
 class Group(Protocol):
     """Ranks that a bucket is reduced over, and an allocator of memory that all of them can reach."""
 
@@ -94,6 +97,11 @@ class Bucket:
         self.shares, self._rank = shares, rank
 
     @property
+    def has_flags_apart(self) -> bool:
+        """Whether the flags are in other memory than the gradients, and so in another message."""
+        return self.memory.numel() == self.num_elements
+
+    @property
     def own(self) -> slice:
         """Elements of which this rank gets the sum."""
         return slice(0, self.num_elements) if self.shares is None else self.shares[self._rank]
@@ -112,12 +120,19 @@ class Bucket:
 
     def use(self, memory: torch.Tensor) -> None:
         """Keep the gradients in ``memory``, of ``num_elements + num_flags`` elements, from now on."""
-        self.memory = memory
+        self._lay_out(memory, memory[self.num_elements :])
+
+    def lie_in(self, flat: torch.Tensor) -> None:
+        """Keep the gradients in ``flat``, which others own, from now on, and the flags in memory of their own."""
+        if flat.data_ptr() != self.flat.data_ptr():
+            self._lay_out(flat, self._group.empty(self.num_flags, self.dtype, self.device))
+
+    def _lay_out(self, memory: torch.Tensor, flags: torch.Tensor) -> None:
+        self.memory, self.flags = memory, flags
         self.flat = memory[: self.num_elements]
-        self.flags = memory[self.num_elements :]
         num_params = len(self.numels)
-        self.used_flags, self.too_large_flag = self.flags[:num_params], self.flags[num_params]
-        self.fingerprint_places = self.flags[num_params + 1 :]
+        self.used_flags, self.too_large_flag = flags[:num_params], flags[num_params]
+        self.fingerprint_places = flags[num_params + 1 :]
         self.places = self.places_in(memory)
         self._is_contiguous = all(place.is_contiguous() for place in self.places)
         self._copied: set[int] = set()  # indices of views that are copies
@@ -232,7 +247,7 @@ class Bucket:
         """
         pieces = [] if own is None or isinstance(scale, torch.Tensor) or scale != 1.0 else self._pieces(grads, own)
         skip = (own.start, min(own.stop, self.num_elements)) if own is not None and pieces else (0, 0)
-        self.pack_flagged(grads, self.memory, scale, fingerprint, self._scratch, skip)
+        self._pack_flagged(grads, self.flat, self.flags, scale, fingerprint, self._scratch, skip)
         return pieces
 
     def _pieces(self, grads: Sequence[torch.Tensor | None], own: slice) -> list[torch.Tensor]:
@@ -255,15 +270,28 @@ class Bucket:
         self,
         grads: Sequence[torch.Tensor | None],
         message: torch.Tensor,
-        scale: float | torch.Tensor,
+        scale: Factor,
+        fingerprint: torch.Tensor | None,
+        scratch: kernels.Scratch,
+    ) -> None:
+        """Write ``grads`` times ``scale``, then the flags, to ``message`` by one kernel.
+
+        On a GPU a kernel before it sends addresses. Missing gradients count as zeros.
+        """
+        flat, flags = message[: self.num_elements], message[self.num_elements :]
+        self._pack_flagged(grads, flat, flags, scale, fingerprint, scratch)
+
+    def _pack_flagged(
+        self,
+        grads: Sequence[torch.Tensor | None],
+        flat: torch.Tensor,
+        flags: torch.Tensor,
+        scale: Factor,
         fingerprint: torch.Tensor | None,
         scratch: kernels.Scratch,
         skip: tuple[int, int] = (0, 0),
     ) -> None:
-        """Write ``grads`` times ``scale`` and the flags to ``message``, laid out like ``memory``, by one kernel.
-
-        On a GPU a kernel before it sends addresses. Missing gradients count as zeros. Elements ``skip`` are left alone.
-        """
+        """Write to ``flat`` and ``flags``; elements ``skip`` are left alone."""
         self._has_graph = self._has_graph or (self.on_gpu and is_capturing())
         tensors = [place if grad is None else grad for grad, place in zip(grads, self.places, strict=True)]
         if not self._is_contiguous:
@@ -271,8 +299,8 @@ class Bucket:
         kernels.pack_flagged(
             tensors,
             [grad is not None for grad in grads],
-            *(message[: self.num_elements], message[self.num_elements :], fingerprint, scale),
-            limit=self.limit(message.dtype),
+            *(flat, flags, fingerprint, scale),
+            limit=self.limit(flat.dtype),
             skip=skip,
             scratch=scratch,
         )

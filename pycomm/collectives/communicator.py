@@ -207,7 +207,7 @@ class Communicator(_Messages):
             shape, dtype: those of the tensor.
             device: the CPU if ``None``.
             symmetric: all ranks make such a tensor, and pass it whole to the same operations in the same order. Its
-                first operation is then the collective that lets NCCL 2.27 or newer use symmetric kernels.
+                first operation is then the collective that lets NCCL 2.29.7 or newer use symmetric kernels.
 
         Raises:
             TypeError: ``shape`` or ``dtype`` has the wrong type.
@@ -307,6 +307,9 @@ class Communicator(_Messages):
 
     def close(self, reason: str | None = None) -> None:
         """Release all resources; tensors from :meth:`empty` remain valid. Not collective, idempotent.
+
+        All ranks should call it, after the same operations: a rank that goes on gets a CommError in its next one. On a
+        GPU, operations that other ranks have not joined within a second are aborted.
 
         Peers that still wait for this rank get a :class:`CommError`, over shared memory with the ``reason``. Messages
         already sent can still be received: over shared memory at any time, otherwise the call waits for their

@@ -15,8 +15,6 @@ from pycomm.collectives.bucket import Bucket
 from pycomm.compression.base import Defaults, Flag
 from pycomm.compression.report import Report, Told
 
-_HALF_EXPONENT = 15  # 2**15 is half of float16's range: room for roundings on the way
-
 
 @dataclass(frozen=True)
 class Accumulated:
@@ -137,21 +135,6 @@ def seed_of(seed: int, rank: int, bucket: Bucket) -> int:
     """Return a seed for this rank and bucket that does not depend on the buckets before it."""
     text = f"{seed}/{rank}/{bucket.names[0]}".encode()
     return zlib.crc32(text) << 31 ^ zlib.adler32(text)
-
-
-def agreed_scale(largest: torch.Tensor, size: int) -> torch.Tensor:
-    """Return the power of two that brings ``largest * size`` below, and near, the top of float16.
-
-    Computed where ``largest`` lies, without waiting for a GPU.
-
-    Args:
-        largest: the largest magnitude on any rank, a 0-d float32 tensor. 1 is returned if it is 0 or not
-            finite.
-    """
-    _, exponent = torch.frexp(largest)  # largest <= 2 ** exponent
-    fitting = (_HALF_EXPONENT - math.ceil(math.log2(size)) - exponent).clamp(-126, 126)
-    scale = ((fitting + 127) << 23).view(torch.float32)  # its bits: exact, where a power function need not be
-    return torch.where(torch.isfinite(largest) & (largest > 0.0), scale, 1.0)
 
 
 def sum_of_maxima(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -94,6 +94,8 @@ class DenseExchange(Defaults):
         found = self._find_source(grads)
         if own is None or bucket.shares is not None:
             reduce_message(self._communicator, bucket, bucket.memory, op, bucket.algorithm, pieces)
+            if bucket.has_flags_apart:
+                self._communicator.all_reduce(bucket.flags, op)
         else:
             largest = self._communicator.channel.all_reduce_apart(bucket.memory, op, own.start, pieces)
             note_largest(bucket, largest)

@@ -13,6 +13,7 @@ import torch
 
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import on_gpu
+from pycomm.collectives.transport.nccl import tell_of_late_order
 from pycomm.compression.base import Compression, Scaling, method_stats
 from pycomm.compression.saved_state import gather_state, select_state
 from pycomm.optim.loss_scaler import checked_scaler, scale_of
@@ -80,6 +81,8 @@ class Registration:
     ) -> None:
         self._communicators, self.communicator, self.method = communicators, communicators[0], settings.method
         self.device, self.on_gpu = like.device, on_gpu(like)
+        if self.on_gpu:
+            tell_of_late_order()
         self.exchanges = ExchangesByIndex(names, settings.method, self.communicator, settings.tuning.algorithm)
         self._scaler, self._otherwise = settings.loss_scaler, otherwise
         self.reduction = Reduction(self.communicator, self.device, on_gpu=self.on_gpu)

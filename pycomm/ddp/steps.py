@@ -111,6 +111,7 @@ class Steps:
         channel, reduction = self._communicator.channel, self._reduction
         if self._on_gpu:
             exchanges = self._exchanges.of(index, taken.params)
+            exchanges.lie_in(taken.buffer)
             reduction.pack(exchanges, taken.grads, fingerprint)
             reduction.submit(exchanges.send, channel)
         else:

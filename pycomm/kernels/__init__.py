@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from pycomm.checks import lazy_names as _lazy_names
 from pycomm.kernels.absmax import absmax
 from pycomm.kernels.accumulate import Decay, Momentum, accumulate
-from pycomm.kernels.arrays import Scratch, cuda_devices, num_threads, set_num_threads
+from pycomm.kernels.arrays import FittingScale, Scratch, cuda_devices, num_threads, set_num_threads
 from pycomm.kernels.hashes import hashes
 from pycomm.kernels.norms import squared_norms
 from pycomm.kernels.pack import pack, pack_flagged, unpack
@@ -53,6 +53,7 @@ __all__ = [
     "Chunks",
     "Decay",
     "EntryLayout",
+    "FittingScale",
     "Gathered",
     "Moments",
     "Momentum",

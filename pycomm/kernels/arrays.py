@@ -167,6 +167,25 @@ def _empty_on_gpu(array: Any, shape: tuple[int, ...], dtype: str) -> Any:
     )
 
 
+class FittingScale(NamedTuple):
+    """Factor of a kernel, with a power of two that lets values of a known magnitude fit a dtype of little range.
+
+    It is 2**e with the largest e, between -126 and 126, for which ``largest`` times 2**e is below 2**``room``; 1 if
+    ``largest`` is 0 or not finite.
+
+    Attributes:
+        scale: the rest of the factor, a number or one float32.
+        largest: one float32, on the arrays' device, which is read when the kernel runs.
+        room: exponent.
+        inverse: whether to divide by the power of two.
+    """
+
+    scale: Any
+    largest: Any
+    room: int
+    inverse: bool = False
+
+
 class PackScaling(NamedTuple):
     """Scaling of gradients before a step. Arrays of one float32 are on the gradients' device.
 

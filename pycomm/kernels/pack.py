@@ -24,8 +24,8 @@ def pack(
     Args:
         tensors: at least one array of float32, float16, bfloat16 or float64, any shapes.
         out: contiguous array of one of these dtypes with as many elements as all of ``tensors``.
-        scale: a number, or an array of one float32, also on the GPU, that is read when the kernel
-            runs. Computed in float32, in float64 where either side is float64.
+        scale: a number, or an array of one float32, also on the GPU, that is read when the kernel runs; or a
+            :class:`FittingScale`. Computed in float32, in float64 where either side is float64.
         limit: magnitudes that reach it, before the cast, count as not finite.
         unless: a 0-d bool array on ``out``'s device; if it is true, nothing is written.
         scratch: see :class:`Scratch`. With it, calls on a GPU with the same ``tensors`` do not send

@@ -49,7 +49,13 @@ def steps(method: Any, way: str, *, is_simulated: bool, num_steps: int = 5) -> t
         patch.setattr("pycomm.ddp.steps.torch", Module(torch, futures=futures))
         handle = pycomm.ddp.register(ddp, compression=method)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        rank = torch.distributed.get_rank()
+        rank, taken, take = torch.distributed.get_rank(), set[int](), handle._take
+
+        def taking(bucket: Any) -> Any:
+            taken.add(bucket.buffer().data_ptr())
+            return take(bucket)
+
+        patch.setattr(handle, "_take", taking)
         for step in range(num_steps):
             optimizer.zero_grad()
             generator = torch.Generator().manual_seed(10 * step + rank)
@@ -59,6 +65,8 @@ def steps(method: Any, way: str, *, is_simulated: bool, num_steps: int = 5) -> t
             reads = sum(streams.reads.values())
             optimizer.step()
         assert handle.stats()["steps"] == num_steps
+        if is_simulated and not method.transactional:  # nothing is copied to memory of pycomm's
+            assert {part.bucket.flat.data_ptr() for part in handle._registration.exchanges.parts()} <= taken
         handle.remove()
         streams.assert_ordered()
     return [param.detach().clone() for param in model.parameters()], reads

@@ -49,6 +49,22 @@ def test_pack_and_unpack(gpu: Gpu, source: torch.dtype, target: torch.dtype) -> 
             assert_same_bits(gpu.get(back), one)
 
 
+@pytest.mark.parametrize("largest", [0.0, 1e-42, 1e-38, 0.3, 1.0, 40.0, 3e38, torch.inf, torch.nan])
+@pytest.mark.parametrize("inverse", [False, True])
+def test_a_scale_that_fits_a_magnitude(gpu: Gpu, largest: float, inverse: bool) -> None:
+    values, magnitude = interesting(900, torch.float32, 3), torch.tensor(largest)
+    for room in (3, 14):
+        wanted = torch.empty(900)
+        kernels.pack([values], wanted, kernels.FittingScale(0.3, magnitude, room, inverse))
+        for times in (0.3, gpu.put(torch.tensor(0.3))):
+            out = gpu.garbage(900, torch.float32)
+            kernels.pack([gpu.put(values)], out, kernels.FittingScale(times, gpu.put(magnitude), room, inverse))
+            if times == 0.3:
+                assert_same_bits(gpu.get(out), wanted)
+            else:
+                torch.testing.assert_close(gpu.get(out), wanted, rtol=1e-6, atol=0, equal_nan=True)
+
+
 def test_pack_says_whether_all_is_finite(gpu: Gpu) -> None:
     values = torch.rand(9000)
     out = gpu.garbage(9000, torch.float16)

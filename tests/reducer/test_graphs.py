@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pycomm.training.reductions.replicas import Hashes
 from tests.on_ranks import on_ranks
 from tests.reducer.attaching import attached, own_state
 from tests.reducer.models import batch_of, make_model
@@ -80,3 +81,22 @@ def test_ordinary_steps_do_not_move_gradients_that_a_graph_writes() -> None:
         assert parameter.grad.data_ptr() == address
         torch.testing.assert_close(kept, before, rtol=0, atol=0)
         torch.testing.assert_close(derived, parameter.grad.flatten(), rtol=0, atol=0)  # follows, as under launches
+
+
+@on_ranks(2)
+def test_bits_made_while_capturing_are_forgotten() -> None:
+    """A graph's tensors have values only while it runs: nothing that is launched later may read them."""
+    x = [("a", torch.ones(4)), ("b", torch.zeros(3))]
+    hashes, wanted = (Hashes(torch.device("cpu"), 22) for _ in range(2))
+    model = make_model()
+    with attached(torch.optim.SGD(model.parameters(), lr=0.1), model) as reducer:
+        fingerprint = reducer._engine.comparison.fingerprint
+        before = fingerprint._read().clone()
+        with pytest.MonkeyPatch.context() as context:
+            context.setattr(torch.cuda, "is_initialized", lambda: True)
+            context.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            hashes.bits(x)
+            fingerprint._read().zero_()
+        hashes._weights.zero_()
+        assert torch.equal(hashes.bits(x), wanted.bits(x))
+        assert torch.equal(fingerprint._read(), before)

@@ -207,8 +207,9 @@ def test_windows_of_other_sizes_are_an_error_on_all_ranks(fake: Fake, waits: lis
 @pytest.mark.parametrize(
     ("code", "value", "why"),
     [
-        (22605, None, "NCCL is 2.26.5, wanted 2.27 or newer"),
-        (22703, None, ""),
+        (22605, None, "NCCL is 2.26.5, wanted 2.29.7 or newer"),
+        (22809, None, "NCCL is 2.28.9, wanted 2.29.7 or newer"),  # its kernels would not end when a rank is lost
+        (22907, None, ""),
         (23003, "0", "PYCOMM_NCCL_WINDOWS=0"),
     ],
 )
@@ -246,3 +247,47 @@ def test_a_rank_that_makes_no_window_is_missed(fake: Fake, waits: list[int]) -> 
     assert all(isinstance(error, pycomm.CommError) for error in errors)
     for member in members:
         member.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        (21805, "no memory is registered with NCCL, which copies through buffers of its own (rank 0: NCCL is 2.18.5, "),
+        (
+            22809,
+            "messages are registered with NCCL, but are no symmetric windows: its usual kernels send them (rank 0: ",
+        ),
+        (23003, ""),
+    ],
+)
+def test_what_nccl_is_too_old_for_is_in_the_log_once(
+    fake_library: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    waits: list[int],
+    caplog: pytest.LogCaptureFixture,
+    code: int,
+    says: str,
+) -> None:
+    monkeypatch.setenv("PYCOMM_NCCL_LIBRARY", str(in_version(fake_library, code, tmp_path)))
+    with caplog.at_level("INFO", logger="pycomm"):
+        members = transports(2)
+    lines = [record.getMessage() for record in caplog.records if "registered" in record.getMessage()]
+    assert len(lines) == bool(says)
+    assert all(says in line for line in lines)
+    for member in members:
+        member.close()
+
+
+@pytest.mark.parametrize(
+    ("driver", "value", "is_told"), [(12030, None, True), (12020, None, False), (13000, "0", False)]
+)
+def test_an_order_that_comes_too_late_is_in_the_log(
+    driver: int, value: str | None, is_told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("pycomm._native.cuda_driver_version", lambda: driver)
+    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
+    if value is not None:
+        monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", value)
+    nccl.tell_of_late_order()
+    assert ("without NCCL_LAUNCH_ORDER_IMPLICIT=1" in caplog.text) == is_told

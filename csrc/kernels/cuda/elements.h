@@ -58,15 +58,23 @@ PYCOMM_HOST_DEVICE constexpr double first_overflow() {
 // A factor. Its parts on the device are loaded by the constructor, and waited for only in as().
 struct Factor {
     double value;
-    float on_device, divisor;
+    float on_device, divisor, largest;
+    int room;
+    bool unfits;
 
     PYCOMM_MEMBER explicit Factor(const Scale& scale)
         : value(scale.value),
           on_device(scale.on_device == nullptr ? 1.0f : *scale.on_device),
-          divisor(scale.divisor == nullptr ? 1.0f : *scale.divisor) {}
+          divisor(scale.divisor == nullptr ? 1.0f : *scale.divisor),
+          largest(scale.largest == nullptr ? 0.0f : *scale.largest),
+          room(scale.room),
+          unfits(scale.unfits) {}
     template <class T>
     PYCOMM_MEMBER T as() const {
-        return static_cast<T>(value * static_cast<double>(on_device) / static_cast<double>(divisor));
+        const int exponent = fitting_exponent(device::bits_of(largest), room);
+        const auto power = static_cast<uint32_t>(127 + (unfits ? -exponent : exponent)) << 23;
+        return static_cast<T>(value * static_cast<double>(on_device) / static_cast<double>(divisor) *
+                              static_cast<double>(device::float_of(power)));
     }
 };
 

@@ -19,7 +19,9 @@ constexpr const char* kAdvice =
     "PYCOMM_NCCL_LIBRARY to the path of a libnccl.so.2";
 constexpr int kOldestVersion = 21400;
 constexpr int kRegisteringVersion = 21900;
-constexpr int kWindowVersion = 22700;
+// Windows came with 2.27. Before 2.29.7 the kernels that use them look at no abort flag: a lost rank would hang the
+// others for good.
+constexpr int kWindowVersion = 22907;
 
 std::string dotted(int code) {
     // Up to 2.8 a version was X * 1000 + Y * 100 + Z.
@@ -198,7 +200,7 @@ std::string Library::version() const { return dotted(version_code); }
 std::string Library::why_not_registered(bool symmetric) const {
     bool is_there = symmetric ? comm_window_deregister != nullptr : comm_deregister != nullptr;
     if (is_there && version_code >= (symmetric ? kWindowVersion : kRegisteringVersion)) return "";
-    return "NCCL is " + version() + ", wanted " + (symmetric ? "2.27" : "2.19") + " or newer";
+    return "NCCL is " + version() + ", wanted " + (symmetric ? "2.29.7" : "2.19") + " or newer";
 }
 
 std::string Library::describe(Result result, Comm comm) const {

@@ -193,7 +193,7 @@ class PycommProcessGroup(dist.ProcessGroup):
         self._uuids.add(opts.uuid)
         timeout, limit = self.engine.timeout, self.calls.seconds(opts)
         if self.calls.gpu is not None:
-            self.calls.gpu.call(["abort"])
+            self.calls.gpu.call(["abort", "_abort"])
         self.engine.close()
         before, ranks = self._place, list(range(len(handles)))
         store = PrefixStore(f"reconfigured/{opts.uuid}", before.store)
@@ -207,13 +207,13 @@ class PycommProcessGroup(dist.ProcessGroup):
     def abort(self, reason: str = "it aborted its process group") -> None:
         """End operations in progress with an error, here and on the ranks that wait for this one: the ``reason``."""
         if self.calls.gpu is not None:
-            self.calls.gpu.call(["abort"])
+            self.calls.gpu.call(["abort", "_abort"])
         self.engine.channel.close(reason)
 
     def shutdown(self) -> None:
         """Release everything. Peers that still wait for this rank get a CommError."""
         if self.calls.gpu is not None:
-            self.calls.gpu.call(["shutdown"])
+            self.calls.gpu.call(["shutdown", "_shutdown"])
         self.engine.close()
 
     @property

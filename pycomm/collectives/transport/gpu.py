@@ -16,7 +16,7 @@ import torch
 import pycomm._native as _native
 from pycomm.collectives.transport.gpu_program import GpuProgram, all_to_all
 from pycomm.collectives.transport.nccl import NcclTransport
-from pycomm.collectives.transport.registered import register
+from pycomm.collectives.transport.registered import reclaim, register
 from pycomm.kernels import Scratch
 from pycomm.schedule.program import Program
 from pycomm.schedule.table import Table
@@ -333,6 +333,8 @@ class GpuQueue:
                 for stream in self.torch_streams():
                     moment.hold_back(stream)
         self._kept.clear()
+        with contextlib.suppress(RuntimeError):
+            reclaim()
 
     def _drop_finished(self) -> None:
         while self._kept and (not self._kept[0][1] or self._kept[0][0].has_passed()):

@@ -14,7 +14,7 @@ import logging
 import os
 import socket
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ def build_info() -> dict[str, Any]:
 
     Returns:
         ``version``; ``cuda``: the toolkit's version, ``None`` if built without; ``cuda_architectures``: what its
-        kernels were compiled for, in CMake's notation, or ``None``; ``nccl``: version of the NCCL that pycomm
+        kernels were compiled for, as CMake names them, with commas between, or ``None``; ``nccl``: version of the NCCL that pycomm
         loads, ``None`` if there is none; ``simd``: the instruction set in use ("avx512", "avx2", "baseline");
         ``compiler``.
     """
@@ -101,6 +101,16 @@ def keep_order() -> None:
         *(version // 1000, version % 1000 // 10),
         _ORDER_VARIABLE,
     )
+
+
+def tell_of_late_order() -> None:
+    """Log that torch's NCCL has started without what :func:`keep_order` is about to ask for, if so."""
+    if _ORDER_VARIABLE not in os.environ and _native.cuda_driver_version() >= _ORDER_DRIVER:
+        _LOG.warning(
+            "NCCL has started, for torch, without %s=1: set it where the ranks are started, or torch's operations on a "
+            "GPU (SyncBatchNorm, buffers) and pycomm's may wait for each other for ever",
+            _ORDER_VARIABLE,
+        )
 
 
 class Windows:
@@ -205,8 +215,10 @@ class NcclTransport:
         paths = candidate_paths()
         plans = _exchange(share, _plan_of(paths, device, algorithm, streams))
         _require_agreement(plans)
-        self.registers = all(plan["registers"] for plan in plans)
-        self.has_windows = size > 1 and algorithm == "native" and all(plan["windows"] for plan in plans)
+        no_memory, no_windows = (_first_reason(plans, key) for key in ("no_memory", "no_windows"))
+        self.registers, self.has_windows = not no_memory, size > 1 and algorithm == "native" and not no_windows
+        if rank == 0 and algorithm == "native" and (no_memory or no_windows):
+            _LOG.info("%s", _without(no_memory, no_windows))
         self._registered: dict[int, int] = {}  # bytes, by address
         unique_id = _make_unique_id(paths, rank, share)
         outcome: dict[str, str | None] = {"problem": None}
@@ -303,10 +315,23 @@ def _plan_of(paths: Sequence[str], device: int, algorithm: str, streams: Sequenc
     except Exception as error:  # of any kind: sent to the other ranks
         plan["problem"] = str(error)
     plan["may_share_gpu"] = os.environ.get(_SHARED_GPU_VARIABLE) == "1"
-    plan["registers"] = not why_not_registered()
-    plan["windows"] = not why_not_registered(symmetric=True)
+    plan["no_memory"], plan["no_windows"] = why_not_registered(), why_not_registered(symmetric=True)
     plan["host"] = os.environ.get(_HOST_VARIABLE)
     return plan
+
+
+def _first_reason(plans: Sequence[Mapping[str, Any]], key: str) -> str:
+    """Return the first reason in the ranks' ``plans``, with its rank; "" if there is none."""
+    return next((f"rank {p}: {plan[key]}" for p, plan in enumerate(plans) if plan[key]), "")
+
+
+def _without(no_memory: str, no_windows: str) -> str:
+    """Return the log line about what NCCL is not used for, and what it does instead."""
+    if no_memory:
+        return f"no memory is registered with NCCL, which copies through buffers of its own ({no_memory})"
+    return (
+        f"messages are registered with NCCL, but are no symmetric windows: its usual kernels send them ({no_windows})"
+    )
 
 
 def _identity_of(device: int) -> str:

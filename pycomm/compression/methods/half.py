@@ -9,8 +9,10 @@ of 4 bytes per bucket. bfloat16 has float32's range and requires neither.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -19,11 +21,16 @@ from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import laid_out_like
 from pycomm.compression.base import Flag, Method, Scaling, as_flag
-from pycomm.compression.codec import agreed_scale
 from pycomm.compression.dense import DenseExchange, reduce_message
 from pycomm.descriptions import settings_text
 
 _SUMS = ("native", "float32")
+_HALF_EXPONENT = 15  # 2**15 is half of float16's range: room for roundings on the way
+
+
+def _room_of_sum(size: int) -> int:
+    """Return the exponent below which ``size`` terms must stay, so that float16 can hold their sum."""
+    return _HALF_EXPONENT - math.ceil(math.log2(size))
 
 
 class HalfExchange(DenseExchange):
@@ -58,7 +65,9 @@ class HalfExchange(DenseExchange):
         else:
             parts = [laid_out_like(g, place) for g, place in zip(grads, bucket.places, strict=True) if g is not None]
             largest = kernels.absmax(parts or [bucket.flat[:0]], scratch=self._largest_scratch)
-            self._largest = largest * scaling.local
+            self._largest = (
+                largest if isinstance(scaling.local, float) and scaling.local == 1.0 else largest * scaling.local
+            )
             if bucket.on_gpu:  # the cast has to wait for the scale, and the gradients' memory must not
                 bucket.gather(grads)
                 grads = [None if grad is None else place for grad, place in zip(grads, bucket.places, strict=True)]
@@ -67,17 +76,21 @@ class HalfExchange(DenseExchange):
     def send(self) -> None:
         assert self._taken is not None
         bucket, size, (grads, scaling) = self._bucket, self._communicator.size, self._taken
-        scale: float | torch.Tensor = 1.0
-        if self._scaled:
-            scale = self._agreed_scale()
-            bucket.pack_flagged(grads, self._message, scale * scaling.local, scaling.fingerprint, self._scratch)
+        factor: Any = scaling.result / size
+        if self._largest is not None:
+            self._communicator.all_reduce(self._largest, "max")
+            self.bytes_sent += self._largest.nbytes
+            room = _room_of_sum(size)
+            scale = kernels.FittingScale(scaling.local, self._largest, room)
+            bucket.pack_flagged(grads, self._message, scale, scaling.fingerprint, self._scratch)
+            factor = kernels.FittingScale(factor, self._largest, room, inverse=True)
         whole, flags = self._message[: bucket.num_elements], self._message[bucket.num_elements :]
         if not bucket.on_gpu:
             bucket.flags.copy_(flags)
         found = self._find_source(grads)
         reduce_message(self._communicator, bucket, self._message, "sum", self._algorithm)
         self.bytes_sent += self._message.nbytes
-        own, factor = bucket.own, scaling.result / (size * scale)
+        own = bucket.own
         kernels.unpack(whole[own], [bucket.flat[own]], factor, scratch=self._unpack_scratch)
         bucket.flags.copy_(flags)
         if not bucket.on_gpu:
@@ -91,13 +104,6 @@ class HalfExchange(DenseExchange):
         if not self._result_fits:
             finite = finite & torch.isfinite(kernels.absmax([self._bucket.flat]))
         return as_flag(finite, self._bucket)
-
-    def _agreed_scale(self) -> torch.Tensor:
-        """Return the factor to which the ranks agree by their largest magnitudes."""
-        assert self._largest is not None
-        self._communicator.all_reduce(self._largest, "max")
-        self.bytes_sent += self._largest.nbytes
-        return agreed_scale(self._largest, self._communicator.size)
 
 
 class _HalfMethod(Method):

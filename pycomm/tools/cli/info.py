@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from pycomm import kernels
 from pycomm.collectives.freed_memory import VARIABLE, why_not_kept
 from pycomm.collectives.transport.nccl import build_info, nccl_version, why_not_registered
 from pycomm.kernels import cuda_devices
@@ -61,7 +62,7 @@ def _malloc() -> str:
 def _cuda(build: dict[str, Any]) -> str:
     if build["cuda"] is None:
         return "none (built without)"
-    architectures = build["cuda_architectures"].split(";")
+    architectures = build["cuda_architectures"].split(",")
     says = f"{build['cuda']}, for {', '.join(architectures)}"
     if all(name.endswith("-virtual") for name in architectures):
         says += " (the driver of a newer GPU compiles the kernels when they are first used)"
@@ -70,7 +71,13 @@ def _cuda(build: dict[str, Any]) -> str:
 
 def _gpus() -> str:
     count, why_none = cuda_devices()
-    return str(count) if count > 0 else f"none: {why_none}"
+    if count == 0:
+        return f"none: {why_none}"
+    try:
+        kernels.absmax([torch.ones(1, device="cuda")])
+    except RuntimeError as error:  # of torch, or a kernel's that the driver has no code for
+        return f"{count}, and no kernel runs: {error}"
+    return f"{count}, and kernels run"
 
 
 def transports() -> list[str]:

@@ -10,7 +10,7 @@ import torch
 from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
 from pycomm.compression.base import Compression, Exchange, Flag, Scaling, State
-from pycomm.compression.dense import by_method
+from pycomm.compression.dense import DenseExchange, by_method
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -50,6 +50,19 @@ class BucketExchanges:
         """Return whether these are the exchanges of ``params``, in that order."""
         return len(params) == len(self.params) and all(a is b for a, b in zip(params, self.params, strict=True))
 
+    def lie_in(self, buffer: torch.Tensor) -> None:
+        """Keep the averages in ``buffer``, which holds the gradients, so that neither is copied.
+
+        Done if one method without state has all of them, and in the order in which they lie there.
+        """
+        part = self.parts[0]
+        if len(self.parts) == 1 and isinstance(part.exchange, DenseExchange) and self._is_usual():
+            part.bucket.lie_in(buffer)
+
+    def _is_usual(self) -> bool:
+        # Torch reads another tensor than its own by the present strides of the parameters.
+        return all(t.is_contiguous() for t in [*self.parts[0].bucket.places, *self.params])
+
     def pack(self, grads: Gradients, scaling: Scaling) -> None:
         """Take what is to be sent out of ``grads`` (``None``: not used on this rank)."""
         for part in self.parts:
@@ -71,9 +84,7 @@ class BucketExchanges:
 
     def averages(self, buffer: torch.Tensor, grads: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the averages, flat, in the order of ``params``, perhaps in ``buffer``; ``grads`` are views of it."""
-        # Torch reads another tensor than its own by the present strides of the parameters.
-        is_usual = all(t.is_contiguous() for t in [*self.parts[0].bucket.places, *self.params])
-        if len(self.parts) == 1 and is_usual:
+        if len(self.parts) == 1 and self._is_usual():
             return self.parts[0].bucket.flat
         self.write(grads)
         return buffer

@@ -209,10 +209,12 @@ class Fingerprint:
         """Read the record; return its bits."""
         values = self.record.read(has_pass=self._state.has_pass)
         value, bits = self._sent[-1].value, self._sent[-1].bits
-        if values != self._values:  # most reductions repeat the one before
+        capturing = is_capturing()
+        if values != self._values or capturing:  # most reductions repeat the one before
             hash_ = self.record.hash_of(values) & ((1 << _ALIKE.stop - _ALIKE.start) - 1)
             value = hash_ << _ALIKE.start | sum(1 << _FLAGS[name] for name in self.record.flags_of(values))
-            self._values, bits = values, self._bits.of(value)
+            bits = self._bits.of(value)
+            self._values = [] if capturing else values  # a graph's tensors have values only while it runs
         self._sent.append(SentRecord(self._state.reductions, self._state.role is Role.ABSENT, values, value, bits))
         return bits
 

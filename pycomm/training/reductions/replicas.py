@@ -85,17 +85,18 @@ class Hashes:
         self._scratch = kernels.Scratch()
         self._weights = self._each = torch.empty(0, dtype=torch.int64, device=device)
         self._names: list[str] = []
+        self._is_of_graph = False  # whether the weights have values only while a CUDA graph runs
 
     def bits(self, named: Named) -> torch.Tensor:
         """Return bools that almost certainly differ if a tensor does. Does not wait for a GPU."""
         named = [(name, tensor) for name, tensor in named if tensor.device == self._device]
         names = [name for name, _ in named]
-        if names != self._names:
+        if names != self._names or self._is_of_graph:
             weights = [zlib.crc32(name.encode()) << 20 | 2 * i + 1 for i, name in enumerate(names)]
             on_host = torch.tensor(weights, dtype=torch.int64, pin_memory=self._device.type == "cuda")
             self._weights = on_host.to(self._device, non_blocking=True)
             self._each = torch.empty_like(self._weights)
-            self._names = names
+            self._names, self._is_of_graph = names, is_capturing()
         if named:
             kernels.hashes([hashable(tensor) for _, tensor in named], out=self._each, scratch=self._scratch)
         total = (self._each * self._weights).sum()

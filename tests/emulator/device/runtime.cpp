@@ -81,6 +81,10 @@ std::vector<const void*>& kernels() {
     static std::vector<const void*> all;
     return all;
 }
+bool are_kernels_loaded(int device) {
+    std::lock_guard lock(guard);
+    return loaded.count(device) != 0;
+}
 void load_kernels(int device) {
     std::lock_guard lock(guard);
     loaded.insert(device);
