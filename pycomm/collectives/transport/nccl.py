@@ -59,9 +59,9 @@ def build_info() -> dict[str, Any]:
 
     Returns:
         ``version``; ``cuda``: the toolkit's version, ``None`` if built without; ``cuda_architectures``: what its
-        kernels were compiled for, as CMake names them, with commas between, or ``None``; ``nccl``: version of the NCCL that pycomm
-        loads, ``None`` if there is none; ``simd``: the instruction set in use ("avx512", "avx2", "baseline");
-        ``compiler``.
+        kernels were compiled for, as CMake names them, with commas between, or ``None``; ``nccl``: version of the NCCL
+        that pycomm loads, ``None`` if there is none; ``simd``: the instruction set in use ("avx512", "avx2",
+        "baseline"); ``compiler``.
     """
     nccl = nccl_version()
     return {**_native.build_info(), "nccl": None if nccl is None else nccl[0]}
