@@ -34,7 +34,7 @@ import pycomm
 from pycomm import kernels
 from pycomm.collectives.channel import Channel
 from pycomm.collectives.communicator import Communicator
-from pycomm.collectives.transport import gpu
+from pycomm.collectives.transport import gpu, gpu_program
 
 _PYCOMM, _TORCH = (str(Path(str(package.__file__)).parent) for package in (pycomm, torch))
 
@@ -276,6 +276,7 @@ class _Nccl:
 
     def __init__(self, channel: Channel, streams: Streams) -> None:
         self._channel, self._streams = channel, streams
+        self._receives: list[Callable[[], object]] = []  # of a group, after its sends
 
     def __getattr__(self, operation: str) -> Callable[..., None]:
         def call(*arguments: Any) -> None:
@@ -284,13 +285,21 @@ class _Nccl:
             with self._streams.on(stream):
                 self._streams.note(operation, tensors, tensors)
             with self._streams.paused():
-                self._channel.run(operation, False, *own)
+                if operation == "send":
+                    self._channel.send(own[0], own[1], 0)
+                elif operation == "recv":
+                    self._receives.append(functools.partial(self._channel.recv, own[0], own[1], 0))
+                else:
+                    self._channel.run(operation, False, *own)
 
         return call
 
     @contextlib.contextmanager
     def grouped(self, _timeout: float) -> Iterator[None]:
         yield
+        with self._streams.paused():
+            while self._receives:
+                self._receives.pop(0)()
 
     def check(self) -> None:
         pass
@@ -358,7 +367,9 @@ def _noted(kernel: Callable[..., Any], written: Sequence[str], streams: Streams)
         writes = _tensors_in(out)
         for path in written:
             first, *rest = path.split(".")
-            writes += _tensors_in(functools.reduce(lambda x, key: getattr(x, key, None), rest, bound.arguments[first]))
+            writes += _tensors_in(
+                functools.reduce(lambda x, key: getattr(x, key, None), rest, bound.arguments.get(first))
+            )
         streams.note(name, _tensors_in(list(bound.arguments.values())), writes)
         if bound.arguments.get("scratch") is not None:
             streams.use(bound.arguments["scratch"], name)
@@ -396,6 +407,7 @@ def simulated_gpu(is_on: bool = True) -> Iterator[Streams]:
         patch.setattr(gpu, "_native", native)
         patch.setattr(gpu, "raw_stream", lambda _: streams.current)
         patch.setattr(gpu, "register", lambda *_: None)
+        patch.setattr(gpu_program, "Part", lambda whole, first, count, _: whole.view(-1)[first : first + count])
         patch.setattr(Channel, "_make_nccl", lambda self, *_: _Nccl(self, streams))
         patch.setattr(Channel, "side", side)
         patch.setattr(Channel, "current_stream_of", staticmethod(lambda _: lambda: streams.current))

@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.ranks import free_port
 from tests.test_shape import FUNCTIONS, imported, parsed, python_files
 
-BUDGET = 17_400
+BUDGET = 17_500
 """Lines of Python that a change may not exceed without saying why in its message."""
 
 THREE_STEPS = """

@@ -72,18 +72,108 @@ def train(rank: int, streams: Streams, method: Any, feature: dict[str, Any], ste
     streams.assert_ordered()
 
 
-@pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("method", METHODS)
+ALL = {
+    **METHODS,
+    "fp8": pycomm.FP8(),
+    "int4": pycomm.Int4(),
+    "chunktopk": pycomm.ChunkTopK(8),
+    "bf16, two hops": pycomm.BF16(sum="float32"),
+    "dgc, half": pycomm.DGC(0.2, 0.9, half_values=True),
+    "topk, nearly all": pycomm.TopK(0.9),
+}
+
+
+def cases() -> list[Any]:
+    """Every method with every feature; those that rarely tell anything new are slow."""
+    pairs = [(method, feature) for method in ALL for feature in FEATURES if method == "dgc" or feature != "local norm"]
+    usual = ("none", "fp16", "dgc")
+    return [
+        pytest.param(*pair, marks=() if pair[0] in usual or pair[1] == "mixed dtypes" else pytest.mark.slow)
+        for pair in pairs
+    ]
+
+
+@pytest.mark.parametrize(("method", "feature"), cases())
 @on_ranks(2)
 def test_no_race(method: str, feature: str) -> None:
-    compression: Any = METHODS[method]
-    if "local_norm" in FEATURES[feature]:
-        if not isinstance(compression, pycomm.DGC):
-            return
-        compression = pycomm.DGC(0.2, 0.9, clip_local_norm=0.3)
+    local_norm = "local_norm" in FEATURES[feature]
+    compression: Any = pycomm.DGC(0.2, 0.9, clip_local_norm=0.3) if local_norm else ALL[method]
     with simulated_gpu() as streams:
         train(torch.distributed.get_rank(), streams, compression, FEATURES[feature])
         assert streams.launches.keys() - {MAIN}, "nothing was sent on another stream"
+
+
+def normed(count: int) -> nn.Sequential:
+    """Layers with buffers between them."""
+    return nn.Sequential(*(part for layer in layers(count) for part in (layer, nn.BatchNorm1d(16))))
+
+
+USES: dict[str, dict[str, Any]] = {
+    "buffers from rank 0": {"model": normed, "options": {"buffers": "broadcast"}},
+    "buffers averaged": {"model": normed, "options": {"buffers": "average"}},
+    "figures": {"figures": True},
+    "loaded state": {"state": True},
+    "pycomm's scaler": {"loss_scaler": True},
+    "fused Adam": {"fuse": True, "adam": True},
+    "master weights": {"masters": True},
+    "master weights, accumulated": {"masters": True, "accumulate": 2},
+    "kept gradients": {"keep": lambda grads: grads[::2]},
+    "tensors of gradients": {"keep": lambda grads: [grad.view(-1) for grad in grads]},
+    "a veto": {"veto": True},
+    "sums": {"options": {"average": False}},
+    "shared step": {"adam": True, "options": {"shard": "optimizer"}, "dense": True},
+}
+"""What scripts do besides; ``dense``: without compression alone."""
+
+
+def use(rank: int, method: Any, spec: dict[str, Any], steps: int = 7) -> None:
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if spec.get("masters") else torch.float32
+    model = spec["model"](3) if "model" in spec else nn.Sequential(*layers(5, dtype))
+    params = list(model.parameters())
+    optimizer = torch.optim.Adam(params, 1e-3) if spec.get("adam") else torch.optim.SGD(params, 0.01)
+    if spec.get("fuse"):
+        pycomm.fuse(optimizer)
+    if spec.get("masters"):
+        pycomm.master_weights(optimizer)
+    wants_scaler = spec.get("loss_scaler") or method.transactional or spec.get("veto")
+    scaler = pycomm.LossScaler(init_scale=8.0) if wants_scaler else None
+    options = {"bucket_mb": BUCKET_MB, "check_replicas": 2, **spec.get("options", {})}
+    options |= {"accumulate": spec.get("accumulate", 1), "loss_scaler": scaler, "compression": method}
+    kept: list[torch.Tensor] = []
+    with attached(optimizer, model, **options) as reducer:
+        for step in range(steps):
+            optimizer.zero_grad()
+            if spec.get("veto") and step == 3 and rank == 1:
+                reducer.veto_step("a test")
+            for _ in range(spec.get("accumulate", 1)):
+                loss = model(torch.randn(4, 16, dtype=dtype)).float().square().mean()
+                (loss if scaler is None else scaler.scale(loss)).backward()
+            if "keep" in spec:
+                kept = spec["keep"]([param.grad for param in params])
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+            if spec.get("figures"):
+                reducer.stats()
+            if spec.get("state") and step == 3:
+                reducer.load_state_dict(reducer.state_dict())
+    assert "keep" not in spec or kept
+
+
+@pytest.mark.parametrize(
+    ("method", "what"),
+    [("none", what) for what in USES]
+    + [("topk", what) for what in USES if "dense" not in USES[what]]
+    + [pytest.param("powersgd", what, marks=pytest.mark.slow) for what in USES if "dense" not in USES[what]],
+)
+@on_ranks(2)
+def test_no_race_whatever_scripts_do(method: str, what: str) -> None:
+    with simulated_gpu() as streams:
+        use(torch.distributed.get_rank(), METHODS[method], USES[what])
+        streams.assert_ordered()
 
 
 def found_without(name: str, replacement: Any, kind: type = GpuQueue) -> str:
@@ -128,7 +218,7 @@ def test_scratch_of_two_streams_is_found() -> None:
         assert "scratch of squared_norms" in streams.races
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["none", "fp16", "bf16", "topk", "dgc", "int8", "powersgd"])
 @on_ranks(2)
 def test_gradients_are_freed_as_their_bucket_is_launched(method: str) -> None:
     """Autograd gets their memory for the next ones. More than one bucket of them never exists beside the buckets."""
