@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from collections.abc import Sequence
@@ -36,7 +37,9 @@ class Accumulated:
 
     def fits(self, largest: torch.Tensor) -> torch.Tensor:
         """Return whether ``.grad`` can hold sums of magnitude ``largest``: a 0-d bool."""
-        return largest * self.factor <= self.most
+        return (
+            largest if isinstance(self.factor, float) and self.factor == 1.0 else largest * self.factor
+        ) <= self.most
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Outcome:
         states: pairs of flat state: after this step, and before it.
         finite: on the CPU true; on a GPU a tensor: if it is false, state is restored.
         used: for each parameter, whether its change of state stays; ``None``: all do.
-        last_sources: receives the report's sources if ``finite`` is a false tensor; int64.
+        last: receives the report's evidence if ``finite`` is a false tensor.
     """
 
     bucket: Bucket
@@ -59,7 +62,7 @@ class Outcome:
     finite: Flag
     used: torch.Tensor | None
     report: Report
-    last_sources: torch.Tensor
+    last: torch.Tensor
     scratch: kernels.Scratch
 
 
@@ -86,12 +89,10 @@ class RankSum(Defaults):
         """Write the sum over the ranks of what they sent to the bucket; restore state where ``outcome`` says so."""
         for now, before in outcome.states:
             _put_back(outcome, now, before)
-        factor = outcome.factor
-        if isinstance(outcome.finite, torch.Tensor):
-            finite, last = outcome.finite, outcome.last_sources
-            last.copy_(torch.where(finite, last, outcome.report.nonfinite_sources()))
-            one = torch.ones((), dtype=torch.float64, device=finite.device)  # two numbers would get the default dtype
-            factor = torch.where(finite, one * factor, math.nan).float()  # what was sent comes out as NaN
+        factor, finite = outcome.factor, outcome.finite
+        if isinstance(finite, torch.Tensor):
+            torch.where(finite, outcome.last, outcome.report.evidence(), out=outcome.last)
+            factor = torch.where(finite, _on(finite.device, factor), _on(finite.device, math.nan))  # else all is NaN
         self.write(outcome.sums, factor)
         if not outcome.in_bucket:
             kernels.unpack(outcome.sums, [outcome.bucket.flat])
@@ -114,6 +115,16 @@ class BaseCodec(RankSum):
 
     def commit(self, finite: Flag) -> None:
         """Keep this step's state for the next one, if ``finite``."""
+
+
+def _on(device: torch.device, factor: float | torch.Tensor) -> torch.Tensor:
+    """Return ``factor`` as a 0-d float32 tensor on ``device``."""
+    return factor.float() if isinstance(factor, torch.Tensor) else _constant(factor, device)
+
+
+@functools.lru_cache(maxsize=64)
+def _constant(value: float, device: torch.device) -> torch.Tensor:
+    return torch.full((), value, dtype=torch.float32, device=device)
 
 
 def _put_back(outcome: Outcome, now: torch.Tensor, before: torch.Tensor) -> None:
@@ -139,4 +150,4 @@ def seed_of(seed: int, rank: int, bucket: Bucket) -> int:
 
 def sum_of_maxima(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum of the largest elements of ``tensors``; 0-d float64."""
-    return torch.stack([torch.max(tensor) for tensor in tensors]).double().sum()
+    return torch.stack([torch.max(tensor) for tensor in tensors]).sum(dtype=torch.float64)

@@ -95,7 +95,8 @@ class CodecExchange:
         self._told: Told | None = None
         self._kept: torch.Tensor | None = None  # the old residual, where buffers cannot be swapped
         self._has_graph = False  # whether a CUDA graph knows the addresses of state
-        self._nonfinite_sources = torch.zeros(communicator.size, dtype=torch.int64, device=bucket.device)
+        self._finite = torch.tensor(True)
+        self._last: tuple[Report, torch.Tensor] | None = None  # and its evidence, of the last step that was not finite
         self._all_used_here, self._measures = True, False
         self._measured: tuple[torch.Tensor, torch.Tensor] | None = None  # squared norms, before and after sending
         self._accumulate_scratch, self._finish_scratch = kernels.Scratch(), kernels.Scratch()
@@ -145,6 +146,7 @@ class CodecExchange:
         flat, measures, self._measures = self._accumulated.flat, self._measures, False
         before = kernels.squared_norms([flat]) if measures else None
         self._report = self.codec.send(self._accumulated, self._told)
+        self._finite = self.codec.finite(self._report, self._accumulated)
         if before is not None:
             self._measured = before, kernels.squared_norms([flat])
 
@@ -163,9 +165,7 @@ class CodecExchange:
         return options
 
     def finite(self) -> Flag:
-        assert self._report is not None
-        assert self._accumulated is not None
-        return as_flag(self.codec.finite(self._report, self._accumulated), self._bucket)
+        return as_flag(self._finite, self._bucket)
 
     def differing(self) -> torch.Tensor:
         assert self._report is not None
@@ -179,17 +179,26 @@ class CodecExchange:
         return used
 
     def nonfinite_source(self) -> str | None:
-        for rank, number in enumerate(self._nonfinite_sources.tolist()):
-            if number:
-                return f"parameter {self._bucket.names[number - 1]!r} on rank {rank}"
-        return None
+        numbers = [] if self._last is None else self._last[0].sources_in(self._last[1])
+        found = ((rank, number) for rank, number in enumerate(numbers) if number)
+        return next((f"parameter {self._bucket.names[number - 1]!r} on rank {rank}" for rank, number in found), None)
+
+    def _last_evidence(self) -> torch.Tensor:
+        """Return the evidence of the last step that was not finite, to be written to; zeros if there was none."""
+        assert self._report is not None
+        now = self._report.evidence()
+        last = torch.zeros_like(now) if self._last is None else self._last[1]
+        if last.shape != now.shape or last.dtype != now.dtype:  # the codec was replaced
+            last = torch.zeros_like(now)
+        self._last = self._report, last
+        return last
 
     def finish(self, finite: Flag) -> None:
         assert self._report is not None
         if isinstance(finite, torch.Tensor) or finite:
             self._commit(finite)
         else:
-            self._nonfinite_sources.copy_(self._report.nonfinite_sources())
+            self._last_evidence().copy_(self._report.evidence())
             self._bucket.flat.fill_(math.nan)
 
     def _commit(self, finite: Flag) -> None:
@@ -215,7 +224,7 @@ class CodecExchange:
             finite=finite,
             used=None if self._all_used_here and self._told.is_used is None else self._report.used(),
             report=self._report,
-            last_sources=self._nonfinite_sources,
+            last=self._last_evidence(),
             scratch=self._finish_scratch,
         )
         self.codec.settle(outcome)

@@ -75,18 +75,23 @@ class GatheredMessages:
             self._room, self._room_for_all = gathered_memory(self._communicator, num_bytes, self._device)
         self._message, self._everyone = self._room[:num_bytes], self._room_for_all[: size * num_bytes]
         messages = list(torch.split(self._everyone, num_bytes))
-        self._rows = [message[: self._num_codes] for message in messages]
+        self._codes = self._everyone.view(size, num_bytes)[:, : self._num_codes]
         self.mine = layout.arrays_in(self._message)
         self.everyones = [layout.arrays_in(message) for message in messages]
+
+    def rows(self, num_bytes: int) -> torch.Tensor:
+        """Return the first ``num_bytes`` of the first array of every rank's message: uint8, a row for each rank."""
+        begin = _aligned(self._num_codes)
+        return self._everyone.view(self._communicator.size, -1)[:, begin : begin + num_bytes]
 
     def _no_bytes(self) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8, device=self._device)
 
     def gather(self, told: Told) -> Report:
         """Send ``mine``, with what is ``told``, to all ranks, and receive ``everyones``."""
-        self._message[: self._num_codes] = told.codes()
+        told.write(self._message[: self._num_codes])
         self._communicator.all_gather(self._everyone, self._message)
-        return GatheredReport(torch.stack(self._rows))
+        return GatheredReport(self._codes)
 
     @property
     def num_bytes(self) -> int:
@@ -97,23 +102,32 @@ class GatheredMessages:
 class SummedMessage:
     """Message that is summed over the ranks by an all-reduce.
 
+    Args:
+        reports: whether it has a report; of several messages of a step, one suffices.
+
     Attributes:
         values: ``count`` elements: this rank's before :meth:`all_reduce`, the sums after it.
     """
 
-    def __init__(self, bucket: Bucket, communicator: Communicator, count: int) -> None:
+    def __init__(self, bucket: Bucket, communicator: Communicator, count: int, *, reports: bool = True) -> None:
         self._communicator = communicator
         num_params = len(bucket.names)
-        places = SummedReport.num_places(num_params, communicator.size)
+        places = SummedReport.num_places(num_params, communicator.size) if reports else 0
         self._memory = communicator.empty(count + places, wide_dtype(bucket), bucket.device, symmetric=True)
         self.values = self._memory[:count]
-        self._report = SummedReport(self._memory[count:], num_params)
+        self._report = SummedReport(self._memory[count:], num_params) if reports else None
 
     def all_reduce(self, told: Told) -> Report:
         """Sum ``values``, and the report made of what is ``told``, over the ranks, in place."""
-        self._report.fill(told.codes(), self._communicator.rank)
+        assert self._report is not None
+        self._report.fill(told, self._communicator.rank)
         self._communicator.all_reduce(self._memory)
         return self._report
+
+    def all_reduce_values(self) -> None:
+        """Sum ``values`` over the ranks, in place, without a report."""
+        assert self._report is None
+        self._communicator.all_reduce(self._memory)
 
     def largest(self) -> torch.Tensor:
         """Return the largest magnitude in ``values``; 0-d float64."""

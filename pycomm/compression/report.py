@@ -2,7 +2,7 @@
 
 For every parameter: was it used on this rank, and was it finite? A gathered message has a byte for each
 parameter. A summed message has, for each parameter, the number of ranks that used it and, for each rank,
-an element with the number of its first parameter that was not finite.
+an element that says which of its parameters was the first that was not finite.
 
 A fingerprint (pycomm/collectives/bucket.py) follows. In a gathered message each of its bits is a byte.
 """
@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from pycomm.collectives.bucket import FINGERPRINT_BITS, FINGERPRINT_PLACES, differing_places, put_fingerprint
+from pycomm.collectives.bucket import FINGERPRINT_BITS, FINGERPRINT_PLACES, differing_places
 
 UNUSED, USED, NOT_FINITE = 0, 1, 2
 
@@ -28,8 +28,15 @@ class Report(Protocol):
     def finite(self) -> torch.Tensor:
         """Return whether all gradients were finite: a 0-d bool."""
 
-    def nonfinite_sources(self) -> torch.Tensor:
-        """Return, for each rank, one more than the number of its first non-finite parameter, or 0: int64."""
+    def evidence(self) -> torch.Tensor:
+        """Return what :meth:`sources_in` reads, equal on all ranks: the same shape and dtype in every step."""
+
+    def sources_in(self, evidence: torch.Tensor) -> list[int]:
+        """Return, for each rank, one more than the number of its first non-finite parameter, or 0. Waits for a GPU.
+
+        Args:
+            evidence: of this step or an earlier one; zeros: of none.
+        """
 
     def differing(self) -> torch.Tensor:
         """Return, for each bit of the fingerprint, whether ranks differ in it: bool."""
@@ -56,23 +63,18 @@ class Told:
     fingerprint: torch.Tensor | None
     is_used: torch.Tensor | None = None
 
-    def codes(self) -> torch.Tensor:
-        """Return it as codes: uint8, one per parameter, then the bits of the fingerprint."""
-        num_params = len(self.finite)
-        codes = torch.zeros(num_codes(num_params), dtype=torch.uint8, device=self.finite.device)
-        codes[:num_params] = torch.where(self.finite, USED, NOT_FINITE)
+    def write(self, codes: torch.Tensor) -> None:
+        """Write it as ``codes``: uint8, one per parameter, then the bits of the fingerprint."""
+        of_params, bits = codes[: len(self.finite)], codes[len(self.finite) :]
+        torch.bitwise_xor(self.finite.view(torch.uint8), USED, out=of_params).add_(USED)  # USED, or NOT_FINITE
         if self.is_used is not None:
-            codes[:num_params] *= self.is_used
+            of_params.mul_(self.is_used)
         for i in self.unused:
             codes[i].fill_(UNUSED)  # assigning a number would copy it from the host, and wait
-        if self.fingerprint is not None:
-            codes[num_params:] = self.fingerprint
-        return codes
-
-
-def _first_not_finite(codes: torch.Tensor) -> torch.Tensor:
-    bad = codes == NOT_FINITE
-    return torch.where(bad.any(dim=-1), bad.int().argmax(dim=-1) + 1, 0)
+        if self.fingerprint is None:
+            bits.zero_()
+        else:
+            bits.copy_(self.fingerprint)
 
 
 class GatheredReport:
@@ -91,8 +93,11 @@ class GatheredReport:
     def finite(self) -> torch.Tensor:
         return (self._codes != NOT_FINITE).all()
 
-    def nonfinite_sources(self) -> torch.Tensor:
-        return _first_not_finite(self._codes)
+    def evidence(self) -> torch.Tensor:
+        return self._codes
+
+    def sources_in(self, evidence: torch.Tensor) -> list[int]:
+        return [row.index(NOT_FINITE) + 1 if NOT_FINITE in row else 0 for row in evidence.tolist()]
 
     def differing(self) -> torch.Tensor:
         return (self._bits != self._bits[0]).any(dim=0)
@@ -107,29 +112,37 @@ class SummedReport:
 
     def __init__(self, places: torch.Tensor, num_params: int) -> None:
         self._used, rest = places[:num_params], places[num_params:]
-        self._nonfinite_sources, self._bits = rest[:-FINGERPRINT_PLACES], rest[-FINGERPRINT_PLACES:]
+        self._first, self._bits = rest[:-FINGERPRINT_PLACES], rest[-FINGERPRINT_PLACES:]
+        self._codes = torch.empty(num_codes(num_params), dtype=torch.uint8, device=places.device)
+        # Number of parameters from each one on: the largest of those that are not finite says which is the first.
+        self._numbers = torch.arange(num_params, 0, -1, dtype=places.dtype, device=places.device)
 
     @staticmethod
     def num_places(num_params: int, size: int) -> int:
         """Return how many elements the report takes among ``size`` ranks."""
         return num_params + size + FINGERPRINT_PLACES
 
-    def fill(self, codes: torch.Tensor, rank: int) -> None:
+    def fill(self, told: Told, rank: int) -> None:
         """Write this rank's part, before the sum."""
-        of_params, bits = codes[:-FINGERPRINT_BITS], codes[-FINGERPRINT_BITS:]
-        self._used.copy_(of_params != UNUSED)
-        self._nonfinite_sources.zero_()
-        self._nonfinite_sources[rank].copy_(_first_not_finite(of_params))
-        put_fingerprint(self._bits, bits != 0)
+        told.write(self._codes)
+        of_params, bits = self._codes[:-FINGERPRINT_BITS], self._codes[-FINGERPRINT_BITS:]
+        torch.ne(of_params, UNUSED, out=self._used)
+        self._first.zero_()
+        torch.amax((of_params == NOT_FINITE) * self._numbers, dim=0, out=self._first[rank])
+        self._bits[:FINGERPRINT_BITS].copy_(bits)
+        torch.logical_not(bits, out=self._bits[FINGERPRINT_BITS:])
 
     def used(self) -> torch.Tensor:
         return self._used != 0
 
     def finite(self) -> torch.Tensor:
-        return (self._nonfinite_sources == 0).all()
+        return (self._first == 0).all()
 
-    def nonfinite_sources(self) -> torch.Tensor:
-        return self._nonfinite_sources.long()
+    def evidence(self) -> torch.Tensor:
+        return self._first
+
+    def sources_in(self, evidence: torch.Tensor) -> list[int]:
+        return [len(self._numbers) - int(number) + 1 if number else 0 for number in evidence.tolist()]
 
     def differing(self) -> torch.Tensor:
         return differing_places(self._bits)

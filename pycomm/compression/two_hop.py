@@ -271,10 +271,14 @@ class TwoHopCodec(_DividedCodec):
         return self._messages.gather(told)
 
     def largest(self) -> torch.Tensor:
-        terms = zip(*self._sums, strict=True)  # of the sums of all parts
-        return (
-            sum_of_maxima([torch.cat([arrays[0] for arrays in term]) for term in terms]) * self._division.forms[0].top
-        )
+        if self._hop is None and len(self._division.lanes) == 1:  # one part, of which every rank sends as much
+            rows = self._messages.rows(self._mine[0].nbytes).view(torch.float32)
+            largest = rows.amax(dim=1).sum(dtype=torch.float64)
+        else:
+            terms = zip(*self._sums, strict=True)  # of the sums of all parts
+            largest = sum_of_maxima([torch.cat([arrays[0] for arrays in term]) for term in terms])
+        top = self._division.forms[0].top
+        return largest if top == 1.0 else largest * top
 
     def write(self, out: torch.Tensor, factor: float | torch.Tensor) -> None:
         with _float32_of(out) as into:

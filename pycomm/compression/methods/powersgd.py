@@ -33,7 +33,7 @@ class LowRankCodec(BaseCodec):
         self._p_shapes = [(n, r) for (n, _), r in zip(self._shapes, ranks, strict=True)]
         self._q_shapes = [(m, r) for (_, m), r in zip(self._shapes, ranks, strict=True)]
         self._ps = SummedMessage(bucket, communicator, _total(self._p_shapes))
-        self._qs = SummedMessage(bucket, communicator, _total(self._q_shapes))
+        self._qs = SummedMessage(bucket, communicator, _total(self._q_shapes), reports=False)
         generator = torch.Generator().manual_seed(seed_of(seed, 0, bucket))
         first = torch.randn(_total(self._q_shapes), generator=generator, dtype=wide_dtype(bucket))
         self._q = first.to(bucket.device)
@@ -52,14 +52,14 @@ class LowRankCodec(BaseCodec):
         for matrix, p, q in zip(matrices, self._bases, qs, strict=True):
             torch.mm(matrix.t(), p, out=q)
             matrix.addmm_(p, q.t(), alpha=-1.0)
-        self._qs.all_reduce(told)
+        self._qs.all_reduce_values()
         self.bytes_sent += self._ps.num_bytes + self._qs.num_bytes
         return report
 
     def largest(self) -> torch.Tensor:
         # Columns of P have length 1, so an element of P Q^T is at most a row of Q long.
-        rows = [q.norm(dim=1).max() for q in self._received_qs()]
-        return torch.stack(rows).max().double()
+        rows = [torch.linalg.vector_norm(q, dim=1) for q in self._received_qs()]
+        return torch.cat(rows).max().double()
 
     def write(self, out: torch.Tensor, factor: float | torch.Tensor) -> None:
         products = zip(self._bucket.parts(out), self._shapes, self._bases, self._received_qs(), strict=True)
@@ -74,7 +74,7 @@ class LowRankCodec(BaseCodec):
         keep = finite if isinstance(finite, torch.Tensor) else torch.tensor(finite)
         # A Q of zeros, where nothing was received, would stay zero: the old one is kept then.
         for old, new in zip(_cut(self._q, self._q_shapes), self._received_qs(), strict=True):
-            old.copy_(torch.where(keep & new.any(), new, old))
+            torch.where(keep & new.any(), new, old, out=old)
 
     def state(self) -> State:
         return {name: {"q": q} for name, q in zip(self._bucket.names, _cut(self._q, self._q_shapes), strict=True)}

@@ -83,8 +83,12 @@ class Verdict:
         """Return whether all gradients were finite, and the sum over the ranks fits: a 0-d bool."""
         return self._finite
 
-    def nonfinite_sources(self) -> torch.Tensor:
+    def evidence(self) -> torch.Tensor:
         return self._sources
+
+    def sources_in(self, evidence: torch.Tensor) -> list[int]:
+        sources: list[int] = evidence.tolist()
+        return sources
 
     def differing(self) -> torch.Tensor:
         return self._differing
@@ -147,7 +151,7 @@ class GatheredSum(RankSum):
             finite=outcome.finite if isinstance(outcome.finite, torch.Tensor) else None,
             used=outcome.used,
             ends=self._ends,
-            last_sources=outcome.last_sources,
+            last_sources=outcome.last,
         )
 
 
