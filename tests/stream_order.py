@@ -112,12 +112,13 @@ class Streams:
         races: descriptions of what was found, each once.
         reads: number of values that pycomm has read on the host, by the stream.
         launches: number of operations on each stream.
+        own_launches: number of kernels and operations of torch that pycomm has launched; collectives do not count.
     """
 
     def __init__(self) -> None:
         self.current, self._paused = MAIN, 0
         self.races: dict[str, str] = {}
-        self.launches, self.reads = Counter[int](), Counter[int]()
+        self.launches, self.reads, self.own_launches = Counter[int](), Counter[int](), 0
         self._clocks: dict[int, Counter[int]] = {}
         self._memories: dict[int, Memory] = {}  # by address; kept alive, so that no address is used twice
         self._scratches: dict[int, tuple[object, int, int]] = {}
@@ -333,6 +334,8 @@ class _Operations(TorchDispatchMode):
             (writes if is_written else reads).extend(_tensors_in(value))
         if not any(each.alias_info is not None for each in returns):
             writes += _tensors_in(out)
+        # A number is a tensor in CPU memory, beside tensors on a GPU.
+        streams.own_launches += str(func) != "aten.scalar_tensor.default" and _is_called_by_pycomm()
         streams.note(str(func), reads, writes)
         return out
 
@@ -370,6 +373,7 @@ def _noted(kernel: Callable[..., Any], written: Sequence[str], streams: Streams)
             writes += _tensors_in(
                 functools.reduce(lambda x, key: getattr(x, key, None), rest, bound.arguments.get(first))
             )
+        streams.own_launches += 1
         streams.note(name, _tensors_in(list(bound.arguments.values())), writes)
         if bound.arguments.get("scratch") is not None:
             streams.use(bound.arguments["scratch"], name)

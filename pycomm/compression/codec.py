@@ -35,11 +35,11 @@ class Accumulated:
     factor: float | torch.Tensor = 1.0
     most: float = math.inf
 
-    def fits(self, largest: torch.Tensor) -> torch.Tensor:
-        """Return whether ``.grad`` can hold sums of magnitude ``largest``: a 0-d bool."""
-        return (
-            largest if isinstance(self.factor, float) and self.factor == 1.0 else largest * self.factor
-        ) <= self.most
+    def fits(self, largest: torch.Tensor, top: float = 1.0) -> torch.Tensor:
+        """Return whether ``.grad`` can hold sums of magnitude ``largest`` times ``top``: a 0-d bool."""
+        if isinstance(self.factor, torch.Tensor):
+            return largest * self.factor <= self.most / top
+        return largest <= self.most / top / self.factor
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,19 @@ class Outcome:
 
 
 class RankSum(Defaults):
-    """Sum over the ranks of what each has sent of its accumulated gradients. On a GPU only ``stats`` waits."""
+    """Sum over the ranks of what each has sent of its accumulated gradients. On a GPU only ``stats`` waits.
+
+    Attributes:
+        top: factor of :meth:`largest`.
+    """
+
+    top = 1.0
 
     def __init__(self) -> None:
         self.bytes_sent = 0
 
     def largest(self) -> torch.Tensor:
-        """Return a bound on the magnitudes that :meth:`write` would give with factor 1; 0-d float64."""
+        """Return a bound on the magnitudes that :meth:`write` gives with factor 1, divided by ``top``; 0-d float64."""
         raise NotImplementedError
 
     def write(self, out: torch.Tensor, factor: float | torch.Tensor) -> None:
@@ -83,7 +89,7 @@ class RankSum(Defaults):
     def finite(self, report: Report, accumulated: Accumulated) -> torch.Tensor:
         """Return whether all that was sent is finite, and its sum over the ranks fits: a 0-d bool."""
         # Finite terms can still overflow in the sum, or once the loss scale is back: no rank may commit then.
-        return report.finite() & accumulated.fits(self.largest())
+        return report.finite() & accumulated.fits(self.largest(), self.top)
 
     def settle(self, outcome: Outcome) -> None:
         """Write the sum over the ranks of what they sent to the bucket; restore state where ``outcome`` says so."""
@@ -92,7 +98,7 @@ class RankSum(Defaults):
         factor, finite = outcome.factor, outcome.finite
         if isinstance(finite, torch.Tensor):
             torch.where(finite, outcome.last, outcome.report.evidence(), out=outcome.last)
-            factor = torch.where(finite, _on(finite.device, factor), _on(finite.device, math.nan))  # else all is NaN
+            factor = torch.where(finite, on_device(finite.device, factor), on_device(finite.device, math.nan))
         self.write(outcome.sums, factor)
         if not outcome.in_bucket:
             kernels.unpack(outcome.sums, [outcome.bucket.flat])
@@ -117,7 +123,7 @@ class BaseCodec(RankSum):
         """Keep this step's state for the next one, if ``finite``."""
 
 
-def _on(device: torch.device, factor: float | torch.Tensor) -> torch.Tensor:
+def on_device(device: torch.device, factor: float | torch.Tensor) -> torch.Tensor:
     """Return ``factor`` as a 0-d float32 tensor on ``device``."""
     return factor.float() if isinstance(factor, torch.Tensor) else _constant(factor, device)
 

@@ -63,13 +63,14 @@ class GatheredMessages:
         self._communicator = communicator
         self._num_codes = num_codes(len(bucket.names))
         self._device = bucket.device
+        self._has_bits = True  # in the message, whose memory may be another one's
         self._room = self._no_bytes()
         self._room_for_all = self._no_bytes()
         self.arrange(arrays)
 
     def arrange(self, arrays: Sequence[tuple[torch.dtype, int]]) -> None:
         """Use messages of these arrays from now on, in the same memory while it suffices."""
-        layout = Layout(self._num_codes, tuple(arrays))
+        layout, self._has_bits = Layout(self._num_codes, tuple(arrays)), True
         num_bytes, size = layout.num_bytes(), self._communicator.size
         if num_bytes > len(self._room):
             self._room, self._room_for_all = gathered_memory(self._communicator, num_bytes, self._device)
@@ -89,7 +90,8 @@ class GatheredMessages:
 
     def gather(self, told: Told) -> Report:
         """Send ``mine``, with what is ``told``, to all ranks, and receive ``everyones``."""
-        told.write(self._message[: self._num_codes])
+        told.write(self._message[: self._num_codes], had_bits=self._has_bits)
+        self._has_bits = told.fingerprint is not None
         self._communicator.all_gather(self._everyone, self._message)
         return GatheredReport(self._codes)
 

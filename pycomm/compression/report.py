@@ -9,12 +9,13 @@ A fingerprint (pycomm/collectives/bucket.py) follows. In a gathered message each
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from pycomm.collectives.bucket import FINGERPRINT_BITS, FINGERPRINT_PLACES, differing_places
+from pycomm.collectives.bucket import FINGERPRINT_BITS, FINGERPRINT_PLACES, differing_places, put_fingerprint
 
 UNUSED, USED, NOT_FINITE = 0, 1, 2
 
@@ -63,18 +64,26 @@ class Told:
     fingerprint: torch.Tensor | None
     is_used: torch.Tensor | None = None
 
-    def write(self, codes: torch.Tensor) -> None:
-        """Write it as ``codes``: uint8, one per parameter, then the bits of the fingerprint."""
+    def write(self, codes: torch.Tensor, *, had_bits: bool = True) -> None:
+        """Write it as ``codes``: uint8, one per parameter, then the bits of the fingerprint.
+
+        ``had_bits``: whether there may be bits of an earlier fingerprint.
+        """
         of_params, bits = codes[: len(self.finite)], codes[len(self.finite) :]
-        torch.bitwise_xor(self.finite.view(torch.uint8), USED, out=of_params).add_(USED)  # USED, or NOT_FINITE
+        torch.sub(_not_finite(codes.device), self.finite.view(torch.uint8), out=of_params)  # or USED
         if self.is_used is not None:
             of_params.mul_(self.is_used)
         for i in self.unused:
             codes[i].fill_(UNUSED)  # assigning a number would copy it from the host, and wait
-        if self.fingerprint is None:
-            bits.zero_()
-        else:
+        if self.fingerprint is not None:
             bits.copy_(self.fingerprint)
+        elif had_bits:
+            bits.zero_()
+
+
+@functools.lru_cache(maxsize=8)
+def _not_finite(device: torch.device) -> torch.Tensor:
+    return torch.full((), NOT_FINITE, dtype=torch.uint8, device=device)
 
 
 class GatheredReport:
@@ -111,11 +120,11 @@ class SummedReport:
     """
 
     def __init__(self, places: torch.Tensor, num_params: int) -> None:
-        self._used, rest = places[:num_params], places[num_params:]
+        self._places, self._used, rest = places, places[:num_params], places[num_params:]
         self._first, self._bits = rest[:-FINGERPRINT_PLACES], rest[-FINGERPRINT_PLACES:]
-        self._codes = torch.empty(num_codes(num_params), dtype=torch.uint8, device=places.device)
         # Number of parameters from each one on: the largest of those that are not finite says which is the first.
         self._numbers = torch.arange(num_params, 0, -1, dtype=places.dtype, device=places.device)
+        self._none = torch.zeros((), dtype=places.dtype, device=places.device)
 
     @staticmethod
     def num_places(num_params: int, size: int) -> int:
@@ -124,13 +133,16 @@ class SummedReport:
 
     def fill(self, told: Told, rank: int) -> None:
         """Write this rank's part, before the sum."""
-        told.write(self._codes)
-        of_params, bits = self._codes[:-FINGERPRINT_BITS], self._codes[-FINGERPRINT_BITS:]
-        torch.ne(of_params, UNUSED, out=self._used)
-        self._first.zero_()
-        torch.amax((of_params == NOT_FINITE) * self._numbers, dim=0, out=self._first[rank])
-        self._bits[:FINGERPRINT_BITS].copy_(bits)
-        torch.logical_not(bits, out=self._bits[FINGERPRINT_BITS:])
+        self._places.zero_()
+        if told.is_used is None:
+            self._used.fill_(1.0)
+        else:
+            self._used.copy_(told.is_used)
+        for i in told.unused:
+            self._used[i].fill_(0.0)
+        torch.amax(torch.where(told.finite, self._none, self._numbers), dim=0, out=self._first[rank])
+        if told.fingerprint is not None:
+            put_fingerprint(self._bits, told.fingerprint)
 
     def used(self) -> torch.Tensor:
         return self._used != 0

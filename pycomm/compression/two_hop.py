@@ -253,6 +253,7 @@ class TwoHopCodec(_DividedCodec):
         self._sums = [
             [division.arrays_in(part, everyones[p]) for p in owners] for part, owners in enumerate(division.owners)
         ]
+        self.top = division.forms[0].top
         self._hop: FirstHop | None = None
         if division.per_lane > 1:
             self._hop = FirstHop(bucket, communicator, division, [longest] * division.per_lane, self._seeds)
@@ -273,12 +274,9 @@ class TwoHopCodec(_DividedCodec):
     def largest(self) -> torch.Tensor:
         if self._hop is None and len(self._division.lanes) == 1:  # one part, of which every rank sends as much
             rows = self._messages.rows(self._mine[0].nbytes).view(torch.float32)
-            largest = rows.amax(dim=1).sum(dtype=torch.float64)
-        else:
-            terms = zip(*self._sums, strict=True)  # of the sums of all parts
-            largest = sum_of_maxima([torch.cat([arrays[0] for arrays in term]) for term in terms])
-        top = self._division.forms[0].top
-        return largest if top == 1.0 else largest * top
+            return rows.amax(dim=1).sum(dtype=torch.float64)
+        terms = zip(*self._sums, strict=True)  # of the sums of all parts
+        return sum_of_maxima([torch.cat([arrays[0] for arrays in term]) for term in terms])
 
     def write(self, out: torch.Tensor, factor: float | torch.Tensor) -> None:
         with _float32_of(out) as into:

@@ -14,6 +14,7 @@ from pycomm.collectives.transport.gpu import GpuQueue, GpuWork
 from pycomm.compression.methods.half import HalfExchange
 from tests.on_ranks import on_ranks
 from tests.reducer.attaching import attached
+from tests.reducer.recorded import unseen_references
 from tests.reducer.test_gpu_path import METHODS, Scaler
 from tests.stream_order import MAIN, Streams, simulated_gpu
 
@@ -242,3 +243,53 @@ def test_gradients_are_freed_as_their_bucket_is_launched(method: str) -> None:
                 optimizer.step()
             assert reducer.stats()["num_buckets"] > 1
         assert max(alive) <= before + 1
+
+
+LAUNCHES = {
+    "none": (1, 0),
+    "bf16": (3, 0),
+    "fp16": (5, 0),
+    "topk": (3, 2),
+    "dgc": (3, 2),
+    "int8": (9, 4),
+    "fp8": (9, 4),
+    "int4": (9, 4),
+    "qsgd": (10, 4),
+    "terngrad": (10, 4),
+    "onebit": (12, 4),
+    "powersgd": (20, 6),
+    "randomk": (44, 6),
+    "chunktopk": (12, 6),
+}
+"""Launches for a bucket of one matrix, besides collectives: until it is sent, and after all have arrived. A kernel of
+pycomm counts as one, though the first may take another one for its addresses."""
+
+
+@pytest.mark.parametrize("method", LAUNCHES)
+@on_ranks(2)
+def test_launches(method: str) -> None:
+    before, after = LAUNCHES[method]
+    model = nn.Sequential(*(nn.Linear(24, 24, bias=False) for _ in range(12)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    counts: list[tuple[int, int]] = []  # launches of pycomm until the first wait, and all of them
+    wait, options = GpuWork.ends_within, {"bucket_mb": BUCKET_MB, "check_replicas": 0}
+    with simulated_gpu() as streams, unseen_references(), pytest.MonkeyPatch.context() as patch:
+
+        def waiting(self: GpuWork, seconds: float | None) -> bool:
+            if len(counts) == 0:
+                counts.append((streams.own_launches, 0))
+            return wait(self, seconds)
+
+        patch.setattr(GpuWork, "ends_within", waiting)
+        with attached(optimizer, model, compression=ALL[method], **options) as reducer:
+            for _ in range(4):
+                optimizer.zero_grad()
+                loss = model(torch.randn(4, 24)).square().mean()
+                counts.clear()
+                streams.own_launches = 0
+                loss.backward()
+                total = streams.own_launches
+                optimizer.step()
+            buckets = reducer.stats()["num_buckets"]
+        assert counts[0][0] <= before * buckets + 6, "until they are sent"
+        assert total - counts[0][0] <= after * buckets + 12, "after they have arrived"

@@ -37,7 +37,9 @@ class LowRankCodec(BaseCodec):
         generator = torch.Generator().manual_seed(seed_of(seed, 0, bucket))
         first = torch.randn(_total(self._q_shapes), generator=generator, dtype=wide_dtype(bucket))
         self._q = first.to(bucket.device)
+        self._next = torch.empty_like(self._q)
         self._bases: list[torch.Tensor] = []
+        self._finite = torch.tensor(True)
 
     def send(self, accumulated: Accumulated, told: Told) -> Report:
         parts = self._bucket.parts(accumulated.flat)
@@ -46,20 +48,28 @@ class LowRankCodec(BaseCodec):
         for matrix, q, p in zip(matrices, _cut(self._q, self._q_shapes), ps, strict=True):
             torch.mm(matrix, q, out=p)
         report = self._ps.all_reduce(told)
-        finite = report.finite()
+        self._finite = finite = report.finite()
         # A decomposition of non-finite numbers might never end; its result would not be used anyway.
         self._bases = [torch.linalg.qr(torch.where(finite, p, 0.0)).Q for p in ps]
         for matrix, p, q in zip(matrices, self._bases, qs, strict=True):
             torch.mm(matrix.t(), p, out=q)
             matrix.addmm_(p, q.t(), alpha=-1.0)
         self._qs.all_reduce_values()
+        # A Q of zeros, where nothing was received, would stay zero: the old one is kept then.
+        for q, new, kept in zip(
+            *(_cut(x, self._q_shapes) for x in (self._q, self._qs.values, self._next)), strict=True
+        ):
+            torch.where(new.any(), new, q, out=kept)
         self.bytes_sent += self._ps.num_bytes + self._qs.num_bytes
         return report
 
     def largest(self) -> torch.Tensor:
         # Columns of P have length 1, so an element of P Q^T is at most a row of Q long.
         rows = [torch.linalg.vector_norm(q, dim=1) for q in self._received_qs()]
-        return torch.cat(rows).max().double()
+        return (torch.cat(rows) if len(rows) > 1 else rows[0]).max().double()
+
+    def finite(self, report: Report, accumulated: Accumulated) -> torch.Tensor:
+        return self._finite & accumulated.fits(self.largest())
 
     def write(self, out: torch.Tensor, factor: float | torch.Tensor) -> None:
         products = zip(self._bucket.parts(out), self._shapes, self._bases, self._received_qs(), strict=True)
@@ -71,10 +81,10 @@ class LowRankCodec(BaseCodec):
         return _cut(self._qs.values, self._q_shapes)
 
     def commit(self, finite: Flag) -> None:
-        keep = finite if isinstance(finite, torch.Tensor) else torch.tensor(finite)
-        # A Q of zeros, where nothing was received, would stay zero: the old one is kept then.
-        for old, new in zip(_cut(self._q, self._q_shapes), self._received_qs(), strict=True):
-            torch.where(keep & new.any(), new, old, out=old)
+        if isinstance(finite, torch.Tensor):
+            torch.where(finite, self._next, self._q, out=self._q)
+        elif finite:
+            self._q.copy_(self._next)
 
     def state(self) -> State:
         return {name: {"q": q} for name, q in zip(self._bucket.names, _cut(self._q, self._q_shapes), strict=True)}
