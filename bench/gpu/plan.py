@@ -17,16 +17,26 @@ from bench.gpu.outcomes import VARIABLE, read_outcomes
 Found = Mapping[str, Any]
 
 ALL_SECONDS = 570.0
-SANITIZERS = {"memcheck": 90.0, "racecheck": 60.0, "synccheck": 45.0, "initcheck": 60.0}
+SANITIZERS = {"memcheck": 80.0, "racecheck": 50.0, "synccheck": 40.0, "initcheck": 50.0}
 """Tools of compute-sanitizer, with the limit of each in seconds."""
 SANITIZED = (
     "tests/kernels/test_topk_on_gpu.py",
     *(f"tests/kernels/test_{name}.py" for name in ("sparsify", "entries", "norms", "accumulate")),
 )
+"""Tests of kernels whose threads exchange results."""
+MEMORY_CHECKED = (
+    "tests/kernels/test_on_gpu.py",
+    *(f"tests/kernels/test_{name}.py" for name in ("step", "quantize", "signs", "chunks")),
+)
+"""Those of the others, which memcheck alone looks at, after the former."""
+SMOKE = ("tests/integrations/test_smoke.py", "tests/reducer/test_order_on_gpu.py")
+PTX = "75-virtual"
 MARKERS = ("requires_gpu", "requires_cuda")
-_BUILD_SECONDS = 240.0
+_BUILD_SECONDS = 200.0
 _ENVIRONMENT_SECONDS = 60.0
-_TESTS_SECONDS = 180.0
+_TESTS_SECONDS = 130.0
+_SMOKE_SECONDS = 50.0
+_PTX_SECONDS = 40.0
 _SANITIZER_FOUND = 99  # exit status of a sanitizer that found something; pytest has 0 to 5
 
 _MARKED = re.compile(rf"""(?<!["'\w])({"|".join(MARKERS)})(?!["'\w])""")  # used, not only talked about
@@ -65,14 +75,14 @@ def gpu_tests(root: Path = ROOT) -> list[str]:
 
 
 def build(site: Path, objects: Path, architecture: str) -> Step:
-    """Describe pip, without the network, which installs into ``site`` what it has built in ``objects``.
+    """Describe pip, without the network, which installs into ``site`` what it has built in ``objects``, with PTX.
 
     Without its cache, too: it keeps the wheel of a folder whose name has a dash, and would take that next time.
     """
     pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-cache-dir", "--no-index"]
     settings = [
         "cmake.define.PYCOMM_CUDA=ON",
-        f"cmake.define.CMAKE_CUDA_ARCHITECTURES={architecture}",
+        f"cmake.define.CMAKE_CUDA_ARCHITECTURES={architecture}{'' if architecture == 'native' else f';{PTX}'}",
         "cmake.define.CMAKE_CUDA_FLAGS=-lineinfo",  # sanitizers and profilers name lines; the code is the same
         f"build-dir={objects}",
     ]
@@ -100,12 +110,27 @@ def tests(out: Path) -> Step:
     return Step("tests", _pytest(gpu_tests()), _TESTS_SECONDS, variables, partial(_tests, out), told=(1,))
 
 
+def smoke(out: Path) -> Step:
+    """Describe the run of what scripts use besides attach, and of delays on all streams."""
+    return Step(
+        "smoke", _pytest(list(SMOKE)), _SMOKE_SECONDS, {VARIABLE: str(out)}, partial(_named, "smoke", out), (1,)
+    )
+
+
+def ptx(out: Path) -> Step:
+    """Describe the run of some kernels that the driver has compiled of the build's PTX, as on a newer GPU."""
+    command = [*_pytest(["tests/kernels/test_on_gpu.py"]), "-k", "pack and torch"]
+    variables = {VARIABLE: str(out), "CUDA_FORCE_PTX_JIT": "1"}
+    return Step("ptx", command, _PTX_SECONDS, variables, partial(_named, "ptx", out), (1,))
+
+
 def sanitizer(tool: str, executable: str, out: Path) -> Step:
-    """Describe a run under one of compute-sanitizer's tools: tests of kernels whose threads exchange results."""
+    """Describe a run under one of compute-sanitizer's tools."""
     log = out.with_suffix(".log")
     wrapper = [executable, "--tool", tool, "--target-processes", "all", "--error-exitcode", str(_SANITIZER_FOUND)]
     chosen = ["-k", "not cupy", "--timeout=0"]  # the same kernels; and the tool, not the test, takes the time
-    command = [*wrapper, "--log-file", str(log), *_pytest(list(SANITIZED)), *chosen]
+    files = [*SANITIZED, *(MEMORY_CHECKED if tool == "memcheck" else ())]
+    command = [*wrapper, "--log-file", str(log), *_pytest(files), *chosen]
     # Without torch's allocator, an access beyond an array is one beyond an allocation.
     variables = {VARIABLE: str(out), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     return Step(tool, command, SANITIZERS[tool], variables, partial(_sanitized, tool, out, log), told=(1,))
@@ -145,6 +170,11 @@ def _environment(out: Path) -> Found:
 def _tests(out: Path) -> Found:
     found = read_outcomes(out)
     return {"tests": {"files": gpu_tests(), **found}} if found else {}
+
+
+def _named(name: str, out: Path) -> Found:
+    found = read_outcomes(out)
+    return {"runs": [{"name": name, **found}]} if found else {}
 
 
 def _sanitized(tool: str, out: Path, log: Path) -> Found:

@@ -24,6 +24,14 @@ _PER_STEP: dict[str, tuple[str, Callable[[Any], str]]] = {
     "misses": ("miss_rate", lambda found: f"{100 * found:.1f} %"),
 }
 RESULTS = ROOT / "bench" / "results"
+NOT_COVERED = {
+    "NVLS, the sums of NVLink's switches": "several GPUs behind a switch",
+    "symmetric windows between GPUs": "several GPUs",
+    "an abort while a rank of another GPU is lost": "several GPUs",
+    "links between hosts, and GPUDirect": "two hosts",
+    "a topology in which NCCL chooses algorithms": "eight GPUs",
+}
+"""What one GPU cannot show, and what would."""
 
 
 def main() -> int:
@@ -56,6 +64,8 @@ def print_report(report: Mapping[str, Any]) -> None:
     """Print all that a report of ``bench.gpu`` holds, as far as it came."""
     _print_environment(report["environment"])
     _print_tests("tests", report["tests"])
+    for row in report.get("runs", []):
+        _print_tests(row["name"], row)
     for row in report["sanitizers"]:
         _print_sanitizer(row)
     _print_bandwidth(report["bandwidth"])
@@ -69,6 +79,8 @@ def print_report(report: Mapping[str, Any]) -> None:
         print(f"skipped: {skipped['what']}: {skipped['why']}")
     for error in report["errors"]:
         print(f"error in {error['where']}:\n    " + error["error"].rstrip().replace("\n", "\n    "))
+    for what, wanted in NOT_COVERED.items():
+        print(f"not covered: {what}: {wanted} would be needed")
     print(f"took {report['seconds']:.0f} s")
 
 

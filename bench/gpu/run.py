@@ -17,9 +17,11 @@ from bench.gpu import plan
 from bench.gpu.plan import Step
 from bench.gpu.report import print_report
 from bench.gpu.running import run_command
-from bench.gpu.toolkit import find_tool
+from bench.gpu.toolkit import architecture_here, find_tool
 
-_LISTS = ("steps", "sanitizers", "cases", "nccl", "attach", "skipped", "errors")
+_SANITIZERS_SECONDS = 90.0
+"""What a measurement leaves of the time for what comes last."""
+_LISTS = ("steps", "runs", "sanitizers", "cases", "nccl", "attach", "skipped", "errors")
 
 
 class Run:
@@ -48,19 +50,23 @@ class Run:
     def everything(self, build: bool, commit: str | None, rounds: int) -> None:
         """Take all steps of a check, a measurement, or both; without a build, only those that pycomm has no part in."""
         self.report["environment"] = commit_of(ROOT, commit)
-        built = self._built(build, "native")
+        built = self._built(build, architecture_here())
         if "check" in self._what and built:
             self._take(plan.environment(self._scratch / "environment.json", "cuda:0"))
+            self._take(plan.smoke(self._scratch / "smoke.jsonl"))
             self._take(plan.tests(self._scratch / "tests.jsonl"))
             if not self.report["tests"].get("passed"):
                 self.fail("tests", "none has passed")
-            for step in self._sanitizers():
-                self._take(step)
+            self._take(plan.ptx(self._scratch / "ptx.jsonl"))
         elif "check" in self._what:
             self._skip("tests and sanitizers", "the build failed")
-        self._reserve = 0.0
+        self._reserve = _SANITIZERS_SECONDS if "check" in self._what and built else 0.0
         if "measure" in self._what:
             self._take(plan.measuring(self._scratch / "measured.json", rounds, self._left(), built))
+        self._reserve = 0.0
+        if "check" in self._what and built:
+            for step in self._sanitizers():
+                self._take(step)
 
     def rehearse(self, build: bool, commit: str | None, rounds: int) -> None:
         """Take the steps that need no GPU, and print the others."""
@@ -70,10 +76,18 @@ class Run:
             self._take(plan.environment(scratch / "environment.json", "cpu"))
             if "check" in self._what:
                 self._take(plan.collection(scratch / "collected.jsonl"))
-        steps = [plan.tests(scratch / "tests.jsonl"), *self._sanitizers()] if "check" in self._what else []
+        steps: list[Step] = []
+        if "check" in self._what:
+            names = ("smoke", "tests", "ptx")
+            steps = [
+                make(scratch / f"{name}.jsonl")
+                for name, make in zip(names, (plan.smoke, plan.tests, plan.ptx), strict=True)
+            ]
         self._reserve = 0.0
         if "measure" in self._what:
             steps.append(plan.measuring(scratch / "measured.json", rounds, self._left(), with_pycomm=True))
+        if "check" in self._what:
+            steps += self._sanitizers()
         for step in steps:
             self._skip(step.name, "a rehearsal")
             print(f"\n== {step.name}, {step.seconds:.0f} s at most, would be\n{shlex.join(step.command)}", flush=True)
@@ -84,7 +98,7 @@ class Run:
         print()
         print_report(json.loads(self._output.read_text()))
         print(f"\nreport written to {self._output}")
-        tested = [self.report["tests"], *(row["tests"] for row in self.report["sanitizers"])]
+        tested = [self.report["tests"], *self.report["runs"], *(row["tests"] for row in self.report["sanitizers"])]
         return 1 if self.report["errors"] or any(t.get("failed") or t.get("errors") for t in tested) else 0
 
     def fail(self, where: str, error: str) -> None:

@@ -61,6 +61,8 @@ class TestRuns:
         self.build(good)
         self.stand_in("environment", python(good), {"environment": {"device": "a GPU"}})
         self.stand_in("tests", python(good), {"tests": self.counted(passed=3)})
+        for name in ("smoke", "ptx"):
+            self.stand_in(name, python(good), {"runs": [{"name": name, **self.counted(passed=1)}]})
         sanitizer = executable(tmp_path / "bin" / "compute-sanitizer", "#!/bin/sh\nexit 0\n")
         monkeypatch.setattr(run, "find_tool", lambda _: str(sanitizer))
         self.sanitizers({})
@@ -97,7 +99,8 @@ class TestRuns:
         assert status == 0
         assert report["bench"] == "gpu_check"
         names = [step["name"] for step in report["steps"]]
-        assert names == ["build", "environment", "tests", *plan.SANITIZERS]
+        assert names == ["build", "environment", "smoke", "tests", "ptx", *plan.SANITIZERS]
+        assert [row["name"] for row in report["runs"]] == ["smoke", "ptx"]
         assert report["environment"]["device"] == "a GPU"
         assert "commit" in report["environment"]
         assert report["tests"]["passed"] == 3
@@ -150,7 +153,7 @@ class TestRuns:
         assert report["bandwidth"] == {"ways": []}
 
     def test_both_in_one_run(self) -> None:
-        """Built once; the check leaves half of the time, and the report is the measurement's."""
+        """Built once; the check leaves half of the time, sanitizers come last, and the report is the measurement's."""
         seconds = []
 
         def measuring(*given: Any) -> Step:
@@ -163,7 +166,7 @@ class TestRuns:
         status, report = self.run("check", "measure")
         assert (status, report["bench"], report["tests"]["passed"], report["settings"]) == (1, "gpu", 1, {"rounds": 1})
         names = [step["name"] for step in report["steps"]]
-        assert names == ["build", "environment", "tests", *plan.SANITIZERS, "measuring"]
+        assert names == ["build", "environment", "smoke", "tests", "ptx", "measuring", *plan.SANITIZERS]
         assert 100.0 < seconds[0] < 200.0
         self.monkeypatch.setattr(plan, "ALL_SECONDS", 1.5)  # of which the check has less than a step requires
         _, report = self.run("check", "measure")

@@ -15,7 +15,7 @@ from bench.gpu import plan
 from bench.gpu.outcomes import VARIABLE, read_outcomes
 from bench.gpu.plan import gpu_tests
 from bench.gpu.running import run_command
-from bench.gpu.toolkit import find_tool
+from bench.gpu.toolkit import architecture_here, find_tool
 from tests.bench.stand_ins import HOUR, executable, python
 
 ROOT = Path(__file__).parents[2]
@@ -58,6 +58,22 @@ def test_kernels_with_barriers_are_sanitized() -> None:
     assert list(plan.SANITIZERS) == ["memcheck", "racecheck", "synccheck", "initcheck"]
     for kernel in ("topk", "sparsify", "entries", "norms", "accumulate"):
         assert any(f"/test_{kernel}" in path for path in plan.SANITIZED)
+    for kernel in ("step", "on_gpu", "quantize", "signs", "chunks"):  # pack is in test_on_gpu.py
+        assert any(f"/test_{kernel}" in path for path in plan.MEMORY_CHECKED)
+    for path in (*plan.SANITIZED, *plan.MEMORY_CHECKED, *plan.SMOKE):
+        assert (ROOT / path).exists()
+
+
+@pytest.mark.parametrize(
+    ("says", "wanted"), [("9.0\\n9.0", "90-real"), ("10.3", "103-real"), ("No devices", "native"), (None, "native")]
+)
+def test_the_architecture_of_the_first_gpu(
+    says: str | None, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if says is not None:
+        executable(tmp_path / "nvidia-smi", f"#!/bin/sh\nprintf '{says}'\n")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert architecture_here() == wanted
 
 
 def test_plan_of_commands(tmp_path: Path) -> None:
@@ -71,12 +87,19 @@ def test_plan_of_commands(tmp_path: Path) -> None:
         str(ROOT),
     ):
         assert word in build.command
-    assert "cmake.define.CMAKE_CUDA_ARCHITECTURES=90" in build.command
+    assert "cmake.define.CMAKE_CUDA_ARCHITECTURES=90;75-virtual" in build.command
+    assert "cmake.define.CMAKE_CUDA_ARCHITECTURES=native" in plan.build(tmp_path, tmp_path, "native").command
     assert "cmake.define.CMAKE_CUDA_FLAGS=-lineinfo" in build.command
     memcheck = plan.sanitizer("memcheck", "/x/compute-sanitizer", tmp_path / "m.jsonl")
     assert memcheck.command[:3] == ["/x/compute-sanitizer", "--tool", "memcheck"]
     assert memcheck.variables["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
-    steps = [build, plan.environment(tmp_path, "cuda:0"), plan.tests(tmp_path)]
+    steps = [
+        build,
+        plan.environment(tmp_path, "cuda:0"),
+        plan.smoke(tmp_path),
+        plan.tests(tmp_path),
+        plan.ptx(tmp_path),
+    ]
     steps += [plan.sanitizer(tool, "/x/compute-sanitizer", tmp_path / "s.jsonl") for tool in plan.SANITIZERS]
     assert sum(step.seconds for step in steps) < 1.3 * plan.ALL_SECONDS  # none has to wait for more than its share
     assert plan.measuring(tmp_path, 5, 330.0, with_pycomm=False).command[-2:] == ["--phases", "bandwidth"]

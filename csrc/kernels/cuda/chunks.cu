@@ -284,7 +284,7 @@ PYCOMM_KERNEL unpack_chunks_kernel(Unchunking job) {
         device::block_barrier();
         auto words = reinterpret_cast<const uint32_t*>(job.arrays[p]) + number * job.each.words;
         if (ChunkEntries{words, layout, job.bits}.add_to(out) != layout.k) {
-            report(job.fault, Mistake::kChunkWords, p, 0, job.count);
+            report(job.fault, Mistake::kWordsOfChunks, p, 0, job.count);
         }
     }
     device::block_barrier();

@@ -23,7 +23,7 @@ std::string text_of(Mistake mistake, uint64_t found, long long limit) {
             return format(
                 "add_entries: indices[%u] of a rank is %d, wanted 0 <= index < %lld, as unpack_entries writes them",
                 position, index, limit);
-        case Mistake::kChunkWords:
+        case Mistake::kWordsOfChunks:
             return format("unpack_chunks: words[%u] was not made by pack_chunks from %lld elements in this format",
                           position, limit);
         default:

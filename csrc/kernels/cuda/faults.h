@@ -7,7 +7,7 @@
 
 namespace pycomm::cuda {
 
-enum class Mistake : uint32_t { kScatterIndex, kPackedIndex, kPackedWords, kEntryIndex, kChunkWords };
+enum class Mistake : uint32_t { kScatterIndex, kPackedIndex, kPackedWords, kEntryIndex, kWordsOfChunks };
 
 // In memory of the host that kernels can write to. The first fault stays until it has been raised.
 struct Fault {

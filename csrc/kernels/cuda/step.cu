@@ -80,9 +80,9 @@ struct Parameter {
             has[s] = pass.states[s] != nullptr;
             states[s] = has[s] ? pass.states[s][j].data : nullptr;
         }
-        constexpr int kCount = 16 / sizeof(V);
-        uintptr_t bits = bits_below(weights, 16) | bits_below(copies, kCount * sizeof(F16));
-        with_float_type(grad_dtype, [&](auto* type) { bits |= bits_below(grads, kCount * sizeof(*type)); });
+        constexpr int kPerPacket = 16 / sizeof(V);
+        uintptr_t bits = bits_below(weights, 16) | bits_below(copies, kPerPacket * sizeof(F16));
+        with_float_type(grad_dtype, [&](auto* type) { bits |= bits_below(grads, kPerPacket * sizeof(*type)); });
         for (int s = 0; s < kMostStates; ++s) bits |= bits_below(states[s], 16);
         aligned = bits == 0;
         rate = static_cast<V>(pass.rates == nullptr ? 1.0 : pass.rates[j]);
