@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bench.gpu.targets import COLD_READS, COPY, FOUR_TIMES, TEN_TIMES, WARM_READS, Target
+from bench.gpu.targets import BUCKET_COPY, COLD_READS, COPY, FOUR_TIMES, TEN_TIMES, WARM_READS, Target
 from bench.kernels import compression, dense, optimizers, sparse, steps
 from bench.kernels.case import Arrays, Calls, Case
 from bench.kernels.resnet50 import Shape
@@ -58,13 +58,14 @@ class Plan:
 def make_plans(small: Sequence[int], large: int, shapes: Sequence[Shape]) -> list[Plan]:
     """Return all plans in the order of the table: gradients of ``shapes``, then arrays of several sizes.
 
-    The large one is first, with the targets that are held against a copy; ``small`` are ascending. The slowest comes
-    last, so that it takes no time from the others.
+    The large one is first, with the targets that are held against a copy; ``small`` are ascending, the middle one with
+    the targets of a bucket. The slowest comes last, so that it takes no time from the others.
     """
     plans = [*_resnet50(shapes), *_steps(shapes)]
     for n in (large, *reversed(small)):
         tenfold = TEN_TIMES if n == small[-1] else None
-        plans += [*_dense(n, COPY if n == large else None), *_sparse(n, n == large, tenfold), *_compression(n)]
+        held = COPY if n == large else BUCKET_COPY if n == small[len(small) // 2] else None
+        plans += [*_dense(n, held), *_sparse(n, n == large, tenfold), *_compression(n)]
     indices = [Plan(case, [(sparse.NUM_INDICES,)]) for case in (sparse.indices_to_bits(), sparse.bits_to_indices())]
     return [*plans, *indices, *(_dgc(n, pieces=False, warm=False) for n in (*small, large))]
 

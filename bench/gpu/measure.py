@@ -24,7 +24,8 @@ import torch
 
 from bench.gpu.environment import gpu_environment, gpu_state, l2_bytes
 from bench.gpu.models import TINY_WORKLOADS, WORKLOADS, Workload
-from bench.gpu.targets import OVERHEAD, judged
+from bench.gpu.plan import TRACE
+from bench.gpu.targets import OVERHEAD, PEAK, judged
 from bench.gpu.timing import WARM_UP_TURNS, Turn, num_copies
 from bench.harness.arguments import plain_parser, positive
 from bench.harness.timing import Samples, interleave
@@ -120,7 +121,7 @@ class Measurement:
         self._sizes = Sizes() if self._device.type == "cuda" else _TINY
         settings = {"rounds": arguments.rounds, **asdict(self._sizes)}
         self.report: dict[str, Any] = {"environment": {}, "settings": settings, "bandwidth": {}}
-        for key in ("cases", "nccl", "attach", "skipped", "errors"):
+        for key in ("cases", "nccl", "attach", "peaks", "skipped", "errors"):
             self.report[key] = []
 
     def run(self) -> None:
@@ -267,7 +268,7 @@ class Measurement:
     def _attach_in(
         self, size: int, environment: dict[str, str], workload: Workload, ways: Sequence[str], end: float
     ) -> None:
-        from bench.gpu.ranks import DENSE
+        from bench.gpu.ranks import DDP, DENSE
         from bench.harness.ranks import WorkerGroup  # imports pycomm, as above
         from pycomm.tools.launching import rendezvous
 
@@ -285,10 +286,23 @@ class Measurement:
                 order = ways if number % 2 == 0 else ways[::-1]
                 turns.append({way: _slowest(ranks.call("turn", way, self._sizes.steps)) for way in order})
             common = {"ranks": size, "model": workload.title, "gpu": gpu_state(self._device)}
-            profiles = {way: ranks.call("profile", way)[0] for way in ways}
-        for way in ways:
-            row = {**attach_row(way, ways[0], turns), **profiles[way], **common}
+            profiles = {way: ranks.call("profile", way, self._trace_of(way == DENSE))[0] for way in ways}
+        rows = {way: {**attach_row(way, ways[0], turns), **profiles[way], **common} for way in ways}
+        for way, row in rows.items():
             self.report["attach"].append(judged(row, OVERHEAD if way == DENSE and size == 1 else None))
+        if DDP in rows and rows[DDP]["peak_bytes"] is not None:
+            self.report["peaks"].append(peak_row(workload.title, rows[DENSE]["peak_bytes"], rows[DDP]["peak_bytes"]))
+
+    def _trace_of(self, is_wanted: bool) -> str | None:
+        """Return where to write the trace of a step, once in a run."""
+        path = self._arguments.out.with_name(TRACE)
+        return str(path) if is_wanted and self._device.type == "cuda" and not path.exists() else None
+
+
+def peak_row(model: str, ours: int, ddp: int) -> dict[str, Any]:
+    """Return a line of the report on memory: what ``attach`` takes at most, beside DistributedDataParallel."""
+    row = {"model": model, "peak_bytes": ours, "ddp_peak_bytes": ddp, "over_ddp_bytes": ours - ddp}
+    return judged(row, PEAK)
 
 
 def case_row(plan: Plan, samples: dict[str, Samples], copy_bytes_per_second: float) -> dict[str, Any]:

@@ -31,6 +31,8 @@ MEMORY_CHECKED = (
 """Those of the others, which memcheck alone looks at, after the former."""
 SMOKE = ("tests/integrations/test_smoke.py", "tests/reducer/test_order_on_gpu.py")
 PTX = "75-virtual"
+TRACE = "step.trace.json.gz"
+"""File of a measurement beside its report: the profiler's trace of a step under attach."""
 MARKERS = ("requires_gpu", "requires_cuda")
 _BUILD_SECONDS = 200.0
 _ENVIRONMENT_SECONDS = 60.0

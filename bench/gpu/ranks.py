@@ -107,8 +107,8 @@ class AttachRank:
         found = {"seconds": seconds, "host_seconds": host_seconds, "active": stats.get("steps", 0) > 0}
         return {**found, "peak_bytes": peak_bytes, "miss_rate": stats.get("miss_rate")}
 
-    def profile(self, way: str) -> dict[str, Any]:
-        """Return what is not timed in turns, as looking takes time itself.
+    def profile(self, way: str, trace: str | None = None) -> dict[str, Any]:
+        """Return what is not timed in turns, as looking takes time itself; write the profiler's ``trace``, if named.
 
         ``kernels`` and ``launches``: what the GPU runs in a step, and calls that start it; ``exposed_seconds``: from
         the last gradient of ``backward`` until the stream may go on, the median of several steps.
@@ -121,6 +121,8 @@ class AttachRank:
         with torch.profiler.profile(activities=kinds) as profiler:
             self._run()
             self._wait()
+        if trace is not None and self.rank == 0:
+            profiler.export_chrome_trace(trace)
         events = profiler.events() or []
         on_device = [event for event in events if event.device_type.name == "CUDA"]
         kernels = sum(not getattr(event, "is_user_annotation", False) for event in on_device)

@@ -72,7 +72,10 @@ def print_report(report: Mapping[str, Any]) -> None:
     _print_cases(report["cases"])
     _print_nccl(report["nccl"])
     _print_attach(report["attach"])
-    _print_targets([*report["cases"], *report["attach"]])
+    for row in report.get("peaks", []):
+        peaks = (f"{row[key] / 2**30:.2f} GiB" for key in ("peak_bytes", "ddp_peak_bytes"))
+        print(f"peak memory, {row['model']}: attach {next(peaks)}, DDP {next(peaks)}; {' '.join(_verdict(row))}")
+    _print_targets([*report["cases"], *report["attach"], *report.get("peaks", [])])
     for step in report["steps"]:
         print(f"step {step['name']}: {step['seconds']:.0f} s, status {step['status']}")
     for skipped in report["skipped"]:

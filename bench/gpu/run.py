@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import time
 from collections.abc import Collection, Mapping
@@ -21,7 +22,7 @@ from bench.gpu.toolkit import architecture_here, find_tool
 
 _SANITIZERS_SECONDS = 90.0
 """What a measurement leaves of the time for what comes last."""
-_LISTS = ("steps", "runs", "sanitizers", "cases", "nccl", "attach", "skipped", "errors")
+_LISTS = ("steps", "runs", "sanitizers", "cases", "nccl", "attach", "peaks", "skipped", "errors")
 
 
 class Run:
@@ -95,6 +96,9 @@ class Run:
     def finish(self) -> int:
         """Write and print the report; returns the exit status."""
         self._write()
+        trace = self._scratch / plan.TRACE
+        if trace.exists():
+            shutil.copyfile(trace, self._output.with_suffix(".trace.json.gz"))
         print()
         print_report(json.loads(self._output.read_text()))
         print(f"\nreport written to {self._output}")

@@ -146,7 +146,7 @@ def test_workloads_share_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_every_target_is_somewhere() -> None:
-    wanted = {t for t in vars(targets).values() if isinstance(t, targets.Target)} - {targets.OVERHEAD}
+    wanted = {t for t in vars(targets).values() if isinstance(t, targets.Target)} - {targets.OVERHEAD, targets.PEAK}
     assert {plan.target for plan in PLANS} == {*wanted, None}
 
 
@@ -156,6 +156,9 @@ def test_every_target_is_somewhere() -> None:
     (targets.WARM_READS, 1.4, True),
     (targets.WARM_READS, 1.41, False),
     (targets.OVERHEAD, -0.01, True),
+    (targets.PEAK, 25 << 20, True),
+    (targets.PEAK, (25 << 20) + 1, False),
+    (targets.BUCKET_COPY, 0.6, True),
     (targets.OVERHEAD, 0.021, False),
 ])  # fmt: skip
 def test_targets_are_judged(target: targets.Target, value: float, reached: bool) -> None:
