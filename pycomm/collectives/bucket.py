@@ -123,7 +123,10 @@ class Bucket:
         self._lay_out(memory, memory[self.num_elements :])
 
     def lie_in(self, flat: torch.Tensor) -> None:
-        """Keep the gradients in ``flat``, which others own, from now on, and the flags in memory of their own."""
+        """Keep the gradients in ``flat``, which others own, from now on, and the flags in memory of their own.
+
+        The flags then take a message of their own, if there is a fingerprint.
+        """
         if flat.data_ptr() != self.flat.data_ptr():
             self._lay_out(flat, self._group.empty(self.num_flags, self.dtype, self.device))
 

@@ -65,7 +65,7 @@ class DenseExchange(Defaults):
         self.bytes_sent = 0
         self._bucket = bucket
         self._communicator = communicator
-        self._all_used_here = True
+        self._all_used_here, self._is_compared = True, False
         self._nonfinite_source: str | None = None
         # A mean is a sum and one more pass over memory between hosts. Packing can divide instead, where that is exact:
         # but for results below 2**-126, each of which is rounded by at most 2**-150, so a mean by size * 2**-150.
@@ -83,6 +83,7 @@ class DenseExchange(Defaults):
         if op == "mean" and self._divides_first:
             op, scale = "sum", scaling.contribution
         self._all_used_here = all(grad is not None for grad in grads)
+        self._is_compared = scaling.fingerprint is not None
         own = self._own_share()
         pieces = bucket.gather(grads, scale, scaling.fingerprint, own)
         self._packed = op, () if bucket.on_gpu else grads, own, pieces
@@ -94,7 +95,7 @@ class DenseExchange(Defaults):
         found = self._find_source(grads)
         if own is None or bucket.shares is not None:
             reduce_message(self._communicator, bucket, bucket.memory, op, bucket.algorithm, pieces)
-            if bucket.has_flags_apart:
+            if bucket.has_flags_apart and self._is_compared:
                 self._communicator.all_reduce(bucket.flags, op)
         else:
             largest = self._communicator.channel.all_reduce_apart(bucket.memory, op, own.start, pieces)

@@ -65,9 +65,8 @@ class HalfExchange(DenseExchange):
         else:
             parts = [laid_out_like(g, place) for g, place in zip(grads, bucket.places, strict=True) if g is not None]
             largest = kernels.absmax(parts or [bucket.flat[:0]], scratch=self._largest_scratch)
-            self._largest = (
-                largest if isinstance(scaling.local, float) and scaling.local == 1.0 else largest * scaling.local
-            )
+            is_plain = isinstance(scaling.local, float) and scaling.local == 1.0
+            self._largest = largest if is_plain else largest * scaling.local
             if bucket.on_gpu:  # the cast has to wait for the scale, and the gradients' memory must not
                 bucket.gather(grads)
                 grads = [None if grad is None else place for grad, place in zip(grads, bucket.places, strict=True)]

@@ -39,8 +39,8 @@ class BucketExchanges:
         communicator: Communicator,
         algorithm: str,
     ) -> None:
-        self.params = list(params)
-        self.names = list(names)
+        self.params, self.names = list(params), list(names)
+        self._is_transactional = method.transactional
         self.parts = []
         for chosen, indices in by_method(method, params):
             bucket = Bucket([names[i] for i in indices], [params[i] for i in indices], communicator, algorithm)
@@ -53,10 +53,11 @@ class BucketExchanges:
     def lie_in(self, buffer: torch.Tensor) -> None:
         """Keep the averages in ``buffer``, which holds the gradients, so that neither is copied.
 
-        Done if one method without state has all of them, and in the order in which they lie there.
+        Done if no part of the model has state, and the parameters are in the order in which they lie there.
         """
         part = self.parts[0]
-        if len(self.parts) == 1 and isinstance(part.exchange, DenseExchange) and self._is_usual():
+        is_dense = len(self.parts) == 1 and isinstance(part.exchange, DenseExchange)
+        if is_dense and not self._is_transactional and self._is_usual():
             part.bucket.lie_in(buffer)
 
     def _is_usual(self) -> bool:
