@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,12 +52,19 @@ class ShardedReplicas:
         parts = torch.split(reduced, self.numels)
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
-    def add_averages(self) -> None:
-        """Add the averages to this rank's gradients, as FSDP does not for a module that this rank has not used."""
+    def add_averages(self) -> bool:
+        """Add the averages to this rank's gradients, as FSDP does not for a module that this rank has not used.
+
+        Returns:
+            Whether any replica has used it. Else its gradients stay as they are. Waits for a GPU.
+        """
         division = self._division()
         places = [place for part in self.exchanges.parts for place in part.bucket.places]
         indices = [i for part in self.exchanges.parts for i in part.indices]
-        for i, place in zip(indices, places, strict=True):
+        used = [is_used for part in self.exchanges.parts for is_used in part.exchange.used()]
+        for i, place, is_used in zip(indices, places, used, strict=True):
+            if not is_used:
+                continue
             param: Any = self.params[i]
             local = local_of(param)
             # Reduced gradients are padded at the end to shards of equal size.
@@ -67,6 +75,7 @@ class ShardedReplicas:
                 local_of(param.grad).add_(shard.to(local.device))
             for hook in accumulation_hooks(param).values():
                 hook(param)
+        return any(used)
 
     def remember(self) -> None:
         """Keep a copy of the state as it was before this step."""
@@ -104,6 +113,10 @@ class ReplicaSteps:
     have not reached it take part without gradients, and repeat this until their own module's turn, or at the end of the
     pass until all replicas have ended.
 
+    This makes the hosts wait for each other, once for each module. After two passes with the same turns they are
+    expected again, and replicas exchange what they have reached at the end of the pass alone, or where a replica is at
+    a module whose turn has passed. A turn that no replica has used ends this, as do more turns than expected.
+
     Args:
         modules: shards of all modules, in the same order on all ranks.
         shard_communicator: the ranks that the parameters are sharded over, whose verdicts count too.
@@ -122,6 +135,10 @@ class ReplicaSteps:
         self._transactional, self._state = registration.method.transactional, registration.state
         self._verdicts: list[Flag] = []
         self._seen: dict[int, ShardedReplicas] = {}  # in this step
+        self._turns: list[int] = []  # places of the modules that were averaged in this pass
+        self._turns_before: list[int] = []  # in the pass before
+        self._expected: deque[int] = deque()  # turns that are to come
+        self._has_met = False  # in this pass
 
     @torch.no_grad()
     def average(self, shards: ShardedReplicas, reduced: torch.Tensor) -> None:
@@ -133,6 +150,7 @@ class ReplicaSteps:
         with self._registration.waiting():
             self._stand_in_until(shards.place)
             self._exchange(shards, grads)
+            self._turns.append(shards.place)
             shards.exchanges.write(grads)
 
     def _stand_in_until(self, place: int) -> None:
@@ -140,11 +158,16 @@ class ReplicaSteps:
         while (turn := self._next_turn(place)) != place:
             shards = self._modules[turn]
             self._exchange(shards, [None] * len(shards.params))
-            shards.add_averages()
+            if shards.add_averages():
+                self._turns.append(turn)
 
     def _next_turn(self, place: int) -> int:
         """Return the place of the module to average next; -1 if all replicas have ended the pass."""
-        is_first = self._state.launched == 0  # of the pass
+        return self._expected.popleft() if self._expected else self._meet(place)
+
+    def _meet(self, place: int) -> int:
+        """Return the greatest of all replicas' ``place``. Compares what they have done, once in a pass."""
+        is_first, self._has_met = not self._has_met, True
         flags = self._comparison.bits().tolist() if is_first else []
         words = np.array([place, *flags], np.int64)
         gathered = np.empty(self._communicator.size * len(words), np.int64)
@@ -168,7 +191,9 @@ class ReplicaSteps:
     def _begin(self) -> None:
         self._state.pass_begins(True)
         self._state.expects_gradients()
-        self._verdicts, self._seen = [], {}
+        self._verdicts, self._seen, self._has_met = [], {}, False
+        self._expected = deque(self._turns if self._turns == self._turns_before else ())
+        self._turns_before, self._turns = self._turns, []
         self._reduction.begin(self._registration.scaling())
         FinalCallback(self.end, self.fail)
 

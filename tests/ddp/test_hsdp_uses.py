@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import pycomm
 from pycomm.ddp import register_hsdp
+from pycomm.ddp.replicas import ReplicaSteps
 from tests.on_ranks import on_ranks
 
 PARTS = 4
@@ -93,6 +95,42 @@ def test_replicas_may_use_other_modules(uses: Uses) -> None:
     with replicated(size // 2) as (net, _):
         mine = trained(net, size, uses, dist.get_rank())
     for name, right in trained(Net(), size, uses, None).items():
+        torch.testing.assert_close(mine[name], right, rtol=1e-10, atol=1e-12)
+
+
+def same_each_time(replica: int, number: int, part: int) -> list[int]:
+    return [0, 1, 2]
+
+
+def always_others_on_one(replica: int, number: int, part: int) -> list[int]:
+    return [0, 1] if replica == 0 else [0, 2]
+
+
+def others_later(replica: int, number: int, part: int) -> list[int]:
+    return [0, 1, 2] if number == 0 else ([1] if number == 1 else [2, 0])
+
+
+@pytest.mark.parametrize(
+    ("uses", "meetings"),
+    [
+        # Each of the first two passes: once per turn, and at its end. Each of the other ten: at its end.
+        (same_each_time, 2 * 4 + 10),
+        (always_others_on_one, 2 * 4 + 10),
+        # The fifth pass has one turn that was expected, and two that no replica has used. So the sixth meets at its
+        # turn, and the next two do not. The ninth has one expected turn, used by none, and two others, as the tenth.
+        (others_later, 2 * 4 + 2 + (1 + 2 + 2 * 1) + (3 + 3 + 2 * 1)),
+    ],
+    ids=["same", "others", "later"],
+)
+@on_ranks(2, timeout=60)
+def test_hosts_meet_once_per_pass_after_two_with_the_same_turns(uses: Uses, meetings: int) -> None:
+    with replicated(1) as (net, handle), pytest.MonkeyPatch.context() as patch:
+        found, meet = itertools.count(), ReplicaSteps._meet
+        patch.setattr(ReplicaSteps, "_meet", lambda steps, place: (next(found), meet(steps, place))[1])
+        mine = trained(net, 2, uses, dist.get_rank())
+        assert next(found) == meetings
+        assert handle.stats()["steps"] == 3 * PARTS
+    for name, right in trained(Net(), 2, uses, None).items():
         torch.testing.assert_close(mine[name], right, rtol=1e-10, atol=1e-12)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
+from pycomm.collectives.communicator import Communicator
+from pycomm.training.reducer import BufferSync
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
 from tests.reducer.attaching import attached, over_torch
@@ -167,6 +170,30 @@ def test_statistics_are_the_mean_over_the_ranks() -> None:
         dist.all_gather(everyones, own)
         loss_of(model, rank, 0).backward()
         torch.testing.assert_close(model.mask.double(), torch.stack(everyones).double().mean(0), rtol=1e-6, atol=1e-7)
+
+
+@on_ranks(2, fresh=True)
+def test_hosts_need_not_compare_buffers_each_time() -> None:
+    rank = dist.get_rank()
+    model: Any = Masked()
+    with Communicator(None, 5.0) as communicator, pytest.MonkeyPatch.context() as patch:
+        sync = BufferSync(model, "average", communicator, interval=4)
+        found, gather = itertools.count(), communicator.channel.all_gather_number
+        patch.setattr(communicator.channel, "all_gather_number", lambda mine: (next(found), gather(mine))[1])
+
+        def meetings(numbers: range, size: int) -> int:
+            before = next(found)
+            for number in numbers:
+                model.mask = torch.full((size,), float(number + rank))
+                sync.run()
+                assert model.mask.tolist() == [number + 0.5] * size
+            return next(found) - before - 1
+
+        assert meetings(range(11), 8) == 5  # the first, and those after 1, 2, 4 and 8 others
+        assert meetings(range(11, 16), 9) == 2  # their sizes have changed, and one after 12
+        model.mask = torch.ones(10) if rank == 1 else model.mask
+        with pytest.raises((ValueError, pycomm.CommError)):
+            sync.run()
 
 
 @on_ranks(2)

@@ -159,7 +159,11 @@ class Engine:
         self.buffers: BufferSync | None = None
         module, keeps = table.module, members.survives
         if module is not None and settings.buffers != "local" and (self.communicator.size > 1 or keeps):
-            self.buffers = BufferSync(module, settings.buffers, self.communicator, table.ignores, keeps=keeps)
+            # A rank that has joined would compare when the others do not. Without a GPU no host waits for another.
+            interval = settings.tuning.check_replicas if table.on_gpu and not keeps else None
+            self.buffers = BufferSync(
+                module, settings.buffers, self.communicator, table.ignores, keeps=keeps, interval=interval
+            )
         fingerprint = self.comparison.fingerprint
         self.outcome = ReductionOutcome(
             *(table, settings, fingerprint, state, self.reduction, self.ledger, self.communicator)

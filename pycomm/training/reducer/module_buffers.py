@@ -16,6 +16,7 @@ from pycomm.collectives.broadcasting import broadcast_parts, signature, write
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.tensor_memory import Memory, digests_of, hashable, look_at
 from pycomm.torch_internals import buffers_of, is_dtensor, keeps_statistics_aside
+from pycomm.training.reductions.replicas import is_comparison_due
 
 BUFFERS = ("local", "broadcast", "average")
 
@@ -88,6 +89,8 @@ class BufferSync:
 
     Args:
         keeps: whether to keep old contents, so that :meth:`restore` can undo a failed run.
+        interval: ranks compare names, shapes and dtypes in the first exchange, once in about so many
+            (:func:`is_comparison_due`), and when this rank's have changed; ``None``: in each.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class BufferSync:
         leaves_out: Callable[[str, torch.Tensor], bool] = lambda _, __: False,
         *,
         keeps: bool = False,
+        interval: int | None = None,
     ) -> None:
         self._owners: list[tuple[str, torch.nn.Module]] = []
         for prefix, owner in module.named_modules():
@@ -109,6 +113,8 @@ class BufferSync:
         self._averages, self._keeps = mode == "average", keeps
         self._communicator, self._leaves_out = communicator, leaves_out
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._interval, self._num_exchanges = interval, 0
+        self._compared = -1  # hash of this rank's names, shapes and dtypes, as they were compared last
 
     def _present(self) -> Iterator[tuple[_Place, torch.Tensor]]:
         """Yield each buffer with its place, described afresh; once even if it is registered twice."""
@@ -147,21 +153,24 @@ class BufferSync:
         """Return what to write, as integers; what is not averaged becomes rank 0's where it was taken. Collective.
 
         Equal bits on all ranks stay: their rounded mean may differ. Before that, ranks compare a hash of 8 bytes of all
-        names, shapes and dtypes. On GPUs the hosts compare it, and so wait for each other here.
+        names, shapes and dtypes, if it is time to. On GPUs the hosts compare it, and so wait for each other here.
 
         Raises:
             ValueError: the ranks' buffers differ in names, shapes or dtypes, or in contents that cannot be sent; on
                 every rank, naming the first difference. No buffer has been written to.
+            CommError: another rank failed or did not come: its buffers have not changed, if this rank's have.
         """
         channel = self._communicator.channel
         # Single operations are not compared: what is compared first is all that they depend on.
         with channel.skip_checks() if channel.worker.is_current() else contextlib.nullcontext():
             contents, lines, problem = taken
             mine = int.from_bytes(digest("\n".join([*lines, problem])), "little", signed=True)
-            if problem or len(set(channel.all_gather_number(mine))) > 1:
-                check_same_lines(channel.all_gather_bytes, [problem] if problem else lines, "buffer")
-            if problem:
-                raise ValueError(problem)
+            if self._is_comparing(mine, has_unsendable=len(contents) < len(lines)):
+                if len(set(channel.all_gather_number(mine))) > 1 or problem:
+                    check_same_lines(channel.all_gather_bytes, [problem] if problem else lines, "buffer")
+                if problem:
+                    raise ValueError(problem)
+                self._compared = mine
             by_kind: dict[tuple[torch.dtype, torch.device] | None, list[BufferContent]] = {None: []}
             for content in contents:
                 kind = (content.dtype, content.value.device) if self._averages and content.dtype in AVERAGED else None
@@ -169,6 +178,13 @@ class BufferSync:
             sent = [(content, content.value) for content in by_kind.pop(None)]
             broadcast_parts(self._communicator, [value for _, value in sent], src=0)
             return sent + [change for alike in by_kind.values() for change in self._averaged(alike)]
+
+    def _is_comparing(self, mine: int, *, has_unsendable: bool) -> bool:
+        """Return whether ranks compare what ``mine`` is a hash of in this exchange, and count it."""
+        number, self._num_exchanges = self._num_exchanges, self._num_exchanges + 1
+        if self._interval is None or has_unsendable or mine != self._compared:
+            return True
+        return is_comparison_due(number, self._interval)
 
     @torch.no_grad()
     def restore(self) -> None:
