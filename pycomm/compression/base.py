@@ -117,6 +117,12 @@ class Exchange(Protocol):
     def bytes_sent(self) -> int:
         """Payload bytes that this rank has handed to the transport."""
 
+    def lie_in(self, buffer: torch.Tensor) -> None:
+        """Leave the averages in ``buffer`` from now on, which holds all gradients in the order of the bucket.
+
+        No gradient may then be ``None``: ranks need not share which ones were used.
+        """
+
     def pack(self, grads: Sequence[torch.Tensor | None], scaling: Scaling) -> None:
         """Take what is to be sent out of ``grads`` (``None``: unused on this rank).
 

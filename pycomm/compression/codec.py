@@ -47,7 +47,7 @@ class Outcome:
     """Arguments of :meth:`RankSum.settle`, once it is known whether the step is finite on all ranks.
 
     Attributes:
-        sums: flat memory of the sums' dtype that may be overwritten; the bucket's own, if ``in_bucket``.
+        sums: flat memory of the sums' dtype that may be overwritten; perhaps the bucket's own.
         states: pairs of flat state: after this step, and before it.
         finite: on the CPU true; on a GPU a tensor: if it is false, state is restored.
         used: for each parameter, whether its change of state stays; ``None``: all do.
@@ -56,7 +56,6 @@ class Outcome:
 
     bucket: Bucket
     sums: torch.Tensor
-    in_bucket: bool
     factor: float | torch.Tensor
     states: list[tuple[torch.Tensor, torch.Tensor]]
     finite: Flag
@@ -99,9 +98,12 @@ class RankSum(Defaults):
         if isinstance(finite, torch.Tensor):
             torch.where(finite, outcome.last, outcome.report.evidence(), out=outcome.last)
             factor = torch.where(finite, on_device(finite.device, factor), on_device(finite.device, math.nan))
-        self.write(outcome.sums, factor)
-        if not outcome.in_bucket:
-            kernels.unpack(outcome.sums, [outcome.bucket.flat])
+        sums, averages = outcome.sums, outcome.bucket.flat
+        if sums.dtype == averages.dtype:
+            self.write(averages, factor)
+        else:
+            self.write(sums, factor)
+            kernels.unpack(sums, [averages])
 
 
 class BaseCodec(RankSum):

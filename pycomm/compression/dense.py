@@ -75,6 +75,9 @@ class DenseExchange(Defaults):
         self._divides_first = bucket.on_gpu or (is_remote and is_exact and bucket.shares is None)
         self._packed: tuple[str, Sequence[torch.Tensor | None], slice | None, Sequence[torch.Tensor]] | None = None
 
+    def lie_in(self, buffer: torch.Tensor) -> None:
+        self._bucket.lie_in(buffer)
+
     def pack(self, grads: Sequence[torch.Tensor | None], scaling: Scaling) -> None:
         bucket = self._bucket
         # Of one rank, a sum is nothing to do; a mean would be read and written.
@@ -83,6 +86,7 @@ class DenseExchange(Defaults):
         if op == "mean" and self._divides_first:
             op, scale = "sum", scaling.contribution
         self._all_used_here = all(grad is not None for grad in grads)
+        assert self._all_used_here or not bucket.has_flags_apart
         self._is_compared = scaling.fingerprint is not None
         own = self._own_share()
         pieces = bucket.gather(grads, scale, scaling.fingerprint, own)

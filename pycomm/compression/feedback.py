@@ -79,9 +79,10 @@ class CodecExchange:
         self._size = communicator.size
         self.codec = codec
         self._correction = Correction() if correction is None else correction
-        # State of half-precision gradients is float32, and so are the sums: they require memory of their own.
+        # State of half-precision gradients is float32, and so are the sums: they require memory of their own. The same
+        # holds if the bucket's memory is another's, because sums become the residual.
         dtype = wide_dtype(bucket)
-        shares_memory = dtype == bucket.dtype
+        shares_memory = dtype == bucket.dtype and not bucket.has_flags_apart
 
         def memory() -> torch.Tensor:
             return communicator.empty(bucket.memory.numel(), dtype, bucket.device)
@@ -110,6 +111,11 @@ class CodecExchange:
     @property
     def bytes_sent(self) -> int:
         return self.codec.bytes_sent
+
+    def lie_in(self, buffer: torch.Tensor) -> None:
+        if self._own_sums is None:
+            self._own_sums = self._bucket.memory
+        self._bucket.lie_in(buffer)
 
     def pack(self, grads: Sequence[torch.Tensor | None], scaling: Scaling) -> None:
         bucket, is_used = self._bucket, None
@@ -218,7 +224,6 @@ class CodecExchange:
         outcome = Outcome(
             bucket=self._bucket,
             sums=self._flat(self._sums),
-            in_bucket=self._own_sums is None,
             factor=self._accumulated.factor,
             states=states,
             finite=finite,

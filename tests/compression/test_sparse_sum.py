@@ -52,9 +52,7 @@ def send(sparse: SparseSum, bucket: Bucket, accumulated: Accumulated, count: int
 
 def receive(sparse: SparseSum, bucket: Bucket, report: Report, factor: float) -> torch.Tensor:
     last_sources = torch.zeros(dist.get_world_size(), dtype=torch.int64)
-    outcome = Outcome(
-        bucket, bucket.flat, True, factor, [], True, None, report, last_sources, scratch=kernels.Scratch()
-    )
+    outcome = Outcome(bucket, bucket.flat, factor, [], True, None, report, last_sources, scratch=kernels.Scratch())
     sparse.settle(outcome)
     return bucket.flat.clone()
 

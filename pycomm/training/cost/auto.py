@@ -213,6 +213,9 @@ class AutoExchange:
         stateless = sum(exchange.bytes_sent for exchange in self._stateless.values())
         return stateless + sum(codec.bytes_sent for codec in self._codecs.values())
 
+    def lie_in(self, buffer: torch.Tensor) -> None:
+        (self._bucket if self._stateful is None else self._stateful).lie_in(buffer)
+
     def pack(self, grads: Sequence[torch.Tensor | None], scaling: Scaling) -> None:
         self._monitor.tick(self._communicator)
         self.method = self._kind.method

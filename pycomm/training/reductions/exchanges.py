@@ -10,7 +10,7 @@ import torch
 from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
 from pycomm.compression.base import Compression, Exchange, Flag, Scaling, State
-from pycomm.compression.dense import DenseExchange, by_method
+from pycomm.compression.dense import by_method
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -40,7 +40,6 @@ class BucketExchanges:
         algorithm: str,
     ) -> None:
         self.params, self.names = list(params), list(names)
-        self._is_transactional = method.transactional
         self.parts = []
         for chosen, indices in by_method(method, params):
             bucket = Bucket([names[i] for i in indices], [params[i] for i in indices], communicator, algorithm)
@@ -53,12 +52,10 @@ class BucketExchanges:
     def lie_in(self, buffer: torch.Tensor) -> None:
         """Keep the averages in ``buffer``, which holds the gradients, so that neither is copied.
 
-        Done if no part of the model has state, and the parameters are in the order in which they lie there.
+        Done if one method has all parameters, in the order in which they lie there.
         """
-        part = self.parts[0]
-        is_dense = len(self.parts) == 1 and isinstance(part.exchange, DenseExchange)
-        if is_dense and not self._is_transactional and self._is_usual():
-            part.bucket.lie_in(buffer)
+        if len(self.parts) == 1 and self._is_usual():
+            self.parts[0].exchange.lie_in(buffer)
 
     def _is_usual(self) -> bool:
         # Torch reads another tensor than its own by the present strides of the parameters.
