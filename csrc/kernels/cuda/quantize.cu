@@ -10,10 +10,10 @@
 namespace pycomm::cuda {
 namespace {
 
-constexpr int kCount = 4;          // elements that move in one access
+constexpr int kVectorWidth = 4;    // elements that move in one access
 constexpr int64_t kOfWarp = 2048;  // longer blocks of elements are worked on by a whole block of threads
 
-using Floats = Packet<float, kCount>;
+using Floats = Packet<float, kVectorWidth>;
 
 struct Quantizing {
     const char* x;
@@ -26,13 +26,13 @@ struct Quantizing {
     bool aligned;  // all elements and codes, to packets
 };
 
-// Elements [at, at + kCount), zeros from `end` on. kWhole: none are, and x is aligned to packets.
+// Elements [at, at + kVectorWidth), zeros from `end` on. kWhole: none are, and x is aligned to packets.
 template <bool kWhole>
 PYCOMM_DEVICE Floats load_floats(const char* x, int64_t at, int64_t end) {
     if (kWhole) return *reinterpret_cast<const Floats*>(x + at * static_cast<int64_t>(sizeof(float)));
     Floats out = {};
 #pragma unroll
-    for (int e = 0; e < kCount; ++e) {
+    for (int e = 0; e < kVectorWidth; ++e) {
         if (at + e < end) out.values[e] = load_element<float>(x, at + e);
     }
     return out;
@@ -49,9 +49,9 @@ PYCOMM_DEVICE void store_floats(char* x, int64_t at, int64_t end, const Floats& 
 template <bool kWhole, class Use>
 PYCOMM_DEVICE void for_floats(const char* x, int64_t begin, int64_t end, Share share, Use&& use) {
     constexpr int kUnroll = kWhole ? 4 : 1;
-    for_places<kUnroll>((end - begin + kCount - 1) / kCount, share,
-                        [&](int64_t i) { return load_floats<kWhole>(x, begin + i * kCount, end); },
-                        [&](int64_t i, const Floats& packet) { use(begin + i * kCount, packet); });
+    for_places<kUnroll>((end - begin + kVectorWidth - 1) / kVectorWidth, share,
+                        [&](int64_t i) { return load_floats<kWhole>(x, begin + i * kVectorWidth, end); },
+                        [&](int64_t i, const Floats& packet) { use(begin + i * kVectorWidth, packet); });
 }
 
 // Part of a block's norm, and how two parts become one. Magnitudes go by their bits: NaN ranks highest.
@@ -208,7 +208,7 @@ struct Encoder {
     }
 };
 
-// Stores the codes of elements [at, at + kCount), from the lowest bit on. Bits beyond `end` are 0.
+// Stores the codes of elements [at, at + kVectorWidth), from the lowest bit on. Bits beyond `end` are 0.
 template <class Format, bool kWhole>
 PYCOMM_DEVICE void store_codes(char* codes, int64_t at, int64_t end, uint32_t packed) {
     using Word = typename Format::Word;
@@ -217,7 +217,7 @@ PYCOMM_DEVICE void store_codes(char* codes, int64_t at, int64_t end, uint32_t pa
     if constexpr (kWhole) {
         *reinterpret_cast<Word*>(codes + byte) = static_cast<Word>(packed);
     } else {
-        for (; byte < (end * kBits + 7) / 8 && byte < Format::byte_of(at + kCount); ++byte) {
+        for (; byte < (end * kBits + 7) / 8 && byte < Format::byte_of(at + kVectorWidth); ++byte) {
             codes[byte] = static_cast<char>(packed);
             packed >>= 8;
         }
@@ -239,14 +239,14 @@ PYCOMM_DEVICE void quantize_block(const Quantizing& job, int64_t number, int64_t
     PartOfNorm mine{Encoder<Format>::kFloat ? Norm::kMax : job.config.norm, 0.0f, 0};
     elements.for_each([&](int64_t, const Floats& x) {
 #pragma unroll
-        for (int e = 0; e < kCount; ++e) mine.take(x.values[e]);
+        for (int e = 0; e < kVectorWidth; ++e) mine.take(x.values[e]);
     });
     const Encoder<Format> encoder(job, norm_of_all<kBlock>(mine));
     if (share_of<kBlock>().first == 0) job.scales[number] = encoder.scale;
     elements.replace([&](int64_t at, Floats& x) {
         uint32_t packed = 0;
 #pragma unroll
-        for (int e = 0; e < kCount; ++e) {
+        for (int e = 0; e < kVectorWidth; ++e) {
             Coded coded = encoder.code_of(x.values[e], at + e);
             packed |= coded.code << e * Format::kBits;
             x.values[e] = x.values[e] - coded.value * encoder.scale;
@@ -292,20 +292,21 @@ quantize_kernel(Quantizing job) {
     int64_t number, begin, end;
     if (!find_block<kBlock>(job, number, begin, end)) return;  // all of them
     const Share share = share_of<kBlock>();
-    if (job.aligned && end % kCount == 0) {
+    if (job.aligned && end % kVectorWidth == 0) {
         quantize_block<Format, kBlock, true>(job, number, end, ArrayOfBlock<true>{job, begin, end, share});
     } else {
         quantize_block<Format, kBlock, false>(job, number, end, ArrayOfBlock<false>{job, begin, end, share});
     }
 }
 
-// The codes of elements [at, at + kCount), 0 for those beyond `end`.
+// The codes of elements [at, at + kVectorWidth), 0 for those beyond `end`.
 template <class Format, bool kWhole>
 PYCOMM_DEVICE uint32_t load_codes(const char* codes, int64_t at, int64_t end) {
     int64_t begin = Format::byte_of(at);
     if (kWhole) return *reinterpret_cast<const typename Format::Word*>(codes + begin);
     uint32_t out = 0;
-    for (int64_t byte = begin; byte < (end * Format::kBits + 7) / 8 && byte < Format::byte_of(at + kCount); ++byte) {
+    for (int64_t byte = begin; byte < (end * Format::kBits + 7) / 8 && byte < Format::byte_of(at + kVectorWidth);
+         ++byte) {
         out |= static_cast<uint32_t>(static_cast<unsigned char>(codes[byte])) << 8 * (byte - begin);
     }
     return out;
@@ -356,7 +357,7 @@ struct Dequantized {
 #pragma unroll
             for (int u = 0; u < kSums; ++u) {
 #pragma unroll
-                for (int e = 0; e < kCount; ++e) {
+                for (int e = 0; e < kVectorWidth; ++e) {
                     sums[u].values[e] = sums[u].values[e] + Format::value(packed[q][u], e) * scales[q][u];
                 }
             }
@@ -382,7 +383,7 @@ PYCOMM_DEVICE void dequantize_packets(const Dequantizing& job, int64_t first, in
 #pragma unroll
     for (int u = 0; u < kSums; ++u) {  // past the end the first is computed again
         int64_t packet = first + u * device::num_threads();
-        mine.places[u] = kCount * (packet < packets ? packet : first);
+        mine.places[u] = kVectorWidth * (packet < packets ? packet : first);
         mine.blocks[u] = job.block_of(mine.places[u]);
     }
     mine.template add_all<kWhole>(job);
@@ -391,7 +392,7 @@ PYCOMM_DEVICE void dequantize_packets(const Dequantizing& job, int64_t first, in
 
 template <class Format>
 PYCOMM_KERNEL dequantize_kernel(Dequantizing job) {
-    const int64_t packets = (job.count + kCount - 1) / kCount, whole = job.count / kCount;
+    const int64_t packets = (job.count + kVectorWidth - 1) / kVectorWidth, whole = job.count / kVectorWidth;
     const int64_t of_block = int64_t{kSums} * device::num_threads(), begin = device::block_index() * of_block;
     const int64_t first = begin + device::thread_index();
     if (first >= packets) return;
@@ -422,12 +423,12 @@ struct SumsOfBlock {
     // Calls load() and then use(u), for the packets of each step.
     template <class Load, class Use>
     PYCOMM_MEMBER void for_steps(Load&& load, Use&& use) {
-        const auto packets = static_cast<Index>((end - begin + kCount - 1) / kCount);
+        const auto packets = static_cast<Index>((end - begin + kVectorWidth - 1) / kVectorWidth);
         for (Index i = share.first; i < packets; i += kSums * share.stride) {
 #pragma unroll
             for (int u = 0; u < kSums; ++u) {  // past the end the first is computed again
                 Index packet = i + u * share.stride;
-                mine.places[u] = begin + kCount * (packet < packets ? packet : i);
+                mine.places[u] = begin + kVectorWidth * (packet < packets ? packet : i);
                 mine.blocks[u] = number;
             }
             load();
@@ -451,11 +452,11 @@ struct SumsOfBlock {
     PYCOMM_MEMBER void add_left(int u) {
         if constexpr (kWhole) {
 #pragma unroll
-            for (int e = 0; e < kCount; ++e) before[u].values[e] = before[u].values[e] + mine.sums[u].values[e];
+            for (int e = 0; e < kVectorWidth; ++e) before[u].values[e] = before[u].values[e] + mine.sums[u].values[e];
             store_floats<kWhole>(job.to.remainder, mine.places[u], end, before[u]);
         } else {
 #pragma unroll
-            for (int e = 0; e < kCount; ++e) {
+            for (int e = 0; e < kVectorWidth; ++e) {
                 int64_t at = mine.places[u] + e;
                 if (at >= end) return;
                 store_element(job.to.remainder, at, load_element<float>(job.to.remainder, at) + mine.sums[u].values[e]);
@@ -491,7 +492,7 @@ requantize_kernel(Requantizing job) {
     int64_t number, begin, end;
     if (!find_block<kBlock>(job.to, number, begin, end)) return;  // all of them
     const Share share = share_of<kBlock>();
-    if (job.to.aligned && end % kCount == 0) {
+    if (job.to.aligned && end % kVectorWidth == 0) {
         SumsOfBlock<Format, kBlock, kOnce, true> sums{job, number, begin, end, share, {}, {}};
         quantize_block<Format, kBlock, true>(job.to, number, end, sums);
     } else {
@@ -558,7 +559,7 @@ void dequantize(const std::vector<const float*>& scales, const std::vector<const
     Dequantizing job = dequantizing(scales, codes, config, out.count, workspace, stream);
     job.out = out.bytes();
     job.factor = factor;
-    int64_t blocks = blocks_for(out.count, device::threads_per_block() * kSums * kCount);
+    int64_t blocks = blocks_for(out.count, device::threads_per_block() * kSums * kVectorWidth);
     with_format(config, [&](auto format) {
         device::launch<dequantize_kernel<decltype(format)>>("dequantize", blocks, stream, job);
     });
@@ -575,7 +576,7 @@ void requantize(const std::vector<const float*>& scales, const std::vector<const
     with_blocks(config, count, [&](auto format, auto of_threads, int64_t blocks) {
         using Format = decltype(format);
         constexpr bool kBlock = decltype(of_threads)::value;
-        if (kBlock || config.block > device::kWarpSize * kSums * kCount) {
+        if (kBlock || config.block > device::kWarpSize * kSums * kVectorWidth) {
             device::launch<requantize_kernel<Format, kBlock, false>>("requantize", blocks, stream, job);
         } else {
             device::launch<requantize_kernel<Format, kBlock, !kBlock>>("requantize", blocks, stream, job);
