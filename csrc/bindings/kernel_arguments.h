@@ -12,9 +12,9 @@
 
 namespace pycomm {
 
-// Calls gpu(DeviceCall&) if the arguments lie on a GPU, else cpu(), which does not hold the interpreter's lock. gpu does:
-// it takes a few microseconds, and another thread may keep a lock that it is given for milliseconds. gpu takes `auto&`, so
-// that it is not compiled where there are no CUDA kernels to link with.
+// Calls gpu(DeviceCall&) if the arguments lie on a GPU, else cpu(), which does not hold the interpreter's lock. gpu
+// does: it takes a few microseconds, and another thread may keep a lock that it is given for milliseconds. gpu takes
+// `auto&`, so that it is not compiled where there are no CUDA kernels to link with.
 template <class Gpu, class Cpu>
 void dispatch(const Arguments& arguments, [[maybe_unused]] Gpu&& gpu, Cpu&& cpu) {
     if constexpr (kHasCuda) {
@@ -28,9 +28,9 @@ void dispatch(const Arguments& arguments, [[maybe_unused]] Gpu&& gpu, Cpu&& cpu)
     cpu();
 }
 
-// A number, or an array with one float32 that may lie on a GPU; divided by such an array, unless that is None. Or a tuple
-// of such a factor, an array with the largest magnitude, the exponent of the room for it, and whether to divide by the
-// power of two that fits it: pycomm.kernels.FittingScale.
+// A number, or an array with one float32 that may lie on a GPU; divided by such an array, unless that is None. Or a
+// tuple of such a factor, an array with the largest magnitude, the exponent of the room for it, and whether to divide
+// by the power of two that fits it: pycomm.kernels.FittingScale.
 class Factor {
    public:
     explicit Factor(py::handle object, const char* name = "scale", py::handle divisor = py::none());

@@ -47,11 +47,12 @@ void require_loaded(cudaError_t status, int device) {
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
     const std::string capability = std::to_string(major) + std::to_string(minor);
-    throw DeviceError(format(
-        "loading a kernel: %s (%s): this build of pycomm has kernels for %s, by CUDA %s; GPU %d has capability %d.%d, and "
-        "its driver supports CUDA %s: install a newer driver, or build pycomm with CUDAARCHS=%s-real",
-        cudaGetErrorString(status), cudaGetErrorName(status), PYCOMM_CUDA_ARCHITECTURES, PYCOMM_CUDA_VERSION, device,
-        major, minor, dotted(driver_version()).c_str(), capability.c_str()));
+    throw DeviceError(
+        format("loading a kernel: %s (%s): this build of pycomm has kernels for %s, by CUDA %s; GPU %d has capability "
+               "%d.%d, and "
+               "its driver supports CUDA %s: install a newer driver, or build pycomm with CUDAARCHS=%s-real",
+               cudaGetErrorString(status), cudaGetErrorName(status), PYCOMM_CUDA_ARCHITECTURES, PYCOMM_CUDA_VERSION,
+               device, major, minor, dotted(driver_version()).c_str(), capability.c_str()));
 }
 
 }  // namespace

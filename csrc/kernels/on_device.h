@@ -31,8 +31,8 @@ struct Scale {
 #define PYCOMM_ON_BOTH inline
 #endif
 
-// The exponent of the power of two that brings a magnitude below, and near, 2**room: at least -126, at most 126; 0 if the
-// magnitude, a float of these bits, is 0 or not finite.
+// The exponent of the power of two that brings a magnitude below, and near, 2**room: at least -126, at most 126; 0 if
+// the magnitude, a float of these bits, is 0 or not finite.
 PYCOMM_ON_BOTH int fitting_exponent(uint32_t bits, int room) {
     const uint32_t magnitude = bits & 0x7fffffffu;
     if (magnitude == 0 || magnitude >= 0x7f800000u) return 0;
