@@ -16,6 +16,9 @@ from tests.on_ranks import on_ranks
 from tests.reducer.test_gpu_path import METHODS
 from tests.stream_order import Module, simulated_gpu
 
+USUAL = ("none", "fp16", "topk", "powersgd")
+"""Methods; the others rarely tell anything new, and are slow."""
+
 WAYS: dict[str, dict[str, bool]] = {
     "plain": {},
     "matrices": {},
@@ -75,7 +78,9 @@ def steps(method: Any, way: str, *, is_simulated: bool, num_steps: int = 5) -> t
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("method", ["none", "fp16", "topk", "powersgd"])
+@pytest.mark.parametrize(
+    "method", [name if name in USUAL else pytest.param(name, marks=pytest.mark.slow) for name in METHODS]
+)
 @on_ranks(2)
 def test_no_race_no_read_and_the_results_of_the_cpu(method: str, way: str) -> None:
     wanted, _ = steps(METHODS[method], way, is_simulated=False)
