@@ -48,33 +48,47 @@ def topk(
 def scatter_add(out: Any, indices: Any, values: Any, scale: Any, scratch: Scratch | None) -> None: ...
 def accumulate(
     grads: Sequence[Any],
-    weights: Sequence[Any] | None,
-    clip: float | None,
-    acc: Any,
-    residual: Any | None,
-    velocity: Any | None,
-    old_velocity: Any | None,
-    finite: Any,
-    scale: Any,
-    decay: float,
-    momentum: float,
-    nesterov: bool,
+    terms: dict[str, Any],
     scratch: Scratch | None,
     num_threads: int,
 ) -> None: ...
+def accumulate_quantized(
+    grads: Sequence[Any],
+    terms: dict[str, Any],
+    config: Any,
+    parts: Sequence[tuple[int, int, Any | None, Any, Any]],
+    keeps: bool,
+    scratch: Scratch | None,
+    num_threads: int,
+) -> None: ...
+def accumulate_low_rank(
+    grads: Sequence[Any],
+    terms: dict[str, Any],
+    shapes: Sequence[tuple[int, int]],
+    rank: int,
+    q: Any,
+    p: Any,
+    num_threads: int,
+) -> None: ...
+def accumulate_chunks(
+    grads: Sequence[Any],
+    terms: dict[str, Any],
+    k: int,
+    chunk: int,
+    bits: int,
+    words: Any,
+    packing_decay: float,
+    scratch: Scratch | None,
+    num_threads: int,
+) -> None: ...
+def split_low_rank(m: Any, shapes: Sequence[tuple[int, int]], rank: int, p: Any, q: Any, num_threads: int) -> None: ...
+def orthogonalize(p: Any, shapes: Sequence[tuple[int, int]], rank: int, num_threads: int) -> None: ...
+def expand_low_rank(
+    out: Any, shapes: Sequence[tuple[int, int]], rank: int, p: Any, q: Any, scale: Any, num_threads: int
+) -> None: ...
 def sparsify(
     grads: Sequence[Any],
-    weights: Sequence[Any] | None,
-    clip: float | None,
-    acc: Any,
-    residual: Any | None,
-    velocity: Any | None,
-    old_velocity: Any | None,
-    finite: Any,
-    scale: Any,
-    decay: float,
-    momentum: float,
-    nesterov: bool,
+    terms: dict[str, Any],
     counts: Sequence[int],
     values: Any,
     indices: Any,

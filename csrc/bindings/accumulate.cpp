@@ -7,13 +7,9 @@
 namespace pycomm {
 namespace {
 
-void accumulate_arrays(py::handle grads, py::object weights, const py::object& clip, py::handle acc,
-                       py::object residual, py::object velocity, py::object old_velocity, py::handle finite,
-                       py::handle scale, py::handle decay, py::handle momentum, py::handle nesterov, py::handle scratch,
-                       int num_threads) {
+void accumulate_arrays(py::handle grads, const py::dict& terms, py::handle scratch, int num_threads) {
     Scratch* const memory = scratch_of(scratch);
-    AccumulationArguments given(grads, weights, clip, acc, residual, velocity, old_velocity, finite, scale, decay,
-                                momentum, nesterov);
+    AccumulationArguments given(grads, terms);
     Arguments arguments;
     given.add_to(arguments);
     arguments.require_apart();
@@ -31,9 +27,7 @@ void accumulate_arrays(py::handle grads, py::object weights, const py::object& c
 void bind_accumulate(py::module_& module) {
     auto scratch = py::arg("scratch");
     auto num_threads = py::arg("num_threads");
-    module.def("accumulate", &accumulate_arrays, py::arg("grads"), py::arg("weights"), py::arg("clip"), py::arg("acc"),
-               py::arg("residual"), py::arg("velocity"), py::arg("old_velocity"), py::arg("finite"), py::arg("scale"),
-               py::arg("decay"), py::arg("momentum"), py::arg("nesterov"), scratch, num_threads);
+    module.def("accumulate", &accumulate_arrays, py::arg("grads"), py::arg("terms"), scratch, num_threads);
 }
 
 }  // namespace pycomm

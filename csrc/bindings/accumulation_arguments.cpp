@@ -4,27 +4,26 @@
 
 namespace pycomm {
 
-AccumulationArguments::AccumulationArguments(py::handle grads, py::object weights, const py::object& clip,
-                                             py::handle acc, py::object residual, py::object velocity,
-                                             py::object old_velocity, py::handle finite, py::handle scale,
-                                             py::handle decay, py::handle momentum, py::handle nesterov)
+AccumulationArguments::AccumulationArguments(py::handle grads, const py::dict& terms)
     : grads_(as_arrays(grads, "grads", Access::kRead)),
-      acc_(as_array(acc, "acc", Access::kWrite)),
-      finite_(as_movable(finite, "finite", Access::kWrite)),
-      factor_(scale) {
+      acc_(as_array(terms["acc"], "acc", Access::kWrite)),
+      finite_(as_movable(terms["finite"], "finite", Access::kWrite)),
+      factor_(terms["scale"]) {
+    const py::object weights = terms["weights"], clip = terms["clip"];
+    const py::object velocity = terms["velocity"], old_velocity = terms["old_velocity"];
     job.grads = buffers_of(grads_);
     job.acc = acc_.buffer;
     require_gradients();
     require_count(finite_.buffer.num_bytes(), static_cast<int64_t>(grads_.size()), "finite", "one per gradient");
     if (!weights.is_none()) take_weights(weights);
     if (!clip.is_none()) take_clip(clip);
-    job.residual = optional(residual, "residual", residual_, Access::kRead);
+    job.residual = optional(terms["residual"], "residual", residual_, Access::kRead);
     job.velocity = optional(velocity, "velocity", velocity_, Access::kWrite);
     job.old_velocity = optional(old_velocity, "old_velocity", old_velocity_, Access::kRead);
     if (velocity.is_none() && !old_velocity.is_none()) throw ArgumentError("old_velocity without velocity");
-    job.decay = as_number(decay, "decay");
-    job.momentum = static_cast<float>(as_number(momentum, "momentum"));
-    job.nesterov = as_flag(nesterov, "nesterov");
+    job.decay = as_number(terms["decay"], "decay");
+    job.momentum = static_cast<float>(as_number(terms["momentum"], "momentum"));
+    job.nesterov = as_flag(terms["nesterov"], "nesterov");
 }
 
 void AccumulationArguments::add_to(Arguments& arguments) const {

@@ -13,9 +13,8 @@ class AccumulationArguments {
    public:
     Accumulation job;
 
-    AccumulationArguments(py::handle grads, py::object weights, const py::object& clip, py::handle acc,
-                          py::object residual, py::object velocity, py::object old_velocity, py::handle finite,
-                          py::handle scale, py::handle decay, py::handle momentum, py::handle nesterov);
+    // `terms`: what pycomm.kernels.accumulate.arguments_of returns.
+    AccumulationArguments(py::handle grads, const py::dict& terms);
 
     void add_to(Arguments& arguments) const;
     bool* finite() const { return static_cast<bool*>(finite_.buffer.data); }

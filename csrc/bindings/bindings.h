@@ -15,6 +15,7 @@ void bind_flight_ring(pybind11::module_& module);
 void bind_gradient_counts(pybind11::module_& module);
 void bind_hashes(pybind11::module_& module);
 void bind_indices(pybind11::module_& module);
+void bind_low_rank(pybind11::module_& module);
 void bind_norms(pybind11::module_& module);
 void bind_pack(pybind11::module_& module);
 void bind_quantize(pybind11::module_& module);

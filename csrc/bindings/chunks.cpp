@@ -1,5 +1,6 @@
 #include "kernels/chunks.h"
 
+#include "bindings/accumulation_arguments.h"
 #include "bindings/bindings.h"
 #include "bindings/kernel_arguments.h"
 
@@ -50,6 +51,33 @@ void pack_chunks_of(py::handle x, py::handle k, py::handle chunk, py::handle bit
         [&] { pack_chunks(source.buffer, config, to, to_rest, factor, num_threads); });
 }
 
+void accumulate_chunks_of(py::handle grads, const py::dict& terms, py::handle k, py::handle chunk, py::handle bits,
+                          py::handle words, py::handle decay, py::handle scratch, int num_threads) {
+    Scratch* const memory = scratch_of(scratch);
+    const ChunkFormat config = chunk_format_of(k, chunk, bits);
+    const auto factor = static_cast<float>(as_number(decay, "packing_decay"));
+    AccumulationArguments given(grads, terms);
+    const Buffer& sums = given.job.acc;
+    require_same(sums, "acc", Buffer{nullptr, sums.count, DType::kF32}, "required by pack_chunks");
+    Array packed = as_exactly(words, "words", Access::kWrite, DType::kI32, ChunkLayouts(config, sums.count).num_words(),
+                              "int32, num_words(len(acc)) of them");
+    Arguments arguments;
+    given.add_to(arguments);
+    arguments.writes(packed, "words");
+    arguments.require_apart();
+    auto to = static_cast<uint32_t*>(packed.buffer.data);
+    dispatch(
+        arguments,
+        [&](auto& call) {
+            cuda::Workspace& workspace = call.workspace(memory, cuda::accumulate_workspace_bytes(given.job));
+            cuda::accumulate(given.job, given.factor().on_gpu(), given.finite(), workspace, call.stream());
+            cuda::pack_chunks(sums, config, to, static_cast<float*>(sums.data), factor, call.stream());
+        },
+        [&] {
+            accumulate_chunks(given.job, given.factor().on_cpu(), given.finite(), config, to, factor, num_threads);
+        });
+}
+
 void unpack_chunks_of(py::handle words, py::handle k, py::handle chunk, py::handle bits, py::handle out,
                       py::handle scale, py::handle scratch, int num_threads) {
     Scratch* const memory = scratch_of(scratch);
@@ -81,6 +109,9 @@ void bind_chunks(py::module_& module) {
     module.def("chunk_words", &chunk_words, py::arg("k"), py::arg("chunk"), py::arg("bits"), py::arg("count"));
     module.def("pack_chunks", &pack_chunks_of, py::arg("x"), py::arg("k"), py::arg("chunk"), py::arg("bits"),
                py::arg("words"), py::arg("remainder"), py::arg("decay"), num_threads);
+    module.def("accumulate_chunks", &accumulate_chunks_of, py::arg("grads"), py::arg("terms"), py::arg("k"),
+               py::arg("chunk"), py::arg("bits"), py::arg("words"), py::arg("packing_decay"), py::arg("scratch"),
+               num_threads);
     module.def("unpack_chunks", &unpack_chunks_of, py::arg("words"), py::arg("k"), py::arg("chunk"), py::arg("bits"),
                py::arg("out"), py::arg("scale"), py::arg("scratch"), num_threads);
 }

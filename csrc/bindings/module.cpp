@@ -12,6 +12,7 @@ PYBIND11_MODULE(_native, module) {
     pycomm::bind_gradient_counts(module);
     pycomm::bind_hashes(module);
     pycomm::bind_indices(module);
+    pycomm::bind_low_rank(module);
     pycomm::bind_norms(module);
     pycomm::bind_pack(module);
     pycomm::bind_quantize(module);

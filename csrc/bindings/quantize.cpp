@@ -2,6 +2,7 @@
 
 #include <array>
 
+#include "bindings/accumulation_arguments.h"
 #include "bindings/bindings.h"
 #include "bindings/kernel_arguments.h"
 
@@ -96,6 +97,64 @@ void quantize_array(py::handle x, py::handle settings, py::object seed, py::hand
         });
 }
 
+// Parts of acc to be quantized, in order: tuples of begin, end, seed or None, scales and codes.
+struct CodedParts {
+    std::vector<QuantizedPart> all;
+    std::vector<Coding> codings;
+
+    CodedParts(const Quantization& config, const Buffer& acc, py::handle parts) {
+        int64_t last = 0;
+        for (py::handle item : parts) {
+            const std::string name = name_of_item("parts", all.size());
+            if (!py::isinstance<py::tuple>(item) || py::len(item) != 5) {
+                throw ArgumentTypeError(name + " is " + shown(item) + ", wanted begin, end, seed, scales and codes");
+            }
+            auto part = py::reinterpret_borrow<py::tuple>(item);
+            const int64_t begin = as_integer(part[0], name + "[0]"), end = as_integer(part[1], name + "[1]");
+            if (begin == end) continue;
+            if (begin < last || end < begin || end > acc.count) {
+                throw ArgumentError(
+                    format("%s is from %lld to %lld, wanted elements of acc, after those of other parts", name.c_str(),
+                           static_cast<long long>(begin), static_cast<long long>(end)));
+            }
+            last = end;
+            codings.emplace_back(config, end - begin, part[3], part[4], part[2]);
+            const Coding& coding = codings.back();
+            all.push_back({begin, end - begin, coding.random(), coding.to_scales(), coding.to_codes()});
+        }
+    }
+};
+
+void accumulate_quantized_arrays(py::handle grads, const py::dict& terms, py::handle settings, py::handle parts,
+                                 py::handle keeps, py::handle scratch, int num_threads) {
+    Scratch* const memory = scratch_of(scratch);
+    const Quantization config = quantization_of(settings);
+    AccumulationArguments given(grads, terms);
+    const Buffer& sums = given.job.acc;
+    require_same(sums, "acc", Buffer{nullptr, sums.count, DType::kF32}, "required by quantize");
+    const CodedParts coded(config, sums, parts);
+    const bool keeps_rest = as_flag(keeps, "keeps");
+    Arguments arguments;
+    given.add_to(arguments);
+    for (const Coding& coding : coded.codings) coding.add_to(arguments);
+    arguments.require_apart();
+    dispatch(
+        arguments,
+        [&](auto& call) {
+            cuda::Workspace& workspace = call.workspace(memory, cuda::accumulate_workspace_bytes(given.job));
+            cuda::accumulate(given.job, given.factor().on_gpu(), given.finite(), workspace, call.stream());
+            for (const QuantizedPart& part : coded.all) {
+                const Buffer x{static_cast<float*>(sums.data) + part.begin, part.count, DType::kF32, sums.device};
+                cuda::quantize(x, config, part.seed, part.scales, part.codes, static_cast<float*>(x.data),
+                               call.stream());
+            }
+        },
+        [&] {
+            accumulate_quantized(given.job, given.factor().on_cpu(), given.finite(), config, coded.all, keeps_rest,
+                                 num_threads);
+        });
+}
+
 // What several ranks sent, as the kernels want it.
 struct Contributions {
     std::vector<Array> scales, codes;
@@ -174,6 +233,8 @@ void bind_quantize(py::module_& module) {
     auto config = py::arg("config"), seed = py::arg("seed"), num_threads = py::arg("num_threads");
     module.def("quantize", &quantize_array, py::arg("x"), config, seed, py::arg("scales"), py::arg("codes"),
                py::arg("remainder"), num_threads);
+    module.def("accumulate_quantized", &accumulate_quantized_arrays, py::arg("grads"), py::arg("terms"), config,
+               py::arg("parts"), py::arg("keeps"), py::arg("scratch"), num_threads);
     module.def("dequantize", &dequantize_arrays, py::arg("scales"), py::arg("codes"), config, py::arg("out"),
                py::arg("scale"), py::arg("scratch"), num_threads);
     module.def("requantize", &requantize_arrays, py::arg("scales"), py::arg("codes"), py::arg("count"), config, seed,

@@ -83,14 +83,11 @@ class SelectionArrays {
     Array values_, indices_, thresholds_, missed_, num_missed_, largest_;
 };
 
-void sparsify_arrays(py::handle grads, py::object weights, const py::object& clip, py::handle acc, py::object residual,
-                     py::object velocity, py::object old_velocity, py::handle finite, py::handle scale,
-                     py::handle decay, py::handle momentum, py::handle nesterov, py::handle counts, py::handle values,
-                     py::handle indices, py::handle thresholds, py::handle missed, const py::object& num_missed,
-                     const py::object& largest, py::handle scratch, int num_threads) {
+void sparsify_arrays(py::handle grads, const py::dict& terms, py::handle counts, py::handle values, py::handle indices,
+                     py::handle thresholds, py::handle missed, const py::object& num_missed, const py::object& largest,
+                     py::handle scratch, int num_threads) {
     Scratch* const memory = scratch_of(scratch);
-    AccumulationArguments given(grads, weights, clip, acc, residual, velocity, old_velocity, finite, scale, decay,
-                                momentum, nesterov);
+    AccumulationArguments given(grads, terms);
     SelectionArrays outputs(given.job, counts, values, indices, thresholds, missed, num_missed, largest);
     const Selection& selection = outputs.selection;
     Arguments arguments;
@@ -111,9 +108,7 @@ void sparsify_arrays(py::handle grads, py::object weights, const py::object& cli
 void bind_sparsify(py::module_& module) {
     auto scratch = py::arg("scratch");
     auto num_threads = py::arg("num_threads");
-    module.def("sparsify", &sparsify_arrays, py::arg("grads"), py::arg("weights"), py::arg("clip"), py::arg("acc"),
-               py::arg("residual"), py::arg("velocity"), py::arg("old_velocity"), py::arg("finite"), py::arg("scale"),
-               py::arg("decay"), py::arg("momentum"), py::arg("nesterov"), py::arg("counts"), py::arg("values"),
+    module.def("sparsify", &sparsify_arrays, py::arg("grads"), py::arg("terms"), py::arg("counts"), py::arg("values"),
                py::arg("indices"), py::arg("thresholds"), py::arg("missed"), py::arg("num_missed"), py::arg("largest"),
                scratch, num_threads);
 }

@@ -16,6 +16,9 @@
 // If no element of a chunk reaches 2^-100, low and high are 0. If one is not finite, both are NaN, and levels have no
 // meaning. With `remainder`, which may be x itself, remainder[i] = (x[i] - what was packed of it) * decay.
 //
+//   accumulate_chunks: accumulate (accumulate.h), and then pack_chunks with acc as x and remainder. On a CPU one pass:
+//   a
+//           chunk is packed while a cache has it.
 //   unpack_chunks: out[i] = (sum over p, in the order of p, of what words[p] have for i) * factor
 //
 // x, out and remainder are float32. Except for remainder and x, an output overlaps no other array of the call.
@@ -25,6 +28,7 @@
 #include <vector>
 
 #include "base/buffer.h"
+#include "kernels/accumulate.h"
 #include "kernels/indices.h"
 #include "kernels/on_device.h"
 #include "kernels/quantization.h"
@@ -102,6 +106,8 @@ PYCOMM_CHUNK float magnitude_of(const ChunkLevels& levels, int level) {
 
 void pack_chunks(const Buffer& x, const ChunkFormat& config, uint32_t* words, float* remainder, float decay,
                  int num_threads);
+void accumulate_chunks(const Accumulation& job, double scale, bool* finite, const ChunkFormat& config, uint32_t* words,
+                       float decay, int num_threads);
 // ArgumentError where pack_chunks cannot have made the words.
 void unpack_chunks(const std::vector<const uint32_t*>& words, const ChunkFormat& config, const Buffer& out,
                    double factor, int num_threads);

@@ -28,6 +28,9 @@
 //
 //   dequantize: out[i] = (sum over p of codes[p][i] * scales[p][b], in the order of p) * factor
 //   requantize: quantizes that sum with a factor of 1; what rounding leaves over is added to `remainder`
+//   accumulate_quantized: accumulate (accumulate.h), and then quantize with acc as x and remainder, for some parts of
+//           acc, each as if it were alone. What is in no part is only accumulated. Without `keeps`, what is in acc at
+//           the parts has no meaning. On a CPU one pass: a block is quantized while the fastest cache has it.
 //
 // Except for remainder and x, an output overlaps no other array of the call.
 #pragma once
@@ -36,6 +39,7 @@
 #include <vector>
 
 #include "base/buffer.h"
+#include "kernels/accumulate.h"
 #include "kernels/on_device.h"
 #include "kernels/quantization.h"
 
@@ -61,6 +65,16 @@ struct Requantized {
 };
 void requantize(const std::vector<const float*>& scales, const std::vector<const uint8_t*>& codes, int64_t count,
                 const Quantization& config, const int64_t* seed, const Requantized& out, int num_threads);
+
+// Part of acc from element `begin` on, and where its scales and codes go.
+struct QuantizedPart {
+    int64_t begin, count;
+    const int64_t* seed;
+    float* scales;
+    uint8_t* codes;
+};
+void accumulate_quantized(const Accumulation& job, double scale, bool* finite, const Quantization& config,
+                          const std::vector<QuantizedPart>& parts, bool keeps, int num_threads);
 
 namespace cuda {
 

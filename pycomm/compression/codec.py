@@ -112,9 +112,21 @@ class BaseCodec(RankSum):
     def begin(self, step: int | torch.Tensor) -> None:
         """Prepare for the step of that number (see :class:`Scaling`)."""
 
-    def accumulate(self, acc: torch.Tensor, residual: torch.Tensor | None, *args: Any, **options: Any) -> torch.Tensor:
-        """Run :func:`pycomm.kernels.accumulate`, and whatever the codec does in the same pass."""
-        finite: torch.Tensor = kernels.accumulate(acc, residual, *args, **options)
+    def accumulate(
+        self,
+        acc: torch.Tensor,
+        residual: torch.Tensor | None,
+        grads: Sequence[torch.Tensor],
+        scale: float | torch.Tensor,
+        *,
+        whole: bool = False,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Run :func:`pycomm.kernels.accumulate`, and whatever the codec does in the same pass.
+
+        ``whole``: take nothing out of ``acc`` before :meth:`send`.
+        """
+        finite: torch.Tensor = kernels.accumulate(acc, residual, grads, scale, **options)
         return finite
 
     def send(self, accumulated: Accumulated, told: Told) -> Report:

@@ -141,6 +141,7 @@ class CodecExchange:
             raws,
             scaling.to_state,
             **self._corrections(scaling, velocity),
+            whole=self._measures,
             scratch=self._accumulate_scratch,
         )
         self._accumulated = Accumulated(flat, velocity, scaling.from_state, torch.finfo(bucket.dtype).max)
@@ -201,16 +202,20 @@ class CodecExchange:
 
     def finish(self, finite: Flag) -> None:
         assert self._report is not None
+        # What is accumulated is a view of the bucket's memory, which else looks as if a user kept it.
+        accumulated, self._accumulated = self._accumulated, None
         if isinstance(finite, torch.Tensor) or finite:
-            self._commit(finite)
+            assert accumulated is not None
+            factor = accumulated.factor
+            del accumulated
+            self._commit(finite, factor)
         else:
             self._last_evidence().copy_(self._report.evidence())
             self._bucket.flat.fill_(math.nan)
 
-    def _commit(self, finite: Flag) -> None:
+    def _commit(self, finite: Flag, factor: float | torch.Tensor) -> None:
         """Make the new state current and write the averages; if ``finite`` is a false tensor, the codec undoes it."""
         assert self._report is not None
-        assert self._accumulated is not None
         assert self._told is not None
         self._has_graph = self._has_graph or (self._bucket.on_gpu and is_capturing())
         states = []
@@ -224,7 +229,7 @@ class CodecExchange:
         outcome = Outcome(
             bucket=self._bucket,
             sums=self._flat(self._sums),
-            factor=self._accumulated.factor,
+            factor=factor,
             states=states,
             finite=finite,
             used=None if self._all_used_here and self._told.is_used is None else self._report.used(),

@@ -27,7 +27,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -62,6 +63,21 @@ class Form(Protocol):
         ``seed``: two int64 numbers that stochastic rounding follows from; ``None``: round to the nearest.
         """
 
+    def accumulate(
+        self,
+        parts: Sequence[EncodedPart],
+        keeps: bool,
+        acc: torch.Tensor,
+        residual: torch.Tensor | None,
+        grads: Sequence[torch.Tensor],
+        scale: float | torch.Tensor,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Do what :func:`pycomm.kernels.accumulate` does with the other arguments, and encode ``parts`` of the sums.
+
+        ``keeps``: leave the rounding errors in the sums. All parts have forms like this one.
+        """
+
     def decode(self, messages: Sequence[Arrays], out: torch.Tensor, factor: float | torch.Tensor = 1.0) -> None:
         """Write the sum of ``messages``, computed in float32, times ``factor``, to float32 ``out``."""
 
@@ -69,6 +85,16 @@ class Form(Protocol):
         self, messages: Sequence[Arrays], arrays: Arrays, remainder: torch.Tensor, seed: torch.Tensor | None
     ) -> None:
         """Encode the sum of ``messages`` to ``arrays``, and add the rounding error to ``remainder``."""
+
+
+@dataclass(frozen=True)
+class EncodedPart:
+    """Elements ``where`` of a bucket, and the arrays of their message; ``seed`` as for :meth:`Form.encode`."""
+
+    where: slice
+    form: Form
+    arrays: Arrays
+    seed: torch.Tensor | None
 
 
 FormOf = Callable[[int, int], Form]
@@ -155,6 +181,7 @@ class FirstHop:
         sizes: room for the message of each part of the lane, in bytes.
 
     Attributes:
+        parts: those that this rank encodes.
         received: the arrays of this rank's own part, from every rank of the lane, after :meth:`run`.
         num_bytes: what this rank sends to others.
     """
@@ -162,10 +189,10 @@ class FirstHop:
     def __init__(
         self, bucket: Bucket, communicator: Communicator, division: Division, sizes: Sequence[int], seeds: _Seeds
     ) -> None:
-        self._communicator, self._division, self._seeds = communicator, division, seeds
-        self._numbers, self._lane = division.of_lane(division.lane), division.lanes[division.lane]
+        self._communicator = communicator
+        numbers, self._lane = division.of_lane(division.lane), division.lanes[division.lane]
         self._are_equal = len(division.lanes) == 1 and len(set(sizes)) == 1
-        own = sizes[division.own - self._numbers[0]]
+        own = sizes[division.own - numbers[0]]
         # Zeros: the gaps between arrays travel too.
         self._sent, self._room = (
             communicator.empty(num_bytes, torch.uint8, bucket.device).zero_()
@@ -175,12 +202,13 @@ class FirstHop:
         self._incoming = torch.split(self._room, [own] * len(sizes))
         self.received = [division.arrays_in(division.own, message) for message in self._incoming]
         self.num_bytes = sum(sizes) - own
+        self.parts = [
+            EncodedPart(division.parts[i], division.forms[i], division.arrays_in(i, message), seed)
+            for i, seed, message in zip(numbers, seeds.of, self._messages, strict=False)
+        ]
 
-    def run(self, x: torch.Tensor) -> None:
-        """Encode ``x`` part by part, send, and receive; leave the rounding errors in ``x``."""
-        division = self._division
-        for i, seed, message in zip(self._numbers, self._seeds.of, self._messages, strict=False):
-            division.forms[i].encode(x[division.parts[i]], division.arrays_in(i, message), seed)
+    def run(self) -> None:
+        """Send the encoded ``parts``, and receive."""
         if self._are_equal:
             self._communicator.all_to_all(self._room, self._sent)
             return
@@ -219,7 +247,7 @@ def _float32_of(out: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 class _DividedCodec(BaseCodec):
-    """Base of codecs of a division.
+    """Base of codecs of a division. ``_parts``: those that this rank encodes of its sums.
 
     Args:
         seed: round stochastically, by numbers that follow from it, the rank, the part and the step; ``None``: to the
@@ -235,9 +263,34 @@ class _DividedCodec(BaseCodec):
         hosts = _hosts_of(communicator, bucket)
         self._division = Division(hosts, communicator.rank, bucket.num_elements, form, bucket.shares)
         self._seeds = _Seeds(bucket, communicator, seed, self._division.per_lane + num_sums)
+        self._parts: list[EncodedPart] = []
+        self._is_encoded = False
 
     def begin(self, step: int | torch.Tensor) -> None:
         self._seeds.begin(step)
+
+    def accumulate(
+        self,
+        acc: torch.Tensor,
+        residual: torch.Tensor | None,
+        grads: Sequence[torch.Tensor],
+        scale: float | torch.Tensor,
+        *,
+        whole: bool = False,
+        **options: Any,
+    ) -> torch.Tensor:
+        # What float32 cannot hold, and sums over a host, come between.
+        self._is_encoded = acc.dtype == torch.float32 and len(self._division.lanes) == 1 and not whole
+        if not self._is_encoded:
+            return super().accumulate(acc, residual, grads, scale, **options)
+        keeps = residual is not None
+        return self._parts[0].form.accumulate(self._parts, keeps, acc, residual, grads, scale, **options)
+
+    def _encode(self, x: torch.Tensor) -> None:
+        """Encode the parts of ``x``, unless that has been done; leave the rounding errors in ``x``."""
+        if not self._is_encoded:
+            for part in self._parts:
+                part.form.encode(x[part.where], part.arrays, part.seed)
 
 
 class TwoHopCodec(_DividedCodec):
@@ -257,15 +310,18 @@ class TwoHopCodec(_DividedCodec):
         self._hop: FirstHop | None = None
         if division.per_lane > 1:
             self._hop = FirstHop(bucket, communicator, division, [longest] * division.per_lane, self._seeds)
+            self._parts = self._hop.parts
+        else:
+            own = division.own
+            self._parts = [EncodedPart(division.parts[own], division.forms[own], self._mine, self._seeds.of[0])]
 
     def send(self, accumulated: Accumulated, told: Told) -> Report:
         division, hop = self._division, self._hop
         form, own = division.forms[division.own], division.parts[division.own]
         with _sent_of(accumulated.flat, self._communicator, division) as x:
-            if hop is None:
-                form.encode(x[own], self._mine, self._seeds.of[0])
-            else:
-                hop.run(x)
+            self._encode(x)
+            if hop is not None:
+                hop.run()
                 form.add_up(hop.received, self._mine, x[own], self._seeds.of[-1])
                 self.bytes_sent += hop.num_bytes
         self.bytes_sent += self._messages.num_bytes
@@ -306,11 +362,13 @@ class OwnPartCodec(_DividedCodec):
         division = self._division
         numbers = division.of_lane(division.lane)
         self._hop = FirstHop(bucket, communicator, division, [division.sizes[i] for i in numbers], self._seeds)
+        self._parts = self._hop.parts
         self._bounds = GatheredMessages(bucket, communicator, [(torch.float64, 1)])  # of all parts, with the reports
 
     def send(self, accumulated: Accumulated, told: Told) -> Report:
         with _sent_of(accumulated.flat, self._communicator, self._division) as x:
-            self._hop.run(x)
+            self._encode(x)
+        self._hop.run()
         form, first = self._division.forms[self._division.own], [arrays[0] for arrays in self._hop.received]
         (bound,) = self._bounds.mine
         bound.copy_(sum_of_maxima(first) * form.top if first[0].numel() > 0 else torch.zeros(()))

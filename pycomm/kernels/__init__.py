@@ -18,16 +18,23 @@ from pycomm.kernels.arrays import FittingScale, Scratch, cuda_devices, num_threa
 from pycomm.kernels.hashes import hashes
 from pycomm.kernels.norms import squared_norms
 from pycomm.kernels.pack import pack, pack_flagged, unpack
-from pycomm.kernels.quantize import Quantization, dequantize, quantize, requantize
 from pycomm.kernels.reduce import reduce
 from pycomm.kernels.scatter_add import scatter_add
 from pycomm.kernels.sparsify import sparsify
 from pycomm.kernels.topk import topk
 
 if _TYPE_CHECKING:  # imported at first use: `attach` needs none of them
-    from pycomm.kernels.chunks import Chunks, pack_chunks, unpack_chunks
+    from pycomm.kernels.chunks import Chunks, accumulate_chunks, pack_chunks, unpack_chunks
     from pycomm.kernels.entries import EntryLayout, Gathered, Taken, add_entries, pack_entries, unpack_entries
     from pycomm.kernels.indices import pack_indices, packed_words, unpack_indices
+    from pycomm.kernels.low_rank import (
+        LowRank,
+        accumulate_low_rank,
+        expand_low_rank,
+        orthogonalize,
+        split_low_rank,
+    )
+    from pycomm.kernels.quantization import Quantization, accumulate_quantized, dequantize, quantize, requantize
     from pycomm.kernels.signs import pack_signs, sign_words, unpack_signs
     from pycomm.kernels.step import (
         Moments,
@@ -40,9 +47,11 @@ if _TYPE_CHECKING:  # imported at first use: `attach` needs none of them
     )
 
 _HOMES = {
-    "chunks": "Chunks pack_chunks unpack_chunks",
+    "chunks": "Chunks accumulate_chunks pack_chunks unpack_chunks",
     "entries": "EntryLayout Gathered Taken add_entries pack_entries unpack_entries",
     "indices": "pack_indices packed_words unpack_indices",
+    "low_rank": "LowRank accumulate_low_rank expand_low_rank orthogonalize split_low_rank",
+    "quantization": "Quantization accumulate_quantized dequantize quantize requantize",
     "signs": "pack_signs sign_words unpack_signs",
     "step": "Moments adagrad_step adam_step lamb_apply lamb_moments momentum_step rmsprop_step",
 }
@@ -55,6 +64,7 @@ __all__ = [
     "EntryLayout",
     "FittingScale",
     "Gathered",
+    "LowRank",
     "Moments",
     "Momentum",
     "Quantization",
@@ -62,16 +72,21 @@ __all__ = [
     "Taken",
     "absmax",
     "accumulate",
+    "accumulate_chunks",
+    "accumulate_low_rank",
+    "accumulate_quantized",
     "adagrad_step",
     "adam_step",
     "add_entries",
     "cuda_devices",
     "dequantize",
+    "expand_low_rank",
     "hashes",
     "lamb_apply",
     "lamb_moments",
     "momentum_step",
     "num_threads",
+    "orthogonalize",
     "pack",
     "pack_chunks",
     "pack_entries",
@@ -87,6 +102,7 @@ __all__ = [
     "set_num_threads",
     "sign_words",
     "sparsify",
+    "split_low_rank",
     "squared_norms",
     "topk",
     "unpack",

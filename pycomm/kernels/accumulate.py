@@ -67,7 +67,7 @@ def accumulate(
     finite = empty(acc, (len(grads),) if several else (), "bool")
     arrays = grads if several else [grads]
     common = arguments_of(clip, acc, residual, momentum, decay, finite, scale)
-    _native.accumulate(arrays, **common, scratch=scratch, num_threads=num_threads())
+    _native.accumulate(arrays, common, scratch=scratch, num_threads=num_threads())
     return finite
 
 

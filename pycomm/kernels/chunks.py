@@ -8,6 +8,7 @@ from typing import Any
 
 import pycomm._native as _native
 from pycomm.checks import instance
+from pycomm.kernels.accumulate import Decay, Momentum, arguments_of
 from pycomm.kernels.arrays import Scratch, empty, look, num_threads
 
 
@@ -52,6 +53,43 @@ def pack_chunks(
         out = empty(x, (config.num_words(look("x", x)[0]),), "int32")
     _native.pack_chunks(x, config.k, config.chunk, config.bits, out, remainder, decay, num_threads())
     return out
+
+
+def accumulate_chunks(
+    acc: Any,
+    residual: Any | None,
+    grads: Sequence[Any],
+    scale: Any,
+    config: Chunks,
+    out: Any,
+    *,
+    packing_decay: float = 1.0,
+    clip: float | None = None,
+    momentum: Momentum | None = None,
+    decay: Decay | None = None,
+    scratch: Scratch | None = None,
+) -> Any:
+    """Do what :func:`accumulate` does, and then :func:`pack_chunks` with ``acc`` as ``x`` and remainder.
+
+    On a CPU in one pass.
+
+    Args:
+        acc, residual, grads, scale, clip, momentum, decay: as for :func:`accumulate`; ``acc`` is float32.
+        config, out: as for :func:`pack_chunks`. packing_decay: its ``decay``.
+
+    Returns:
+        As :func:`accumulate`.
+
+    Raises:
+        TypeError, ValueError: as :func:`accumulate` and :func:`pack_chunks`.
+    """
+    instance("config", config, Chunks)
+    finite = empty(acc, (len(grads),), "bool")
+    terms = arguments_of(clip, acc, residual, momentum, decay, finite, scale)
+    _native.accumulate_chunks(
+        *(grads, terms, config.k, config.chunk, config.bits, out, packing_decay, scratch, num_threads())
+    )
+    return finite
 
 
 def unpack_chunks(

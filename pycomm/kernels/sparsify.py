@@ -52,5 +52,5 @@ def sparsify(  # noqa: PLR0913  # an argument for each array
     common = arguments_of(clip, acc, residual, momentum, decay, finite, scale)
     selection = {"counts": counts, "values": values, "indices": indices, "thresholds": thresholds}
     counters = {"missed": missed, "num_missed": num_missed, "largest": largest}
-    _native.sparsify(grads, **common, **selection, **counters, scratch=scratch, num_threads=num_threads())
+    _native.sparsify(grads, common, **selection, **counters, scratch=scratch, num_threads=num_threads())
     return finite, missed

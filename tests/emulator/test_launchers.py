@@ -112,6 +112,26 @@ def accumulate(on: Arrays) -> Call:
     return lambda scratch: [acc, kernels.accumulate(acc, acc, grads, 0.5, scratch=scratch)]
 
 
+def accumulate_chunks(on: Arrays) -> Call:
+    acc, grads, out = on.random(), on.several(), on.zeros(CHUNKS.num_words(TOTAL), torch.int32)
+
+    def call(scratch: kernels.Scratch | None) -> Sequence[Any]:
+        return [acc, out, kernels.accumulate_chunks(acc, acc, grads, 0.5, CHUNKS, out, scratch=scratch)]
+
+    return call
+
+
+def accumulate_quantized(on: Arrays) -> Call:
+    acc, grads = on.random(), on.several()
+    scales, codes = on.zeros(CODEC.num_blocks(TOTAL)), on.zeros(CODEC.code_bytes(TOTAL), torch.uint8)
+    parts = [(0, TOTAL, None, scales, codes)]
+
+    def call(scratch: kernels.Scratch | None) -> Sequence[Any]:
+        return [acc, scales, codes, kernels.accumulate_quantized(acc, acc, grads, 0.5, CODEC, parts, scratch=scratch)]
+
+    return call
+
+
 def sparsify(on: Arrays) -> Call:
     acc, grads, thresholds = on.random(), on.several(), on.zeros(3)
     out = (on.zeros(23), on.zeros(23, torch.int32))
@@ -317,6 +337,8 @@ CASES = (
     squared_norms,
     hashes,
     accumulate,
+    accumulate_chunks,
+    accumulate_quantized,
     sparsify,
     topk,
     scatter_add,

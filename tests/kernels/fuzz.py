@@ -41,6 +41,8 @@ _BUILDERS = [
     *(fuzz_codes.requantize, fuzz_codes.pack_signs, fuzz_codes.unpack_signs),
     *(fuzz_codes.pack_chunks, fuzz_codes.unpack_chunks),
     *(fuzz_entries.pack_entries, fuzz_entries.unpack_entries, fuzz_entries.add_entries),
+    *(fuzz_steps.accumulate_chunks, fuzz_steps.accumulate_quantized, fuzz_steps.accumulate_low_rank),
+    *(fuzz_steps.split_low_rank, fuzz_steps.orthogonalize, fuzz_steps.expand_low_rank),
     *(fuzz_steps.accumulate, fuzz_steps.sparsify, fuzz_steps.momentum_step, fuzz_steps.adam_step),
     *(fuzz_steps.rmsprop_step, fuzz_steps.adagrad_step, fuzz_steps.lamb_moments, fuzz_steps.lamb_apply),
 ]

@@ -30,6 +30,14 @@ _EACH = {"tensors": "arrays", "out": "array?", "scratch": "scratch"}
 SIGNATURES: dict[str, dict[str, str]] = {
     "absmax": {"tensors": "arrays", "scratch": "scratch"},
     "accumulate": {**_ACCUMULATE, "grads": "grads"},
+    "accumulate_chunks": {**_ACCUMULATE, "config": "config", "out": "array", "packing_decay": "number"},
+    "accumulate_low_rank": {
+        **{name: kind for name, kind in _ACCUMULATE.items() if name != "scratch"},
+        "config": "config",
+        "q": "array",
+        "p": "array",
+    },
+    "accumulate_quantized": {**_ACCUMULATE, "config": "config", "keeps": "bool"},
     "adam_step": {**_STEP, **_MOMENTS, "max_exp_avg_sqs": "arrays?", "lr": "number", "decoupled": "bool"},
     "add_entries": {
         "gathered": "gathered",
@@ -48,6 +56,7 @@ SIGNATURES: dict[str, dict[str, str]] = {
         "scale": "factor",
         "scratch": "scratch",
     },
+    "expand_low_rank": {"out": "array", "config": "config", "p": "array", "q": "array", "scale": "factor"},
     "hashes": _EACH,
     "lamb_apply": {**_MOMENTS, "weights": "arrays", "rates": "array", "copies": "arrays?", "scratch": "scratch"},
     "lamb_moments": {**_MOMENTS, "weights": "arrays", "grads": "arrays", "scale": "factor", "scratch": "scratch"},
@@ -61,6 +70,7 @@ SIGNATURES: dict[str, dict[str, str]] = {
         "weight_decay": "number",
         "nesterov": "bool",
     },
+    "orthogonalize": {"p": "array", "config": "config"},
     "pack": {
         "tensors": "arrays",
         "out": "array",
@@ -119,6 +129,7 @@ SIGNATURES: dict[str, dict[str, str]] = {
         "num_missed": "array?",
         "largest": "array?",
     },
+    "split_low_rank": {"m": "array", "config": "config", "p": "array", "q": "array"},
     "squared_norms": _EACH,
     "topk": {"x": "array", "k": "integer", "out": "pair?", "threshold": "array?", "scratch": "scratch"},
     "unpack": {"flat": "array", "tensors": "arrays", "scale": "factor", "scratch": "scratch"},
@@ -139,6 +150,7 @@ SIGNATURES: dict[str, dict[str, str]] = {
         "scratch": "scratch",
     },
 }
+LOW_RANK = ("accumulate_low_rank", "expand_low_rank", "orthogonalize", "split_low_rank")
 FIELDS: dict[str, dict[str, str]] = {
     "momentum": {"velocity": "array?", "old_velocity": "array?", "factor": "number", "nesterov": "bool"},
     "decay": {"weights": "arrays", "factor": "number"},
@@ -161,9 +173,12 @@ FIELDS: dict[str, dict[str, str]] = {
     "config": {"block": "integer", "levels": "integer", "bits": "integer", "norm": "text", "element": "text"},
     **{
         key: {"k": "integer", "chunk": "integer", "bits": "integer"}
-        for key in ("pack_chunks.config", "unpack_chunks.config")
+        for key in ("accumulate_chunks.config", "pack_chunks.config", "unpack_chunks.config")
     },
 }
+
+
+FIELDS |= {f"{function}.config": {"shapes": "shapes", "rank": "integer"} for function in LOW_RANK}
 
 
 def fields_of(function: str, name: str) -> dict[str, str]:

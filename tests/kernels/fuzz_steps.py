@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pycomm import kernels
-from tests.kernels import test_norms
+from tests.kernels import test_chunks, test_low_rank, test_norms
 from tests.kernels.bucket import Bucket
 from tests.kernels.fuzz_arrays import Slot, some_size, some_values
 from tests.kernels.fuzz_calls import (
@@ -178,6 +178,134 @@ def sparsify(rng: Rng) -> Call:
     arguments = {**given.arguments(), "counts": counts, "out": (values, indices), "thresholds": thresholds}
     arguments |= {"num_missed": num_missed, "largest": most}
     return Call("sparsify", arguments, wanted, shared=given.shared(), paired=("grads", "counts"))
+
+
+def _float32_accumulation(rng: Rng) -> _Accumulation:
+    while True:
+        given = _Accumulation(rng, single=False)
+        if given.acc.dtype == torch.float32:
+            return given
+
+
+def accumulate_chunks(rng: Rng) -> Call:
+    given = _float32_accumulation(rng)
+    config, decay = kernels.Chunks(*rng.choice([(3, 64, 2), (64, 64, 8), (9, 1024, 4)])), rng.choice([1.0, 0.95, 0.0])
+    out = output(rng, "words", config.num_words(given.acc.count), torch.int32, aligned=True)
+
+    def wanted(read: Read) -> Wanted:
+        outputs, acc = given.sums(read)
+        if not bool(acc.isfinite().all()):
+            return Wanted(outputs[1:], lambda result: given.check_finite(result, acc), [given.acc, out])
+        words, meant = map(torch.from_numpy, test_chunks.defined(acc.numpy(), config))
+        outputs[0] = Output(given.acc, (acc - meant) * torch.tensor(decay, dtype=torch.float32))
+        return Wanted([*outputs, Output(out, words)], lambda result: given.check_finite(result, acc))
+
+    arguments = {**given.arguments(), "config": config, "out": out, "packing_decay": decay}
+    return Call("accumulate_chunks", arguments, wanted, shared=given.shared())
+
+
+def accumulate_quantized(rng: Rng) -> Call:
+    """By the two kernels that it stands for."""
+    given = _float32_accumulation(rng)
+    config = kernels.Quantization(*rng.choice([(64, 7, 4), (128, 127, 8), (64, 1, 2)]))
+    total = given.acc.count
+    cuts = sorted(rng.randint(0, total) for _ in range(4))
+    parts = []
+    for begin, end in ((cuts[0], cuts[1]), (cuts[2], cuts[3])):
+        scales = output(rng, "scales", config.num_blocks(end - begin), torch.float32, aligned=True)
+        codes = output(rng, "codes", config.code_bytes(end - begin), torch.uint8)
+        parts.append((begin, end, None, scales, codes))
+
+    def wanted(read: Read) -> Wanted:
+        outputs, acc = given.sums(read)
+        if not bool(acc.isfinite().all()):
+            written = [given.acc, *(slot for _, _, _, *both in parts for slot in both)]
+            return Wanted(outputs[1:], lambda result: given.check_finite(result, acc), written)
+        rest = acc.clone()
+        for begin, end, _, scales, codes in parts:
+            if begin < end:
+                coded = kernels.quantize(acc[begin:end], config, remainder=rest[begin:end])
+                outputs += [Output(scales, coded[0]), Output(codes, coded[1])]
+        outputs[0] = Output(given.acc, rest)
+        return Wanted(outputs, lambda result: given.check_finite(result, acc))
+
+    arguments = {**given.arguments(), "config": config, "parts": parts, "keeps": True}
+    return Call("accumulate_quantized", arguments, wanted, shared=given.shared())
+
+
+def _matrices(rng: Rng) -> tuple[kernels.LowRank, int]:
+    shapes = [(rng.randint(1, 20), rng.randint(1, 70)) for _ in range(rng.choice([1, 2, 3]))]
+    return kernels.LowRank(shapes, rng.choice([1, 2, 4, 5, 32])), sum(rows * columns for rows, columns in shapes)
+
+
+def accumulate_low_rank(rng: Rng) -> Call:
+    given = _Accumulation(rng, single=False)
+    shapes = [(1, grad.count) for grad in given.grads]
+    if not all(columns for _, columns in shapes):
+        return accumulate_low_rank(rng)
+    config = kernels.LowRank(shapes, rng.choice([1, 3]))
+    q = array("q", some_values(rng, config.num_q, given.acc.dtype), aligned=True)
+    p = output(rng, "p", config.num_p, given.acc.dtype, aligned=True)
+
+    def wanted(read: Read) -> Wanted:
+        outputs, acc = given.sums(read)
+        pairs = zip(test_low_rank.cut(acc, shapes), test_low_rank.cut(read(q), config.q_shapes), strict=True)
+        products = torch.cat([test_low_rank.row_products(*pair).flatten() for pair in pairs])
+        return Wanted([*outputs, Output(p, products)], lambda result: given.check_finite(result, acc))
+
+    arguments = {**given.arguments(), "config": config, "q": q, "p": p}
+    return Call("accumulate_low_rank", arguments, wanted, shared=given.shared())
+
+
+def split_low_rank(rng: Rng) -> Call:
+    config, count = _matrices(rng)
+    dtype = rng.choice([torch.float32, torch.float64])
+    m = array("m", some_values(rng, count, dtype), written=True)
+    p = array("p", some_values(rng, config.num_p, dtype), aligned=True)
+    q = output(rng, "q", config.num_q, dtype, aligned=True)
+
+    def wanted(read: Read) -> Wanted:
+        rest, found = read(m).clone(), torch.empty(config.num_q, dtype=dtype)
+        ps = test_low_rank.cut(read(p), config.p_shapes)
+        for matrix, one, to in zip(
+            test_low_rank.cut(rest, config.shapes), ps, test_low_rank.cut(found, config.q_shapes), strict=True
+        ):
+            to.copy_(test_low_rank.column_products(matrix, one))
+            matrix.copy_(test_low_rank.with_outer_products(matrix, -one, to))
+        return Wanted([Output(m, rest), Output(q, found)])
+
+    return Call("split_low_rank", {"m": m, "config": config, "p": p, "q": q}, wanted)
+
+
+def orthogonalize(rng: Rng) -> Call:
+    """As in memory of torch, without threads."""
+    config, _ = _matrices(rng)
+    types = torch.float32, torch.float64
+    p = array("p", some_values(rng, config.num_p, rng.choice(types)), written=True, only=types)
+
+    def wanted(read: Read) -> Wanted:
+        found = read(p).clone()
+        kernels.orthogonalize(found, config)
+        return Wanted([Output(p, found)])
+
+    return Call("orthogonalize", {"p": p, "config": config}, wanted)
+
+
+def expand_low_rank(rng: Rng) -> Call:
+    config, count = _matrices(rng)
+    dtype = rng.choice([torch.float32, torch.float64])
+    out = output(rng, "out", count, dtype)
+    p = array("p", some_values(rng, config.num_p, dtype), aligned=True)
+    q = array("q", some_values(rng, config.num_q, dtype), aligned=True)
+    scale = some_scale(rng)
+
+    def wanted(read: Read) -> Wanted:
+        factor = torch.tensor(number_of(scale, read), dtype=dtype)
+        ps, qs = test_low_rank.cut(read(p) * factor, config.p_shapes), test_low_rank.cut(read(q), config.q_shapes)
+        products = [test_low_rank.with_outer_products(None, *pair) for pair in zip(ps, qs, strict=True)]
+        return Wanted([Output(out, torch.cat([product.flatten() for product in products]))])
+
+    return Call("expand_low_rank", {"out": out, "config": config, "p": p, "q": q, "scale": scale}, wanted)
 
 
 class _Step:

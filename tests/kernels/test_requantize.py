@@ -1,4 +1,4 @@
-"""requantize, against dequantize and quantize, and against sums in float64."""
+"""requantize and accumulate_quantized, against the kernels that they stand for, and against sums in float64."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from pycomm import kernels
 from pycomm.kernels import Quantization
+from tests.kernels.bucket import KINDS, Bucket, bucket, flat
 from tests.kernels.gpus import Gpu, gpu, requires_gpu
 from tests.kernels.reference import assert_same_bits, misaligned, simd
 from tests.kernels.test_quantize import CONFIGS, SEED, seed_array, some
@@ -168,3 +169,95 @@ def test_gpu(gpu: Gpu, config: Quantization, seed: tuple[int, int] | None) -> No
             assert_same_bits(gpu.get(there), left)
         else:
             assert torch.allclose(gpu.get(out[0]), scales, rtol=1e-5, atol=0)
+
+
+def accumulated_then_quantized(
+    given: Bucket, config: Quantization, cuts: list[tuple[int, int]], seed: Any
+) -> tuple[list[Any], torch.Tensor, torch.Tensor, Any]:
+    """Return scales and codes of each part, the sums with what is left, the velocity and ``finite``; by two kernels."""
+    acc, velocity = flat(given.size, torch.float32), flat(given.size, torch.float32)
+    finite = given.accumulate(acc, velocity)
+    parts = [acc[begin:end] for begin, end in cuts]
+    return [kernels.quantize(part, config, seed=seed, remainder=part) for part in parts], acc, velocity, finite
+
+
+def parts_of(config: Quantization, cuts: list[tuple[int, int]], seed: Any, put: Any = lambda x: x) -> list[Any]:
+    return [(begin, end, seed, *map(put, outputs(config, end - begin))) for begin, end in cuts]
+
+
+@pytest.mark.pairwise
+@pytest.mark.usefixtures("simd")
+@each_config
+@each_seed
+@pytest.mark.parametrize("kind", KINDS)
+def test_accumulate_quantized_is_accumulate_and_then_quantize(
+    config: Quantization, seed: tuple[int, int] | None, kind: str
+) -> None:
+    sizes = [5, 4096, 700, 9001]
+    given, total = bucket(sizes, torch.float32, kind), sum(sizes)
+    for cuts in ([(0, total)], [(0, 5000), (5000, 5000), (5000, total)], [(64, 6001), (7000, 7003)], []):
+        coded, acc, velocity, finite = accumulated_then_quantized(given, config, cuts, seed_array(seed))
+        sums, new = flat(given.size, torch.float32), flat(given.size, torch.float32)
+        parts = parts_of(config, cuts, seed_array(seed))
+        arguments = given.residual, given.grads, given.scale, config, parts
+        told = kernels.accumulate_quantized(sums, *arguments, **given.options(new))
+        assert told.tolist() == finite.tolist()
+        assert_same_bits(sums, acc)
+        if given.velocity is not None:
+            assert_same_bits(new, velocity)
+        for (_, _, _, *found), wanted in zip(parts, coded, strict=True):
+            for one, other in zip(found, wanted, strict=True):
+                assert_same_bits(one, other)
+
+
+@requires_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_accumulate_quantized_on_a_gpu(gpu: Gpu, dtype: torch.dtype) -> None:
+    config, cuts = Quantization(128, 7, 4), [(0, 4000), (4100, 5005)]
+    given = bucket([5, 5000], dtype, "residual")
+    coded, acc, _, finite = accumulated_then_quantized(given, config, cuts, None)
+    moved, sums = given.moved(gpu.put), gpu.put(flat(given.size, torch.float32))
+    parts = parts_of(config, cuts, None, gpu.put)
+    arguments = moved.residual, moved.grads, moved.scale, config, parts
+    told = kernels.accumulate_quantized(sums, *arguments, **moved.options(None))
+    assert gpu.get(told).tolist() == finite.tolist()
+    assert_same_bits(gpu.get(sums), acc)
+    for (_, _, _, *found), wanted in zip(parts, coded, strict=True):
+        for one, other in zip(found, wanted, strict=True):
+            assert_same_bits(gpu.get(one), other)
+
+
+def test_accumulate_quantized_in_threads_and_where_nothing_is_kept() -> None:
+    config, sizes = Quantization(block=256), [1_500_000, 3, 999_999]
+    given, cuts = bucket(sizes, torch.float16, "residual"), [(0, 1_000_001), (1_000_001, sum(sizes))]
+    coded, acc, _, finite = accumulated_then_quantized(given, config, cuts, None)
+    kernels.set_num_threads(2)
+    try:
+        for keeps in (True, False):
+            sums, parts = flat(given.size, torch.float32), parts_of(config, cuts, None)
+            arguments = given.residual, given.grads, given.scale, config, parts
+            told = kernels.accumulate_quantized(sums, *arguments, keeps=keeps, **given.options(None))
+            assert told.tolist() == finite.tolist()
+            if keeps:
+                assert_same_bits(sums, acc)
+            for (_, _, _, *found), wanted in zip(parts, coded, strict=True):
+                for one, other in zip(found, wanted, strict=True):
+                    assert_same_bits(one, other)
+    finally:
+        kernels.set_num_threads(None)
+
+
+@pytest.mark.parametrize(
+    ("cuts", "says"),
+    [
+        ([(0, 100), (50, 150)], r"parts\[1\] is from 50 to 150, wanted elements of acc, after those of other parts"),
+        ([(0, 129)], r"parts\[0\] is from 0 to 129"),
+        ([(-1, 5)], r"parts\[0\] is from -1 to 5"),
+    ],
+)
+def test_bad_parts(cuts: list[tuple[int, int]], says: str) -> None:
+    config, given = Quantization(64), bucket([128], torch.float32, "residual")
+    with pytest.raises(ValueError, match=says):
+        kernels.accumulate_quantized(
+            flat(128, torch.float32), given.residual, given.grads, 1.0, config, parts_of(config, cuts, None)
+        )

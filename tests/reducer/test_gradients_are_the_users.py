@@ -164,6 +164,31 @@ def test_nothing_is_copied_for_nobody() -> None:
             assert len(places) <= (1 if method is None else 3)
 
 
+STATEFUL = [
+    *(pycomm.TopK(0.5), pycomm.DGC(0.5, momentum=0.5), pycomm.RandomK(0.5), pycomm.Int8(), pycomm.Int4()),
+    *(pycomm.FP8(), pycomm.OneBit(), pycomm.PowerSGD(1), pycomm.ChunkTopK(8, 64)),
+]
+
+
+@pytest.mark.parametrize("method", STATEFUL, ids=lambda method: type(method).__name__)
+@on_ranks(2)
+def test_the_two_memories_of_error_feedback_change_places(method: Any) -> None:
+    """In every step in which nobody keeps a gradient: if they stay, the state of the bucket was copied three times."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.zeros(64, 96))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    with attached(optimizer, [("weight", weight)], compression=method):
+        places = []
+        for step in range(6):
+            optimizer.zero_grad()
+            (weight * torch.full_like(weight, step + 1.0)).sum().backward()
+            assert weight.grad is not None
+            places.append(weight.grad.data_ptr())
+            optimizer.step()
+        assert places == [*places[:2]] * 3
+        assert places[0] != places[1]
+
+
 @pytest.mark.parametrize("method", ["dense", "topk"])
 @on_ranks(2)
 def test_in_place_is_as_in_torch(method: str) -> None:

@@ -1,5 +1,6 @@
 #include "kernels/accumulate.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "kernels/cpu/accumulation_pass.h"
@@ -64,6 +65,39 @@ bool AccumulationPass::sum(size_t j, Range part, Collector* collector) const {
     return loops().accumulate(terms_of(j, part), store_, collector);
 }
 
+bool AccumulationPass::sum_into(size_t j, Range part, void* acc) const {
+    Terms terms = terms_of(j, part);
+    terms.acc = acc;
+    return loops().accumulate(terms, Store::kCached, nullptr);
+}
+
+void AccumulationPass::store(Range part, const void* acc) const {
+    const int64_t size = size_of(job_.acc.dtype);
+    loops().copy(acc, job_.acc.bytes() + part.begin * size, part.size() * size, store_);
+}
+
+void AccumulationPass::sum_range(int thread, Range part, uint8_t* infinite) const {
+    const Range mine = piece_of(part.size(), thread, threads_, 64);
+    for_pieces_of(offsets_, {part.begin + mine.begin, part.begin + mine.end}, [&](size_t j, Range piece) {
+        if (!sum(j, piece, nullptr)) infinite[j] = 1;
+    });
+}
+
+void AccumulationPass::sum_steps(int thread, Range part, int64_t step, bool keeps, uint8_t* infinite,
+                                 const std::function<void(Range, float*)>& take) const {
+    const Range mine = piece_of(part.size(), thread, threads_, step);
+    std::vector<float> sums(static_cast<size_t>(std::min(step, mine.size())));
+    for (int64_t at = mine.begin; at < mine.end; at += step) {
+        const Range range{at, std::min(at + step, mine.end)};
+        const Range flat{part.begin + range.begin, part.begin + range.end};
+        for_pieces_of(offsets_, flat, [&](size_t j, Range piece) {
+            if (!sum_into(j, piece, sums.data() + (piece.begin - flat.begin))) infinite[j] = 1;
+        });
+        take(range, sums.data());
+        if (keeps) store(flat, sums.data());
+    }
+}
+
 void AccumulationPass::preview(size_t j, Range part, float* acc, float* velocity) const {
     Terms terms = terms_of(j, part);
     terms.acc = acc;
@@ -72,14 +106,18 @@ void AccumulationPass::preview(size_t j, Range part, float* acc, float* velocity
 }
 
 void AccumulationPass::run(bool* finite, const std::function<bool(int, size_t, Range)>& sum_part) const {
-    const size_t num_grads = job_.grads.size();
-    std::vector<uint8_t> infinite(num_grads * static_cast<size_t>(threads_), 0);
-    parallel_for(threads_, threads_, [&](int thread) {
-        uint8_t* bad = infinite.data() + num_grads * static_cast<size_t>(thread);
+    run_threads(finite, [&](int thread, uint8_t* infinite) {
         for_pieces_of(offsets_, range_of(thread), [&](size_t j, Range part) {
-            if (!sum_part(thread, j, part)) bad[j] = 1;
+            if (!sum_part(thread, j, part)) infinite[j] = 1;
         });
     });
+}
+
+void AccumulationPass::run_threads(bool* finite, const std::function<void(int, uint8_t*)>& take) const {
+    const size_t num_grads = job_.grads.size();
+    std::vector<uint8_t> infinite(num_grads * static_cast<size_t>(threads_), 0);
+    parallel_for(threads_, threads_,
+                 [&](int thread) { take(thread, infinite.data() + num_grads * static_cast<size_t>(thread)); });
     for (size_t j = 0; j < num_grads; ++j) {
         finite[j] = true;
         for (size_t at = j; at < infinite.size(); at += num_grads) {

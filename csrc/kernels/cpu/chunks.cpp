@@ -9,6 +9,8 @@
 #include "base/error.h"
 #include "base/half.h"
 #include "base/parallel.h"
+#include "kernels/cpu/accumulation_pass.h"
+#include "kernels/cpu/pieces.h"
 #include "kernels/cpu/selection.h"
 
 namespace pycomm {
@@ -40,31 +42,42 @@ class ChunkSelection {
     const Candidate* list() const { return list_.data(); }
 
    private:
-    // At least k elements, among which the k largest are. Guesses save work and never change the result.
+    // At least k elements, among which the k largest are. Where the search begins saves work and changes no result.
     int64_t candidates(const float* x, const ChunkLayout& layout) {
-        const bool has_last = kth_ > 0 && kth_ < kInfKey;
-        for (int guess = has_last ? 0 : 1; guess < 2; ++guess) {
-            uint32_t above = guess == 0 ? float_bits(0.9f * bits_float(kth_)) : sampled(x, layout);
-            const float limit = bits_float(std::min(above, kInfKey));
-            const int64_t found =
-                loops().collect(x, layout.count, limit, 0, list_.data(), static_cast<int64_t>(list_.size()));
-            if (found >= layout.k) return found;
-        }
-        for (int i = 0; i < layout.count; ++i) {
-            list_[static_cast<size_t>(i)] = {float_bits(x[i]), static_cast<uint32_t>(i)};
-        }
-        return layout.count;
+        const uint32_t above = searched(x, layout);
+        const int64_t room = static_cast<int64_t>(list_.size());
+        const int64_t found = loops().collect(x, layout.count, bits_float(above), 0, list_.data(), room);
+        if (found >= layout.k) return found;
+        // Fewer than k are above 0. Where none is, the first k are the largest, and otherwise all must be looked at.
+        const int taken = found == 0 ? layout.k : layout.count;
+        for (int i = 0; i < taken; ++i) list_[static_cast<size_t>(i)] = {float_bits(x[i]), static_cast<uint32_t>(i)};
+        return taken;
     }
 
-    // A key that more than k elements exceed, most of the time.
-    uint32_t sampled(const float* x, const ChunkLayout& layout) {
-        constexpr int kStride = 16;
-        keys_.clear();
-        for (int i = 0; i < layout.count; i += kStride) keys_.push_back(key_of(float_bits(x[i])));
-        const auto rank = static_cast<size_t>(2 * layout.k / kStride + 8);
-        if (rank >= keys_.size()) return 0;
-        std::nth_element(keys_.begin(), keys_.begin() + static_cast<int64_t>(rank), keys_.end(), std::greater<>());
-        return keys_[rank];
+    // A key that at least k elements exceed, and not many more, if there is such a key; otherwise 0. From the k-th key
+    // of the chunk before, in steps that double until there is a key on either side.
+    uint32_t searched(const float* x, const ChunkLayout& layout) const {
+        constexpr uint32_t kFirstStep = 1u << 21;  // of keys: a quarter to an eighth of a magnitude
+        const int64_t many = 2 * static_cast<int64_t>(layout.k) + 16;
+        uint32_t low = 0, high = kInfKey, step = kFirstStep;
+        uint32_t at = kth_ > kFirstStep / 2 && kth_ < kInfKey ? kth_ - kFirstStep / 2 : float_bits(1.0f);
+        for (int i = 0; i < 24; ++i) {
+            const int64_t found = loops().count_above(x, layout.count, bits_float(at));
+            if (found >= layout.k && found <= many) return at;
+            (found < layout.k ? high : low) = at;
+            if (low > 0 && high < kInfKey) {
+                at = low + (high - low) / 2;
+                if (at == low) break;
+            } else if (low > 0) {
+                at = low + std::min(step, (kInfKey - low) / 2);
+            } else if (high <= step) {
+                break;  // almost all of them are 0
+            } else {
+                at = high - step;
+            }
+            step *= 2;
+        }
+        return low;
     }
 
     std::vector<Candidate> list_;
@@ -176,6 +189,20 @@ void pack_chunks(const Buffer& x, const ChunkFormat& config, uint32_t* words, fl
     });
 }
 
+void accumulate_chunks(const Accumulation& job, double scale, bool* finite, const ChunkFormat& config, uint32_t* words,
+                       float decay, int num_threads) {
+    const AccumulationPass pass(job, scale, num_threads);
+    const ChunkLayouts layouts(config, job.acc.count);
+    pass.run_threads(finite, [&](int thread, uint8_t* infinite) {
+        ChunkSelection selection(config);
+        pass.sum_steps(thread, {0, job.acc.count}, config.size, true, infinite, [&](Range range, float* sums) {
+            const int64_t chunk = range.begin / config.size;
+            pack_chunk(sums, chunk < layouts.whole ? layouts.each : layouts.last, config.bits, selection,
+                       words + chunk * layouts.each.words, sums, decay);
+        });
+    });
+}
+
 void unpack_chunks(const std::vector<const uint32_t*>& words, const ChunkFormat& config, const Buffer& out,
                    double factor, int num_threads) {
     const ChunkLayouts layouts(config, out.count);
@@ -184,18 +211,20 @@ void unpack_chunks(const std::vector<const uint32_t*>& words, const ChunkFormat&
     std::atomic<int64_t> wrong{-1};  // number of a contribution
     parallel_for(threads, threads, [&](int thread) {
         Range mine = piece_of(out.count, thread, threads, config.size);
+        std::vector<float> sums(static_cast<size_t>(config.size));
         for (int64_t begin = mine.begin; begin < mine.end; begin += config.size) {
             const int64_t chunk = begin / config.size;
             const ChunkLayout& layout = chunk < layouts.whole ? layouts.each : layouts.last;
-            float* to = static_cast<float*>(out.data) + begin;
-            std::memset(to, 0, static_cast<size_t>(layout.count) * sizeof(float));
+            float* const to = sums.data();
+            std::fill(to, to + layout.count, 0.0f);
             for (size_t p = 0; p < words.size(); ++p) {
                 if (!add_chunk(words[p] + chunk * layouts.each.words, layout, config.bits, to)) {
                     wrong = static_cast<int64_t>(p);
                 }
             }
-            if (by == 1.0f) continue;
-            for (int i = 0; i < layout.count; ++i) to[i] *= by;
+            for (int i = 0; i < layout.count && by != 1.0f; ++i) to[i] *= by;
+            loops().copy(to, static_cast<float*>(out.data) + begin, layout.count * static_cast<int64_t>(sizeof(float)),
+                         store_of(out));
         }
     });
     if (wrong >= 0) {

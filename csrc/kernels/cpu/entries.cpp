@@ -9,6 +9,7 @@
 #include "base/error.h"
 #include "base/parallel.h"
 #include "kernels/cpu/elements.h"
+#include "kernels/cpu/pieces.h"
 
 namespace pycomm {
 namespace {
@@ -165,7 +166,7 @@ constexpr int64_t kTileElems = 4096;
 
 template <class T, class Out>
 void add_tile(const EntryLayout& layout, const Messages& messages, int num_ranks, const int32_t* indices,
-              typename Values<T>::Sum factor, char* out, Range part) {
+              typename Values<T>::Sum factor, char* out, Range part, Store store) {
     using Sum = typename Values<T>::Sum;
     Sum tile[kTileElems] = {};
     for (int rank = 0; rank < num_ranks; ++rank) {
@@ -178,8 +179,8 @@ void add_tile(const EntryLayout& layout, const Messages& messages, int num_ranks
         }
     }
     if constexpr (std::is_same_v<Sum, Out>) {
-        std::memcpy(out + part.begin * static_cast<int64_t>(sizeof(Out)), tile,
-                    static_cast<size_t>(part.size()) * sizeof(Out));
+        const auto size = static_cast<int64_t>(sizeof(Out));
+        loops().copy(tile, out + part.begin * size, part.size() * size, store);
     } else {
         for (int64_t i = part.begin; i < part.end; ++i) store_element(out, i, narrow<Out>(tile[i - part.begin]));
     }
@@ -247,8 +248,8 @@ void add_entries(const EntryLayout& layout, const char* bytes, int num_ranks, co
                 using T = decltype(sent);
                 with_float_type(outcome.out.dtype, [&](auto type) {
                     add_tile<T, decltype(type)>(layout, messages, num_ranks, indices,
-                                                static_cast<typename Values<T>::Sum>(factor), outcome.out.bytes(),
-                                                part);
+                                                static_cast<typename Values<T>::Sum>(factor), outcome.out.bytes(), part,
+                                                store_of(outcome.out));
                 });
             });
         }

@@ -1,6 +1,9 @@
 #include "kernels/quantize.h"
 
+#include <algorithm>
+
 #include "base/parallel.h"
+#include "kernels/cpu/accumulation_pass.h"
 #include "kernels/cpu/loops/loops.h"
 #include "kernels/cpu/pieces.h"
 
@@ -57,6 +60,31 @@ void requantize(const std::vector<const float*>& scales, const std::vector<const
                                              out.codes + mine.begin * config.bits / 8,
                                              out.remainder == nullptr ? nullptr : out.remainder + mine.begin);
                       });
+}
+
+namespace {
+
+constexpr int64_t kSumsAtOnce = 4096;  // elements, about
+
+}  // namespace
+
+void accumulate_quantized(const Accumulation& job, double scale, bool* finite, const Quantization& config,
+                          const std::vector<QuantizedPart>& parts, bool keeps, int num_threads) {
+    const AccumulationPass pass(job, scale, num_threads);
+    const int64_t step = std::max<int64_t>(kSumsAtOnce / config.block, 1) * config.block;
+    pass.run_threads(finite, [&](int thread, uint8_t* infinite) {
+        int64_t end = 0;
+        for (const QuantizedPart& part : parts) {
+            pass.sum_range(thread, {end, part.begin}, infinite);
+            end = part.begin + part.count;
+            pass.sum_steps(thread, {part.begin, end}, step, keeps, infinite, [&](Range range, float* sums) {
+                loops().quantize(sums, range.size(), range.begin, config, part.seed,
+                                 part.scales + range.begin / config.block, part.codes + range.begin * config.bits / 8,
+                                 keeps ? sums : nullptr);
+            });
+        }
+        pass.sum_range(thread, {end, job.acc.count}, infinite);
+    });
 }
 
 }  // namespace pycomm

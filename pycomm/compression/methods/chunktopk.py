@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -31,10 +33,32 @@ class ChunkCodec(BaseCodec):
         self._messages = GatheredMessages(bucket, communicator, [(torch.int32, config.num_words(bucket.num_elements))])
         self._words_of_chunk = config.num_words(config.chunk)
         self._scratch, self._scratch_of_sent = kernels.Scratch(), kernels.Scratch()
+        self._is_packed = False
+
+    def accumulate(
+        self,
+        acc: torch.Tensor,
+        residual: torch.Tensor | None,
+        grads: Sequence[torch.Tensor],
+        scale: float | torch.Tensor,
+        *,
+        whole: bool = False,
+        **options: Any,
+    ) -> torch.Tensor:
+        self._is_packed = acc.dtype == torch.float32 and not whole
+        if not self._is_packed:
+            return super().accumulate(acc, residual, grads, scale, **options)
+        (words,) = self._messages.mine
+        finite: torch.Tensor = kernels.accumulate_chunks(
+            acc, residual, grads, scale, self._config, words, packing_decay=self._decay, **options
+        )
+        return finite
 
     def send(self, accumulated: Accumulated, told: Told) -> Report:
         flat, (words,) = accumulated.flat, self._messages.mine
-        if flat.dtype == torch.float32:
+        if self._is_packed:
+            pass
+        elif flat.dtype == torch.float32:
             kernels.pack_chunks(flat, self._config, words, remainder=flat, decay=self._decay)
         else:
             sent = flat.float()

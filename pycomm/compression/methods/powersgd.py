@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import torch
 
-from pycomm import checks
+from pycomm import checks, kernels
 from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
 from pycomm.compression.base import Flag, State
@@ -22,63 +24,78 @@ class LowRankCodec(BaseCodec):
 
     P = M Q is summed over the ranks and orthogonalized; then Q = M^T P is summed, and the next step begins
     with it. This rank's contribution is P Q^T with its own Q; the contributions of all ranks add up to what
-    every rank receives.
+    every rank receives. On a CPU our kernels compute the products, in the passes that read and write M anyway.
     """
 
     def __init__(self, bucket: Bucket, communicator: Communicator, rank: int, seed: int) -> None:
         super().__init__()
         self._bucket = bucket
-        self._shapes = [_matrix_of(p) for p in bucket.params()]
-        ranks = [min(rank, n, m) for n, m in self._shapes]
-        self._p_shapes = [(n, r) for (n, _), r in zip(self._shapes, ranks, strict=True)]
-        self._q_shapes = [(m, r) for (_, m), r in zip(self._shapes, ranks, strict=True)]
-        self._ps = SummedMessage(bucket, communicator, _total(self._p_shapes))
-        self._qs = SummedMessage(bucket, communicator, _total(self._q_shapes), reports=False)
+        self._config = config = kernels.LowRank([_matrix_of(p) for p in bucket.params()], rank)
+        self._ps = SummedMessage(bucket, communicator, config.num_p)
+        self._qs = SummedMessage(bucket, communicator, config.num_q, reports=False)
         generator = torch.Generator().manual_seed(seed_of(seed, 0, bucket))
-        first = torch.randn(_total(self._q_shapes), generator=generator, dtype=wide_dtype(bucket))
+        first = torch.randn(config.num_q, generator=generator, dtype=wide_dtype(bucket))
         self._q = first.to(bucket.device)
         self._next = torch.empty_like(self._q)
-        self._bases: list[torch.Tensor] = []
         self._finite = torch.tensor(True)
 
-    def send(self, accumulated: Accumulated, told: Told) -> Report:
-        parts = self._bucket.parts(accumulated.flat)
-        matrices = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
-        ps, qs = _cut(self._ps.values, self._p_shapes), _cut(self._qs.values, self._q_shapes)
-        for matrix, q, p in zip(matrices, _cut(self._q, self._q_shapes), ps, strict=True):
+    def accumulate(
+        self,
+        acc: torch.Tensor,
+        residual: torch.Tensor | None,
+        grads: Sequence[torch.Tensor],
+        scale: float | torch.Tensor,
+        *,
+        whole: bool = False,
+        **options: Any,
+    ) -> torch.Tensor:
+        ps = self._ps.values
+        if not self._bucket.on_gpu:
+            options.pop("scratch", None)
+            finite: torch.Tensor = kernels.accumulate_low_rank(
+                acc, residual, grads, scale, self._config, self._q, ps, **options
+            )
+            return finite
+        finite = super().accumulate(acc, residual, grads, scale, **options)
+        for matrix, q, p in zip(self._matrices(acc), self._cut_q(self._q), self._cut_p(ps), strict=True):
             torch.mm(matrix, q, out=p)
+        return finite
+
+    def send(self, accumulated: Accumulated, told: Told) -> Report:
+        flat, ps, qs = accumulated.flat, self._ps.values, self._qs.values
         report = self._ps.all_reduce(told)
         self._finite = finite = report.finite()
-        # A decomposition of non-finite numbers might never end; its result would not be used anyway.
-        self._bases = [torch.linalg.qr(torch.where(finite, p, 0.0)).Q for p in ps]
-        for matrix, p, q in zip(matrices, self._bases, qs, strict=True):
-            torch.mm(matrix.t(), p, out=q)
-            matrix.addmm_(p, q.t(), alpha=-1.0)
+        if not self._bucket.on_gpu:
+            kernels.orthogonalize(ps, self._config)
+            kernels.split_low_rank(flat, self._config, ps, qs)
+        else:
+            for matrix, p, q in zip(self._matrices(flat), self._cut_p(ps), self._cut_q(qs), strict=True):
+                # A decomposition of non-finite numbers might never end; its result would not be used anyway.
+                p.copy_(torch.linalg.qr(torch.where(finite, p, 0.0)).Q)
+                torch.mm(matrix.t(), p, out=q)
+                matrix.addmm_(p, q.t(), alpha=-1.0)
         self._qs.all_reduce_values()
         # A Q of zeros, where nothing was received, would stay zero: the old one is kept then.
-        for q, new, kept in zip(
-            *(_cut(x, self._q_shapes) for x in (self._q, self._qs.values, self._next)), strict=True
-        ):
+        for q, new, kept in zip(*map(self._cut_q, (self._q, qs, self._next)), strict=True):
             torch.where(new.any(), new, q, out=kept)
         self.bytes_sent += self._ps.num_bytes + self._qs.num_bytes
         return report
 
     def largest(self) -> torch.Tensor:
         # Columns of P have length 1, so an element of P Q^T is at most a row of Q long.
-        rows = [torch.linalg.vector_norm(q, dim=1) for q in self._received_qs()]
+        rows = [torch.linalg.vector_norm(q, dim=1) for q in self._cut_q(self._qs.values)]
         return (torch.cat(rows) if len(rows) > 1 else rows[0]).max().double()
 
     def finite(self, report: Report, accumulated: Accumulated) -> torch.Tensor:
         return self._finite & accumulated.fits(self.largest())
 
     def write(self, out: torch.Tensor, factor: float | torch.Tensor) -> None:
-        products = zip(self._bucket.parts(out), self._shapes, self._bases, self._received_qs(), strict=True)
-        for part, shape, p, q in products:
-            torch.mm(p * factor, q.t(), out=part.view(shape))
-
-    def _received_qs(self) -> list[torch.Tensor]:
-        """Return Q of each parameter, equal on all ranks."""
-        return _cut(self._qs.values, self._q_shapes)
+        ps, qs = self._ps.values, self._qs.values
+        if not self._bucket.on_gpu:
+            kernels.expand_low_rank(out, self._config, ps, qs, factor)
+            return
+        for matrix, p, q in zip(self._matrices(out), self._cut_p(ps), self._cut_q(qs), strict=True):
+            torch.mm(p * factor, q.t(), out=matrix)
 
     def commit(self, finite: Flag) -> None:
         if isinstance(finite, torch.Tensor):
@@ -87,18 +104,23 @@ class LowRankCodec(BaseCodec):
             self._q.copy_(self._next)
 
     def state(self) -> State:
-        return {name: {"q": q} for name, q in zip(self._bucket.names, _cut(self._q, self._q_shapes), strict=True)}
+        return {name: {"q": q} for name, q in zip(self._bucket.names, self._cut_q(self._q), strict=True)}
+
+    def _matrices(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        return _cut(flat, self._config.shapes)
+
+    def _cut_p(self, ps: torch.Tensor) -> list[torch.Tensor]:
+        return _cut(ps, self._config.p_shapes)
+
+    def _cut_q(self, qs: torch.Tensor) -> list[torch.Tensor]:
+        return _cut(qs, self._config.q_shapes)
 
 
 def _matrix_of(param: torch.Tensor) -> tuple[int, int]:
     return param.shape[0], param.numel() // param.shape[0]
 
 
-def _total(shapes: list[tuple[int, int]]) -> int:
-    return sum(math.prod(shape) for shape in shapes)
-
-
-def _cut(flat: torch.Tensor, shapes: list[tuple[int, int]]) -> list[torch.Tensor]:
+def _cut(flat: torch.Tensor, shapes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
     parts = torch.split(flat, [math.prod(shape) for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import torch
 
@@ -12,7 +13,7 @@ from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
 from pycomm.compression.codec import BaseCodec
 from pycomm.compression.feedback import CodecMethod
-from pycomm.compression.two_hop import Arrays, summing_codec
+from pycomm.compression.two_hop import Arrays, EncodedPart, summing_codec
 
 _LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
 
@@ -29,6 +30,23 @@ class QuantizedForm:
 
     def encode(self, x: torch.Tensor, arrays: Arrays, seed: torch.Tensor | None) -> None:
         kernels.quantize(x, self._config, (arrays[0], arrays[1]), seed=seed, remainder=x)
+
+    def accumulate(
+        self,
+        parts: Sequence[EncodedPart],
+        keeps: bool,
+        acc: torch.Tensor,
+        residual: torch.Tensor | None,
+        grads: Sequence[torch.Tensor],
+        scale: float | torch.Tensor,
+        **options: Any,
+    ) -> torch.Tensor:
+        ordered = sorted(parts, key=lambda part: part.where.start)
+        coded = [(part.where.start, part.where.stop, part.seed, *part.arrays) for part in ordered]
+        finite: torch.Tensor = kernels.accumulate_quantized(
+            acc, residual, grads, scale, self._config, coded, keeps=keeps, **options
+        )
+        return finite
 
     def decode(self, messages: Sequence[Arrays], out: torch.Tensor, factor: float | torch.Tensor = 1.0) -> None:
         scales, codes = zip(*messages, strict=True)

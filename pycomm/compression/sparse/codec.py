@@ -79,12 +79,14 @@ class SparseCodec(BaseCodec):
         acc: torch.Tensor,
         residual: torch.Tensor | None,
         grads: Sequence[torch.Tensor],
-        *args: Any,
+        scale: float | torch.Tensor,
+        *,
+        whole: bool = False,
         **options: Any,
     ) -> torch.Tensor:
         out = self._values, self._indices
         options |= {"num_missed": self._num_missed, "largest": self._largest}
-        finite, _ = kernels.sparsify(acc, residual, grads, self._counts, out, self._thresholds, *args, **options)
+        finite, _ = kernels.sparsify(acc, residual, grads, self._counts, out, self._thresholds, scale, **options)
         self._num_selections += len(self._counts)
         return finite  # type: ignore[no-any-return]
 

@@ -59,6 +59,17 @@ class List {
 
 }  // namespace
 
+int64_t count_above(const float* x, int64_t count, float limit) {
+    const Vec limits = splat(limit);
+    int64_t found = 0, i = 0;
+    for (; i + kLook <= count; i += kLook) found += __builtin_popcount(hits_of(x + i, limits));
+    for (int64_t n; i < count; i += n) {
+        n = count - i < kLanes ? count - i : kLanes;
+        found += __builtin_popcount(not_at_most(magnitude(load_partial(x + i, n)), limits));
+    }
+    return found;
+}
+
 // Nothing branches while elements are compared: a branch on hits is mispredicted for most of them once one group in
 // five has some.
 int64_t collect(const float* x, int64_t count, float limit, uint32_t first_index, Candidate* out, int64_t capacity) {

@@ -77,6 +77,20 @@ struct IndexCode {
     int64_t lower_words, upper_words;
 };
 
+// kernels/low_rank.h for some rows of one matrix. m, x: rows of `stride` elements, of which `columns` take part. q: a
+// row for each column of Q, `q_stride` apart. p: some rows of P.
+template <class T>
+struct ThinLoops {
+    // p = m q^T, where rows of m and q have as many elements as `columns`.
+    void (*rows)(const T* m, int64_t rows, int64_t columns, const T* q, int64_t rank, T* p);
+    // q += p^T m
+    void (*columns)(const T* m, int64_t stride, int64_t rows, int64_t columns, const T* p, int64_t rank, T* q,
+                    int64_t q_stride);
+    // x = factor p q, or if it `adds` x += factor p q
+    void (*outer)(const T* p, int64_t rows, int64_t rank, const T* q, int64_t q_stride, T* x, int64_t stride,
+                  int64_t columns, T factor, bool adds);
+};
+
 struct Loops {
     const char* name;
 
@@ -116,6 +130,9 @@ struct Loops {
     int64_t (*collect)(const float* x, int64_t count, float limit, uint32_t first_index, Candidate* out,
                        int64_t capacity);
 
+    // How many x[i] are NaN or have |x[i]| > limit; limit as for collect.
+    int64_t (*count_above)(const float* x, int64_t count, float limit);
+
     // kernels/indices.h. Returns the place of the first index that does not ascend or lies outside [0, range); count if
     // there is none. Words are of uint32_t, aligned; indices of int32_t too.
     int64_t (*pack_indices)(const int32_t* indices, const IndexCode& code, uint32_t* words);
@@ -136,6 +153,9 @@ struct Loops {
     void (*pack_signs)(const float* x, int64_t count, float magnitude, uint32_t* words, float* remainder);
     void (*unpack_signs)(const uint32_t* const* words, const float* magnitudes, int num_contributions, float* out,
                          int64_t count, float factor, Store store);
+
+    ThinLoops<float> thin;
+    ThinLoops<double> thin_double;
 };
 
 // Free places that a list of candidates needs beyond what it keeps.

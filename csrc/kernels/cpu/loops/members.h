@@ -18,6 +18,7 @@ void step(const StepTerms& terms);
 void reduce(void* const* outs, int num_outs, const void* const* inputs, int num_inputs, DType dtype, ReduceOp op,
             int64_t count, int num_streamed);
 int64_t collect(const float* x, int64_t count, float limit, uint32_t first_index, Candidate* out, int64_t capacity);
+int64_t count_above(const float* x, int64_t count, float limit);
 int64_t pack_indices(const int32_t* indices, const IndexCode& code, uint32_t* words);
 bool unpack_indices(const uint32_t* words, const IndexCode& code, int32_t* indices);
 void quantize(const float* x, int64_t count, int64_t first, const Quantization& config, const int64_t* seed,
@@ -30,5 +31,13 @@ void requantize(const float* const* scales, const uint8_t* const* codes, int num
 void pack_signs(const float* x, int64_t count, float magnitude, uint32_t* words, float* remainder);
 void unpack_signs(const uint32_t* const* words, const float* magnitudes, int num_contributions, float* out,
                   int64_t count, float factor, Store mode);
+template <class T>
+void thin_rows(const T* m, int64_t rows, int64_t columns, const T* q, int64_t rank, T* p);
+template <class T>
+void thin_columns(const T* m, int64_t stride, int64_t rows, int64_t columns, const T* p, int64_t rank, T* q,
+                  int64_t q_stride);
+template <class T>
+void thin_outer(const T* p, int64_t rows, int64_t rank, const T* q, int64_t q_stride, T* x, int64_t stride,
+                int64_t columns, T factor, bool adds);
 
 }  // namespace pycomm::PYCOMM_ISA

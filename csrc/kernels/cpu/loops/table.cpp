@@ -16,12 +16,15 @@ const Loops kLoops = {PYCOMM_TEXT(PYCOMM_ISA),
                       step,
                       reduce,
                       collect,
+                      count_above,
                       pack_indices,
                       unpack_indices,
                       quantize,
                       dequantize,
                       requantize,
                       pack_signs,
-                      unpack_signs};
+                      unpack_signs,
+                      {thin_rows<float>, thin_columns<float>, thin_outer<float>},
+                      {thin_rows<double>, thin_columns<double>, thin_outer<double>}};
 
 }  // namespace pycomm::PYCOMM_ISA

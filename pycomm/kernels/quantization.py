@@ -9,6 +9,7 @@ from typing import Any
 import pycomm._native as _native
 from pycomm import checks
 from pycomm.checks import instance, pair
+from pycomm.kernels.accumulate import Decay, Momentum, arguments_of
 from pycomm.kernels.arrays import Scratch, empty, look, num_threads
 
 
@@ -77,6 +78,44 @@ def quantize(
     scales, codes = pair("out", out, "scales and codes")
     _native.quantize(x, config, seed, scales, codes, remainder, num_threads())
     return scales, codes
+
+
+def accumulate_quantized(
+    acc: Any,
+    residual: Any | None,
+    grads: Sequence[Any],
+    scale: Any,
+    config: Quantization,
+    parts: Sequence[tuple[int, int, Any | None, Any, Any]],
+    *,
+    keeps: bool = True,
+    clip: float | None = None,
+    momentum: Momentum | None = None,
+    decay: Decay | None = None,
+    scratch: Scratch | None = None,
+) -> Any:
+    """Do what :func:`accumulate` does, and then :func:`quantize` parts of ``acc``, on a CPU in one pass.
+
+    Args:
+        acc, residual, grads, scale, clip, momentum, decay: as for :func:`accumulate`; ``acc`` is float32.
+        config: see :class:`Quantization`.
+        parts: for each part, in order, the first element of ``acc`` and the end, then ``seed``, scales and codes as
+            for :func:`quantize`, which begins anew in each part.
+        keeps: leave the quantization errors in ``acc``. Otherwise what is in the parts has no meaning afterwards.
+
+    Returns:
+        As :func:`accumulate`.
+
+    Raises:
+        TypeError, ValueError: as :func:`accumulate` and :func:`quantize`; parts overlap.
+    """
+    instance("config", config, Quantization)
+    finite = empty(acc, (len(grads),), "bool")
+    common = arguments_of(clip, acc, residual, momentum, decay, finite, scale)
+    _native.accumulate_quantized(
+        grads, common, config=config, parts=parts, keeps=keeps, scratch=scratch, num_threads=num_threads()
+    )
+    return finite
 
 
 def dequantize(
