@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
 
-from pycomm.collectives.counting import GradientCounter, GradientCounts, PassGate
+import pytest
+import torch
+
+from pycomm.collectives.counting import GradientCounter, GradientCounts, PassGate, handler_of
 
 
 class Tasks:
@@ -17,8 +20,29 @@ class Tasks:
         return self.number
 
 
-def counters(counts: GradientCounts, size: int, gate: PassGate) -> list[GradientCounter]:
-    return [GradientCounter(gate, counts, index, True) for index in range(size)]
+class Hooked:
+    """Parameter whose hook counts as number ``index`` in ``counts``."""
+
+    def __init__(self, gate: PassGate, counts: GradientCounts | None, index: int) -> None:
+        self.param = torch.nn.Parameter(torch.zeros(2))
+        self.param.grad = torch.zeros(2)
+        self.counter, self.handled = GradientCounter(gate), 0
+        self.counter.count_in(counts, index)
+        self.hook: Callable[[torch.Tensor], None] = self.counter.hook(self.handle)
+
+    def handle(self, param: torch.Tensor) -> None:
+        assert param is self.param
+        self.handled += 1
+
+    def count(self) -> bool:
+        """Call the hook; return whether it counted and left the handler alone."""
+        before = self.handled
+        assert self.hook(self.param) is None
+        return self.handled == before
+
+
+def counters(counts: GradientCounts, size: int, gate: PassGate) -> list[Hooked]:
+    return [Hooked(gate, counts, index) for index in range(size)]
 
 
 def test_only_what_is_known_and_completes_nothing_is_counted() -> None:
@@ -78,8 +102,30 @@ def test_what_is_no_plain_gradient_is_never_counted() -> None:
     counts.end_pass()
     counts.begin_pass()
     gate.open()
-    assert not GradientCounter(gate, counts, 0, False).count()
-    assert GradientCounter(gate, counts, 0, True).count()
+    hooked = Hooked(gate, counts, 0)
+    hooked.param.grad = None
+    assert not hooked.count(), "backward made none, or a hook removed it"
+    hooked.param.grad = torch.zeros(2)
+    hooked.counter.count_in(None, 0)
+    assert not hooked.count(), "each must be handled"
+    hooked.counter.count_in(counts, 0)
+    assert hooked.count()
+
+
+def test_hooks_know_their_handlers_and_pass_errors_on() -> None:
+    hooked = Hooked(PassGate(lambda: -1), GradientCounts(1), 0)
+    assert handler_of(hooked.hook) == hooked.handle
+    assert handler_of(len) is handler_of(hooked.handle) is None
+
+    def fail(_: torch.Tensor) -> None:
+        raise KeyError("from the handler")
+
+    with pytest.raises(KeyError, match="from the handler"):
+        hooked.counter.hook(fail)(hooked.param)
+    gate = PassGate(lambda: 0)
+    gate.open()
+    with pytest.raises(AttributeError, match="grad"):
+        Hooked(gate, GradientCounts(1), 0).hook(object())  # type: ignore[arg-type]
 
 
 def test_an_index_beyond_the_bucket() -> None:

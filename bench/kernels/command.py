@@ -25,7 +25,7 @@ import torch
 from bench.harness.arguments import plain_parser
 from bench.harness.results import headline, write_json
 from bench.harness.timing import Samples, duration, interleave, stopwatch, times
-from bench.kernels import compression, dense, optimizers, sparse, steps
+from bench.kernels import compression, dense, optimizers, passes, sparse, steps
 from bench.kernels.case import Arrays, Call, Calls, Case
 from bench.kernels.resnet50 import parameter_shapes
 from pycomm import kernels
@@ -108,6 +108,7 @@ def make_cases(n: int) -> list[Case]:
         compression.sign_unpack(n),
         compression.chunk_pack(n),
         compression.chunk_unpack(n),
+        *passes.make_cases(n, [compression.INT8, compression.INT4, compression.E4M3]),
         sparse.indices_to_bits(),
         sparse.bits_to_indices(),
         steps.squared_norms(n),

@@ -33,6 +33,16 @@ HOOK = "DDP, pycomm's hook"
 HOOK_TOPK = "DDP, pycomm's hook, TopK(0.01)"
 WAYS = (NONE, MEET, DDP, DDP_VIEWS, BACKEND, BACKEND_VIEWS, HOOK, DENSE, SHARD, SHRINK, FP16, TOPK, HOOK_TOPK)
 
+METHODS: dict[str, Any] = {
+    **{type(method).__name__: method for method in (pycomm.FP16(), pycomm.QSGD(), pycomm.Int8(), pycomm.Int4())},
+    **{type(method).__name__: method for method in (pycomm.FP8(), pycomm.OneBit(), pycomm.DGC())},
+    "TopK(0.01)": pycomm.TopK(0.01),
+    "RandomK(0.01)": pycomm.RandomK(0.01),
+    "ChunkTopK(64)": pycomm.ChunkTopK(64),
+    "PowerSGD(2)": pycomm.PowerSGD(2),
+}
+"""Methods of compression by the ways that use them with attach."""
+
 _UNSYNCHRONISED = (NONE, MEET)
 
 _ATTACH: dict[str, dict[str, Any]] = {
@@ -41,6 +51,7 @@ _ATTACH: dict[str, dict[str, Any]] = {
     SHRINK: {"survive": pycomm.Survive()},
     FP16: {"compression": pycomm.FP16()},
     TOPK: {"compression": pycomm.TopK(0.01)},
+    **{way: {"compression": method} for way, method in METHODS.items()},
 }
 _HOOK_COMPRESSION: dict[str, Any] = {HOOK: None, HOOK_TOPK: pycomm.TopK(0.01)}
 _TINY = (8, 8, 2)
@@ -62,7 +73,8 @@ class Replica:
 
     def __init__(self, way: str, widths: Sequence[int], batch: int) -> None:
         self.model = make_model(widths)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+        momentum = 0.0 if isinstance(METHODS.get(way), pycomm.DGC) else 0.9  # which has its own
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=momentum)
         generator = torch.Generator().manual_seed(1 + dist.get_rank())
         self._inputs = torch.randn(batch, widths[0], generator=generator)
         self._targets = torch.randint(widths[-1], (batch,), generator=generator)
@@ -128,11 +140,11 @@ class Replica:
 
 
 class StepRank:
-    """Rank with all ways side by side, each with a model of its own."""
+    """Rank with several ways side by side, each with a model of its own."""
 
-    def __init__(self, port: int, widths: list[int], batch: int) -> None:
+    def __init__(self, port: int, widths: list[int], batch: int, ways: Sequence[str] = WAYS) -> None:
         self.rank, _ = join_group(port)
-        self._replicas = {way: Replica(way, widths, batch) for way in WAYS}
+        self._replicas = {way: Replica(way, widths, batch) for way in ways}
 
     def verify(self) -> None:
         """Check averages against the ranks' own gradients, summed in float64.
@@ -185,7 +197,7 @@ class StepRank:
         Raises:
             AssertionError: they do not.
         """
-        for way in (way for way in WAYS if way not in _UNSYNCHRONISED):
+        for way in (way for way in self._replicas if way not in _UNSYNCHRONISED):
             mine = torch.cat([p.detach().view(-1) for p in self._replicas[way].model.parameters()])
             first = mine.clone()
             dist.broadcast(first, src=0)

@@ -13,6 +13,7 @@ void bind_chunks(pybind11::module_& module);
 void bind_entries(pybind11::module_& module);
 void bind_flight_ring(pybind11::module_& module);
 void bind_gradient_counts(pybind11::module_& module);
+void bind_gradients(pybind11::module_& module);
 void bind_hashes(pybind11::module_& module);
 void bind_indices(pybind11::module_& module);
 void bind_low_rank(pybind11::module_& module);

@@ -97,12 +97,21 @@ class GradientCounts {
 // Counter of one gradient, for its hook.
 class GradientCounter {
    public:
-    GradientCounter(std::shared_ptr<PassGate> gate, std::shared_ptr<GradientCounts> counts, size_t index, bool is_plain)
-        : gate_(std::move(gate)), counts_(std::move(counts)), index_(index), is_plain_(is_plain) {}
+    explicit GradientCounter(std::shared_ptr<PassGate> gate) : gate_(std::move(gate)) {}
 
-    // Counts the gradient if it can. Returns whether it did: nothing else has to be done for it then.
-    bool count() {
-        if (!is_plain_ || !gate_->is_open()) return false;
+    // Where to count from now on; null: nowhere, as each gradient must be handled.
+    void count_in(std::shared_ptr<GradientCounts> counts, size_t index) {
+        counts_ = std::move(counts);
+        index_ = index;
+    }
+
+    // Counts the gradient of `param` if it can. Returns whether it did: nothing else has to be done for it then.
+    bool count(PyObject* param) {
+        static PyObject* const kGrad = PyUnicode_InternFromString("grad");
+        if (counts_ == nullptr || !gate_->is_open()) return false;
+        auto grad = py::reinterpret_steal<py::object>(PyObject_GetAttr(param, kGrad));
+        if (!grad) throw py::error_already_set();
+        if (grad.is_none()) return false;
         if (!gate_->has_streams()) return counts_->note_if_plain(index_);
         const int64_t stream = gate_->stream();
         if (!counts_->note_if_plain(index_)) return false;
@@ -113,9 +122,44 @@ class GradientCounter {
    private:
     std::shared_ptr<PassGate> gate_;
     std::shared_ptr<GradientCounts> counts_;
-    size_t index_;
-    bool is_plain_;
+    size_t index_ = 0;
 };
+
+// What a hook of autograd is: a builtin function, as pybind11's take several times as long to call. It counts, or calls
+// the handler.
+struct Hook {
+    std::shared_ptr<GradientCounter> counter;
+    py::object handler;
+};
+constexpr const char* kHookName = "pycomm.Hook";
+
+Hook* hook_in(PyObject* capsule) { return static_cast<Hook*>(PyCapsule_GetPointer(capsule, kHookName)); }
+
+PyObject* call_hook(PyObject* self, PyObject* param) {
+    Hook* const hook = hook_in(self);
+    try {
+        if (hook->counter->count(param)) Py_RETURN_NONE;
+    } catch (py::error_already_set& error) {
+        error.restore();
+        return nullptr;
+    }
+    return PyObject_CallOneArg(hook->handler.ptr(), param);
+}
+
+PyMethodDef hook_definition = {"gradient_hook", call_hook, METH_O, nullptr};
+
+py::object hook_of(std::shared_ptr<GradientCounter> counter, py::object handler) {
+    auto self =
+        py::reinterpret_steal<py::object>(PyCapsule_New(new Hook{std::move(counter), std::move(handler)}, kHookName,
+                                                        [](PyObject* capsule) { delete hook_in(capsule); }));
+    return py::reinterpret_steal<py::object>(PyCFunction_New(&hook_definition, self.ptr()));
+}
+
+// The handler of a hook made by hook_of; None for any other object.
+py::object handler_of(py::handle hook) {
+    if (PyCFunction_Check(hook.ptr()) == 0 || PyCFunction_GetFunction(hook.ptr()) != call_hook) return py::none();
+    return hook_in(PyCFunction_GetSelf(hook.ptr()))->handler;
+}
 
 }  // namespace
 
@@ -134,10 +178,11 @@ void bind_gradient_counts(py::module_& module) {
         .def("is_complete", &GradientCounts::is_complete)
         .def("fired", &GradientCounts::fired, py::arg("index"))
         .def("expected", &GradientCounts::expected, py::arg("index"));
-    py::class_<GradientCounter>(module, "GradientCounter")
-        .def(py::init<std::shared_ptr<PassGate>, std::shared_ptr<GradientCounts>, size_t, bool>(), py::arg("gate"),
-             py::arg("counts"), py::arg("index"), py::arg("is_plain"))
-        .def("count", &GradientCounter::count);
+    py::class_<GradientCounter, std::shared_ptr<GradientCounter>>(module, "GradientCounter")
+        .def(py::init<std::shared_ptr<PassGate>>(), py::arg("gate"))
+        .def("count_in", &GradientCounter::count_in, py::arg("counts"), py::arg("index"))
+        .def("hook", &hook_of, py::arg("handler"));
+    module.def("handler_of", &handler_of, py::arg("hook"));
 }
 
 }  // namespace pycomm

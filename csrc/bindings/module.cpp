@@ -10,6 +10,7 @@ PYBIND11_MODULE(_native, module) {
     pycomm::bind_entries(module);
     pycomm::bind_flight_ring(module);
     pycomm::bind_gradient_counts(module);
+    pycomm::bind_gradients(module);
     pycomm::bind_hashes(module);
     pycomm::bind_indices(module);
     pycomm::bind_low_rank(module);

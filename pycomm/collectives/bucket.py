@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
-import sys
 from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
 
+import pycomm._native as _native
 from pycomm import kernels
 from pycomm.collectives.layout import flat_alias, is_capturing, laid_out_like, on_gpu, strides_of
-from pycomm.torch_internals import storage_uses, uses_outside_python
+from pycomm.torch_internals import storage_uses
 
 FINGERPRINT_BITS = 64
 """Bits that must be equal on all ranks, and are sent with the gradients.
@@ -79,7 +80,7 @@ class Bucket:
         self._shapes = [p.shape for p in params]
         self._strides = list(map(strides_of, params)) if strides is None else list(strides)
         self._orders = self._read_orders()
-        self._owners: Sequence[HasGradient] = self._params if owners is None else list(owners)
+        self._owners: list[HasGradient] = list(self._params if owners is None else owners)
         self._scratch = kernels.Scratch()
         self.num_flags = len(params) + 1 + FINGERPRINT_PLACES
         self._group = group
@@ -140,7 +141,7 @@ class Bucket:
         self._is_contiguous = all(place.is_contiguous() for place in self.places)
         self._copied: set[int] = set()  # indices of views that are copies
         self.views = [self._view(index) for index in range(len(self.places))]
-        self._addresses = [view.data_ptr() for view in self.views]
+        self._addresses = _native.addresses_of(self.views)
 
     def _view(self, index: int) -> torch.Tensor:
         """Return a tensor to hand out for ``places[index]``."""
@@ -193,13 +194,12 @@ class Bucket:
 
     def repair(self) -> None:
         """Replace views whose memory was swapped, as by ``p.grad.data = ...`` and ``module.to()``."""
-        for i, (view, address) in enumerate(zip(self.views, self._addresses, strict=True)):
-            if view.data_ptr() != address:
+        now = _native.addresses_of(self.views)
+        if now != self._addresses:
+            for i in (
+                i for i, (address, first) in enumerate(zip(now, self._addresses, strict=True)) if address != first
+            ):
                 self._renew_view(i)
-
-    def note_handed_out(self) -> None:
-        """Note that the views are ``.grad`` now: any further reference to the memory belongs to a user."""
-        self._handed_out_uses = storage_uses(self.memory)
 
     def leave_to_users(self) -> None:
         """Preserve the last gradients that users kept, before new ones are written.
@@ -209,18 +209,33 @@ class Bucket:
         writes there, and so the derived tensor changes. A view that still is ``.grad`` is written in place, as autograd
         would.
         """
-        dropped = [i for i, owner in enumerate(self._owners) if owner.grad is not self.views[i]]
-        if not dropped:
-            return
-        if not self._has_graph and (self._is_aliased() or any(is_shared(self.views[i]) for i in dropped)):
+        dropped, kept, shared = _native.dropped_views(self._owners, self.views, _ALONE)
+        if dropped and not self._has_graph and (self._is_aliased() or shared):
             self.renew()
             return
-        for i in dropped:
-            if is_held(self.views, i):
-                kept = self.views[i]
-                kept.data = kept.clone(memory_format=torch.preserve_format)
-                del kept
-                self._renew_view(i)
+        for i in kept:
+            view = self.views[i]
+            view.data = view.clone(memory_format=torch.preserve_format)
+            del view
+            self._renew_view(i)
+
+    def show(self, but: int) -> None:
+        """Make the views ``.grad`` where there is a gradient, but for the parameter number ``but``."""
+        _native.show_views(self._owners, self.views, but)
+
+    def hand_out(self, used: list[bool]) -> list[int]:
+        """Make the views ``.grad``, or ``None`` where a parameter is not ``used``; return their version counters."""
+        versions = _native.hand_out_views(self._owners, self.views, used)
+        self.note_handed_out()
+        return versions
+
+    def note_handed_out(self) -> None:
+        """Note that the views are ``.grad`` now: any further reference to the memory belongs to a user."""
+        self._handed_out_uses = storage_uses(self.memory)
+
+    def grads(self) -> tuple[list[torch.Tensor | None], bool]:
+        """Return the present gradients, and whether any of them is sparse."""
+        return _native.grads_of(self._owners)
 
     def renew(self) -> None:
         """Switch to new memory, and leave the old one to the owners of its views."""
@@ -256,8 +271,14 @@ class Bucket:
     def _pieces(self, grads: Sequence[torch.Tensor | None], own: slice) -> list[torch.Tensor]:
         """Return the elements ``own`` where they lie in ``grads``; none if that does not pay off, or one is missing."""
         pieces: list[torch.Tensor] = []
-        begins = itertools.accumulate(self.numels, initial=0)
-        for i, (grad, begin, numel) in enumerate(zip(grads, begins, self.numels, strict=False)):
+        ends = list(itertools.accumulate(self.numels, initial=0))
+        own_params = range(
+            bisect.bisect_right(ends, own.start) - 1, min(bisect.bisect_left(ends, own.stop), len(grads))
+        )
+        if own.stop - own.start < _LEAST_APART * len(own_params):
+            return pieces
+        for i in own_params:
+            grad, begin, numel = grads[i], ends[i], self.numels[i]
             first, last = max(own.start, begin), min(own.stop, begin + numel)
             if first >= last:
                 continue
@@ -354,17 +375,12 @@ def differing_places(places: torch.Tensor) -> torch.Tensor:
 # stays as it is after zero_grad(). To promise the same without copying every gradient, references are counted.
 
 
-def _references(tensors: list[torch.Tensor], index: int) -> int:
-    tensor = tensors[index]
-    return sys.getrefcount(tensor)
-
-
 def _usual_references() -> tuple[int, int]:
     """Return the reference counts of a tensor that only a list holds, and of one that is also a ``.grad``."""
     tensors, param = [torch.empty(1)], torch.nn.Parameter(torch.empty(1))
-    alone = _references(tensors, 0)
+    alone = _native.references(tensors, 0)
     param.grad = tensors[0]
-    return alone, _references(tensors, 0)
+    return alone, _native.references(tensors, 0)
 
 
 _ALONE, _AS_GRAD = _usual_references()  # releases of Python and torch count differently
@@ -372,9 +388,4 @@ _ALONE, _AS_GRAD = _usual_references()  # releases of Python and torch count dif
 
 def is_held(tensors: list[torch.Tensor], index: int, is_grad: bool = False) -> bool:
     """Return whether Python refers to ``tensors[index]`` outside this list; ``is_grad``: and outside ``.grad``."""
-    return _references(tensors, index) > (_AS_GRAD if is_grad else _ALONE)
-
-
-def is_shared(tensor: torch.Tensor) -> bool:
-    """Return whether C++ (a DLPack consumer, a graph) refers to ``tensor``, which is no ``.grad``."""
-    return uses_outside_python(tensor) > 1
+    return _native.references(tensors, index) > (_AS_GRAD if is_grad else _ALONE)

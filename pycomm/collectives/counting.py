@@ -6,6 +6,6 @@ says whether there is more to do: for the first gradient of a pass, and when a b
 
 from __future__ import annotations
 
-from pycomm._native import GradientCounter, GradientCounts, PassGate
+from pycomm._native import GradientCounter, GradientCounts, PassGate, handler_of
 
-__all__ = ["GradientCounter", "GradientCounts", "PassGate"]
+__all__ = ["GradientCounter", "GradientCounts", "PassGate", "handler_of"]

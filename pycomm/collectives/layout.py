@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+import pycomm._native as _native
+
 
 def on_gpu(tensor: torch.Tensor) -> bool:
     """Return whether reading ``tensor`` on the host waits for a GPU."""
@@ -88,14 +90,15 @@ class Kinds:
 
     def __init__(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
         self._names, self._tensors = list(names), list(tensors)
-        self._first = list(map(_KIND, self._tensors))
+        self._first, self._seen = list(map(_KIND, self._tensors)), _native.FirstKinds(self._tensors)
 
     def change(self) -> str:
         """Return which parameter has changed, what it was and what it is now; "" if none has."""
-        now = list(map(_KIND, self._tensors))
-        if now == self._first:
+        each = ((self._names[i], self._first[i], _KIND(self._tensors[i])) for i in self._seen.perhaps_changed())
+        found = next((one for one in each if one[1] != one[2]), None)
+        if found is None:
             return ""
-        name, old, new = next(each for each in zip(self._names, self._first, now, strict=True) if each[1] != each[2])
+        name, old, new = found
         texts = [f"of shape {list(k[0])}" if old[0] != new[0] else f"{k[1]} on {k[2]}" for k in (old, new)]
         return f"parameter {name!r} was {texts[0]} when it was attached, and is {texts[1]} now"
 

@@ -38,6 +38,7 @@ class Scaling:
             device. ``None``, on all ranks alike: nothing is compared.
         zeros_are_unused: whether a gradient of zeros may belong to a parameter that this rank has not used, which
             makes a difference to methods with state.
+        frees: whether gradients are freed once they have been packed: an exchange then refers to none of them.
     """
 
     size: int
@@ -48,6 +49,7 @@ class Scaling:
     step: int | torch.Tensor = 0
     fingerprint: torch.Tensor | None = None
     zeros_are_unused: bool = False
+    frees: bool = False
 
     @property
     def weight(self) -> float:

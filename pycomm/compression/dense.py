@@ -89,8 +89,8 @@ class DenseExchange(Defaults):
         assert self._all_used_here or not bucket.has_flags_apart
         self._is_compared = scaling.fingerprint is not None
         own = self._own_share()
-        pieces = bucket.gather(grads, scale, scaling.fingerprint, own)
-        self._packed = op, () if bucket.on_gpu else grads, own, pieces
+        pieces = bucket.gather(grads, scale, scaling.fingerprint, None if scaling.frees else own)
+        self._packed = op, () if bucket.on_gpu else bucket.places if scaling.frees else grads, own, pieces
 
     def send(self) -> None:
         assert self._packed is not None

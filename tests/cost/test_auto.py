@@ -16,6 +16,7 @@ from torch import nn
 
 import pycomm
 from pycomm.compression.base import Operation
+from pycomm.compression.methods.powersgd import LowRankCodec
 from pycomm.training.cost import auto, pricing
 from pycomm.training.cost.auto import cheapest
 from pycomm.training.cost.pricing import Costs, MeasuredLink, PricedLine
@@ -186,3 +187,32 @@ def test_all_ranks_choose_alike(rank_pools: Pools) -> None:
     outcomes = rank_pools(3).run(takes_something)
     assert outcomes[0] == outcomes[1] == outcomes[2]
     assert outcomes[0][0] == "Auto"
+
+
+def method_chosen(nap: float) -> tuple[str, float]:
+    """Return the method on a slow link, and its time over dense gradients', where PowerSGD sleeps before it sends."""
+    send = LowRankCodec.send
+
+    def slowly(self: LowRankCodec, *arguments: Any) -> Any:
+        time.sleep(nap)
+        return send(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(auto, "measure_link", ScriptedLinks([SLOW]))
+        patch.setattr(LowRankCodec, "send", slowly)
+        p = nn.Parameter(torch.zeros(500, 500))
+        with attached(torch.optim.SGD([p], lr=0.1), [("p", p)], compression="auto") as reducer:
+            (p * 2).sum().backward()
+            (told,) = reducer.stats()["auto"]
+            return told["method"], told["ratios"]["powersgd"]
+
+
+def test_the_choice_follows_a_method_that_becomes_slow(two_ranks: RankPool) -> None:
+    """Costs are measured on the spot: a bucket of 1 MB takes 100 ms dense, and by PowerSGD a few."""
+    (before, ratio), other = two_ranks.run(method_chosen, 0.0)
+    assert (before, ratio) == other
+    assert before == "powersgd"
+    assert ratio < 0.5
+    (after, ratio), _ = two_ranks.run(method_chosen, 0.2)
+    assert after != "powersgd"
+    assert ratio > 1.0

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import pytest
 
+from pycomm.compression.methods.powersgd import LowRankCodec
 from pycomm.schedule.network import Link, Network, load
 from pycomm.training.cost import planning
 
@@ -21,3 +25,19 @@ def test_planning() -> None:
         if name != "dense":
             pays = priced.seconds() < fast["dense"].seconds()
             assert pays == (priced.break_even > 400e9 / 8), name
+
+
+def test_plans_follow_a_method_that_becomes_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = load("ethernet-1g")
+    fast = planning.price(4, 4e6, network)["powersgd(4)"]
+    send = LowRankCodec.send
+
+    def slowly(self: LowRankCodec, *arguments: Any) -> Any:
+        time.sleep(0.3)
+        return send(self, *arguments)
+
+    monkeypatch.setattr(LowRankCodec, "send", slowly)
+    slow = planning.price(4, 4e6, network)
+    assert slow["powersgd(4)"].local > fast.local + 0.2
+    assert slow["powersgd(4)"].break_even < fast.break_even
+    assert min(slow, key=lambda name: slow[name].seconds()) != "powersgd(4)"

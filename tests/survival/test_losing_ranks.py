@@ -127,7 +127,7 @@ def test_a_rank_whose_hook_raises_leaves(new_ranks: Pools) -> None:
 
 def without_memory(plan: Plan) -> dict[str, Any]:
     """Rank 1 has no memory for an exchange of step 4."""
-    original, calls = Reduction.exchange, 0
+    original, calls = Reduction.run, 0
 
     def exchange(*arguments: Any, **options: Any) -> None:
         nonlocal calls
@@ -137,7 +137,7 @@ def without_memory(plan: Plan) -> dict[str, Any]:
         original(*arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Reduction, "exchange", exchange)
+        patch.setattr(Reduction, "run", exchange)
         return train(plan)
 
 

@@ -62,12 +62,14 @@ class HalfExchange(DenseExchange):
         self._result_fits = scaling.average or bucket.dtype != torch.float16
         if not self._scaled:
             bucket.pack_flagged(grads, self._message, scaling.local, scaling.fingerprint, self._scratch)
+            if scaling.frees:
+                grads = bucket.places_in(self._message)
         else:
             parts = [laid_out_like(g, place) for g, place in zip(grads, bucket.places, strict=True) if g is not None]
             largest = kernels.absmax(parts or [bucket.flat[:0]], scratch=self._largest_scratch)
             is_plain = isinstance(scaling.local, float) and scaling.local == 1.0
             self._largest = largest if is_plain else largest * scaling.local
-            if bucket.on_gpu:  # the cast has to wait for the scale, and the gradients' memory must not
+            if bucket.on_gpu or scaling.frees:  # the cast has to wait for the scale, and the gradients' memory must not
                 bucket.gather(grads)
                 grads = [None if grad is None else place for grad, place in zip(grads, bucket.places, strict=True)]
         self._taken = grads, scaling

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pycomm.collectives.counting import GradientCounter
+from pycomm.collectives.counting import GradientCounter, PassGate, handler_of
 from pycomm.descriptions import first_names
 from pycomm.optim.attached import is_covered
 from pycomm.optim.module_hooks import weakly
@@ -197,8 +197,8 @@ def _refuse_compiled_autograd() -> None:
 class GradientHook:
     """Hook that calls ``method(owner, slot)`` when the gradient of ``param`` has been accumulated.
 
-    While the gate of ``counter`` is open, it only counts. Both references are weak: the garbage collector does not see
-    a parameter's hooks, so it would never collect a cycle through them.
+    While ``gate`` is open, ``counter`` counts instead, in the extension. Both references are weak: the garbage
+    collector does not see a parameter's hooks, so it would never collect a cycle through them.
     """
 
     def __init__(
@@ -207,20 +207,18 @@ class GradientHook:
         method: Callable[[Any, Any], None],
         slot: Any,
         param: torch.Tensor,
-        counter: GradientCounter | None,
+        gate: PassGate,
     ) -> None:
-        self.count_with(counter)
+        self.counter = GradientCounter(gate)
         self._owner, self._slot, self._method = weakref.ref(owner), weakref.ref(slot), method
         self._name = slot.name
-        for hook in list(accumulation_hooks(param).values()):
+        for hook in map(handler_of, list(accumulation_hooks(param).values())):
             if isinstance(hook, GradientHook) and hook.orphaned:  # of an optimizer that no longer exists
                 hook.remove()
         register: Any = param.register_post_accumulate_grad_hook
-        self._handle = register(self)
+        self._handle = register(self.counter.hook(self))
 
     def __call__(self, param: torch.Tensor) -> None:
-        if not torch.compiler.is_compiling() and param.grad is not None and self._count():
-            return
         owner, slot = self._owner(), self._slot()
         if owner is None or slot is None:
             raise RuntimeError(
@@ -228,10 +226,6 @@ class GradientHook:
                 "attach() the one that you use now"
             )
         self._method(owner, slot)
-
-    def count_with(self, counter: GradientCounter | None) -> None:
-        """Count with ``counter`` from now on, as the parameter has another place."""
-        self._count = counter.count if counter is not None else (lambda: False)
 
     @property
     def orphaned(self) -> bool:

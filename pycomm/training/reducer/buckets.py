@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from pycomm.collectives.bucket import Bucket, HasGradient
 from pycomm.collectives.communicator import Communicator, communicator_beside
-from pycomm.collectives.counting import GradientCounter, GradientCounts, PassGate
+from pycomm.collectives.counting import GradientCounter, GradientCounts
 from pycomm.collectives.layout import Kinds, on_gpu, strides_of
 from pycomm.compression.base import Compression, Exchange, Flag, State
 from pycomm.compression.dense import NoCompression
@@ -40,8 +40,6 @@ class Slot:
     sent: SentBucket | None = None
     index: int = 0
     """Index of the parameter in its bucket."""
-    version: int = -1
-    """Version counter of the averaged gradient when it was handed out."""
     hook: GradientHook | None = None
     kept: torch.Tensor | None = None
     """This step's gradient as backward made it, until the next one is sent; only where ranks may be lost."""
@@ -74,6 +72,11 @@ class Slot:
         return 0 if self.sent is None else self.sent.counts.expected(self.index)
 
     @property
+    def version(self) -> int:
+        """Version counter of the averaged gradient when it was handed out."""
+        return -1 if self.sent is None else self.sent.versions[self.index]
+
+    @property
     def local(self) -> torch.Tensor:
         """The parameter, or this rank's part of it."""
         return self.param if self.sharded is None else local_of(self.param)
@@ -97,11 +100,10 @@ class Slot:
         """
         return self.param.grad is None and (self.hook is None or self.hook.is_first(self.param))
 
-    def counter(self, gate: PassGate) -> GradientCounter | None:
-        """Return the counter of its gradients while ``gate`` is open; ``None`` if each must be handled."""
-        if self.sent is None:
-            return None
-        return GradientCounter(gate, self.sent.counts, self.index, is_plain=self.sharded is None)
+    def count_in(self, counter: GradientCounter) -> None:
+        """Have ``counter`` count its gradients from now on, unless each must be handled."""
+        is_plain = self.sent is not None and self.sharded is None
+        counter.count_in(self.sent.counts if self.sent is not None and is_plain else None, self.index)
 
     def fire(self) -> None:
         """Count an accumulation of its gradient; give a DTensor gradient the parameter's placements."""
@@ -169,7 +171,7 @@ class Slot:
         assert grad is not None
         assert self.sent is not None
         self.owner.grad = self.sent.bucket.views[self.index].copy_(grad)
-        self.version = self.grad_version() - num_writes
+        self.sent.versions[self.index] = self.grad_version() - num_writes
 
     def untouched(self) -> bool:
         """Return whether ``.grad`` is still the last average, unchanged."""
@@ -212,13 +214,15 @@ class SentBucket:
     work: Work | GpuWork | None = None
     unused: Sequence[Slot] = ()
     """Those without an average in the last step."""
+    versions: list[int] = field(init=False)
+    """Version counters of the averages when they were handed out."""
     counts: GradientCounts = field(init=False)
     """How often each gradient has been accumulated in this pass, and on which streams of a GPU."""
     kinds: Kinds = field(init=False)
     """What the parameters were when the bucket was made."""
 
     def __post_init__(self) -> None:
-        self.counts = GradientCounts(len(self.slots))
+        self.counts, self.versions = GradientCounts(len(self.slots)), [-1] * len(self.slots)
         self.kinds = Kinds(self.bucket.names, [slot.param for slot in self.slots])
 
     def expect(self, numbers: Sequence[int]) -> None:
@@ -256,14 +260,8 @@ class SentBucket:
         self.bucket.repair()
         self.bucket.fill_copies()
         used_here = self.exchange.used()
-        for slot, view, used in zip(self.slots, self.bucket.views, used_here, strict=True):
-            if not used:
-                slot.owner.grad = None
-            elif slot.owner.grad is not view:  # most already are, since their bucket was launched
-                slot.owner.grad = view
-            slot.version = version_of(view)
-        self.bucket.note_handed_out()
-        self.unused = [slot for slot, used in zip(self.slots, used_here, strict=True) if not used]
+        self.versions = self.bucket.hand_out(used_here)
+        self.unused = [] if all(used_here) else [self.slots[i] for i, used in enumerate(used_here) if not used]
         return self.unused
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+import pycomm._native as _native
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.counting import PassGate
 from pycomm.collectives.layout import is_capturing
@@ -110,6 +111,8 @@ class FixedMembers:
         return {}
 
 
+_MOST_WAITING = 2
+"""Number of launched buckets that may wait for the communication thread to pack them."""
 Grads = list[torch.Tensor | None]
 Launch: TypeAlias = "Callable[[Callable[[], None]], Work | GpuWork]"
 
@@ -323,11 +326,11 @@ class Engine:
                 grads[0] = torch.full_like(sent.bucket.views[0], math.nan)
         state.contributed |= any(grad is not None for grad in grads)
         sent.work = self.submit(sent.communicator, self._exchange_of(sent, grads, state.launched))
-        for slot in sent.slots:
-            if slot is state.firing:
-                state.late = slot  # later hooks (DistributedDataParallel's) still need its gradient
-            else:
-                slot.show_bucket()  # frees autograd's own allocation as soon as it has been packed
+        firing = state.firing if state.firing is not None and state.firing.sent is sent else None
+        if firing is not None:
+            state.late = firing  # later hooks (DistributedDataParallel's) still need its gradient
+        # This frees autograd's own allocations as soon as they have been packed.
+        sent.bucket.show(-1 if firing is None else firing.index)
 
     def _exchange_of(self, sent: SentBucket, grads: Grads, number: int) -> Callable[[], None]:
         """Return the job that exchanges ``grads`` of the ``number``-th launched bucket; its inputs are fixed now.
@@ -343,12 +346,30 @@ class Engine:
         # attach has compared all buckets: ranks that agree on the first lane's first exchange agree on all later ones,
         # as the other lanes carry nothing else.
         is_first = sent is next(each for each in self.table.buckets if each.communicator is self.communicator)
+        waiting, packed = [grads], self.step_state.packed
+
+        def pack(*, frees: bool = False) -> None:
+            if waiting:
+                reduction.pack(exchange, waiting.pop(), fingerprint, frees=frees)
+                packed.append(number)
 
         def run() -> None:
-            taken = self.members.contributed(sent, grads)  # first, as the rest may fail when a rank is lost
-            reduction.exchange(exchange, taken, channel, fingerprint, is_compared=is_first)
+            if waiting:  # first, as the rest may fail when a rank is lost
+                waiting.append(self.members.contributed(sent, waiting.pop()))
+            reduction.run(exchange, pack, channel, is_compared=is_first)
 
+        if self._is_behind():
+            phases.exchange(number, None, functools.partial(pack, frees=True))
         return functools.partial(phases.exchange, number, channel.recorder, run)
+
+    def _is_behind(self) -> bool:
+        """Return whether more launched buckets than one wait to be packed, so that backward should pack the next.
+
+        Gradients are freed when they have been packed. Packing may be collective if ranks have weights, if the method
+        measures, and where ranks may be lost.
+        """
+        is_alone = not (self.window.weights.in_use or self.members.survives or self.settings.compression.measures)
+        return is_alone and len(self.step_state.packed) < self.step_state.launched - _MOST_WAITING
 
     def submit(self, communicator: Communicator, job: Callable[[], None]) -> Work | GpuWork:
         """Run ``job`` on the communication thread of ``communicator``, or its stream."""
@@ -386,6 +407,8 @@ class Engine:
             self.members.ended(self)
             self.step_state.reduced(succeeded=succeeded)
         self.statistics.phases.trace.end_reduction()
+        if self.step_state.reductions == 1:  # all gradients of the first pass lived until its end, as those of no other
+            _native.trim_memory()
         self.hash_state()
         self._report_world()
 

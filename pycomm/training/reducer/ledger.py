@@ -73,10 +73,11 @@ class Ledger:
 
     def sendable(self, sent: SentBucket) -> list[torch.Tensor | None]:
         """Return the gradients of the bucket ``sent``, checked here as the counting hooks check nothing."""
-        grads = [slot.owner.grad for slot in sent.slots]
-        for slot, grad in zip(sent.slots, grads, strict=True):
-            if (grad is None and slot.fired > 0) or (grad is not None and grad.is_sparse):
-                self.require_sendable(slot)
+        grads, any_sparse = sent.bucket.grads()
+        if any_sparse or any(grad is None for grad in grads):
+            for slot, grad in zip(sent.slots, grads, strict=True):
+                if (grad is None and slot.fired > 0) or (grad is not None and grad.is_sparse):
+                    self.require_sendable(slot)
         if self._state.is_open or self._settings.is_linear:
             return grads
         for slot, grad, view in zip(sent.slots, grads, sent.bucket.views, strict=True):

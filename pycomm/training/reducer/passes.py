@@ -63,9 +63,10 @@ class Passes:
         """Hook the parameters of ``slots``, which are in buckets."""
         for slot in slots:
             if slot.hook is not None:
-                slot.hook.count_with(slot.counter(self._state.gate))
+                slot.count_in(slot.hook.counter)
             elif slot.param.requires_grad:
-                slot.hook = GradientHook(self, Passes._on_gradient, slot, slot.param, slot.counter(self._state.gate))
+                slot.hook = GradientHook(self, Passes._on_gradient, slot, slot.param, self._state.gate)
+                slot.count_in(slot.hook.counter)
             else:  # frozen: only the user may write its gradient
                 self._hookless.append(slot)
 

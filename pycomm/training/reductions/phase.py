@@ -76,6 +76,7 @@ class StepState:
         passes: number of passes that have ended in this window.
         holds: whether the last of them has left gradients.
         launched: number of buckets that were launched in this reduction.
+        packed: numbers of those whose gradients have been packed since.
         contributed: whether this rank had a gradient in it.
         firing: parameter whose hooks are running.
         late: parameter whose ``.grad`` becomes the bucket's view, or joins the window's sum, after all its hooks.
@@ -92,6 +93,7 @@ class StepState:
         self.phase, self.role, self.reason = Phase.IDLE, Role.BATCH, ""
         self.passes, self.holds = 0, False
         self.launched, self.contributed = 0, False
+        self.packed: list[int] = []
         self.firing: Any = None
         self.late: Any = None
         self.paused = self.depth = 0
@@ -154,7 +156,7 @@ class StepState:
 
     def expects_gradients(self) -> None:
         """The buckets of a pass are ready for its gradients; none was sent."""
-        self.launched, self.late, self.contributed = 0, None, False
+        self.launched, self.packed, self.late, self.contributed = 0, [], None, False
 
     def pass_ends(self, *, holds: bool) -> None:
         """A pass ends, with or without gradients."""
@@ -165,7 +167,7 @@ class StepState:
         """A pass has ended with an exception, and nothing of it was sent, or only by a rank alone."""
         if self.phase is Phase.SENDING and self.role is not Role.NEW:
             self.phase = Phase.COLLECTING if self.is_open else Phase.IDLE
-        self.launched = 0
+        self.launched, self.packed = 0, []
 
     def cleared(self) -> int:
         """All gradients of an open window were thrown away; return the number of its passes."""

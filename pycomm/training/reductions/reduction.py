@@ -85,15 +85,23 @@ class Reduction:
         """Run ``job`` where gradients are sent: on the communication thread of ``channel``, or on its stream."""
         return channel.submit_on_gpu(self._device, job) if self._on_gpu else channel.submit(job)
 
-    def pack(self, exchanging: Exchanging, grads: Grads, fingerprint: Callable[[], torch.Tensor] | None = None) -> None:
+    def pack(
+        self,
+        exchanging: Exchanging,
+        grads: Grads,
+        fingerprint: Callable[[], torch.Tensor] | None = None,
+        *,
+        frees: bool = False,
+    ) -> None:
         """Take what is to be sent out of ``grads``. On a GPU on the stream that made them, else where it is sent.
 
         Args:
             fingerprint: makes this rank's bits, to be sent with them.
+            frees: see :class:`Scaling`.
         """
         self._take_weight()
         scaling = self.scaling if fingerprint is None else replace(self.scaling, fingerprint=fingerprint())
-        exchanging.pack(grads, scaling)
+        exchanging.pack(grads, replace(scaling, frees=True) if frees else scaling)
 
     def _take_weight(self) -> None:
         if (weigh := self._weigh) is not None:
@@ -117,11 +125,17 @@ class Reduction:
             fingerprint: makes this rank's bits, to be sent with them.
             is_compared: whether ranks compare the first operation. It implies the others, as they agree on the order.
         """
+        self.run(exchanging, lambda: self.pack(exchanging, grads, fingerprint), channel, is_compared=is_compared)
+
+    def run(
+        self, exchanging: Exchanging, pack: Callable[[], None], channel: Channel | None, *, is_compared: bool
+    ) -> None:
+        """Do what :meth:`exchange` does, where ``pack`` packs the gradients."""
         self._take_weight()
         with (
             contextlib.nullcontext() if self._on_gpu or channel is None else channel.skip_checks(but_first=is_compared)
         ):
-            self.pack(exchanging, grads, fingerprint)
+            pack()
             exchanging.send()
 
     def share_source(self, parts: Iterable[Sent]) -> None:

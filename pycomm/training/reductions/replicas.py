@@ -279,9 +279,12 @@ class StepEvidence:
         if looks and not self._rewritten:
             self._rewritten = rewritten()
 
-    def after_step(self) -> None:
-        """Note that a step has ended, or that training begins: parameters may have been written to until now."""
-        params = self._params()
+    def after_step(self, *, is_compared: bool) -> None:
+        """Note that a step has ended, or that training begins: parameters may have been written to until now.
+
+        ``is_compared``: whether the next reduction compares them.
+        """
+        params = self._params() if is_compared else ()
         self._stepped = params, Stamp(param for _, param in params)
         before, self._before = self._before, None
         if before is not None:
@@ -293,7 +296,10 @@ class StepEvidence:
         self._stepped = (), Stamp()
 
     def written(self) -> dict[str, str]:
-        """Return the parameters that were written to since the last step, with what their modules say of it, or ""."""
+        """Return the parameters written to since the last step, with what their modules say of it, or "".
+
+        None if that step was followed by no comparison.
+        """
         params, stamp = self._stepped
         names = [params[index][0] for index in stamp.changed()]
         return {name: self._writer_of(name) for name in names}
@@ -418,8 +424,9 @@ class Replicas:
         """
         if self._communicator.size == 1:
             return
-        self._evidence.after_step()
-        if self._compared.reads_late and self.is_due(num_reductions) and not is_capturing():
+        is_compared = self.is_due(num_reductions)
+        self._evidence.after_step(is_compared=is_compared)
+        if self._compared.reads_late and is_compared and not is_capturing():
             self._at_step = self._hashes.bits(self._hashed())
 
     # Bits.

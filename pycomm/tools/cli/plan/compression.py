@@ -48,11 +48,12 @@ def run(arguments: argparse.Namespace) -> int:
     print_table(header, rows, indent="  ")
     print()
     needs = {name: (optimizer_of(method), state_bytes(method)) for name, method in METHODS.items()}
+    count = nbytes / dtype.itemsize
     rows = [
-        [name, optimizer, f"{state} bytes", size_text(state * nbytes / dtype.itemsize)]
+        [name, optimizer, f"{state} bytes", size_text(state * count), size_text(state * count + nbytes)]
         for name, (optimizer, state) in needs.items()
     ]
-    print_table(["method", "optimizer", "state per parameter", "per rank"], rows, indent="  ")
+    print_table(["method", "optimizer", "state per parameter", "per rank", "with gradients"], rows, indent="  ")
     print(f"\n{verdict(priced)}")
     return 0
 
