@@ -146,7 +146,7 @@ PyObject* call_hook(PyObject* self, PyObject* param) {
     return PyObject_CallOneArg(hook->handler.ptr(), param);
 }
 
-PyMethodDef hook_definition = {"gradient_hook", call_hook, METH_O, nullptr};
+PyMethodDef hook_definition = {"pycomm_gradient_hook", call_hook, METH_O, nullptr};
 
 py::object hook_of(std::shared_ptr<GradientCounter> counter, py::object handler) {
     auto self =

@@ -74,13 +74,14 @@ def test_an_exception_that_no_forward_notices() -> None:
 @pytest.mark.parametrize("fullgraph", [False, True])
 @on_ranks(2, timeout=110, fresh=True)
 def test_compiled_autograd_is_refused(fullgraph: bool) -> None:
+    """Dynamo itself refuses to trace the hook, which it names, if it may not leave the graph for it."""
     from torch._dynamo import compiled_autograd as ca
 
     model = make_model()
     reducer = pycomm.attach(sgd(model), model, tuning=pycomm.Tuning(timeout=30))
     with ca._enable(torch.compile(backend="eager", fullgraph=fullgraph)):
         says = r"compiled autograd does not call pycomm's hooks as backward\(\) goes: leave it off"
-        with pytest.raises(RuntimeError, match=says):
+        with pytest.raises(RuntimeError, match="pycomm_gradient_hook" if fullgraph else says):
             loss_of(model, dist.get_rank(), 0).backward()
     reducer.detach()
 

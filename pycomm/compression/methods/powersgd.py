@@ -37,6 +37,7 @@ class LowRankCodec(BaseCodec):
         first = torch.randn(config.num_q, generator=generator, dtype=wide_dtype(bucket))
         self._q = first.to(bucket.device)
         self._next = torch.empty_like(self._q)
+        self._bases: list[torch.Tensor] = []  # on a GPU
         self._finite = torch.tensor(True)
 
     def accumulate(
@@ -69,9 +70,9 @@ class LowRankCodec(BaseCodec):
             kernels.orthogonalize(ps, self._config)
             kernels.split_low_rank(flat, self._config, ps, qs)
         else:
-            for matrix, p, q in zip(self._matrices(flat), self._cut_p(ps), self._cut_q(qs), strict=True):
-                # A decomposition of non-finite numbers might never end; its result would not be used anyway.
-                p.copy_(torch.linalg.qr(torch.where(finite, p, 0.0)).Q)
+            # A decomposition of non-finite numbers might never end; its result would not be used anyway.
+            self._bases = [torch.linalg.qr(torch.where(finite, p, 0.0)).Q for p in self._cut_p(ps)]
+            for matrix, p, q in zip(self._matrices(flat), self._bases, self._cut_q(qs), strict=True):
                 torch.mm(matrix.t(), p, out=q)
                 matrix.addmm_(p, q.t(), alpha=-1.0)
         self._qs.all_reduce_values()
@@ -94,7 +95,7 @@ class LowRankCodec(BaseCodec):
         if not self._bucket.on_gpu:
             kernels.expand_low_rank(out, self._config, ps, qs, factor)
             return
-        for matrix, p, q in zip(self._matrices(out), self._cut_p(ps), self._cut_q(qs), strict=True):
+        for matrix, p, q in zip(self._matrices(out), self._bases, self._cut_q(qs), strict=True):
             torch.mm(p * factor, q.t(), out=matrix)
 
     def commit(self, finite: Flag) -> None:

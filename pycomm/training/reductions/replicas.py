@@ -279,12 +279,9 @@ class StepEvidence:
         if looks and not self._rewritten:
             self._rewritten = rewritten()
 
-    def after_step(self, *, is_compared: bool) -> None:
-        """Note that a step has ended, or that training begins: parameters may have been written to until now.
-
-        ``is_compared``: whether the next reduction compares them.
-        """
-        params = self._params() if is_compared else ()
+    def after_step(self) -> None:
+        """Note that a step has ended, or that training begins: parameters may have been written to until now."""
+        params = self._params()
         self._stepped = params, Stamp(param for _, param in params)
         before, self._before = self._before, None
         if before is not None:
@@ -296,10 +293,7 @@ class StepEvidence:
         self._stepped = (), Stamp()
 
     def written(self) -> dict[str, str]:
-        """Return the parameters written to since the last step, with what their modules say of it, or "".
-
-        None if that step was followed by no comparison.
-        """
+        """Return the parameters that were written to since the last step, with what their modules say of it, or ""."""
         params, stamp = self._stepped
         names = [params[index][0] for index in stamp.changed()]
         return {name: self._writer_of(name) for name in names}
@@ -424,9 +418,8 @@ class Replicas:
         """
         if self._communicator.size == 1:
             return
-        is_compared = self.is_due(num_reductions)
-        self._evidence.after_step(is_compared=is_compared)
-        if self._compared.reads_late and is_compared and not is_capturing():
+        self._evidence.after_step()
+        if self._compared.reads_late and self.is_due(num_reductions) and not is_capturing():
             self._at_step = self._hashes.bits(self._hashed())
 
     # Bits.
