@@ -70,6 +70,7 @@ void split_low_rank_arrays(py::handle m, py::handle shapes, py::handle rank, py:
     const Shapes matrices(shapes, rank);
     const DType dtype = whole.buffer.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
     require_same(whole.buffer, "m", Buffer{nullptr, matrices.num_m, dtype}, "shapes, in float32 or float64");
+    require_aligned(whole.buffer, "m");
     const Array from = as_matrices(p, "p", Access::kRead, dtype, matrices.num_p);
     const Array to = as_matrices(q, "q", Access::kWrite, dtype, matrices.num_q);
     Arguments arguments;
@@ -86,6 +87,7 @@ void orthogonalize_array(py::handle p, py::handle shapes, py::handle rank, int n
     const Shapes matrices(shapes, rank);
     const DType dtype = columns.buffer.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
     require_same(columns.buffer, "p", Buffer{nullptr, matrices.num_p, dtype}, "shapes and rank, in float32 or float64");
+    require_aligned(columns.buffer, "p");
     require_host(columns, "p");
     py::gil_scoped_release release;
     orthogonalize(columns.buffer, matrices.all, num_threads);
@@ -97,6 +99,7 @@ void expand_low_rank_arrays(py::handle out, py::handle shapes, py::handle rank, 
     const Shapes matrices(shapes, rank);
     const DType dtype = target.buffer.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
     require_same(target.buffer, "out", Buffer{nullptr, matrices.num_m, dtype}, "shapes, in float32 or float64");
+    require_aligned(target.buffer, "out");
     const Array left = as_matrices(p, "p", Access::kRead, dtype, matrices.num_p);
     const Array right = as_matrices(q, "q", Access::kRead, dtype, matrices.num_q);
     const Factor factor(scale);

@@ -260,7 +260,7 @@ def accumulate_low_rank(rng: Rng) -> Call:
 def split_low_rank(rng: Rng) -> Call:
     config, count = _matrices(rng)
     dtype = rng.choice([torch.float32, torch.float64])
-    m = array("m", some_values(rng, count, dtype), written=True)
+    m = array("m", some_values(rng, count, dtype), written=True, aligned=True)
     p = array("p", some_values(rng, config.num_p, dtype), aligned=True)
     q = output(rng, "q", config.num_q, dtype, aligned=True)
 
@@ -281,7 +281,7 @@ def orthogonalize(rng: Rng) -> Call:
     """As in memory of torch, without threads."""
     config, _ = _matrices(rng)
     types = torch.float32, torch.float64
-    p = array("p", some_values(rng, config.num_p, rng.choice(types)), written=True, only=types)
+    p = array("p", some_values(rng, config.num_p, rng.choice(types)), written=True, aligned=True, only=types)
 
     def wanted(read: Read) -> Wanted:
         found = read(p).clone()
@@ -294,7 +294,7 @@ def orthogonalize(rng: Rng) -> Call:
 def expand_low_rank(rng: Rng) -> Call:
     config, count = _matrices(rng)
     dtype = rng.choice([torch.float32, torch.float64])
-    out = output(rng, "out", count, dtype)
+    out = output(rng, "out", count, dtype, aligned=True)
     p = array("p", some_values(rng, config.num_p, dtype), aligned=True)
     q = array("q", some_values(rng, config.num_q, dtype), aligned=True)
     scale = some_scale(rng)
