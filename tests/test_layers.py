@@ -33,7 +33,7 @@ def test_only_the_lowest_layers_use_the_extension() -> None:
         for path in (ROOT / "pycomm").rglob("*.py")
         if "pycomm._native" in imports_of(path) and "kernels" not in path.parts
     }
-    assert users == {"__init__.py", *(f"collectives/{name}" for name in ("counting.py", "recorder", "transport"))}
+    assert users == {"__init__.py", *(f"collectives/{name}" for name in ("gradients.py", "recorder", "transport"))}
 
 
 def test_nothing_below_the_command_line_imports_the_package_itself() -> None:

@@ -124,16 +124,6 @@ py::list addresses_of(const py::list& tensors) {
     return addresses;
 }
 
-// Version counters of the tensors; 0 for None.
-py::list versions_of(const py::list& tensors) {
-    static const Attribute* const version = new Attribute("_version");
-    py::list versions(tensors.size());
-    for (size_t i = 0; i < tensors.size(); ++i) {
-        versions[i] = at(tensors, i) == Py_None ? py::int_(0) : version->of(at(tensors, i));
-    }
-    return versions;
-}
-
 // Gives back to the system what the allocator holds and nobody uses, where the allocator can.
 void trim_memory() {
 #if defined(__GLIBC__)
@@ -190,7 +180,6 @@ void bind_gradients(py::module_& module) {
     module.def("dropped_views", &dropped_views, owners, views, py::arg("alone"));
     module.def("references", &references, tensors, py::arg("index"));
     module.def("addresses_of", &addresses_of, tensors);
-    module.def("versions_of", &versions_of, tensors);
     module.def("trim_memory", &trim_memory);
     py::class_<FirstKinds>(module, "FirstKinds")
         .def(py::init<py::list>(), tensors)

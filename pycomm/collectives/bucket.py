@@ -10,8 +10,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-import pycomm._native as _native
 from pycomm import kernels
+from pycomm.collectives import gradients
 from pycomm.collectives.layout import flat_alias, is_capturing, laid_out_like, on_gpu, strides_of
 from pycomm.torch_internals import storage_uses
 
@@ -141,7 +141,7 @@ class Bucket:
         self._is_contiguous = all(place.is_contiguous() for place in self.places)
         self._copied: set[int] = set()  # indices of views that are copies
         self.views = [self._view(index) for index in range(len(self.places))]
-        self._addresses = _native.addresses_of(self.views)
+        self._addresses = gradients.addresses_of(self.views)
 
     def _view(self, index: int) -> torch.Tensor:
         """Return a tensor to hand out for ``places[index]``."""
@@ -194,7 +194,7 @@ class Bucket:
 
     def repair(self) -> None:
         """Replace views whose memory was swapped, as by ``p.grad.data = ...`` and ``module.to()``."""
-        now = _native.addresses_of(self.views)
+        now = gradients.addresses_of(self.views)
         if now != self._addresses:
             for i in (
                 i for i, (address, first) in enumerate(zip(now, self._addresses, strict=True)) if address != first
@@ -209,7 +209,7 @@ class Bucket:
         writes there, and so the derived tensor changes. A view that still is ``.grad`` is written in place, as autograd
         would.
         """
-        dropped, kept, shared = _native.dropped_views(self._owners, self.views, _ALONE)
+        dropped, kept, shared = gradients.dropped_views(self._owners, self.views, _ALONE)
         if dropped and not self._has_graph and (self._is_aliased() or shared):
             self.renew()
             return
@@ -221,11 +221,11 @@ class Bucket:
 
     def show(self, but: int) -> None:
         """Make the views ``.grad`` where there is a gradient, but for the parameter number ``but``."""
-        _native.show_views(self._owners, self.views, but)
+        gradients.show_views(self._owners, self.views, but)
 
     def hand_out(self, used: list[bool]) -> list[int]:
         """Make the views ``.grad``, or ``None`` where a parameter is not ``used``; return their version counters."""
-        versions = _native.hand_out_views(self._owners, self.views, used)
+        versions = gradients.hand_out_views(self._owners, self.views, used)
         self.note_handed_out()
         return versions
 
@@ -235,7 +235,7 @@ class Bucket:
 
     def grads(self) -> tuple[list[torch.Tensor | None], bool]:
         """Return the present gradients, and whether any of them is sparse."""
-        return _native.grads_of(self._owners)
+        return gradients.grads_of(self._owners)
 
     def renew(self) -> None:
         """Switch to new memory, and leave the old one to the owners of its views."""
@@ -378,9 +378,9 @@ def differing_places(places: torch.Tensor) -> torch.Tensor:
 def _usual_references() -> tuple[int, int]:
     """Return the reference counts of a tensor that only a list holds, and of one that is also a ``.grad``."""
     tensors, param = [torch.empty(1)], torch.nn.Parameter(torch.empty(1))
-    alone = _native.references(tensors, 0)
+    alone = gradients.references(tensors, 0)
     param.grad = tensors[0]
-    return alone, _native.references(tensors, 0)
+    return alone, gradients.references(tensors, 0)
 
 
 _ALONE, _AS_GRAD = _usual_references()  # releases of Python and torch count differently
@@ -388,4 +388,4 @@ _ALONE, _AS_GRAD = _usual_references()  # releases of Python and torch count dif
 
 def is_held(tensors: list[torch.Tensor], index: int, is_grad: bool = False) -> bool:
     """Return whether Python refers to ``tensors[index]`` outside this list; ``is_grad``: and outside ``.grad``."""
-    return _native.references(tensors, index) > (_AS_GRAD if is_grad else _ALONE)
+    return gradients.references(tensors, index) > (_AS_GRAD if is_grad else _ALONE)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-import pycomm._native as _native
+from pycomm.collectives.gradients import FirstKinds
 
 
 def on_gpu(tensor: torch.Tensor) -> bool:
@@ -90,7 +90,7 @@ class Kinds:
 
     def __init__(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
         self._names, self._tensors = list(names), list(tensors)
-        self._first, self._seen = list(map(_KIND, self._tensors)), _native.FirstKinds(self._tensors)
+        self._first, self._seen = list(map(_KIND, self._tensors)), FirstKinds(self._tensors)
 
     def change(self) -> str:
         """Return which parameter has changed, what it was and what it is now; "" if none has."""

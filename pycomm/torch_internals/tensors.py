@@ -11,8 +11,6 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef as _StorageWeakRef
 
-import pycomm._native as _native
-
 
 def version_of(tensor: torch.Tensor) -> int:
     """Return the version counter of ``tensor``, which every in-place write increments."""
@@ -21,7 +19,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 def versions_of(tensors: Iterable[torch.Tensor | None]) -> list[int]:
     """Return the version counters of ``tensors``; 0 for ``None``."""
-    return _native.versions_of(list(tensors))
+    return [0 if tensor is None else tensor._version for tensor in tensors]
 
 
 _NOTES_MANY = "Iterable" in str(increment_version.__annotations__.get("tensor"))  # torch 2.4 takes one tensor only

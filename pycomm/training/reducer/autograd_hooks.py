@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pycomm.collectives.counting import GradientCounter, PassGate, handler_of
+from pycomm.collectives.gradients import GradientCounter, PassGate, handler_of
 from pycomm.descriptions import first_names
 from pycomm.optim.attached import is_covered
 from pycomm.optim.module_hooks import weakly

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from pycomm.collectives.bucket import Bucket, HasGradient
 from pycomm.collectives.communicator import Communicator, communicator_beside
-from pycomm.collectives.counting import GradientCounter, GradientCounts
+from pycomm.collectives.gradients import GradientCounter, GradientCounts
 from pycomm.collectives.layout import Kinds, on_gpu, strides_of
 from pycomm.compression.base import Compression, Exchange, Flag, State
 from pycomm.compression.dense import NoCompression

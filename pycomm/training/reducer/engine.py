@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-import pycomm._native as _native
 from pycomm.collectives.communicator import Communicator
-from pycomm.collectives.counting import PassGate
+from pycomm.collectives.gradients import PassGate, trim_memory
 from pycomm.collectives.layout import is_capturing
 from pycomm.compression.base import Flag, State
 from pycomm.compression.nonfinite import nonfinite_source
@@ -408,7 +407,7 @@ class Engine:
             self.step_state.reduced(succeeded=succeeded)
         self.statistics.phases.trace.end_reduction()
         if self.step_state.reductions == 1:  # all gradients of the first pass lived until its end, as those of no other
-            _native.trim_memory()
+            trim_memory()
         self.hash_state()
         self._report_world()
 

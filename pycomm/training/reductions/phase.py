@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from pycomm.collectives.counting import PassGate
+from pycomm.collectives.gradients import PassGate
 from pycomm.compression.base import Flag
 from pycomm.torch_internals import current_graph_task
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from pycomm.collectives.counting import GradientCounter, GradientCounts, PassGate, handler_of
+from pycomm.collectives.gradients import GradientCounter, GradientCounts, PassGate, handler_of
 
 
 class Tasks:
