@@ -65,7 +65,7 @@ def oldest_torch(session: nox.Session) -> None:
     reducer = ("attach", "mistakes", "clipping", "weights", "lanes")
     files = [f"tests/optim/test_{name}.py" for name in optim] + [f"tests/reducer/test_{name}.py" for name in reducer]
     files += [f"tests/backend/test_{name}.py" for name in ("operations", "groups", "ddp_variants")]
-    files += ["tests/test_counting.py"]
+    files += ["tests/test_gradients.py"]
     session.run("pytest", *(session.posargs or ("tests/kernels", *files)))
 
 
@@ -179,7 +179,7 @@ def site(session: nox.Session) -> None:
 
 
 QUICK = (
-    *("tests/test_package.py", "tests/test_counting.py", "tests/kernels/test_step.py", "tests/kernels/test_topk.py"),
+    *("tests/test_package.py", "tests/test_gradients.py", "tests/kernels/test_step.py", "tests/kernels/test_topk.py"),
     *("tests/kernels/test_pack.py", "tests/kernels/test_reduce.py", "tests/transport/test_system.py"),
     *("tests/reducer/test_attach.py", "tests/reducer/test_backward_passes.py"),
 )
