@@ -73,7 +73,8 @@ class Replica:
 
     def __init__(self, way: str, widths: Sequence[int], batch: int) -> None:
         self.model = make_model(widths)
-        momentum = 0.0 if isinstance(METHODS.get(way), pycomm.DGC) else 0.9  # which has its own
+        # DGC has momentum of its own, and ChunkTopK's decay takes its place.
+        momentum = 0.0 if isinstance(METHODS.get(way), pycomm.DGC | pycomm.ChunkTopK) else 0.9
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=momentum)
         generator = torch.Generator().manual_seed(1 + dist.get_rank())
         self._inputs = torch.randn(batch, widths[0], generator=generator)
