@@ -1,6 +1,6 @@
 """Peak memory of a rank that trains, in multiples of its parameters, by method.
 
-    python -m bench.memory [--ranks 2] [--layers 24] [--width 2048] [--json FILE]
+    python -m bench.memory [--ranks 2] [--layers 24] [--width 2048] [--only TEXT] [--json FILE]
 
 A model of square layers without biases, and SGD without momentum, so that the least is 2: parameters and gradients. A
 thread of each rank reads the proportional set size (Pss, where shared pages count in part) every 2 ms of some steps;
@@ -29,7 +29,7 @@ def main() -> None:
     num_bytes = 4 * arguments.layers * arguments.width**2
     print(f"{headline()}\n{num_bytes / (1 << 20):.0f} MiB of parameters, {arguments.ranks} ranks of this host")
     rows, figures = [], []
-    for way in WAYS:
+    for way in (way for way in WAYS if arguments.only in way):
         peak, live = (_peak(way, arguments, environment) / num_bytes for environment in ({}, _GIVE_BACK))
         rows.append([way, f"{peak:.2f}", f"{live:.2f}"])
         figures.append({"way": way, "peak": peak, "live": live})
@@ -44,6 +44,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--ranks", type=positive, default=2, help="(default 2)")
     parser.add_argument("--layers", type=positive, default=24, help="(default 24)")
     parser.add_argument("--width", type=positive, default=2048, help="rows and columns of a layer (default 2048)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only ways with this in their name")
     return parser.parse_args()
 
 

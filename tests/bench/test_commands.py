@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[2]
         ),
         pytest.param(["training", "--rounds", "1", "--steps", "1", "--widths", "784,512,10"], marks=pytest.mark.slow),
         pytest.param(["training", "--small", "--rounds", "1"], marks=pytest.mark.slow),
-        pytest.param(["memory", "--layers", "2", "--width", "64"], marks=pytest.mark.slow),
+        pytest.param(["memory", "--layers", "2", "--width", "64", "--only", "TopK(0.01)"], marks=pytest.mark.slow),
         pytest.param(
             ["tensor_parallel", "--rounds", "1", "--steps", "1", "--width", "16", "--layers", "1", "--context", "8"],
             marks=pytest.mark.slow,
