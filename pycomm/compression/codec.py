@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,28 @@ from pycomm import kernels
 from pycomm.collectives.bucket import Bucket
 from pycomm.compression.base import Defaults, Flag
 from pycomm.compression.report import Report, Told
+
+
+@dataclass(frozen=True)
+class Summands:
+    """Arguments of :func:`pycomm.kernels.accumulate` for one bucket.
+
+    Attributes:
+        acc, residual, grads, scale: its first four. options: the others, by name.
+        whole: whether all of the sums must be in ``acc`` until the codec sends.
+    """
+
+    acc: torch.Tensor
+    residual: torch.Tensor | None
+    grads: Sequence[torch.Tensor]
+    scale: float | torch.Tensor
+    options: Mapping[str, Any]
+    whole: bool = False
+
+    @property
+    def arrays(self) -> tuple[Any, Any, Any, Any]:
+        """The first four, in order."""
+        return self.acc, self.residual, self.grads, self.scale
 
 
 @dataclass(frozen=True)
@@ -112,21 +134,9 @@ class BaseCodec(RankSum):
     def begin(self, step: int | torch.Tensor) -> None:
         """Prepare for the step of that number (see :class:`Scaling`)."""
 
-    def accumulate(
-        self,
-        acc: torch.Tensor,
-        residual: torch.Tensor | None,
-        grads: Sequence[torch.Tensor],
-        scale: float | torch.Tensor,
-        *,
-        whole: bool = False,
-        **options: Any,
-    ) -> torch.Tensor:
-        """Run :func:`pycomm.kernels.accumulate`, and whatever the codec does in the same pass.
-
-        ``whole``: take nothing out of ``acc`` before :meth:`send`.
-        """
-        finite: torch.Tensor = kernels.accumulate(acc, residual, grads, scale, **options)
+    def accumulate(self, summands: Summands) -> torch.Tensor:
+        """Run :func:`pycomm.kernels.accumulate`, and whatever the codec does in the same pass; return what it does."""
+        finite: torch.Tensor = kernels.accumulate(*summands.arrays, **summands.options)
         return finite
 
     def send(self, accumulated: Accumulated, told: Told) -> Report:

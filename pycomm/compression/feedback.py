@@ -31,7 +31,7 @@ from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import is_capturing, laid_out_like
 from pycomm.compression.base import Flag, Method, Operation, Scaling, State, as_flag
-from pycomm.compression.codec import Accumulated, BaseCodec, Outcome, wide_dtype
+from pycomm.compression.codec import Accumulated, BaseCodec, Outcome, Summands, wide_dtype
 from pycomm.compression.report import Report, Told
 from pycomm.logs import prefix
 
@@ -135,15 +135,9 @@ class CodecExchange:
         ]
         self.codec.begin(scaling.step)
         flat, velocity = self._flat(self._sums), self._optional_flat(self._new_velocity)
-        finite = self.codec.accumulate(
-            flat,
-            self._optional_flat(self._residual),
-            raws,
-            scaling.to_state,
-            **self._corrections(scaling, velocity),
-            whole=self._measures,
-            scratch=self._accumulate_scratch,
-        )
+        options = {**self._corrections(scaling, velocity), "scratch": self._accumulate_scratch}
+        residual = self._optional_flat(self._residual)
+        finite = self.codec.accumulate(Summands(flat, residual, raws, scaling.to_state, options, self._measures))
         self._accumulated = Accumulated(flat, velocity, scaling.from_state, torch.finfo(bucket.dtype).max)
         self._told = Told(unused, finite, scaling.fingerprint, is_used)
 

@@ -28,14 +28,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
 from pycomm.compression.base import Operation
-from pycomm.compression.codec import Accumulated, BaseCodec, seed_of, sum_of_maxima
+from pycomm.compression.codec import Accumulated, BaseCodec, Summands, seed_of, sum_of_maxima
 from pycomm.compression.messages import GatheredMessages, Layout
 from pycomm.compression.report import Report, Told
 
@@ -63,19 +63,10 @@ class Form(Protocol):
         ``seed``: two int64 numbers that stochastic rounding follows from; ``None``: round to the nearest.
         """
 
-    def accumulate(
-        self,
-        parts: Sequence[EncodedPart],
-        keeps: bool,
-        acc: torch.Tensor,
-        residual: torch.Tensor | None,
-        grads: Sequence[torch.Tensor],
-        scale: float | torch.Tensor,
-        **options: Any,
-    ) -> torch.Tensor:
-        """Do what :func:`pycomm.kernels.accumulate` does with the other arguments, and encode ``parts`` of the sums.
+    def accumulate(self, parts: Sequence[EncodedPart], summands: Summands) -> torch.Tensor:
+        """Accumulate, encode ``parts`` of the sums, and leave the rounding errors there if there is a residual.
 
-        ``keeps``: leave the rounding errors in the sums. All parts have forms like this one.
+        All parts have forms like this one.
         """
 
     def decode(self, messages: Sequence[Arrays], out: torch.Tensor, factor: float | torch.Tensor = 1.0) -> None:
@@ -269,22 +260,13 @@ class _DividedCodec(BaseCodec):
     def begin(self, step: int | torch.Tensor) -> None:
         self._seeds.begin(step)
 
-    def accumulate(
-        self,
-        acc: torch.Tensor,
-        residual: torch.Tensor | None,
-        grads: Sequence[torch.Tensor],
-        scale: float | torch.Tensor,
-        *,
-        whole: bool = False,
-        **options: Any,
-    ) -> torch.Tensor:
+    def accumulate(self, summands: Summands) -> torch.Tensor:
         # What float32 cannot hold, and sums over a host, come between.
-        self._is_encoded = acc.dtype == torch.float32 and len(self._division.lanes) == 1 and not whole
+        is_float32, is_alone = summands.acc.dtype == torch.float32, len(self._division.lanes) == 1
+        self._is_encoded = is_float32 and is_alone and not summands.whole
         if not self._is_encoded:
-            return super().accumulate(acc, residual, grads, scale, **options)
-        keeps = residual is not None
-        return self._parts[0].form.accumulate(self._parts, keeps, acc, residual, grads, scale, **options)
+            return super().accumulate(summands)
+        return self._parts[0].form.accumulate(self._parts, summands)
 
     def _encode(self, x: torch.Tensor) -> None:
         """Encode the parts of ``x``, unless that has been done; leave the rounding errors in ``x``."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from pycomm import checks, kernels
 from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
-from pycomm.compression.codec import Accumulated, BaseCodec, sum_of_maxima
+from pycomm.compression.codec import Accumulated, BaseCodec, Summands, sum_of_maxima
 from pycomm.compression.feedback import CodecMethod
 from pycomm.compression.messages import GatheredMessages
 from pycomm.compression.report import Report, Told
@@ -35,22 +33,13 @@ class ChunkCodec(BaseCodec):
         self._scratch, self._scratch_of_sent = kernels.Scratch(), kernels.Scratch()
         self._is_packed = False
 
-    def accumulate(
-        self,
-        acc: torch.Tensor,
-        residual: torch.Tensor | None,
-        grads: Sequence[torch.Tensor],
-        scale: float | torch.Tensor,
-        *,
-        whole: bool = False,
-        **options: Any,
-    ) -> torch.Tensor:
-        self._is_packed = acc.dtype == torch.float32 and not whole
+    def accumulate(self, summands: Summands) -> torch.Tensor:
+        self._is_packed = summands.acc.dtype == torch.float32 and not summands.whole
         if not self._is_packed:
-            return super().accumulate(acc, residual, grads, scale, **options)
+            return super().accumulate(summands)
         (words,) = self._messages.mine
         finite: torch.Tensor = kernels.accumulate_chunks(
-            acc, residual, grads, scale, self._config, words, packing_decay=self._decay, **options
+            *summands.arrays, self._config, words, packing_decay=self._decay, **summands.options
         )
         return finite
 

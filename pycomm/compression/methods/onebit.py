@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from pycomm import kernels
 from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
-from pycomm.compression.codec import BaseCodec
+from pycomm.compression.codec import BaseCodec, Summands
 from pycomm.compression.feedback import CodecMethod
 from pycomm.compression.two_hop import Arrays, EncodedPart, add_up_decoded, summing_codec
 
@@ -37,19 +36,10 @@ class SignForm:
             magnitude.copy_(torch.linalg.vector_norm(part, 1) / part.numel())
             kernels.pack_signs(part, magnitude, words, remainder=part)
 
-    def accumulate(
-        self,
-        parts: Sequence[EncodedPart],
-        keeps: bool,
-        acc: torch.Tensor,
-        residual: torch.Tensor | None,
-        grads: Sequence[torch.Tensor],
-        scale: float | torch.Tensor,
-        **options: Any,
-    ) -> torch.Tensor:
-        finite: torch.Tensor = kernels.accumulate(acc, residual, grads, scale, **options)
+    def accumulate(self, parts: Sequence[EncodedPart], summands: Summands) -> torch.Tensor:
+        finite: torch.Tensor = kernels.accumulate(*summands.arrays, **summands.options)
         for part in parts:
-            part.form.encode(acc[part.where], part.arrays, part.seed)
+            part.form.encode(summands.acc[part.where], part.arrays, part.seed)
         return finite
 
     def decode(self, messages: Sequence[Arrays], out: torch.Tensor, factor: float | torch.Tensor = 1.0) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
 
 import torch
 
@@ -13,7 +12,7 @@ from pycomm import checks, kernels
 from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
 from pycomm.compression.base import Flag, State
-from pycomm.compression.codec import Accumulated, BaseCodec, seed_of, wide_dtype
+from pycomm.compression.codec import Accumulated, BaseCodec, Summands, seed_of, wide_dtype
 from pycomm.compression.feedback import CodecMethod
 from pycomm.compression.messages import SummedMessage
 from pycomm.compression.report import Report, Told
@@ -40,25 +39,14 @@ class LowRankCodec(BaseCodec):
         self._bases: list[torch.Tensor] = []  # on a GPU
         self._finite = torch.tensor(True)
 
-    def accumulate(
-        self,
-        acc: torch.Tensor,
-        residual: torch.Tensor | None,
-        grads: Sequence[torch.Tensor],
-        scale: float | torch.Tensor,
-        *,
-        whole: bool = False,
-        **options: Any,
-    ) -> torch.Tensor:
+    def accumulate(self, summands: Summands) -> torch.Tensor:
         ps = self._ps.values
         if not self._bucket.on_gpu:
-            options.pop("scratch", None)
-            finite: torch.Tensor = kernels.accumulate_low_rank(
-                acc, residual, grads, scale, self._config, self._q, ps, **options
-            )
+            options = {name: value for name, value in summands.options.items() if name != "scratch"}
+            finite: torch.Tensor = kernels.accumulate_low_rank(*summands.arrays, self._config, self._q, ps, **options)
             return finite
-        finite = super().accumulate(acc, residual, grads, scale, **options)
-        for matrix, q, p in zip(self._matrices(acc), self._cut_q(self._q), self._cut_p(ps), strict=True):
+        finite = super().accumulate(summands)
+        for matrix, q, p in zip(self._matrices(summands.acc), self._cut_q(self._q), self._cut_p(ps), strict=True):
             torch.mm(matrix, q, out=p)
         return finite
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
 
 import torch
 
 from pycomm import checks, kernels
 from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
-from pycomm.compression.codec import BaseCodec
+from pycomm.compression.codec import BaseCodec, Summands
 from pycomm.compression.feedback import CodecMethod
 from pycomm.compression.two_hop import Arrays, EncodedPart, summing_codec
 
@@ -31,20 +30,12 @@ class QuantizedForm:
     def encode(self, x: torch.Tensor, arrays: Arrays, seed: torch.Tensor | None) -> None:
         kernels.quantize(x, self._config, (arrays[0], arrays[1]), seed=seed, remainder=x)
 
-    def accumulate(
-        self,
-        parts: Sequence[EncodedPart],
-        keeps: bool,
-        acc: torch.Tensor,
-        residual: torch.Tensor | None,
-        grads: Sequence[torch.Tensor],
-        scale: float | torch.Tensor,
-        **options: Any,
-    ) -> torch.Tensor:
+    def accumulate(self, parts: Sequence[EncodedPart], summands: Summands) -> torch.Tensor:
         ordered = sorted(parts, key=lambda part: part.where.start)
         coded = [(part.where.start, part.where.stop, part.seed, *part.arrays) for part in ordered]
+        keeps = summands.residual is not None
         finite: torch.Tensor = kernels.accumulate_quantized(
-            acc, residual, grads, scale, self._config, coded, keeps=keeps, **options
+            *summands.arrays, self._config, coded, keeps=keeps, **summands.options
         )
         return finite
 

@@ -5,8 +5,7 @@ Of two ways to sum such entries over the ranks, the one with the fewer bytes is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
@@ -15,7 +14,7 @@ from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import to_device
 from pycomm.compression.base import Operation
-from pycomm.compression.codec import Accumulated, BaseCodec, Outcome, wide_dtype
+from pycomm.compression.codec import Accumulated, BaseCodec, Outcome, Summands, wide_dtype
 from pycomm.compression.messages import SummedMessage
 from pycomm.compression.report import Report, Told
 from pycomm.compression.sparse.sums import DenseSum, GatheredSum, Selected, entry_bytes
@@ -74,18 +73,10 @@ class SparseCodec(BaseCodec):
         way = choose_way(bucket.num_elements, total, self._communicator.size, dtype, self._half_values)
         self._sum = WAYS[way](bucket, self._communicator, total, self._half_values)
 
-    def accumulate(
-        self,
-        acc: torch.Tensor,
-        residual: torch.Tensor | None,
-        grads: Sequence[torch.Tensor],
-        scale: float | torch.Tensor,
-        *,
-        whole: bool = False,
-        **options: Any,
-    ) -> torch.Tensor:
+    def accumulate(self, summands: Summands) -> torch.Tensor:
         out = self._values, self._indices
-        options |= {"num_missed": self._num_missed, "largest": self._largest}
+        acc, residual, grads, scale = summands.arrays
+        options = {**summands.options, "num_missed": self._num_missed, "largest": self._largest}
         finite, _ = kernels.sparsify(acc, residual, grads, self._counts, out, self._thresholds, scale, **options)
         self._num_selections += len(self._counts)
         return finite  # type: ignore[no-any-return]
