@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Mapping
@@ -25,11 +26,14 @@ def _below(folder: str, *names: str) -> tuple[str, ...]:
     return tuple(f"{folder}/{name}.cpp" for name in names)
 
 
+def _inner_loops() -> dict[str, tuple[str, ...]]:
+    """Return the groups of CMakeLists.txt whose last file is a table of all loops: each of them has to be linked."""
+    lines = re.findall(r"^add_group\(LOOP_SOURCES (\w+) (\S+) ([^)]+)\)", (ROOT / "CMakeLists.txt").read_text(), re.M)
+    return {group: _below(folder, *names.split()) for group, folder, names in lines}
+
+
 GROUPS = {
-    "first": _below("csrc/kernels/cpu/loops", "step", "accumulate", "convert", "absmax"),
-    "second": _below(
-        "csrc/kernels/cpu/loops", "reduce", "quantize", "collect", "hash", "signs", "squares", "indices", "table"
-    ),
+    **_inner_loops(),
     "kernels": _below("csrc/kernels/cpu", "absmax", "reduce", "loops/dispatch"),
     "transport": (
         *_below("csrc", "base/parallel", "execute/program", "execute/run"),
