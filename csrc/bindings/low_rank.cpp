@@ -82,15 +82,22 @@ void split_low_rank_arrays(py::handle m, py::handle shapes, py::handle rank, py:
     split_low_rank(whole.buffer, matrices.all, from.buffer.data, to.buffer.data, num_threads);
 }
 
-void orthogonalize_array(py::handle p, py::handle shapes, py::handle rank, int num_threads) {
+void orthogonalize_array(py::handle p, py::handle shapes, py::handle rank, py::handle scratch, int num_threads) {
+    Scratch* const memory = scratch_of(scratch);
     const Array columns = as_array(p, "p", Access::kWrite);
     const Shapes matrices(shapes, rank);
     const DType dtype = columns.buffer.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
     require_same(columns.buffer, "p", Buffer{nullptr, matrices.num_p, dtype}, "shapes and rank, in float32 or float64");
     require_aligned(columns.buffer, "p");
-    require_host(columns, "p");
-    py::gil_scoped_release release;
-    orthogonalize(columns.buffer, matrices.all, num_threads);
+    Arguments arguments;
+    arguments.writes(columns, "p");
+    dispatch(
+        arguments,
+        [&](auto& call) {
+            cuda::Workspace& workspace = call.workspace(memory, cuda::orthogonalize_workspace_bytes(matrices.all));
+            cuda::orthogonalize(columns.buffer, matrices.all, workspace, call.stream());
+        },
+        [&] { orthogonalize(columns.buffer, matrices.all, num_threads); });
 }
 
 void expand_low_rank_arrays(py::handle out, py::handle shapes, py::handle rank, py::handle p, py::handle q,
@@ -122,7 +129,7 @@ void bind_low_rank(py::module_& module) {
     module.def("accumulate_low_rank", &accumulate_low_rank_arrays, py::arg("grads"), py::arg("terms"), shapes, rank, q,
                p, num_threads);
     module.def("split_low_rank", &split_low_rank_arrays, py::arg("m"), shapes, rank, p, q, num_threads);
-    module.def("orthogonalize", &orthogonalize_array, p, shapes, rank, num_threads);
+    module.def("orthogonalize", &orthogonalize_array, p, shapes, rank, py::arg("scratch"), num_threads);
     module.def("expand_low_rank", &expand_low_rank_arrays, py::arg("out"), shapes, rank, p, q, py::arg("scale"),
                num_threads);
 }

@@ -17,11 +17,11 @@
 // orthogonalize works in double: each column loses its parts along those before it, twice (Giraud et al., "The
 // orthogonality in the Gram-Schmidt orthogonalization process", 2005). Where less than
 // 1e-13 of its length is left, a unit vector takes its place: a P of zeros gets the first ones. Elements that are not
-// finite spread.
+// finite spread. On a GPU one block works on each P, and its sums have another fixed order.
 //
 // Bound by memory for small r: accumulate_low_rank and split_low_rank move no more than accumulate and one pass that
-// reads and writes M. For GPUs there is orthogonalize alone: cuBLAS (torch.mm) is made for products like these there,
-// and torch's are not on a CPU, where they take up to thirty times as long as reading M.
+// reads and writes M. On GPUs only orthogonalize exists: cuBLAS (torch.mm) is fast at these products there. On a CPU
+// torch's take up to thirty times as long as reading M.
 //
 // An output overlaps no other array of the call.
 #pragma once
@@ -31,12 +31,16 @@
 
 #include "base/buffer.h"
 #include "kernels/accumulate.h"
+#include "kernels/on_device.h"
 
 namespace pycomm {
 
 struct LowRankShape {
     int64_t rows, columns, rank;
 };
+
+// What is left of a column of length 1 is a direction, and not the rounding errors alone, from this length on.
+inline constexpr double kShortestColumn = 1e-13;
 
 // q, p: flat, of acc's type.
 void accumulate_low_rank(const Accumulation& job, double scale, bool* finite, const std::vector<LowRankShape>& shapes,
@@ -46,4 +50,10 @@ void orthogonalize(const Buffer& p, const std::vector<LowRankShape>& shapes, int
 void expand_low_rank(const Buffer& out, const std::vector<LowRankShape>& shapes, const void* p, const void* q,
                      double factor, int num_threads);
 
+namespace cuda {
+
+int64_t orthogonalize_workspace_bytes(const std::vector<LowRankShape>& shapes);
+void orthogonalize(const Buffer& p, const std::vector<LowRankShape>& shapes, Workspace& workspace, Stream stream);
+
+}  // namespace cuda
 }  // namespace pycomm

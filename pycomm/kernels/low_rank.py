@@ -10,7 +10,7 @@ from typing import Any
 import pycomm._native as _native
 from pycomm.checks import instance
 from pycomm.kernels.accumulate import Decay, Momentum, arguments_of
-from pycomm.kernels.arrays import empty, num_threads
+from pycomm.kernels.arrays import Scratch, empty, num_threads
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ def accumulate_low_rank(
 ) -> Any:
     """Do what :func:`accumulate` does, and write P = M Q to ``p``, in one pass; M is what ``acc`` receives.
 
-    For arrays on the CPU, as the other functions here: on a GPU, matrix products of torch are faster.
+    For arrays on the CPU, as the other functions here but :func:`orthogonalize`: on a GPU, matrix products of torch
+    are faster.
 
     Args:
         acc, residual, grads, scale, clip, momentum, decay: as for :func:`accumulate`; ``grads`` are the matrices.
@@ -95,14 +96,14 @@ def split_low_rank(m: Any, config: LowRank, p: Any, q: Any) -> None:
     _native.split_low_rank(m, config.shapes, config.rank, p, q, num_threads())
 
 
-def orthogonalize(p: Any, config: LowRank) -> None:
-    """Make the columns of each P orthonormal, in place, by the Gram-Schmidt process in float64.
+def orthogonalize(p: Any, config: LowRank, *, scratch: Scratch | None = None) -> None:
+    """Make the columns of each P orthonormal, in place, by the Gram-Schmidt process in float64; also on a GPU.
 
     Raises:
         TypeError, ValueError: as :func:`accumulate_low_rank`.
     """
     instance("config", config, LowRank)
-    _native.orthogonalize(p, config.shapes, config.rank, num_threads())
+    _native.orthogonalize(p, config.shapes, config.rank, scratch, num_threads())
 
 
 def expand_low_rank(out: Any, config: LowRank, p: Any, q: Any, scale: Any = 1.0) -> None:

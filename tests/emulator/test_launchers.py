@@ -143,6 +143,17 @@ def sparsify(on: Arrays) -> Call:
     return call
 
 
+def orthogonalize(on: Arrays) -> Call:
+    config = kernels.LowRank([(70, 9), (1, 3), (300, 40)], 4)
+    p = on.put(torch.randn(config.num_p, dtype=torch.float64, generator=torch.Generator().manual_seed(11)))
+
+    def call(scratch: kernels.Scratch | None) -> Sequence[Any]:
+        kernels.orthogonalize(p, config, scratch=scratch)
+        return [p]
+
+    return call
+
+
 def topk(on: Arrays) -> Call:
     x = on.random()
     return lambda scratch: kernels.topk(x, 20, scratch=scratch)
@@ -340,6 +351,7 @@ CASES = (
     accumulate_chunks,
     accumulate_quantized,
     sparsify,
+    orthogonalize,
     topk,
     scatter_add,
     dequantize,
@@ -369,8 +381,8 @@ def flattened(results: Sequence[Any]) -> list[Any]:
 
 def require_equal(got: Sequence[Any], wanted: Sequence[Any]) -> None:
     for array, reference in zip(flattened(got), flattened(wanted), strict=True):
-        tolerance = 1e-12 if reference.dtype == torch.float64 else 0.0  # norms, which are added in another order
-        torch.testing.assert_close(array.host, reference, rtol=tolerance, atol=0.0)
+        tolerance = 1e-12 if reference.dtype == torch.float64 else 0.0  # sums, which have another order
+        torch.testing.assert_close(array.host, reference, rtol=tolerance, atol=tolerance)
 
 
 @each_launcher

@@ -70,7 +70,7 @@ SIGNATURES: dict[str, dict[str, str]] = {
         "weight_decay": "number",
         "nesterov": "bool",
     },
-    "orthogonalize": {"p": "array", "config": "config"},
+    "orthogonalize": {"p": "array", "config": "config", "scratch": "scratch"},
     "pack": {
         "tensors": "arrays",
         "out": "array",

@@ -10,9 +10,10 @@ import torch
 from pycomm import kernels
 from pycomm.kernels import LowRank
 from tests.kernels.bucket import KINDS, bucket, flat
+from tests.kernels.gpus import Gpu, gpu, requires_gpu
 from tests.kernels.reference import FLOATS, assert_same_bits, simd
 
-__all__ = ["simd"]
+__all__ = ["gpu", "simd"]
 
 SHAPES = [(1, 1), (3, 5), (17, 64), (64, 17), (9, 1000), (130, 33)]
 RANKS = [1, 2, 3, 4, 7, 16, 32]
@@ -141,10 +142,15 @@ def test_columns_become_orthonormal(rank: int, dtype: torch.dtype) -> None:
     scaled.mul_(torch.logspace(-30, 30, scaled.shape[1]).to(dtype))
     almost.copy_(almost[:, :1] + 1e-5 * almost)
     exactly.copy_(exactly[:, :1] * torch.arange(exactly.shape[1]))
-    before = p.clone()
-    kernels.orthogonalize(p, config)
-    tolerance = 1e-6 if dtype == torch.float32 else 1e-13
-    for old, new in zip(cut(before, config.p_shapes), cut(p, config.p_shapes), strict=True):
+    after = p.clone()
+    kernels.orthogonalize(after, config)
+    assert_orthonormal(p, after, config)
+
+
+def assert_orthonormal(before: torch.Tensor, after: torch.Tensor, config: LowRank) -> None:
+    """And that the columns span what they spanned."""
+    tolerance = 1e-6 if before.dtype == torch.float32 else 1e-13
+    for old, new in zip(cut(before, config.p_shapes), cut(after, config.p_shapes), strict=True):
         wide = new.double()
         error = wide.t() @ wide - torch.eye(new.shape[1], dtype=torch.float64)
         assert float(error.abs().max()) < tolerance
@@ -161,6 +167,25 @@ def test_zeros_become_unit_vectors_and_nan_ends() -> None:
     p.fill_(float("nan"))
     kernels.orthogonalize(p, config)
     assert bool(p.isnan().all())
+
+
+@requires_gpu
+@each_dtype
+def test_columns_on_a_gpu(gpu: Gpu, dtype: torch.dtype) -> None:
+    config = LowRank([(4, 4), (200, 50), (1, 7), (3000, 9), (70, 50)], 4)
+    p, scratch = some(config.num_p, dtype), kernels.Scratch()
+    p[-4 * 70 :] = p[-4 * 70 :].view(70, 4)[:, :1].mul(torch.arange(4)).flatten()
+    found = gpu.put(p)
+    kernels.orthogonalize(found, config, scratch=scratch)
+    assert_orthonormal(p, gpu.get(found), config)
+    wanted = p.clone()
+    kernels.orthogonalize(wanted, config)
+    close = 1e-12 if dtype == torch.float64 else 1e-6
+    torch.testing.assert_close(gpu.get(found)[: -4 * 70], wanted[: -4 * 70], rtol=close, atol=close)
+    for value, answer in ((0.0, torch.eye(200, 4, dtype=dtype)), (float("nan"), torch.full((200, 4), float("nan")))):
+        found = gpu.put(torch.full_like(p, value))
+        kernels.orthogonalize(found, config, scratch=scratch)
+        torch.testing.assert_close(cut(gpu.get(found), config.p_shapes)[1], answer.to(dtype), equal_nan=True)
 
 
 ANYTHING: Any = "rank 2"

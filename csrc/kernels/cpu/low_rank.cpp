@@ -184,9 +184,6 @@ double project_out(double* columns, int64_t n, int64_t k) {
     return std::sqrt(product(x, x, n));
 }
 
-// What is left of a column of length 1 is a direction, and not the rounding errors alone, from this length on.
-constexpr double kShortest = 1e-13;
-
 void orthogonalize_columns(double* columns, int64_t n, int64_t rank) {
     for (int64_t k = 0; k < rank; ++k) {
         double* const x = columns + k * n;
@@ -196,7 +193,7 @@ void orthogonalize_columns(double* columns, int64_t n, int64_t rank) {
         }
         double length = project_out(columns, n, k);
         // Of the n unit vectors some one keeps at least 1 / sqrt(n) of its length: there are fewer than n columns.
-        double shortest = kShortest;
+        double shortest = kShortestColumn;
         for (int64_t unit = k; length < shortest; unit = (unit + 1) % n) {
             std::fill(x, x + n, 0.0);
             x[unit] = 1.0;

@@ -23,7 +23,8 @@ class LowRankCodec(BaseCodec):
 
     P = M Q is summed over the ranks and orthogonalized; then Q = M^T P is summed, and the next step begins
     with it. This rank's contribution is P Q^T with its own Q; the contributions of all ranks add up to what
-    every rank receives. On a CPU our kernels compute the products, in the passes that read and write M anyway.
+    every rank receives. On a CPU our kernels compute the products, in the passes that read and write M anyway; on a
+    GPU cuBLAS does.
     """
 
     def __init__(self, bucket: Bucket, communicator: Communicator, rank: int, seed: int) -> None:
@@ -36,7 +37,7 @@ class LowRankCodec(BaseCodec):
         first = torch.randn(config.num_q, generator=generator, dtype=wide_dtype(bucket))
         self._q = first.to(bucket.device)
         self._next = torch.empty_like(self._q)
-        self._bases: list[torch.Tensor] = []  # on a GPU
+        self._scratch = kernels.Scratch()
         self._finite = torch.tensor(True)
 
     def accumulate(self, summands: Summands) -> torch.Tensor:
@@ -53,14 +54,12 @@ class LowRankCodec(BaseCodec):
     def send(self, accumulated: Accumulated, told: Told) -> Report:
         flat, ps, qs = accumulated.flat, self._ps.values, self._qs.values
         report = self._ps.all_reduce(told)
-        self._finite = finite = report.finite()
+        self._finite = report.finite()
+        kernels.orthogonalize(ps, self._config, scratch=self._scratch)
         if not self._bucket.on_gpu:
-            kernels.orthogonalize(ps, self._config)
             kernels.split_low_rank(flat, self._config, ps, qs)
         else:
-            # A decomposition of non-finite numbers might never end; its result would not be used anyway.
-            self._bases = [torch.linalg.qr(torch.where(finite, p, 0.0)).Q for p in self._cut_p(ps)]
-            for matrix, p, q in zip(self._matrices(flat), self._bases, self._cut_q(qs), strict=True):
+            for matrix, p, q in zip(self._matrices(flat), self._cut_p(ps), self._cut_q(qs), strict=True):
                 torch.mm(matrix.t(), p, out=q)
                 matrix.addmm_(p, q.t(), alpha=-1.0)
         self._qs.all_reduce_values()
@@ -83,7 +82,7 @@ class LowRankCodec(BaseCodec):
         if not self._bucket.on_gpu:
             kernels.expand_low_rank(out, self._config, ps, qs, factor)
             return
-        for matrix, p, q in zip(self._matrices(out), self._bases, self._cut_q(qs), strict=True):
+        for matrix, p, q in zip(self._matrices(out), self._cut_p(ps), self._cut_q(qs), strict=True):
             torch.mm(p * factor, q.t(), out=matrix)
 
     def commit(self, finite: Flag) -> None:
