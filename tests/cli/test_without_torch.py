@@ -28,6 +28,7 @@ for words in json.loads(sys.argv[1]):
 
 COMMANDS = (
     *(["info"], ["demo"], ["plan"], ["bench"], ["trace"], ["explain"]),
+    *(["checkpoint"], ["checkpoint", "show"]),
     *(["plan", name] for name in ("ranks", "compression", "calibrate", "layers")),
     *(["bench", name] for name in ("all_reduce", "barrier")),
 )
@@ -99,6 +100,8 @@ WRONG = [
     (["explain", "nothing.json"], "nothing.json cannot be read: No such file"),
     (["explain", "empty.json"], "empty.json is no file of pycomm's flight recorder"),
     (["explain", "--last", "many"], "--last: invalid int value: 'many'"),
+    (["checkpoint"], "the following arguments are required: ACTION"),
+    (["checkpoint", "show"], "the following arguments are required: FOLDER"),
     (["explain", "--first", "3"], "pycomm explain: error: unrecognized arguments: --first"),
 ]
 

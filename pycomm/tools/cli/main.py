@@ -26,6 +26,7 @@ def build_parser() -> argparse.ArgumentParser:
     for command in (demo, plan, bench, trace):
         command.add_parser(commands)
     _add_explain(commands)
+    _add_checkpoint(commands)
     return parser
 
 
@@ -49,6 +50,21 @@ def _add_explain(commands: Any) -> None:
     )
     parser.add_argument("--last", type=int, default=3, metavar="N", help="operations to list per rank (default 3)")
     parser.set_defaults(run=later("pycomm.tools.cli.explain.report"))
+
+
+def _add_checkpoint(commands: Any) -> None:
+    parser = commands.add_parser("checkpoint", help="look at checkpoints without ranks")
+    show = parser.add_subparsers(dest="action", required=True, metavar="ACTION").add_parser(
+        "show",
+        help="say what is in a folder of pycomm.save, and whether it is whole",
+        description=(
+            "Lists the checkpoints in a folder, reads all of their files to compare checksums, and shows the contents "
+            "of the last whole one. pycomm.checkpoint.state_dicts(FOLDER) reads it."
+        ),
+        epilog="Exit code: 0 all are whole; 1 one is damaged, or there is none; 2 wrong arguments.",
+    )
+    show.add_argument("folder", type=Path, metavar="FOLDER", help="the folder given to pycomm.save, or a checkpoint")
+    show.set_defaults(run=later("pycomm.tools.cli.checkpoint", whole=True))
 
 
 class _Version(argparse.Action):

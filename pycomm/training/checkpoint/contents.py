@@ -20,12 +20,10 @@ from pycomm.optim.parameters import optimizer_parameters
 from pycomm.optim.step_override import stepper_of
 from pycomm.torch_internals import by_plain_names, is_dtensor, renamed
 from pycomm.training.checkpoint.files import DamagedError, checked
+from pycomm.training.checkpoint.folder import PLAIN, STATEFUL
 from pycomm.training.checkpoint.values import Node, encode, lines_of
 from pycomm.training.reducer import Reducer
 from pycomm.untrusted import ANYTHING, MapOf
-
-STATEFUL, PLAIN = "stateful/", "plain/"
-"""Prefixes of the names of sections that hold the user's own values."""
 
 
 class Kind(Enum):
@@ -71,6 +69,7 @@ def collect(reducer: Reducer, more: Mapping[str, Any]) -> list[Section]:
         _section("model", _kind_of_model(reducer), parameters),
         _section("optimizer", _kind_of_model(reducer), optimizer_state(reducer)),
         _section("buffers", Kind.COMPARED, buffers),
+        _section("aliases", Kind.COMPARED, _aliases_of(reducer, parameters | buffers)),
         _section("extra", Kind.COMPARED, {name: m.get_extra_state() for name, m in extra_states(reducer).items()}),
         _section("compression", Kind.OWN, reducer.state_dict()),
         _section("generators", Kind.OWN, generators_state(device_of(reducer))),
@@ -115,6 +114,15 @@ def buffers_of(reducer: Reducer) -> dict[str, torch.Tensor]:
     kept = {id(value) for value in reducer.module.state_dict(keep_vars=True).values()}
     found = {name: buffer for name, buffer in reducer.module.named_buffers() if id(buffer) in kept}
     return by_plain_names(reducer.module, found)
+
+
+def _aliases_of(reducer: Reducer, saved: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return the further names that ``state_dict`` has for tensors that are ``saved`` under their first one."""
+    if reducer.module is None:
+        return {}
+    first = {id(tensor): name for name, tensor in saved.items()}
+    every = by_plain_names(reducer.module, reducer.module.state_dict(keep_vars=True))
+    return {name: first[id(value)] for name, value in every.items() if first.get(id(value), name) != name}
 
 
 def extra_states(reducer: Reducer) -> dict[str, nn.Module]:

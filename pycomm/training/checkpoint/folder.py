@@ -13,22 +13,28 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from pycomm.training.checkpoint.files import DamagedError, check_file, check_size, checked, read_json, read_sealed
 from pycomm.training.checkpoint.torch_files import read_tensors
-from pycomm.training.checkpoint.values import check_node, decode, positions_in
-from pycomm.untrusted import ANYTHING, COUNT, ListOf, MapOf, Number
+from pycomm.training.checkpoint.values import check_node, decode, positions_in, without_foreign
+from pycomm.untrusted import ANYTHING, COUNT, ListOf, MapOf, Number, OneOf, one_line, path_of
+
+_LOG = logging.getLogger("pycomm")
 
 FORMAT = 1
 OWN, SHARED = "own", "shared"
+STATEFUL, PLAIN = "stateful/", "plain/"
+"""Prefixes of the names of sections that hold the user's own values."""
 
 MOST_NUMBER = 10**17  # of a checkpoint that is named after its step
 _NAME = re.compile(r"checkpoint-([0-9]{8}|[1-9][0-9]{8,17})")
@@ -40,6 +46,22 @@ _PLACE = {"dtype": str, "shape": ListOf(COUNT), "stride": ListOf(COUNT), "file":
 _INDEX = {"files": MapOf(_SUM), "tensors": MapOf(_PLACE)}
 _PART = {OWN: MapOf(ANYTHING), SHARED: MapOf(ANYTHING), "indexes": {OWN: _INDEX, SHARED: _INDEX}}
 _MANIFEST = {"format": COUNT, "parts": ListOf({"bytes": COUNT, "blake2b": str})}
+_SECTIONS: dict[str, Any] = {
+    "model": MapOf(torch.Tensor),
+    "buffers": MapOf(torch.Tensor),
+    "aliases": MapOf(str),
+    "extra": MapOf(ANYTHING),
+    "compression": {"format": COUNT, "world_size?": COUNT, "steps?": COUNT, "ranks?": MapOf(ANYTHING)},
+    "optimizer": {
+        "class": str,
+        "names": ListOf(OneOf(None, str)),
+        "state_dict": {
+            "state": MapOf(MapOf(ANYTHING, key=ANYTHING), key=ANYTHING),
+            "param_groups": ListOf({"params": ListOf(COUNT)}),
+        },
+    },
+}
+"""Shapes of sections. Others are their owners' to check."""
 
 
 def numbers_in(folder: Path) -> list[int]:
@@ -76,6 +98,11 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink()
+
+
+def unfinished_in(folder: Path) -> list[Path]:
+    """Return the checkpoints in ``folder`` that are being written, or whose writing was interrupted."""
+    return sorted(entry for entry in folder.iterdir() if entry.name.startswith(_WRITING))
 
 
 def prune(folder: Path, keep: int) -> None:
@@ -119,9 +146,8 @@ class Checkpoint:
         if not manifest["parts"]:
             raise DamagedError(f"{path / 'manifest.json'} names no parts")
         self.parts = [self._part(rank, wanted) for rank, wanted in enumerate(manifest["parts"])]
-        for rank in range(self.world_size):
-            for file, wanted in self._files(rank, (OWN, SHARED)):
-                check_size(file, wanted["bytes"])
+        for file, wanted in self.files():
+            check_size(file, wanted["bytes"])
 
     def _part(self, rank: int, wanted: dict[str, Any]) -> dict[str, Any]:
         path = part_of(self.path, rank) / "part.json"
@@ -143,6 +169,11 @@ class Checkpoint:
         for rank in range(self.world_size):
             for file, wanted in self._files(rank, (OWN, SHARED) if rank in ranks else (SHARED,)):
                 check_file(file, wanted)
+
+    def files(self) -> Iterator[tuple[Path, dict[str, Any]]]:
+        """Yield the files of tensors, with the ``bytes`` and ``crc32`` that they should have."""
+        for rank in range(self.world_size):
+            yield from self._files(rank, (OWN, SHARED))
 
     def _files(self, rank: int, kinds: tuple[str, ...]) -> Iterator[tuple[Path, dict[str, Any]]]:
         for kind in kinds:
@@ -180,7 +211,8 @@ class Saved:
         """Return the value of section ``name``: this rank's, or rank 0's if no rank of that number has saved it.
 
         Args:
-            old: this process's present value, which supplies objects that cannot be saved.
+            old: this process's present value, which supplies objects that cannot be saved. Without it they are left
+                out of the dicts that they were in.
         """
         if name in self._parts[0][SHARED]:
             return self._decoded(name, self._parts[0][SHARED][name], None, old)
@@ -190,6 +222,17 @@ class Saved:
                 f"{self._checkpoint.world_size} ranks in all: there are {self._size} here, wanted as many"
             )
         return self._value_of(name, self._rank if self.has_own else 0, old)
+
+    def state_dicts(self) -> StateDicts:
+        """Return what needs no other object to be read."""
+        model = {**self.value("model"), **self.value("buffers")}
+        # Checkpoints of before there were aliases have none.
+        aliases = self.value("aliases") if "aliases" in self.names("") else {}
+        model |= {name: model[first] for name, first in aliases.items() if first in model}
+        for name, state in self.value("extra").items():
+            model[f"{name}._extra_state" if name else "_extra_state"] = state
+        plain = {name: self.value(PLAIN + name) for name in self.names(PLAIN)}
+        return StateDicts(model, self.value("optimizer")["state_dict"], plain)
 
     def of_all(self, name: str) -> list[Any]:
         """Return this rank's value, or those of all saved ranks if their number has changed."""
@@ -216,7 +259,82 @@ class Saved:
         missing = next((each for each, i in names.items() if i not in tensors), None)
         if missing is not None:
             raise DamagedError(f"{self._checkpoint.path} has no place of {missing}")
+        read = [tensors[i] for i in positions]
         try:
-            return decode(node, [tensors[i] for i in positions], name, **({} if old is None else {"old": old}))
+            value = decode(without_foreign(node), read, name) if old is None else decode(node, read, name, old)
         except RecursionError:
             raise DamagedError(f"{name} in {self._checkpoint.path} is nested too deeply to be read") from None
+        return checked(value, _SECTIONS.get(name, ANYTHING), f"{self._checkpoint.path}: {name}")
+
+
+class StateDicts(NamedTuple):
+    """What :func:`state_dicts` returns.
+
+    Attributes:
+        model: parameters, persistent buffers and extra state by the names of ``model.state_dict()`` without wrappers
+            such as torch.compile or DistributedDataParallel; tensors in CPU memory.
+        optimizer: the optimizer's ``state_dict()``, with float32 master weights if there were any.
+        plain: the plain values that were saved, such as ``step``, by name.
+    """
+
+    model: dict[str, Any]
+    optimizer: dict[str, Any]
+    plain: dict[str, Any]
+
+
+def state_dicts(path: str | os.PathLike[str], *, rank: int = 0) -> StateDicts:
+    """Read the last complete checkpoint that :func:`pycomm.save` has written to ``path``, in one process.
+
+    For evaluation and other tools: it needs neither ranks nor ``attach``, and ``model.load_state_dict(found.model)``
+    works as usual. Every file is compared with its checksum. As in :func:`pycomm.load`, a damaged checkpoint is skipped
+    with a warning. Nothing is unpickled. Options of the optimizer that are neither numbers, text nor tensors were not
+    saved, and are absent.
+
+    Args:
+        path: the directory given to ``save``, or one of the checkpoints in it.
+        rank: whose values to return where ranks had different ones, as buffers often have.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError: there is no checkpoint in ``path``.
+        ValueError: every checkpoint is damaged, or no rank of that number has saved.
+    """
+    checkpoint = _last_whole(path_of(path))
+    if not 0 <= rank < checkpoint.world_size:
+        raise ValueError(f"rank is {rank}, wanted 0 to {checkpoint.world_size - 1}: {checkpoint.path} has no others")
+    return Saved(checkpoint, rank, checkpoint.world_size).state_dicts()
+
+
+def checkpoints_in(path: Path) -> list[Path]:
+    """Return the checkpoints in ``path``, oldest first, or ``path`` itself if it is one.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError: there are none; says what ``path`` is, as far as that can be told.
+    """
+    if path.is_file():
+        raise NotADirectoryError(f"{path} is a file, wanted the folder given to pycomm.save")
+    if _NAME.fullmatch(path.name) and (path / "manifest.json").exists():
+        return [path]
+    found = [whole(path, number) for number in numbers_in(path)]
+    if found:
+        return found
+    if not path.exists():
+        raise FileNotFoundError(f"there is no {path}")
+    if path.name.startswith(_WRITING) or unfinished_in(path):
+        raise FileNotFoundError(f"{path} has only an unfinished checkpoint: a save that is under way, or was cut short")
+    what = "torch.distributed.checkpoint" if (path / ".metadata").exists() else "something else than pycomm.save"
+    hint = f", and {what} wrote what is there" if any(path.iterdir()) else ""
+    raise FileNotFoundError(f"there is no checkpoint in {path}{hint}")
+
+
+def _last_whole(folder: Path) -> Checkpoint:
+    damages = []
+    for path in reversed(checkpoints_in(folder)):
+        try:
+            checkpoint = Checkpoint(path)
+            checkpoint.check(set(range(checkpoint.world_size)))
+        except DamagedError as error:
+            damages.append(str(error))
+            _LOG.warning("%s is skipped: %s", path, one_line(str(error)))
+        else:
+            return checkpoint
+    raise ValueError(f"no checkpoint in {folder} is whole: {'; '.join(damages)}")

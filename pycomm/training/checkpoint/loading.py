@@ -16,21 +16,13 @@ import torch
 from pycomm.optim.step_override import stepper_of
 from pycomm.torch_internals import renamed
 from pycomm.training.checkpoint import contents
-from pycomm.training.checkpoint.files import DamagedError, checked
-from pycomm.training.checkpoint.folder import Checkpoint, Saved, numbers_in, whole
+from pycomm.training.checkpoint.files import DamagedError
+from pycomm.training.checkpoint.folder import PLAIN, STATEFUL, Checkpoint, Saved, numbers_in, whole
 from pycomm.training.checkpoint.saving import exchanged, settle, together
 from pycomm.training.reducer import Reducer
-from pycomm.untrusted import ANYTHING, COUNT, ListOf, MapOf, OneOf, one_line, path_of
+from pycomm.untrusted import one_line, path_of
 
 _LOG = logging.getLogger("pycomm")
-
-_COMPRESSION = {"format": COUNT, "world_size?": COUNT, "steps?": COUNT, "ranks?": MapOf(ANYTHING)}
-_GROUP = {"params": ListOf(COUNT)}
-_OPTIMIZER = {
-    "class": str,
-    "names": ListOf(OneOf(None, str)),
-    "state_dict": {"state": MapOf(MapOf(ANYTHING, key=ANYTHING), key=ANYTHING), "param_groups": ListOf(_GROUP)},
-}
 
 _BARE = KeyError, IndexError, AttributeError, TypeError, AssertionError, RecursionError
 """Errors that foreign objects raise for unexpected input."""
@@ -164,32 +156,29 @@ class _Plan:
         self._reducer, self._more, self._path = reducer, more, checkpoint.path
         communicator = reducer.attached.communicator
         saved = Saved(checkpoint, communicator.rank, communicator.size)
-        what = str(checkpoint.path)
-        self._check_names(saved.names(contents.STATEFUL), bool(saved.names("loss_scaler")))
+        self._check_names(saved.names(STATEFUL), bool(saved.names("loss_scaler")))
         self._parameters = contents.parameters_of(reducer)
         self._buffers = contents.buffers_of(reducer)
         self._modules = contents.extra_states(reducer)
         self._scaler = contents.loss_scaler_of(reducer)
-        self._model = renamed(checked(saved.value("model"), MapOf(torch.Tensor), f"{what}: model"), self._parameters)
+        self._model = renamed(saved.value("model"), self._parameters)
         _check_tensors("parameter", self._model, self._parameters)
-        buffers = checked(saved.value("buffers"), MapOf(torch.Tensor), f"{what}: buffers")
-        self._saved_buffers = renamed(buffers, self._buffers)
+        self._saved_buffers = renamed(saved.value("buffers"), self._buffers)
         _check_tensors("buffer", self._saved_buffers, self._buffers)
-        self._extra = renamed(checked(saved.value("extra"), MapOf(ANYTHING), f"{what}: extra"), self._modules)
+        self._extra = renamed(saved.value("extra"), self._modules)
         _check_keys("module with extra state", self._extra.keys(), self._modules.keys())
-        optimizer = checked(saved.value("optimizer", here), _OPTIMIZER, f"{what}: optimizer")
+        optimizer = saved.value("optimizer", here)
         contents.check_optimizer(optimizer, here, stepper_of(reducer.optimizer).has_masters)
         self._optimizer, self._old = optimizer["state_dict"], here["state_dict"]
-        states = saved.of_all("compression")
-        self._compression = [checked(each, _COMPRESSION, f"{what}: compression") for each in states]
+        self._compression = saved.of_all("compression")
         with _named(f"{checkpoint.path}: compression", DamagedError):
             reducer.attached.check_state(self._compression)
         self._generators = saved.value("generators") if saved.has_own else None
         if self._generators is not None:
             contents.check_generators(self._generators)
         self._scaler_state = saved.value("loss_scaler") if self._scaler is not None else None
-        self._states = {name: saved.value(contents.STATEFUL + name) for name in more}
-        self.plain = {name: saved.value(contents.PLAIN + name) for name in saved.names(contents.PLAIN)}
+        self._states = {name: saved.value(STATEFUL + name) for name in more}
+        self.plain = {name: saved.value(PLAIN + name) for name in saved.names(PLAIN)}
 
     def _check_names(self, stateful: list[str], had: bool) -> None:
         _check_keys("object with state", stateful, self._more.keys())

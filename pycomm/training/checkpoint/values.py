@@ -108,6 +108,16 @@ def decode(node: Node, tensors: Sequence[torch.Tensor], where: str, old: Any = _
     return old
 
 
+def without_foreign(node: Node) -> Node:
+    """Return ``node`` without the entries of dicts whose value was an object that cannot be saved."""
+    kind = node[0]
+    if kind in ("list", "tuple"):
+        return [kind, [without_foreign(item) for item in node[1]]]
+    if kind in ("dict", "counter"):
+        return [kind, [[key, without_foreign(item)] for key, item in node[1] if item[0] != "own"]]
+    return node
+
+
 def dtype_called(name: str, where: str) -> torch.dtype:
     """Return torch's dtype of that name. Raise ValueError if there is none."""
     found = vars(torch).get(name)  # getattr() could import submodules
