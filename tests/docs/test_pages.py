@@ -108,6 +108,9 @@ EXPLAINED = {
     "the thread that writes the checkpoint": "says that the process was forked, and has not called save()",
     "a parameter was added to the optimizer, and no": "says that a backward() comes first",
     "detach() and attach() again make them equal": 'the end of "the replicas differ", which is on the page',
+    "has no others": "an argument's error",
+    "is a file, wanted the folder": "names what it is, and what is wanted",
+    "there is no \0": "names the path that does not exist",
     "of their elements": 'the end of "the replicas differ", which is on the page',
 }
 """Parts of texts that are not on the page, and why their readers need no more."""

@@ -83,7 +83,7 @@ def _gpus() -> str:
 def transports() -> list[str]:
     """Return the transports that ``Communicator`` could use on this machine."""
     found = []
-    if _has_anonymous_memory():
+    if has_anonymous_memory():
         found.append("shared_memory (ranks of one host)")
     if dist.is_available():
         checks = {
@@ -99,7 +99,7 @@ def transports() -> list[str]:
     return found
 
 
-def _has_anonymous_memory() -> bool:
+def has_anonymous_memory() -> bool:
     # Tried, not looked up: sandboxes forbid the call even if the kernel has it.
     try:
         os.close(os.memfd_create("pycomm-info", os.MFD_CLOEXEC))

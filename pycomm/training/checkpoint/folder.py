@@ -326,6 +326,10 @@ def checkpoints_in(path: Path) -> list[Path]:
     raise FileNotFoundError(f"there is no checkpoint in {path}{hint}")
 
 
+def _number_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
+
+
 def _last_whole(folder: Path) -> Checkpoint:
     damages = []
     for path in reversed(checkpoints_in(folder)):
@@ -334,7 +338,7 @@ def _last_whole(folder: Path) -> Checkpoint:
             checkpoint.check(set(range(checkpoint.world_size)))
         except DamagedError as error:
             damages.append(str(error))
-            _LOG.warning("%s is skipped: %s", path, one_line(str(error)))
+            _LOG.warning("checkpoint %d in %s is skipped: %s", _number_of(path), path.parent, one_line(str(error)))
         else:
             return checkpoint
     raise ValueError(f"no checkpoint in {folder} is whole: {'; '.join(damages)}")
