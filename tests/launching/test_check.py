@@ -17,9 +17,9 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from bench.slow_network.namespaces import available, hosts, run_ranks
-from pycomm.tools.check.board import AbsentError, Board
+from pycomm.tools.check.board import AbsentError, NoticeBoard
 from pycomm.tools.check.facts import Facts, facts_of, findings_of, with_distinct_hosts
-from pycomm.tools.check.links import Link, findings_of_links, links_of, rounds_of
+from pycomm.tools.check.links import HostLink, findings_of_links, links_of, rounds_of
 from pycomm.tools.launching import RankError
 from tests.ranks import free_port
 from tests.test_listening import kinds, listening, row_of, watched
@@ -144,13 +144,13 @@ def test_rounds(count: int) -> None:
         assert len(members) == len(set(members))
 
 
-def on_threads(facts: Sequence[Facts], job: Callable[[Board], Any], timeout: float = 20.0) -> list[Any]:
+def on_threads(facts: Sequence[Facts], job: Callable[[NoticeBoard], Any], timeout: float = 20.0) -> list[Any]:
     """Call ``job`` with the board of each rank, each on a thread of its own; return results or errors."""
     store = HashStore()
 
     def call(rank: int) -> Any:
         try:
-            return job(Board(store, rank, len(facts), timeout))
+            return job(NoticeBoard(store, rank, len(facts), timeout))
         except AbsentError as error:
             return str(error)
 
@@ -176,7 +176,7 @@ def test_links_are_measured(fact: Facts) -> None:
     measured = [link for link in links if link.sent > 0]
     assert sorted((link.host, link.peer) for link in measured) == [("A", "B"), ("A", "C"), ("B", "C")]
     assert all(link.received > 0 and link.latency > 0 and not link.error for link in measured)
-    assert findings_of_links([Link("A", "B"), Link("B", "A")]) == []
+    assert findings_of_links([HostLink("A", "B"), HostLink("B", "A")]) == []
     assert threading.active_count() <= threads + 6  # they end when the other side does
 
 
@@ -186,7 +186,7 @@ def test_a_host_that_cannot_be_reached(fact: Facts) -> None:
     with socket.create_server(("127.0.0.2", 0)):
         theirs = [facts[0], {**facts[1], "address": "127.0.0.2"}]
 
-        def job(board: Board) -> Any:
+        def job(board: NoticeBoard) -> Any:
             return links_of(board, facts if board.rank == 1 else theirs)
 
         links, _ = on_threads(facts, job)
@@ -203,8 +203,8 @@ def test_a_leader_that_leaves(fact: Facts) -> None:
 
 
 def test_what_is_said_of_links() -> None:
-    links = [Link("A", "B", mtu=1500, sent=1e9, received=1e9), Link("A", "C", mtu=1400, sent=1e9, received=1e9)]
-    links.append(Link("B", "C", mtu=1500, sent=1e9, received=1e7))
+    links = [HostLink("A", "B", mtu=1500, sent=1e9, received=1e9), HostLink("A", "C", mtu=1400, sent=1e9, received=1e9)]
+    links.append(HostLink("B", "C", mtu=1500, sent=1e9, received=1e7))
     mtu, slow = findings_of_links(links)
     assert mtu.what == "paths between hosts have MTUs from 1400 to 1500"
     assert slow.what == "the link of B and C has 80 Mbit/s, the median of all is 8 Gbit/s"

@@ -40,7 +40,7 @@ def store_of_job(rank: int, timeout: float) -> Store:
         ) from None
 
 
-class Board:
+class NoticeBoard:
     """Part of a job's store for one check.
 
     Args:

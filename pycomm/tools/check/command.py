@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from pycomm.collectives.communicator import Communicator
 from pycomm.descriptions import counted, size_text
-from pycomm.tools.check.board import AbsentError, Board, store_of_job
+from pycomm.tools.check.board import AbsentError, NoticeBoard, store_of_job
 from pycomm.tools.check.facts import Facts, Finding, facts_of, findings_of, hosts_of, with_distinct_hosts
-from pycomm.tools.check.links import Link, findings_of_links, links_of, rate_text
+from pycomm.tools.check.links import HostLink, findings_of_links, links_of, rate_text
 from pycomm.tools.cli.arguments import complain
 from pycomm.tools.cli.plan.command import number
 from pycomm.tools.cli.table import print_table
@@ -56,7 +56,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 2
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
-        board = Board(store_of_job(rank, arguments.timeout), rank, size, arguments.timeout)
+        board = NoticeBoard(store_of_job(rank, arguments.timeout), rank, size, arguments.timeout)
         code = _check(board, arguments.parameters)
         board.leave()
     except AbsentError as error:
@@ -66,7 +66,7 @@ def main(words: Sequence[str] | None = None) -> int:
     return code
 
 
-def _check(board: Board, parameters: float) -> int:
+def _check(board: NoticeBoard, parameters: float) -> int:
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     mine = facts_of(board.rank, os.environ["MASTER_ADDR"], local_ranks)
     everyones = with_distinct_hosts(board.exchange("facts", mine))
@@ -115,7 +115,7 @@ def _print_hosts(everyones: Sequence[Facts]) -> None:
     print_table(header, rows)
 
 
-def _print_links(links: Sequence[Link]) -> None:
+def _print_links(links: Sequence[HostLink]) -> None:
     rows = [
         [f"{link.host} - {link.peer}", duration(link.latency), rate_text(link.sent), rate_text(link.received)]
         for link in links
@@ -125,7 +125,7 @@ def _print_links(links: Sequence[Link]) -> None:
     print_table(["link", "round trip", "there", "back"], rows)
 
 
-def _try_attach(board: Board, parameters: float, say: Callable[[str], None]) -> list[Finding]:
+def _try_attach(board: NoticeBoard, parameters: float, say: Callable[[str], None]) -> list[Finding]:
     """Make a process group and a communicator as a job would, and time both. Collective."""
     device = torch.device("cpu")
     if torch.cuda.is_available():

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pycomm.collectives.transport.authentication import family_of, join_address, socket_address, with_scope_of
-from pycomm.tools.check.board import Board
+from pycomm.tools.check.board import NoticeBoard
 from pycomm.tools.check.facts import Facts, Finding, hosts_of
 
 _SECONDS = 3.0  # to connect, and for each answer
@@ -29,7 +29,7 @@ _PING, _TAKE, _GIVE = b"p", b"t", b"g"
 
 
 @dataclass
-class Link:
+class HostLink:
     """What a host found out about its link to another one.
 
     Attributes:
@@ -141,7 +141,7 @@ def _connected(mine: Facts, peer: Facts, door: dict[str, Any]) -> Iterator[socke
         yield connection
 
 
-def _tried(link: Link, job: Callable[[], None]) -> None:
+def _tried(link: HostLink, job: Callable[[], None]) -> None:
     """Do ``job``, and note in ``link`` why it failed."""
     try:
         job()
@@ -149,7 +149,7 @@ def _tried(link: Link, job: Callable[[], None]) -> None:
         link.error = str(getattr(error, "strerror", None) or error or "the connection was closed")
 
 
-def _reach(link: Link, mine: Facts, peer: Facts, door: dict[str, Any]) -> None:
+def _reach(link: HostLink, mine: Facts, peer: Facts, door: dict[str, Any]) -> None:
     def job() -> None:
         with _connected(mine, peer, door) as connection:
             if connection.family == socket.AF_INET:
@@ -158,7 +158,7 @@ def _reach(link: Link, mine: Facts, peer: Facts, door: dict[str, Any]) -> None:
     _tried(link, job)
 
 
-def _measure(link: Link, mine: Facts, peer: Facts, door: dict[str, Any]) -> None:
+def _measure(link: HostLink, mine: Facts, peer: Facts, door: dict[str, Any]) -> None:
     def rate(connection: socket.socket, command: bytes) -> float:
         seconds = _ask(connection, command, _FIRST_BYTES)
         count = min(_MOST_BYTES, max(_FIRST_BYTES, int(_FIRST_BYTES / seconds * _ROUND_SECONDS)))
@@ -182,7 +182,7 @@ def rounds_of(count: int) -> Iterator[list[tuple[int, int]]]:
         players = [players[0], players[-1], *players[1:-1]]
 
 
-def links_of(board: Board, everyones: Sequence[Facts]) -> list[Link]:
+def links_of(board: NoticeBoard, everyones: Sequence[Facts]) -> list[HostLink]:
     """Try and measure the links between the first ranks of all hosts; return what all of them found. Collective.
 
     Every host tries to reach every other one. Then they measure in pairs, each host one link at a time; with more than
@@ -199,7 +199,7 @@ def links_of(board: Board, everyones: Sequence[Facts]) -> list[Link]:
     listener = _Listener(mine["address"])
     try:
         doors = board.exchange("ports", {"port": listener.port, "token": listener.token}, ranks)
-        links = {number: Link(mine["host"], leaders[number]["host"]) for number in others}
+        links = {number: HostLink(mine["host"], leaders[number]["host"]) for number in others}
         with ThreadPoolExecutor(16) as pool:
             list(pool.map(lambda i: _reach(links[i], mine, leaders[i], doors[i]), others))
         for link, number in zip(links.values(), others, strict=True):
@@ -216,11 +216,11 @@ def links_of(board: Board, everyones: Sequence[Facts]) -> list[Link]:
     return _read(found)
 
 
-def _read(everyones: Sequence[Any]) -> list[Link]:
-    return [Link(**link) for links in everyones for link in links or ()]
+def _read(everyones: Sequence[Any]) -> list[HostLink]:
+    return [HostLink(**link) for links in everyones for link in links or ()]
 
 
-def findings_of_links(links: Sequence[Link]) -> list[Finding]:
+def findings_of_links(links: Sequence[HostLink]) -> list[Finding]:
     """Return what is wrong with the links."""
     found = []
     for link in links:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -15,10 +16,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pycomm.agreement import agreed, check_same_lines, exchanged, require_same
+from pycomm.checks import environment_count
 from pycomm.collectives import broadcasting
 from pycomm.collectives.broadcasting import broadcast_state, check_state_keys
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.tensor_memory import look_at
+from pycomm.collectives.transport.own_group import group_of
 from pycomm.compression import Compression
 from pycomm.descriptions import first_names
 from pycomm.errors import attempt
@@ -39,6 +42,9 @@ from pycomm.training.reducer.settings import (
     refuse_unknown,
 )
 from pycomm.training.reducer.statistics import open_ready_page
+
+_COMPARE = "PYCOMM_COMPARE"
+"""Environment variable: number of the first steps that are averaged a second time, to compare."""
 
 
 class AttachedTensors:
@@ -186,7 +192,10 @@ def attach(
         settings, table, tensors = agreed(communicator.channel.all_gather_bytes, attempt(check), lines=_lines)
         _make_equal(communicator, settings, table, tensors)
         lanes = open_lanes(communicator, settings, table.on_gpu)
-        return _attach_over(lanes, settings, table)
+        second = None
+        if (steps := _steps_to_compare(settings)) > 0 and communicator.size > 1:
+            second = _second_average().SecondAverage(group_of(process_group), steps, settings)
+        return _attach_over(lanes, settings, table, second)
     except BaseException:
         communicator.close()
         raise
@@ -195,7 +204,16 @@ def attach(
 def _lines(found: Checked) -> dict[str, list[str]]:
     """Return lines that must be equal on all ranks."""
     settings, table, _ = found
-    return {"setting": settings.lines(), "optimizer": [type(table.optimizer).__name__]}
+    steps = f"{_COMPARE}={_steps_to_compare(settings)}"
+    return {"setting": [*settings.lines(), steps], "optimizer": [type(table.optimizer).__name__]}
+
+
+def _steps_to_compare(settings: Options) -> int:
+    """Return how many steps are averaged twice. Raise ValueError if the environment has no such number."""
+    steps = environment_count(_COMPARE) if _COMPARE in os.environ else 0
+    if steps > 0 and settings.survive is not None:
+        raise ValueError(f"{_COMPARE} does not go with survive=: the process group keeps the ranks that are lost")
+    return steps
 
 
 def checked(settings: Options, optimizer: Any, model: Any, ranks: Sequence[int]) -> Checked:
@@ -218,6 +236,7 @@ def checked(settings: Options, optimizer: Any, model: Any, ranks: Sequence[int])
     tensors = AttachedTensors(table)
     table.ranks = tuple(ranks)
     check_sharding(names, table.ranks, table.module)
+    _steps_to_compare(settings)
     return settings, table, tensors
 
 
@@ -260,6 +279,13 @@ def _surviving() -> ModuleType:
     return members
 
 
+def _second_average() -> ModuleType:
+    """Return the module that averages a second time, likewise."""
+    from pycomm.training.reducer import second_average
+
+    return second_average
+
+
 def _sharded() -> ModuleType:
     """Return the package of sharded steps, likewise."""
     from pycomm.training.reducer import partition
@@ -267,14 +293,14 @@ def _sharded() -> ModuleType:
     return partition
 
 
-def _attach_over(lanes: Sequence[Communicator], settings: Options, table: ParameterTable) -> Reducer:
+def _attach_over(lanes: Sequence[Communicator], settings: Options, table: ParameterTable, second: Any) -> Reducer:
     """Create a Reducer over the communicators ``lanes`` on all ranks, or on none of them."""
     page = open_ready_page(lanes[0], table.on_gpu)
     try:
         members = FixedMembers(lanes[0])
         if settings.survive is not None:
             members = _surviving().members_of(lanes[0], table, settings)
-        engine = Engine(table, lanes, settings, members, page)
+        engine = Engine(table, lanes, settings, members, page, second)
         if settings.shard is not None:
             compare = weakref.WeakMethod(engine.comparison.compare_replicas)
             arguments = lanes[0], table.optimizer, table.module, settings, compare

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from pycomm.collectives.transport.gpu import GpuWork
     from pycomm.training.elastic.agreement_store import ReadyPage
     from pycomm.training.reducer.partition import StepPartition
+    from pycomm.training.reducer.second_average import SecondAverage
 
 
 class FixedMembers:
@@ -135,6 +136,9 @@ class Engine:
         members: the ranks, which may change.
         buffers: synchronisation of the module's buffers, if they are kept equal.
         comparison: what ranks compare in each reduction.
+
+    Args:
+        second: averages the first gradients once more, to compare.
     """
 
     def __init__(
@@ -144,10 +148,11 @@ class Engine:
         settings: Options,
         members: FixedMembers,
         page: ReadyPage | None = None,
+        second: SecondAverage | None = None,
     ) -> None:
         self.lanes, self.settings, self.communicator = lanes, settings, lanes[0]
         self.table = table
-        self.members = members
+        self.members, self._second = members, second
         stream = self.communicator.channel.current_stream_of(table.device) if table.on_gpu else None
         state = StepState(table.device if table.on_gpu else None, PassGate(current_graph_task, stream))
         self.step_state = state
@@ -324,6 +329,8 @@ class Engine:
             elif self.table.on_gpu and self.comparison.requests.veto is not None:  # the host waits for no other veto
                 grads[0] = torch.full_like(sent.bucket.views[0], math.nan)
         state.contributed |= any(grad is not None for grad in grads)
+        if self._second is not None:
+            self._second.take(sent, grads)
         sent.work = self.submit(sent.communicator, self._exchange_of(sent, grads, state.launched))
         firing = state.firing if state.firing is not None and state.firing.sent is sent else None
         if firing is not None:
@@ -410,6 +417,9 @@ class Engine:
             trim_memory()
         self.hash_state()
         self._report_world()
+        if self._second is not None:
+            scaling, factor = self.reduction.scaling, self.outcome.skipping_factor()
+            self._second.compare(scaling, factor, self.statistics, has_averages=not self.outcome.is_left_out())
 
     def _report_world(self) -> None:
         old, self.reported_world = self.reported_world, self.world
@@ -596,14 +606,14 @@ class ReductionOutcome:
             self._reduction.count(self.finite)
         finite: Flag = True if self.finite is None else self.finite
         is_spoiled = fails_elsewhere(buckets, table.shards, self._settings.loss_scaler)
-        factor = math.nan if is_spoiled else self._skipping_factor()
+        factor = math.nan if is_spoiled else self.skipping_factor()
         self._ledger.hand_out({id(slot.param) for sent in buckets for slot in sent.hand_out(finite, factor)})
         if table.partial is not None:
             self.not_finite = spread_failure_of_parts(buckets, table.partial, self._settings.loss_scaler)
         committed = False if self.finite is None else self.finite
         self._state.handed_out(committed, has_averages=True, is_seen=not is_capturing())
 
-    def _skipping_factor(self) -> float:
+    def skipping_factor(self) -> float:
         """Return the factor that turns the mean over all ranks into the mean over the ranks with a batch."""
         num_skipping, size = self._fingerprint.verdict.skipping, self._communicator.size
         return size / (size - num_skipping) if 0 < num_skipping < size and self._settings.average else 1.0
