@@ -329,8 +329,6 @@ class Engine:
             elif self.table.on_gpu and self.comparison.requests.veto is not None:  # the host waits for no other veto
                 grads[0] = torch.full_like(sent.bucket.views[0], math.nan)
         state.contributed |= any(grad is not None for grad in grads)
-        if self._second is not None:
-            self._second.take(sent, grads)
         sent.work = self.submit(sent.communicator, self._exchange_of(sent, grads, state.launched))
         firing = state.firing if state.firing is not None and state.firing.sent is sent else None
         if firing is not None:
@@ -347,8 +345,10 @@ class Engine:
         reduction, channel, exchange = self.reduction, sent.communicator.channel, sent.exchange
         if self.table.on_gpu:
             with channel.reading(self.table.device, self.window.streams.union(sent.counts.take_streams())):
+                self._take_second(sent, grads)
                 phases.exchange(number, None, functools.partial(reduction.pack, exchange, grads, fingerprint))
             return functools.partial(phases.exchange, number, None, exchange.send)
+        self._take_second(sent, grads)
         # attach has compared all buckets: ranks that agree on the first lane's first exchange agree on all later ones,
         # as the other lanes carry nothing else.
         is_first = sent is next(each for each in self.table.buckets if each.communicator is self.communicator)
@@ -367,6 +367,10 @@ class Engine:
         if self._is_behind():
             phases.exchange(number, None, functools.partial(pack, frees=True))
         return functools.partial(phases.exchange, number, channel.recorder, run)
+
+    def _take_second(self, sent: SentBucket, grads: Grads) -> None:
+        if self._second is not None:
+            self._second.take(sent, grads)
 
     def _is_behind(self) -> bool:
         """Return whether more launched buckets than one wait to be packed, so that backward should pack the next.
