@@ -8,6 +8,10 @@ from pathlib import Path
 
 import nox
 
+TORCH_TESTS = (
+    *("tests/test_torch_internals.py", "tests/test_torch_pipelines.py", "tests/integrations/test_torchft.py"),
+    *("tests/reducer", "tests/optim"),
+)
 HOROVOD_TESTS = "https://raw.githubusercontent.com/horovod/horovod/v0.28.1/test/parallel/test_torch.py"
 
 nox.options.sessions = ["lint", "tests"]
@@ -53,8 +57,16 @@ def newest_torch(session: nox.Session) -> None:
     """What pycomm takes of torch's private names, its tests of attach, and torchft, on the newest release for CPUs."""
     newest = ("torch", "torchft>=0.2", "--upgrade", "--extra-index-url", "https://download.pytorch.org/whl/cpu")
     session.install(".[test]", *newest)
-    files = ("tests/test_torch_internals.py", "tests/test_torch_pipelines.py", "tests/integrations/test_torchft.py")
-    session.run("pytest", *(session.posargs or (*files, "tests/reducer", "tests/optim")))
+    session.run("pytest", *(session.posargs or TORCH_TESTS))
+
+
+@nox.session
+def torch_nightly(session: nox.Session) -> None:
+    """The tests of `newest_torch` on torch's nightly build for CPUs; CI does so every week."""
+    session.install("--pre", "torch", "--index-url", "https://download.pytorch.org/whl/nightly/cpu")
+    session.install(".[test]", "torchft>=0.2")  # keeps the torch that is installed
+    session.run("python", "-c", "import torch; print(torch.__version__); assert '.dev' in torch.__version__")
+    session.run("pytest", *(session.posargs or TORCH_TESTS))
 
 
 @nox.session
