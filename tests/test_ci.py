@@ -1,4 +1,4 @@
-"""What `.ci/run` leaves out, and that its parts are all tests."""
+"""What `.ci/run` leaves out, that its parts are all tests, and what the files of the repository's host call."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
+from tests.docs.pages import blocks_of
+from tests.docs.shell import check_command, check_shell, commands_of
 
 ROOT = Path(__file__).parent.parent
 COMPILED = ROOT / ".ci" / "compiled"
@@ -187,3 +190,59 @@ def test_the_parts_together_are_all_tests(tmp_path: Path) -> None:
     assert {"quick", *full} == cases
     assert full - short == {"sanitize", "without_cuda", "threads"}
     assert short < full
+
+
+WORKFLOWS = {path.stem: path.read_text() for path in sorted((ROOT / ".github" / "workflows").iterdir())}
+FORMS = {path.stem: path.read_text() for path in (ROOT / ".github" / "ISSUE_TEMPLATE").iterdir()}
+PINNED = set(re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+
+
+def commands_in(workflow: str) -> list[list[str]]:
+    lines = re.findall(r"^ *(?:- )?run: (.*)$", WORKFLOWS[workflow], re.MULTILINE)
+    return [words for line in lines for words in commands_of(line)]
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS)
+def test_workflows_call_what_exists(workflow: str) -> None:
+    """Commands, nox sessions, extras; and what pip installs has a version in constraints.txt."""
+    assert commands_in(workflow), "each has a command, and none is of several lines"
+    for words in commands_in(workflow):
+        check_command(words)
+        if words[0].startswith(".ci/"):
+            assert os.access(ROOT / words[0], os.X_OK)
+        if words[0] == "pip":
+            assert words[:4] == ["pip", "install", "-c", "constraints.txt"]
+            assert {*words[4:]} <= PINNED
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS)
+def test_workflows_may_do_little_and_end(workflow: str) -> None:
+    text = WORKFLOWS[workflow]
+    assert "\npermissions:\n  contents: read\n\n" in text
+    assert "\n  cancel-in-progress: true\n" in text
+    assert text.count("timeout-minutes: ") == text.count("runs-on: ")
+
+
+def test_the_hosts_ci_is_ci_run() -> None:
+    assert commands_in("ci") == [[".ci/run"]]
+
+
+def test_linters_have_versions() -> None:
+    dev = re.search(r"^dev = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
+    assert dev is not None
+    assert {*re.findall(r'"([\w-]+)', dev[1])} <= PINNED
+
+
+def test_forms_ask_what_pycomm_info_prints() -> None:
+    assert FORMS.keys() == {"bug", "proposal"}
+    assert all("label: What does `pycomm info` print?" in form for form in FORMS.values())
+
+
+def test_contributing_is_short_and_right() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 60
+    blocks = blocks_of("CONTRIBUTING.md")
+    assert len(blocks) == 4
+    for block in blocks:
+        check_shell(block)
+    assert [target for target in re.findall(r"\]\(([^)]+)\)", text) if not (ROOT / target).exists()] == []

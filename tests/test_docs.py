@@ -160,7 +160,7 @@ def test_names_in_pages_exist(page: str) -> None:
 
 def test_finds_names_that_do_not_exist() -> None:
     right = "`pycomm.attach(...)`, `pycomm.backend.stats`, `csrc/base`, `docs/*.svg`, `SentBucket`, `topk.h`\n"
-    wrong = ["pycomm.atach", "pycomm.reducer", "pycomm.WarmupLR", "csrc/none.h", "bench.none", "BucketList", "none.py"]
+    wrong = ["pycomm.Attach", "pycomm.reducer", "pycomm.WarmupLR", "csrc/none.h", "bench.none", "BucketList", "none.py"]
     text = right + ", ".join(f"`{name}`" for name in wrong) + "\n```text\n`pycomm.none`\n```\n"
     assert list(wrong_names("docs/architecture.md", text)) == wrong
     made = "`pycomm/kernels/pear.py`, `pycomm.Pear`\n\n```python\nclass Pear: pear = 1\n```\n"

@@ -50,8 +50,8 @@ def test_dir_has_what_is_for_users() -> None:
     names = {name for name in dir(pycomm) if not name.startswith("__")}
     assert names == set(pycomm.__all__)
     assert not names & {"Any", "importlib", "warnings", "TYPE_CHECKING"}
-    with pytest.raises(AttributeError, match="module 'pycomm' has no attribute 'atach'"):
-        pycomm.atach  # noqa: B018
+    with pytest.raises(AttributeError, match="module 'pycomm' has no attribute 'attached'"):
+        pycomm.attached  # noqa: B018
 
 
 _LATER = (

@@ -139,7 +139,8 @@ def help_of(module: str, *commands: str) -> str:
 
 _COMMANDS: dict[str, Callable[[list[str]], None]] = {
     **dict.fromkeys(
-        (".", "cd", "export", "mkdocs", "ruff", "mypy", "lint-imports", "git", "pre-commit", "sudo"), _nothing
+        (".", "cd", "cibuildwheel", "export", "git", "lint-imports", "mkdocs", "mypy", "pre-commit", "ruff", "sudo"),
+        _nothing,
     ),
     **dict.fromkeys((".ci/run", ".ci/lint"), _nothing),
     **dict.fromkeys(("python", "python3"), _python),

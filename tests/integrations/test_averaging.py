@@ -195,10 +195,8 @@ def test_options_by_name() -> None:
     def called(module: Any, **options: Any) -> None:
         averaging_of(module, sgd(module), is_last=1, loss_scaler=None, options=options, whose="attach")
 
-    with pytest.raises(
-        TypeError, match=r"attach got an argument 'compresion': wanted among algorithm, average, buffers"
-    ):
-        called(model, compresion=METHOD)
+    with pytest.raises(TypeError, match=r"attach got an argument 'compress': wanted among algorithm, average, buffers"):
+        called(model, compress=METHOD)
     with pytest.raises(TypeError, match=r"attach got an argument 'process_group': wanted among"):
         called(model, process_group=None)
     with pytest.raises(TypeError, match=r"attach got an argument 'buffers': it goes with models that no Distributed"):

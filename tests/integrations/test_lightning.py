@@ -266,7 +266,7 @@ def refused(case: str, folder: str) -> str:
         if case == "argument of DDP":
             PycommStrategy(find_unused_parameters=True)
         if case == "unknown":
-            PycommFabricStrategy(compresion=METHOD)
+            PycommFabricStrategy(compress=METHOD)
         if case == "no method":
             fitted(folder, False, strategy_of(False, "topk"), epochs=1)
         if case == "closures":
@@ -344,7 +344,7 @@ def test_the_default_timeout_is_the_groups(trainers: RankPool) -> None:
     ("case", "says"),
     [
         ("argument of DDP", "TypeError: PycommStrategy got an argument 'find_unused_parameters': wanted among accel"),
-        ("unknown", "TypeError: PycommFabricStrategy got an argument 'compresion': wanted among accelerator,"),
+        ("unknown", "TypeError: PycommFabricStrategy got an argument 'compress': wanted among accelerator,"),
         (
             "closures",
             "ValueError: shard is 'optimizer', which does not go with Lightning's Trainer: its optimizers step",

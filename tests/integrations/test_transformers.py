@@ -282,7 +282,7 @@ def refused(case: str, folder: str) -> str:
     base = OwnTrain if case == "own train" else Elsewhere if case.startswith("is_") else None
     try:
         if case == "unknown argument":
-            callback().__class__(compresion=METHOD)
+            callback().__class__(compress=METHOD)
         if case == "no method":
             callback("topk")
         trainer = trainer_of(folder, [Late()] if case == "late" else [callback()], base, model, save_strategy="no")
@@ -302,7 +302,7 @@ def refused(case: str, folder: str) -> str:
 @pytest.mark.parametrize(
     ("case", "says"),
     [
-        ("unknown argument", r"TypeError: .*unexpected keyword argument 'compresion'"),
+        ("unknown argument", r"TypeError: .*unexpected keyword argument 'compress'"),
         ("no method", "ValueError: compression is 'topk', wanted one of 'auto'"),
         ("late", "RuntimeError: PycommCallback was added after training had begun"),
         ("own train", r"RuntimeError: PycommCallback goes with Trainer.train, .* call pycomm.ddp.register\(model\)"),

@@ -219,10 +219,10 @@ def test_a_wrong_target_is_an_error_on_all_ranks_that_names_the_choices(
 ) -> None:
     choices = "wanted 'table', the path of TensorBoard's folder, a SummaryWriter, a function, or a list of these"
     monkeypatch.chdir(tmp_path)
-    for wrong in ("tabel", "Table", "tables"):
+    for wrong in ("tableau", "Table", "tables"):
         with pytest.raises(ValueError, match=re.escape(f"to is {wrong!r}, {choices}. A folder of that name is './")):
             writers_of(wrong, rank)
-    for package, to in (("tensorboard", "runs/7"), ("tensorboard", "./tabel"), ("rich", "table")):
+    for package, to in (("tensorboard", "runs/7"), ("tensorboard", "./tableau"), ("rich", "table")):
         monkeypatch.setitem(sys.modules, package, None)
         with pytest.raises(ImportError, match=re.escape(choices)):
             writers_of(to, rank)

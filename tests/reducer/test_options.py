@@ -80,7 +80,7 @@ def test_options_are_written_as_one_writes_them(option: object, text: str) -> No
         ({"all_parameters": True}, TypeError, r"write tuning=pycomm.Tuning\(all_parameters=...\)"),
         ({"clip_local_norm": 1.0}, TypeError, r"write compression=pycomm.DGC\(clip_local_norm=...\)"),
         ({"optimizer_state": "keep"}, TypeError, r'write tuning=pycomm.Tuning\(ignore=\["optimizer state"\]\)'),
-        ({"compresion": None}, TypeError, "unknown argument 'compresion': did you mean compression?"),
+        ({"compress": None}, TypeError, "unknown argument 'compress': did you mean compression?"),
         ({"static_graph": True}, TypeError, "'static_graph': leave it out, no graph is assumed to stay the same"),
         ({"zzz": 1}, TypeError, "unknown argument 'zzz': wanted one of compression, accumulate"),
     ],

@@ -306,7 +306,7 @@ def until_it_fails(how: str) -> tuple[str, int | None]:
 @pytest.mark.parametrize("how", ["killed", "interrupted", "closed"])
 def test_a_rank_that_leaves_in_the_middle(new_ranks: Pools, how: str) -> None:
     outcomes = new_ranks(3).outcomes(until_it_fails, how, timeout=40)
-    said = {"killed": "rank 1 died", "interrupted": "rank 1: (interrupted|it closed)", "closed": "rank 1: .*clos"}
+    said = {"killed": "rank 1 died", "interrupted": "rank 1: (interrupted|it closed)", "closed": "rank 1: .*close"}
     for rank in (0, 2):
         says, peer = outcomes[rank].result
         assert re.search(f"CommError: rank {rank}: all_reduce: .*({said[how]})", says), says
