@@ -13,6 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 CMAKE = shutil.which("cmake")
+needs_cmake = pytest.mark.skipif(CMAKE is None, reason="needs cmake")
+needs_compiler = pytest.mark.skipif(None in (CMAKE, shutil.which("c++")), reason="needs cmake and a C++ compiler")
 
 
 def run(*command: str, **environment: str) -> str:
@@ -43,7 +45,7 @@ def path_without_nvcc() -> str:
     return os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if not Path(p, "nvcc").exists())
 
 
-@pytest.mark.skipif(CMAKE is None, reason="needs cmake")
+@needs_compiler
 @pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH", "CUDAToolkit_ROOT"])
 def test_a_compiler_that_is_not_on_path(variable: str, tmp_path: Path) -> None:
     """It only records that it was called, and is therefore refused."""
@@ -57,7 +59,7 @@ def test_a_compiler_that_is_not_on_path(variable: str, tmp_path: Path) -> None:
     assert f"by {nvcc}, for 75-virtual;80-code;90-code (other GPUs: CUDAARCHS; none: PYCOMM_CUDA=OFF)" in said
 
 
-@pytest.mark.skipif(CMAKE is None, reason="needs cmake")
+@needs_compiler
 def test_no_compiler_and_an_old_one(tmp_path: Path) -> None:
     tools = tmp_path / "tools"
     tools.mkdir()
@@ -94,7 +96,7 @@ def architectures(folder: Path, gpus: str, known: str) -> str:
     return done.stdout.removeprefix("-- ").strip()
 
 
-@pytest.mark.skipif(CMAKE is None, reason="needs cmake")
+@needs_compiler
 @pytest.mark.parametrize(
     ("cuda", "says"),
     [
@@ -109,7 +111,7 @@ def test_a_build_without_cuda_ends_with_a_line_that_says_so(cuda: str, says: str
     assert [says in rule.read_text() for rule in rules] == [True]
 
 
-@pytest.mark.skipif(CMAKE is None, reason="needs cmake")
+@needs_compiler
 def test_the_last_line_of_a_build_names_every_architecture(tmp_path: Path) -> None:
     says = "CUDA kernels: by /opt/cuda 13/nvcc, for 80-real;90-virtual (other GPUs: CUDAARCHS; none: PYCOMM_CUDA=OFF)"
     (tmp_path / "native.cpp").write_text("int answer() { return 42; }\n")
@@ -123,7 +125,7 @@ def test_the_last_line_of_a_build_names_every_architecture(tmp_path: Path) -> No
     assert says in lines[-2:]  # make has one more, that the target is built
 
 
-@pytest.mark.skipif(CMAKE is None, reason="needs cmake")
+@needs_cmake
 def test_what_is_compiled_for(tmp_path: Path) -> None:
     known = "compute_75\\ncompute_80\\ncompute_90\\ncompute_100\\n"
     assert architectures(tmp_path, "9.0\\n", known) == "90-real"
@@ -134,7 +136,7 @@ def test_what_is_compiled_for(tmp_path: Path) -> None:
     assert architectures(tmp_path, "No devices were found\\n", known) == "75-virtual;80-code;90-code"
 
 
-@pytest.mark.skipif(CMAKE is None, reason="needs cmake")
+@needs_cmake
 @pytest.mark.parametrize(
     ("given", "rest", "flag"),
     [
