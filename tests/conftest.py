@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 from torch._C._distributed_c10d import HashStore
 
+import pycomm
 from tests import pairwise, selection
 from tests.kernels.gpus import why_skipped
 from tests.on_ranks import Pools
@@ -92,6 +93,10 @@ def nothing_left_behind() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     selection.add_option(parser)
+
+
+def pytest_report_header() -> str:
+    return f"pycomm: {pycomm.__file__}"
 
 
 def pytest_configure(config: pytest.Config) -> None:
