@@ -2,16 +2,22 @@
 
     torchrun --nproc-per-node 2 examples/trainers/fabric_loop.py
 
-A perceptron learns to distinguish noisy pictures, with accumulation, clipping and checkpoints. Requires the extra
-[frameworks].
+A perceptron learns scikit-learn's digits, with accumulation, clipping and checkpoints. Requires the extras
+[examples,frameworks].
 """
 
 import argparse
+import sys
 
 import torch
-from lightning.fabric import Fabric
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+try:
+    from lightning.fabric import Fabric
+    from sklearn.datasets import load_digits
+except ModuleNotFoundError as error:
+    sys.exit(f"{__file__} needs {error.name}: pip install -c constraints.txt '.[examples,frameworks]'")
 
 import pycomm  # pycomm
 from pycomm.integrations.lightning import PycommFabricStrategy  # pycomm
@@ -26,11 +32,9 @@ parser.add_argument("--folder", default="/tmp/pycomm_fabric", help="for checkpoi
 parser.add_argument("--resume", help="checkpoint to go on from")
 
 
-def make_data(count: int = 160) -> TensorDataset:
-    generator = torch.Generator().manual_seed(0)
-    pictures = torch.randn(10, 64, generator=generator, dtype=torch.float64)
-    labels = torch.randint(10, (count,), generator=generator)
-    return TensorDataset(pictures[labels] + torch.randn(count, 64, generator=generator, dtype=torch.float64), labels)
+def make_data() -> TensorDataset:
+    pixels, labels = load_digits(return_X_y=True)
+    return TensorDataset(torch.tensor(pixels[:800] / 16), torch.tensor(labels[:800]))
 
 
 def main() -> None:

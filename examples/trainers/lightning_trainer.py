@@ -2,17 +2,22 @@
 
     torchrun --nproc-per-node 2 examples/trainers/lightning_trainer.py
 
-A perceptron learns to distinguish noisy pictures, with accumulation, clipping and checkpoints. Requires the extra
-[frameworks].
+A perceptron learns scikit-learn's digits, with accumulation, clipping and checkpoints.
 """
 
 import argparse
+import sys
 from typing import Any
 
-import lightning
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+try:
+    import lightning
+    from sklearn.datasets import load_digits
+except ModuleNotFoundError as error:
+    sys.exit(f"{__file__} needs {error.name}: pip install -c constraints.txt '.[examples,frameworks]'")
 
 import pycomm  # pycomm
 from pycomm.integrations.lightning import PycommStrategy  # pycomm
@@ -27,24 +32,16 @@ parser.add_argument("--folder", default="/tmp/pycomm_lightning", help="for check
 parser.add_argument("--resume", help="checkpoint to go on from")
 
 
-def make_data(count: int = 160) -> TensorDataset:
-    generator = torch.Generator().manual_seed(0)
-    pictures = torch.randn(10, 64, generator=generator, dtype=torch.float64)
-    labels = torch.randint(10, (count,), generator=generator)
-    return TensorDataset(pictures[labels] + torch.randn(count, 64, generator=generator, dtype=torch.float64), labels)
+def make_data() -> TensorDataset:
+    pixels, labels = load_digits(return_X_y=True)
+    return TensorDataset(torch.tensor(pixels[:800] / 16), torch.tensor(labels[:800]))
 
 
 class Perceptron(lightning.LightningModule):
-    def __init__(self, batch: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.batch = batch
         torch.manual_seed(0)
         self.layers = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 10)).double()
-
-    def train_dataloader(self) -> Any:
-        replicas, rank = self.trainer.world_size, self.trainer.global_rank
-        data = make_data()
-        return DataLoader(data, self.batch, sampler=DistributedSampler(data, replicas, rank, shuffle=False))
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         x, y = batch
@@ -70,11 +67,11 @@ def main() -> None:
         gradient_clip_val=0.5,
         callbacks=[lightning.pytorch.callbacks.ModelCheckpoint(arguments.folder, "{epoch}", save_top_k=-1)],
         use_distributed_sampler=False,  # it would shuffle
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        logger=False,
+        **dict.fromkeys(("enable_progress_bar", "enable_model_summary", "logger"), False),
     )
-    trainer.fit(Perceptron(arguments.batch), ckpt_path=arguments.resume)
+    data = make_data()
+    sampler = DistributedSampler(data, trainer.world_size, trainer.global_rank, shuffle=False)
+    trainer.fit(Perceptron(), DataLoader(data, arguments.batch, sampler=sampler), ckpt_path=arguments.resume)
     trainer.save_checkpoint(f"{arguments.folder}/end.ckpt")
 
 

@@ -2,18 +2,24 @@
 
     python examples/trainers/ray_train.py --workers 2
 
-A perceptron learns to distinguish noisy pictures; checkpoints go into Ray's storage. Requires the extra [frameworks].
+A perceptron learns scikit-learn's digits; checkpoints go into Ray's storage. Requires the extras [examples,frameworks].
 """
 
 import argparse
+import sys
 import tempfile
 from typing import Any
 
-import ray.train
 import torch
-from ray.train.torch import TorchTrainer, prepare_data_loader, prepare_model
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+try:
+    import ray.train
+    from ray.train.torch import TorchTrainer, prepare_data_loader, prepare_model
+    from sklearn.datasets import load_digits
+except ModuleNotFoundError as error:
+    sys.exit(f"{__file__} needs {error.name}: pip install -c constraints.txt '.[examples,frameworks]'")
 
 import pycomm  # pycomm
 
@@ -26,11 +32,9 @@ parser.add_argument("--folder", default="/tmp/pycomm_ray", help="Ray's storage")
 parser.add_argument("--fail-after", type=int, help="epoch after which rank 0 fails, once")
 
 
-def make_data(count: int = 160) -> TensorDataset:
-    generator = torch.Generator().manual_seed(0)
-    pictures = torch.randn(10, 64, generator=generator, dtype=torch.float64)
-    labels = torch.randint(10, (count,), generator=generator)
-    return TensorDataset(pictures[labels] + torch.randn(count, 64, generator=generator, dtype=torch.float64), labels)
+def make_data() -> TensorDataset:
+    pixels, labels = load_digits(return_X_y=True)
+    return TensorDataset(torch.tensor(pixels[:800] / 16), torch.tensor(labels[:800]))
 
 
 def train(config: dict[str, Any]) -> None:
@@ -67,15 +71,12 @@ def train(config: dict[str, Any]) -> None:
 
 def main() -> None:
     arguments = parser.parse_args()
+    failures = ray.train.FailureConfig(max_failures=1)
     trainer = TorchTrainer(
         train,
         train_loop_config=vars(arguments),
         scaling_config=ray.train.ScalingConfig(num_workers=arguments.workers),
-        run_config=ray.train.RunConfig(
-            name="perceptron",
-            storage_path=arguments.folder,
-            failure_config=ray.train.FailureConfig(max_failures=1),
-        ),
+        run_config=ray.train.RunConfig("perceptron", arguments.folder, failure_config=failures),
     )
     result = trainer.fit()
     with result.checkpoint.as_directory() as folder:

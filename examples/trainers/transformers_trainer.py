@@ -2,19 +2,26 @@
 
     torchrun --nproc-per-node 2 examples/trainers/transformers_trainer.py
 
-A small language model learns to count modulo 20. Requires the extra [frameworks].
+A small vision transformer learns scikit-learn's digits. Requires the extras [examples,frameworks].
 """
 
 import argparse
+import sys
+from typing import Any
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+try:
+    from sklearn.datasets import load_digits
+    from transformers import EvalPrediction, Trainer, TrainingArguments, ViTConfig, ViTForImageClassification
+except ModuleNotFoundError as error:
+    sys.exit(f"{__file__} needs {error.name}: pip install -c constraints.txt '.[examples,frameworks]'")
 
 import pycomm  # pycomm
 from pycomm.integrations.transformers import PycommCallback  # pycomm
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--batch", type=int, default=8, help="sequences per rank and pass (default 8)")
+parser.add_argument("--batch", type=int, default=8, help="pictures per rank and pass (default 8)")
 parser.add_argument("--accumulate", type=int, default=3, help="passes per step (default 3)")
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--ratio", type=float, default=0.1, help="share of the gradients that is sent (default 0.1)")
@@ -23,22 +30,24 @@ parser.add_argument("--resume", help="folder of the checkpoint to go on from")
 parser.add_argument("--save-steps", type=int, default=10)
 
 
-def make_data(count: int = 256, length: int = 16) -> list[dict[str, torch.Tensor]]:
-    """Return sequences that count on from different numbers, in different steps."""
-    begins, strides = torch.arange(count) % 20, torch.arange(count) % 3 + 1
-    tokens = (begins[:, None] + strides[:, None] * torch.arange(length)) % 20
-    return [{"input_ids": row, "labels": row} for row in tokens]
+def make_data() -> list[dict[str, Any]]:
+    pixels, labels = load_digits(return_X_y=True)
+    pictures = torch.tensor(pixels / 16, dtype=torch.float32).view(-1, 1, 8, 8)
+    return [{"pixel_values": picture, "labels": int(label)} for picture, label in zip(pictures, labels, strict=True)]
 
 
-def make_model() -> GPT2LMHeadModel:
+def make_model() -> ViTForImageClassification:
     torch.manual_seed(0)
-    config = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16, "vocab_size": 20}
-    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return GPT2LMHeadModel(GPT2Config(**config, **dropout, bos_token_id=0, eos_token_id=0, use_cache=False))
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    return ViTForImageClassification(ViTConfig(**sizes, image_size=8, patch_size=2, num_channels=1, num_labels=10))
+
+
+def accuracy(prediction: EvalPrediction) -> dict[str, float]:
+    return {"accuracy": float((prediction.predictions.argmax(1) == prediction.label_ids).mean())}
 
 
 def main() -> None:
-    arguments = parser.parse_args()
+    arguments, data = parser.parse_args(), make_data()
     training = TrainingArguments(
         output_dir=arguments.folder,
         use_cpu=not torch.cuda.is_available(),
@@ -55,10 +64,13 @@ def main() -> None:
     trainer = Trainer(
         model=make_model(),
         args=training,
-        train_dataset=make_data(),
+        train_dataset=data[:1440],
+        eval_dataset=data[1440:],
+        compute_metrics=accuracy,
         callbacks=[PycommCallback(compression=pycomm.TopK(arguments.ratio))],  # pycomm
     )
     trainer.train(resume_from_checkpoint=arguments.resume)
+    trainer.evaluate()
     trainer.save_model(f"{arguments.folder}/end")
 
 
