@@ -24,7 +24,7 @@ LEFT_OUT = {
     "tests/cli/test_trace.py": "pictures of steps of scripts, which are run for them",
     "tests/docs": "every block of code in the documentation",
     "tests/emulator": "the emulator of a GPU, and kernels with mistakes put in",
-    "tests/test_examples.py": "examples, each with its ranks under torchrun",
+    "tests/examples": "examples, each with its ranks under torchrun",
     "tests/test_exits.py": "hundreds of interpreters that end",
     "tests/test_hostile_files.py": "thousands of damaged files",
     "tests/test_listening.py": "what listens where, of everything that makes connections",

@@ -17,7 +17,7 @@ try:
     import lightning
     from sklearn.datasets import load_digits
 except ModuleNotFoundError as error:
-    sys.exit(f"{__file__} needs {error.name}: pip install -c constraints.txt '.[examples,frameworks]'")
+    sys.exit(f"{sys.argv[0]} needs {error.name}: pip install -c constraints.txt '.[examples,frameworks]'")
 
 import pycomm  # pycomm
 from pycomm.integrations.lightning import PycommStrategy  # pycomm

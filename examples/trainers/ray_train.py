@@ -19,7 +19,7 @@ try:
     from ray.train.torch import TorchTrainer, prepare_data_loader, prepare_model
     from sklearn.datasets import load_digits
 except ModuleNotFoundError as error:
-    sys.exit(f"{__file__} needs {error.name}: pip install -c constraints.txt '.[examples,frameworks]'")
+    sys.exit(f"{sys.argv[0]} needs {error.name}: pip install -c constraints.txt '.[examples,frameworks]'")
 
 import pycomm  # pycomm
 

@@ -15,7 +15,7 @@ try:
     from sklearn.datasets import load_digits
     from transformers import EvalPrediction, Trainer, TrainingArguments, ViTConfig, ViTForImageClassification
 except ModuleNotFoundError as error:
-    sys.exit(f"{__file__} needs {error.name}: pip install -c constraints.txt '.[examples,frameworks]'")
+    sys.exit(f"{sys.argv[0]} needs {error.name}: pip install -c constraints.txt '.[examples,frameworks]'")
 
 import pycomm  # pycomm
 from pycomm.integrations.transformers import PycommCallback  # pycomm

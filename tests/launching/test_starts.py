@@ -20,7 +20,7 @@ from tests.on_ranks import Pools
 from tests.processes import child_processes
 from tests.ranks import SLOWER, free_port
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "elastic.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "checkpoint.py"
 Starts = Callable[..., list[RankOutcome]]
 
 
@@ -133,6 +133,7 @@ class Agents:
 
 @contextmanager
 def two_agents(folder: Path, nodes: str, store: dict[str, str]) -> Iterator[Agents]:
+    pytest.importorskip("sklearn")
     made = Agents(folder, nodes, store)
     made.start()
     try:

@@ -1,29 +1,22 @@
-"""The examples run as their first lines say, and what they print is sound."""
+"""The experiments, and the examples of whole models over devices: they run, and what they print is sound."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
-import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
 import pytest
 
 from pycomm import schedule
-from tests.cli.processes import left_behind
+from tests.examples.running import EXAMPLES, run, torchrun_on
 
-ROOT = Path(__file__).parent.parent
-EXAMPLES = ROOT / "examples"
 EXAMPLE = EXAMPLES / "large_batch.py"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 STATS = re.compile(r"transport (\w+)  storages_moved (\d+)  bytes_direct (\d+)  bytes_staged (\d+)  bytes_small \d+")
 ROW = re.compile(r" *(\d+) +(\d+)  (\w+, \w+) +(\S+) +(\d+)%  *(\S+) ± +(\S+) %  *(\S+) ± +(\S+)  (.+)")
-PATIENCE = 10.0
 
 
 class Row(NamedTuple):
@@ -32,27 +25,6 @@ class Row(NamedTuple):
     accuracy: float
     loss: float
     remark: str
-
-
-def run(command: list[str]) -> str:
-    """Return what ``command`` prints; check that it leaves no process behind."""
-    started = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, errors = started.communicate(timeout=110)
-        assert started.returncode == 0, errors
-    finally:
-        left = left_behind(started.pid, PATIENCE if started.poll() is not None else 0.0)
-        started.communicate()
-    assert not left
-    return out
 
 
 def rows_of(out: str) -> list[Row]:
@@ -64,7 +36,7 @@ def rows_of(out: str) -> list[Row]:
 @pytest.mark.timeout(150)
 def test_large_batch_under_torchrun() -> None:
     pytest.importorskip("sklearn")
-    out = run([*TORCHRUN, str(EXAMPLE), "--quick"])
+    out = run([*torchrun_on(2), str(EXAMPLE), "--quick"])
     rows = rows_of(out)
     names = ["Nesterov, float32"] * 3 + ["LARS, float16", "LARS, float32"]
     assert [(row.batch, row.name) for row in rows] == list(zip([128] + [256] * 4, names, strict=True)), out
@@ -165,7 +137,7 @@ def losses_of(out: str) -> list[float]:
 def test_ddp(backend: str) -> None:
     """The script, unchanged but for the backend's name, learns the same."""
     options = ["--epochs", "2", "--samples", "1024", "--width", "128", "--backend", backend]
-    out = run([*TORCHRUN, str(EXAMPLES / "ddp.py"), *options])
+    out = run([*torchrun_on(2), str(EXAMPLES / "ddp.py"), *options])
     first, second = losses_of(out)
     assert second < first < 2.6, out
     assert second == pytest.approx(2.0, abs=0.3), out
@@ -180,7 +152,7 @@ def test_ddp(backend: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_fsdp2() -> None:
-    out = run([*TORCHRUN, str(EXAMPLES / "fsdp2.py"), "--steps", "40", "--width", "64", "--layers", "2"])
+    out = run([*torchrun_on(2), str(EXAMPLES / "fsdp2.py"), "--steps", "40", "--width", "64", "--layers", "2"])
     losses = losses_of(out)
     assert len(losses) == 4
     assert losses == sorted(losses, reverse=True), out
@@ -201,10 +173,6 @@ def test_the_only_words_of_ours(script: str) -> None:
     assert 'default="pycomm"' in lines[1]
     assert lines[2] == 'if dist.get_rank() == 0 and arguments.backend == "pycomm":'
     assert "pycomm.backend.stats()" in lines[3]
-
-
-def torchrun_on(ranks: int) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
 
 
 @pytest.mark.timeout(150)
@@ -240,43 +208,6 @@ def test_hybrid() -> None:
     first, last = losses_of(out)
     assert last < first < 2.4, out
     assert len(re.findall(r"^rank \d: \d+ KB sent per step$", out, re.MULTILINE)) == 4, out
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-def test_elastic(tmp_path: Path) -> None:
-    """Training during which rank 0 is killed ends with bitwise the loss of undisturbed training."""
-    command = [*torchrun_on(2), "--max-restarts", "3", str(EXAMPLES / "elastic.py"), "--steps", "30"]
-    ends = []
-    for name, options in (("alone", []), ("killed", ["--fail-at", "15"])):
-        out = run([*command, "--folder", str(tmp_path / name), *options])
-        end = re.search(r"^30 steps  loss (\S+)  (\d) restarts  (\d+) steps repeated$", out, re.MULTILINE)
-        assert end is not None, out
-        ends.append(end.groups())
-        assert ("resumed after step 1" in out) == (name == "killed"), out
-        kept = sorted(path.name for path in (tmp_path / name).glob("checkpoint-*"))
-        assert kept == ["checkpoint-00000029", "checkpoint-00000030"]
-    (loss, restarts, repeated), (loss_again, restarts_again, repeated_again) = ends
-    assert loss == loss_again
-    assert float(loss) < 2.0, "2.3 by chance"
-    assert (restarts, repeated) == ("0", "0")
-    assert restarts_again == "1"
-    assert int(repeated_again) <= 1
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-def test_elastic_stops_all_ranks_when_one_gets_a_signal(tmp_path: Path) -> None:
-    """Training that SIGTERM stopped ends, once started again, like undisturbed training."""
-    command = [*torchrun_on(2), str(EXAMPLES / "elastic.py"), "--steps", "30", "--every", "10"]
-    alone = run([*command, "--folder", str(tmp_path / "alone")])
-    stopped = run([*command, "--folder", str(tmp_path / "stopped"), "--stop-at", "15"])
-    assert "stopped: signal SIGTERM on rank 1" in stopped
-    assert re.search(r"^16 steps  loss ", stopped, re.MULTILINE), stopped
-    again = run([*command, "--folder", str(tmp_path / "stopped")])
-    assert "resumed after step 16" in again
-    ends = [re.findall(r"^30 steps  loss (\S+)", out, re.MULTILINE) for out in (alone, again)]
-    assert ends[0] == ends[1] != [], ends
 
 
 def test_im2col() -> None:
