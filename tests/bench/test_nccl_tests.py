@@ -8,7 +8,7 @@ import pytest
 
 from bench import ROOT
 from bench.collectives.nccl_tests import checked, make_parser
-from bench.harness import mpi
+from bench.harness import installed
 from tests.cli.bench.running import bench
 from tests.cli.bench.third_party import read_table
 
@@ -22,7 +22,7 @@ def check_refused(capsys: pytest.CaptureFixture[str], message: str, *arguments: 
 
 
 def test_mpi_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(mpi, "installed_version", lambda _: None)
+    monkeypatch.setattr(installed, "installed_version", lambda _: None)
     message = "--peers: mpich is not installed: pip install mpi4py mpich, or 'pycomm-torch[bench]'"
     check_refused(capsys, message, "all_reduce", "--peers", "mpich")
     check_refused(capsys, "--peers: 'smoke', wanted communicator, or a backend", "all_reduce", "--peers", "smoke")
