@@ -43,7 +43,7 @@ from pycomm.tools.cli.table import print_table
 from pycomm.tools.launching import rendezvous
 
 _GROUPS = {"all": list(RIVALS), "mpi": list(MPIS)}
-_SIZES = "1K,16K,64K,256K,1M,16M,100M"
+_SIZES = "1K,16K,64K,256K,1M,4M,16M,100M"
 _FLOOR_BYTES = 16 << 20  # arrays from this size on do not live in caches
 _BLOCK_BYTES = 8 << 20  # calls of a block are as many as move this
 _MOST_CALLS = 40
