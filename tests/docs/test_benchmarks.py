@@ -102,7 +102,7 @@ def test_says_what_is_stale_and_mends_it(
     assert page.read_text(encoding="utf-8") == good
     assert benchmarks.main(["--check"]) == 0
     begin = README.index("<!-- figures -->")
-    readme.write_text(README[:begin] + README[begin:].replace("ms, Gloo", "s, Gloo", 1), encoding="utf-8")
+    readme.write_text(README[:begin] + README[begin:].replace("ms, torch", "s, torch", 1), encoding="utf-8")
     assert benchmarks.main(["--check"]) == 1
     assert "README.md is stale" in capsys.readouterr().err
 
@@ -110,7 +110,8 @@ def test_says_what_is_stale_and_mends_it(
 class TestOneProcessor:
     def test_every_library_has_a_column(self, benchmarks: ModuleType, reports: dict[str, Report]) -> None:
         page, readme = render(benchmarks, reports)
-        assert "| 2 ranks | pycomm, empty | pycomm, tensor | Gloo | MPICH | Open MPI | faster than Gloo |" in page
+        ours = "| 2 ranks | pycomm, empty | pycomm, tensor |"
+        assert f"{ours} Gloo | DeepSpeed | MPICH | Open MPI | strongest rival | `empty` against it |" in page
         assert "`bench/results/cpu_kernels.json`: AMD EPYC, 2 cores; pycomm " in page
         assert "| kernel | pycomm | torch | by | faster | time / floor |" in page
         assert "| Benchmark (2 cores) | pycomm |" in readme
@@ -123,12 +124,53 @@ class TestOneProcessor:
         assert "Python 3.11; 2026-01-31.\n" in text
 
     def test_libraries_that_did_not_take_part(self, benchmarks: ModuleType, reports: dict[str, Report]) -> None:
-        for group in reports["cpu_collectives.json"]["results"]:
+        report = reports["cpu_collectives.json"]
+        for group in report["results"]:
+            group["not_measured"] = {"Gloo": "no network"}
             for measured in group["all_reduce"]:
-                for library in ("MPICH", "Open MPI"):
+                for library in ("Gloo", "DeepSpeed", "MPICH", "Open MPI"):
                     del measured["seconds_per_call"][library]
-        page, _ = render(benchmarks, reports)
-        assert cells(section(page, "All-reduce between processes of one host"), "1 KB")[-1] == "-"
+        text = benchmarks.SECTIONS["collectives"]({"cpu_collectives.json": report})
+        assert cells(text, "1 KB")[-3:] == ["-", "-", "-"]
+        assert "\nNot measured: Gloo (no network).\n" in text
+        with pytest.raises(ValueError, match="no report of bench 'collectives' has all-reduce of 100 MB, 2 ranks"):
+            render(benchmarks, reports)
+
+
+class TestRivals:
+    @pytest.fixture
+    def report(self, reports: dict[str, Report]) -> Report:
+        """One size, with figures that are easy to compare."""
+        report = reports["cpu_collectives.json"]
+        (group,) = report["results"] = report["results"][:1]
+        group["not_measured"] = {}
+        group["all_reduce"] = [row for row in group["all_reduce"] if row["bytes"] == 100 << 20]
+        seconds = {"pycomm, empty": 1e-3, "pycomm, tensor": 3e-3, "Gloo": 8e-3, "DeepSpeed": 2e-3, "MPICH": 4e-3}
+        group["all_reduce"][0]["seconds_per_call"] = {who: {"median": each} for who, each in seconds.items()}
+        return report
+
+    def test_the_strongest_is_named_with_its_memory(self, benchmarks: ModuleType, report: Report) -> None:
+        text = benchmarks.SECTIONS["collectives"]({"cpu_collectives.json": report})
+        assert cells(text, "100 MB")[-3:] == [
+            *("DeepSpeed, `tensor`", "2.00\N{MULTIPLICATION SIGN}", "0.67\N{MULTIPLICATION SIGN}")
+        ]
+        assert "\n**Faster: DeepSpeed than `tensor` (100 MB, 2 ranks).**\n" in text
+
+    def test_none_is_faster(self, benchmarks: ModuleType, report: Report) -> None:
+        report["results"][0]["all_reduce"][0]["seconds_per_call"]["DeepSpeed"]["median"] = 5e-3
+        text = benchmarks.SECTIONS["collectives"]({"cpu_collectives.json": report})
+        assert "\n**No rival is faster at any of these sizes.**\n" in text
+        assert cells(text, "100 MB")[-3] == "MPICH, `array`"
+
+    def test_reports_with_fewer_rivals_are_not_in_the_readme(
+        self, benchmarks: ModuleType, reports: dict[str, Report], report: Report
+    ) -> None:
+        other = on_xeon(report)
+        other["results"][0]["all_reduce"][0]["seconds_per_call"].pop("DeepSpeed")
+        figure = next(sys.modules["benchmark_page.headline"].compared({**reports, "other.json": other}))
+        assert [tuple(pair) for pair in figure.pairs] == [(1e-3, 2e-3, "DeepSpeed (tensor)", 3)]
+        text = benchmarks.SECTIONS["collectives"]({"a.json": report, "b.json": other})
+        assert f"\nNot measured on {XEON}: DeepSpeed.\n" in text
 
 
 class TestTwoProcessors:
@@ -142,12 +184,15 @@ class TestTwoProcessors:
     def test_one_section_with_columns_for_each(self, benchmarks: ModuleType, both: dict[str, Report]) -> None:
         page, _ = render(benchmarks, both)
         text = section(page, "All-reduce between processes of one host")
-        heads = [f"{label}<br>`{memory}`" for label in (OLD, XEON) for memory in ("empty", "tensor")]
+        shown = ("`empty`", "`tensor`", "strongest rival")
+        heads = [f"{label}<br>{head}" for label in (OLD, XEON) for head in shown]
         assert cells(text, "2 ranks") == cells(text, "4 ranks") == heads
-        first, _, other, _ = cells(text, "100 MB")
-        assert first == other
-        assert first.count("\N{MULTIPLICATION SIGN}") == 2
-        command = "python -m bench.collectives --rounds 9 --json bench/results/cpu_collectives"
+        first, *_, rival = cells(text, "100 MB")
+        assert cells(text, "100 MB")[:3] == cells(text, "100 MB")[3:]
+        assert first.count("\N{MULTIPLICATION SIGN}") == 1
+        assert rival.endswith("`")
+        peers = "--peers gloo,gloo_shm,deepspeed,mpich,openmpi"
+        command = f"python -m bench.collectives {peers} --rounds 9 --json bench/results/cpu_collectives"
         assert f"```sh\n{command}.json\n{command}{SUFFIX}\n```" in text
         assert "- `bench/results/cpu_collectives.json`: AMD EPYC, 2 cores; " in text
         assert f"- `bench/results/cpu_collectives{SUFFIX}`: {XEON}, 2 cores (L2 2 MB, " in text
@@ -174,7 +219,7 @@ class TestTwoProcessors:
         text = section(page, "Kernels on a CPU")
         assert cells(text, "absmax: `aminmax of each`")[3:] == ["-", "-", "-"]
         assert "-" not in cells(text, "topk, 0.1 %: `topk(x.abs(), k)`")
-        assert len(cells(section(page, "All-reduce between processes of one host"), "4 ranks")) == 2
+        assert len(cells(section(page, "All-reduce between processes of one host"), "4 ranks")) == 3
         assert "-" not in cells(readme, "all-reduce of 64 KB, 4 ranks of a host")[0]
 
     def test_the_readme_has_ranges(self, benchmarks: ModuleType, both: dict[str, Report]) -> None:
