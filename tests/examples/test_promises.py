@@ -87,9 +87,10 @@ def test_parameter_server(mode: str) -> None:
         assert pushed[1] > pushed[2], out
         assert int(updates[1]) == pushed[1] + pushed[2], out
         assert accuracy_in(out) > 0.5, out
-    else:  # a worker may leave while the other's gradient is on its way
-        assert abs(pushed[1] - pushed[2]) <= 1, out
-        assert abs(int(updates[1]) - pushed[2]) <= 1, out
+    else:  # they keep step until one leaves, and the other goes on alone until its time is up
+        fewest, most = sorted(pushed.values())
+        assert most < 1.5 * fewest + 5, out
+        assert fewest - 1 <= int(updates[1]) <= most + 1, out
 
 
 @pytest.mark.timeout(150)
