@@ -12,6 +12,7 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pycomm.torch_internals import PrefixStore, Store
+from pycomm.untrusted import ANYTHING, parse
 
 _POLL = 0.02  # seconds between two looks
 
@@ -69,7 +70,7 @@ class NoticeBoard:
                 if time.monotonic() > until:
                     raise AbsentError(self._absent(what, absent, len(wanted)))
                 time.sleep(_POLL)
-            return [json.loads(self.store.get(f"{what}/{rank}")) for rank in wanted]
+            return [parse(self.store.get(f"{what}/{rank}"), ANYTHING, f"{what} of rank {rank}") for rank in wanted]
         except RuntimeError as error:
             lost = str(error).splitlines()[0]
             raise AbsentError(f"rank {self.rank} lost the store, which rank 0 or its torchrun serves: {lost}") from None
