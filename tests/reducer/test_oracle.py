@@ -225,6 +225,7 @@ def observed(configuration: dict[str, Any], folder: str) -> dict[str, Any]:
             found["state"] = digest(handle.state_dict())
         if way == "attach":
             saved = pycomm.save(folder, handle, keep=1).wait()
+            dist.barrier()  # until then another rank may not have removed the file that would tell of its errors
             found |= {"files": files_in(Path(saved))} if rank == 0 else {}
         return found
 
