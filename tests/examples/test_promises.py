@@ -127,6 +127,7 @@ def bytes_in(out: str) -> tuple[float, float]:
     return float(sent[-1]), float(whole[1])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_two_hosts_on_one() -> None:
     out = run([*torchrun_on(2), str(EXAMPLES / "two_hosts.py"), "--epochs", "6"])
