@@ -33,7 +33,7 @@ def slow(session: nox.Session) -> None:
     All of torch's own suite and the faults put into it, chaos, the emulator without one barrier after another, hosts
     made of network namespaces, schedules on up to eight ranks and over up to 1025, the limits of all kernels' machine
     code, calibration, inductor, the longer benches, 200 ends of processes of each kind, 10,000 damaged files for each
-    reader, all examples but one, and all products of parameters that CI runs in pairs. Those that want the sanitized,
+    reader, the longer examples, and all products of parameters that CI runs in pairs. Those that want the sanitized,
     emulated build are skipped here: `nox -s sanitize -- -m slow`.
     """
     session.install("-c", "constraints.txt", ".[demo,test]")

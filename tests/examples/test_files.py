@@ -42,6 +42,7 @@ def program(path: Path, *lines: str) -> None:
     path.chmod(0o755)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_the_batch_script_trains_on_all_nodes(tmp_path: Path) -> None:
     """``srun`` starts the task of each node here, and ``scontrol`` names this host twice."""
