@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import os
 import platform
 import resource
 import socket
+import struct
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -80,7 +82,7 @@ def facts_of(rank: int, master: str, local_ranks: int) -> Facts:
         "gpus": gpus,
         "torch_gpus": torch.cuda.device_count(),
         "why_no_gpu": why_no_gpu,
-        "driver": _number_in("/sys/module/nvidia/version", text=True),
+        "driver": _text_in("/sys/module/nvidia/version"),
         "nccl": (nccl_version() or [None])[0],
         "settings": {
             name: value
@@ -113,9 +115,6 @@ def _interface_of(address: str) -> str:
 
 
 def _addresses_of(interface: str) -> set[str]:
-    import fcntl
-    import struct
-
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
         try:
             found = fcntl.ioctl(one, 0x8915, struct.pack("256s", interface.encode()[:15]))  # SIOCGIFADDR
@@ -124,13 +123,17 @@ def _addresses_of(interface: str) -> set[str]:
     return {socket.inet_ntoa(found[20:24])}
 
 
-def _number_in(path: str, *, text: bool = False) -> Any:
+def _text_in(path: str) -> str | None:
     """Return what a file of the kernel holds; ``None`` without it."""
     try:
-        content = Path(path).read_text().strip()
+        return Path(path).read_text().strip()
     except OSError:
         return None
-    return content if text else int(content)
+
+
+def _number_in(path: str) -> int | None:
+    text = _text_in(path)
+    return int(text) if text is not None and text.isdigit() else None
 
 
 def _available_memory() -> int:
@@ -141,9 +144,9 @@ def _available_memory() -> int:
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
         ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
     ):
-        most = _number_in(limit, text=True)
-        if most is not None and most.isdigit():
-            found = min(found, int(most) - (_number_in(used) or 0))
+        most = _number_in(limit)  # none where it says "max"
+        if most is not None:
+            found = min(found, most - (_number_in(used) or 0))
     return max(0, found)
 
 

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pycomm.collectives.transport.authentication import family_of, join_address, socket_address, with_scope_of
+from pycomm.descriptions import rate_text
 from pycomm.tools.check.board import NoticeBoard
 from pycomm.tools.check.facts import Facts, Finding, hosts_of
 
@@ -241,8 +242,3 @@ def findings_of_links(links: Sequence[HostLink]) -> list[Finding]:
             what = f"the link of {host} and {peer} has {rate_text(rate)}, the median of all is {rate_text(median)}"
             found.append(Finding(False, what, "A collective is as fast as its slowest link: look at it first."))
     return found
-
-
-def rate_text(bytes_per_second: float) -> str:
-    bits = 8 * bytes_per_second
-    return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,9 @@ from pycomm.training.reducer.settings import (
     refuse_unknown,
 )
 from pycomm.training.reducer.statistics import open_ready_page
+
+if TYPE_CHECKING:
+    from pycomm.training.reducer.second_average import SecondAverage
 
 _COMPARE = "PYCOMM_COMPARE"
 """Environment variable: number of the first steps that are averaged a second time, to compare."""
@@ -192,10 +195,7 @@ def attach(
         settings, table, tensors = agreed(communicator.channel.all_gather_bytes, attempt(check), lines=_lines)
         _make_equal(communicator, settings, table, tensors)
         lanes = open_lanes(communicator, settings, table.on_gpu)
-        second = None
-        if (steps := _steps_to_compare(settings)) > 0 and communicator.size > 1:
-            second = _second_average().SecondAverage(group_of(process_group), steps, settings)
-        return _attach_over(lanes, settings, table, second)
+        return _attach_over(lanes, settings, table, _second_average(process_group, settings))
     except BaseException:
         communicator.close()
         raise
@@ -279,11 +279,14 @@ def _surviving() -> ModuleType:
     return members
 
 
-def _second_average() -> ModuleType:
-    """Return the module that averages a second time, likewise."""
-    from pycomm.training.reducer import second_average
+def _second_average(process_group: dist.ProcessGroup | DeviceMesh | None, settings: Options) -> SecondAverage | None:
+    """Return what averages a second time, if the environment wants that."""
+    steps = _steps_to_compare(settings)
+    if steps == 0:
+        return None
+    from pycomm.training.reducer.second_average import SecondAverage
 
-    return second_average
+    return SecondAverage(group_of(process_group), steps, settings)
 
 
 def _sharded() -> ModuleType:
@@ -293,7 +296,9 @@ def _sharded() -> ModuleType:
     return partition
 
 
-def _attach_over(lanes: Sequence[Communicator], settings: Options, table: ParameterTable, second: Any) -> Reducer:
+def _attach_over(
+    lanes: Sequence[Communicator], settings: Options, table: ParameterTable, second: SecondAverage | None
+) -> Reducer:
     """Create a Reducer over the communicators ``lanes`` on all ranks, or on none of them."""
     page = open_ready_page(lanes[0], table.on_gpu)
     try:

@@ -6,7 +6,6 @@ import logging
 import math
 import statistics
 import time
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -179,5 +178,6 @@ def _percent(part: float) -> str:
     return f"{100.0 * part:.3g} %"
 
 
-def _synchronize(x: torch.Tensor) -> Any:
-    return torch.cuda.synchronize(x.device) if x.is_cuda else None
+def _synchronize(x: torch.Tensor) -> None:
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)

@@ -8,7 +8,7 @@ import math
 import torch
 
 from pycomm.compression import Compression
-from pycomm.descriptions import size_text
+from pycomm.descriptions import rate_text, size_text
 from pycomm.errors import attempt
 from pycomm.tools.cli.plan.report import network_of, time_text
 from pycomm.tools.cli.table import print_table
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
             time_text(each.link),
             time_text(each.seconds()),
             f"{dense / each.seconds():.2f}",
-            _rate_text(each.break_even),
+            _break_even_text(each.break_even),
         ]
         for name, each in priced.items()
     ]
@@ -89,10 +89,9 @@ def verdict(priced: dict[str, Priced]) -> str:
     return text + ". Communication that backward would hide is counted in full."
 
 
-def _rate_text(bytes_per_second: float) -> str:
+def _break_even_text(bytes_per_second: float) -> str:
     if math.isnan(bytes_per_second):
         return ""
     if bytes_per_second in (0.0, math.inf):
         return "never" if bytes_per_second == 0.0 else "always"
-    bits = 8 * bytes_per_second
-    return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
+    return rate_text(bytes_per_second)
