@@ -23,8 +23,8 @@ from pycomm.tools.cli.plan.command import number
 from pycomm.tools.cli.table import print_table
 from pycomm.tools.cli.timing import duration, times
 from pycomm.torch_internals import PrefixStore
-from pycomm.training.cost.auto import Auto, cheapest
-from pycomm.training.cost.pricing import agreed, measure_link
+from pycomm.training.cost.auto import Auto, cheapest, measured
+from pycomm.training.cost.pricing import agreed
 
 _VARIABLES = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
 _BUCKET = 25 << 20  # bytes, as of attach's buckets
@@ -167,13 +167,10 @@ def _say_choice(
         f"averaging the gradients of {parameters / 1e6:,.4g} M float32 parameters takes {duration(factor * ours)} by "
         f"pycomm, {duration(factor * torchs)} by {dist.get_backend()} ({times(torchs / ours)}); backward() hides a part"
     )
-    costs = Auto().costs([torch.zeros(_SAMPLE, _SAMPLE, device=device)], communicator, device.type == "cuda")
-    for cost, local in zip(costs.values(), agreed(communicator, [each.local for each in costs.values()]), strict=True):
-        cost.local = local
-    scaled = {name: cost.scaled(_BUCKET / (4 * _SAMPLE**2)) for name, cost in costs.items()}
-    link = measure_link(communicator, device)
-    best = cheapest(scaled, link, None)
-    ratio = scaled["dense"].seconds(link) / scaled[best].seconds(link)
+    sample = torch.zeros(_SAMPLE, _SAMPLE, device=device)
+    costs, link, _ = measured(Auto(), [sample], _BUCKET / sample.nbytes, communicator, device)
+    best = cheapest(costs, link, None)
+    ratio = costs["dense"].seconds(link) / costs[best].seconds(link)
     gain = "no method is clearly faster" if best == "dense" else f"{ratio:.2f} times as fast as dense gradients"
     say(f'compression="auto" would choose {best}: {gain}')
 

@@ -99,14 +99,8 @@ class _LinkMonitor:
         factor = kind.num_bytes / sum(param.nbytes for param in sample)
         verdicts: list[str] = []
         while not kind.is_settled and self._spent + last < _SECONDS:
-            start = time.perf_counter()
-            costs = config.costs(sample, communicator, bucket.on_gpu)
-            link = measure_link(communicator, self._device)
-            *slowest, last = agreed(communicator, [*(c.local for c in costs.values()), time.perf_counter() - start])
+            scaled, link, last = measured(config, sample, factor, communicator, self._device)
             self._spent += last
-            for cost, local in zip(costs.values(), slowest, strict=True):
-                cost.local = local
-            scaled = {name: cost.scaled(factor) for name, cost in costs.items()}
             # The least time of work is what is left of it without the noise of other processes.
             for name, cost in kind.costs.items():
                 scaled[name].local = min(scaled[name].local, cost.local)
@@ -277,6 +271,23 @@ class AutoExchange:
 
 STATELESS: dict[str, Compression] = {"dense": NoCompression(), "fp16": FP16()}
 _MAKERS: dict[str, Callable[[Bucket, Communicator], Exchange]] = {name: m.make for name, m in STATELESS.items()}
+
+
+def measured(
+    config: Auto, sample: Sequence[torch.Tensor], factor: float, communicator: Communicator, device: torch.device
+) -> tuple[dict[str, Costs], MeasuredLink, float]:
+    """Return the slowest rank's costs of a bucket ``factor`` times as large as ``sample``, and the link. Collective.
+
+    Returns:
+        Costs by method, the link, and the seconds that measuring took.
+    """
+    start = time.perf_counter()
+    costs = config.costs(sample, communicator, device.type != "cpu")
+    link = measure_link(communicator, device)
+    *slowest, seconds = agreed(communicator, [*(c.local for c in costs.values()), time.perf_counter() - start])
+    for cost, local in zip(costs.values(), slowest, strict=True):
+        cost.local = local
+    return {name: cost.scaled(factor) for name, cost in costs.items()}, link, seconds
 
 
 def cheapest(costs: dict[str, Costs], link: MeasuredLink, current: str | None) -> str:
