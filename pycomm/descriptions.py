@@ -57,12 +57,6 @@ def size_text(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
-def rate_text(bytes_per_second: float) -> str:
-    """Write the rate of a link in bits per second, with three digits."""
-    bits = 8 * bytes_per_second
-    return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
-
-
 def tensors_text(tensors: Iterable[torch.Tensor]) -> str:
     """Return number and total size of parameters: "8 parameters of 11.2 MB"."""
     sizes = [tensor.nbytes for tensor in tensors]

@@ -7,32 +7,15 @@ first gradient of a pass, and when a bucket is complete.
 
 from __future__ import annotations
 
-from pycomm._native import (
-    FirstKinds,
-    GradientCounter,
-    GradientCounts,
-    PassGate,
-    addresses_of,
-    dropped_views,
-    grads_of,
-    hand_out_views,
-    handler_of,
-    references,
-    show_views,
-    trim_memory,
-)
-
-__all__ = [
-    "FirstKinds",
-    "GradientCounter",
-    "GradientCounts",
-    "PassGate",
-    "addresses_of",
-    "dropped_views",
-    "grads_of",
-    "hand_out_views",
-    "handler_of",
-    "references",
-    "show_views",
-    "trim_memory",
-]
+from pycomm._native import FirstKinds as FirstKinds
+from pycomm._native import GradientCounter as GradientCounter
+from pycomm._native import GradientCounts as GradientCounts
+from pycomm._native import PassGate as PassGate
+from pycomm._native import addresses_of as addresses_of
+from pycomm._native import dropped_views as dropped_views
+from pycomm._native import grads_of as grads_of
+from pycomm._native import hand_out_views as hand_out_views
+from pycomm._native import handler_of as handler_of
+from pycomm._native import references as references
+from pycomm._native import show_views as show_views
+from pycomm._native import trim_memory as trim_memory

@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 
 from pycomm.collectives.communicator import Communicator
-from pycomm.descriptions import counted, rate_text, size_text
+from pycomm.descriptions import counted, size_text
 from pycomm.tools.check.board import AbsentError, NoticeBoard, store_of_job
 from pycomm.tools.check.facts import Facts, Finding, facts_of, findings_of, hosts_of, with_distinct_hosts
 from pycomm.tools.check.links import HostLink, findings_of_links, links_of
 from pycomm.tools.cli.arguments import complain
 from pycomm.tools.cli.plan.command import number
 from pycomm.tools.cli.table import print_table
-from pycomm.tools.cli.timing import duration, times
+from pycomm.tools.cli.timing import duration, rate_text, times
 from pycomm.torch_internals import PrefixStore
 from pycomm.training.cost.auto import Auto, cheapest, measured
 from pycomm.training.cost.pricing import agreed

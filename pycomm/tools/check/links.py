@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pycomm.collectives.transport.authentication import family_of, join_address, socket_address, with_scope_of
-from pycomm.descriptions import rate_text
 from pycomm.tools.check.board import NoticeBoard
 from pycomm.tools.check.facts import Facts, Finding, hosts_of
+from pycomm.tools.cli.timing import rate_text
 
 _SECONDS = 3.0  # to connect, and for each answer
 _PINGS = 20

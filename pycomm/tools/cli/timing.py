@@ -64,3 +64,9 @@ def times(ratio: float) -> str:
     if ratio < 0.1:
         return f"{ratio:.2g}x"
     return f"{ratio:.{2 if ratio < 10 else 1 if ratio < 100 else 0}f}x"
+
+
+def rate_text(bytes_per_second: float) -> str:
+    """Write the rate of a link in bits per second, with three digits."""
+    bits = 8 * bytes_per_second
+    return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"

@@ -8,11 +8,11 @@ import math
 import torch
 
 from pycomm.compression import Compression
-from pycomm.descriptions import rate_text, size_text
+from pycomm.descriptions import size_text
 from pycomm.errors import attempt
 from pycomm.tools.cli.plan.report import network_of, time_text
 from pycomm.tools.cli.table import print_table
-from pycomm.tools.cli.timing import busy_note
+from pycomm.tools.cli.timing import busy_note, rate_text
 from pycomm.training.cost.planning import METHODS, Priced, price
 from pycomm.training.cost.pricing import CLEARLY_FASTER
 from pycomm.untrusted import one_line
