@@ -28,7 +28,7 @@ WORKING = """from types import SimpleNamespace
 
         import torch
         import torch.distributed as dist
-        from torch.library import Library
+        from torch import library as operators
 
         def all_reduce(tensor):
             dist.all_reduce(tensor)
@@ -38,7 +38,7 @@ WORKING = """from types import SimpleNamespace
             print("initialize", size, rank)
 
         global library
-        library = Library("deepspeed", "DEF")
+        library = operators.Library("deepspeed", "DEF")
         library.define("inference_all_reduce_(Tensor(a!) self) -> Tensor(a!)")
         library.impl("inference_all_reduce_", all_reduce, "CPU")
         return SimpleNamespace(initialize=initialize)
