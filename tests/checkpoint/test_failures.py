@@ -288,3 +288,18 @@ def test_a_forked_child_is_not_waited_for(one_rank_group: None, tmp_path: Path) 
                 os._exit(2)
             assert os.waitpid(pid, 0)[1] == 0
             pending.wait()
+
+
+@on_ranks(2)
+def test_no_file_for_errors_is_left(tmp_path: Path) -> None:
+    """Rank 0 publishes only when each rank has removed the file that it would have told of an error with."""
+    original = files.Reserve.remove
+
+    def remove(self: files.Reserve) -> None:
+        time.sleep(0.3 * dist.get_rank())
+        original(self)
+
+    with training("adamw", "topk") as run, patch.object(files.Reserve, "remove", remove):
+        saved = pycomm.save(tmp_path, run.reducer, **run.more).wait()
+    dist.barrier()
+    assert not list(saved.rglob("writing"))

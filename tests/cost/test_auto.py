@@ -189,18 +189,30 @@ def test_all_ranks_choose_alike(rank_pools: Pools) -> None:
     assert outcomes[0][0] == "Auto"
 
 
-def method_chosen(nap: float) -> tuple[str, float]:
-    """Return the method on a slow link, and its time over dense gradients', where PowerSGD sleeps before it sends."""
-    send = LowRankCodec.send
+class Clock:
+    """Clock that moves on by 1 ms whenever it is read, so that all work takes as long, on busy cores too."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1e-3
+        return self.now
+
+
+def method_chosen(delay: float) -> tuple[str, float]:
+    """Return the method on a slow link, and its time over dense gradients', where PowerSGD needs ``delay`` more."""
+    send, clock = LowRankCodec.send, Clock()
 
     def slowly(self: LowRankCodec, *arguments: Any) -> Any:
-        time.sleep(nap)
+        clock.now += delay
         return send(self, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(auto, "measure_link", ScriptedLinks([SLOW]))
         patch.setattr(LowRankCodec, "send", slowly)
-        patch.setattr(auto, "_SECONDS", 30.0)  # on busy cores two are not enough for three verdicts
+        for module in (auto, pricing):
+            patch.setattr(module, "time", clock)
         p = nn.Parameter(torch.zeros(500, 500))
         with attached(torch.optim.SGD([p], lr=0.1), [("p", p)], compression="auto") as reducer:
             (p * 2).sum().backward()

@@ -393,12 +393,12 @@ def _write(job: WriteJob) -> Path:
     try:
         indexes = {OWN: _index(job, mine, OWN, job.own), SHARED: _index(job, mine, SHARED, job.shared)}
         files.write_json(mine / "part.json", {**job.part, "indexes": indexes})
+        job.reserves[0].remove()  # which rank 0 waits for before it renames the directory
     except BaseException as error:
         job.fail(error)
         if job.rank == 0:
             _give_up(job, error)
         raise
-    job.reserves[0].remove()
     if job.rank != 0:
         try:
             return _await_verdict(job)
@@ -429,7 +429,7 @@ def _await_parts(job: WriteJob) -> None:
         for rank in sorted(missing):
             place = part_of(job.place, rank)
             lost = _fate(job, rank)
-            if (place / "part.json").exists():
+            if (place / "part.json").exists() and not (place / "writing").exists():
                 missing.discard(rank)
             elif (report := files.read_report(place / "failed")) is not None:
                 raise _error(job, rank, *report)
