@@ -28,13 +28,13 @@ inline void require_reducible(const Buffer& x, ReduceOp op, const char* name = "
                                    is_floating(x.dtype) ? "an integer" : "a floating", name, name_of(x.dtype)));
 }
 
-class SharedMemoryGroup;
+class Group;
 
 // The group whose method all_reduce `call` is; null if it is any other function.
-SharedMemoryGroup* group_of_all_reduce(pybind11::handle call);
+Group* group_of_all_reduce(pybind11::handle call);
 // Calls that method on a small array in CPU memory. It is called without pybind11's dispatcher, which takes as long as
 // all of a small operation, and holds the interpreter's lock until it waits.
-void all_reduce_small(SharedMemoryGroup& group, const Buffer& x, ReduceOp op, double timeout);
+void all_reduce_small(Group& group, const Buffer& x, ReduceOp op, double timeout);
 inline constexpr int64_t kSmallBytes = 64 << 10;
 
 // Requires that `whole` holds a part per rank.

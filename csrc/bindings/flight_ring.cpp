@@ -18,6 +18,7 @@
 #include "bindings/collectives.h"
 #include "bindings/glance.h"
 #include "bindings/reduce_op.h"
+#include "transport/group.h"
 
 namespace pycomm {
 
@@ -177,7 +178,7 @@ class FlightRing {
 struct Watched {
     std::shared_ptr<FlightRing> ring;
     py::object name, call, describe, failed;
-    SharedMemoryGroup* group;  // whose all_reduce `call` is; else null
+    Group* group;  // whose all_reduce `call` is; else null
     Py_ssize_t array, first_noted, end_noted;
     bool collective;
 };
@@ -354,7 +355,7 @@ py::object at_once(py::object function, py::object unfinished, double timeout) {
 py::object watch(std::shared_ptr<FlightRing> ring, py::object name, py::object call, Py_ssize_t array,
                  Py_ssize_t first_noted, Py_ssize_t end_noted, bool collective, py::object describe,
                  py::object failed) {
-    SharedMemoryGroup* group = group_of_all_reduce(call);
+    Group* group = group_of_all_reduce(call);
     return function_of(watched_method, Watched{std::move(ring), std::move(name), std::move(call), std::move(describe),
                                                std::move(failed), group, array, first_noted, end_noted, collective});
 }

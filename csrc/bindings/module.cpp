@@ -25,8 +25,10 @@ PYBIND11_MODULE(_native, module) {
     pycomm::bind_topk(module);
     pycomm::bind_unpack(module);
     pycomm::bind_transport(module);
-    pycomm::bind_shared_memory(module);
+    pycomm::bind_group(module);
     pycomm::bind_messages(module);
+    pycomm::bind_shared_memory(module);
+    pycomm::bind_tcp(module);
 #if defined(PYCOMM_CUDA_VERSION)
     pycomm::bind_nccl(module);
     pycomm::bind_streams(module);

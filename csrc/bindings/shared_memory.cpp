@@ -1,12 +1,10 @@
+// What only groups of one host have: memory that their ranks share.
 #include <pybind11/stl.h>
 
 #include "base/error.h"
 #include "bindings/arrays.h"
-#include "bindings/bindings.h"
-#include "bindings/collectives.h"
+#include "bindings/group.h"
 #include "bindings/reduce_op.h"
-#include "bindings/scalars.h"
-#include "execute/run.h"
 #include "transport/shared_memory/group.h"
 
 namespace pycomm {
@@ -74,55 +72,6 @@ std::unique_ptr<SharedMemoryGroup> make_group(int rank, const std::vector<int>& 
                                                &check_python_signals, std::move(names));
 }
 
-// Checks the arguments. If they are wrong, announces that to the other ranks of the group, then throws the error.
-template <class Look>
-auto look_at(SharedMemoryGroup& group, double timeout, Look&& look) {
-    try {
-        return look();
-    } catch (const std::exception& error) {
-        std::string reason = error.what();  // with the interpreter's lock, which it may need
-        py::gil_scoped_release release;
-        group.refuse(reason, timeout);
-        throw;
-    }
-}
-
-std::pair<Array, ReduceOp> look_at_reduction(SharedMemoryGroup& group, py::handle x, py::handle op_name,
-                                             double timeout) {
-    return look_at(group, timeout, [&] {
-        Array seen = as_array(x, "x", Access::kWrite);
-        require_host(seen, "x");
-        ReduceOp named = reduce_op_named(op_name);
-        require_reducible(seen.buffer, named);
-        return std::pair{std::move(seen), named};
-    });
-}
-
-void all_reduce(SharedMemoryGroup& group, py::handle x, py::handle op_name, double timeout) {
-    auto [array, op] = look_at_reduction(group, x, op_name, timeout);
-    py::gil_scoped_release release;
-    group.all_reduce(array.buffer, op, timeout);
-}
-
-// Holds the interpreter's lock until this thread waits: letting go of it takes longer than most small operations wait.
-class HeldUntilWait {
-   public:
-    HeldUntilWait() : outer_(current) { current = this; }
-    ~HeldUntilWait() { current = outer_; }
-    HeldUntilWait(const HeldUntilWait&) = delete;
-    HeldUntilWait& operator=(const HeldUntilWait&) = delete;
-
-    static void let_go() {
-        if (current != nullptr && !current->released_) current->released_.emplace();
-    }
-
-   private:
-    static thread_local HeldUntilWait* current;
-    HeldUntilWait* outer_;  // of the operation whose wait runs the signal handler that calls this one
-    std::optional<py::gil_scoped_release> released_;
-};
-thread_local HeldUntilWait* HeldUntilWait::current = nullptr;
-
 std::pair<int64_t, int64_t> own_share(SharedMemoryGroup& group, py::handle x) {
     const Array seen = as_array(x, "x", Access::kWrite);
     require_host(seen, "x");
@@ -148,99 +97,6 @@ float all_reduce_apart(SharedMemoryGroup& group, py::handle x, py::handle op_nam
     return group.all_reduce_apart(whole, own, op, timeout);
 }
 
-void reduce_to_one(SharedMemoryGroup& group, py::handle x, py::handle dst, py::handle op_name, double timeout) {
-    auto [array, op] = look_at_reduction(group, x, op_name, timeout);
-    const int root = look_at(group, timeout, [&] {
-        int64_t rank = as_integer(dst, "dst");
-        require_rank(rank, "dst", group.size());
-        return static_cast<int>(rank);
-    });
-    py::gil_scoped_release release;
-    group.reduce(array.buffer, root, op, timeout);
-}
-
-NamedProgram make_program(py::handle words, int rank, int size, std::string name, uint64_t digest) {
-    const Array seen = as_array(words, "words", Access::kRead);
-    if (seen.buffer.dtype != DType::kI64) throw ArgumentTypeError("words are not int64");
-    return {parse_program(static_cast<const int64_t*>(seen.buffer.data), seen.buffer.count, rank, size),
-            std::move(name), digest};
-}
-
-void run(SharedMemoryGroup& group, const NamedProgram& program, py::handle x, py::handle op_name, double timeout) {
-    look_at(group, timeout, [&] {
-        const Program& mine = program.program;
-        if (mine.rank == group.rank() && mine.size == group.size()) return;
-        throw ArgumentError(format("the program is for rank %d of %d, wanted one for rank %d of %d", mine.rank,
-                                   mine.size, group.rank(), group.size()));
-    });
-    auto [array, op] = look_at_reduction(group, x, op_name, timeout);
-    py::gil_scoped_release release;
-    run_program(group, program, array.buffer, op, timeout);
-}
-
-void reduce_scatter(SharedMemoryGroup& group, py::handle out, py::handle x, py::handle op_name, double timeout) {
-    auto [target, source, op] = look_at(group, timeout, [&] {
-        Array seen = as_array(out, "out", Access::kWrite);
-        Array read = as_array(x, "x", Access::kRead);
-        require_host(seen, "out");
-        require_host(read, "x");
-        ReduceOp named = reduce_op_named(op_name);
-        require_reducible(read.buffer, named);
-        require_ratio(read.buffer, "x", seen.buffer, "out", group.size());
-        require_apart(seen.buffer, read.buffer, group.rank(), group.size());
-        return std::tuple{std::move(seen), std::move(read), named};
-    });
-    py::gil_scoped_release release;
-    group.reduce_scatter(target.buffer, source.buffer, op, timeout);
-}
-
-// Two arrays whose elements are only moved; `check` sees both.
-template <class Check>
-std::pair<Array, Array> look_at_movement(SharedMemoryGroup& group, py::handle out, py::handle x, double timeout,
-                                         Check&& check) {
-    return look_at(group, timeout, [&] {
-        Array seen = as_movable(out, "out", Access::kWrite);
-        Array read = as_movable(x, "x", Access::kRead);
-        require_host(seen, "out");
-        require_host(read, "x");
-        check(seen, read);
-        require_apart(seen.buffer, read.buffer, group.rank(), group.size());
-        return std::pair{std::move(seen), std::move(read)};
-    });
-}
-
-void all_gather(SharedMemoryGroup& group, py::handle out, py::handle x, double timeout) {
-    auto [target, source] = look_at_movement(group, out, x, timeout, [&](const Array& seen, const Array& read) {
-        require_ratio(seen.buffer, "out", read.buffer, "x", group.size());
-    });
-    py::gil_scoped_release release;
-    group.all_gather(target.buffer, source.buffer, timeout);
-}
-
-void all_to_all(SharedMemoryGroup& group, py::handle out, py::handle x, double timeout) {
-    auto [target, source] = look_at_movement(group, out, x, timeout, [&](const Array& seen, const Array& read) {
-        require_ratio(seen.buffer, "out", read.buffer, "x", 1);
-        const int64_t elements = read.buffer.count / read.unit;
-        if (elements % group.size() == 0) return;
-        throw ArgumentError(format("x has %lld elements, wanted a multiple of the %d ranks",
-                                   static_cast<long long>(elements), group.size()));
-    });
-    py::gil_scoped_release release;
-    group.all_to_all(target.buffer, source.buffer, timeout);
-}
-
-void all_to_all_v(SharedMemoryGroup& group, py::handle outs, py::handle xs, double timeout) {
-    auto [targets, sources] = look_at(group, timeout, [&] {
-        std::vector<Array> seen = as_parts(outs, "outs", Access::kWrite, group.size());
-        std::vector<Array> read = as_parts(xs, "xs", Access::kRead, group.size());
-        require_apart(buffers_of(seen), buffers_of(read), group.rank());
-        return std::pair{std::move(seen), std::move(read)};
-    });
-    const std::vector<Buffer> to = buffers_of(targets), from = buffers_of(sources);
-    py::gil_scoped_release release;
-    group.all_to_all_v(to, from, timeout);
-}
-
 // pieces: None if all of this rank's input is in xs.
 float reduce_scatter_apart(SharedMemoryGroup& group, py::handle out, py::handle xs, py::handle op_name,
                            py::handle pieces, double timeout) {
@@ -262,68 +118,25 @@ float reduce_scatter_apart(SharedMemoryGroup& group, py::handle out, py::handle 
     });
     const std::vector<Buffer> from = buffers_of(sources), parts = buffers_of(own);
     py::gil_scoped_release release;
-    return group.reduce_scatter_v(target.buffer, from, op, timeout, parts);
-}
-
-void reduce_scatter_v(SharedMemoryGroup& group, py::handle out, py::handle xs, py::handle op_name, double timeout) {
-    reduce_scatter_apart(group, out, xs, op_name, py::none(), timeout);
-}
-
-void broadcast(SharedMemoryGroup& group, py::handle x, py::handle src, double timeout) {
-    auto [array, root] = look_at(group, timeout, [&] {
-        Array seen = as_movable(x, "x", Access::kWrite);
-        require_host(seen, "x");
-        int64_t rank = as_integer(src, "src");
-        require_rank(rank, "src", group.size());
-        return std::pair{std::move(seen), static_cast<int>(rank)};
-    });
-    py::gil_scoped_release release;
-    group.broadcast(array.buffer, root, timeout);
+    return group.reduce_scatter_apart(target.buffer, from, op, timeout, parts);
 }
 
 }  // namespace
 
-SharedMemoryGroup* group_of_all_reduce(py::handle call) {
-    const py::object group = py::getattr(call, "__self__", py::none());
-    const bool is_it = py::isinstance<SharedMemoryGroup>(group) && call.equal(group.attr("all_reduce"));
-    return is_it ? group.cast<SharedMemoryGroup*>() : nullptr;
-}
-
-void all_reduce_small(SharedMemoryGroup& group, const Buffer& x, ReduceOp op, double timeout) {
-    const HeldUntilWait held;
-    group.all_reduce(x, op, timeout);
-}
-
 void bind_shared_memory(py::module_& module) {
-    before_long_wait = &HeldUntilWait::let_go;
     module.def("shared_file_bytes", &shared_file_bytes, py::arg("size"));
     py::class_<Block>(module, "Block", py::buffer_protocol())
         .def("map_over", &Block::map_over, py::arg("address"))
         .def_buffer(&Block::info);
     py::class_<PeerMemory>(module, "PeerMemory", py::buffer_protocol()).def_buffer(&PeerMemory::info);
-    py::class_<NamedProgram>(module, "Program")
-        .def(py::init(&make_program), py::arg("words"), py::arg("rank"), py::arg("size"), py::arg("name"),
-             py::arg("digest"));
-    py::class_<SharedMemoryGroup>(module, "SharedMemoryGroup")
+    py::class_<SharedMemoryGroup, Group>(module, "SharedMemoryGroup")
         .def(py::init(&make_group), py::arg("rank"), py::arg("memory"), py::arg("sockets"), py::arg("file_bytes"),
              py::arg("names") = std::vector<int>())
-        .def("all_reduce", &all_reduce, py::arg("x"), py::arg("op"), py::arg("timeout"))
         .def("own_share", &own_share, py::arg("x"))
         .def("all_reduce_apart", &all_reduce_apart, py::arg("x"), py::arg("op"), py::arg("begin"), py::arg("pieces"),
              py::arg("timeout"))
-        .def("run", &run, py::arg("program"), py::arg("x"), py::arg("op"), py::arg("timeout"))
-        .def("reduce_scatter", &reduce_scatter, py::arg("out"), py::arg("x"), py::arg("op"), py::arg("timeout"))
-        .def("all_gather", &all_gather, py::arg("out"), py::arg("x"), py::arg("timeout"))
-        .def("all_to_all", &all_to_all, py::arg("out"), py::arg("x"), py::arg("timeout"))
-        .def("reduce", &reduce_to_one, py::arg("x"), py::arg("dst"), py::arg("op"), py::arg("timeout"))
-        .def("all_to_all_v", &all_to_all_v, py::arg("outs"), py::arg("xs"), py::arg("timeout"))
-        .def("reduce_scatter_v", &reduce_scatter_v, py::arg("out"), py::arg("xs"), py::arg("op"), py::arg("timeout"))
         .def("reduce_scatter_apart", &reduce_scatter_apart, py::arg("out"), py::arg("xs"), py::arg("op"),
              py::arg("pieces"), py::arg("timeout"))
-        .def("broadcast", &broadcast, py::arg("x"), py::arg("src"), py::arg("timeout"))
-        .def("barrier", &SharedMemoryGroup::barrier, py::arg("timeout"), py::call_guard<py::gil_scoped_release>())
-        .def("refuse", &SharedMemoryGroup::refuse, py::arg("reason"), py::arg("timeout"),
-             py::call_guard<py::gil_scoped_release>())
         .def(
             "allocate",
             [](SharedMemoryGroup& group, int64_t num_bytes) {
@@ -344,8 +157,7 @@ void bind_shared_memory(py::module_& module) {
                 return std::make_unique<PeerMemory>(group.mapping(rank), offset, num_bytes);
             },
             py::arg("rank"), py::arg("offset"), py::arg("num_bytes"))
-        .def("give_up_stopped_after", &SharedMemoryGroup::give_up_stopped_after, py::arg("seconds"))
-        .def("close", &SharedMemoryGroup::close, py::arg("why"), py::call_guard<py::gil_scoped_release>());
+        .def("give_up_stopped_after", &SharedMemoryGroup::give_up_stopped_after, py::arg("seconds"));
 }
 
 }  // namespace pycomm

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 namespace pycomm {
@@ -12,7 +13,7 @@ namespace pycomm {
 struct Send {
     int peer;
     int64_t chunk, count;
-    // A message of the same round changes these chunks: the peer reads them from the shadow (see run.h).
+    // A message of the same round changes these chunks: the peer reads them from the shadow (see run.cpp).
     bool conflict;
     // The shadow must be written for this send; otherwise an earlier message of the same round has written it.
     bool fresh;
@@ -40,6 +41,12 @@ struct Program {
     int64_t border(int64_t c, int64_t count) const {
         return static_cast<int64_t>(static_cast<__int128>(count) * c / num_chunks);
     }
+};
+
+struct NamedProgram {
+    Program program;
+    std::string name;  // for errors
+    uint64_t digest;   // of the whole table: equal on all ranks
 };
 
 // {num_chunks, sends, receives, then 7 numbers for each send and 7 for each receive, in the order of the fields}.

@@ -1,5 +1,18 @@
-#include "execute/run.h"
-
+// Runs programs over shared memory.
+//
+// Nothing is sent: the receiver reads a message from the sender's memory and adds it to its own in the same pass. The
+// sender only says how far it may read. Where the sender's chunks lie:
+//   in place     in x itself, if x is in the arena and no message of the same round changes them.
+//   the shadow   otherwise: an array in the arena as long as x, to which the sender copies them first.
+// Messages move in segments, so that a chunk is passed on before its end has arrived, and while it is still in a cache.
+// Each rank handles its sends in order, and its receives in order; sends and receives wait for each other only where
+// one changes what the other reads.
+//
+// It cannot deadlock. Of all messages that are not done, take the first one in the table: all messages that its two
+// ranks handle before it are done. Its sender waits only for receives of earlier rounds and for earlier messages to be
+// taken, all of which is done. Its receiver waits for messages of earlier rounds to be taken, which is done, and for
+// its own messages of this round to be copied to the shadow. Those copies wait only for receives of earlier rounds and
+// for messages of earlier rounds to be taken. So the message can move.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -7,6 +20,7 @@
 
 #include "base/error.h"
 #include "base/parallel.h"
+#include "execute/program.h"
 #include "kernels/cpu/loops/loops.h"
 #include "kernels/reduce.h"
 #include "transport/shared_memory/call.h"
@@ -234,11 +248,11 @@ class Run {
 
 }  // namespace
 
-void run_program(SharedMemoryGroup& group, const NamedProgram& named, const Buffer& x, ReduceOp op, double timeout) {
+void SharedMemoryGroup::run(const NamedProgram& named, const Buffer& x, ReduceOp op, double timeout) {
     std::optional<Working> working;  // outlives the call, until whose end peers may read it
-    Call call(group, "all_reduce", timeout);
+    Call call(*this, "all_reduce", timeout);
     try {
-        working.emplace(group, named.program, x, op);
+        working.emplace(*this, named.program, x, op);
     } catch (const std::exception& shortage) {
         call.refuse(shortage.what());
         throw;
@@ -256,7 +270,7 @@ void run_program(SharedMemoryGroup& group, const NamedProgram& named, const Buff
     call.begin_messages();
     Run(call, named.program, *working, op).finish();
     call.end_messages();
-    if (op == ReduceOp::kMean) convert(x, array, 1.0 / group.size());
+    if (op == ReduceOp::kMean) convert(x, array, 1.0 / size_);
 }
 
 }  // namespace pycomm

@@ -238,7 +238,7 @@ def go_on(begun: float, seconds: float) -> bool:
     return bool(flag)
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "torch"])
+@pytest.mark.parametrize("transport", ["shared_memory", "tcp", "torch"])
 @on_ranks(2, 3, timeout=math.ceil(SECONDS) + 60.0)
 def test_whatever_is_done_gloo_would_have_left_the_same(transport: str) -> None:
     begun, number = time.monotonic(), 0

@@ -19,7 +19,7 @@ KINDS = {
 """The exit codes that a victim of each kind ends with."""
 
 WORKLOADS = ("raw", "attach")
-TRANSPORTS = ("shared_memory", "torch")
+TRANSPORTS = ("shared_memory", "tcp", "torch")
 _TABLE = tuple(product(KINDS, WORKLOADS, TRANSPORTS))
 _SHORT = (
     ("kill", "raw", "shared_memory"),

@@ -60,7 +60,7 @@ def group_in(content: dict[str, Any], communicator: pycomm.Communicator) -> dict
     return dict(group)
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "torch"])
+@pytest.mark.parametrize("transport", ["shared_memory", "tcp", "torch"])
 @on_ranks(2)
 def test_operations_are_noted_with_the_lines_that_called_them(transport: str) -> None:
     with pycomm.Communicator(transport=transport) as c:
@@ -345,7 +345,7 @@ def test_files_in_a_folder_that_was_named_stay(tmp_path: Path, monkeypatch: pyte
     assert len(list(tmp_path.iterdir())) == 141
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "torch"])
+@pytest.mark.parametrize("transport", ["shared_memory", "tcp", "torch"])
 @on_ranks(2)
 def test_a_communicator_that_is_dropped_is_forgotten(transport: str) -> None:
     made = pycomm.Communicator(transport=transport)

@@ -132,7 +132,7 @@ def one_of_them(how: str) -> None:
             run()
 
 
-@pytest.mark.parametrize("how", ["shared_memory", "torch"])
+@pytest.mark.parametrize("how", ["shared_memory", "tcp", "torch"])
 @on_ranks(2, fresh=True)
 def test_two_steps_on_one_rank(how: str) -> None:
     one_of_them(how)
@@ -406,7 +406,7 @@ def leave_with(how: str) -> None:
     reducer.detach()
 
 
-@pytest.mark.parametrize("how", ["shared_memory", "torch"])
+@pytest.mark.parametrize("how", ["shared_memory", "tcp", "torch"])
 def test_a_rank_that_detaches_is_named_at_once(how: str, new_ranks: Any) -> None:
     ranks: RankPool = new_ranks(2)
     ranks.run(leave_with, how)

@@ -24,7 +24,7 @@ from tests.transport import fuzz_rank
 from tests.transport.fuzz_cases import draw
 from tests.transport.fuzz_oracle import Report, judge, label
 
-GROUPS = [(size, transport) for size in (2, 3) for transport in ("shared_memory", "torch")]
+GROUPS = [(size, transport) for size in (2, 3) for transport in ("shared_memory", "tcp", "torch")]
 TIMEOUT = 20.0
 PATIENCE = 3.0  # seconds that a rank may be left alone by the others before they are told to leave
 _PROGRESS = 5.0

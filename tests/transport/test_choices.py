@@ -40,7 +40,7 @@ def with_network(network: schedule.Network | None, transport: str) -> list[str]:
         return [chosen(communicator, n) for n in (1, 1_000_000)]
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "torch"])
+@pytest.mark.parametrize("transport", ["shared_memory", "tcp", "torch"])
 def test_auto(two_ranks: RankPool, transport: str) -> None:
     def run(mine: schedule.Network | None, other: schedule.Network | None) -> list[str]:
         first, second = two_ranks.run(with_network, PerRank([mine, other]), transport)

@@ -15,7 +15,7 @@ from pycomm.kernels import arrays
 from tests.on_ranks import Pools, on_ranks
 
 DTYPES = tuple(getattr(torch, name) for name in arrays.DTYPES)
-TRANSPORTS = ["shared_memory", "torch"]
+TRANSPORTS = ["shared_memory", "tcp", "torch"]
 
 
 def sizes_for(num_ranks: int) -> list[int]:

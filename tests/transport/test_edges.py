@@ -25,7 +25,7 @@ from pycomm.worker import Worker
 from tests.on_ranks import Pools, on_ranks
 from tests.ranks import RankPool
 
-TRANSPORTS = ["shared_memory", "torch"]
+TRANSPORTS = ["shared_memory", "tcp", "torch"]
 
 
 def wait_for(work: Any) -> None:

@@ -13,7 +13,7 @@ from tests.transport.fuzz_cases import WRITTEN, Case, Plan
 from tests.transport.fuzz_flaws import FEWEST, FLAWS
 from tests.transport.fuzz_oracle import judge
 
-TRANSPORTS = ["shared_memory", "torch"]
+TRANSPORTS = ["shared_memory", "tcp", "torch"]
 
 
 def case_with(flaw: str, operation: str, transport: str) -> Case:

@@ -12,7 +12,7 @@ import torch
 from pycomm import CommError, Communicator
 from tests.on_ranks import on_ranks
 
-TRANSPORTS = ["shared_memory", "torch"]
+TRANSPORTS = ["shared_memory", "tcp", "torch"]
 
 
 def fork(job: Callable[[], object]) -> int:

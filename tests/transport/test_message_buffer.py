@@ -15,7 +15,7 @@ from pycomm.collectives.transport.shared_memory import SharedMemoryTransport
 from tests.on_ranks import on_ranks
 
 TIMEOUT = 30.0
-TRANSPORTS = ["shared_memory", "torch"]
+TRANSPORTS = ["shared_memory", "tcp", "torch"]
 each_transport = pytest.mark.parametrize("transport", TRANSPORTS)
 
 

@@ -136,7 +136,7 @@ def test_a_death_ends_a_wait_that_has_begun() -> None:
     communicator.close()
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "torch"])
+@pytest.mark.parametrize("transport", ["shared_memory", "tcp", "torch"])
 @on_ranks(2)
 def test_who_closes_early_is_received_by_who_comes_late(transport: str) -> None:
     communicator = Communicator(timeout=TIMEOUT, transport=transport)
@@ -151,7 +151,7 @@ def test_who_closes_early_is_received_by_who_comes_late(transport: str) -> None:
     communicator.close()
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "torch"])
+@pytest.mark.parametrize("transport", ["shared_memory", "tcp", "torch"])
 @on_ranks(2, timeout=20)
 def test_closing_waits_for_nobody_who_is_gone_and_not_for_ever(transport: str) -> None:
     communicator = Communicator(timeout=TIMEOUT, transport=transport)
@@ -207,7 +207,7 @@ def test_a_timeout_says_whom_it_waited_for_and_breaks_nothing() -> None:
     communicator.close()
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "torch"])
+@pytest.mark.parametrize("transport", ["shared_memory", "tcp", "torch"])
 @on_ranks(2, 3)
 def test_closing_ends_the_waits_of_other_threads(transport: str) -> None:
     """For messages of one rank and of any, and for a collective to which the others do not come."""

@@ -15,7 +15,7 @@ from pycomm import CommError, Communicator
 from pycomm.collectives.transport.base import Transport
 from tests.on_ranks import on_ranks
 
-TRANSPORTS = ["shared_memory", "torch"]
+TRANSPORTS = ["shared_memory", "tcp", "torch"]
 TIMEOUT = 30.0
 each_transport = pytest.mark.parametrize("transport", TRANSPORTS)
 

@@ -17,7 +17,7 @@ from pycomm import Communicator
 from tests.on_ranks import on_ranks
 from tests.ranks import PerRank, RankPool
 
-TRANSPORTS = ["shared_memory", "torch"]
+TRANSPORTS = ["shared_memory", "tcp", "torch"]
 
 
 def call(communicator: Communicator, name: str) -> None:

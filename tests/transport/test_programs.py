@@ -33,7 +33,7 @@ Edge = tuple[int, int, int, int, int]  # src, dst, first chunk, count, op
 Rounds = list[list[Edge]]
 Listed = tuple[int, int, Rounds]  # ranks, chunks and rounds
 
-TRANSPORTS = ["shared_memory", "torch"]
+TRANSPORTS = ["shared_memory", "tcp", "torch"]
 SIZES = (0, 1, 7, 1_000, 400_000)  # of int32: in the end several segments a chunk
 
 

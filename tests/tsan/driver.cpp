@@ -10,7 +10,7 @@
 #include <cstdlib>
 #include <map>
 
-#include "execute/run.h"
+#include "execute/program.h"
 
 namespace {
 
@@ -191,7 +191,7 @@ void schedules(SharedMemoryGroup& group, const Programs& programs, int64_t count
     for (const auto& [name, of_ranks] : programs) {
         for (int round = 0; round < rounds; ++round) {
             x.fill(static_cast<float>(group.rank() + 1));
-            run_program(group, of_ranks[static_cast<size_t>(group.rank())], x.buffer(), ReduceOp::kSum, kTimeout);
+            group.run(of_ranks[static_cast<size_t>(group.rank())], x.buffer(), ReduceOp::kSum, kTimeout);
             x.require_all(sum, "a schedule");
         }
     }

@@ -16,7 +16,7 @@
 #include <mutex>
 
 #include "base/descriptor.h"
-#include "transport/shared_memory/at_fork.h"
+#include "transport/at_fork.h"
 
 namespace pycomm {
 

@@ -6,7 +6,7 @@
 
 #include "base/time.h"
 #include "transport/process.h"
-#include "transport/shared_memory/texts.h"
+#include "transport/texts.h"
 
 namespace pycomm {
 namespace {
@@ -14,14 +14,12 @@ namespace {
 constexpr float kMostSlack = 1e9f;
 constexpr double kSlackWeight = 0.25;  // of the latest wait
 
+// The fields of this transport included.
 bool is_possible(const Operation& operation, int size, int64_t file_bytes) {
-    if (operation.kind > Kind::kReduceScatterV || static_cast<int>(operation.dtype) >= kNumDTypes) return false;
-    if (static_cast<int>(operation.op) >= kNumReduceOps || operation.count < 0) return false;
+    if (!is_possible(operation, size)) return false;
     if (operation.is_apart != 0 && (operation.is_apart != 1 || operation.offset < 0)) return false;
     if (operation.staging < 0 || operation.staging >= kNumStagings) return false;
     if (!(operation.slack >= -1.0f && operation.slack <= kMostSlack)) return false;  // also rejects NaN
-    const bool has_root = operation.kind == Kind::kBroadcast || operation.kind == Kind::kReduce;
-    if (has_root && (operation.root < 0 || operation.root >= size)) return false;
     const int64_t width = operation.array_width();
     auto lies_in_arena = [&](int64_t offset) {
         if (offset == -1) return true;

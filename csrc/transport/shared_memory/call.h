@@ -6,50 +6,13 @@
 
 #include "base/error.h"
 #include "transport/memory.h"
+#include "transport/operation.h"
 #include "transport/shared_memory/group.h"
 #include "transport/shared_memory/message_layout.h"
 #include "transport/shared_memory/shares.h"
 #include "transport/shared_memory/staging.h"
 
 namespace pycomm {
-
-enum class Kind : uint8_t {
-    kAllReduce,
-    kReduceScatter,
-    kAllGather,
-    kBroadcast,
-    kBarrier,
-    kRefused,
-    kProgram,
-    kAllToAll,
-    kReduce,
-    kAllToAllV,
-    kReduceScatterV
-};
-
-// An announcement. Everything before `offset` must agree on all ranks.
-struct Operation {
-    Kind kind;
-    DType dtype = DType::kU8;
-    ReduceOp op = ReduceOp::kSum;
-    uint8_t tag = 0;  // see Buffer
-    int32_t root = 0;
-    int64_t count = 0;      // of the elements of x
-    uint64_t schedule = 0;  // for kProgram: digest of the schedule, equal on all ranks
-    int64_t offset = -1;    // of x in the announcing rank's file; -1: x lies elsewhere
-    int64_t shadow = -1;    // for kProgram: offset of the array's shadow, see execute/run.h
-    int16_t staging = 0;    // how to stage; all ranks follow rank 0: see staging.h
-    int16_t is_apart = 0;   // 1: this rank's input for its own share lies outside x
-    float slack = -1.0f;    // this rank's usual wait for others, in seconds; -1: ranks outnumber cores, see shares.h
-
-    // Bytes per element of the arrays at `offset` and `shadow`. A program computes means of half types in float.
-    int64_t array_width() const {
-        bool widened = kind == Kind::kProgram && op == ReduceOp::kMean && size_of(dtype) == 2;
-        return widened ? size_of(DType::kF32) : size_of(dtype);
-    }
-    bool agrees_with(const Operation& other) const { return std::memcmp(this, &other, 24) == 0; }
-};
-static_assert(sizeof(Operation) == 48);
 
 // The first bytes of every rank's file.
 struct Control {

@@ -10,7 +10,7 @@
 #include "transport/process.h"
 #include "transport/shared_memory/call.h"
 #include "transport/shared_memory/messages.h"
-#include "transport/shared_memory/texts.h"
+#include "transport/texts.h"
 
 namespace pycomm {
 namespace {

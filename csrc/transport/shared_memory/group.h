@@ -36,9 +36,9 @@
 #include "base/buffer.h"
 #include "base/descriptor.h"
 #include "base/parallel.h"
-#include "kernels/reduce_op.h"
+#include "transport/at_fork.h"
+#include "transport/group.h"
 #include "transport/shared_memory/arena.h"
-#include "transport/shared_memory/at_fork.h"
 #include "transport/shared_memory/staging.h"
 #include "transport/shared_memory/wait.h"
 
@@ -55,7 +55,7 @@ struct OwnPart {
     int64_t count() const;
 };
 
-class SharedMemoryGroup final : private ForkAware {
+class SharedMemoryGroup final : public Group, private ForkAware {
    public:
     // peers[p]: the file of rank p; sockets[p]: connected to rank p; both are empty at [rank]. check_signals() is
     // called from time to time by a waiting thread; if it throws, the operation ends with that exception. names[p]: the
@@ -63,15 +63,25 @@ class SharedMemoryGroup final : private ForkAware {
     SharedMemoryGroup(int rank, std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<Mapping>> peers,
                       std::vector<Descriptor> sockets, std::function<void()> check_signals,
                       std::vector<int> names = {});
-    ~SharedMemoryGroup();
+    ~SharedMemoryGroup() override;
     SharedMemoryGroup(const SharedMemoryGroup&) = delete;
     SharedMemoryGroup& operator=(const SharedMemoryGroup&) = delete;
 
-    int rank() const { return rank_; }
-    int size() const { return size_; }
+    int rank() const override { return rank_; }
+    int size() const override { return size_; }
 
-    // In place. timeout in seconds, for every wait inside.
-    void all_reduce(const Buffer& x, ReduceOp op, double timeout);
+    void all_reduce(const Buffer& x, ReduceOp op, double timeout) override;
+    void run(const NamedProgram& program, const Buffer& x, ReduceOp op, double timeout) override;
+    void reduce(const Buffer& x, int root, ReduceOp op, double timeout) override;
+    void reduce_scatter(const Buffer& out, const Buffer& x, ReduceOp op, double timeout) override;
+    void all_gather(const Buffer& out, const Buffer& x, double timeout) override;
+    void all_to_all(const Buffer& out, const Buffer& x, double timeout) override;
+    void all_to_all_v(const std::vector<Buffer>& outs, const std::vector<Buffer>& xs, double timeout) override;
+    void reduce_scatter_v(const Buffer& out, const std::vector<Buffer>& xs, ReduceOp op, double timeout) override;
+    void broadcast(const Buffer& x, int root, double timeout) override;
+    void barrier(double timeout) override;
+    void refuse(const std::string& reason, double timeout) override;
+
     // Returns the elements that this rank will reduce itself in the next all_reduce of an array like x (floats, in the
     // arena on every rank). No other rank reads this rank's input for those elements, so it may stay outside the array.
     // Empty if that does not pay.
@@ -79,30 +89,18 @@ class SharedMemoryGroup final : private ForkAware {
     // all_reduce with this rank's own part outside the array. Returns the largest magnitude in the own parts of all
     // ranks, NaN if any is NaN: a caller that packs arrays has checked only what it packed.
     float all_reduce_apart(const Buffer& x, const OwnPart& own, ReduceOp op, double timeout);
-    // Writes the reduction of all ranks' x into rank `root`'s x; the other ranks' x stay unchanged.
-    void reduce(const Buffer& x, int root, ReduceOp op, double timeout);
-    // out: part `rank` of the reduction of x; x.count == size * out.count.
-    void reduce_scatter(const Buffer& out, const Buffer& x, ReduceOp op, double timeout);
-    // out: the x of all ranks, in order; out.count == size * x.count.
-    void all_gather(const Buffer& out, const Buffer& x, double timeout);
-    // Cuts x into one part per rank: part p becomes part `rank` of rank p's out.
-    void all_to_all(const Buffer& out, const Buffer& x, double timeout);
-    // One array for each rank, of any type and length: xs[p] goes to rank p, outs[p] comes from it. Several of xs may
-    // be the same array. Throws ArgumentError on every rank if an array and its destination differ in length.
-    void all_to_all_v(const std::vector<Buffer>& outs, const std::vector<Buffer>& xs, double timeout);
-    // out: the reduction of all ranks' xs[rank]. Lengths may differ from rank to rank; errors as for all_to_all_v. If
-    // there are `pieces`, consecutive, they take the place of this rank's xs[rank], which must be `out`; they lie in
-    // `out` only at their own place. Returns the largest magnitude in the pieces that lie elsewhere, NaN if any is NaN.
-    float reduce_scatter_v(const Buffer& out, const std::vector<Buffer>& xs, ReduceOp op, double timeout,
-                           const std::vector<Buffer>& pieces = {});
-    void broadcast(const Buffer& x, int root, double timeout);
-    void barrier(double timeout);
-    // Stands in for an operation that this rank cannot join because its arguments are wrong: the others get an
-    // ArgumentError that quotes `reason`. Does not wait for them; the next operation does.
-    void refuse(const std::string& reason, double timeout);
+    // reduce_scatter_v where `pieces`, consecutive, take the place of this rank's xs[rank], which must be `out`; they
+    // lie in `out` only at their own place. Returns the largest magnitude in the pieces that lie elsewhere, NaN if any
+    // is NaN. Without pieces: reduce_scatter_v.
+    float reduce_scatter_apart(const Buffer& out, const std::vector<Buffer>& xs, ReduceOp op, double timeout,
+                               const std::vector<Buffer>& pieces);
 
-    // Messages between two ranks, which need not take part in collectives at the same time.
-    Messages& messages() { return *messages_; }
+    void send(const Buffer& x, int64_t width, int dst, int64_t tag, double timeout) override;
+    std::unique_ptr<PostedReceive> post_receive(const Buffer& x, int64_t width, int src, int64_t tag,
+                                                std::shared_ptr<void> keeper) override;
+    int64_t buffer_limit() override;
+    void set_buffer_limit(int64_t num_bytes) override;
+    int64_t buffered_bytes() override;
 
     // Makes an operation fail once it has seen a peer's process stopped for `seconds`; by default it fails only at its
     // timeout.
@@ -114,10 +112,7 @@ class SharedMemoryGroup final : private ForkAware {
     // The file of rank p, which may be this rank. The mapping stays valid after the group is closed.
     std::shared_ptr<Mapping> mapping(int p) const;
 
-    // Idempotent. Peers that wait for this rank, now or later, get a CommFailure that quotes `why`. Called from within
-    // an operation of the same thread (check_signals() runs signal handlers), it makes that operation fail and takes
-    // effect at its end.
-    void close(const std::string& why);
+    void close(const std::string& why) override;
 
    private:
     friend class Call;

@@ -38,8 +38,6 @@ using FirstEnvelope = std::atomic<int64_t>;
 static_assert(FirstEnvelope::is_always_lock_free);
 
 inline constexpr int64_t kEnvelopeAlign = alignof(Envelope);
-// End of the range of tags: other transports send tags as 32 bits and use some themselves.
-inline constexpr int64_t kTagEnd = int64_t{1} << 30;
 
 // Bytes of the part that a group of `size` ranks needs of every file.
 inline int64_t post_office_bytes(int size) {

@@ -5,7 +5,7 @@
 #include "base/time.h"
 #include "transport/process.h"
 #include "transport/shared_memory/call.h"
-#include "transport/shared_memory/texts.h"
+#include "transport/texts.h"
 
 namespace pycomm {
 

@@ -15,6 +15,18 @@ namespace {
 
 constexpr int64_t kMessagePieceBytes = 64 << 10;  // small enough to pass through a cache that sender and receiver share
 
+class Posted final : public PostedReceive {
+   public:
+    Posted(Messages& messages, ReceiptPtr receipt) : messages_(messages), receipt_(std::move(receipt)) {}
+    int wait(double timeout) override { return messages_.wait(receipt_, timeout); }
+    bool is_completed() override { return messages_.is_completed(receipt_); }
+    bool cancel() override { return messages_.cancel(receipt_); }
+
+   private:
+    Messages& messages_;
+    ReceiptPtr receipt_;
+};
+
 }  // namespace
 
 // Marks a thread as inside an operation. close() waits for its end; signal handlers must not begin another one within
@@ -197,5 +209,20 @@ void Messages::publish_awaited() {
     awaited_ = awaited;
     office(group_.rank_).awaited.store(awaited, std::memory_order_relaxed);
 }
+
+void SharedMemoryGroup::send(const Buffer& x, int64_t width, int dst, int64_t tag, double timeout) {
+    messages_->send(x, width, dst, tag, timeout);
+}
+
+std::unique_ptr<PostedReceive> SharedMemoryGroup::post_receive(const Buffer& x, int64_t width, int src, int64_t tag,
+                                                               std::shared_ptr<void> keeper) {
+    return std::make_unique<Posted>(*messages_, messages_->post_receive(x, width, src, tag, std::move(keeper)));
+}
+
+int64_t SharedMemoryGroup::buffer_limit() { return messages_->buffer_limit(); }
+
+void SharedMemoryGroup::set_buffer_limit(int64_t num_bytes) { messages_->set_buffer_limit(num_bytes); }
+
+int64_t SharedMemoryGroup::buffered_bytes() { return messages_->buffered_bytes(); }
 
 }  // namespace pycomm

@@ -160,8 +160,13 @@ void SharedMemoryGroup::all_to_all_v(const std::vector<Buffer>& outs, const std:
     });
 }
 
-float SharedMemoryGroup::reduce_scatter_v(const Buffer& out, const std::vector<Buffer>& xs, ReduceOp op, double timeout,
-                                          const std::vector<Buffer>& pieces) {
+void SharedMemoryGroup::reduce_scatter_v(const Buffer& out, const std::vector<Buffer>& xs, ReduceOp op,
+                                         double timeout) {
+    reduce_scatter_apart(out, xs, op, timeout, {});
+}
+
+float SharedMemoryGroup::reduce_scatter_apart(const Buffer& out, const std::vector<Buffer>& xs, ReduceOp op,
+                                              double timeout, const std::vector<Buffer>& pieces) {
     Call call(*this, "reduce_scatter_v", timeout);
     Parts parts(call, *this, xs, std::vector<int64_t>(xs.size(), out.num_bytes()));
     call.announce({.kind = Kind::kReduceScatterV, .dtype = out.dtype, .op = op});

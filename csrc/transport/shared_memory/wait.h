@@ -16,11 +16,9 @@
 #include <cstdint>
 #include <functional>
 
-namespace pycomm {
+#include "transport/group.h"
 
-// Called by a thread whose wait is not over after a few polls. The bindings let go of the interpreter's lock in it:
-// doing so at once takes longer than most waits of small operations.
-inline void (*before_long_wait)() = [] {};
+namespace pycomm {
 
 // Seconds between two looks at the processes that a waiter waits for.
 inline constexpr double kLookSeconds = 0.1;

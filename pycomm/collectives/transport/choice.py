@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 
 import pycomm._native as _native
 from pycomm.collectives.recorder.watch import dump_on_signal, watch
+from pycomm.collectives.transport import connections, interfaces
 from pycomm.collectives.transport.base import Transport
 from pycomm.collectives.transport.meeting import Meeting
 from pycomm.collectives.transport.own_group import OWN, Place, cpu_backend_of, own_group
@@ -25,10 +27,13 @@ from pycomm.collectives.transport.rendezvous import (
 )
 from pycomm.collectives.transport.shared_memory import SharedMemoryTransport
 from pycomm.errors import CommError
-from pycomm.untrusted import PROCESS_ID
+from pycomm.torch_internals import Store, root_store
+from pycomm.untrusted import PROCESS_ID, escaped
 
 _LONGEST_PROBLEM = 2000  # characters
 _GREETING = {"wanted": str, "version": str, "host": str, "pid": PROCESS_ID, "address": str}
+_TCP = {"no_tcp?": str, **{f"{name}?": kind for name, kind in connections.GREETING.items()}}
+_LOG = logging.getLogger("pycomm")
 
 
 def version() -> str:
@@ -39,7 +44,8 @@ def version() -> str:
 def choose_transport(place: Place, wanted: str, timeout: float, problem: Exception | None = None) -> Transport:
     """Return the transport ``wanted`` at ``place``. Collective.
 
-    "auto" is shared memory if all ranks are on one host, "hierarchical" if some share one, otherwise "torch".
+    "auto" is shared memory if all ranks are on one host, "hierarchical" if some share one, otherwise "tcp". If a rank
+    cannot listen, "auto" is "torch" between hosts.
 
     Args:
         place: where the ranks meet.
@@ -57,7 +63,7 @@ def choose_transport(place: Place, wanted: str, timeout: float, problem: Excepti
             try:
                 listener = open_sockets.enter_context(listen(meeting.size))
                 mine = {"wanted": str(wanted), "version": version(), **introduction(listener)}
-                if problem is None and wanted in ("hierarchical", "torch"):
+                if problem is None and wanted == "torch":
                     cpu_backend_of(place)  # raises ValueError if the group cannot have another beside it
             except (OSError, ValueError) as error:
                 problem = problem or error
@@ -68,7 +74,7 @@ def choose_transport(place: Place, wanted: str, timeout: float, problem: Excepti
             if wanted == "auto":
                 log_isolation(place.rank, greetings, kind)
             try:
-                transport = _make(kind, place, meeting, listener, greetings, hosts, timeout)
+                transport = _make(kind, wanted, place, meeting, listener, greetings, hosts, timeout)
                 _wait_until_ready(transport, patience)
             except BaseException as error:
                 if isinstance(error, CommError):
@@ -96,11 +102,12 @@ def _kind_of(wanted: str, hosts: Hosts, greetings: Sequence[Mapping[str, Any]]) 
         return wanted
     if hosts.are_one:
         return "shared_memory"
-    return "hierarchical" if hosts.are_shared else "torch"
+    return "hierarchical" if hosts.are_shared else "tcp"
 
 
 def _make(
     kind: str,
+    wanted: str,
     place: Place,
     meeting: Meeting,
     listener: socket.socket,
@@ -110,19 +117,65 @@ def _make(
 ) -> Transport:
     if kind == "shared_memory":
         return SharedMemoryTransport(place.rank, exchange_memory(meeting, listener, greetings))
+    if kind != "torch":
+        made = _make_tcp(kind, place, meeting, listener, greetings, hosts, must=wanted != "auto")
+        if made is not None:
+            return made
     from pycomm.collectives.transport.failure_notes import FailureNotes
     from pycomm.collectives.transport.torch_distributed import TorchTransport
 
-    with contextlib.ExitStack() as until_made:
+    own = own_group(place, f"{place.name}{OWN}{meeting.name}", timeout)
+    return TorchTransport(own, FailureNotes(place.store, meeting.name, place.rank, greetings))
+
+
+def _make_tcp(
+    kind: str,
+    place: Place,
+    meeting: Meeting,
+    memory_listener: socket.socket,
+    greetings: Sequence[Mapping[str, Any]],
+    hosts: Hosts,
+    *,
+    must: bool,
+) -> Transport | None:
+    """Return the transport "tcp" or "hierarchical"; ``None`` if a rank cannot listen and none ``must`` be made."""
+    from pycomm.collectives.transport.hierarchical import HierarchicalTransport
+    from pycomm.collectives.transport.tcp import TcpTransport
+
+    with contextlib.ExitStack() as until_made, contextlib.ExitStack() as while_connecting:
+        mine: dict[str, Any]
+        try:
+            tcp_listener = while_connecting.enter_context(interfaces.listen(_host_of(place.store)))
+            mine = connections.introduction(tcp_listener)
+        except OSError as error:
+            mine = {"no_tcp": str(error)[:_LONGEST_PROBLEM]}
+        introductions = meeting.share("tcp", mine, _TCP)
+        for p, other in enumerate(introductions):
+            if "no_tcp" in other:
+                why = f"rank {p} cannot listen: {escaped(other['no_tcp'])}"
+                if must:
+                    raise ValueError(f"transport is {kind!r}, but {why}")
+                _LOG.warning("%s: transport 'torch' is used between hosts", why)
+                return None
+        key = connections.key_of(introductions)
         local: SharedMemoryTransport | None = None
         if kind == "hierarchical":
-            peers = exchange_memory(meeting, listener, greetings, hosts.members)
+            peers = exchange_memory(meeting, memory_listener, greetings, hosts.members)
             local = SharedMemoryTransport(hosts.local_rank, peers, hosts.members)
             until_made.callback(local.close, "it could not meet the others")
-        own = own_group(place, f"{place.name}{OWN}{meeting.name}", timeout)
-        failure_notes = FailureNotes(place.store, meeting.name, place.rank, greetings)
+        made = connections.exchange_connections(meeting, tcp_listener, introductions, key)
+        try:
+            flat = TcpTransport(place.rank, meeting.name, made)
+        except BaseException:
+            made.close()
+            raise
         until_made.pop_all()
-    return TorchTransport(own, failure_notes, local, hosts)
+        return flat if local is None else HierarchicalTransport(flat, local, hosts)
+
+
+def _host_of(store: Store) -> str | None:
+    """Return the host of the server of ``store``; ``None`` if it has none, as a file."""
+    return getattr(root_store(store), "host", None)
 
 
 def _exchange_greetings(meeting: Meeting, mine: dict[str, Any], problem: Exception | None) -> list[dict[str, Any]]:

@@ -4,10 +4,11 @@ Ranks of one host exchange data through shared memory, so that a link between ho
 once per rank. An all-reduce of n bytes has three steps, with as many lanes as the smallest host has ranks:
 
 1. the ranks of a host reduce-scatter; lane k's rank gets part k;
-2. lane k's ranks of all hosts all-reduce part k, by a schedule chosen by cost;
+2. lane k's ranks of all hosts all-reduce part k over TCP;
 3. the ranks of a host all-gather the parts.
 
-Between two hosts n bytes are sent each way. :class:`TorchCollectives` handles small arrays and rare operations.
+Between two hosts n bytes are sent each way. Small arrays and rare operations go over TCP between all ranks. Before the
+three steps, and those of other operations, all ranks compare what they are about to do.
 
 In collectives of parts of any lengths, one per rank, rank p exchanges data with another host through one rank there,
 its carrier. The carrier has the same index on its host as p on its own, modulo the number of ranks there. So a link
@@ -18,18 +19,21 @@ if they are adjacent: if hosts have equally many ranks, and parts the order of
 
 from __future__ import annotations
 
+import functools
 import itertools
-import time
 from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 
 from pycomm import kernels
-from pycomm.collectives.transport.base import Message
+from pycomm.agreement import prepared
+from pycomm.collectives.recorder import Recorder
+from pycomm.collectives.transport.base import AllReduceApart, OwnShare, ReduceScatterApart
+from pycomm.collectives.transport.host_tensors import contributions, movable, pair_for, parts_apart, rank_of, reducible
 from pycomm.collectives.transport.rendezvous import Hosts
 from pycomm.collectives.transport.shared_memory import SharedMemoryTransport
-from pycomm.collectives.transport.torch_collectives import BetweenHosts, TorchCollectives
-from pycomm.collectives.transport.torch_group import TorchGroup
+from pycomm.collectives.transport.tcp import TcpTransport
 from pycomm.errors import CommError
 
 # Bytes up to which one round of messages between all ranks is faster than three steps.
@@ -40,74 +44,129 @@ _ALIGNMENT = 64  # elements, of the borders between parts
 _LOCAL_PATIENCE = 2.0
 _LOCAL_GRACE = 5.0  # seconds
 
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., None])
 
-class HierarchicalCollectives:
-    """Collectives through ``local`` shared memory within hosts, and messages between them.
+
+def whole(operation: F) -> F:
+    """Make a failure of ``operation`` in shared memory, or over TCP, one of both."""
+
+    @functools.wraps(operation)
+    def call(self: HierarchicalTransport, *args: Any) -> None:
+        try:
+            operation(self, *args)
+        except CommError as error:
+            self._local.close(str(error))
+            self._between.give_up(-1 if error.peer is None else error.peer, str(error))
+            raise
+
+    return cast(F, call)
+
+
+class HierarchicalTransport:
+    """Transport through ``local`` shared memory within hosts, and over TCP between them. It takes ownership of both.
 
     Args:
-        flat: collectives among all ranks, for small arrays.
-        group: all ranks.
-        local: transport of this host's ranks, in rising order; taken over.
+        flat: transport of all ranks.
+        local: transport of this host's ranks, in rising order.
         hosts: which ranks are on which host.
     """
 
     name = "hierarchical"
+    interruptible = True
+    recorder: Recorder
+    own_share: OwnShare | None = None
+    all_reduce_apart: AllReduceApart | None = None
+    reduce_scatter_apart: ReduceScatterApart | None = None
 
-    def __init__(self, flat: TorchCollectives, group: TorchGroup, local: SharedMemoryTransport, hosts: Hosts) -> None:
-        self._flat, self._group, self._local, self._hosts = flat, group, local, hosts
-        self._rank, self._size = group.rank, group.size
-        self.host_memory, self.hosts = local.host_memory, hosts.ranks
-        self.empty, self.give_up_stopped_after, self.close = local.empty, local.give_up_stopped_after, local.close
-        self.reduce = flat.reduce
-        group.on_failure = self._leave
+    def __init__(self, flat: TcpTransport, local: SharedMemoryTransport, hosts: Hosts) -> None:
+        self.skip_checks: bool | Literal["after the next"] = False
+        self._flat, self._between, self._local, self._hosts = flat, flat.group, local, hosts
+        self.rank, self.size = flat.rank, flat.size
+        self.host_memory = local.host_memory
+        self.hosts: Sequence[Sequence[int]] = hosts.ranks
+        self.empty, self.give_up_stopped_after = local.empty, local.give_up_stopped_after
+        self.send, self.receive, self.hand_over = flat.send, flat.receive, flat.hand_over
+        self.reduce, self.barrier, self.refuse = flat.reduce, flat.barrier, flat.refuse
+        self.all_to_all, self.all_to_all_v, self.run_program = flat.all_to_all, flat.all_to_all_v, flat.run_program
         self._num_lanes = min(len(members) for members in hosts.ranks)
         lane = hosts.local_rank
-        self._lane: BetweenHosts | None = None
-        if lane < self._num_lanes:
-            self._lane = BetweenHosts(group, [members[lane] for members in hosts.ranks])
+        self._lane = [members[lane] for members in hosts.ranks] if lane < self._num_lanes else [self.rank]
         self._carried = carried(hosts)
         self._mine = self._carried[lane]
         others = [members for host, members in enumerate(hosts.ranks) if host != hosts.host]
         self._carriers = [members[lane % len(members)] for members in others]
         """Ranks of the other hosts that carry this rank's part."""
 
-    def _leave(self, reason: str) -> None:
-        """End, after a failure, the waits of other ranks for this one."""
-        self._local.close(reason)
-        self._group.sever()
+    @property
+    def buffer_limit(self) -> int:
+        return self._flat.buffer_limit
 
-    def _on_host(self, operation: str, call: Callable[[float], None], timeout: float) -> None:
-        """Run ``call(timeout)``, which uses shared memory; a failure breaks the whole group."""
-        _ = self._group.group  # raises if it is closed, broken, or inherited by a fork
-        start = time.monotonic()
-        try:
-            call(_LOCAL_PATIENCE * timeout + _LOCAL_GRACE)
-        except CommError as error:
-            raise self._group.fail_with_culprit(operation, error.peer, error, time.monotonic() - start) from None
+    @buffer_limit.setter
+    def buffer_limit(self, num_bytes: int) -> None:
+        self._flat.buffer_limit = num_bytes
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Number of bytes of messages that were sent and not yet received."""
+        return self._flat.buffered_bytes
+
+    def close(self, reason: str) -> None:
+        self._flat.close(reason)
+        self._local.close(reason)
+
+    def _checked(self, timeout: float, check: Callable[[], T]) -> T:
+        """Return the result of ``check``; if it raises, refuse the operation first."""
+        return prepared(check, lambda error: self.refuse(str(error), timeout))
+
+    def _compare(self, kind: str, x: torch.Tensor, op: str, root: int, timeout: float) -> None:
+        """Compare the ranks' operations, unless that is skipped."""
+        if self.skip_checks is True:
+            return
+        self._between.compare(kind, x, op, root, timeout)
+        if self.skip_checks:
+            self.skip_checks = True
+
+    def _compare_parts(
+        self, kind: str, dtype: torch.dtype, op: str, sends: Sequence[int], receives: Sequence[int], timeout: float
+    ) -> None:
+        """Compare the ranks' operations and the lengths of their parts, in bytes, unless that is skipped."""
+        if self.skip_checks is True:
+            return
+        self._between.compare_parts(kind, torch.empty(0, dtype=dtype), op, sends, receives, timeout)
+        if self.skip_checks:
+            self.skip_checks = True
 
     # all_reduce
 
-    def begins_with_messages(self, tensor: torch.Tensor) -> bool:
-        """Return whether an all-reduce of ``tensor`` begins with messages between the ranks, not in shared memory."""
-        return tensor.nbytes <= _FLAT_BYTES and self._flat.begins_with_messages(tensor)
-
-    def all_reduce(self, tensor: torch.Tensor, op: str, timeout: float) -> None:
-        """Reduce flat ``tensor`` in place."""
+    @whole
+    def all_reduce(self, x: Any, op: str, timeout: float) -> None:
+        tensor = self._checked(timeout, lambda: reducible("x", x, op, writes=True))
         if tensor.nbytes <= _FLAT_BYTES:
             self._flat.all_reduce(tensor, op, timeout)
             return
-        kind = "sum" if op == "mean" else op
+        self._compare("all_reduce", tensor, op, 0, timeout)
+        if not _widens(tensor, op):
+            self._all_reduce(tensor, op, timeout)
+            return
+        wide = tensor.float()
+        self._all_reduce(wide, op, timeout)
+        tensor.copy_(wide)
+
+    def _all_reduce(self, tensor: torch.Tensor, op: str, timeout: float) -> None:
+        """Reduce flat ``tensor`` in place."""
+        kind, patience = "sum" if op == "mean" else op, _patience(timeout)
         lanes = 1 if tensor.nbytes <= _ONE_LANE_BYTES else self._num_lanes
         size = len(tensor) // lanes // _ALIGNMENT * _ALIGNMENT
         # The last lane also has the remainder.
         parts = [tensor[k * size : (k + 1) * size if k < lanes - 1 else len(tensor)] for k in range(lanes)]
-        self._on_host("all_reduce", lambda patience: self._reduce_parts(tensor, parts, kind, patience), timeout)
-        if self._lane is not None and self._hosts.local_rank < lanes:
-            mine = parts[self._hosts.local_rank]
-            self._lane.all_reduce(mine, kind, timeout)
-            if op == "mean":
-                mine.mul_(1.0 / self._size)
-        self._on_host("all_reduce", lambda patience: self._copy_parts(tensor, parts, patience), timeout)
+        self._reduce_parts(tensor, parts, kind, patience)
+        has_part = self._hosts.local_rank < lanes
+        mine = parts[self._hosts.local_rank] if has_part else tensor[:0]
+        self._between.all_reduce_among(self._lane if has_part else [self.rank], mine, kind, timeout)
+        if op == "mean":
+            mine.mul_(1.0 / self.size)
+        self._copy_parts(tensor, parts, patience)
 
     def _reduce_parts(self, tensor: torch.Tensor, parts: list[torch.Tensor], op: str, timeout: float) -> None:
         """Reduce over this host: its rank k gets part k."""
@@ -139,87 +198,115 @@ class HierarchicalCollectives:
 
     # The others.
 
+    @whole
     def reduce_on_host(self, parts: Sequence[torch.Tensor], timeout: float) -> None:
-        """Make ``parts[k]`` of this host's k-th rank the sum over its ranks."""
+        """Make ``parts[k]`` of each host's k-th rank the sum over its ranks, where hosts have equally many.
+
+        ``parts`` are slices of one tensor, of equal lengths on all ranks.
+        """
         own = parts[self._hosts.local_rank]
-        self._on_host(
-            "reduce_on_host", lambda patience: self._local.reduce_scatter_v(own, parts, "sum", patience), timeout
-        )
+        self._compare("reduce_on_host", parts[0], "sum", 0, timeout)
+        self._local.reduce_scatter_v(own, parts, "sum", _patience(timeout))
 
-    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, op: str, timeout: float) -> None:
-        """Write part ``rank`` of the reduction of ``x`` into ``out``."""
-        if out.nbytes <= _FLAT_BYTES:
-            self._flat.reduce_scatter(out, x, op, timeout)
-        else:
-            self.reduce_scatter_v(out.view(-1), list(x.view(self._size, -1)), op, timeout, "reduce_scatter")
+    @whole
+    def reduce_scatter(self, out: Any, x: Any, op: str, timeout: float) -> None:
+        pair = self._checked(timeout, lambda: pair_for("reduce_scatter", out, x, self.rank, self.size, (op,)))
+        if pair.out.nbytes <= _FLAT_BYTES:
+            self._flat.reduce_scatter(pair.out, pair.x, op, timeout)
+            return
+        self._compare("reduce_scatter", pair.x, op, 0, timeout)
+        self._reduce_scatter(pair.out, list(pair.x.view(self.size, -1)), op, timeout)
 
-    def all_gather(self, out: torch.Tensor, x: torch.Tensor, timeout: float) -> None:
-        """Write the ``x`` of all ranks, bytes, into ``out``."""
-        if x.nbytes <= _FLAT_BYTES:
+    @whole
+    def all_gather(self, out: Any, x: Any, timeout: float) -> None:
+        pair = self._checked(timeout, lambda: pair_for("all_gather", out, x, self.rank, self.size))
+        if pair.x.nbytes <= _FLAT_BYTES:
             self._flat.all_gather(out, x, timeout)
-        else:
-            self.all_gather_v(list(out.view(self._size, -1)), x, timeout, "all_gather")
+            return
+        self._compare("all_gather", x, "sum", 0, timeout)
+        targets = list(pair.out.view(torch.uint8).view(self.size, -1))
+        self._all_gather(targets, pair.x.view(torch.uint8), timeout)
 
-    def reduce_scatter_v(
-        self,
-        target: torch.Tensor,
-        sources: Sequence[torch.Tensor],
-        op: str,
-        timeout: float,
-        operation: str = "reduce_scatter_v",
-    ) -> None:
+    @whole
+    def reduce_scatter_v(self, out: Any, xs: Sequence[Any], op: str, timeout: float) -> None:
+        target, sources = self._checked(timeout, lambda: contributions(out, xs, op, self.rank, self.size))
+        sends = [source.nbytes for source in sources]
+        receives = [target.nbytes] * self.size
+        self._compare_parts("reduce_scatter_v", target.dtype, op, sends, receives, timeout)
+        self._reduce_scatter(target, sources, op, timeout)
+
+    @whole
+    def all_gather_v(self, outs: Sequence[Any], x: Any, timeout: float) -> None:
+        targets, sources = self._checked(timeout, lambda: parts_apart(outs, [x] * self.size, self.rank, self.size))
+        source, receives = sources[self.rank], [target.nbytes for target in targets]
+        self._compare_parts("all_gather_v", torch.uint8, "sum", [source.nbytes] * self.size, receives, timeout)
+        self._all_gather(targets, source, timeout)
+
+    def _reduce_scatter(self, target: torch.Tensor, sources: Sequence[torch.Tensor], op: str, timeout: float) -> None:
         """Write the reduction of all ranks' ``sources[rank]`` into ``target``, which may be this rank's own."""
-        if op == "mean" and target.dtype in (torch.float16, torch.bfloat16):
-            wide = torch.empty_like(target, dtype=torch.float32)  # the sum may not fit the half type
-            self.reduce_scatter_v(wide, [source.float() for source in sources], op, timeout, operation)
+        if _widens(target, op):
+            wide = torch.empty_like(target, dtype=torch.float32)
+            self._reduce_scatter(wide, [source.float() for source in sources], op, timeout)
             target.copy_(wide)
             return
         kind = "sum" if op == "mean" else op
         runs = [_joined([sources[p] for p in ranks]) for ranks in self._carried]
         sums = torch.empty_like(runs[self._hosts.local_rank])
-        self._on_host(operation, lambda patience: self._local.reduce_scatter_v(sums, runs, kind, patience), timeout)
+        self._local.reduce_scatter_v(sums, runs, kind, _patience(timeout))
         numels = [sources[p].numel() for p in self._mine]
         of_host = dict(zip(self._mine, torch.split(sums, numels), strict=True))
         terms = {p: torch.empty_like(target) for p in self._carriers}
-        self._group.exchange(self._to_others(of_host), _messages(terms), timeout, operation)
-        terms[self._rank] = of_host[self._rank]
+        self._exchange(terms, of_host, timeout)
+        terms[self.rank] = of_host[self.rank]
         if target.numel() > 0:
             kernels.reduce(target, [terms[p] for p in sorted(terms)], kind)
             if op == "mean":
-                target.mul_(1.0 / self._size)
+                target.mul_(1.0 / self.size)
 
-    def all_gather_v(
-        self, targets: Sequence[torch.Tensor], source: torch.Tensor, timeout: float, operation: str = "all_gather_v"
-    ) -> None:
+    def _all_gather(self, targets: Sequence[torch.Tensor], source: torch.Tensor, timeout: float) -> None:
         """Write the ``source`` of every rank p, bytes, into ``targets[p]``, which may be this rank's own."""
-        if targets[self._rank].data_ptr() != source.data_ptr():
-            targets[self._rank].copy_(source)
+        if targets[self.rank].data_ptr() != source.data_ptr():
+            targets[self.rank].copy_(source)
         received = {p: targets[p] for p in self._mine}
-        sends = _messages(dict.fromkeys(self._carriers, source))
-        self._group.exchange(sends, self._to_others(received), timeout, operation)
+        self._exchange(received, dict.fromkeys(self._carriers, source), timeout)
         runs = [_joined([targets[p] for p in ranks]) for ranks in self._carried]
-        mine = runs[self._hosts.local_rank]
-        self._on_host(operation, lambda patience: self._local.all_gather_v(runs, mine, patience), timeout)
+        self._local.all_gather_v(runs, runs[self._hosts.local_rank], _patience(timeout))
         for run, ranks in zip(runs, self._carried, strict=True):
             for p, part in zip(ranks, torch.split(run, [targets[p].numel() for p in ranks]), strict=True):
                 if part.data_ptr() != targets[p].data_ptr():
                     targets[p].copy_(part)
 
-    def _to_others(self, tensors: dict[int, torch.Tensor]) -> list[Message]:
-        return _messages({p: tensor for p, tensor in tensors.items() if p not in self._hosts.members})
+    def _exchange(self, received: dict[int, torch.Tensor], sent: dict[int, torch.Tensor], timeout: float) -> None:
+        """Send ``sent[p]`` to rank p, and receive ``received[p]`` from it; only of ranks on other hosts."""
+        others = [p not in self._hosts.members for p in range(self.size)]
+        outs, xs = ([of.get(p) if others[p] else None for p in range(self.size)] for of in (received, sent))
+        self._flat.all_to_all_v(outs, xs, timeout)
 
-    def broadcast(self, x: torch.Tensor, source: int, timeout: float) -> None:
-        """Overwrite ``x``, bytes, with ``source``'s: along a chain of one rank per host, then within hosts."""
-        if x.nbytes <= _FLAT_BYTES:
+    @whole
+    def broadcast(self, x: Any, src: int, timeout: float) -> None:
+        def check() -> tuple[torch.Tensor, int]:
+            return movable("x", x, writes=True), rank_of(src, "src", self.size)
+
+        tensor, source = self._checked(timeout, check)
+        if tensor.nbytes <= _FLAT_BYTES:
             self._flat.broadcast(x, source, timeout)
             return
-        hosts = self._hosts
-        host = next(host for host, members in enumerate(hosts.ranks) if source in members)
-        heads = [members[0] if h != host else source for h, members in enumerate(hosts.ranks)]
-        if self._rank in heads:
-            BetweenHosts(self._group, heads).broadcast(x, host, timeout)
-        head = hosts.members.index(heads[hosts.host])
-        self._on_host("broadcast", lambda patience: self._local.broadcast(x, head, patience), timeout)
+        self._compare("broadcast", x, "sum", source, timeout)
+        hosts, content = self._hosts, tensor.view(torch.uint8)
+        heads = [source if source in members else members[0] for members in hosts.ranks]
+        own = heads if self.rank in heads else [self.rank]
+        self._between.broadcast_among(sorted(own), content, source, timeout)
+        self._local.broadcast(content, hosts.members.index(heads[hosts.host]), _patience(timeout))
+
+
+def _patience(timeout: float) -> float:
+    """Return the limit of waits within a host."""
+    return _LOCAL_PATIENCE * timeout + _LOCAL_GRACE
+
+
+def _widens(x: torch.Tensor, op: str) -> bool:
+    """Return whether ``x`` is reduced in float32: the sum may not fit the half type although the mean does."""
+    return op == "mean" and x.dtype in (torch.float16, torch.bfloat16)
 
 
 def carried(hosts: Hosts) -> list[list[int]]:
@@ -229,10 +316,6 @@ def carried(hosts: Hosts) -> list[list[int]]:
     for index in range(max(map(len, hosts.ranks))):
         mine[index % count] += [members[index] for members in hosts.ranks if index < len(members)]
     return mine
-
-
-def _messages(tensors: dict[int, torch.Tensor]) -> list[Message]:
-    return [(p, tensor) for p, tensor in tensors.items() if tensor.numel() > 0]
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -57,6 +57,11 @@ def reducible(name: str, x: Any, op: object, writes: bool) -> torch.Tensor:
     return tensor_of(array)
 
 
+def movable(name: str, x: Any, writes: bool) -> torch.Tensor:
+    """Return ``x``, of any dtype, as a flat tensor whose elements are only moved."""
+    return tensor_of(_native.HostArray(x, name, writes, True))
+
+
 def tensor_of(array: _native.HostArray) -> torch.Tensor:
     """Return a one-dimensional tensor on the memory of ``array``, which it keeps alive."""
     dtype: torch.dtype = getattr(torch, array.dtype)

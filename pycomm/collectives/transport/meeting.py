@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import hashlib
 import json
 import secrets
@@ -63,6 +64,7 @@ class Meeting:
         self._stranger, self._lost = stranger, lost
         self._started = time.monotonic()
         self._deadline = self._started + timeout
+        self._over: list[str] = []  # keys to delete in the end
         self._board = Board(f"pycomm-store-{rank}")
 
     def __enter__(self) -> Meeting:
@@ -111,6 +113,29 @@ class Meeting:
                 require(greeting, {} if "problem" in greeting else dict(shape), "it")
         return greetings
 
+    def share(self, subject: str, mine: dict[str, Any], shape: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return what all ranks say about ``subject``, in rank order, after the greeting. A failure is to be reported.
+
+        Args:
+            subject: part of the keys in the store, once in a meeting.
+            mine: what this rank says.
+            shape: its shape, see :func:`pycomm.untrusted.parse`.
+        """
+        keys = [f"{subject}/{self.name}/{rank}" for rank in range(self.size)]
+        self._ask(subject, lambda: self._store.set(keys[self.rank], json.dumps(mine)))
+        self._over.append(keys[self.rank])
+        began = time.monotonic()
+        while (rank := self._ask(subject, lambda: self._first_without(keys))) is not None:
+            self.back_off(rank)
+            time.sleep(min(_SLOWEST_POLL, (time.monotonic() - began) / 20))
+        said = []
+        for rank, data in enumerate(self._ask(subject, lambda: self._store.multi_get(keys))):
+            with self._well_formed(rank):
+                if len(data) > _LONGEST_GREETING:
+                    raise ValueError(f"{len(data)} bytes")
+                said.append(parse(data, shape, "it"))
+        return said
+
     def report(self, error: BaseException) -> None:
         """Report this rank's failure to ranks that have continued after the greeting."""
         text = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
@@ -149,10 +174,10 @@ class Meeting:
         time.sleep(0.01)
 
     def end(self) -> None:
-        """Delete this attempt's key, once every rank has continued; stores that cannot delete keep it."""
+        """Delete this attempt's keys, once every rank has continued; stores that cannot delete keep them."""
         with contextlib.suppress(CommError, RuntimeError, NotImplementedError):
-            key = f"read/{self.name}/{self.rank}"
-            self._ask("what is over", lambda: self._store.delete_key(key), _SLOWEST_ANSWER)
+            for key in (f"read/{self.name}/{self.rank}", *self._over):
+                self._ask("what is over", functools.partial(self._store.delete_key, key), _SLOWEST_ANSWER)
 
     def _greetings(self) -> list[dict[str, Any]]:
         """Return the greetings of all ranks, once there are all of them."""

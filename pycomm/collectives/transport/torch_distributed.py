@@ -23,7 +23,6 @@ from pycomm.collectives.recorder import Recorder
 from pycomm.collectives.transport.announcements import OperationComparison, agree_on_lengths
 from pycomm.collectives.transport.base import AllReduceApart, OwnShare, ReduceScatterApart
 from pycomm.collectives.transport.failure_notes import FailureNotes
-from pycomm.collectives.transport.hierarchical import HierarchicalCollectives
 from pycomm.collectives.transport.host_tensors import (
     contributions,
     pair_for,
@@ -34,8 +33,6 @@ from pycomm.collectives.transport.host_tensors import (
     tensor_of,
 )
 from pycomm.collectives.transport.messages import run_program
-from pycomm.collectives.transport.rendezvous import Hosts
-from pycomm.collectives.transport.shared_memory import SharedMemoryTransport
 from pycomm.collectives.transport.torch_collectives import TorchCollectives, messages
 from pycomm.collectives.transport.torch_group import TorchGroup
 from pycomm.collectives.transport.torch_messages import TorchMessages
@@ -84,13 +81,11 @@ def _forget_frames(error: BaseException) -> None:
 class TorchTransport:
     """Transport over a ``group`` of its own, which it destroys. It checks and compares operations.
 
-    :class:`TorchCollectives` then runs them, or :class:`HierarchicalCollectives` if some ranks share a host.
+    :class:`TorchCollectives` then runs them.
 
     Args:
         group: all ranks.
         failure_notes: finds the rank to blame for a failure.
-        local: transport of this host's ranks, in rising order, taken over; ``None`` if no two ranks share a host.
-        hosts: which ranks are on which host.
     """
 
     interruptible = False
@@ -99,21 +94,12 @@ class TorchTransport:
     all_reduce_apart: AllReduceApart | None = None
     reduce_scatter_apart: ReduceScatterApart | None = None
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        failure_notes: FailureNotes,
-        local: SharedMemoryTransport | None = None,
-        hosts: Hosts | None = None,
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, failure_notes: FailureNotes) -> None:
         self.skip_checks: bool | Literal["after the next"] = False
         self._group = TorchGroup(group, failure_notes)
         self.rank, self.size = self._group.rank, self._group.size
-        flat = TorchCollectives(self._group)
-        over: TorchCollectives | HierarchicalCollectives = flat
-        if local is not None and hosts is not None:
-            over = HierarchicalCollectives(flat, self._group, local, hosts)
-        self._over, self.name, self.hosts, self.host_memory = over, over.name, over.hosts, over.host_memory
+        self._over = over = TorchCollectives(self._group)
+        self.name, self.hosts, self.host_memory = over.name, over.hosts, over.host_memory
         self.empty, self.give_up_stopped_after = over.empty, over.give_up_stopped_after
         self._messages = TorchMessages(self._group)
         self.send, self.receive = self._messages.send, self._messages.receive
@@ -196,16 +182,6 @@ class TorchTransport:
         receives = [target.nbytes] * self.size
         self._agree_on_parts("reduce_scatter_v", sources, receives, timeout, target.dtype, op)
         self._over.reduce_scatter_v(target, sources, op, timeout)
-
-    @counted
-    def reduce_on_host(self, parts: Sequence[torch.Tensor], timeout: float) -> None:
-        """Make ``parts[k]`` of each host's k-th rank the sum over its ranks, where hosts have equally many.
-
-        ``parts`` are slices of one tensor, of equal lengths on all ranks.
-        """
-        assert isinstance(self._over, HierarchicalCollectives)
-        self._agree("reduce_on_host", parts[0], "sum", 0, timeout)
-        self._over.reduce_on_host(parts, timeout)
 
     # Movements.
 

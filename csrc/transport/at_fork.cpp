@@ -1,4 +1,4 @@
-#include "transport/shared_memory/at_fork.h"
+#include "transport/at_fork.h"
 
 #include <pthread.h>
 

@@ -1,10 +1,10 @@
-// Text in shared memory: why a rank gave up or refused, what it called.
+// Text that travels between ranks: why a rank gave up or refused, what it called.
 #pragma once
 
 #include <cstddef>
 #include <string>
 
-#include "transport/shared_memory/call.h"
+#include "transport/operation.h"
 
 namespace pycomm {
 

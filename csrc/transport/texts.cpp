@@ -1,4 +1,4 @@
-#include "transport/shared_memory/texts.h"
+#include "transport/texts.h"
 
 #include <algorithm>
 #include <cstring>
