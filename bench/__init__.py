@@ -1,5 +1,5 @@
 """Benches, a folder each: ``python -m bench.kernels``, ``.collectives``, ``.training``, ``.slow_network``,
-``.growth``, ``.chaos``, ``.gpu``.
+``.between_hosts``, ``.growth``, ``.chaos``, ``.gpu``.
 
 More of collectives: ``.nccl_tests``, ``pycomm bench`` with MPI and busy processes; ``.scale``, with many ranks;
 ``.choices``, what "auto" takes. ``bench.slow_network.link``: simulation against links made slow (root).

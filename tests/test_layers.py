@@ -62,8 +62,8 @@ def test_schedules_need_numpy_only() -> None:
 
 
 def test_cpp_layers() -> None:
-    """bindings -> execute -> transport -> kernels -> device -> base."""
-    order = ["base", "device", "kernels", "transport", "execute", "bindings"]
+    """bindings -> transport -> kernels -> device -> base."""
+    order = ["base", "device", "kernels", "transport", "bindings"]
     found = 0
     for path in (ROOT / "csrc").rglob("*.[hc]*"):
         layer = path.relative_to(ROOT / "csrc").parts[0]

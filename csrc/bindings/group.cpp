@@ -13,8 +13,7 @@ namespace pycomm {
 
 thread_local HeldUntilWait* HeldUntilWait::current = nullptr;
 
-std::pair<Array, ReduceOp> look_at_reduction(Group& group, py::handle x, py::handle op_name,
-                                             double timeout) {
+std::pair<Array, ReduceOp> look_at_reduction(Group& group, py::handle x, py::handle op_name, double timeout) {
     return look_at(group, timeout, [&] {
         Array seen = as_array(x, "x", Access::kWrite);
         require_host(seen, "x");
@@ -80,8 +79,7 @@ void reduce_scatter(Group& group, py::handle out, py::handle x, py::handle op_na
 
 // Two arrays whose elements are only moved; `check` sees both.
 template <class Check>
-std::pair<Array, Array> look_at_movement(Group& group, py::handle out, py::handle x, double timeout,
-                                         Check&& check) {
+std::pair<Array, Array> look_at_movement(Group& group, py::handle out, py::handle x, double timeout, Check&& check) {
     return look_at(group, timeout, [&] {
         Array seen = as_movable(out, "out", Access::kWrite);
         Array read = as_movable(x, "x", Access::kRead);

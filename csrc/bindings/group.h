@@ -27,8 +27,8 @@ auto look_at(Group& group, double timeout, Look&& look) {
 
 std::pair<Array, ReduceOp> look_at_reduction(Group& group, py::handle x, py::handle op_name, double timeout);
 
-// While it lives, this thread holds the interpreter's lock until it waits: letting go of it takes longer than most small
-// operations wait.
+// While it lives, this thread holds the interpreter's lock until it waits: letting go of it takes longer than most
+// small operations wait.
 class HeldUntilWait {
    public:
     HeldUntilWait() : outer_(current) { current = this; }

@@ -35,9 +35,9 @@ std::unique_ptr<TcpGroup> make_tcp_group(int rank, uint64_t meeting, const std::
 
 Kind kind_named(const std::string& name) {
     static const std::map<std::string, Kind> kinds = {
-        {"all_reduce", Kind::kAllReduce},     {"reduce_scatter", Kind::kReduceScatter},
-        {"all_gather", Kind::kAllGather},     {"broadcast", Kind::kBroadcast},
-        {"all_gather_v", Kind::kAllToAllV},   {"reduce_scatter_v", Kind::kReduceScatterV},
+        {"all_reduce", Kind::kAllReduce},         {"reduce_scatter", Kind::kReduceScatter},
+        {"all_gather", Kind::kAllGather},         {"broadcast", Kind::kBroadcast},
+        {"all_gather_v", Kind::kAllToAllV},       {"reduce_scatter_v", Kind::kReduceScatterV},
         {"reduce_on_host", Kind::kReduceScatterV}};
     const auto found = kinds.find(name);
     if (found == kinds.end()) throw ArgumentError("kind is '" + name + "', wanted the name of a collective");
@@ -105,10 +105,8 @@ void bind_tcp(py::module_& module) {
         .def("compare", &compare, py::arg("kind"), py::arg("x"), py::arg("op"), py::arg("root"), py::arg("timeout"))
         .def("compare_parts", &compare_parts, py::arg("kind"), py::arg("x"), py::arg("op"), py::arg("sends"),
              py::arg("receives"), py::arg("timeout"))
-        .def("all_reduce_among", &all_reduce_among, py::arg("members"), py::arg("x"), py::arg("op"),
-             py::arg("timeout"))
-        .def("broadcast_among", &broadcast_among, py::arg("members"), py::arg("x"), py::arg("root"),
-             py::arg("timeout"))
+        .def("all_reduce_among", &all_reduce_among, py::arg("members"), py::arg("x"), py::arg("op"), py::arg("timeout"))
+        .def("broadcast_among", &broadcast_among, py::arg("members"), py::arg("x"), py::arg("root"), py::arg("timeout"))
         .def("give_up", &TcpGroup::give_up, py::arg("cause"), py::arg("why"), unlocked)
         .def("bytes_sent", &TcpGroup::bytes_sent, unlocked)
         .def("hand_over", &TcpGroup::hand_over, py::arg("patience"), unlocked);

@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "base/buffer.h"
-#include "execute/program.h"
 #include "kernels/reduce_op.h"
+#include "transport/program.h"
 
 namespace pycomm {
 

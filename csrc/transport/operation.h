@@ -35,7 +35,7 @@ struct Operation {
     int64_t count = 0;      // of the elements of x
     uint64_t schedule = 0;  // for kProgram: digest of the schedule, equal on all ranks
     int64_t offset = -1;    // of x in the announcing rank's file; -1: x lies elsewhere
-    int64_t shadow = -1;    // for kProgram: offset of the array's shadow, see execute/run.cpp
+    int64_t shadow = -1;    // for kProgram: offset of the array's shadow, see transport/shared_memory/run.cpp
     int16_t staging = 0;    // how to stage; all ranks follow rank 0: see staging.h
     int16_t is_apart = 0;   // 1: this rank's input for its own share lies outside x
     float slack = -1.0f;    // this rank's usual wait for others, in seconds; -1: ranks outnumber cores, see shares.h

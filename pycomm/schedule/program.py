@@ -1,7 +1,7 @@
 """Program: one rank's part of a schedule, its sends and receives in the order of the table, and their dependencies.
 
 Sender and receiver project the same edge, so a send without its receive cannot be expressed. The columns
-of a program are named below. csrc/execute/program.h explains each for the ranks of one host;
+of a program are named below. csrc/transport/program.h explains each for the ranks of one host;
 transport/messages.py uses the first of them.
 """
 

@@ -36,15 +36,18 @@ GROUPS = {
     **_inner_loops(),
     "kernels": _below("csrc/kernels/cpu", "absmax", "reduce", "loops/dispatch"),
     "transport": (
-        *_below("csrc", "base/parallel", "execute/program", "execute/run"),
-        *_below("csrc/transport", "control_groups", "cores", "memory", "process"),
-        *_below("csrc/transport/shared_memory", "arena", "at_fork", "group", "staging", "texts", "wait"),
+        *_below("csrc", "base/parallel"),
+        *_below("csrc/transport", "at_fork", "control_groups", "cores", "memory", "process", "program", "texts"),
+        *_below("csrc/transport/shared_memory", "arena", "group", "run", "staging", "wait"),
+    ),
+    "tcp": _below(
+        "csrc/transport/tcp", "call", "collectives", "group", "link", "messages", "post", "run", "watch"
     ),
     "operations": _below(
         *("csrc/transport/shared_memory", "call", "collectives", "incoming", "message_wait", "messages", "outgoing"),
         *("parts", "shares"),
     ),
-    "driver": _below("tests/tsan", "driver", "messages"),
+    "driver": _below("tests/tsan", "driver", "messages", "tcp"),
 }
 """Sources that are compiled as one, as CMakeLists.txt has them: most of a file's time goes to headers."""
 # Fences are no part of what ThreadSanitizer knows; nothing but giving up, and going to sleep, relies on one.
@@ -119,7 +122,7 @@ def with_bug(source: str, text: str, directory: Path) -> dict[str, Path]:
         name
         for name, sources in GROUPS.items()
         if any(
-            file.startswith(("csrc/transport", "csrc/execute")) or header in (ROOT / file).read_text()
+            file.startswith("csrc/transport") or header in (ROOT / file).read_text()
             for file in sources
         )
     ]

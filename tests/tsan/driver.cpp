@@ -3,14 +3,14 @@
 //
 //   driver PROGRAMS RANKS ROUNDS SEED
 //
-// PROGRAMS: records of int64: ranks, schedule, rank, digest, number of words, words (see execute/program.h).
+// PROGRAMS: records of int64: ranks, schedule, rank, digest, number of words, words (see transport/program.h).
 #include "driver.h"
 
 #include <atomic>
 #include <cstdlib>
 #include <map>
 
-#include "execute/program.h"
+#include "transport/program.h"
 
 namespace {
 
@@ -93,7 +93,7 @@ void own_part_of_scatter_apart(SharedMemoryGroup& group, Floats& x, int64_t coun
     std::vector<float> elsewhere(static_cast<size_t>(count), mine);
     std::fill_n(static_cast<float*>(out.data), count, -1.0f);
     const std::vector<Buffer> pieces{{elsewhere.data(), count, DType::kF32}};
-    const float largest = group.reduce_scatter_v(out, parts, ReduceOp::kSum, kTimeout, pieces);
+    const float largest = group.reduce_scatter_apart(out, parts, ReduceOp::kSum, kTimeout, pieces);
     const auto* found = static_cast<const float*>(out.data);
     require(std::all_of(found, found + count, [&](float each) { return each == sum; }), "reduce_scatter_apart");
     require(largest == (count > 0 ? mine : 0.0f), "largest");
@@ -297,6 +297,9 @@ int main(int argc, char** argv) {
     two_groups(size, rounds);
     messages(size, rounds, seed);
     for (unsigned i = 0; i < 5; ++i) giving_up(size, seed + i);
+    AllPrograms all;
+    for (const auto& [name, of_ranks] : programs) all.push_back(of_ranks);
+    over_tcp(size, rounds, all, seed);
     std::puts("done");
     return 0;
 }

@@ -67,5 +67,10 @@ inline void in_ranks(int size, const std::function<void(int)>& body) {
     for (std::thread& thread : threads) thread.join();
 }
 
+// By schedule, each rank's program.
+using AllPrograms = std::vector<std::vector<NamedProgram>>;
+
 // Messages between all ranks, of several threads each.
 void messages(int size, int rounds, unsigned seed);
+// Collectives, schedules and messages over TCP.
+void over_tcp(int size, int rounds, const AllPrograms& programs, unsigned seed);

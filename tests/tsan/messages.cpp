@@ -40,7 +40,7 @@ void talk(const Talk& all, int rank, int tag) {
         std::vector<ReceiptPtr> receipts(static_cast<size_t>(size));
         auto post = [&](int p) {
             receipts[static_cast<size_t>(p)] =
-                group.messages().post_receive(buffer_of(arrays[static_cast<size_t>(p)]), 1, p, tag, nullptr);
+                group.messages_->post_receive(buffer_of(arrays[static_cast<size_t>(p)]), 1, p, tag, nullptr);
         };
         const bool early = random() % 2 == 0;
         for (int p = 0; p < size && early; ++p) {
@@ -49,7 +49,7 @@ void talk(const Talk& all, int rank, int tag) {
         for (int i = 1; i < size; ++i) {
             const int dst = (rank + i) % size;
             std::vector<char> mine(bytes, content_of(rank, dst, tag, round));
-            group.messages().send(buffer_of(mine), 1, dst, tag, kTimeout);
+            group.messages_->send(buffer_of(mine), 1, dst, tag, kTimeout);
             std::fill(mine.begin(), mine.end(), '\0');
         }
         for (int p = 0; p < size && !early; ++p) {
@@ -57,11 +57,11 @@ void talk(const Talk& all, int rank, int tag) {
         }
         for (int i = 1; i < size; ++i) {
             const auto p = static_cast<size_t>(random() % 2 == 0 ? (rank + i) % size : (rank + size - i) % size);
-            if (static_cast<int>(p) != rank) group.messages().is_completed(receipts[p]);
+            if (static_cast<int>(p) != rank) group.messages_->is_completed(receipts[p]);
         }
         for (int i = size - 1; i > 0; --i) {
             const int p = (rank + i) % size;
-            require(group.messages().wait(receipts[static_cast<size_t>(p)], kTimeout) == p, "another source");
+            require(group.messages_->wait(receipts[static_cast<size_t>(p)], kTimeout) == p, "another source");
             require_content(arrays[static_cast<size_t>(p)], content_of(p, rank, tag, round));
             std::fill(arrays[static_cast<size_t>(p)].begin(), arrays[static_cast<size_t>(p)].end(), 'x');
         }
@@ -77,14 +77,14 @@ void any_source(Groups& groups, int rank, int rounds) {
     if (rank != 0) {
         for (int i = 0; i < count; ++i) {
             std::fill(bytes.begin(), bytes.end(), content_of(rank, 0, kTag, i));
-            group.messages().send(buffer_of(bytes), 1, 0, kTag, kTimeout);
+            group.messages_->send(buffer_of(bytes), 1, 0, kTag, kTimeout);
         }
         return;
     }
     std::vector<int> seen(static_cast<size_t>(group.size()));
     for (int i = 0; i < count * (group.size() - 1); ++i) {
-        ReceiptPtr receipt = group.messages().post_receive(buffer_of(bytes), 1, -1, kTag, nullptr);
-        const int source = group.messages().wait(receipt, kTimeout);
+        ReceiptPtr receipt = group.messages_->post_receive(buffer_of(bytes), 1, -1, kTag, nullptr);
+        const int source = group.messages_->wait(receipt, kTimeout);
         require_content(bytes, content_of(source, 0, kTag, seen[static_cast<size_t>(source)]++));
     }
 }
@@ -93,27 +93,27 @@ void any_source(Groups& groups, int rank, int rounds) {
 void cancelling(Groups& groups, int rank, int rounds) {
     SharedMemoryGroup& group = *groups[static_cast<size_t>(rank)];
     std::vector<char> last(1), my_last(1);
-    ReceiptPtr the_end = group.messages().post_receive(buffer_of(last), 1, (rank + 1) % group.size(), 79, nullptr);
-    std::thread other_thread([&] { group.messages().wait(the_end, kTimeout); });
+    ReceiptPtr the_end = group.messages_->post_receive(buffer_of(last), 1, (rank + 1) % group.size(), 79, nullptr);
+    std::thread other_thread([&] { group.messages_->wait(the_end, kTimeout); });
     constexpr int kTag = 78;
     const int after = (rank + 1) % group.size(), before = (rank + group.size() - 1) % group.size();
     for (int i = 0; i < rounds * 5; ++i) {
         std::vector<char> mine(100000, content_of(rank, after, kTag, i)), other(100000), third(100000);
-        ReceiptPtr receipt = group.messages().post_receive(buffer_of(other), 1, before, kTag, nullptr);
-        group.messages().send(buffer_of(mine), 1, after, kTag, kTimeout);
-        if (i % 3 == 0) group.messages().is_completed(receipt);
+        ReceiptPtr receipt = group.messages_->post_receive(buffer_of(other), 1, before, kTag, nullptr);
+        group.messages_->send(buffer_of(mine), 1, after, kTag, kTimeout);
+        if (i % 3 == 0) group.messages_->is_completed(receipt);
         if (i % 3 == 1) usleep(static_cast<useconds_t>(i * 37 % 200));
-        if (group.messages().cancel(receipt)) {
+        if (group.messages_->cancel(receipt)) {
             std::fill(other.begin(), other.end(), 'c');
-            receipt = group.messages().post_receive(buffer_of(third), 1, before, kTag, nullptr);
-            group.messages().wait(receipt, kTimeout);
+            receipt = group.messages_->post_receive(buffer_of(third), 1, before, kTag, nullptr);
+            group.messages_->wait(receipt, kTimeout);
             require_content(third, content_of(before, rank, kTag, i));
             require_content(other, 'c');
         } else {
             require_content(other, content_of(before, rank, kTag, i));
         }
     }
-    group.messages().send(buffer_of(my_last), 1, before, 79, kTimeout);
+    group.messages_->send(buffer_of(my_last), 1, before, 79, kTimeout);
     other_thread.join();
 }
 

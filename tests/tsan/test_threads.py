@@ -64,7 +64,7 @@ COLLECTIVES, PARTS, CALL, WAIT, RUN = (
     "csrc/transport/shared_memory/parts.h",
     "csrc/transport/shared_memory/call.h",
     "csrc/transport/shared_memory/wait.h",
-    "csrc/execute/run.cpp",
+    "csrc/transport/shared_memory/run.cpp",
 )
 BUGS = {
     "all_reduce returns before the others have read": Bug(

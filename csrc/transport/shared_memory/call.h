@@ -1,4 +1,4 @@
-// Layout of the memory through which ranks communicate, and one operation in progress. For transport/ and execute/.
+// Layout of the memory through which ranks communicate, and one operation in progress.
 #pragma once
 
 #include <cmath>

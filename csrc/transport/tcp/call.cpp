@@ -17,9 +17,9 @@ constexpr uint32_t kFrameMagic = 0x01435950;  // "PYC\1"
 constexpr uint16_t kFrameVersion = 1;
 constexpr int64_t kCreditBytes = 64 << 10;
 constexpr uint32_t kMostReason = 512;
-constexpr int kLooks = 3;                 // before the time is read
-constexpr double kSpinSeconds = 50e-6;    // about what it costs to sleep and be woken
-constexpr double kWorthSpinning = 100e-6; // usual waits that are shorter
+constexpr int kLooks = 3;                  // before the time is read
+constexpr double kSpinSeconds = 50e-6;     // about what it costs to sleep and be woken
+constexpr double kWorthSpinning = 100e-6;  // usual waits that are shorter
 constexpr double kLeastUsual = 1e-6, kLearnStep = 1.1;
 constexpr int kSliceMilliseconds = 100;
 constexpr double kSilentProcess = 3.0;  // seconds without a sign of life
@@ -45,10 +45,10 @@ TcpCall::TcpCall(TcpGroup& group, const char* name, double timeout, std::vector<
     group.lock_for_operation(lock_, name);
     try {
         if (!group.broken_.empty()) {
-            throw CommFailure(group.rank_, group.failed_peer_, name, 0.0,
-                              format("%s: this communicator is %s (%s)", name,
-                                     group.closed_ ? "closed" : "broken since an earlier failure",
-                                     group.broken_.c_str()));
+            throw CommFailure(
+                group.rank_, group.failed_peer_, name, 0.0,
+                format("%s: this communicator is %s (%s)", name,
+                       group.closed_ ? "closed" : "broken since an earlier failure", group.broken_.c_str()));
         }
         const int count = num_members();
         index_ = static_cast<int>(std::find(members_.begin(), members_.end(), group.rank_) - members_.begin());
@@ -82,7 +82,8 @@ void TcpCall::leave() {
 }
 
 char* TcpCall::scratch(int64_t num_bytes) {
-    if (static_cast<int64_t>(group_.scratch_.size()) < num_bytes) group_.scratch_.resize(static_cast<size_t>(num_bytes));
+    if (static_cast<int64_t>(group_.scratch_.size()) < num_bytes)
+        group_.scratch_.resize(static_cast<size_t>(num_bytes));
     return group_.scratch_.data();
 }
 
@@ -198,7 +199,8 @@ void TcpCall::advance(int p) {
             distrust(p, "an operation out of its order");
         }
         const auto most_extra = std::max<size_t>(kMostReason, 2 * sizeof(int64_t) * members_.size());
-        if (!is_possible(operation_of(frame), group_.size_) || frame.extra > most_extra || frame.attached > kCreditBytes) {
+        if (!is_possible(operation_of(frame), group_.size_) || frame.extra > most_extra ||
+            frame.attached > kCreditBytes) {
             distrust(p, "an impossible operation");
         }
         if (!to_skip.empty()) {
@@ -229,9 +231,7 @@ void TcpCall::compare() {
     const int first = members_[0];
     for (int p : members_) {
         if (of(p).agrees_with(of(first))) continue;
-        auto call_of = [&](int q) {
-            return describe(of(q), of(q).kind == Kind::kProgram ? text(q) : std::string());
-        };
+        auto call_of = [&](int q) { return describe(of(q), of(q).kind == Kind::kProgram ? text(q) : std::string()); };
         throw ArgumentError(format("the ranks disagree: rank %d called %s where rank %d called %s", p,
                                    call_of(p).c_str(), first, call_of(first).c_str()));
     }
@@ -326,7 +326,8 @@ int TcpCall::awaited() const {
 void TcpCall::time_out(double waited) {
     const int p = awaited();
     const bool is_silent = p >= 0 && group_.post_->silence(p) > kSilentProcess;
-    const std::string whom = p < 0 ? "the others" : group_.name_of(p) + (is_silent ? ", whose process is stopped," : "");
+    const std::string whom =
+        p < 0 ? "the others" : group_.name_of(p) + (is_silent ? ", whose process is stopped," : "");
     fail(p, waited, "timed out waiting for " + whom);
 }
 

@@ -28,7 +28,7 @@ struct Frame {
 static_assert(sizeof(Frame) == 64);
 
 class TcpCall {
- public:
+   public:
     // members: in rising order, this rank among them.
     TcpCall(TcpGroup& group, const char* name, double timeout, std::vector<int> members);
     ~TcpCall();
@@ -48,8 +48,9 @@ class TcpCall {
     void attach(int p, const void* data, int64_t num_bytes) { first_.push_back({p, data, num_bytes}); }
     // Exchanges frames with all members, and compares: throws ArgumentError on each, naming the first difference.
     // verify(): compares what came as `extra`; throws such an error on all members alike.
-    void begin(const Operation& mine, const void* extra = nullptr, uint32_t extra_bytes = 0,
-               const std::function<void()>& verify = [] {});
+    void begin(
+        const Operation& mine, const void* extra = nullptr, uint32_t extra_bytes = 0,
+        const std::function<void()>& verify = [] {});
     // What p sent with its frame.
     const std::vector<char>& extra_of(int p) const { return extras_[static_cast<size_t>(p)]; }
     void refuse(const std::string& reason);
@@ -64,7 +65,7 @@ class TcpCall {
     char* scratch(int64_t num_bytes);
     [[noreturn]] void distrust(int p, const char* what);
 
- private:
+   private:
     // What is attached for a rank.
     struct First {
         int peer;

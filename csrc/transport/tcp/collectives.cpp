@@ -4,16 +4,16 @@
 #include <cstring>
 #include <numeric>
 
-#include "execute/tcp_run.h"
 #include "kernels/reduce.h"
 #include "transport/tcp/call.h"
+#include "transport/tcp/run.h"
 
 namespace pycomm {
 namespace {
 
-constexpr int64_t kOneRoundBytes = 64 << 10;   // of an array, and ...
-constexpr int64_t kOneRoundSent = 128 << 10;   // ... that a rank sends to all others together
-constexpr int64_t kStageBytes = 256 << 10;     // pieces of all ranks, which are added while they are in the cache
+constexpr int64_t kOneRoundBytes = 64 << 10;  // of an array, and ...
+constexpr int64_t kOneRoundSent = 128 << 10;  // ... that a rank sends to all others together
+constexpr int64_t kStageBytes = 256 << 10;    // pieces of all ranks, which are added while they are in the cache
 constexpr int64_t kLeastPiece = 16 << 10, kMostPiece = 128 << 10;
 constexpr int64_t kRelayPiece = 256 << 10;
 constexpr int64_t kPartAlign = 64;  // elements
@@ -132,8 +132,7 @@ void all_reduce_with(TcpCall& call, const Buffer& x, ReduceOp op) {
 }
 
 void broadcast_with(TcpCall& call, const Buffer& x, int root) {
-    const Operation operation{
-        .kind = Kind::kBroadcast, .dtype = x.dtype, .tag = x.tag, .root = root, .count = x.count};
+    const Operation operation{.kind = Kind::kBroadcast, .dtype = x.dtype, .tag = x.tag, .root = root, .count = x.count};
     const int64_t num_bytes = x.num_bytes();
     const bool sends = call.rank() == root;
     if (num_bytes <= kOneRoundBytes || call.num_members() == 2) {
@@ -255,7 +254,8 @@ void TcpGroup::barrier(double timeout) {
 
 void TcpGroup::reduce(const Buffer& x, int root, ReduceOp op, double timeout) {
     TcpCall call(*this, "reduce", timeout, all_ranks(size_));
-    const Operation operation{.kind = Kind::kReduce, .dtype = x.dtype, .op = op, .tag = x.tag, .root = root, .count = x.count};
+    const Operation operation{
+        .kind = Kind::kReduce, .dtype = x.dtype, .op = op, .tag = x.tag, .root = root, .count = x.count};
     const bool is_root = rank_ == root;
     const int64_t width = size_of(x.dtype);
     // Small: the root adds all of it. Else each rank adds its part, and sends the result to the root.

@@ -146,9 +146,10 @@ class TcpGroup::InMessage {
     InMessage(TcpGroup& group, const char* name) : group_(group) {
         require_own_process(group.rank_, name, group.pid_);
         if (group.busy_ == std::this_thread::get_id() || group.is_in_message()) {
-            throw CommFailure(group.rank_, -1, name, 0.0,
-                              format("rank %d: %s: called by a signal handler while this thread is in another operation",
-                                     group.rank_, name));
+            throw CommFailure(
+                group.rank_, -1, name, 0.0,
+                format("rank %d: %s: called by a signal handler while this thread is in another operation", group.rank_,
+                       name));
         }
         std::lock_guard<std::mutex> lock(group.threads_mutex_);
         group.in_messages_.push_back(std::this_thread::get_id());

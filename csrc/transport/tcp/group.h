@@ -6,14 +6,15 @@
 //
 // An operation begins with a frame to every other rank: its number, what is called, and up to 64 KB of the first bytes
 // for that rank. Nothing more leaves before all frames have come and say the same. So a late rank's window never fills,
-// ranks that disagree all see the same frames and raise the same error, and the group goes on: each knows how many bytes
-// of the others to skip.
+// ranks that disagree all see the same frames and raise the same error, and the group goes on: each knows how many
+// bytes of the others to skip.
 //
 // How an all-reduce of n bytes over P ranks is done ("part r" is the r-th of P equal parts):
 //   one round    n small: every rank sends all of it with the frame, and adds in rank order.
 //   two rounds   rank r gets part r of every rank, adds it in rank order piece by piece, and sends each piece of the
 //                result to all at once, while later pieces come.
-//   ring         many ranks: a program of 2 (P - 1) rounds, see execute/tcp_run.cpp. The order of the sums is fixed by
+//   ring         many ranks: a program of 2 (P - 1) rounds, see transport/tcp/run.cpp. The order of the sums is fixed
+//   by
 //                the part.
 // All ranks hold the same bits, and every run gives the same ones. The other collectives are the rounds of the second.
 //
@@ -121,14 +122,14 @@ class TcpGroup final : public Group, private ForkAware {
     uint64_t num_calls_ = 0;             // the number of the last operation
     // By rank: the operations that this one refused, and whose frame has not been read from there.
     std::vector<std::vector<uint64_t>> to_skip_;
-    std::vector<char> scratch_;          // for bytes that are reduced, or skipped
+    std::vector<char> scratch_;  // for bytes that are reduced, or skipped
     int pid_;
     bool closed_ = false;
     std::string broken_;    // why, once an operation failed
     int failed_peer_ = -1;  // the rank that failed; -1: no other rank
     std::string refusal_;   // kept until it has left
     mutable std::mutex threads_mutex_;
-    std::string closed_within_;  // why, if a thread called close() within an operation of its own
+    std::string closed_within_;                 // why, if a thread called close() within an operation of its own
     std::vector<std::thread::id> in_messages_;  // threads that wait for messages
     std::unique_ptr<Post> post_;
 };

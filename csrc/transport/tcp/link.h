@@ -43,9 +43,7 @@ class Link {
     // Whether nothing more comes.
     bool has_ended() const { return has_ended_; }
     // Whether something that is wanted can never come, or leave: the other side has closed the connection or ended.
-    bool is_lost() const {
-        return (missing_ > 0 && has_ended_) || (missing_ == 0 && unsent_ > 0 && cannot_send_);
-    }
+    bool is_lost() const { return (missing_ > 0 && has_ended_) || (missing_ == 0 && unsent_ > 0 && cannot_send_); }
 
     // Ends the connection in both directions, so that the other side notices.
     void shut_down();

@@ -60,7 +60,8 @@ void Post::send(const Buffer& x, int64_t width, int dst, int64_t tag, double tim
             std::string users;
             for (int p = 0; p < size_; ++p) {
                 if (line(p).in_use == 0) continue;
-                users += format("%s%lld for rank %d", users.empty() ? "" : ", ", static_cast<long long>(line(p).in_use), p);
+                users +=
+                    format("%s%lld for rank %d", users.empty() ? "" : ", ", static_cast<long long>(line(p).in_use), p);
             }
             fail(dst, "send", waited,
                  format("no room: at most %lld bytes may be buffered (PYCOMM_BUFFER_BYTES), in use are: %s; timed out "
@@ -121,7 +122,8 @@ void Post::take(Expected& expected, const Arrival& arrival) {
                    arrival.source, static_cast<long long>(arrival.tag), of(bytes, arrival.width).c_str())));
     }
     finish(expected, std::move(failure));
-    put(line(arrival.source), {.subject = Subject::kTaken, .tag = bytes + static_cast<int64_t>(sizeof(Heading))}, nullptr);
+    put(line(arrival.source), {.subject = Subject::kTaken, .tag = bytes + static_cast<int64_t>(sizeof(Heading))},
+        nullptr);
 }
 
 void Post::finish(Expected& expected, std::exception_ptr failure) {
@@ -171,7 +173,8 @@ int Post::wait(const ExpectedPtr& expected, double timeout, const std::function<
             }
             fail(src, "recv", waited, what + format(" with tag %lld", static_cast<long long>(expected->tag)));
         }
-        changed_.wait_for(lock, std::min<std::chrono::duration<double>>(kSlice, std::chrono::duration<double>(timeout - waited + 1e-3)));
+        changed_.wait_for(lock, std::min<std::chrono::duration<double>>(
+                                    kSlice, std::chrono::duration<double>(timeout - waited + 1e-3)));
         lock.unlock();
         check();
         lock.lock();

@@ -60,7 +60,8 @@ void Post::put(Line& to, Heading heading, const void* content) {
     heading.magic = kPostMagic;
     std::vector<char> part(sizeof heading + static_cast<size_t>(heading.num_bytes));
     std::memcpy(part.data(), &heading, sizeof heading);
-    if (heading.num_bytes > 0) std::memcpy(part.data() + sizeof heading, content, static_cast<size_t>(heading.num_bytes));
+    if (heading.num_bytes > 0)
+        std::memcpy(part.data() + sizeof heading, content, static_cast<size_t>(heading.num_bytes));
     to.out.push_back(std::move(part));
     flush(to);
 }
@@ -68,8 +69,8 @@ void Post::put(Line& to, Heading heading, const void* content) {
 void Post::flush(Line& to) {
     while (!to.out.empty()) {
         const std::vector<char>& part = to.out.front();
-        const ssize_t sent = ::send(to.socket.get(), part.data() + to.out_at, part.size() - to.out_at,
-                                    MSG_DONTWAIT | MSG_NOSIGNAL);
+        const ssize_t sent =
+            ::send(to.socket.get(), part.data() + to.out_at, part.size() - to.out_at, MSG_DONTWAIT | MSG_NOSIGNAL);
         if (sent < 0 && errno == EINTR) continue;
         if (sent < 0) {
             if (errno != EAGAIN && errno != EWOULDBLOCK && errno != ENOBUFS) to.out.clear();  // reading tells why
@@ -103,7 +104,8 @@ void Post::read(int p) {
     Line& from = line(p);
     char buffer[64 << 10];
     for (int rounds = 0; rounds < 64 && !from.is_over; ++rounds) {  // the other connections wait meanwhile
-        const bool is_direct = from.heading_at == sizeof(Heading) && from.content.size() - from.content_at >= sizeof buffer;
+        const bool is_direct =
+            from.heading_at == sizeof(Heading) && from.content.size() - from.content_at >= sizeof buffer;
         char* const to = is_direct ? from.content.data() + from.content_at : buffer;
         const size_t room = is_direct ? from.content.size() - from.content_at : sizeof buffer;
         const ssize_t came = recv(from.socket.get(), to, room, MSG_DONTWAIT);
@@ -164,7 +166,9 @@ void Post::finish_part(int p) {
             const bool names_one = heading.subject == Subject::kAbort && heading.tag >= 0 && heading.tag < size_;
             const int cause = names_one && heading.tag != rank_ ? static_cast<int>(heading.tag) : p;
             if (!from.gone.has_value()) {
-                from.gone = Gone{cause, true, format("rank %d gave up (%s)", p, text_of(content.empty() ? "" : content.data(), content.size()).c_str())};
+                from.gone = Gone{cause, true,
+                                 format("rank %d gave up (%s)", p,
+                                        text_of(content.empty() ? "" : content.data(), content.size()).c_str())};
             }
             break;
         }
@@ -208,7 +212,8 @@ void Post::on_tick() {
             if (!to.socket.is_open() || to.is_over) continue;
             if (is_silent(to.socket.get(), dead_after_)) {
                 to.has_vanished = true;
-                end(p, format("the host of rank %d, %s, has acknowledged nothing for %g s", p, address_of(p), dead_after_));
+                end(p, format("the host of rank %d, %s, has acknowledged nothing for %g s", p, address_of(p),
+                              dead_after_));
                 is_news = true;
             } else if (to.out.empty() && to.unanswered < kMostUnanswered) {
                 ++to.unanswered;
@@ -285,9 +290,9 @@ void Post::close(const std::string& why) {
     }
     unwatch(this);
     Lock lock(mutex_);
-    const std::string text =
-        format("rank %d: recv: the communicator was closed meanwhile (%s)", rank_, why.c_str());
-    for (const ExpectedPtr& each : expected_) finish(*each, std::make_exception_ptr(CommFailure(rank_, -1, "recv", 0.0, text)));
+    const std::string text = format("rank %d: recv: the communicator was closed meanwhile (%s)", rank_, why.c_str());
+    for (const ExpectedPtr& each : expected_)
+        finish(*each, std::make_exception_ptr(CommFailure(rank_, -1, "recv", 0.0, text)));
     expected_.clear();
     arrived_.clear();
     for (Line& each : lines_) each.socket.close();

@@ -70,8 +70,7 @@ class Post final : private WatchedSockets {
     // Seconds since p's process was last heard of.
     double silence(int p);
 
-    void send(const Buffer& x, int64_t width, int dst, int64_t tag, double timeout,
-              const std::function<void()>& check);
+    void send(const Buffer& x, int64_t width, int dst, int64_t tag, double timeout, const std::function<void()>& check);
     ExpectedPtr post_receive(const Buffer& x, int64_t width, int src, int64_t tag, std::shared_ptr<void> keeper);
     // check(): called from time to time while waiting; it throws to end the wait.
     int wait(const ExpectedPtr& expected, double timeout, const std::function<void()>& check);

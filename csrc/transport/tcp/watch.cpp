@@ -132,7 +132,8 @@ class Watch final : public ForkAware {
         double next_tick = monotonic_seconds() + kTickSeconds;
         while (true) {
             const double left = next_tick - monotonic_seconds();
-            const int count = epoll_wait(epoll_.get(), events, kMostEvents, left > 0 ? static_cast<int>(1e3 * left) + 1 : 0);
+            const int count =
+                epoll_wait(epoll_.get(), events, kMostEvents, left > 0 ? static_cast<int>(1e3 * left) + 1 : 0);
             std::lock_guard<std::mutex> lock(mutex_);
             if (ends_) break;
             for (int i = 0; i < count; ++i) {
@@ -152,9 +153,9 @@ class Watch final : public ForkAware {
     }
 
     static inline std::atomic<Watch*> current_{nullptr};
-    std::mutex threads_;  // one change of the thread at a time
-    std::mutex mutex_;    // held while objects are called
-    std::mutex keys_mutex_;  // the last of all locks to be taken
+    std::mutex threads_;                 // one change of the thread at a time
+    std::mutex mutex_;                   // held while objects are called
+    std::mutex keys_mutex_;              // the last of all locks to be taken
     std::map<uint64_t, Entry> entries_;  // those of an object one after the other
     std::map<int, uint64_t> keys_;       // by socket
     uint64_t last_key_ = 0;

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import socket
 import threading
@@ -13,7 +12,6 @@ from typing import Any
 
 import pycomm._native as _native
 from pycomm.collectives.recorder.watch import dump_on_signal, watch
-from pycomm.collectives.transport import connections, interfaces
 from pycomm.collectives.transport.base import Transport
 from pycomm.collectives.transport.meeting import Meeting
 from pycomm.collectives.transport.own_group import OWN, Place, cpu_backend_of, own_group
@@ -27,13 +25,10 @@ from pycomm.collectives.transport.rendezvous import (
 )
 from pycomm.collectives.transport.shared_memory import SharedMemoryTransport
 from pycomm.errors import CommError
-from pycomm.torch_internals import Store, root_store
-from pycomm.untrusted import PROCESS_ID, escaped
+from pycomm.untrusted import PROCESS_ID
 
 _LONGEST_PROBLEM = 2000  # characters
 _GREETING = {"wanted": str, "version": str, "host": str, "pid": PROCESS_ID, "address": str}
-_TCP = {"no_tcp?": str, **{f"{name}?": kind for name, kind in connections.GREETING.items()}}
-_LOG = logging.getLogger("pycomm")
 
 
 def version() -> str:
@@ -118,7 +113,9 @@ def _make(
     if kind == "shared_memory":
         return SharedMemoryTransport(place.rank, exchange_memory(meeting, listener, greetings))
     if kind != "torch":
-        made = _make_tcp(kind, place, meeting, listener, greetings, hosts, must=wanted != "auto")
+        from pycomm.collectives.transport.between_hosts import make_between_hosts
+
+        made = make_between_hosts(kind, place.store, meeting, listener, greetings, hosts, must=wanted != "auto")
         if made is not None:
             return made
     from pycomm.collectives.transport.failure_notes import FailureNotes
@@ -126,56 +123,6 @@ def _make(
 
     own = own_group(place, f"{place.name}{OWN}{meeting.name}", timeout)
     return TorchTransport(own, FailureNotes(place.store, meeting.name, place.rank, greetings))
-
-
-def _make_tcp(
-    kind: str,
-    place: Place,
-    meeting: Meeting,
-    memory_listener: socket.socket,
-    greetings: Sequence[Mapping[str, Any]],
-    hosts: Hosts,
-    *,
-    must: bool,
-) -> Transport | None:
-    """Return the transport "tcp" or "hierarchical"; ``None`` if a rank cannot listen and none ``must`` be made."""
-    from pycomm.collectives.transport.hierarchical import HierarchicalTransport
-    from pycomm.collectives.transport.tcp import TcpTransport
-
-    with contextlib.ExitStack() as until_made, contextlib.ExitStack() as while_connecting:
-        mine: dict[str, Any]
-        try:
-            tcp_listener = while_connecting.enter_context(interfaces.listen(_host_of(place.store)))
-            mine = connections.introduction(tcp_listener)
-        except OSError as error:
-            mine = {"no_tcp": str(error)[:_LONGEST_PROBLEM]}
-        introductions = meeting.share("tcp", mine, _TCP)
-        for p, other in enumerate(introductions):
-            if "no_tcp" in other:
-                why = f"rank {p} cannot listen: {escaped(other['no_tcp'])}"
-                if must:
-                    raise ValueError(f"transport is {kind!r}, but {why}")
-                _LOG.warning("%s: transport 'torch' is used between hosts", why)
-                return None
-        key = connections.key_of(introductions)
-        local: SharedMemoryTransport | None = None
-        if kind == "hierarchical":
-            peers = exchange_memory(meeting, memory_listener, greetings, hosts.members)
-            local = SharedMemoryTransport(hosts.local_rank, peers, hosts.members)
-            until_made.callback(local.close, "it could not meet the others")
-        made = connections.exchange_connections(meeting, tcp_listener, introductions, key)
-        try:
-            flat = TcpTransport(place.rank, meeting.name, made)
-        except BaseException:
-            made.close()
-            raise
-        until_made.pop_all()
-        return flat if local is None else HierarchicalTransport(flat, local, hosts)
-
-
-def _host_of(store: Store) -> str | None:
-    """Return the host of the server of ``store``; ``None`` if it has none, as a file."""
-    return getattr(root_store(store), "host", None)
 
 
 def _exchange_greetings(meeting: Meeting, mine: dict[str, Any], problem: Exception | None) -> list[dict[str, Any]]:

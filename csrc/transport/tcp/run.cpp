@@ -1,4 +1,4 @@
-#include "execute/tcp_run.h"
+#include "transport/tcp/run.h"
 
 #include <algorithm>
 #include <cstring>
@@ -139,9 +139,9 @@ class TcpRun {
     const int64_t width_, piece_;
     const ReduceOp op_;
     char* const stage_;
-    std::vector<int64_t> leaves_from_;       // by message: bytes that leave its link before it
-    int64_t sent_ = 0, sent_elements_ = 0;   // messages queued, and elements of the next one
-    int64_t left_ = 0;                       // messages that have left, and all before them
+    std::vector<int64_t> leaves_from_;      // by message: bytes that leave its link before it
+    int64_t sent_ = 0, sent_elements_ = 0;  // messages queued, and elements of the next one
+    int64_t left_ = 0;                      // messages that have left, and all before them
     int64_t received_ = 0, received_elements_ = 0;
     bool is_under_way_ = false, is_staged_ = false;  // the next piece to be received
 };

@@ -20,9 +20,9 @@
 
 #include "base/error.h"
 #include "base/parallel.h"
-#include "execute/program.h"
 #include "kernels/cpu/loops/loops.h"
 #include "kernels/reduce.h"
+#include "transport/program.h"
 #include "transport/shared_memory/call.h"
 
 namespace pycomm {

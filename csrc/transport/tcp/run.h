@@ -6,13 +6,13 @@
 //
 // It cannot deadlock. Of all messages that are not done, take the first one in the table: all messages that its two
 // ranks handle before it are done, so its sender sends it, as far as the receiver takes it. The receiver takes its next
-// piece into memory beside the array at any time. To add it, it waits only for its own sends of this or an earlier round
-// to leave, piece by piece, and their receivers take those pieces likewise.
+// piece into memory beside the array at any time. To add it, it waits only for its own sends of this or an earlier
+// round to leave, piece by piece, and their receivers take those pieces likewise.
 #pragma once
 
 #include "base/buffer.h"
-#include "execute/program.h"
 #include "kernels/reduce_op.h"
+#include "transport/program.h"
 #include "transport/tcp/call.h"
 
 namespace pycomm {

@@ -1,4 +1,4 @@
-#include "execute/program.h"
+#include "transport/program.h"
 
 #include <algorithm>
 
