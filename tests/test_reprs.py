@@ -8,7 +8,7 @@ from torch import nn
 import pycomm
 from pycomm.descriptions import settings_text, size_text
 from tests.on_ranks import on_ranks
-from tests.reducer.attaching import attached, over_torch
+from tests.reducer.attaching import attached, over_tcp
 from tests.reducer.models import loss_of, make_model, sgd
 
 
@@ -30,7 +30,7 @@ def test_reducer() -> None:
         assert repr(reducer) == "Reducer(detached after 1 reduction)"
         reducer.detach()
         assert repr(reducer) == "Reducer(detached after 1 reduction)"
-    with over_torch(), attached(optimizer, model, on_failure="shrink") as reducer:
+    with over_tcp(), attached(optimizer, model, on_failure="shrink") as reducer:
         assert repr(reducer).startswith("Reducer(2 ranks, torch, 4 parameters in ")
         assert repr(reducer).endswith("of 103 KB in all, dense, survive=Survive())")
     with attached(optimizer, model, shard="optimizer") as reducer:

@@ -14,7 +14,7 @@ import torch
 import pycomm
 from pycomm.worker import Work
 from tests.chaos.faults import Fault
-from tests.reducer.attaching import over_torch
+from tests.reducer.attaching import over
 
 
 class WrongResultError(Exception):
@@ -210,7 +210,7 @@ class Training:
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.5)
         self._dense = fault.variant % 2 == 0
         self._average = fault.size != 3  # or sums of integers: what is divided by three is not exact
-        with over_torch(fault.transport == "torch"):
+        with over(fault.transport):
             self._reducer = pycomm.attach(
                 self._optimizer,
                 self._model,

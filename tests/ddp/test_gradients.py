@@ -12,7 +12,7 @@ from torch import nn
 import pycomm
 from tests.ddp.wrapping import OutOfOrder, attached_steps, residuals_of, step, wrapped
 from tests.on_ranks import on_ranks
-from tests.reducer.attaching import over_torch
+from tests.reducer.attaching import over_tcp
 from tests.reducer.models import average_gradients, batch_of, close, loss_of, losses_at, make_model
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -88,11 +88,11 @@ def lost_by(method: Any) -> float:
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("torch_transport", [False, True], ids=["shared memory", "torch"])
+@pytest.mark.parametrize("over_hosts", [False, True], ids=["shared memory", "tcp"])
 @on_ranks(2)
-def test_nothing_is_lost_when_buckets_are_made_anew(options: str, torch_transport: bool) -> None:
+def test_nothing_is_lost_when_buckets_are_made_anew(options: str, over_hosts: bool) -> None:
     """What has been received and what is left add up to all gradients, over DistributedDataParallel's rebuild."""
-    with over_torch(torch_transport), wrapped(OutOfOrder(), pycomm.TopK(0.05), **OPTIONS[options]) as (model, handle):
+    with over_tcp(over_hosts), wrapped(OutOfOrder(), pycomm.TopK(0.05), **OPTIONS[options]) as (model, handle):
         orders = [names_of(handle)]
         sums = {name: torch.zeros_like(p) for name, p in model.module.named_parameters()}
         wanted = {name: torch.zeros_like(p) for name, p in model.module.named_parameters()}

@@ -26,7 +26,7 @@ from pycomm.torch_internals.wrappers import zero_buckets
 from tests.ddp.wrapping import OutOfOrder, step, wrapped
 from tests.on_ranks import Pools, on_ranks
 from tests.ranks import RankPool
-from tests.reducer.attaching import over_torch
+from tests.reducer.attaching import over_tcp
 from tests.reducer.models import Explodes, average_gradients, close, loss_of, losses_at, make_model, sgd
 
 
@@ -174,7 +174,7 @@ def test_a_copy_of_the_whole_averages_by_itself_until_it_is_registered(copied: C
 
 def step_until_an_error(transport: bool, options: dict[str, Any]) -> tuple[str, float, bool]:
     """Train until the other rank is gone; return the error's type, the seconds it took, and whether it names rank 1."""
-    with over_torch(transport):
+    with over_tcp(transport):
         model = DistributedDataParallel(OutOfOrder(), **options)
         handle = register(model, compression=pycomm.TopK(0.1), timeout=30)
     # Not inside backward: DistributedDataParallel's own collectives in forward would notice first.

@@ -162,7 +162,7 @@ def test_two_hosts() -> None:
             other.wait()
     sent, whole = bytes_in(out)
     assert sent < whole / 20, out
-    assert out.endswith("transport torch\n")
+    assert out.endswith("transport tcp\n")
 
 
 @pytest.mark.timeout(150)

@@ -22,10 +22,10 @@ def outcomes(package: str, names: list[str], shard: str | None = None) -> dict[s
 
 def test_those_of_torch(two_ranks: RankPool) -> None:
     """Of torch 2.13; an older one lacks some."""
-    torchs = [name for _, name in optimizers.named_here("torch.optim")]
-    assert len(torchs) > 10
-    for found in two_ranks.run(outcomes, "torch.optim", torchs):
-        assert found == dict.fromkeys(torchs, optimizers.EQUAL)
+    over_hosts = [name for _, name in optimizers.named_here("torch.optim")]
+    assert len(over_hosts) > 10
+    for found in two_ranks.run(outcomes, "torch.optim", over_hosts):
+        assert found == dict.fromkeys(over_hosts, optimizers.EQUAL)
 
 
 @pytest.mark.parametrize(

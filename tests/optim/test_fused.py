@@ -99,8 +99,8 @@ def test_as_torch_in_float64(name: str) -> None:
 def test_float32_near_torch_in_float64(name: str) -> None:
     wanted = torch_run(name, 200)
     actual = errors(run(make(name), 200, torch.float32, fuse=True), wanted)
-    torchs = errors(run(make(name), 200, torch.float32, fuse=False), wanted)
-    for ours, theirs in zip(actual, torchs, strict=True):
+    over_hosts = errors(run(make(name), 200, torch.float32, fuse=False), wanted)
+    for ours, theirs in zip(actual, over_hosts, strict=True):
         # More where float32 itself cannot: AdamW's 1 - lr * decay is rounded, and two hundred times alike.
         assert ours <= max(1e-6, 1.5 * theirs)
 

@@ -109,8 +109,8 @@ def test_trace_of_gradscaler(two_ranks: RankPool, options: str, fused: bool) -> 
     assert [scale for scale, _ in ours[0]] == expected_scales()
     assert [scale for scale, _ in theirs[0]] == expected_scales()
     assert ours[0] == ours[1]
-    for (_, mine), (_, torchs) in zip(ours[0], theirs[0], strict=True):
-        assert mine == pytest.approx(torchs, rel=1e-5)
+    for (_, mine), (_, over_hosts) in zip(ours[0], theirs[0], strict=True):
+        assert mine == pytest.approx(over_hosts, rel=1e-5)
     for step in INF_AT:
         assert ours[0][step][1] == ours[0][step - 1][1]
 

@@ -79,8 +79,8 @@ def test_exactly_the_closed_form() -> None:
 
 def test_as_torch_where_torch_has_it() -> None:
     ours = trace(lambda optimizer: WarmupLR(optimizer, 12, start_factor=0.2), 40, 0.7)
-    torchs = trace(lambda o: lr_scheduler.LinearLR(o, start_factor=0.2, total_iters=12), 40, 0.7)
-    assert ours == pytest.approx(torchs, rel=1e-12)
+    over_hosts = trace(lambda o: lr_scheduler.LinearLR(o, start_factor=0.2, total_iters=12), 40, 0.7)
+    assert ours == pytest.approx(over_hosts, rel=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")  # of SequentialLR itself, in early releases

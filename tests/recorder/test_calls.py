@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import pycomm
 from tests.on_ranks import Pools, on_ranks
-from tests.reducer.attaching import over_torch
+from tests.reducer.attaching import over_tcp
 from tests.reducer.models import loss_of, make_model
 
 HERE = re.escape(__file__)
@@ -39,7 +39,7 @@ LONE: dict[str, tuple[str, Callable[[Training], Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("between_hosts", [False, True], ids=["one host", "torch"])
+@pytest.mark.parametrize("between_hosts", [False, True], ids=["one host", "tcp"])
 @pytest.mark.parametrize("name", LONE)
 @on_ranks(2, fresh=True)
 def test_a_call_of_one_rank_alone(name: str, between_hosts: bool, tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_a_call_of_one_rank_alone(name: str, between_hosts: bool, tmp_path: Path
         return  # ranks of one host share what these need
     rank, model = dist.get_rank(), make_model(dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters())
-    with over_torch(between_hosts):
+    with over_tcp(between_hosts):
         reducer = pycomm.attach(optimizer, model, tuning=pycomm.Tuning(timeout=20), **options)
     text = ""
     try:
@@ -70,7 +70,7 @@ def test_a_call_of_one_rank_alone(name: str, between_hosts: bool, tmp_path: Path
 def test_the_places_of_all_ranks_are_told() -> None:
     rank = dist.get_rank()
     for on_torch in (False, True):
-        with over_torch(on_torch), pycomm.Communicator(timeout=20) as c:
+        with over_tcp(on_torch), pycomm.Communicator(timeout=20) as c:
             for asynchronous in (False, True):
                 with pytest.raises(ValueError, match="the ranks disagree: rank") as caught:  # noqa: PT012
                     if rank == 1:

@@ -27,7 +27,7 @@ from pycomm.collectives.recorder.dump import dump, folder
 from pycomm.collectives.recorder.ring import LENGTH, Entry
 from pycomm.collectives.recorder.watch import dump_on_signal
 from tests.on_ranks import on_ranks
-from tests.reducer.attaching import over_torch
+from tests.reducer.attaching import over_tcp
 from tests.reducer.models import loss_of, make_model, sgd
 
 
@@ -161,10 +161,10 @@ def test_ranks_that_disagree_write_files(tmp_path: Path) -> None:
         c.barrier()
 
 
-@pytest.mark.parametrize("torchs", [False, True], ids=["shared memory", "torch"])
+@pytest.mark.parametrize("over_hosts", [False, True], ids=["shared memory", "tcp"])
 @on_ranks(2, fresh=True)
-def test_a_rank_that_is_lost_makes_the_other_one_write(tmp_path: Path, torchs: bool) -> None:
-    with writing_to(tmp_path), over_torch(torchs):
+def test_a_rank_that_is_lost_makes_the_other_one_write(tmp_path: Path, over_hosts: bool) -> None:
+    with writing_to(tmp_path), over_tcp(over_hosts):
         c = pycomm.Communicator(timeout=2)
         if c.rank == 1:
             return  # and does not come

@@ -6,7 +6,7 @@ import logging
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, replace
 from typing import Any
 
@@ -50,24 +50,29 @@ def attached(optimizer: torch.optim.Optimizer, model: Any, **options: Any) -> It
 
 
 @contextmanager
-def over_torch(on: bool = True) -> Iterator[None]:
-    """Communicators that are made inside go over torch.distributed."""
+def over(transport: str) -> Iterator[None]:
+    """Communicators that are made inside use ``transport``; "auto": the one that they choose."""
     original = vars(communicator)["choose_transport"]
-    if on:
-        vars(communicator).update(choose_transport=lambda place, _, *rest: original(place, "torch", *rest))
+    if transport != "auto":
+        vars(communicator).update(choose_transport=lambda place, _, *rest: original(place, transport, *rest))
     try:
         yield
     finally:
         vars(communicator).update(choose_transport=original)
 
 
+def over_tcp(on: bool = True) -> AbstractContextManager[None]:
+    """Communicators that are made inside go over TCP, as between hosts."""
+    return over("tcp" if on else "auto")
+
+
 class Training:
     """Training of a small model on all ranks."""
 
-    def __init__(self, torchs: bool = False, **options: Any) -> None:
+    def __init__(self, over_hosts: bool = False, **options: Any) -> None:
         self.rank, self.model = dist.get_rank(), make_model()
         self.optimizer = sgd(self.model)
-        with over_torch(torchs):
+        with over_tcp(over_hosts):
             self.reducer = pycomm.attach(self.optimizer, self.model, **grouped(timeout=30, **options))
 
     def step(self, index: int, nap: float = 0.0) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 import pycomm
 from tests.on_ranks import on_ranks
-from tests.reducer.attaching import assert_replicas_equal, attached, over_torch, rank_and_size
+from tests.reducer.attaching import assert_replicas_equal, attached, over, rank_and_size
 from tests.reducer.models import average_gradients, batch_of, close, loss_of, losses_at, make_model
 
 
@@ -69,9 +69,10 @@ def test_many_buckets() -> None:
     train({"bucket_mb": 0.001})
 
 
+@pytest.mark.parametrize("transport", ["tcp", "torch"])
 @on_ranks(2)
-def test_over_torch_distributed() -> None:
-    with over_torch():
+def test_transports_between_hosts(transport: str) -> None:
+    with over(transport):
         train({})
 
 

@@ -57,7 +57,7 @@ def test_a_mean_whose_sum_would_overflow_is_finite(hosts: str) -> None:
 
 @pytest.mark.parametrize(
     ("hosts", "transport", "num_lanes"),
-    [("abcd", "torch", 2), ("aabb", "hierarchical", 2), ("aaaa", "shared_memory", 1)],
+    [("abcd", "tcp", 2), ("aabb", "hierarchical", 2), ("aaaa", "shared_memory", 1)],
 )
 @on_ranks(4)
 def test_gradients_are_averages(hosts: str, transport: str, num_lanes: int) -> None:

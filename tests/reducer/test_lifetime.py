@@ -23,7 +23,7 @@ from pycomm.collectives.recorder import dump
 from pycomm.training.reducer.changes import ArrivalOrder
 from tests.on_ranks import Pools, on_ranks
 from tests.ranks import RankPool
-from tests.reducer.attaching import Training, attached, grouped, over_torch
+from tests.reducer.attaching import Training, attached, grouped, over_tcp
 from tests.reducer.models import average_gradients, batch_of, close, explode, loss_of, losses_at, make_model, sgd
 
 
@@ -42,8 +42,8 @@ def little_to_collect() -> Iterator[None]:
         gc.unfreeze()
 
 
-def dropped(compression: Any, torch_transport: bool, named: bool) -> None:
-    with over_torch(torch_transport), little_to_collect():
+def dropped(compression: Any, over_hosts: bool, named: bool) -> None:
+    with over_tcp(over_hosts), little_to_collect():
         counts = []
         for _ in range(4):
             model = make_model()
@@ -68,10 +68,10 @@ def dropped(compression: Any, torch_transport: bool, named: bool) -> None:
 
 
 @pytest.mark.parametrize("named", [True, False])
-@pytest.mark.parametrize("torch_transport", [False, True])
+@pytest.mark.parametrize("over_hosts", [False, True])
 @on_ranks(2)
-def test_a_dropped_model_takes_everything_with_it(torch_transport: bool, named: bool) -> None:
-    dropped(None, torch_transport, named)
+def test_a_dropped_model_takes_everything_with_it(over_hosts: bool, named: bool) -> None:
+    dropped(None, over_hosts, named)
 
 
 @pytest.mark.parametrize("compression", [pycomm.TopK(0.1), pycomm.PowerSGD(1), "auto", pycomm.FP16()], ids=repr)
@@ -205,7 +205,7 @@ def test_a_failed_attach_leaves_nothing(two_ranks: RankPool, how: str) -> None:
         assert wanted in said
 
 
-def interrupted(torch_transport: bool) -> float:
+def interrupted(over_hosts: bool) -> float:
     """Rank 0 waits in attach for a rank that does not come; Ctrl-C ends that, and leaves nothing."""
     model = make_model()
     optimizer = sgd(model)
@@ -216,7 +216,7 @@ def interrupted(torch_transport: bool) -> float:
     timer = threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT))
     started = time.monotonic()
     timer.start()
-    with over_torch(torch_transport), pytest.raises(KeyboardInterrupt):
+    with over_tcp(over_hosts), pytest.raises(KeyboardInterrupt):
         pycomm.attach(optimizer, model, tuning=pycomm.Tuning(timeout=60))
     took = time.monotonic() - started
     timer.join()
@@ -226,9 +226,9 @@ def interrupted(torch_transport: bool) -> float:
     return took
 
 
-@pytest.mark.parametrize("torch_transport", [False, True])
-def test_control_c_during_attach(new_ranks: Pools, torch_transport: bool) -> None:
-    took = new_ranks(2).run(interrupted, torch_transport)[0]
+@pytest.mark.parametrize("over_hosts", [False, True])
+def test_control_c_during_attach(new_ranks: Pools, over_hosts: bool) -> None:
+    took = new_ranks(2).run(interrupted, over_hosts)[0]
     assert took < 40  # of the timeout's 60
 
 

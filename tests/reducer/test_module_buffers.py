@@ -17,7 +17,7 @@ from pycomm.collectives.communicator import Communicator
 from pycomm.training.reducer import BufferSync
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
-from tests.reducer.attaching import attached, over_torch
+from tests.reducer.attaching import attached, over_tcp
 from tests.reducer.models import close, loss_of, make_model, sgd
 
 
@@ -58,7 +58,7 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
 def change(kinds: list[str], mode: str, guilty: list[int], over: bool) -> list[str]:
     rank = dist.get_rank()
     found: list[str] = []
-    with over_torch(over):
+    with over_tcp(over):
         for kind in kinds:
             model = Masked()
             optimizer = sgd(model)
@@ -141,7 +141,7 @@ class Constant(nn.Module):
 def test_buffers_that_are_equal_on_all_ranks_are_not_written(over: bool) -> None:
     """(x + x + x) / 3 is not x for 15 % of all numbers."""
     rank = dist.get_rank()
-    with over_torch(over):
+    with over_tcp(over):
         for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
             model: Any = Constant(dtype)
             before, versions = model.table.clone(), (model.table._version, model.mask._version)

@@ -16,7 +16,7 @@ from torch import nn
 import pycomm
 from pycomm.compression import Compression
 from tests.on_ranks import Pools, on_ranks
-from tests.reducer.attaching import attached, over_torch
+from tests.reducer.attaching import attached, over_tcp
 from tests.reducer.models import loss_of, make_model, sgd
 
 METHODS: dict[str, Compression | None] = {
@@ -82,7 +82,7 @@ def test_all_ranks_know_the_parameter_and_the_rank(method: str, options: dict[st
 
 @on_ranks(2, 3)
 def test_over_torch() -> None:
-    with over_torch(), training() as run:
+    with over_tcp(), training() as run:
         run.backward(*["2.bias"] if run.rank == 1 else [])
         assert run.told() == "parameter '2.bias' on rank 1"
         run.backward()
@@ -141,22 +141,22 @@ def test_the_row_of_rank_0_names_a_gradient_of_rank_1() -> None:
             assert [row["last_nonfinite"] for row in rows] == [None, "parameter '2.weight' on rank 1"]
 
 
-def die_while_ranks_tell_each_other(on_failure: str, torchs: bool) -> tuple[tuple[int, ...], str | None]:
+def die_while_ranks_tell_each_other(on_failure: str, over_hosts: bool) -> tuple[tuple[int, ...], str | None]:
     """Spoil a gradient of rank 1; rank 2 dies when it is about to hear of it."""
-    with over_torch(torchs), training(on_failure=on_failure) as run:
+    with over_tcp(over_hosts), training(on_failure=on_failure) as run:
         if run.rank == 2:
             vars(run.reducer._engine.reduction.source)["share"] = lambda *_: os._exit(1)
         run.backward(*["2.weight"] if run.rank == 1 else [])
         return run.reducer.world, run.told()
 
 
-@pytest.mark.parametrize("torchs", [False, True], ids=["shared memory", "torch"])
-def test_a_rank_that_is_lost_then_is_an_error(new_ranks: Pools, torchs: bool) -> None:
-    outcomes = new_ranks(3).outcomes(die_while_ranks_tell_each_other, "raise", torchs, timeout=50.0)
+@pytest.mark.parametrize("over_hosts", [False, True], ids=["shared memory", "tcp"])
+def test_a_rank_that_is_lost_then_is_an_error(new_ranks: Pools, over_hosts: bool) -> None:
+    outcomes = new_ranks(3).outcomes(die_while_ranks_tell_each_other, "raise", over_hosts, timeout=50.0)
     assert all(isinstance(outcome.error, pycomm.CommError) for outcome in outcomes[:2]), outcomes
 
 
-@pytest.mark.parametrize("torchs", [False, True], ids=["shared memory", "torch"])
-def test_those_that_are_left_reduce_the_step_again_and_know_it(new_ranks: Pools, torchs: bool) -> None:
-    outcomes = new_ranks(3).outcomes(die_while_ranks_tell_each_other, "shrink", torchs, timeout=50.0)
+@pytest.mark.parametrize("over_hosts", [False, True], ids=["shared memory", "tcp"])
+def test_those_that_are_left_reduce_the_step_again_and_know_it(new_ranks: Pools, over_hosts: bool) -> None:
+    outcomes = new_ranks(3).outcomes(die_while_ranks_tell_each_other, "shrink", over_hosts, timeout=50.0)
     assert [outcome.result for outcome in outcomes[:2]] == [((0, 1), "parameter '2.weight' on rank 1")] * 2, outcomes

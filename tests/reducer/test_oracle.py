@@ -24,7 +24,7 @@ import pycomm
 from pycomm.collectives.recorder import recorders
 from tests.hosts import on_hosts
 from tests.ranks import RankPool
-from tests.reducer.attaching import grouped, over_torch
+from tests.reducer.attaching import grouped, over_tcp
 
 DATA = Path(__file__).parents[1] / "data" / "oracle.json"
 NUM_STEPS = 6
@@ -50,7 +50,7 @@ HALF: dict[str, Any] = {"dtype": torch.float16, "masters": True, "scaler": True,
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     **{f"{name}, {ranks} ranks": {"method": name, "ranks": ranks} for name in METHODS for ranks in (2, 3)},
-    **{f"{name} over torch": {"method": name, "torch": True} for name in ("dense", "fp16", "topk")},
+    **{f"{name} over tcp": {"method": name, "tcp": True} for name in ("dense", "fp16", "topk")},
     **{f"{name}, hosts aab": {"method": name, "hosts": "aab"} for name in ("dense", "int8", "topk", "dgc")},
     **{f"{name}, accumulate": {"method": name, "accumulate": 2} for name in ("dense", "topk", "dgc", "fp16")},
     **{f"Adam, {name}": {"method": name, "optimizer": "Adam"} for name in ("dense", "topk", "int8")},
@@ -173,7 +173,7 @@ def observed(configuration: dict[str, Any], folder: str) -> dict[str, Any]:
     called: Any = model
     with contextlib.ExitStack() as stack:
         stack.enter_context(on_hosts(hosts) if hosts else contextlib.nullcontext())
-        stack.enter_context(over_torch(take("torch", False)))
+        stack.enter_context(over_tcp(take("tcp", False)))
         if way == "ddp":
             called = DistributedDataParallel(model, bucket_cap_mb=0.001)
             handle: Any = pycomm.ddp.register(called, compression=method, loss_scaler=scaler, timeout=30)

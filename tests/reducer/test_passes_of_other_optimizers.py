@@ -12,7 +12,7 @@ from torch import nn
 import pycomm
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
-from tests.reducer.attaching import assert_replicas_equal, attached, over_torch
+from tests.reducer.attaching import assert_replicas_equal, attached, over_tcp
 from tests.reducer.models import average_gradients, close, loss_of, losses_at, make_model, sgd
 
 
@@ -36,11 +36,11 @@ class Gan:
         self.red_g.detach()
 
 
-@pytest.mark.parametrize("torch_transport", [False, True])
+@pytest.mark.parametrize("over_hosts", [False, True])
 @pytest.mark.parametrize("compression", [None, pycomm.TopK(1.0)], ids=repr)
 @on_ranks(2)
-def test_a_generators_pass_through_its_discriminator(compression: Any, torch_transport: bool) -> None:
-    with over_torch(torch_transport):
+def test_a_generators_pass_through_its_discriminator(compression: Any, over_hosts: bool) -> None:
+    with over_tcp(over_hosts):
         ours, quiet = Gan(compression), Gan(None)
     for step in range(5):
         for it in (ours, quiet):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import pycomm
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
-from tests.reducer.attaching import assert_replicas_equal, attached, over_torch, own_state
+from tests.reducer.attaching import assert_replicas_equal, attached, over_tcp, own_state
 from tests.reducer.models import average_gradients, close, loss_of, losses_at, make_model, sgd
 
 # optimizer.step(closure)
@@ -140,11 +140,11 @@ def test_what_a_paused_pass_left_must_go(named: bool) -> None:
         reducer.detach()
 
 
-def leftover_of_one_rank(torch_transport: bool) -> str:
+def leftover_of_one_rank(over_hosts: bool) -> str:
     """The rank that is right is told at once, not at the timeout."""
     rank = dist.get_rank()
     model = make_model()
-    with over_torch(torch_transport):
+    with over_tcp(over_hosts):
         reducer = pycomm.attach(sgd(model), model, tuning=pycomm.Tuning(timeout=50))
     loss_of(model, rank, 0).backward()
     model.zero_grad()
@@ -160,13 +160,11 @@ def leftover_of_one_rank(torch_transport: bool) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("torch_transport", [False, True])
-def test_the_others_are_told(two_ranks: RankPool, torch_transport: bool) -> None:
-    guilty, innocent = two_ranks.run(leftover_of_one_rank, torch_transport)
+@pytest.mark.parametrize("over_hosts", [False, True])
+def test_the_others_are_told(two_ranks: RankPool, over_hosts: bool) -> None:
+    guilty, innocent = two_ranks.run(leftover_of_one_rank, over_hosts)
     assert "is still what a backward() inside reducer.paused() left" in guilty
-    assert (
-        "rank 0 could not take part" if torch_transport else "rank 0 gave up (rank 0: the gradient of '"
-    ) in innocent
+    assert ("rank 0 could not take part" if over_hosts else "rank 0 gave up (rank 0: the gradient of '") in innocent
 
 
 @on_ranks(2)
@@ -183,12 +181,12 @@ def test_not_inside_a_window() -> None:
 # Ranks that are out of step
 
 
-def one_extra(named: bool, torch_transport: bool, compression: Any) -> str:
+def one_extra(named: bool, over_hosts: bool, compression: Any) -> str:
     """Run a pass without paused(): the next reduction says so, on every rank, and names the rank."""
     rank = dist.get_rank()
     model = make_model()
     optimizer = sgd(model)
-    with over_torch(torch_transport):
+    with over_tcp(over_hosts):
         reducer = pycomm.attach(
             optimizer,
             model.named_parameters() if named else model,
@@ -217,9 +215,9 @@ def one_extra(named: bool, torch_transport: bool, compression: Any) -> str:
 
 
 @pytest.mark.parametrize("named", [True, False])
-@pytest.mark.parametrize("torch_transport", [False, True])
-def test_ranks_out_of_step_are_told(two_ranks: RankPool, named: bool, torch_transport: bool) -> None:
-    for says in two_ranks.run(one_extra, named, torch_transport, None):
+@pytest.mark.parametrize("over_hosts", [False, True])
+def test_ranks_out_of_step_are_told(two_ranks: RankPool, named: bool, over_hosts: bool) -> None:
+    for says in two_ranks.run(one_extra, named, over_hosts, None):
         assert "the ranks are out of step" in says
         assert "rank 0: 4, rank 1: 3. Rank 1 ran a backward() that the others did not" in says
         assert "with reducer.paused():" in says
@@ -246,12 +244,12 @@ def test_ranks_out_of_step_with_error_feedback(two_ranks: RankPool, method: Any)
 # A rank that stops
 
 
-def stops_in_the_middle(torch_transport: bool) -> str:
+def stops_in_the_middle(over_hosts: bool) -> str:
     """Rank 1 fails after its first buckets have gone: what it says is not taken for a gradient."""
     rank = dist.get_rank()
     model = make_model()
     optimizer = sgd(model)
-    with over_torch(torch_transport):
+    with over_tcp(over_hosts):
         reducer = pycomm.attach(optimizer, model, tuning=pycomm.Tuning(timeout=50, bucket_mb=0.0001))
     loss_of(model, rank, 0).backward()
     optimizer.zero_grad()
@@ -273,8 +271,8 @@ def stops_in_the_middle(torch_transport: bool) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("torch_transport", [False, True])
-def test_a_rank_that_stops_in_the_middle(two_ranks: RankPool, torch_transport: bool) -> None:
-    innocent, guilty = two_ranks.run(stops_in_the_middle, torch_transport)
+@pytest.mark.parametrize("over_hosts", [False, True])
+def test_a_rank_that_stops_in_the_middle(two_ranks: RankPool, over_hosts: bool) -> None:
+    innocent, guilty = two_ranks.run(stops_in_the_middle, over_hosts)
     assert "out of memory, say" in guilty
     assert "rank 1" in innocent

@@ -17,7 +17,7 @@ import pycomm
 from pycomm.optim.guard import _watches
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
-from tests.reducer.attaching import assert_replicas_equal, attached, over_torch, own_state
+from tests.reducer.attaching import assert_replicas_equal, attached, over, own_state
 from tests.reducer.models import average_gradients, batch_of, close, loss_of, losses_at, make_model, sgd
 
 NOT_AVERAGED = "rank {}: the gradient of '.*' has not been averaged"
@@ -127,7 +127,7 @@ def one_of_them(how: str) -> None:
             if rank == 1 and step == 2:
                 optimizer.step()
 
-    with over_torch(how == "torch"), attached(optimizer, model):
+    with over(how), attached(optimizer, model):
         with pytest.raises((RuntimeError, ValueError), match="rank 1.*has not been averaged"):
             run()
 
@@ -386,7 +386,7 @@ def leave_with(how: str) -> None:
     """End training on rank 1 after three steps; rank 0 goes on, and is told at once who has ended and when."""
     rank, model = dist.get_rank(), make_model()
     optimizer = sgd(model)
-    with over_torch(how == "torch"):
+    with over(how):
         reducer = pycomm.attach(optimizer, model, tuning=pycomm.Tuning(timeout=50))
     for step in range(4):
         if rank == 1 and step == 3:

@@ -14,7 +14,7 @@ from torch import nn
 
 import pycomm
 from tests.on_ranks import on_ranks
-from tests.reducer.attaching import assert_replicas_equal, attached, over_torch, warnings_noted
+from tests.reducer.attaching import assert_replicas_equal, attached, over_tcp, warnings_noted
 from tests.reducer.models import batch_of, loss_of, make_model, sgd
 
 METHODS = [None, pycomm.FP16(), pycomm.TopK(0.5)]
@@ -62,7 +62,7 @@ def test_a_number_of_a_group_that_differs_is_named(key: str, compression: Any) -
 def test_over_torch_too() -> None:
     model = make_model()
     optimizer = sgd(model)
-    with over_torch(), attached(optimizer, model):
+    with over_tcp(), attached(optimizer, model):
         with pytest.raises(ValueError, match="'lr' of parameter group 0 is 0.1 on rank 0, 0.2 on rank 1"):
             train(model, optimizer, range(3), lambda step: change(optimizer, "lr", 0.1 * (1 + dist.get_rank() * step)))
 
@@ -549,10 +549,10 @@ def added(model: Any, optimizer: torch.optim.Optimizer) -> None:
     optimizer.add_param_group({"params": list(model[-1].parameters())})
 
 
-@pytest.mark.parametrize("torch_transport", [False, True])
+@pytest.mark.parametrize("over_hosts", [False, True])
 @pytest.mark.parametrize("hooked", [True, False], ids=["forward", "no forward"])
 @on_ranks(2)
-def test_a_group_added_on_one_rank(hooked: bool, torch_transport: bool) -> None:
+def test_a_group_added_on_one_rank(hooked: bool, over_hosts: bool) -> None:
     rank, model = dist.get_rank(), make_model()
     optimizer = sgd(model)
     run = model if hooked else lambda x: nn.functional.linear(model[:-1](x), model[-1].weight, model[-1].bias)
@@ -566,7 +566,7 @@ def test_a_group_added_on_one_rank(hooked: bool, torch_transport: bool) -> None:
             (run(x) - y).square().mean().backward()
             optimizer.step()
 
-    with over_torch(torch_transport), attached(optimizer, model):
+    with over_tcp(over_hosts), attached(optimizer, model):
         with pytest.raises(RuntimeError, match="new parameter, '5.weight', on rank 1"):
             steps()
 

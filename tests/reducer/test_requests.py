@@ -16,7 +16,7 @@ import pycomm
 from pycomm.collectives.recorder import dump
 from tests.hosts import on_hosts
 from tests.on_ranks import on_ranks
-from tests.reducer.attaching import assert_replicas_equal, attached, logged, over_torch, own_state
+from tests.reducer.attaching import assert_replicas_equal, attached, logged, over_tcp, own_state
 from tests.reducer.models import average_gradients, close, loss_of, losses_at, make_model, sgd
 
 METHODS = [None, pycomm.FP16(), pycomm.TopK(0.5), pycomm.DGC(0.5, momentum=0.9), pycomm.PowerSGD(2)]
@@ -206,12 +206,12 @@ def test_the_mean_is_that_of_the_ranks_with_a_batch(absent: list[int], compressi
         assert_replicas_equal(model)
 
 
-@pytest.mark.parametrize("torch_transport", [False, True])
+@pytest.mark.parametrize("over_hosts", [False, True])
 @on_ranks(2)
-def test_with_weights_by_samples(torch_transport: bool) -> None:
+def test_with_weights_by_samples(over_hosts: bool) -> None:
     rank, model, plain = dist.get_rank(), make_model(), make_model()
     optimizer = sgd(model)
-    with over_torch(torch_transport), attached(optimizer, model) as reducer:
+    with over_tcp(over_hosts), attached(optimizer, model) as reducer:
         for step in range(4):
             plain.load_state_dict(model.state_dict())
             counts = [5, 0 if step == 2 else 3]
@@ -338,12 +338,12 @@ def test_what_requires_weights_to_skip(options: dict[str, Any]) -> None:
 # A stop
 
 
-@pytest.mark.parametrize("torch_transport", [False, True])
+@pytest.mark.parametrize("over_hosts", [False, True])
 @on_ranks(2, 3)
-def test_all_ranks_hear_of_a_stop_at_the_same_step(torch_transport: bool) -> None:
+def test_all_ranks_hear_of_a_stop_at_the_same_step(over_hosts: bool) -> None:
     rank, size, model = dist.get_rank(), dist.get_world_size(), make_model()
     optimizer = sgd(model)
-    with over_torch(torch_transport), attached(optimizer, model) as reducer:
+    with over_tcp(over_hosts), attached(optimizer, model) as reducer:
         assert not reducer.stop_requested
         heard = -1
         for step in range(6):

@@ -20,9 +20,9 @@ from pycomm.collectives import communicator
 dist.init_process_group("gloo")
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
-if sys.argv[1] == "torch":
+if sys.argv[1] == "tcp":
     choose = communicator.choose_transport
-    communicator.choose_transport = lambda place, _, *rest: choose(place, "torch", *rest)
+    communicator.choose_transport = lambda place, _, *rest: choose(place, "tcp", *rest)
 reducer = pycomm.attach(optimizer, model, tuning=pycomm.Tuning(timeout=60))
 model(torch.ones(4)).sum().backward()
 optimizer.step()

@@ -11,21 +11,21 @@ import torch.distributed as dist
 
 import pycomm
 from tests.on_ranks import on_ranks
-from tests.reducer.attaching import over_torch
+from tests.reducer.attaching import over_tcp
 from tests.reducer.models import Normed, average_gradients, close, loss_of, make_model, sgd
 
 
 @pytest.mark.parametrize("uneven", [False, True])
-@pytest.mark.parametrize("torch_transport", [False, True])
+@pytest.mark.parametrize("over_hosts", [False, True])
 @on_ranks(2)
-def test_two_attaches_in_one_backward(torch_transport: bool, uneven: bool) -> None:
+def test_two_attaches_in_one_backward(over_hosts: bool, uneven: bool) -> None:
     """Muon beside AdamW: two attaches, one backward. Ranks may begin with either."""
     rank = dist.get_rank()
     model, plain = make_model(), make_model()
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
     first, second = torch.optim.SGD(matrices, lr=0.1), torch.optim.SGD(vectors, lr=0.1)
-    with over_torch(torch_transport):
+    with over_tcp(over_hosts):
         reducers = [pycomm.attach(o, model, tuning=pycomm.Tuning(timeout=30, bucket_mb=0.001)) for o in (first, second)]
 
     def loss(module: Any, rank: int, step: int) -> torch.Tensor:
@@ -45,15 +45,15 @@ def test_two_attaches_in_one_backward(torch_transport: bool, uneven: bool) -> No
         reducer.detach()
 
 
-@pytest.mark.parametrize("torch_transport", [False, True])
+@pytest.mark.parametrize("over_hosts", [False, True])
 @on_ranks(2)
-def test_two_attaches_that_keep_buffers(torch_transport: bool) -> None:
+def test_two_attaches_that_keep_buffers(over_hosts: bool) -> None:
     """Both exchange buffers; the order in which gradients come differs: nobody waits for the other's turn."""
     rank = dist.get_rank()
     model = Normed()
     first = torch.optim.SGD([model.body.weight], lr=0.1)
     second = torch.optim.SGD([model.body.bias, *model.norm.parameters()], lr=0.1)
-    with over_torch(torch_transport):
+    with over_tcp(over_hosts):
         reducers = [
             pycomm.attach(o, model, tuning=pycomm.Tuning(timeout=20), buffers="average") for o in (first, second)
         ]
@@ -87,12 +87,12 @@ class GatherAll(torch.autograd.Function):
         return grad.chunk(dist.get_world_size())[dist.get_rank()]
 
 
-@pytest.mark.parametrize("torch_transport", [False, True])
+@pytest.mark.parametrize("over_hosts", [False, True])
 @on_ranks(2)
-def test_the_users_own_collectives_in_backward(torch_transport: bool) -> None:
+def test_the_users_own_collectives_in_backward(over_hosts: bool) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     model, plain = make_model(), make_model()
-    with over_torch(torch_transport):
+    with over_tcp(over_hosts):
         reducer = pycomm.attach(sgd(model), model, tuning=pycomm.Tuning(timeout=30, bucket_mb=0.0001))
     for step in range(10):
         model.zero_grad()

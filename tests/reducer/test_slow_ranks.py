@@ -31,8 +31,8 @@ class Noted(logging.Handler):
 class Watched(Training):
     """Training in which one rank naps, and what is said of it."""
 
-    def __init__(self, torchs: bool = False, **options: Any) -> None:
-        super().__init__(torchs, **options)
+    def __init__(self, over_hosts: bool = False, **options: Any) -> None:
+        super().__init__(over_hosts, **options)
         self.noted = Noted()
         logging.getLogger("pycomm").addHandler(self.noted)
         self.steps = 0
@@ -47,11 +47,13 @@ class Watched(Training):
 
 
 @pytest.mark.parametrize(
-    ("on_failure", "torchs"), [("raise", False), ("shrink", False), ("shrink", True)], ids=["raise", "shrink", "hosts"]
+    ("on_failure", "over_hosts"),
+    [("raise", False), ("shrink", False), ("shrink", True)],
+    ids=["raise", "shrink", "hosts"],
 )
 @on_ranks(2, 3, timeout=90)
-def test_a_rank_that_sleeps_is_named_once(on_failure: str, torchs: bool) -> None:
-    training = Watched(torchs, on_failure=on_failure)
+def test_a_rank_that_sleeps_is_named_once(on_failure: str, over_hosts: bool) -> None:
+    training = Watched(over_hosts, on_failure=on_failure)
     for step in range(20):
         training.go_on(NAP if step in (14, 17) else 0.0)
     by_rank = training.reducer.stats()["waits"]["by_rank"]
@@ -107,7 +109,7 @@ def test_who_is_waited_for_is_known_meanwhile(on_failure: str) -> None:
 
 @on_ranks(2)
 def test_between_hosts_without_messages_only_the_time_is_known() -> None:
-    training = Watched(torchs=True)
+    training = Watched(over_hosts=True)
     assert training.reducer.stats()["waits"] == {"now": None, "by_rank": {}}
     seen: list[Any] = []
     done = threading.Event()

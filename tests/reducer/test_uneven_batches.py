@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import pycomm
 from tests.on_ranks import on_ranks
-from tests.reducer.attaching import assert_replicas_equal, attached, over_torch
+from tests.reducer.attaching import assert_replicas_equal, attached, over_tcp
 from tests.reducer.models import close, loss_of, losses_at, make_model, sgd
 
 WAYS = ["set_weight(0), flush()", "flush()", "skip_batch()", "set_weight(0), a loss of zero"]
@@ -28,14 +28,14 @@ def without_batch(model: Any, reducer: Any, way: str) -> None:
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("torch_transport", [False, True])
+@pytest.mark.parametrize("over_hosts", [False, True])
 @pytest.mark.parametrize("zero_grad", ["optimizer", "model", "in place"])
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
-def test_one_rank_has_fewer_batches(way: str, zero_grad: str, torch_transport: bool) -> None:
+def test_one_rank_has_fewer_batches(way: str, zero_grad: str, over_hosts: bool) -> None:
     rank, model, plain = dist.get_rank(), make_model(), make_model()
     optimizer = sgd(model)
-    with over_torch(torch_transport), attached(optimizer, model) as reducer:
+    with over_tcp(over_hosts), attached(optimizer, model) as reducer:
         for step in range(6):
             plain.load_state_dict(model.state_dict())
             there = losses_at(step)[: 2 if step in (0, 1, 3) else 1]

@@ -75,7 +75,7 @@ def assert_named(log: Log, sleeper: int, start: str) -> None:
     assert all(line.startswith(f"rank {sleeper} has not come to {start}") for line in said[logger]), said
     if dist.get_rank() == logger:
         assert log.times[0] >= SOON  # how much later depends on the load
-        assert log.times[1] - log.times[0] >= AGAIN * 0.9
+        assert log.times[1] >= SOON + AGAIN * 0.9  # the first one may have been written late
 
 
 KINDS: dict[str, tuple[dict[str, Any], bool]] = {
@@ -101,8 +101,8 @@ def test_the_first_that_waits_names_it(kind: str, sleeper: int) -> None:
 
 
 def name_late_rank(kind: str, sleeper: int) -> None:
-    options, torchs = KINDS[kind]
-    training = Training(torchs, **options)
+    options, over_hosts = KINDS[kind]
+    training = Training(over_hosts, **options)
     for index in range(3):
         training.step(index)
     dist.barrier()

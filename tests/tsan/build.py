@@ -40,9 +40,7 @@ GROUPS = {
         *_below("csrc/transport", "at_fork", "control_groups", "cores", "memory", "process", "program", "texts"),
         *_below("csrc/transport/shared_memory", "arena", "group", "run", "staging", "wait"),
     ),
-    "tcp": _below(
-        "csrc/transport/tcp", "call", "collectives", "group", "link", "messages", "post", "run", "watch"
-    ),
+    "tcp": _below("csrc/transport/tcp", "call", "collectives", "group", "link", "messages", "post", "run", "watch"),
     "operations": _below(
         *("csrc/transport/shared_memory", "call", "collectives", "incoming", "message_wait", "messages", "outgoing"),
         *("parts", "shares"),
@@ -121,10 +119,7 @@ def with_bug(source: str, text: str, directory: Path) -> dict[str, Path]:
     users = [
         name
         for name, sources in GROUPS.items()
-        if any(
-            file.startswith("csrc/transport") or header in (ROOT / file).read_text()
-            for file in sources
-        )
+        if any(file.startswith("csrc/transport") or header in (ROOT / file).read_text() for file in sources)
     ]
     return compile_groups(users, directory, include=directory / "csrc")
 

@@ -129,7 +129,7 @@ void closing(int size, unsigned seed) {
             const int source = rank == leaver ? (rank + 1) % size : leaver;
             try {
                 while (true) {
-                    Messages& mine = groups[static_cast<size_t>(rank)]->messages();
+                    Messages& mine = *groups[static_cast<size_t>(rank)]->messages_;
                     ReceiptPtr receipt = mine.post_receive(buffer_of(bytes), 1, source, 1, nullptr);
                     mine.send(buffer_of(bytes), 1, source, 1, kTimeout);
                     mine.wait(receipt, kTimeout);
@@ -151,7 +151,7 @@ void messages(int size, int rounds, unsigned seed) {
     constexpr int kTags = 2;
     Groups groups = make_groups(size, 0);
     // So little that senders wait, now and then; all receive meanwhile.
-    for (auto& group : groups) group->messages().set_buffer_limit(int64_t{3} * size * 310000);
+    for (auto& group : groups) group->set_buffer_limit(int64_t{3} * size * 310000);
     const Talk all{groups, rounds * 4, seed};
     in_ranks(size, [&](int rank) {
         std::vector<std::thread> threads;
@@ -161,7 +161,7 @@ void messages(int size, int rounds, unsigned seed) {
         for (std::thread& thread : threads) thread.join();
         cancelling(groups, rank, rounds);
         groups[static_cast<size_t>(rank)]->barrier(kTimeout);
-        require(groups[static_cast<size_t>(rank)]->messages().buffered_bytes() == 0, "something was not taken");
+        require(groups[static_cast<size_t>(rank)]->buffered_bytes() == 0, "something was not taken");
     });
     for (unsigned i = 0; i < 4; ++i) closing(size, seed + i);
 }

@@ -44,9 +44,8 @@ class HalfExchange(DenseExchange):
         self, bucket: Bucket, communicator: Communicator, half_dtype: torch.dtype, scaled: bool, sums: str
     ) -> None:
         super().__init__(bucket, communicator)
-        # Where ranks share memory, the transport's own sums are in float32.
-        is_flat = bucket.on_gpu or 1 < len(communicator.hosts) == communicator.size
-        self._algorithm = bucket.algorithm if sums == "native" else "direct" if is_flat else "native"
+        # In CPU memory the transport's own sums are in float32.
+        self._algorithm = bucket.algorithm if sums == "native" else "direct" if bucket.on_gpu else "native"
         self._scaled = scaled
         self._message = communicator.empty(
             bucket.num_elements + bucket.num_flags, half_dtype, bucket.device, symmetric=True
