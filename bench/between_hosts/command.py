@@ -98,12 +98,14 @@ class Cell:
     Attributes:
         transport: that pycomm had chosen.
         congestion_control: of a connection between two of the hosts.
+        busy: note on other work on the cores, just before or just after; "" if there was none.
     """
 
     hosts: int
     link: Link
     transport: str
     congestion_control: str
+    busy: str
     measured: list[Measured]
 
     def as_json(self) -> dict[str, Any]:
@@ -112,6 +114,7 @@ class Cell:
             "link_gbit": self.link,
             "transport": self.transport,
             "congestion_control": self.congestion_control,
+            "busy": self.busy,
             "all_reduce": [each.as_json() for each in self.measured],
         }
 
@@ -146,14 +149,14 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _conditions(count: int) -> dict[str, Any]:
-    """Return what is not the same on another day: the kernel, and notes on the cores, for ``count`` hosts at most."""
+    """Return the kernel, and notes on the cores, for ``count`` hosts at most."""
     cores = len(os.sched_getaffinity(0))
     notes = [f"{count} hosts on {cores} cores take turns: waits last longer"] if count > cores else []
-    notes += [note for note in [busy_note(1)] if note]
     return {"kernel": platform.release(), "notes": notes}
 
 
 def _measure(arguments: argparse.Namespace, count: int, link: Link, floor: Path | None) -> Cell:
+    before = busy_note(1)
     with hosts(count, link) as cluster:
         setup = {
             "sizes": [(num_bytes, _calls(num_bytes, link)) for num_bytes in _carried(arguments.sizes, link)],
@@ -168,7 +171,8 @@ def _measure(arguments: argparse.Namespace, count: int, link: Link, floor: Path 
         Measured(row["bytes"], row["calls"], {name: Samples.of(taken) for name, taken in row["seconds"].items()})
         for row in found["measured"]
     ]
-    return Cell(count, link, found["transport"], found["congestion_control"], measured)
+    busy = before or busy_note(1)
+    return Cell(count, link, found["transport"], found["congestion_control"], busy, measured)
 
 
 def _link_seconds(num_bytes: int, link: Link) -> float:
@@ -191,6 +195,8 @@ def _calls(num_bytes: int, link: Link) -> int:
 def _print(cell: Cell, repeats: int) -> None:
     print(f"\nall_reduce, sum of float32, {hosts_name(cell.hosts, 1)}, {link_name(cell.link)}, {repeats} turns")
     print(f"pycomm's transport is {cell.transport}; congestion control: {cell.congestion_control}; sums verified")
+    if cell.busy:
+        print(cell.busy)
     rows = [row for measured in cell.measured for row in _rows(measured)]
     print_table(["", "median", "p10 - p90", "time / floor", "time / pycomm"], rows)
     sys.stdout.flush()

@@ -14,6 +14,7 @@
 #include <arpa/inet.h>
 #include <netinet/tcp.h>
 #include <poll.h>
+#include <sched.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -33,8 +34,9 @@ using Clock = std::chrono::steady_clock;
 
 constexpr size_t kPieceBytes = 256 << 10;  // per system call
 constexpr int kConnectSeconds = 30;
+constexpr std::chrono::microseconds kAlone(5);  // of trying again
 constexpr int kPollMilliseconds = 60'000;
-constexpr int kMostWarmUpCalls = 10;  // as in ranks.py
+constexpr int kMostWarmUpCalls = 10;    // as in ranks.py
 constexpr uint32_t kModulus = 1 << 20;  // of the numbers that are verified: sums of sixteen are exact
 
 [[noreturn]] void fail(const char* what) {
@@ -65,7 +67,7 @@ size_t try_receive(int socket, char* data, size_t num_bytes) {
 
 // Waits until something moves: first by trying again and again, for as long as the caller has asked for.
 class Wait {
- public:
+   public:
     explicit Wait(std::chrono::microseconds spin) : spin_(spin) {}
 
     void has_moved() { idle_ = false; }
@@ -77,7 +79,10 @@ class Wait {
                 idle_ = true;
                 since_ = now;
             }
-            if (now - since_ < spin_) return;
+            if (now - since_ < spin_) {
+                if (now - since_ > kAlone) sched_yield();  // to the other rank, should it wait for this core
+                return;
+            }
         }
         const int ready = poll(events.data(), events.size(), kPollMilliseconds);
         if (ready == 0) fail_wrong("nothing has moved for a minute");
@@ -85,7 +90,7 @@ class Wait {
         idle_ = false;
     }
 
- private:
+   private:
     std::chrono::microseconds spin_;
     bool idle_ = false;
     Clock::time_point since_;
@@ -138,7 +143,7 @@ std::vector<int> connect_all(int rank, int port, const std::vector<const char*>&
 }
 
 class Ranks {
- public:
+   public:
     Ranks(int rank, std::vector<int> sockets)
         : rank_(static_cast<size_t>(rank)), size_(sockets.size()), sockets_(std::move(sockets)) {
         next_ = sockets_[(rank_ + 1) % size_];
@@ -206,7 +211,7 @@ class Ranks {
         }
     }
 
- private:
+   private:
     struct Place {
         size_t step, done;
     };

@@ -1,6 +1,7 @@
 #include "transport/tcp/call.h"
 
 #include <poll.h>
+#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -19,6 +20,7 @@ constexpr int64_t kCreditBytes = 64 << 10;
 constexpr uint32_t kMostReason = 512;
 constexpr int kLooks = 3;                  // before the time is read
 constexpr double kSpinSeconds = 50e-6;     // about what it costs to sleep and be woken
+constexpr double kBusySeconds = 5e-6;      // without giving way
 constexpr double kWorthSpinning = 100e-6;  // usual waits that are shorter
 constexpr double kLeastUsual = 1e-6, kLearnStep = 1.1;
 constexpr int kSliceMilliseconds = 100;
@@ -266,7 +268,10 @@ void TcpCall::wait() {
     double now = start;
     bool moved = false;
     if (group_.usual_wait_ < kWorthSpinning) {
-        for (; !moved && now - start < kSpinSeconds; now = monotonic_seconds()) moved = move_at_once();
+        for (; !moved && now - start < kSpinSeconds; now = monotonic_seconds()) {
+            if (now - start > kBusySeconds) sched_yield();  // the awaited rank may have been on this core
+            moved = move_at_once();
+        }
     }
     std::vector<pollfd> wanted;
     while (!moved) {
