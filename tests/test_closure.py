@@ -43,6 +43,7 @@ IN_FUNCTIONS = {
     "pycomm.collectives.communicator.empty": "for memory on a GPU",
     "pycomm.collectives.transport.algorithms._schedules": "for algorithms other than the transport's own",
     "pycomm.collectives.transport.choice._make": "between hosts",
+    "pycomm.collectives.transport.choice.choose_transport": 'for transport="torch"',
     "pycomm.training.reducer.attach._second_average": "for PYCOMM_COMPARE",
     "pycomm.training.reducer.attach._sharded": "for `shard=`",
     "pycomm.training.reducer.attach._surviving": "for `survive=`",

@@ -31,7 +31,7 @@ sys.path.append(str(ROOT / "examples"))
 example: Any = importlib.import_module("recommended_stack")
 
 _FIRST_TUNING_SEED = 1000  # apart from those that are measured with
-_OVER_THE_NETWORK = ("torch", "hierarchical")
+_OVER_THE_NETWORK = ("tcp", "hierarchical")
 
 
 def recipes(names: Sequence[str] | None = None) -> list[Any]:

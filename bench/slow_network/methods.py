@@ -172,7 +172,7 @@ class Synchronised:
         if self._reducer is None:
             return {}
         stats = self._reducer.stats()
-        if stats["transport"] not in ("torch", "hierarchical"):
+        if stats["transport"] not in ("tcp", "hierarchical"):
             raise RuntimeError(f"pycomm's transport is {stats['transport']}, wanted one over the network")
         return stats
 

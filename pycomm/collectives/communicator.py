@@ -109,8 +109,9 @@ class Communicator(_Messages):
             default group if ``None``.
         timeout: limit of every single wait; seconds or ``timedelta``. ``None``: the group's own, by
             torch's default half an hour. A peer that *dies* is noticed within a second regardless.
-        transport: "auto", or "shared_memory" (one host), "hierarchical" (several hosts, some with several
-            ranks) or "torch" (anything) to require one.
+        transport: "auto", or "shared_memory" (one host), "tcp" (any hosts), "hierarchical" (several hosts, some
+            with several ranks) or "torch" (the process group's own backend) to require one. The environment
+            variable ``PYCOMM_TRANSPORT`` stands in for "auto".
         network: description of the network, by which ``algorithm="auto"`` chooses: a
             :class:`pycomm.schedule.Network`, the name of a predefined one, or a file from
             ``pycomm plan calibrate``. ``None``: the file or name in the environment variable
@@ -180,7 +181,7 @@ class Communicator(_Messages):
 
     @property
     def transport(self) -> str:
-        """Name of the transport for arrays in CPU memory: "shared_memory", "hierarchical" or "torch"."""
+        """Name of the transport for arrays in CPU memory: "shared_memory", "tcp", "hierarchical" or "torch"."""
         return self.channel.transport.name
 
     @property

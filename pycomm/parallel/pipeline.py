@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pycomm.collectives.backend.process_group import PycommProcessGroup
-from pycomm.collectives.transport.own_group import OWN, PYCOMM, destroy_group, found_group
+from pycomm.collectives.transport.own_group import OWN, PYCOMM, found_group
+from pycomm.collectives.transport.torch_group import destroy_group
 from pycomm.descriptions import counted, tensors_text
 from pycomm.errors import attempt, text_of
 from pycomm.optim.attached import attached_to

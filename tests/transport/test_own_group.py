@@ -14,6 +14,7 @@ from torch.distributed import distributed_c10d
 
 from pycomm import CommError, Communicator
 from pycomm.collectives.transport import own_group as module
+from pycomm.collectives.transport.torch_group import cpu_backend_of
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
 
@@ -141,7 +142,7 @@ def test_who_abandons_says_so(two_ranks: RankPool, transport: str, says: str) ->
 def test_backends_that_lack_it() -> None:
     group = dist.group.WORLD
     assert group is not None
-    assert module.cpu_backend_of(module.place_of(group)) == "gloo"
+    assert cpu_backend_of(module.place_of(group)) == "gloo"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "get_backend_config", lambda _: "cuda:nccl")
         with pytest.raises(ValueError, match="process_group has no backend for CPU tensors, only cuda:nccl: call"):

@@ -58,7 +58,7 @@ def stats(group: dist.ProcessGroup | None = None) -> dict[str, Any]:
     """Return counters of a group over "pycomm", the default group if ``None``, on this rank.
 
     Returns:
-        ``transport``: "shared_memory", "hierarchical" or "torch". ``bytes_direct``: bytes of tensors in memory
+        ``transport``: "shared_memory", "tcp", "hierarchical" or "torch". ``bytes_direct``: bytes of tensors in memory
         that all ranks of the host reach; ``bytes_staged``: of others, which were copied through it;
         ``bytes_small``: of those that travel with their announcement. ``storages_moved``: number of storages
         (buckets of DistributedDataParallel) that were moved to such memory.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import threading
@@ -12,9 +13,10 @@ from typing import Any
 
 import pycomm._native as _native
 from pycomm.collectives.recorder.watch import dump_on_signal, watch
+from pycomm.collectives.transport import TRANSPORTS
 from pycomm.collectives.transport.base import Transport
 from pycomm.collectives.transport.meeting import Meeting
-from pycomm.collectives.transport.own_group import OWN, Place, cpu_backend_of, own_group
+from pycomm.collectives.transport.own_group import OWN, Place
 from pycomm.collectives.transport.rendezvous import (
     Hosts,
     exchange_memory,
@@ -27,7 +29,9 @@ from pycomm.collectives.transport.shared_memory import SharedMemoryTransport
 from pycomm.errors import CommError
 from pycomm.untrusted import PROCESS_ID
 
+_VARIABLE = "PYCOMM_TRANSPORT"
 _LONGEST_PROBLEM = 2000  # characters
+_LOG = logging.getLogger("pycomm")
 _GREETING = {"wanted": str, "version": str, "host": str, "pid": PROCESS_ID, "address": str}
 
 
@@ -40,7 +44,7 @@ def choose_transport(place: Place, wanted: str, timeout: float, problem: Excepti
     """Return the transport ``wanted`` at ``place``. Collective.
 
     "auto" is shared memory if all ranks are on one host, "hierarchical" if some share one, otherwise "tcp". If a rank
-    cannot listen, "auto" is "torch" between hosts.
+    cannot listen, "auto" is "torch" between hosts. ``PYCOMM_TRANSPORT`` stands in for "auto".
 
     Args:
         place: where the ranks meet.
@@ -48,6 +52,11 @@ def choose_transport(place: Place, wanted: str, timeout: float, problem: Excepti
         timeout: limit of the whole rendezvous, in seconds, unless ``place`` has a shorter one; and of operations.
         problem: error in this rank's arguments, if any; raised once the other ranks know, which get a ValueError.
     """
+    if wanted == "auto" and (named := os.environ.get(_VARIABLE)):
+        wanted = named
+        if named not in TRANSPORTS:
+            wanted_one = f"wanted one of {', '.join(TRANSPORTS)}"
+            problem = problem or ValueError(f"the environment variable {_VARIABLE} is {named!r}, {wanted_one}")
     patience = min(timeout, place.patience)
     with (
         _turn_of(place, patience),
@@ -59,6 +68,8 @@ def choose_transport(place: Place, wanted: str, timeout: float, problem: Excepti
                 listener = open_sockets.enter_context(listen(meeting.size))
                 mine = {"wanted": str(wanted), "version": version(), **introduction(listener)}
                 if problem is None and wanted == "torch":
+                    from pycomm.collectives.transport.torch_group import cpu_backend_of
+
                     cpu_backend_of(place)  # raises ValueError if the group cannot have another beside it
             except (OSError, ValueError) as error:
                 problem = problem or error
@@ -79,6 +90,8 @@ def choose_transport(place: Place, wanted: str, timeout: float, problem: Excepti
         meeting.end()
         transport.recorder = watch(transport, f"{place.name}/{meeting.name}", place.ranks)
         transport.recorder.store = place.store
+        if place.rank == 0:
+            _LOG.info("transport %r for %d ranks", transport.name, place.size)
         dump_on_signal()
         return transport
 
@@ -120,6 +133,7 @@ def _make(
             return made
     from pycomm.collectives.transport.failure_notes import FailureNotes
     from pycomm.collectives.transport.torch_distributed import TorchTransport
+    from pycomm.collectives.transport.torch_group import own_group
 
     own = own_group(place, f"{place.name}{OWN}{meeting.name}", timeout)
     return TorchTransport(own, FailureNotes(place.store, meeting.name, place.rank, greetings))

@@ -1,8 +1,4 @@
-"""Process group of the user, and the communicator's own group with the same ranks.
-
-Operations of one group must be called in the same order on all ranks. A communicator works on a thread of its own, so
-in the user's group its operations would interleave with others, and hang or, over Gloo, abort the process.
-"""
+"""Process group of the user: the place where the ranks of a communicator meet."""
 
 from __future__ import annotations
 
@@ -16,14 +12,10 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from pycomm.checks import LONGEST_TIMEOUT, seconds_of
-from pycomm.errors import CommError
 from pycomm.torch_internals import (
     Store,
     has_default_group_only,
     has_joined_gloo,
-    make_process_group,
-    number_process_group,
-    owns_process_group,
     store_of,
     timeout_of,
 )
@@ -126,48 +118,3 @@ def timeout_seconds(
     has_groups = dist.is_available() and dist.is_initialized()
     found = timeout_of(group_of(process_group, "process_group")) if has_groups else default_pg_timeout
     return min(found.total_seconds(), LONGEST_TIMEOUT)
-
-
-def cpu_backend_of(place: Place) -> str:
-    """Return the name of the backend for CPU tensors of a second group at ``place``."""
-    names = dict(part.split(":", 1) for part in place.backends.split(",") if ":" in part)
-    if "cpu" not in names:
-        raise ValueError(
-            f"process_group has no backend for CPU tensors, only {place.backends}: call "
-            'init_process_group("cpu:gloo,cuda:nccl"), since the ranks first agree over the CPU on what they do'
-        )
-    if names["cpu"] == dist.Backend.MPI and place.size < dist.get_world_size():
-        raise ValueError(
-            "process_group is a sub-group over MPI, whose groups only all ranks together can make: pass a group of "
-            "all ranks, or one over Gloo"
-        )
-    return dist.Backend.GLOO if names["cpu"] == PYCOMM else names["cpu"]
-
-
-def own_group(place: Place, name: str, timeout: float) -> dist.ProcessGroup:
-    """Make a group for CPU tensors with the ranks, rank order and backend of ``place``. Collective among its ranks.
-
-    Args:
-        place: where the ranks of the user's group meet.
-        name: unique among all groups that these ranks will ever have.
-        timeout: of its creation and of every operation, in seconds.
-
-    Raises:
-        ValueError: the backend can only make groups on all ranks together.
-        CommError: a rank did not arrive in time, or could not be reached.
-    """
-    backend = cpu_backend_of(place)
-    patience = min(timeout, place.patience)
-    try:
-        made = make_process_group(place.store, place.rank, place.ranks, backend, name, timeout, patience)
-    except RuntimeError as error:
-        what = f"a process group of pycomm's own could not be made: {error}"
-        raise CommError.during("rendezvous", what, rank=place.rank, elapsed=patience) from None
-    number_process_group(made, place.ranks)
-    return made
-
-
-def destroy_group(group: dist.ProcessGroup) -> None:
-    """Destroy ``group``, unless ``destroy_process_group()`` has already destroyed all groups."""
-    if owns_process_group(group):
-        dist.destroy_process_group(group)

@@ -183,7 +183,8 @@ def attach(
             shapes, dtypes, order or kinds of parameters and buffers, or in the contents of those that cannot be sent;
             or a parameter cannot be averaged (on every rank, naming the first one). Everything is undone then.
     """
-    communicator = Communicator(process_group, tuning.timeout if isinstance(tuning, Tuning) else None)
+    meets = tuning if isinstance(tuning, Tuning) else Tuning()
+    communicator = Communicator(process_group, meets.timeout, transport=meets.transport)
 
     def check() -> Checked:
         refuse_unknown(unknown)

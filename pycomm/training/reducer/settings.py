@@ -101,6 +101,7 @@ class Tuning:
             Residuals and velocities are compared with their values after the previous step; a change on one rank is an
             error on all. Buffers that differ are only logged.
         timeout: limit of every wait for a peer; seconds or ``timedelta``. ``None``: the process group's own.
+        transport: of gradients in CPU memory, see :class:`pycomm.Communicator`.
         ignore: tensors that each rank has for itself: names of parameters and buffers, shell patterns of names
             ("experts.*"), parameters, or modules. They are not sent, averaged, compared or warned of, and may have
             different shapes on different ranks. Patterns must be equal on all ranks. Other trainable parameters of the
@@ -124,6 +125,7 @@ class Tuning:
     algorithm: str = "auto"
     check_replicas: int = 1000
     timeout: timedelta | float | None = None
+    transport: str = "auto"
     ignore: Iterable[Any] = ()
     per_rank: Iterable[str] = ()
     all_parameters: bool = False
