@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmark_page import gpu, growth, matrices, on_one_host, recommended_stack, training
+from benchmark_page import between_hosts, gpu, growth, matrices, on_one_host, recommended_stack, training
 from benchmark_page.headline import headline, sentence
 from benchmark_page.reports import Reports, by_bench, load_reports
 from rewriting import rewrite
@@ -30,6 +30,7 @@ COMPRESSION = Path(__file__).with_name("compression.md")
 
 SECTIONS: dict[str, Callable[[Reports], str]] = {
     "collectives": on_one_host.collectives,
+    "between_hosts": between_hosts.between_hosts,
     "training": training.training,
     "training.losses": training.losses,
     "slow_network": training.slow_network,

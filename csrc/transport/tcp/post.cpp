@@ -52,7 +52,9 @@ Post::Post(int rank, std::vector<Descriptor> sockets, std::vector<std::string> a
     }
 }
 
-Post::~Post() { close("it dropped its communicator"); }
+Post::~Post() {
+    if (!is_in_child_) close("it dropped its communicator");
+}
 
 // Requires mutex_, as all of the following.
 void Post::put(Line& to, Heading heading, const void* content) {
@@ -301,8 +303,8 @@ void Post::close(const std::string& why) {
 }
 
 void Post::close_in_child() {
+    is_in_child_ = true;  // the mutex may be held, by a thread that was not forked
     for (Line& each : lines_) each.socket.close();
-    is_closed_ = true;
 }
 
 }  // namespace pycomm

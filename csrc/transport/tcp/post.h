@@ -154,7 +154,7 @@ class Post final : private WatchedSockets {
     std::vector<std::shared_ptr<void>> keepers_;
     std::atomic<int64_t> limit_{0};
     int64_t in_use_ = 0;
-    bool has_left_ = false, is_closed_ = false;
+    bool has_left_ = false, is_closed_ = false, is_in_child_ = false;
     int left_cause_ = -1;
     std::string why_left_, why_closed_;
 };
