@@ -19,7 +19,7 @@ from pycomm.collectives.transport.tcp import TcpTransport
 from pycomm.torch_internals import Store, root_store
 from pycomm.untrusted import escaped
 
-_INTRODUCTION = {"no_tcp?": str, **{f"{name}?": kind for name, kind in connections.GREETING.items()}}
+_INTRODUCTION = {"no_tcp?": str, "problem?": str, **{f"{name}?": kind for name, kind in connections.GREETING.items()}}
 _LONGEST_REASON = 2000  # characters
 _LOG = logging.getLogger("pycomm")
 
@@ -51,6 +51,7 @@ def make_between_hosts(
     """
     with contextlib.ExitStack() as until_made, contextlib.ExitStack() as while_connecting:
         mine: dict[str, Any]
+        wrong: ValueError | None = None
         try:
             tcp_listener = while_connecting.enter_context(interfaces.listen(_host_of(store)))
             mine = connections.introduction(tcp_listener)
@@ -58,7 +59,14 @@ def make_between_hosts(
             if os.environ.get(interfaces.PORTS):
                 raise  # the user says which ports, and none is free
             mine = {"no_tcp": str(error)[:_LONGEST_REASON]}
+        except ValueError as error:  # a variable
+            mine, wrong = {"problem": str(error)[:_LONGEST_REASON]}, error
         introductions = meeting.share("tcp", mine, _INTRODUCTION)
+        if wrong is not None:
+            raise wrong
+        for p, other in enumerate(introductions):
+            if "problem" in other:
+                raise ValueError(f"rank {p} could not take part: {escaped(other['problem'])}")
         for p, other in enumerate(introductions):
             if "no_tcp" in other:
                 why = f"rank {p} cannot listen: {escaped(other['no_tcp'])}"
