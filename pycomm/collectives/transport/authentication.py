@@ -169,8 +169,11 @@ def _is_private(folder: str | Path) -> bool:
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
 
 
-def secret() -> bytes | None:
-    """Return the secret of this job, of ``PYCOMM_SECRET`` or the file ``PYCOMM_SECRET_FILE``; ``None`` without one."""
+def secret(shortest: int = _SHORTEST) -> bytes | None:
+    """Return the secret of this job, of ``PYCOMM_SECRET`` or the file ``PYCOMM_SECRET_FILE``; ``None`` without one.
+
+    Raises ValueError if it has fewer than ``shortest`` characters.
+    """
     path, text = os.environ.get(SECRET_FILE), os.environ.get(SECRET)
     if path and text:
         raise ValueError(f"{SECRET} and {SECRET_FILE} are both set: unset one of them")
@@ -186,9 +189,9 @@ def secret() -> bytes | None:
         if is_read_by_others:
             raise ValueError(f"{path} holds a secret, and others may read it: chmod 600 {path}")
     found = found.strip()
-    if len(found) < _SHORTEST:
+    if len(found) < shortest:
         raise ValueError(
-            f"the secret in {where} has {len(found)} characters, wanted at least {_SHORTEST} that nobody can guess, "
+            f"the secret in {where} has {len(found)} characters, wanted at least {shortest} that nobody can guess, "
             "for example of `openssl rand -hex 32`"
         )
     return found

@@ -117,15 +117,15 @@ class Connections:
 
 def introduction(listener: Listener) -> dict[str, Any]:
     """Return the part of the greeting by which others connect to this rank. Raises ValueError as ``secret``."""
-    found = secret()
+    found = secret(shortest=1)
     fingerprint = "" if found is None else str(Access(found))
     return {"tcp": listener.addresses, "key": secrets.token_hex(_NONCE), "secret": fingerprint}
 
 
 def key_of(greetings: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return the key of the proofs: the secret of the job, or one made of what all ranks have put into the store.
+    """Return the key of the proofs, made of the secret of the job and of what all ranks have put into the store.
 
-    Raises ValueError if the ranks do not have the same secret.
+    So a secret that could be guessed is no worse than none. Raises ValueError if the ranks do not have the same secret.
     """
     first = greetings[0]["secret"]
     for p, greeting in enumerate(greetings):
@@ -137,8 +137,8 @@ def key_of(greetings: Sequence[Mapping[str, Any]]) -> bytes:
             raise ValueError(f"the {SECRET} of rank {p} differs from that of rank 0: {both}")
         without, other = (0, p) if theirs else (p, 0)
         raise ValueError(f"rank {without} has no {SECRET}, rank {other} has one")
-    found = secret()
-    return found or bytes.fromhex(Signer(b"tcp").sign("key", *(greeting["key"] for greeting in greetings)))
+    signer = Signer(secret(shortest=1) or b"tcp")
+    return bytes.fromhex(signer.sign("key", *(greeting["key"] for greeting in greetings)))
 
 
 def exchange_connections(
