@@ -34,7 +34,6 @@ _LINK = Link(alpha=1e-4, beta=8e-9, gamma=1e-10)
 _NETWORK = Network(name="between hosts", within_host=_LINK, between_hosts=_LINK)
 _RING_BYTES = 8 << 20  # from here on Gloo's own sums are faster
 _PIECE_BYTES = 64 << 20  # of a sum at a time: a rank needs as much memory again
-_CHAIN_BYTES = 1 << 20  # of a segment that a host forwards while it receives the next one
 
 
 class TorchCollectives:
@@ -47,7 +46,7 @@ class TorchCollectives:
         self._group = group
         self._rank, self._size = group.rank, group.size
         self.hosts: Sequence[Sequence[int]] = [(p,) for p in range(group.size)]
-        self._by_messages = BetweenHosts(group, range(group.size))
+        self._by_messages = ByMessages(group)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised tensor in memory of this process."""
@@ -148,53 +147,33 @@ class TorchCollectives:
         self._group.wait(operation, self._group.begin(operation, start), timeout)
 
 
-class BetweenHosts:
-    """Collectives among ``ranks`` of ``group``: one per host, in the order of the hosts, including this rank."""
+class ByMessages:
+    """Reductions of a group by programs of its messages."""
 
-    def __init__(self, group: TorchGroup, ranks: Sequence[int]) -> None:
+    def __init__(self, group: TorchGroup) -> None:
         self._group = group
-        self._ranks = tuple(ranks)
-        self._index = self._ranks.index(group.rank)
         self._choices: list[tuple[float, str]] = []
         self._programs: dict[str, Program] = {}
 
-    def exchange(
-        self, sends: Sequence[Message], receives: Sequence[Message], timeout: float, operation: str = "all_reduce"
-    ) -> None:
-        """Send and receive messages; peers are numbered by host."""
-        to, of = ([(self._ranks[host], x) for host, x in messages] for messages in (sends, receives))
-        self._group.exchange(to, of, timeout, operation)
-
     def all_reduce(self, x: torch.Tensor, op: str, timeout: float) -> None:
-        """Reduce flat ``x`` over the hosts, in place; the same bits on all of them."""
-        # "direct" has two steps, of as many bytes as a ring's, and rounds once; its messages grow with the hosts.
-        is_direct = len(self._ranks) <= DIRECT_RANKS or x.dtype in HALVES
+        """Reduce flat ``x`` in place; the same bits on all ranks."""
+        # "direct" has two steps, of as many bytes as a ring's, and rounds once; its messages grow with the ranks.
+        is_direct = self._group.size <= DIRECT_RANKS or x.dtype in HALVES
         program = self._program("direct" if is_direct else self._choice(x.nbytes))
         for piece in torch.split(x, _PIECE_BYTES // x.itemsize) if is_direct else [x]:
             if piece.numel() > 0:
-                run_program(program, piece, op, self, timeout)
-
-    def broadcast(self, x: torch.Tensor, source: int, timeout: float) -> None:
-        """Overwrite flat ``x``, bytes, with that of the host ``source``, along a chain of hosts."""
-        size = len(self._ranks)
-        place = (self._index - source) % size  # in the chain
-        before, behind = (self._index - 1) % size, (self._index + 1) % size
-        segments = torch.split(x, _CHAIN_BYTES)
-        for step in range(len(segments) + size - 2):
-            receives = [(before, segments[s]) for s in [step - place + 1] if place > 0 and 0 <= s < len(segments)]
-            sends = [(behind, segments[s]) for s in [step - place] if place < size - 1 and 0 <= s < len(segments)]
-            self.exchange(sends, receives, timeout, "broadcast")
+                run_program(program, piece, op, self._group, timeout)
 
     def _choice(self, num_bytes: int) -> str:
         if not self._choices:
-            self._choices = schedule.rank_algorithms(len(self._ranks), _NETWORK).crossovers()
+            self._choices = schedule.rank_algorithms(self._group.size, _NETWORK).crossovers()
         return [name for size, name in self._choices if size <= num_bytes][-1]
 
     def _program(self, name: str) -> Program:
         if name not in self._programs:
-            table = schedule.by_name(name, len(self._ranks))
+            table = schedule.by_name(name, self._group.size)
             schedule.verify(table)
-            self._programs[name] = program_of(table, self._index)
+            self._programs[name] = program_of(table, self._group.rank)
         return self._programs[name]
 
 

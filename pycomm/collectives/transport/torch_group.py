@@ -59,7 +59,6 @@ class TorchGroup:
         is_gloo: whether its messages go over Gloo.
         comparison: comparison of the ranks' present operation, if it lasts while that operation begins.
         begun, finished: numbers of operations begun and finished; the same on all ranks.
-        on_failure: called once, with the reason, after the first failed operation was noted for the other ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup, failure_notes: FailureNotes) -> None:
@@ -69,7 +68,6 @@ class TorchGroup:
         self._closed = False
         self._broken = ""  # the reason, once an operation has failed
         self._broken_by: int | None = None
-        self.on_failure: Callable[[str], None] | None = None
         self._waits: list[Any] = []  # works for which threads wait
         self.comparison: Comparison | None = None
         self.begun = self.finished = 0
@@ -198,20 +196,14 @@ class TorchGroup:
             return self._error(what, operation, peer, elapsed)
         find = self._failure_notes.culprit_of_message if operation in _MESSAGES else self._failure_notes.culprit
         culprit, what = find(peer, self.begun)
-        where, text = "torch.distributed", str(error)
-        if isinstance(error, CommError):
-            where, text = "shared memory", text.removeprefix(f"rank {error.rank}: {error.operation}: ")
-        return self.fail(operation, culprit, f"{what or 'failed'}; {where}: {text}", elapsed)
+        return self.fail(operation, culprit, f"{what or 'failed'}; torch.distributed: {error}", elapsed)
 
     def fail(self, operation: str, peer: int | None, what: str, elapsed: float) -> CommError:
         """Mark the group as broken, note that for the other ranks, and return the error to raise."""
         error = self._error(f"{what} after {elapsed:.2f} s", operation, peer, elapsed)
-        first = not self._broken
-        if first:
+        if not self._broken:
             self._broken, self._broken_by = str(error), peer
         self._failure_notes.leave(peer, str(error), self.finished)
-        if first and self.on_failure is not None:
-            self.on_failure(str(error))
         return error
 
     def note_refusal(self, reason: str) -> None:
