@@ -31,7 +31,7 @@ def test_reducer() -> None:
         reducer.detach()
         assert repr(reducer) == "Reducer(detached after 1 reduction)"
     with over_tcp(), attached(optimizer, model, on_failure="shrink") as reducer:
-        assert repr(reducer).startswith("Reducer(2 ranks, torch, 4 parameters in ")
+        assert repr(reducer).startswith("Reducer(2 ranks, tcp, 4 parameters in ")
         assert repr(reducer).endswith("of 103 KB in all, dense, survive=Survive())")
     with attached(optimizer, model, shard="optimizer") as reducer:
         assert repr(reducer).endswith("of 103 KB in all, dense, shard=Sharding('optimizer'))")
