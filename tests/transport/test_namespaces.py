@@ -65,7 +65,7 @@ def test_a_late_rank_is_not_taken_for_dead() -> None:
     ids=lambda environment: ", ".join(environment) or "nothing",
 )
 def test_they_meet(environment: dict[str, str]) -> None:
-    for outcome in outcomes(3, "meets", **environment):
+    for outcome in outcomes(3, "meets", None, **environment):
         assert outcome["kind"] == "", outcome
 
 
