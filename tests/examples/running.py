@@ -30,7 +30,7 @@ def run(command: list[str], **variables: str) -> str:
         start_new_session=True,
     )
     try:
-        out, errors = started.communicate(timeout=110)
+        out, errors = started.communicate(timeout=200)
         assert started.returncode == 0, errors
     finally:
         left = left_behind(started.pid, PATIENCE if started.poll() is not None else 0.0)

@@ -90,7 +90,7 @@ def choose_transport(place: Place, wanted: str, timeout: float, problem: Excepti
         meeting.end()
         transport.recorder = watch(transport, f"{place.name}/{meeting.name}", place.ranks)
         transport.recorder.store = place.store
-        if place.rank == 0:
+        if place.rank == 0 and transport.name != "shared_memory":
             _LOG.info("transport %r for %d ranks", transport.name, place.size)
         dump_on_signal()
         return transport
