@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar, cast
 
@@ -43,6 +44,7 @@ _ALIGNMENT = 64  # elements, of the borders between parts
 # Waits within a host are longer than waits between hosts, so that the rank that waits for another host fails first.
 _LOCAL_PATIENCE = 2.0
 _LOCAL_GRACE = 5.0  # seconds
+_STOPPED_PATIENCE = 0.9  # of the timeout
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., None])
@@ -85,7 +87,7 @@ class HierarchicalTransport:
         self.rank, self.size = flat.rank, flat.size
         self.host_memory = local.host_memory
         self.hosts: Sequence[Sequence[int]] = hosts.ranks
-        self.empty, self.give_up_stopped_after = local.empty, local.give_up_stopped_after
+        self.empty, self._stopped_patience = local.empty, math.inf
         self.send, self.receive, self.hand_over = flat.send, flat.receive, flat.hand_over
         self.reduce, self.barrier, self.refuse = flat.reduce, flat.barrier, flat.refuse
         self.all_to_all, self.all_to_all_v, self.run_program = flat.all_to_all, flat.all_to_all_v, flat.run_program
@@ -110,6 +112,17 @@ class HierarchicalTransport:
     def buffered_bytes(self) -> int:
         """Number of bytes of messages that were sent and not yet received."""
         return self._flat.buffered_bytes
+
+    def give_up_stopped_after(self, seconds: float) -> None:
+        self._stopped_patience = seconds
+
+    def _patience(self, timeout: float) -> float:
+        """Return the limit of waits within a host.
+
+        A process that is stopped there is named before other hosts' waits for this rank end.
+        """
+        self._local.give_up_stopped_after(min(self._stopped_patience, _STOPPED_PATIENCE * timeout))
+        return _LOCAL_PATIENCE * timeout + _LOCAL_GRACE
 
     def close(self, reason: str) -> None:
         self._flat.close(reason)
@@ -155,7 +168,7 @@ class HierarchicalTransport:
 
     def _all_reduce(self, tensor: torch.Tensor, op: str, timeout: float) -> None:
         """Reduce flat ``tensor`` in place."""
-        kind, patience = "sum" if op == "mean" else op, _patience(timeout)
+        kind, patience = "sum" if op == "mean" else op, self._patience(timeout)
         lanes = 1 if tensor.nbytes <= _ONE_LANE_BYTES else self._num_lanes
         size = len(tensor) // lanes // _ALIGNMENT * _ALIGNMENT
         # The last lane also has the remainder.
@@ -206,7 +219,7 @@ class HierarchicalTransport:
         """
         own = parts[self._hosts.local_rank]
         self._compare("reduce_on_host", parts[0], "sum", 0, timeout)
-        self._local.reduce_scatter_v(own, parts, "sum", _patience(timeout))
+        self._local.reduce_scatter_v(own, parts, "sum", self._patience(timeout))
 
     @whole
     def reduce_scatter(self, out: Any, x: Any, op: str, timeout: float) -> None:
@@ -252,7 +265,7 @@ class HierarchicalTransport:
         kind = "sum" if op == "mean" else op
         runs = [_joined([sources[p] for p in ranks]) for ranks in self._carried]
         sums = torch.empty_like(runs[self._hosts.local_rank])
-        self._local.reduce_scatter_v(sums, runs, kind, _patience(timeout))
+        self._local.reduce_scatter_v(sums, runs, kind, self._patience(timeout))
         numels = [sources[p].numel() for p in self._mine]
         of_host = dict(zip(self._mine, torch.split(sums, numels), strict=True))
         terms = {p: torch.empty_like(target) for p in self._carriers}
@@ -270,7 +283,7 @@ class HierarchicalTransport:
         received = {p: targets[p] for p in self._mine}
         self._exchange(received, dict.fromkeys(self._carriers, source), timeout)
         runs = [_joined([targets[p] for p in ranks]) for ranks in self._carried]
-        self._local.all_gather_v(runs, runs[self._hosts.local_rank], _patience(timeout))
+        self._local.all_gather_v(runs, runs[self._hosts.local_rank], self._patience(timeout))
         for run, ranks in zip(runs, self._carried, strict=True):
             for p, part in zip(ranks, torch.split(run, [targets[p].numel() for p in ranks]), strict=True):
                 if part.data_ptr() != targets[p].data_ptr():
@@ -296,7 +309,7 @@ class HierarchicalTransport:
         heads = [source if source in members else members[0] for members in hosts.ranks]
         own = heads if self.rank in heads else [self.rank]
         self._between.broadcast_among(sorted(own), content, source, timeout)
-        self._local.broadcast(content, hosts.members.index(heads[hosts.host]), _patience(timeout))
+        self._local.broadcast(content, hosts.members.index(heads[hosts.host]), self._patience(timeout))
 
 
 def _patience(timeout: float) -> float:
