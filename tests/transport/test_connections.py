@@ -24,12 +24,12 @@ from pycomm.collectives.transport import connections
 from pycomm.collectives.transport.authentication import split_address
 from pycomm.collectives.transport.connections import (
     GREETING,
-    MAGIC,
     Connections,
     exchange_connections,
     introduction,
     key_of,
 )
+from pycomm.collectives.transport.handshake import MAGIC, Handshake
 from pycomm.collectives.transport.interfaces import Listener, listen
 from pycomm.collectives.transport.meeting import Meeting
 from pycomm.errors import CommError
@@ -223,7 +223,7 @@ def test_strangers_that_came_first_and_stay(words: bytes) -> None:
 
 def test_a_hello_byte_by_byte() -> None:
     """What another rank sends may come in pieces."""
-    real = connections._Handshake._send
+    real = Handshake._send
 
     def slowly(self: Any, content: bytes) -> Iterator[int]:
         for i in range(len(content)):
@@ -231,7 +231,7 @@ def test_a_hello_byte_by_byte() -> None:
             yield select.POLLOUT
 
     with pytest.MonkeyPatch.context() as patch, group_of(3) as group:
-        patch.setattr(connections._Handshake, "_send", slowly)
+        patch.setattr(Handshake, "_send", slowly)
         require_connected(group.run())
 
 
@@ -427,7 +427,7 @@ def test_a_retry_replaces_the_connection() -> None:
         def connected(kind: int) -> socket.socket:
             address = group.address(0)
             one = stack.enter_context(socket.socket())
-            for event in connections._Handshake(one, KEY, meeting).as_client(address, 0, kind):
+            for event in Handshake(one, KEY, meeting.rank, meeting.name).as_client(address, 0, kind):
                 select.select(
                     *([one] if event == select.POLLIN else [], [one] if event == select.POLLOUT else [], []), 5
                 )

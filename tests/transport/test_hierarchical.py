@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -210,3 +211,31 @@ def test_without_memory_to_share_messages_are_used() -> None:
                 assert communicator.transport == "tcp"
         assert len(lines) == (dist.get_rank() == 0)
         assert all("rank 1 is denied memory that processes share" in line for line in lines)
+
+
+def for_ever(communicator: Communicator, x: torch.Tensor) -> None:
+    while True:
+        communicator.all_reduce(x, "max")
+
+
+def stopped_inside(hosts: str, timeout: float) -> CommError | None:
+    with on_hosts(hosts), Communicator(timeout=timeout) as communicator:
+        x = torch.ones(1 << 15)
+        communicator.all_reduce(x)
+        if communicator.rank == 1:
+            pid = os.getpid()
+            command = f"sleep 0.5; kill -STOP {pid}; sleep 8; kill -KILL {pid}"
+            subprocess.Popen(["sh", "-c", command], start_new_session=True)
+        with pytest.raises(CommError) as caught:
+            for_ever(communicator, x)
+        return caught.value
+
+
+def test_a_rank_that_is_stopped_is_named_within_the_timeout(new_ranks: Pools) -> None:
+    """On its own host, too, and by other hosts, which wait for a rank that only waits."""
+    timeout = 5.0
+    outcomes = new_ranks(3).outcomes(stopped_inside, "aab", timeout)
+    for rank in (0, 2):
+        error = outcomes[rank].result
+        assert (error.rank, error.peer) == (rank, 1), str(error)
+        assert error.elapsed <= timeout + 1.0

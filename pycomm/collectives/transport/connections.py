@@ -1,14 +1,8 @@
 """TCP connections between the ranks of a group, each proved in both directions before it is used.
 
 Rank ``r`` connects to every lower rank, and accepts connections of every higher one. All do so at once: one thread and
-one poll drive all connections, so a silent one delays no other. The proof is challenge and response by HMAC (RFC 2104).
-It covers the meeting, both ranks and the kind of the connection, but not the addresses, which may be translated on the
-way:
-
-- the listening side sends ``MAGIC`` and a nonce;
-- the connecting side sends ``MAGIC``, its rank, the kind, its own nonce and its signature;
-- the listening side answers with its signature, or with zeros if it refuses;
-- the connecting side sends ``!``, as it has the connection from then on. The listening side counts it only now.
+one poll drive all connections, so a silent one delays no other. See
+:mod:`pycomm.collectives.transport.handshake` for the proof.
 
 A connection that the kernel calls connected may wait in a queue for ever, or belong to another program. So it counts
 after the proof only, and is closed and tried again if that does not come soon.
@@ -18,8 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
-import hmac
 import ipaddress
 import logging
 import os
@@ -27,10 +19,9 @@ import random
 import secrets
 import select
 import socket
-import struct
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -42,12 +33,12 @@ from pycomm.collectives.transport.authentication import (
     Step,
     family_of,
     join_address,
-    patiently,
     secret,
     socket_address,
     split_address,
     with_scope_of,
 )
+from pycomm.collectives.transport.handshake import CLOSED, NONCE, Handshake
 from pycomm.collectives.transport.interfaces import (
     ADVERTISE,
     INTERFACE,
@@ -60,15 +51,10 @@ from pycomm.collectives.transport.interfaces import (
 from pycomm.errors import CommError, reworded
 from pycomm.untrusted import ListOf, one_line
 
-MAGIC = b"PYCTCP1\0"
 GREETING = {"tcp": ListOf(str, least=1), "key": str, "secret": str}
 """Shape of the part of a greeting that :func:`introduction` returns."""
 
 _LOG = logging.getLogger("pycomm")
-_WHO = struct.Struct("!II")  # the connecting side's rank, and the kind
-_NONCE = _SIGNATURE = 32  # bytes
-_REFUSED = bytes(_SIGNATURE)
-_TAKEN = b"!"
 _PATIENCE, _MOST_PATIENCE = 2.0, 8.0  # seconds that an address gets to answer: at first, and after many rounds
 _LAST_WORDS = 0.3  # seconds of silence for a program that answers whole lines only
 _PROOF_LIMIT = 10.0  # seconds that who connects gets for its proof
@@ -79,9 +65,7 @@ _SLICE = 0.2  # seconds between checks for failures that other ranks report
 _PAUSE = 0.1  # seconds until accepting goes on after an error
 _NAMED_AFTER = 10.0  # seconds until the ranks that are missing are named in the log
 _TOLD_EARLIER = 1.0  # seconds before the deadline at which the side that knows why gives up
-_HEARD = 48  # bytes of another program's that an error shows
 _IDLE = 60  # seconds after which the kernel asks whether the other host is there
-_CLOSED = "it closes the connection before a proof"
 _NO_ROUTE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES, errno.EPERM}
 
 
@@ -119,7 +103,7 @@ def introduction(listener: Listener) -> dict[str, Any]:
     """Return the part of the greeting by which others connect to this rank. Raises ValueError as ``secret``."""
     found = secret(shortest=1)
     fingerprint = "" if found is None else str(Access(found))
-    return {"tcp": listener.addresses, "key": secrets.token_hex(_NONCE), "secret": fingerprint}
+    return {"tcp": listener.addresses, "key": secrets.token_hex(NONCE), "secret": fingerprint}
 
 
 def key_of(greetings: Sequence[Mapping[str, Any]]) -> bytes:
@@ -222,103 +206,6 @@ def _targets(meeting: Gathering, p: int, texts: Sequence[str], listener: Listene
     return found
 
 
-class _Handshake:
-    """Mutual proof over one non-blocking connection.
-
-    Attributes:
-        socket: the connection.
-        heard: the first bytes that came.
-        is_connected: whether the kernel calls it connected.
-        is_proven: whether the other side has proved who it is.
-        who: the connecting side's rank, and the kind.
-    """
-
-    def __init__(self, one: socket.socket, key: bytes, meeting: Gathering) -> None:
-        one.setblocking(False)
-        self.socket, self._key, self._meeting = one, key, meeting
-        self.heard = b""
-        self.is_connected = self.is_proven = False
-        self.who = (-1, -1)
-
-    def as_client(self, address: Any, server: int, kind: int) -> Step:
-        """Connect to ``address``, and prove that this is the rank of the meeting; raise OSError unless ``server`` is.
-
-        What does not depend on the other side's nonce is sent at once, as another program may only answer then.
-        """
-        yield from self._connect(address)
-        self.is_connected, self.who = True, (self._meeting.rank, kind)
-        mine = secrets.token_bytes(_NONCE)
-        with contextlib.suppress(ConnectionError):  # another program may have answered and closed, which is read next
-            yield from self._send(MAGIC + _WHO.pack(*self.who) + mine)
-        nonce = (yield from self._receive(len(MAGIC) + _NONCE, MAGIC))[len(MAGIC) :]
-        yield from self._send(self._sign("client", server, nonce, mine))
-        proof = yield from self._receive(_SIGNATURE)
-        if not hmac.compare_digest(proof, self._sign("server", server, nonce, mine)):
-            what = "it refuses this rank" if proof == _REFUSED else "it does not prove that it is one of the group"
-            raise ConnectionError(f"{what}: it is of another group, or {SECRET} differs")
-        self.is_proven = True
-        yield from self._send(_TAKEN)
-
-    def as_server(self, is_expected: Callable[[int, int], bool]) -> Step:
-        """Verify who connects, raising OSError if it is nobody of those expected; then prove who this is."""
-        self.is_connected, server = True, self._meeting.rank
-        nonce = secrets.token_bytes(_NONCE)
-        yield from self._send(MAGIC + nonce)
-        hello = yield from self._receive(len(MAGIC) + _WHO.size + _NONCE, MAGIC)
-        self.who = _WHO.unpack_from(hello, len(MAGIC))
-        theirs = hello[-_NONCE:]
-        proof = yield from self._receive(_SIGNATURE)
-        is_right = hmac.compare_digest(proof, self._sign("client", server, nonce, theirs))
-        if not is_right or not is_expected(*self.who):
-            yield from self._send(_REFUSED)
-            raise ConnectionError(f"it does not prove that it is one of the group: {SECRET} differs")
-        self.is_proven = True
-        yield from self._send(self._sign("server", server, nonce, theirs))
-        if (yield from self._receive(len(_TAKEN))) != _TAKEN:
-            raise ConnectionError("it breaks the protocol")
-
-    def any_words(self) -> Step:
-        """Send the end of a line; raise the error that shows what comes then."""
-        yield from self._send(b"\r\n\r\n")
-        yield from self._receive(_HEARD, MAGIC)
-        raise ConnectionError("its proof does not come")
-
-    def _connect(self, address: Any) -> Step:
-        try:
-            self.socket.connect(address)
-        except (BlockingIOError, InterruptedError):
-            yield select.POLLOUT
-            problem = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if problem:
-                raise OSError(problem, os.strerror(problem)) from None
-        if self.socket.getsockname() == self.socket.getpeername():  # nobody listens, and this port was drawn
-            raise ConnectionRefusedError(errno.ECONNREFUSED, "refused")
-
-    def _send(self, content: bytes) -> Step:
-        while content:
-            send = functools.partial(self.socket.send, content, socket.MSG_NOSIGNAL)
-            content = content[(yield from patiently(send, select.POLLOUT)) :]
-
-    def _receive(self, num_bytes: int, start: bytes = b"") -> Generator[int, None, bytes]:
-        """Return the next bytes. Raise OSError as soon as they do not begin with ``start``."""
-        found = b""
-        while len(found) < num_bytes:
-            more = yield from patiently(functools.partial(self.socket.recv, num_bytes - len(found)), select.POLLIN)
-            if not more:
-                raise ConnectionError(_CLOSED)
-            found += more
-            self.heard = self.heard or found
-            if not found.startswith(start[: len(found)]):
-                if found.startswith(MAGIC[:6]):
-                    raise ConnectionError("another version of pycomm answers there")
-                raise ConnectionError(f"another program answers there: {found[:_HEARD]!r}")
-        return found
-
-    def _sign(self, role: str, server: int, nonce: bytes, theirs: bytes) -> bytes:
-        parts = (MAGIC.hex(), self._meeting.name, str(server), *map(str, self.who), nonce.hex(), theirs.hex())
-        return bytes.fromhex(Signer(self._key).sign(f"tcp {role}", *parts))
-
-
 @dataclass(eq=False)
 class _Dial:
     """Attempts to reach one rank with one kind of connection."""
@@ -343,7 +230,7 @@ class _Dial:
 class _Attempt:
     """One connection on its way to a proof; ``dial`` is ``None`` if it was accepted."""
 
-    handshake: _Handshake
+    handshake: Handshake
     step: Step
     began: float
     until: float
@@ -497,7 +384,9 @@ class _Exchange:
                 self._dials.append(dial)
                 return
             family, address = found
-            handshake = _Handshake(_tuned(socket.socket(family, socket.SOCK_STREAM)), self.key, self.meeting)
+            handshake = Handshake(
+                _tuned(socket.socket(family, socket.SOCK_STREAM)), self.key, self.meeting.rank, self.meeting.name
+            )
         except OSError as error:
             self._try_next(dial, _reason(error))
             return
@@ -525,11 +414,14 @@ class _Exchange:
                     self._refused = f"accepting fails: {error.strerror}"
                 return
             try:
-                handshake = _Handshake(_tuned(one), self.key, self.meeting)
+                handshake = self._handshake_over(one)
             except OSError:  # it has ended
                 continue
             step = handshake.as_server(self._is_expected)
             self._start(_Attempt(handshake, step, now, now + _PROOF_LIMIT))
+
+    def _handshake_over(self, one: socket.socket) -> Handshake:
+        return Handshake(_tuned(one), self.key, self.meeting.rank, self.meeting.name)
 
     def _is_expected(self, p: int, kind: int) -> bool:
         return self.meeting.rank < p < self.meeting.size and kind < self.kinds
@@ -606,7 +498,7 @@ def _reason(error: OSError) -> str:
     if error.errno == errno.ECONNREFUSED:
         return "refused: nothing listens there, or a firewall refuses"
     if error.errno in (errno.ECONNRESET, errno.EPIPE):
-        return _CLOSED
+        return CLOSED
     if error.errno in _NO_ROUTE:
         return f"prohibited: no route, or a firewall ({error.strerror})"
     if error.errno == errno.ETIMEDOUT:

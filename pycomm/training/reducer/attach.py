@@ -171,8 +171,7 @@ def attach(
             newcomers (:func:`pycomm.join`). ``None``: every rank gets a CommError.
         shard: ``pycomm.Sharding("optimizer", grads=...)``, or "optimizer": the ranks divide the optimizer's step and
             state among themselves (ZeRO).
-        tuning: ``pycomm.Tuning(bucket_mb=..., algorithm=..., check_replicas=..., timeout=..., ignore=...)``: settings
-            that most scripts leave alone.
+        tuning: ``pycomm.Tuning(bucket_mb=..., timeout=..., transport=...)``: settings that most scripts leave alone.
 
     Returns:
         The :class:`Reducer`. It lives as long as the optimizer or the module, even if you do not keep it.
