@@ -87,24 +87,6 @@ def test_an_error_that_is_kept_keeps_no_connection() -> None:
 
 
 @on_ranks(2)
-def test_an_error_that_quotes_one_of_shared_memory_does_not_name_itself_again() -> None:
-    local: Any = Communicator(timeout=20, transport="shared_memory")
-    c: Any = Communicator(timeout=20, transport="torch")
-    if dist.get_rank() == 1:
-        local.close("it had enough")
-        c.close()
-    dist.barrier()
-    if dist.get_rank() == 0:
-        with pytest.raises(CommError, match="^rank 0: barrier: rank 1 gave up") as caught:
-            local.barrier()
-        quoting = c.channel.transport._group.fail_with_culprit("barrier", 1, caught.value, 0.0)
-        assert "; shared memory: rank 1 gave up" in str(quoting)
-        assert str(quoting).count("rank 0: barrier: ") == 1
-        local.close()
-        c.close()
-
-
-@on_ranks(2)
 def test_jobs_after_close_fail_at_once() -> None:
     for transport in ("torch", "shared_memory"):
         c = Communicator(timeout=20, transport=transport)
