@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch._C._distributed_c10d import HashStore
 
 from pycomm import untrusted
 from pycomm.agreement import results_in
-from pycomm.collectives.transport.failure_notes import FailureNotes
 from pycomm.untrusted import COUNT, ListOf, MapOf, Number, OneOf
 
 SHAPE = {"ask": OneOf("push", "pull"), "number": COUNT, "rate?": Number(0), "parts": ListOf({"name": str})}
@@ -185,9 +183,3 @@ def test_what_other_ranks_write_cannot_reach_the_terminal() -> None:
     report = json.dumps({"problem": f"no\n{EVIL}", "kind": "ValueError", "value": None}).encode()
     with pytest.raises(ValueError, match=r"rank 0 could not begin: no\n\\x1b\]0;owned\\x07"):
         results_in([report], "begin")
-    store, greetings = HashStore(), [{"host": "here", "pid": os.getpid()}] * 2
-    theirs, ours = (FailureNotes(store, "name", rank, greetings) for rank in (1, 0))
-    theirs.refuse(EVIL, 3)
-    assert ours.refusal_of(1, 3) == "\\x1b]0;owned\\x07"
-    theirs.leave(1, EVIL, 0)
-    assert ours.culprit(1, 3) == (1, "rank 1 gave up (\\x1b]0;owned\\x07)")

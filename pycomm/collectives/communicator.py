@@ -115,8 +115,8 @@ class Communicator(_Messages):
         network: description of the network, by which ``algorithm="auto"`` chooses: a
             :class:`pycomm.schedule.Network`, the name of a predefined one, or a file from
             ``pycomm plan calibrate``. ``None``: the file or name in the environment variable
-            ``PYCOMM_NETWORK``. All ranks use rank 0's. Without one, or if it was calibrated over another
-            transport, "auto" means "native".
+            ``PYCOMM_NETWORK``. All ranks use rank 0's. Without one, if it was calibrated over another transport, and
+            over transport "torch", "auto" means "native".
 
     Attributes:
         rank, size: rank of this process in the group, and number of ranks.
@@ -232,12 +232,11 @@ class Communicator(_Messages):
     ) -> Work | GpuWork | None:
         """Reduce ``x`` over all ranks, in place; all ranks end with the same bits.
 
-        float16 and bfloat16 are accumulated in float32 and rounded once, with these exceptions. Over other backends of
-        torch.distributed than Gloo, the backend computes "sum"; over several hosts with several ranks each
-        ("hierarchical") it is rounded once on each host and once between hosts. On a GPU NCCL computes it: it adds
-        in the half type (NVLink switches, NCCL's NVLS, accumulate in float32), and for "mean" divides each term
-        before it adds. A schedule rounds sums of half types after every round, "direct" once, in shared memory after
-        every addition; it computes their means from sums in float32.
+        float16 and bfloat16 are accumulated in float32 and rounded once, with these exceptions. Over several hosts with
+        several ranks each ("hierarchical") a sum is rounded once on each host and once between hosts. On a GPU NCCL
+        computes it: it adds in the half type (NVLink switches, NCCL's NVLS, accumulate in float32), and for "mean"
+        divides each term before it adds. A schedule rounds sums of half types after every round, "direct" once, in
+        shared memory after every addition; it computes their means from sums in float32.
 
         Args:
             x: array of float32, float16, bfloat16, float64, int8, uint8, int32 or int64.
@@ -246,9 +245,9 @@ class Communicator(_Messages):
             algorithm: "native" is the transport's own; NCCL chooses by size and topology. A name that
                 :func:`pycomm.schedule.by_name` knows ("halving_doubling", "double_tree(64)"), or a
                 schedule for this number of ranks, even one of your own, is verified once and then run by
-                messages. "auto" is the fastest one according to ``network`` (see above), or "native" without a
-                network. On a GPU, "auto" is "native", and "ring" is NCCL's own, on a second communicator
-                created with ``NCCL_ALGO=Ring`` set in the environment.
+                messages; not over transport "torch". "auto" is the fastest one according to ``network`` (see above), or
+                "native" without a network. On a GPU, "auto" is "native", and "ring" is NCCL's own, on a second
+                communicator created with ``NCCL_ALGO=Ring`` set in the environment.
             async_op: return at once an object that has ``wait()`` and ``is_completed()``; operations still run
                 in the order of the calls. On a GPU, ``wait()`` makes torch's current stream and the array's
                 wait, not the host.

@@ -1,14 +1,17 @@
 """Program: one rank's part of a schedule, its sends and receives in the order of the table, and their dependencies.
 
 Sender and receiver project the same edge, so a send without its receive cannot be expressed. The columns
-of a program are named below. csrc/transport/program.h explains each for the ranks of one host;
-transport/messages.py uses the first of them.
+of a program are named below; csrc/transport/program.h explains each. Between GPUs the first of them suffice.
 """
 
 from __future__ import annotations
 
 import hashlib
+import operator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from typing import TypeVar
 
 import numpy as np
 
@@ -16,6 +19,8 @@ from pycomm.schedule.table import REDUCE, Ints, Round, Table
 
 SEND_COLUMNS = ("peer", "chunk", "count", "conflict", "fresh", "after_received", "after_taken")
 RECEIVE_COLUMNS = ("peer", "chunk", "count", "reduces", "from_shadow", "after_taken", "after_sent")
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +53,31 @@ class Program:
     def border(self, chunk: int, num_elements: int) -> int:
         """Return where ``chunk`` of an array of ``num_elements`` begins."""
         return num_elements * chunk // self.num_chunks
+
+    def rounds(self) -> Iterator[tuple[list[list[int]], list[list[int]]]]:
+        """Iterate over the rounds in which this rank has any messages: its sends and its receives."""
+        rows: list[dict[int, list[list[int]]]] = []
+        for numbers, table in ((self.send_rounds, self.sends), (self.receive_rounds, self.receives)):
+            numbered = zip(numbers.tolist(), table.tolist(), strict=True)
+            rows.append(
+                {number: [row for _, row in group] for number, group in groupby(numbered, key=lambda pair: pair[0])}
+            )
+        for number in sorted({*rows[0], *rows[1]}):
+            yield rows[0].get(number, []), rows[1].get(number, [])
+
+
+def sums_of(rank: int, receives: list[list[int]], owns: Sequence[T], incoming: Sequence[T]) -> list[list[T]]:
+    """Return, for each chunk that a round reduces, where the result goes, and what it is reduced from.
+
+    All that comes for a chunk is reduced at once, so that sums of half types are rounded once. It is in the order of
+    the ranks: partners that exchange sums get the same bits, also of zeros and NaNs.
+    """
+    terms: dict[tuple[int, int], list[tuple[int, T]]] = {}
+    for row, own, theirs in zip(receives, owns, incoming, strict=True):
+        if row[3]:
+            terms.setdefault((row[1], row[2]), [(rank, own)]).append((row[0], theirs))
+    by_rank = operator.itemgetter(0)
+    return [[each[0][1], *(x for _, x in sorted(each, key=by_rank))] for each in terms.values()]
 
 
 def program_of(schedule: Table, rank: int) -> Program:

@@ -19,7 +19,7 @@ KINDS = {
 """The exit codes that a victim of each kind ends with."""
 
 WORKLOADS = ("raw", "attach")
-TRANSPORTS = ("shared_memory", "tcp", "torch")
+TRANSPORTS = ("shared_memory", "tcp")
 _TABLE = tuple(product(KINDS, WORKLOADS, TRANSPORTS))
 _SHORT = (
     ("kill", "raw", "shared_memory"),
@@ -30,13 +30,10 @@ _SHORT = (
     ("kill", "raw", "tcp"),
     ("stop", "raw", "tcp"),
     ("exit", "attach", "tcp"),
-    ("kill", "raw", "torch"),
-    ("stop", "raw", "torch"),
-    ("raise", "raw", "torch"),
+    ("raise", "raw", "tcp"),
     ("os_exit", "attach", "shared_memory"),
     ("term", "attach", "shared_memory"),
-    ("abort", "attach", "torch"),
-    ("exit", "attach", "torch"),
+    ("abort", "attach", "tcp"),
 )
 
 

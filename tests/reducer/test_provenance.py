@@ -406,7 +406,7 @@ def leave_with(how: str) -> None:
     reducer.detach()
 
 
-@pytest.mark.parametrize("how", ["shared_memory", "tcp", "torch"])
+@pytest.mark.parametrize("how", ["shared_memory", "tcp"])
 def test_a_rank_that_detaches_is_named_at_once(how: str, new_ranks: Any) -> None:
     ranks: RankPool = new_ranks(2)
     ranks.run(leave_with, how)

@@ -137,7 +137,7 @@ def _draw_operation(rng: random.Random, size: int, transport: str, operation: st
         root = rng.randrange(size)
         return Plan(operation, {"x": replace(x, style="bits")}, src=root, root=root)
     if operation == "all_reduce":
-        algorithm = rng.choice(["auto", "auto", "native", *_algorithms(size)])
+        algorithm = rng.choice(["auto", "auto", "native", *([] if transport == "torch" else _algorithms(size))])
         style = _draw_style(rng, dtype, transport, algorithm, op)
         return Plan(operation, {"x": replace(x, style=style)}, op=op, algorithm=algorithm)
     share = (x.count + size - 1) // size if x.count > 5000 else x.count
@@ -276,7 +276,7 @@ def _draw_disagreement(rng: random.Random, plan: Plan, size: int, transport: str
         kinds += ["length", "length", "type"]
     if plan.operation in REDUCTIONS:
         kinds.append("op")
-    if plan.operation == "all_reduce":
+    if plan.operation == "all_reduce" and transport != "torch":
         kinds.append("algorithm")
     if plan.operation == "broadcast":
         kinds.append("src")

@@ -40,7 +40,7 @@ def with_network(network: schedule.Network | None, transport: str) -> list[str]:
         return [chosen(communicator, n) for n in (1, 1_000_000)]
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "tcp", "torch"])
+@pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
 def test_auto(two_ranks: RankPool, transport: str) -> None:
     def run(mine: schedule.Network | None, other: schedule.Network | None) -> list[str]:
         first, second = two_ranks.run(with_network, PerRank([mine, other]), transport)
@@ -54,6 +54,10 @@ def test_auto(two_ranks: RankPool, transport: str) -> None:
     assert run(measured(native=1.0, ring=2.0), None) == ["native", "native"]
     elsewhere = dataclasses.replace(NETWORK, transport="torch" if transport == "shared_memory" else "shared_memory")
     assert run(elsewhere, None) == ["native", "native"], "that was calibrated over another transport"
+
+
+def test_a_process_group_of_torch_needs_no_network(two_ranks: RankPool) -> None:
+    assert two_ranks.run(with_network, NETWORK, "torch") == [["native", "native"]] * 2
 
 
 def by_environment(file: str | None) -> str:
@@ -115,7 +119,7 @@ def test_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         found = AlgorithmSelector(0, 6)
         monkeypatch.setattr(algorithms, "host_identity", lambda: "mine")
-        found.agree(None, "torch", partial(said_by, hosts))
+        found.agree(None, "tcp", partial(said_by, hosts))
         program = found.find("hierarchical", torch.ones(1))
         assert program is not None
         assert program.name == grid

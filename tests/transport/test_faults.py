@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from pycomm import CommError, Communicator
-from pycomm.collectives.transport.announcements import OperationComparison
 from tests.on_ranks import Pools, on_ranks
 from tests.ranks import RankPool
 
@@ -256,33 +255,3 @@ def test_a_script_may_simply_end(tmp_path: Path) -> None:
     finally:
         for process in processes:
             process.kill()
-
-
-def killed_while_operations_are_compared(announces: bool) -> tuple[int, int | None, float, str]:
-    """The last rank dies once the others wait for it: before its announcement, or after, before its messages."""
-    communicator = Communicator(timeout=30, transport="torch")
-    x = torch.ones(1 << 20)
-    communicator.all_reduce(x)
-    if communicator.rank == communicator.size - 1:
-        with pytest.MonkeyPatch.context() as patch:
-            name = "agrees_with" if announces else "__init__"
-            patch.setattr(OperationComparison, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
-            time.sleep(0.3)
-            communicator.all_reduce(x)
-    with pytest.raises(CommError) as caught:
-        communicator.all_reduce(x)
-    error = caught.value
-    communicator.close()
-    return communicator.rank, error.peer, error.elapsed, str(error)
-
-
-@pytest.mark.parametrize("announces", [False, True], ids=["before it announces", "before its messages"])
-@pytest.mark.parametrize("size", [3, 4])
-def test_a_rank_killed_while_operations_are_compared(new_ranks: Pools, size: int, announces: bool) -> None:
-    outcomes = new_ranks(size).outcomes(killed_while_operations_are_compared, announces)
-    assert isinstance(outcomes[-1].error, ChildProcessError)
-    for outcome in outcomes[:-1]:
-        assert outcome.error is None, outcome.trace
-        _, peer, elapsed, text = outcome.result
-        assert peer == size - 1, text
-        assert elapsed < 10, text

@@ -111,11 +111,8 @@ def run_ring(folder: str, transport: str, end: str, others_end: str) -> None:
 
 
 @pytest.mark.parametrize("end", ["killed", "closes"])
-@pytest.mark.parametrize(
-    ("transport", "others_end"),
-    # Over torch.distributed, who closes and goes on is found at the timeout only.
-    [("shared_memory", "closes"), ("shared_memory", "exits"), ("torch", "exits")],
-)
+@pytest.mark.parametrize("others_end", ["closes", "exits"])
+@pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
 def test_all_around_a_ring_blame_the_rank_that_ended_first(
     new_ranks: Pools, tmp_path: Path, transport: str, end: str, others_end: str
 ) -> None:
@@ -207,10 +204,10 @@ def test_a_timeout_says_whom_it_waited_for_and_breaks_nothing() -> None:
     communicator.close()
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "tcp", "torch"])
+@pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
 @on_ranks(2, 3)
 def test_closing_ends_the_waits_of_other_threads(transport: str) -> None:
-    """For messages of one rank and of any, and for a collective to which the others do not come."""
+    """For messages of one rank and of any."""
     communicator = Communicator(timeout=TIMEOUT, transport=transport)
     said: list[str] = []
 
@@ -224,8 +221,6 @@ def test_closing_ends_the_waits_of_other_threads(transport: str) -> None:
         waits: list[Callable[[], object]] = [
             functools.partial(communicator.recv, x.clone(), src) for src in (None, communicator.size - 1)
         ]
-        if transport == "torch":  # over shared memory nobody else may call it meanwhile
-            waits.append(functools.partial(transport_of(communicator).all_reduce, x.clone(), "sum", TIMEOUT))
         threads = [threading.Thread(target=wait, args=(operation,)) for operation in waits]
         for thread in threads:
             thread.start()

@@ -78,12 +78,12 @@ def test_an_error_that_is_kept_keeps_no_connection() -> None:
     dist.barrier()
     if dist.get_rank() == 0:
         time.sleep(0.3)  # Gloo has noticed, so that the operation fails where it begins
-        with pytest.raises(CommError, match="it had enough") as kept:
+        with pytest.raises(CommError, match="torch.distributed: ") as kept:
             c.all_reduce(torch.ones(3))
         c.close()
         assert own() is None
         assert "Connection closed" in str(kept.value)
-        assert kept.value.__suppress_context__, "it quotes torch's error, which would be printed again"
+        assert kept.value.__context__ is None, "it quotes torch's error, which would be printed again"
 
 
 @on_ranks(2)

@@ -33,7 +33,7 @@ Edge = tuple[int, int, int, int, int]  # src, dst, first chunk, count, op
 Rounds = list[list[Edge]]
 Listed = tuple[int, int, Rounds]  # ranks, chunks and rounds
 
-TRANSPORTS = ["shared_memory", "tcp", "torch"]
+TRANSPORTS = ["shared_memory", "tcp"]
 SIZES = (0, 1, 7, 1_000, 400_000)  # of int32: in the end several segments a chunk
 
 
@@ -155,10 +155,10 @@ def run_tables(cases: list[tuple[bool, Listed]], transport: str, memory: str) ->
                 assert (x.numpy() == wanted[rank]).all(), (memory, n, table)
 
 
-@pytest.mark.parametrize("memory", ["empty", "ordinary", "mixed", "torch"])
+@pytest.mark.parametrize("memory", ["empty", "ordinary", "mixed", "tcp"])
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 def test_random_tables(rank_pools: Pools, size: int, memory: str) -> None:
-    transport = "torch" if memory == "torch" else "shared_memory"
+    transport = "tcp" if memory == "tcp" else "shared_memory"
     rank_pools(size).run(run_tables, tables(size, size, 12), transport, memory)
 
 
@@ -254,6 +254,16 @@ def test_a_mistake_on_one_rank_is_an_error_on_all(two_ranks: RankPool, transport
     innocent, guilty = two_ranks.run(one_is_wrong, transport, name, 8 if name == "magic" else 0)
     assert re.search(MISTAKES[name], guilty), guilty
     assert re.search("ValueError: .*rank 1 (could not take part|called)", innocent), innocent
+
+
+@on_ranks(2)
+def test_a_process_group_of_torch_has_its_own_algorithm_only() -> None:
+    with Communicator(timeout=5, transport="torch") as communicator:
+        with pytest.raises(ValueError, match='^algorithm is ring, but transport "torch" has only the process group'):
+            communicator.all_reduce(torch.ones(4), algorithm="ring")
+        with pytest.raises(ValueError, match="ring, but|all_reduce: rank 1 could not take part: algorithm is ring"):
+            communicator.all_reduce(torch.ones(4), algorithm="ring" if communicator.rank else "native")
+        require_works(communicator, "native")
 
 
 @pytest.mark.parametrize(("num_ranks", "rank"), [(2, 0), (5, 1), (5, 4)])

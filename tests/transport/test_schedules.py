@@ -126,7 +126,7 @@ def on_processes(size: int, transport: str, memory: str, dtypes: tuple[torch.dty
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
-    ("transport", "memory"), [("shared_memory", "empty"), ("shared_memory", "tensor"), ("torch", "tensor")]
+    ("transport", "memory"), [("shared_memory", "empty"), ("shared_memory", "tensor"), ("tcp", "tensor")]
 )
 def test_processes(rank_pools: Pools, size: int, transport: str, memory: str) -> None:
     # Bytes are bytes, and what adds them is the same for any number of ranks.

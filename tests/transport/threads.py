@@ -10,12 +10,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from pycomm.collectives.transport.base import Message
-from pycomm.collectives.transport.messages import run_program
+from pycomm import kernels
 from pycomm.errors import CommError
-from pycomm.schedule.program import Program
+from pycomm.schedule.program import Program, sums_of
 
 Result = TypeVar("Result")
+Messages = Sequence[tuple[int, torch.Tensor]]
+"""Peers, and the tensor to send to each or receive from it."""
 
 
 class ThreadsTransport:
@@ -29,11 +30,47 @@ class ThreadsTransport:
         self._links = links
 
     def run(self, program: Program, x: Any, op: str, timeout: float) -> None:
-        """Run a program as :meth:`Transport.run` does, for tensors."""
-        run_program(program, x, op, self, timeout)
+        """All-reduce contiguous ``x`` in place, as the transports do.
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], timeout: float) -> None:
-        """See :class:`Messenger`."""
+        A program that reduces ``at_once`` rounds means once, too. For the others the sums, of half types in float32,
+        are divided at the end.
+        """
+        divides_at_end = op == "mean" and not program.at_once
+        if divides_at_end and x.dtype in (torch.float16, torch.bfloat16):
+            wide = x.float()  # the sum may not fit the half type although the mean does
+            self.run(program, wide, op, timeout)
+            x.copy_(wide)
+            return
+        flat = x.view(-1)
+        for sends, receives in program.rounds():
+            self._do_round(program, flat, "sum" if divides_at_end else op, sends, receives, timeout)
+        if divides_at_end:
+            flat.mul_(1.0 / program.num_ranks)
+
+    def _do_round(
+        self,
+        program: Program,
+        flat: torch.Tensor,
+        op: str,
+        sends: list[list[int]],
+        receives: list[list[int]],
+        timeout: float,
+    ) -> None:
+        def part(row: list[int]) -> torch.Tensor:
+            chunk, count = row[1:3]
+            return flat[program.border(chunk, len(flat)) : program.border(chunk + count, len(flat))]
+
+        outgoing = [(row[0], part(row)) for row in sends]
+        owns = [part(row) for row in receives]
+        # No COPY writes what its round reads, so it may arrive where it belongs.
+        incoming = [(row[0], torch.empty_like(own) if row[3] else own) for row, own in zip(receives, owns, strict=True)]
+        self._exchange(outgoing, incoming, timeout)
+        for own, *theirs in sums_of(program.rank, receives, owns, [x for _, x in incoming]):
+            if own.numel() > 0:
+                kernels.reduce(own, theirs, op)
+
+    def _exchange(self, sends: Messages, receives: Messages, timeout: float) -> None:
+        """Send and receive all messages at once, and return when all is done."""
         for peer, tensor in sends:
             self._links[self.rank, peer].put(tensor.clone())
         start = time.monotonic()

@@ -54,7 +54,10 @@ void Post::send(const Buffer& x, int64_t width, int dst, int64_t tag, double tim
     while (true) {
         require_open("send");
         const double waited = monotonic_seconds() - start;
-        if (to.gone.has_value()) fail(to.gone->cause, "send", waited, to.gone->what);
+        if (const std::optional<Gone> found = first_cause_of(dst); found.has_value()) {
+            note_lost(found->cause);
+            fail(found->cause, "send", waited, found->what);
+        }
         if (in_use_ + cost <= limit()) break;
         if (waited > timeout) {
             std::string users;
@@ -132,15 +135,47 @@ void Post::finish(Expected& expected, std::exception_ptr failure) {
     keepers_.push_back(std::move(expected.keeper));
 }
 
+// If p has ended, the first cause that is known: its own end, or the end of another rank that made p end.
+std::optional<Gone> Post::first_cause_of(int p) {
+    const std::optional<Gone>& found = line(p).gone;
+    if (!found.has_value()) return found;
+    std::vector<bool> seen(static_cast<size_t>(size_), false);
+    int at = p, first = p;
+    for (bool is_first = true;; is_first = false) {
+        seen[static_cast<size_t>(at)] = true;
+        const Line& its = line(at);
+        const int next = its.gone.has_value() && its.gone->cause != at ? its.gone->cause : its.lost;
+        if (next < 0 || next == rank_) break;
+        if (is_first) first = next;
+        if (seen[static_cast<size_t>(next)]) {  // they name each other
+            at = first;
+            break;
+        }
+        at = next;
+    }
+    auto died = [this](int q) { return line(q).gone.has_value() && !line(q).gone->has_said_so; };
+    for (int q = 0; at == p && !died(p) && q < size_; ++q) {  // a death explains why others close
+        if (died(q)) return line(q).gone;
+    }
+    return Gone{at, found->has_said_so, line(at).gone.has_value() ? line(at).gone->what : found->what};
+}
+
 std::optional<Gone> Post::all_gone(int src) {
-    if (src >= 0) return line(src).gone;
+    if (src >= 0) return first_cause_of(src);
     std::optional<Gone> first;
     for (int p = 0; p < size_; ++p) {
         if (p == rank_) continue;
         if (!line(p).gone.has_value()) return std::nullopt;
-        if (!first.has_value()) first = line(p).gone;
+        if (!first.has_value()) first = first_cause_of(p);
     }
     return first;
+}
+
+// Tells all ranks whose end has ended a message of this one, so that they blame that rank if this one ends, too.
+void Post::note_lost(int p) {
+    if (lost_ >= 0) return;
+    lost_ = p;
+    for (Line& to : lines_) put(to, {.subject = Subject::kLost, .tag = p}, nullptr);
 }
 
 // Ends the receives that nobody can send a message for any more.
@@ -151,6 +186,7 @@ void Post::give_up_hopeless() {
             ++each;
             continue;
         }
+        note_lost(found->cause);
         const std::string text = format("rank %d: recv: %s", rank_, found->what.c_str());
         finish(**each, std::make_exception_ptr(CommFailure(rank_, found->cause, "recv", 0.0, text)));
         each = expected_.erase(each);

@@ -181,6 +181,9 @@ void Post::finish_part(int p) {
             from.in_use -= heading.tag;
             in_use_ -= heading.tag;
             break;
+        case Subject::kLost:
+            if (heading.tag >= 0 && heading.tag < size_ && from.lost < 0) from.lost = static_cast<int>(heading.tag);
+            break;
         default:
             end(p, format("rank %d sent what is no message of this group", p));
     }

@@ -87,14 +87,14 @@ class Post final : private WatchedSockets {
     void close_in_child();
 
    private:
-    enum class Subject : uint16_t { kLife, kGoodbye, kAbort, kMessage, kTaken };
+    enum class Subject : uint16_t { kLife, kGoodbye, kAbort, kMessage, kTaken, kLost };
 
     // Before every part of a control connection's stream.
     struct Heading {
         uint32_t magic = 0;
         Subject subject = Subject::kLife;
         uint16_t reserved = 0;
-        int64_t tag = 0;  // of a message; the cause of an abort; the bytes that were taken
+        int64_t tag = 0;  // of a message; the cause of an abort; the bytes that were taken; the rank that was lost
         int64_t width = 0;
         int64_t num_bytes = 0;  // that follow
     };
@@ -120,6 +120,7 @@ class Post final : private WatchedSockets {
         int unanswered = 0;    // signs of life since it was heard of
         bool is_over = false;  // nothing more comes
         bool has_vanished = false;
+        int lost = -1;  // the first rank whose end has ended one of its messages
         std::optional<Gone> gone;
     };
     using Lock = std::unique_lock<std::mutex>;
@@ -137,7 +138,9 @@ class Post final : private WatchedSockets {
     void take(Expected& expected, const Arrival& arrival);
     void finish(Expected& expected, std::exception_ptr failure);
     void give_up_hopeless();
+    std::optional<Gone> first_cause_of(int p);
     std::optional<Gone> all_gone(int src);
+    void note_lost(int p);
     void drop_keepers(Lock& lock);
     void require_open(const char* name) const;
     [[noreturn]] void fail(int peer, const char* name, double waited, const std::string& what) const;
@@ -156,6 +159,7 @@ class Post final : private WatchedSockets {
     int64_t in_use_ = 0;
     bool has_left_ = false, is_closed_ = false, is_in_child_ = false;
     int left_cause_ = -1;
+    int lost_ = -1;  // as in Line, of this rank
     std::string why_left_, why_closed_;
 };
 

@@ -80,7 +80,8 @@ class AlgorithmSelector:
         try:
             source = os.environ.get("PYCOMM_NETWORK") if network is None else network
             described = None if source is None else _schedules().load(source)
-            fits = described is not None and described.transport in ("", transport)
+            # A process group of torch has its own algorithm only.
+            fits = described is not None and transport != "torch" and described.transport in ("", transport)
             if fits and self._rank == 0 and self._size > 1:
                 choices = _schedules().rank_algorithms(self._size, described).crossovers()
         except Exception as error:  # a foreign object may raise anything

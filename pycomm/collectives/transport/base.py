@@ -16,10 +16,6 @@ from pycomm.collectives.recorder import Recorder
 if TYPE_CHECKING:
     from pycomm.schedule.program import Program
 
-Message = tuple[int, torch.Tensor]
-"""Peer, and the tensor to send to it or receive from it: contiguous, one-dimensional, not empty."""
-
-
 BUFFER_VARIABLE = "PYCOMM_BUFFER_BYTES"
 _BUFFER_BYTES = 1 << 30
 

@@ -131,12 +131,11 @@ def _make(
         made = make_between_hosts(kind, place.store, meeting, listener, greetings, hosts, must=wanted != "auto")
         if made is not None:
             return made
-    from pycomm.collectives.transport.failure_notes import FailureNotes
     from pycomm.collectives.transport.torch_distributed import TorchTransport
     from pycomm.collectives.transport.torch_group import own_group
 
     own = own_group(place, f"{place.name}{OWN}{meeting.name}", timeout)
-    return TorchTransport(own, FailureNotes(place.store, meeting.name, place.rank, greetings))
+    return TorchTransport(own)
 
 
 def _exchange_greetings(meeting: Meeting, mine: dict[str, Any], problem: Exception | None) -> list[dict[str, Any]]:

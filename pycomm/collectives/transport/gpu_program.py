@@ -13,10 +13,9 @@ import torch
 
 from pycomm import kernels
 from pycomm.collectives.transport.host_tensors import require_op
-from pycomm.collectives.transport.messages import rounds_of, sums_of
 from pycomm.collectives.transport.nccl import NcclTransport
 from pycomm.kernels.arrays import DTYPES, Part, dtype_of, empty
-from pycomm.schedule.program import Program
+from pycomm.schedule.program import Program, sums_of
 
 
 class GpuProgram:
@@ -41,7 +40,7 @@ class GpuProgram:
         self._x = x
         self._widens = op == "mean" and dtype in ("float16", "bfloat16")
         self._scratch = scratch
-        self._rounds = list(rounds_of(program))
+        self._rounds = list(program.rounds())
         self._working = self._incoming = x
 
     @property

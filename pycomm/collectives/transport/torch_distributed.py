@@ -1,17 +1,14 @@
-"""Collectives of torch.distributed, by the user's own backend, for ranks that are not all on one host.
+"""Collectives of torch.distributed by the user's own backend, for ranks that cannot or must not use our transports.
 
-Before every operation the ranks all-gather 56 bytes each that describe it, so that a disagreement is an error, not a
-hang. An all-reduce that begins with messages does not wait for that: two ranks that have announced the same exchange
-their first messages while others are still to come.
+An all-reduce is the backend's, a reduction of half types an all-to-all, whose sums in float32 are gathered: MPI has no
+half types, and Gloo rounds after every addition. Before every operation the ranks all-gather 48 bytes each that
+describe it, so that a disagreement is an error, not a hang. A failure is reported as torch reports it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,87 +17,71 @@ import pycomm._native as _native
 from pycomm import checks, kernels
 from pycomm.agreement import prepared
 from pycomm.collectives.recorder import Recorder
-from pycomm.collectives.transport.announcements import OperationComparison, agree_on_lengths
-from pycomm.collectives.transport.base import AllReduceApart, OwnShare, ReduceScatterApart
-from pycomm.collectives.transport.failure_notes import FailureNotes
+from pycomm.collectives.transport.base import AllReduceApart, HostMemory, OwnShare, ReduceScatterApart
 from pycomm.collectives.transport.host_tensors import (
+    OPS,
     contributions,
     pair_for,
     parts_apart,
     rank_of,
     reducible,
-    require,
     tensor_of,
 )
-from pycomm.collectives.transport.messages import run_program
-from pycomm.collectives.transport.torch_collectives import TorchCollectives, messages
 from pycomm.collectives.transport.torch_group import TorchGroup
 from pycomm.collectives.transport.torch_messages import TorchMessages
-from pycomm.errors import CommError
-from pycomm.schedule.program import Program
+from pycomm.kernels.arrays import DTYPES
+from pycomm.torch_internals import all_gather_single
+from pycomm.untrusted import escaped
+
+if TYPE_CHECKING:
+    from pycomm.schedule.program import Program
 
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., None])
 
-_WORD_BYTES = 8  # of an array that travels with the announcements
-
-
-def counted(operation: F) -> F:
-    """Count calls of ``operation``; one also counts as finished if it raises the same error on all ranks."""
-
-    @functools.wraps(operation)
-    def count(self: TorchTransport, *args: Any) -> None:
-        self._group.begun += 1
-        try:
-            operation(self, *args)
-        except CommError as error:
-            _forget_frames(error)
-            raise
-        except Exception:
-            self._group.finished = self._group.begun
-            raise
-        self._group.finished = self._group.begun
-
-    return cast(F, count)
-
-
-def _forget_frames(error: BaseException) -> None:
-    """Drop the objects in the frames behind ``error``: a work would keep connections open that other ranks wait on.
-
-    A cleared frame of a nested function still refers to the outer one's variables, so causes, such as torch's errors,
-    lose their tracebacks.
-    """
-    traceback.clear_frames(error.__traceback__)
-    cause = error.__cause__ or error.__context__
-    while cause is not None:
-        traceback.clear_frames(cause.__traceback__)
-        cause.__traceback__ = None
-        cause = cause.__cause__ or cause.__context__
+_KINDS = (
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "broadcast",
+    "barrier",
+    "refused",
+    "all_to_all",
+    "reduce",
+    "all_to_all_v",
+    "reduce_scatter_v",
+    "all_gather_v",
+)
+_DTYPES = tuple(getattr(torch, name) for name in DTYPES)
+_HALVES = (torch.float16, torch.bfloat16)
+_REDUCTIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+    "band": dist.ReduceOp.BAND,
+    "bor": dist.ReduceOp.BOR,
+    "bxor": dist.ReduceOp.BXOR,
+}
+_REASON_BYTES = 512  # of why a rank cannot take part
 
 
 class TorchTransport:
-    """Transport over a ``group`` of its own, which it destroys. It checks and compares operations.
+    """Transport over a process ``group`` of its own, which it destroys."""
 
-    :class:`TorchCollectives` then runs them.
-
-    Args:
-        group: all ranks.
-        failure_notes: finds the rank to blame for a failure.
-    """
-
+    name = "torch"
     interruptible = False
     recorder: Recorder
     own_share: OwnShare | None = None
     all_reduce_apart: AllReduceApart | None = None
     reduce_scatter_apart: ReduceScatterApart | None = None
+    host_memory: HostMemory | None = None
 
-    def __init__(self, group: dist.ProcessGroup, failure_notes: FailureNotes) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self.skip_checks: bool | Literal["after the next"] = False
-        self._group = TorchGroup(group, failure_notes)
+        self._group = TorchGroup(group)
         self.rank, self.size = self._group.rank, self._group.size
-        self._over = over = TorchCollectives(self._group)
-        self.name, self.hosts, self.host_memory = over.name, over.hosts, over.host_memory
-        self.empty, self.give_up_stopped_after = over.empty, over.give_up_stopped_after
+        self.hosts: Sequence[Sequence[int]] = [(p,) for p in range(self.size)]
         self._messages = TorchMessages(self._group)
         self.send, self.receive = self._messages.send, self._messages.receive
         self.hand_over = self._messages.hand_over
@@ -119,93 +100,120 @@ class TorchTransport:
         """Number of bytes of messages that were sent and not yet acknowledged."""
         return self._messages.buffered_bytes
 
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialised tensor in memory of this process."""
+        try:
+            return torch.empty(shape, dtype=dtype)
+        except RuntimeError:  # torch's allocator
+            raise MemoryError(f"a tensor of shape {shape} ({dtype}) needed more memory than there is") from None
+
+    def give_up_stopped_after(self, seconds: float) -> None:
+        """Do nothing: whether a process is stopped is known on its own host only."""
+
+    def close(self, reason: str) -> None:
+        """Destroy the group. The ``reason`` cannot be sent."""
+        self._group.close()
+
     # Reductions.
 
-    @counted
     def all_reduce(self, x: Any, op: str, timeout: float) -> None:
         tensor = self._checked(timeout, lambda: reducible("x", x, op, writes=True))
-        if 0 < tensor.nbytes <= _WORD_BYTES and self.skip_checks is not True:
-            self._reduce_words(tensor, op, timeout)
+        self._agree("all_reduce", tensor, op, 0, timeout)
+        self._all_reduce(tensor, op, timeout)
+
+    def _all_reduce(self, tensor: torch.Tensor, op: str, timeout: float) -> None:
+        """Reduce flat ``tensor`` in place."""
+        count, reduction = tensor.numel(), _REDUCTIONS[op]
+        if count == 0:
             return
-        reduced = tensor.float() if _widens(tensor, op) else tensor
-        with self._agreeing("all_reduce", tensor, op, timeout, meanwhile=self._over.begins_with_messages(reduced)):
-            self._over.all_reduce(reduced, op, timeout)
-        if reduced is not tensor:
-            tensor.copy_(reduced)
+        if tensor.dtype not in _HALVES:
+            self._group.run(
+                *("all_reduce", timeout),
+                lambda group: dist.all_reduce(tensor, reduction, group=group, async_op=True),
+            )
+            _divide(tensor, op, self.size)
+            return
+        padded = torch.zeros(-(-count // self.size) * self.size, dtype=tensor.dtype)
+        padded[:count] = tensor
+        part = torch.empty(padded.numel() // self.size, dtype=tensor.dtype)
+        self._reduce_parts("all_reduce", part, list(padded.view(self.size, -1)), op, timeout)
+        self._gather("all_reduce", padded, part, timeout)
+        tensor.copy_(padded[:count])
 
-    def _reduce_words(self, tensor: torch.Tensor, op: str, timeout: float) -> None:
-        """Reduce ``tensor``, which is so small that the announcements carry it."""
-        word = torch.zeros(1, dtype=torch.int64)
-        mine = word.view(tensor.dtype)[: len(tensor)]
-        mine.copy_(tensor)
-        words = torch.tensor(self._agree("all_reduce", tensor, op, 0, timeout, word=int(word)), dtype=torch.int64)
-        kernels.reduce(tensor, [word.view(tensor.dtype)[: len(tensor)] for word in torch.split(words, 1)], op)
-
-    @counted
-    def run_program(self, program: Program, x: Any, op: str, timeout: float) -> None:
-        def check() -> torch.Tensor:
-            wanted = f"wanted one for rank {self.rank} of {self.size}"
-            mine = (program.rank, program.num_ranks) == (self.rank, self.size)
-            require(mine, f"the program is for rank {program.rank} of {program.num_ranks}, {wanted}")
-            return reducible("x", x, op, writes=True)
-
-        tensor = self._checked(timeout, check)
-        self._agree("schedule", tensor, op, program.digest >> 1, timeout)  # 63 bits
-        run_program(program, tensor, op, self._group, timeout)
-
-    @counted
     def reduce(self, x: Any, dst: int, op: str, timeout: float) -> None:
         tensor, root = self._checked(
             timeout, lambda: (reducible("x", x, op, writes=True), rank_of(dst, "dst", self.size))
         )
         self._agree("reduce", tensor, op, root, timeout)
-        if tensor.numel() > 0:
-            self._over.reduce(tensor, root, op, timeout)
+        # A copy: backends use the memory of the other ranks too.
+        result, reduction = tensor.clone(), _REDUCTIONS[op]
+        if tensor.dtype in _HALVES:
+            self._all_reduce(result, op, timeout)
+        elif tensor.numel() > 0:
+            self._group.run(
+                *("reduce", timeout),
+                lambda group: dist.reduce(
+                    result, dist.get_global_rank(group, root), reduction, group=group, async_op=True
+                ),
+            )
+            _divide(result, op, self.size)
+        if self.rank == root:
+            tensor.copy_(result)
 
-    @counted
     def reduce_scatter(self, out: Any, x: Any, op: str, timeout: float) -> None:
         pair = self._checked(timeout, lambda: pair_for("reduce_scatter", out, x, self.rank, self.size, (op,)))
-        target, source = pair.out, pair.x
-        self._agree("reduce_scatter", source, op, 0, timeout)
-        if target.numel() == 0:
-            return
-        if _widens(target, op):
-            result = torch.empty(target.shape, dtype=torch.float32)
-            self._over.reduce_scatter(result, source.float(), op, timeout)
-            target.copy_(result)
-        else:
-            self._over.reduce_scatter(target, source, op, timeout)
+        self._agree("reduce_scatter", pair.x, op, 0, timeout)
+        self._reduce_parts("reduce_scatter", pair.out, list(pair.x.view(self.size, -1)), op, timeout)
 
-    @counted
     def reduce_scatter_v(self, out: Any, xs: Sequence[Any], op: str, timeout: float) -> None:
         target, sources = self._checked(timeout, lambda: contributions(out, xs, op, self.rank, self.size))
         receives = [target.nbytes] * self.size
         self._agree_on_parts("reduce_scatter_v", sources, receives, timeout, target.dtype, op)
-        self._over.reduce_scatter_v(target, sources, op, timeout)
+        self._reduce_parts("reduce_scatter_v", target, sources, op, timeout)
+
+    def _reduce_parts(
+        self, kind: str, target: torch.Tensor, sources: Sequence[torch.Tensor], op: str, timeout: float
+    ) -> None:
+        """Write the reduction of all ranks' ``sources[rank]``, in rank order, into ``target``."""
+        terms = [torch.empty_like(target) for _ in range(self.size)]
+        self._exchange(kind, [x.view(torch.uint8) for x in terms], [x.view(torch.uint8) for x in sources], timeout)
+        if target.numel() > 0:
+            kernels.reduce(target, terms, op)
+
+    def run_program(self, program: Program, x: Any, op: str, timeout: float) -> None:
+        def check() -> None:
+            raise ValueError(
+                f'algorithm is {program.name}, but transport "torch" has only the process group\'s own: wanted '
+                '"native", or another transport'
+            )
+
+        self._checked(timeout, check)
 
     # Movements.
 
-    @counted
     def all_gather(self, out: Any, x: Any, timeout: float) -> None:
         pair = self._checked(timeout, lambda: pair_for("all_gather", out, x, self.rank, self.size))
         self._agree("all_gather", pair.x, "sum", 0, timeout, pair.tag)
-        self._over.all_gather(pair.out.view(torch.uint8), pair.x.view(torch.uint8), timeout)
+        if pair.x.numel() > 0:
+            self._gather("all_gather", pair.out.view(torch.uint8), pair.x.view(torch.uint8), timeout)
 
-    @counted
+    def _gather(self, kind: str, out: torch.Tensor, x: torch.Tensor, timeout: float) -> None:
+        self._group.run(kind, timeout, lambda group: all_gather_single(out, x, group=group, async_op=True))
+
     def all_gather_v(self, outs: Sequence[Any], x: Any, timeout: float) -> None:
         targets, sources = self._checked(timeout, lambda: parts_apart(outs, [x] * self.size, self.rank, self.size))
         self._agree_on_parts("all_gather_v", sources, [out.nbytes for out in targets], timeout)
-        self._over.all_gather_v(targets, sources[self.rank], timeout)
+        if targets[self.rank].data_ptr() != sources[self.rank].data_ptr():
+            targets[self.rank].copy_(sources[self.rank])
+        for p, target in enumerate(targets):
+            self._broadcast("all_gather_v", target, p, timeout)
 
-    @counted
     def all_to_all(self, out: Any, x: Any, timeout: float) -> None:
         pair = self._checked(timeout, lambda: pair_for("all_to_all", out, x, self.rank, self.size))
         self._agree("all_to_all", pair.x, "sum", 0, timeout, pair.tag)
-        if pair.x.numel() > 0:
-            targets, sources = (list(array.view(self.size, -1)) for array in (pair.out, pair.x))
-            self._exchange("all_to_all", targets, sources, timeout)
+        targets, sources = (list(array.view(torch.uint8).view(self.size, -1)) for array in (pair.out, pair.x))
+        self._exchange("all_to_all", targets, sources, timeout)
 
-    @counted
     def all_to_all_v(self, outs: Sequence[Any], xs: Sequence[Any], timeout: float) -> None:
         targets, sources = self._checked(timeout, lambda: parts_apart(outs, xs, self.rank, self.size))
         self._agree_on_parts("all_to_all_v", sources, [out.nbytes for out in targets], timeout)
@@ -214,63 +222,80 @@ class TorchTransport:
     def _exchange(
         self, kind: str, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], timeout: float
     ) -> None:
-        """Send ``sources[p]`` to every rank p, and receive ``targets[p]`` from it."""
-        if targets[self.rank].data_ptr() != sources[self.rank].data_ptr():
-            targets[self.rank].copy_(sources[self.rank])
-        self._group.exchange(messages(sources, self.rank), messages(targets, self.rank), timeout, kind)
+        """Send ``sources[p]``, bytes, to every rank p, and receive ``targets[p]`` from it."""
+        sizes = [x.numel() for x in targets], [x.numel() for x in sources]
+        sent, received = torch.cat(list(sources)), torch.empty(sum(sizes[0]), dtype=torch.uint8)
+        self._group.run(
+            *(kind, timeout),
+            lambda group: dist.all_to_all_single(received, sent, *sizes, group=group, async_op=True),
+        )
+        for target, part in zip(targets, torch.split(received, sizes[0]), strict=True):
+            target.copy_(part)
 
-    @counted
     def broadcast(self, x: Any, src: int, timeout: float) -> None:
         array, source = self._checked(
             timeout, lambda: (_native.HostArray(x, "x", True, True), rank_of(src, "src", self.size))
         )
         tensor = tensor_of(array)
         self._agree("broadcast", tensor, "sum", source, timeout, array.tag)
-        self._over.broadcast(tensor.view(torch.uint8), source, timeout)
+        self._broadcast("broadcast", tensor.view(torch.uint8), source, timeout)
 
-    @counted
+    def _broadcast(self, kind: str, x: torch.Tensor, source: int, timeout: float) -> None:
+        """Overwrite ``x``, bytes, with that of ``source``."""
+        if x.numel() > 0:
+            self._group.run(
+                *(kind, timeout),
+                lambda group: dist.broadcast(x, dist.get_global_rank(group, source), group=group, async_op=True),
+            )
+
     def barrier(self, timeout: float) -> None:
         self._agree("barrier", torch.empty(0), "sum", 0, timeout)
 
-    # Comparisons, and the end.
+    # Comparisons.
 
-    @counted
     def refuse(self, reason: str, timeout: float) -> None:
-        self._group.note_refusal(reason)
-        self._agree("refused", torch.empty(0), "sum", 0, timeout)
-
-    def close(self, reason: str) -> None:
-        self._group.close(reason)  # first: it writes the note with the reason
-        self._over.close(reason)
+        self._agree("refused", torch.empty(0), "sum", 0, timeout, reason=reason)
 
     def _agree(
-        self, kind: str, x: torch.Tensor, op: str, root: int, timeout: float, tag: int = 0, word: int = 0
-    ) -> list[int]:
-        """Compare the ranks' operations and return every rank's ``word``; return nothing if checks are skipped."""
-        if self.skip_checks is True and kind != "barrier":  # a barrier is nothing but the comparison
-            return []
-        announcements = OperationComparison(self._group, kind, x, op, root, timeout, tag, word)
-        if self.skip_checks:
-            self.skip_checks = True
-        return announcements.finish()
+        self, kind: str, x: torch.Tensor, op: str, root: int, timeout: float, tag: int = 0, reason: str = ""
+    ) -> None:
+        """Compare the ranks' next operations, unless that is skipped. Collective.
 
-    @contextlib.contextmanager
-    def _agreeing(self, kind: str, x: torch.Tensor, op: str, timeout: float, *, meanwhile: bool) -> Iterator[None]:
-        """Compare the ranks' operations before the one inside, or ``meanwhile``, if that begins with messages.
+        Args:
+            kind: name of the operation.
+            x: its array, of which dtype and number of elements are compared.
+            op: its reduction.
+            root: its source or destination rank.
+            timeout: limit of every wait, in seconds.
+            tag: tag of the array's dtype if the operation only moves bytes, else 0.
+            reason: why this rank cannot take part, for the others.
 
-        These need not wait for the slowest rank: each goes once its two ranks have announced the same operation.
+        Raises:
+            ValueError: on every rank: the operations differ, or a rank cannot take part.
+            CommError: a rank sent an invalid description, or failed.
         """
-        if self.skip_checks is True or not meanwhile:
-            self._agree(kind, x, op, 0, timeout)
-            yield
+        if self.skip_checks is True and kind != "barrier":  # a barrier is nothing but the comparison
             return
-        self._group.comparison = OperationComparison(self._group, kind, x, op, 0, timeout)
+        mine = torch.tensor([_KINDS.index(kind), _DTYPES.index(x.dtype), OPS.index(op), root, x.numel(), tag])
+        rows = self._rows_of(kind, mine, timeout)
         if self.skip_checks:
             self.skip_checks = True
-        try:
-            yield
-        finally:
-            self._group.settle()  # where no message was needed, or no memory left for it
+        for p, row in enumerate(rows):
+            if not (row[0] in range(len(_KINDS)) and row[1] in range(len(_DTYPES)) and row[2] in range(len(OPS))):
+                raise self._group.fail(kind, p, f"rank {p} announced an impossible operation", 0.0)
+        refused = [p for p, row in enumerate(rows) if _KINDS[row[0]] == "refused"]
+        if refused:
+            text = bytearray(reason.encode("utf-8", "replace")[:_REASON_BYTES].ljust(_REASON_BYTES))
+            reasons = self._rows_of(kind, torch.frombuffer(text, dtype=torch.uint8), timeout)
+            if kind == "refused":
+                return  # this rank has its own error to report
+            why = escaped(bytes(reasons[refused[0]]).decode(errors="replace").rstrip())
+            raise ValueError(f"{kind}: rank {refused[0]} could not take part: {why}")
+        for p, row in enumerate(rows):
+            if row != rows[0]:
+                raise ValueError(
+                    f"the ranks disagree: rank {p} called {_describe(row)} where rank 0 called {_describe(rows[0])}"
+                )
 
     def _agree_on_parts(
         self,
@@ -281,15 +306,45 @@ class TorchTransport:
         dtype: torch.dtype = torch.uint8,
         op: str = "sum",
     ) -> None:
+        """Compare the operation, and the bytes that each rank has for another with what that one expects."""
         self._agree(kind, torch.empty(0, dtype=dtype), op, 0, timeout)
-        if not self.skip_checks:
-            agree_on_lengths(self._group, kind, sends, receives, timeout)
+        if self.skip_checks:
+            return
+        rows = self._rows_of(kind, torch.tensor([*(x.nbytes for x in sends), *receives]), timeout)
+        for p, row in enumerate(rows):
+            for q in range(self.size):
+                if row[q] != rows[q][self.size + p]:
+                    raise ValueError(
+                        f"{kind}: rank {p} has {row[q]} bytes for rank {q}, which expects {rows[q][self.size + p]}"
+                    )
+
+    def _rows_of(self, kind: str, mine: torch.Tensor, timeout: float) -> list[list[int]]:
+        """Return every rank's ``mine``."""
+        gathered = torch.empty(self.size * mine.numel(), dtype=mine.dtype)
+        self._gather(kind, gathered.view(torch.uint8), mine.view(torch.uint8), timeout)
+        rows: list[list[int]] = gathered.view(self.size, -1).tolist()
+        return rows
 
     def _checked(self, timeout: float, check: Callable[[], T]) -> T:
         """Return the result of ``check``; if it raises, refuse the operation first."""
-        return prepared(check, lambda _: self._agree("refused", torch.empty(0), "sum", 0, timeout))
+        return prepared(check, lambda reason: self.refuse(reason, timeout))
 
 
-def _widens(x: torch.Tensor, op: str) -> bool:
-    """Return whether ``x`` is reduced in float32: the sum may not fit the half type although the mean does."""
-    return op == "mean" and x.dtype in (torch.float16, torch.bfloat16)
+def _divide(x: torch.Tensor, op: str, size: int) -> None:
+    """Make the sums ``x`` means, if ``op`` is "mean"."""
+    if op == "mean":
+        x.mul_(1.0 / size)
+
+
+def _describe(row: list[int]) -> str:
+    kind, dtype, op, root, count, tag = row
+    what = f"{count} elements of {DTYPES[dtype] if tag == 0 else 'bytes of another dtype'}"
+    if _KINDS[kind] in ("all_reduce", "reduce_scatter"):
+        return f'{_KINDS[kind]}({what}, op="{OPS[op]}")'
+    if _KINDS[kind] == "reduce":
+        return f'reduce({what}, dst={root}, op="{OPS[op]}")'
+    if _KINDS[kind] == "reduce_scatter_v":  # counts are compared later
+        return f'reduce_scatter_v({DTYPES[dtype]}, op="{OPS[op]}")'
+    if _KINDS[kind] == "broadcast":
+        return f"broadcast({what}, src={root})"
+    return f"{_KINDS[kind]}({what if _KINDS[kind] in ('all_gather', 'all_to_all') else ''})"

@@ -21,12 +21,12 @@ import torch
 import pycomm._native as _native
 from pycomm.collectives.transport.base import BUFFER_VARIABLE, buffer_limit
 from pycomm.collectives.transport.host_tensors import rank_of, require, tensor_of
-from pycomm.collectives.transport.torch_group import NUM_FREE_TAGS, TorchGroup
+from pycomm.collectives.transport.torch_group import TorchGroup
 from pycomm.errors import CommError, reworded
 
 TAG_END = 1 << 30
 """Tags are smaller. A header has the tag + 1, as schedules' messages have 0; payloads have the upper half."""
-_NUM_PAYLOAD_TAGS = TAG_END - 1 - NUM_FREE_TAGS
+_NUM_PAYLOAD_TAGS = TAG_END - 1
 _HEADER_LENGTH = 5
 _NOT_YET = -1  # in a header that has not come; numbers in one that has are not negative
 _LONGEST_PAUSE = 1e-3  # seconds between two looks whether it has come
