@@ -32,6 +32,7 @@ void bind_group(pybind11::module_& module);
 void bind_messages(pybind11::module_& module);       // after bind_group
 void bind_shared_memory(pybind11::module_& module);  // likewise
 void bind_tcp(pybind11::module_& module);            // likewise
+void bind_hierarchical(pybind11::module_& module);   // after both
 void bind_nccl(pybind11::module_& module);           // only in builds with CUDA
 void bind_streams(pybind11::module_& module);        // likewise
 void bind_build_info(pybind11::module_& module);

@@ -14,6 +14,7 @@ namespace pycomm {
 
 // For waits without the interpreter's lock: throws what Python's signal handlers raise.
 inline void check_python_signals() {
+    if (PyGILState_GetThisThreadState() == nullptr) return;  // a thread of ours, in which no handler runs
     pybind11::gil_scoped_acquire gil;
     if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
 }

@@ -123,6 +123,20 @@ void all_to_all_v(Group& group, py::handle outs, py::handle xs, double timeout) 
     group.all_to_all_v(to, from, timeout);
 }
 
+void all_gather_v(Group& group, py::handle outs, py::handle x, double timeout) {
+    py::list xs;
+    for (int p = 0; p < group.size(); ++p) xs.append(x);
+    auto [targets, sources] = look_at(group, timeout, [&] {
+        std::vector<Array> seen = as_parts(outs, "outs", Access::kWrite, group.size());
+        std::vector<Array> read = as_parts(xs, "xs", Access::kRead, group.size());
+        require_apart(buffers_of(seen), buffers_of(read), group.rank());
+        return std::pair{std::move(seen), std::move(read)};
+    });
+    const std::vector<Buffer> to = buffers_of(targets);
+    py::gil_scoped_release release;
+    group.all_gather_v(to, sources[0].buffer, timeout);
+}
+
 void reduce_scatter_v(Group& group, py::handle out, py::handle xs, py::handle op_name, double timeout) {
     auto [target, sources, op] = look_at(group, timeout, [&] {
         Array seen = as_array(out, "out", Access::kWrite);
@@ -177,6 +191,7 @@ void bind_group(py::module_& module) {
         .def("all_to_all", &all_to_all, py::arg("out"), py::arg("x"), py::arg("timeout"))
         .def("reduce", &reduce_to_one, py::arg("x"), py::arg("dst"), py::arg("op"), py::arg("timeout"))
         .def("all_to_all_v", &all_to_all_v, py::arg("outs"), py::arg("xs"), py::arg("timeout"))
+        .def("all_gather_v", &all_gather_v, py::arg("outs"), py::arg("x"), py::arg("timeout"))
         .def("reduce_scatter_v", &reduce_scatter_v, py::arg("out"), py::arg("xs"), py::arg("op"), py::arg("timeout"))
         .def("broadcast", &broadcast, py::arg("x"), py::arg("src"), py::arg("timeout"))
         .def("barrier", &Group::barrier, py::arg("timeout"), unlocked)

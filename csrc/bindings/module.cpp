@@ -29,6 +29,7 @@ PYBIND11_MODULE(_native, module) {
     pycomm::bind_messages(module);
     pycomm::bind_shared_memory(module);
     pycomm::bind_tcp(module);
+    pycomm::bind_hierarchical(module);
 #if defined(PYCOMM_CUDA_VERSION)
     pycomm::bind_nccl(module);
     pycomm::bind_streams(module);

@@ -56,6 +56,10 @@ class Group {
     // One array for each rank, of any type and length: xs[p] goes to rank p, outs[p] comes from it. Several of xs may
     // be the same array. Throws ArgumentError on every rank if an array and its destination differ in length.
     virtual void all_to_all_v(const std::vector<Buffer>& outs, const std::vector<Buffer>& xs, double timeout) = 0;
+    // outs[p]: the x of rank p, of any type and length. Errors as for all_to_all_v.
+    virtual void all_gather_v(const std::vector<Buffer>& outs, const Buffer& x, double timeout) {
+        all_to_all_v(outs, std::vector<Buffer>(outs.size(), x), timeout);
+    }
     // out: the reduction of all ranks' xs[rank]. Lengths may differ from rank to rank; errors as for all_to_all_v.
     virtual void reduce_scatter_v(const Buffer& out, const std::vector<Buffer>& xs, ReduceOp op, double timeout) = 0;
     virtual void broadcast(const Buffer& x, int root, double timeout) = 0;

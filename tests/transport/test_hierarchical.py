@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import signal
 import subprocess
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import pycomm._native as _native
 from pycomm import CommError, Communicator
 from pycomm.collectives.transport import rendezvous
 from pycomm.collectives.transport.rendezvous import hosts_of, log_isolation
@@ -55,6 +60,32 @@ def test_real_numbers_get_the_same_bits_everywhere() -> None:
             assert len(set(communicator.channel.all_gather_bytes(x.view(torch.uint8).numpy().tobytes()))) == 1
 
 
+@pytest.mark.parametrize("hosts", ["aabb", "abbb", "abbc"])
+@on_ranks(4)
+def test_several_segments(hosts: str) -> None:
+    """They overlap: while one is between the hosts, its neighbours are on theirs."""
+    with communicator_on(hosts) as communicator:
+        rank, size = communicator.rank, communicator.size
+        for count, dtype, memory in ((2_500_001, torch.float32, "empty"), (3_000_000, torch.int32, "tensor")):
+            pattern = torch.arange(count, dtype=torch.int64) % 1009
+            x = (pattern + 7 * rank).to(dtype)
+            x = communicator.empty(count, dtype).copy_(x) if memory == "empty" else x
+            communicator.all_reduce(x)
+            assert torch.equal(x.long(), size * pattern + 7 * sum(range(size)))
+        half = torch.full((5_000_001,), 3.0 + rank, dtype=torch.float16)
+        communicator.all_reduce(half, "mean")
+        assert bool((half == 3.0 + sum(range(size)) / size).all())
+
+
+@on_ranks(3)
+def test_hosts_must_be_those_of_both_groups() -> None:
+    with communicator_on("aab") as communicator:
+        transport: Any = communicator.channel.transport
+        for wrong in ([], [[0, 1]], [[0], [1], [2]], [[0, 1, 2]]):
+            with pytest.raises(ValueError, match="hosts are not those of the two groups"):
+                _native.HierarchicalGroup(transport.flat.group, transport.local.group, wrong)
+
+
 @on_ranks(4)
 def test_other_ways() -> None:
     with communicator_on("aabb") as communicator:
@@ -92,7 +123,7 @@ def sent_to_others(communicator: Communicator, hosts: str, operation: Callable[[
     """Return how many bytes this rank sends to other hosts in ``operation``."""
 
     def sent() -> int:
-        of_ranks = communicator.channel.transport._between.bytes_sent()  # type: ignore[attr-defined]
+        of_ranks = communicator.channel.transport.flat.group.bytes_sent()  # type: ignore[attr-defined]
         return sum(num_bytes for p, num_bytes in enumerate(of_ranks) if hosts[p] != hosts[communicator.rank])
 
     before = sent()
@@ -139,7 +170,7 @@ def again(communicator: Communicator, x: torch.Tensor) -> None:
 
 def leaves(hosts: str, victim: int, how: str) -> CommError | None:
     with communicator_on(hosts) as communicator:
-        x = torch.ones(1 << 20)
+        x = torch.ones(1 << 20 if how == "close" else 5 << 20)
         communicator.all_reduce(x)
         if communicator.rank == victim:
             if how == "kill":
@@ -216,6 +247,33 @@ def test_without_memory_to_share_messages_are_used() -> None:
 def for_ever(communicator: Communicator, x: torch.Tensor) -> None:
     while True:
         communicator.all_reduce(x, "max")
+
+
+def interrupted(hosts: str, how: str) -> str:
+    """Rank 1 is interrupted, or closes on another thread, in the middle of large operations."""
+    with on_hosts(hosts):
+        communicator = Communicator(timeout=20)
+    x = torch.ones(5 << 20)
+    communicator.all_reduce(x)
+    if communicator.rank == 1:
+        end = communicator.close if how == "close" else functools.partial(signal.raise_signal, signal.SIGINT)
+        threading.Timer(0.3, end).start()
+    started = time.monotonic()
+    try:
+        while time.monotonic() - started < 15:
+            communicator.all_reduce(x, "mean")
+        return "nothing happened"
+    except (CommError, KeyboardInterrupt) as error:
+        return f"{type(error).__name__} {getattr(error, 'peer', None)} {time.monotonic() - started < 10}"
+    finally:
+        communicator.close()
+
+
+@pytest.mark.parametrize("how", ["signal", "close"])
+def test_a_rank_that_is_interrupted_ends_the_operation_on_all(new_ranks: Pools, how: str) -> None:
+    outcomes = new_ranks(4).run(interrupted, "aabb", how)
+    assert outcomes[1] in ("KeyboardInterrupt None True", "CommError None True"), outcomes
+    assert [outcomes[p] for p in (0, 2, 3)] == ["CommError 1 True"] * 3, outcomes
 
 
 def stopped_inside(hosts: str, timeout: float) -> CommError | None:

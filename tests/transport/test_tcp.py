@@ -7,7 +7,6 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -176,15 +175,3 @@ def test_dead_after(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dead_after() == 10.0
     monkeypatch.setenv(DEAD_AFTER, "2.5")
     assert dead_after() == 2.5
-
-
-def test_arguments_of_groups(pair: Pair) -> None:
-    x: Any = np.ones(3, np.float32)
-    with pytest.raises(ValueError, match="members are no ranks in rising order"):
-        pair.group.all_reduce_among([1], x, "sum", 1.0)
-    with pytest.raises(ValueError, match="members are no ranks in rising order"):
-        pair.group.all_reduce_among([0, 2], x, "sum", 1.0)
-    with pytest.raises(ValueError, match="kind is 'nothing'"):
-        pair.group.compare("nothing", x, "sum", 0, 1.0)
-    pair.group.all_reduce_among([0], x, "sum", 1.0)  # alone: nothing to do
-    assert bool((x == 1).all())

@@ -40,7 +40,10 @@ GROUPS = {
         *_below("csrc/transport", "at_fork", "control_groups", "cores", "memory", "process", "program", "texts"),
         *_below("csrc/transport/shared_memory", "arena", "group", "run", "staging", "wait"),
     ),
-    "tcp": _below("csrc/transport/tcp", "call", "collectives", "group", "link", "messages", "post", "run", "watch"),
+    "tcp": (
+        *_below("csrc/transport", "hierarchical/group"),
+        *_below("csrc/transport/tcp", "call", "collectives", "group", "link", "messages", "post", "run", "watch"),
+    ),
     "operations": _below(
         *("csrc/transport/shared_memory", "call", "collectives", "incoming", "message_wait", "messages", "outgoing"),
         *("parts", "shares"),

@@ -7,6 +7,7 @@
 #include <atomic>
 
 #include "driver.h"
+#include "transport/hierarchical/group.h"
 #include "transport/tcp/group.h"
 
 namespace {
@@ -117,6 +118,54 @@ void closing_over_tcp(int size, unsigned seed) {
     require(failures == size, "a rank did not hear of it over TCP");
 }
 
+// Two hosts of two ranks each.
+struct TwoHosts {
+    TcpGroups flat = make_tcp_groups(4);
+    Groups locals[2] = {make_groups(2, 0), make_groups(2, 0)};
+    std::vector<std::unique_ptr<HierarchicalGroup>> groups;
+
+    TwoHosts() {
+        for (size_t p = 0; p < 4; ++p) {
+            std::vector<std::vector<int>> hosts = {{0, 1}, {2, 3}};
+            groups.push_back(
+                std::make_unique<HierarchicalGroup>(*flat[p], *locals[p / 2][p % 2], std::move(hosts), [] {}));
+        }
+    }
+};
+
+void hierarchical(int64_t count) {
+    TwoHosts all;
+    in_ranks(4, [&](int rank) {
+        HierarchicalGroup& group = *all.groups[static_cast<size_t>(rank)];
+        const auto mine = static_cast<float>(rank + 1);
+        std::vector<float> x(static_cast<size_t>(count), mine), whole(4 * x.size());
+        group.all_reduce(all_of(x), ReduceOp::kSum, kTimeout);
+        require_all(x, 10.0F, "all_reduce on several hosts");
+        std::fill(x.begin(), x.end(), mine);
+        group.all_gather(all_of(whole), all_of(x), kTimeout);
+        group.reduce_scatter(all_of(x), all_of(whole), ReduceOp::kSum, kTimeout);
+        require_all(x, 4.0F * mine, "reduce_scatter on several hosts");
+        group.broadcast(all_of(x), 3, kTimeout);
+        require_all(x, 16.0F, "broadcast on several hosts");
+    });
+    const int leaver = static_cast<int>(count % 4);
+    std::thread closer([&] {
+        usleep(20'000);
+        all.groups[static_cast<size_t>(leaver)]->close("the test wants it so");
+    });
+    std::atomic<int> failures{0};
+    in_ranks(4, [&](int rank) {
+        std::vector<float> x(static_cast<size_t>(count));
+        try {
+            while (true) all.groups[static_cast<size_t>(rank)]->all_reduce(all_of(x), ReduceOp::kMax, kTimeout);
+        } catch (const CommFailure&) {
+            ++failures;
+        }
+    });
+    closer.join();
+    require(failures == 4, "a rank did not hear of it on several hosts");
+}
+
 }  // namespace
 
 void over_tcp(int size, int rounds, const AllPrograms& programs, unsigned seed) {
@@ -132,4 +181,5 @@ void over_tcp(int size, int rounds, const AllPrograms& programs, unsigned seed) 
         group.close("the end");
     });
     closing_over_tcp(size, seed);
+    for (int64_t count : {3001, 1'300'002}) hierarchical(count);
 }

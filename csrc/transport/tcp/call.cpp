@@ -299,6 +299,11 @@ void TcpCall::wait() {
 
 void TcpCall::check(double waited) {
     if (group_.closing_) fail(-1, waited, "the communicator was closed meanwhile");
+    if (group_.gives_up_) {
+        const auto [cause, why] = group_.failure_elsewhere();
+        group_.break_for_good(cause, why);
+        throw CommFailure(rank(), cause == rank() ? -1 : cause, name_, waited, why);
+    }
     for (int p : peers_) {
         const Link& each = link(p);
         if (!each.is_receiving() && each.unsent() == 0) continue;

@@ -17,6 +17,7 @@ namespace {
 
 constexpr unsigned kLockPollMicroseconds = 1000;
 constexpr double kSecondsToDeliver = 1.0;
+constexpr double kSecondsForCause = 0.2;
 
 std::vector<std::string> names_at(const std::vector<std::string>& addresses) {
     std::vector<std::string> names;
@@ -120,8 +121,29 @@ std::vector<int64_t> TcpGroup::bytes_sent() const {
 
 void TcpGroup::give_up(int cause, const std::string& why) {
     require_own_process(rank_, "use", pid_);
+    {
+        std::lock_guard<std::mutex> lock(threads_mutex_);
+        if (!gives_up_) {
+            cause_elsewhere_ = cause < 0 ? rank_ : cause;
+            why_elsewhere_ = why;
+        }
+        gives_up_ = true;
+    }
+    wake();
     std::lock_guard<std::mutex> lock(mutex_);
     break_for_good(cause < 0 ? rank_ : cause, why);
+}
+
+int TcpGroup::cause_of_end(int p) {
+    const double end = monotonic_seconds() + kSecondsForCause;
+    std::optional<Gone> gone = post_->gone(p);
+    for (; !gone.has_value() && monotonic_seconds() < end; gone = post_->gone(p)) usleep(1000);
+    return gone.has_value() && gone->cause != rank_ ? gone->cause : p;
+}
+
+std::pair<int, std::string> TcpGroup::failure_elsewhere() const {
+    std::lock_guard<std::mutex> lock(threads_mutex_);
+    return {cause_elsewhere_, why_elsewhere_};
 }
 
 void TcpGroup::refuse(const std::string& reason, double timeout) {

@@ -29,6 +29,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "base/descriptor.h"
@@ -77,8 +78,11 @@ class TcpGroup final : public Group, private ForkAware {
     // rank p, and expects from it. `name`: for errors.
     void compare_parts(const char* name, const Operation& operation, const std::vector<int64_t>& sends,
                        const std::vector<int64_t>& receives, double timeout);
-    // Breaks the group because of `cause`, -1: this rank, whose failure was found elsewhere.
+    // Breaks the group because of `cause`, -1: this rank, whose failure was found elsewhere. An operation that another
+    // thread is in fails with that.
     void give_up(int cause, const std::string& why);
+    // The rank because of which p ended, as p said, at the latest a moment from now; p itself if it said nothing.
+    int cause_of_end(int p);
 
     void send(const Buffer& x, int64_t width, int dst, int64_t tag, double timeout) override;
     std::unique_ptr<PostedReceive> post_receive(const Buffer& x, int64_t width, int src, int64_t tag,
@@ -105,6 +109,7 @@ class TcpGroup final : public Group, private ForkAware {
     void wake() const;
     bool is_in_message() const;
     std::string closed_within() const;
+    std::pair<int, std::string> failure_elsewhere() const;
     void before_fork() override {}
     void after_fork_in_parent() override {}
     void after_fork_in_child() override;
@@ -130,6 +135,9 @@ class TcpGroup final : public Group, private ForkAware {
     std::string refusal_;   // kept until it has left
     mutable std::mutex threads_mutex_;
     std::string closed_within_;                 // why, if a thread called close() within an operation of its own
+    std::atomic<bool> gives_up_{false};         // ends the operation in progress
+    int cause_elsewhere_ = -1;                  // as give_up() was told, ...
+    std::string why_elsewhere_;                 // ... at first
     std::vector<std::thread::id> in_messages_;  // threads that wait for messages
     std::unique_ptr<Post> post_;
 };

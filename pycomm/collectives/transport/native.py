@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import pycomm._native as _native
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 class NativeTransport:
     """Transport whose operations are those of ``group``."""
 
-    skip_checks: bool | Literal["after the next"] = False  # ignored, as comparing costs next to nothing here
     interruptible = True
     recorder: Recorder
 
@@ -32,6 +30,7 @@ class NativeTransport:
         self.all_to_all = group.all_to_all
         self.reduce = group.reduce
         self.all_to_all_v = group.all_to_all_v
+        self.all_gather_v = group.all_gather_v
         self.reduce_scatter_v = group.reduce_scatter_v
         self.broadcast = group.broadcast
         self.barrier = group.barrier
@@ -52,9 +51,6 @@ class NativeTransport:
     def buffered_bytes(self) -> int:
         """Number of bytes of messages that were sent and not yet received."""
         return self._bound.buffered_bytes
-
-    def all_gather_v(self, outs: Sequence[Any], x: Any, timeout: float) -> None:
-        self._bound.all_to_all_v(outs, [x] * self.size, timeout)
 
     def run_program(self, program: Program, x: Any, op: str, timeout: float) -> None:
         if program not in self._compiled:

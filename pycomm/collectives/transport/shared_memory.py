@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -23,12 +23,13 @@ class SharedMemoryTransport(NativeTransport):
     """
 
     name = "shared_memory"
+    skip_checks: bool | Literal["after the next"] = False  # ignored, as comparing costs next to nothing here
 
     def __init__(self, rank: int, peers: Peers, names: Sequence[int] = ()) -> None:
         size = len(peers.memory)
         group = _native.SharedMemoryGroup(rank, peers.memory, peers.sockets, peers.file_bytes, names)
         super().__init__(group, rank, size)
-        self._group = group
+        self.group = group
         self.own_share: OwnShare | None = group.own_share
         self.all_reduce_apart: AllReduceApart | None = group.all_reduce_apart
         self.reduce_scatter_apart: ReduceScatterApart | None = group.reduce_scatter_apart
@@ -42,7 +43,7 @@ class SharedMemoryTransport(NativeTransport):
             return torch.empty(shape, dtype=dtype)
         if num_bytes > _MOST_BYTES:
             raise MemoryError(f"shared memory: {num_bytes} bytes needed, more than can be addressed")
-        block: Any = self._group.allocate(num_bytes)
+        block: Any = self.group.allocate(num_bytes)
         return torch.frombuffer(block, dtype=dtype, count=math.prod(shape)).view(shape)
 
     def hand_over(self, patience: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
@@ -39,6 +40,7 @@ class TcpTransport(NativeTransport):
     """Transport over TCP. It takes ownership of ``connections``, for data and for control, of the meeting ``name``."""
 
     name = "tcp"
+    skip_checks: bool | Literal["after the next"] = False  # ignored, as frames are compared in any case
     own_share: OwnShare | None = None
     all_reduce_apart: AllReduceApart | None = None
     reduce_scatter_apart: ReduceScatterApart | None = None
