@@ -19,7 +19,10 @@ class Work:
 
     def __init__(self, job: Callable[[], Any]) -> None:
         self._job: Callable[[], Any] | None = job
-        self._done = threading.Event()
+        # Held until the end. Unlike an Event, waiting for it and ending takes no code in Python.
+        self._gate = threading.Lock()
+        self._gate.acquire()
+        self._has_ended = False
         self._result: Any = None
         self._error: BaseException | None = None
         self._callbacks: deque[Callable[[], None]] = deque()
@@ -31,16 +34,18 @@ class Work:
 
     def is_completed(self) -> bool:
         """Return whether it has ended, successfully or not."""
-        return self._done.is_set()
+        return self._has_ended
 
     def ends_within(self, seconds: float | None) -> bool:
         """Wait for at most ``seconds`` (``None``: without limit); return whether it has ended."""
-        return self._done.wait(seconds)
+        if not self._has_ended and self._gate.acquire(timeout=-1 if seconds is None else max(0.0, seconds)):
+            self._gate.release()
+        return self._has_ended
 
     def when_done(self, callback: Callable[[], None]) -> None:
         """Call ``callback``, which must not raise, at the end: on the thread that ran the job, or at once."""
         self._callbacks.append(callback)
-        if self._done.is_set():
+        if self._has_ended:
             self._call_back()
 
     def _call_back(self) -> None:
@@ -53,7 +58,9 @@ class Work:
 
     def wait(self) -> Any:
         """Block until it has ended; return the result of the job, or raise its exception."""
-        self._done.wait()
+        if not self._has_ended:
+            with self._gate:
+                pass
         if self._error is not None:
             raise self._error
         return self._result
@@ -75,11 +82,14 @@ class Work:
     def _end(self, error: BaseException | None = None) -> None:
         if error is not None:
             self._job, self._error = None, error
-        self._done.set()
-        self._call_back()
+        self._has_ended = True
+        self._gate.release()
+        if self._callbacks:
+            self._call_back()
 
     def _end_in_child(self, error: BaseException) -> None:
-        self._done = threading.Event()  # the old one's lock may be held by a thread that does not exist here
+        self._gate = threading.Lock()  # the old one may be held by a thread that does not exist here
+        self._gate.acquire()
         self._end(error)
 
 
@@ -101,6 +111,8 @@ class Worker:
         self._lock = threading.RLock()
         self._jobs: SimpleQueue[Work | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self.ident: int | None = None
+        """That of the thread, as ``threading.get_ident()`` returns it."""
         self._refusal = ""  # the reason, once jobs are no longer run
         self.unfinished: deque[Work] = deque()
         """Jobs that have not ended; a job counts until its callbacks have returned."""
@@ -122,7 +134,7 @@ class Worker:
                 jobs: SimpleQueue[Work | None] = SimpleQueue()
                 run, end = functools.partial(self._loop, jobs), functools.partial(self._end_with_process, jobs)
                 thread = threads.start(run, self._name, end)
-                self._jobs, self._thread = jobs, thread
+                self._jobs, self._thread, self.ident = jobs, thread, thread.ident
             self.unfinished.append(work)
             self._jobs.put(work)
         return work
@@ -139,7 +151,7 @@ class Worker:
 
     def is_current(self) -> bool:
         """Return whether the caller is a job of this worker."""
-        return self._thread is threading.current_thread()
+        return self.ident == threading.get_ident()
 
     def stop(self, patience: float) -> None:
         """Refuse further jobs, and wait for the queued ones for at most ``patience`` seconds."""
@@ -169,7 +181,7 @@ class Worker:
         """Fail all jobs in a forked child, which does not inherit threads."""
         self._lock = threading.RLock()
         self._jobs = SimpleQueue()
-        self._thread = None
+        self._thread = self.ident = None
         self._refusal = f"it was inherited by a fork from process {os.getppid()}; make one in the new process"
         while self.unfinished:
             work = self.unfinished.popleft()

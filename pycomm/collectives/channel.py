@@ -12,8 +12,9 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -65,6 +66,7 @@ class Channel:
         """Names that always mean the transport's own algorithm."""
         self.at_once = all_reduce_at_once(transport.all_reduce, self.worker.unfinished, timeout)
         """``at_once(x, op)`` reduces a small tensor in CPU memory in one call of C++, or returns ``False``."""
+        self._unchecked = _Unchecked(transport)
         self._gpus: dict[int, GpuQueue] = {}
         self._pid = os.getpid()
         self._once = threading.Lock()  # acquired by the first call of close(), on whichever thread
@@ -87,14 +89,14 @@ class Channel:
 
     def all_reduce(self, x: Any, op: str, async_op: bool, algorithm: str | Table) -> Work | None:
         """Reduce ``x`` over all ranks by the transport's own algorithm; ``algorithm`` is one of its names."""
-        if not async_op and not self.worker.unfinished:  # at once, for latency
+        if not async_op and (not self.worker.unfinished or self.worker.ident == get_ident()):  # at once, for latency
             self.transport.all_reduce(x, op, self.timeout)
             return None
         return self.run("all_reduce", async_op, x, op)
 
     def run(self, operation: str, async_op: bool, *args: Any) -> Work | None:
         """Run the transport's ``operation`` after all earlier ones."""
-        if not async_op and not self.worker.unfinished:  # at once, for latency
+        if not async_op and (not self.worker.unfinished or self.worker.ident == get_ident()):  # at once, for latency
             getattr(self.transport, operation)(*args, self.timeout)
             return None
         return self.enqueue(lambda: getattr(self.transport, operation)(*args, self.timeout), async_op)
@@ -132,8 +134,7 @@ class Channel:
         """Run ``job`` on the communication thread after all earlier operations; those that it calls run at once."""
         return self.worker.submit(from_here(job))
 
-    @contextlib.contextmanager
-    def skip_checks(self, *, but_first: bool = False) -> Iterator[None]:
+    def skip_checks(self, *, but_first: bool = False) -> AbstractContextManager[None]:
         """Skip the comparison between ranks for the operations inside, which earlier compared ones must imply.
 
         For jobs of :meth:`submit`. Over torch.distributed the comparison costs one message per operation. Without it,
@@ -141,10 +142,7 @@ class Channel:
         """
         assert self.worker.is_current()
         self.transport.skip_checks = "after the next" if but_first else True
-        try:
-            yield
-        finally:
-            self.transport.skip_checks = False
+        return self._unchecked
 
     def own_share(self, x: torch.Tensor) -> slice | None:
         """Return the elements of ``x``, from :meth:`empty`, that this rank reduces in the next all-reduce of ``x``.
@@ -318,6 +316,19 @@ class Channel:
         self.transport.close((reason or self.farewell()) + (f": {fatal}" if fatal else ""))
         if self.transport.interruptible:
             self.worker.stop(patience)
+
+
+class _Unchecked:
+    """Block at whose end ranks compare operations again."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self._transport.skip_checks = False
 
 
 def _farewell() -> str:

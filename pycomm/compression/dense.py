@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +13,9 @@ from pycomm.collectives.bucket import Bucket, differing_places
 from pycomm.collectives.communicator import Communicator
 from pycomm.compression.base import Compression, Defaults, Flag, Method, Scaling, State, as_flag
 from pycomm.descriptions import settings_text
+
+IS_THERE: Callable[[object], bool] = functools.partial(operator.is_not, None)
+"""Returns whether its argument is not ``None``."""
 
 
 def reduce_message(
@@ -85,7 +90,7 @@ class DenseExchange(Defaults):
         scale = scaling.local
         if op == "mean" and self._divides_first:
             op, scale = "sum", scaling.contribution
-        self._all_used_here = all(grad is not None for grad in grads)
+        self._all_used_here = all(map(IS_THERE, grads))
         assert self._all_used_here or not bucket.has_flags_apart
         self._is_compared = scaling.fingerprint is not None
         own = self._own_share()
@@ -96,7 +101,7 @@ class DenseExchange(Defaults):
         assert self._packed is not None
         (op, grads, own, pieces), self._packed = self._packed, None
         bucket = self._bucket
-        found = self._find_source(grads)
+        found = self._is_too_large() and self._find_source(grads)
         if own is None or bucket.shares is not None:
             reduce_message(self._communicator, bucket, bucket.memory, op, bucket.algorithm, pieces)
             if bucket.has_flags_apart and self._is_compared:
@@ -115,7 +120,8 @@ class DenseExchange(Defaults):
         if bucket.on_gpu:
             return None
         if bucket.shares is None:
-            return self._communicator.own_share(bucket.memory, bucket.algorithm)
+            has_share = self._communicator.channel.transport.own_share is not None
+            return self._communicator.own_share(bucket.memory, bucket.algorithm) if has_share else None
         reads_apart = self._communicator.channel.transport.reduce_scatter_apart is not None
         return bucket.own if reads_apart and bucket.dtype != torch.float64 else None
 
@@ -138,9 +144,7 @@ class DenseExchange(Defaults):
         return not self._bucket.on_gpu and float(self._bucket.too_large_flag) != 0.0
 
     def _find_source(self, grads: Sequence[torch.Tensor | None]) -> bool:
-        """Record the first gradient that is not finite, if the flag is set; return whether there is one."""
-        if not self._is_too_large():
-            return False
+        """Record the first gradient that is not finite; return whether there is one."""
         for name, grad in zip(self._bucket.names, grads, strict=True):
             if grad is not None and not bool(torch.isfinite(grad).all()):
                 self._nonfinite_source = f"parameter {name!r} on rank {self._communicator.rank}"

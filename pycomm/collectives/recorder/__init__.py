@@ -8,7 +8,7 @@ from pycomm.collectives.recorder.ring import DIRECTORY as DIRECTORY
 from pycomm.collectives.recorder.ring import TRACE_FOLDER as TRACE_FOLDER
 from pycomm.collectives.recorder.ring import Recorder as Recorder
 from pycomm.collectives.recorder.ring import from_here as from_here
-from pycomm.collectives.recorder.ring import labelled as labelled
 from pycomm.collectives.recorder.ring import listened_to as listened_to
 from pycomm.collectives.recorder.ring import recorders as recorders
+from pycomm.collectives.recorder.ring import run_labelled as run_labelled
 from pycomm.collectives.recorder.ring import told_with as told_with

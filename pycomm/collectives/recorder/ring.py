@@ -164,13 +164,12 @@ def from_here(job: Callable[[], T]) -> Callable[[], T]:
     return run
 
 
-@contextlib.contextmanager
-def labelled(text: str) -> Iterator[None]:
-    """Label this thread's operations in the block with ``text``."""
+def run_labelled(text: str, job: Callable[[], T]) -> T:
+    """Return the result of ``job``, whose operations are labelled with ``text``."""
     label, line = _native.exchange_mark(None, None)
     _native.exchange_mark(text, line)
     try:
-        yield
+        return job()
     finally:
         _native.exchange_mark(label, line)
 

@@ -21,7 +21,7 @@ from pycomm.collectives.bucket import Bucket
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import laid_out_like
 from pycomm.compression.base import Flag, Method, Scaling, as_flag
-from pycomm.compression.dense import DenseExchange, reduce_message
+from pycomm.compression.dense import IS_THERE, DenseExchange, reduce_message
 from pycomm.descriptions import settings_text
 
 _SUMS = ("native", "float32")
@@ -57,7 +57,7 @@ class HalfExchange(DenseExchange):
 
     def pack(self, grads: Sequence[torch.Tensor | None], scaling: Scaling) -> None:
         bucket = self._bucket
-        self._all_used_here = all(grad is not None for grad in grads)
+        self._all_used_here = all(map(IS_THERE, grads))
         self._result_fits = scaling.average or bucket.dtype != torch.float16
         if not self._scaled:
             bucket.pack_flagged(grads, self._message, scaling.local, scaling.fingerprint, self._scratch)
@@ -87,7 +87,7 @@ class HalfExchange(DenseExchange):
         whole, flags = self._message[: bucket.num_elements], self._message[bucket.num_elements :]
         if not bucket.on_gpu:
             bucket.flags.copy_(flags)
-        found = self._find_source(grads)
+        found = self._is_too_large() and self._find_source(grads)
         reduce_message(self._communicator, bucket, self._message, "sum", self._algorithm)
         self.bytes_sent += self._message.nbytes
         own = bucket.own

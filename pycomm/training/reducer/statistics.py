@@ -8,6 +8,7 @@ survive failures send them in the exchange that ends each step, on any number of
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pycomm.collectives.communicator import Communicator
-from pycomm.collectives.recorder import TRACE_FOLDER, Recorder, labelled, listened_to
+from pycomm.collectives.recorder import TRACE_FOLDER, Recorder, listened_to, run_labelled
 from pycomm.collectives.transport import late_ranks
 from pycomm.compression.base import Exchange, method_stats
 from pycomm.torch_internals import is_profiling, profiled_range
@@ -113,17 +114,17 @@ class PhaseTimes:
         """Run the ``job`` that exchanges the bucket launched as ``number``; without ``recorder``, only enqueue it."""
         label = f"bucket {number}"
         began = time.monotonic()
-        before = 0.0 if recorder is None else recorder.seconds
-        with labelled(label), _ranges(label) if self._profiling else contextlib.nullcontext():
-            job()
+        before = 0.0 if recorder is None else recorder.ring.seconds
+        run_labelled(label, functools.partial(_run_in_ranges, label, job) if self._profiling else job)
         if recorder is None:
             return
         ended = time.monotonic()
-        wire = recorder.seconds - before
+        wire = recorder.ring.seconds - before
         self.seconds["wire"] += wire
         self.seconds["pack"] += ended - began - wire
-        self.trace.add("communication", label, began, ended)
-        self.trace.add_operations(recorder, label, began)
+        if not isinstance(self.trace, Untraced):
+            self.trace.add("communication", label, began, ended)
+            self.trace.add_operations(recorder, label, began)
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -144,9 +145,8 @@ class PhaseTimes:
         return {**times, "hidden_share": max(0.0, 1.0 - self.seconds["wait"] / busy) if busy > 0.0 else None}
 
 
-@contextlib.contextmanager
-def _ranges(label: str) -> Iterator[None]:
-    """Mark the time inside for a profiler: collectives as ``pycomm::wire``, everything else as ``pycomm::pack``."""
+def _run_in_ranges(label: str, job: Callable[[], None]) -> None:
+    """Run ``job``, marked for a profiler: collectives as ``pycomm::wire``, everything else as ``pycomm::pack``."""
     with contextlib.ExitStack() as present:
 
         def change(on_the_wire: bool) -> None:
@@ -155,7 +155,7 @@ def _ranges(label: str) -> Iterator[None]:
 
         change(False)
         with listened_to(change):
-            yield
+            job()
 
 
 _LOG = logging.getLogger("pycomm")

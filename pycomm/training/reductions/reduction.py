@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -99,7 +98,8 @@ class Reduction:
             fingerprint: makes this rank's bits, to be sent with them.
             frees: see :class:`Scaling`.
         """
-        self._take_weight()
+        if self._weigh is not None:
+            self._take_weight()
         scaling = self.scaling if fingerprint is None else replace(self.scaling, fingerprint=fingerprint())
         exchanging.pack(grads, replace(scaling, frees=True) if frees else scaling)
 
@@ -131,10 +131,13 @@ class Reduction:
         self, exchanging: Exchanging, pack: Callable[[], None], channel: Channel | None, *, is_compared: bool
     ) -> None:
         """Do what :meth:`exchange` does, where ``pack`` packs the gradients."""
-        self._take_weight()
-        with (
-            contextlib.nullcontext() if self._on_gpu or channel is None else channel.skip_checks(but_first=is_compared)
-        ):
+        if self._weigh is not None:
+            self._take_weight()
+        if self._on_gpu or channel is None:
+            pack()
+            exchanging.send()
+            return
+        with channel.skip_checks(but_first=is_compared):
             pack()
             exchanging.send()
 
