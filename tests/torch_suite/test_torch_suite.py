@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -20,17 +21,18 @@ ROOT = Path(__file__).parents[2]
 RELEASE = ".".join(torch.__version__.split(".")[:2])
 
 
-def run(*arguments: str, limit: float) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, limit: float, transport: str = "auto") -> subprocess.CompletedProcess[str]:
     """Run the suite's command in a process of its own, which forks, and has nothing else in it."""
     command = [sys.executable, "-m", "tests.torch_suite", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit, check=False)
+    env = os.environ | {"PYCOMM_TRANSPORT": transport}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit, check=False)
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
-    """What each test of torch's comes to on "pycomm"."""
+@pytest.fixture(scope="module", params=["shared_memory", "tcp"])
+def reports(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Report]:
+    """What each test of torch's comes to on "pycomm", with ranks on one host, and each on a host of its own."""
     file = tmp_path_factory.mktemp("torch_suite") / "reports.json"
-    done = run("--backend", "pycomm", "--json", str(file), limit=580.0)
+    done = run("--backend", "pycomm", "--json", str(file), limit=580.0, transport=request.param)
     assert file.exists(), done.stderr
     print(done.stdout)  # pytest shows it with what fails
     return {report["name"]: Report(**report) for report in json.loads(file.read_text())}
