@@ -399,7 +399,13 @@ class SharedMemoryGroup(Group):
 
 class TcpGroup(Group):
     def __init__(
-        self, rank: int, meeting: int, data: list[int], control: list[int], addresses: list[str], dead_after: float
+        self,
+        rank: int,
+        meeting: int,
+        data: list[list[int]],
+        control: list[int],
+        addresses: list[str],
+        dead_after: float,
     ) -> None: ...
     def bytes_sent(self) -> list[int]: ...
     def hand_over(self, patience: float) -> None: ...

@@ -15,12 +15,20 @@ std::vector<Descriptor> owned_sockets(const std::vector<int>& descriptors) {
     return owners;
 }
 
-std::unique_ptr<TcpGroup> make_tcp_group(int rank, uint64_t meeting, const std::vector<int>& data,
+// data: one or several rows of descriptors, with one for each rank.
+std::unique_ptr<TcpGroup> make_tcp_group(int rank, uint64_t meeting, const std::vector<std::vector<int>>& data,
                                          const std::vector<int>& control, const std::vector<std::string>& addresses,
                                          double dead_after) {
-    std::vector<Descriptor> links = owned_sockets(data), lines = owned_sockets(control);
+    std::vector<Descriptor> lines = owned_sockets(control);
+    std::vector<std::vector<Descriptor>> links(lines.size());
+    bool fits = !data.empty();
+    for (const std::vector<int>& row : data) {
+        std::vector<Descriptor> sockets = owned_sockets(row);
+        fits = fits && sockets.size() == links.size();
+        for (size_t p = 0; fits && p < links.size(); ++p) links[p].push_back(std::move(sockets[p]));
+    }
     const int size = static_cast<int>(links.size());
-    if (rank < 0 || rank >= size || lines.size() != links.size() || addresses.size() != links.size()) {
+    if (rank < 0 || rank >= size || !fits || addresses.size() != links.size()) {
         throw ArgumentError("data, control and addresses require one entry for each rank");
     }
     py::gil_scoped_release release;

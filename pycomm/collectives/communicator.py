@@ -329,7 +329,9 @@ class Communicator(_Messages):
 
     def own_share(self, x: torch.Tensor, algorithm: str | Table) -> slice | None:
         """Internal: what :meth:`Channel.own_share` says, if ``algorithm`` is the transport's own."""
-        return self.channel.own_share(x) if self._selector.find(algorithm, x) is None else None
+        if self.channel.transport.own_share is None or self._selector.find(algorithm, x) is not None:
+            return None
+        return self.channel.own_share(x)
 
     def _program(self, algorithm: str | Table, x: Any) -> Program | None:
         try:

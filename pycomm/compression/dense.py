@@ -120,8 +120,7 @@ class DenseExchange(Defaults):
         if bucket.on_gpu:
             return None
         if bucket.shares is None:
-            has_share = self._communicator.channel.transport.own_share is not None
-            return self._communicator.own_share(bucket.memory, bucket.algorithm) if has_share else None
+            return self._communicator.own_share(bucket.memory, bucket.algorithm)
         reads_apart = self._communicator.channel.transport.reduce_scatter_apart is not None
         return bucket.own if reads_apart and bucket.dtype != torch.float64 else None
 

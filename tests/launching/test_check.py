@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -179,8 +180,13 @@ def test_links_are_measured(fact: Facts) -> None:
     measured = [link for link in links if link.sent > 0]
     assert sorted((link.host, link.peer) for link in measured) == [("A", "B"), ("A", "C"), ("B", "C")]
     assert all(link.received > 0 and link.latency > 0 and not link.error for link in measured)
+    assert all(link.together.keys() == {2, 4, 8} and min(link.together.values()) > 0 for link in measured)
     assert findings_of_links([HostLink("A", "B"), HostLink("B", "A")]) == []
-    assert threading.active_count() <= threads + 6  # they end when the other side does
+    for _ in range(200):  # they end when the other side does
+        if threading.active_count() <= threads:
+            break
+        time.sleep(0.05)
+    assert threading.active_count() <= threads
 
 
 def test_a_host_that_cannot_be_reached(fact: Facts) -> None:
@@ -211,6 +217,17 @@ def test_what_is_said_of_links() -> None:
     mtu, slow = findings_of_links(links)
     assert mtu.what == "paths between hosts have MTUs from 1400 to 1500"
     assert slow.what == "the link of B and C has 80 Mbit/s, the median of all is 8 Gbit/s"
+
+
+def test_what_is_said_of_several_connections() -> None:
+    def said(*rates: float) -> list[str]:
+        together = dict(zip((2, 4, 8), rates, strict=True))
+        links = [HostLink("A", "B", sent=1e9, received=1e9, together=together)] * 3
+        return [str(finding) for finding in findings_of_links(links)]
+
+    assert said(1.1e9, 1.2e9, 1.3e9) == []
+    (finding,) = said(2e9, 3.9e9, 4e9)
+    assert "4 connections between two hosts together send 3.9 times as fast as one. Set PYCOMM_STREAMS=4" in finding
 
 
 @pytest.mark.slow

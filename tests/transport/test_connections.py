@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import gc
 import os
 import select
 import signal
@@ -89,7 +90,7 @@ class Group:
 
     def one(self, rank: int) -> Connections:
         meeting = FakeMeeting(rank, self.size, self.problems, self.timeout, self.names[rank])
-        return exchange_connections(meeting, self.listeners[rank], self.greetings, self.keys[rank])
+        return exchange_connections(meeting, self.listeners[rank], self.greetings, self.keys[rank], 2)
 
     def run(self, *others: Callable[[], Any], ranks: range | None = None) -> list[Any]:
         """What each rank returned or raised."""
@@ -141,6 +142,7 @@ def require_connected(outcomes: list[Any], kinds: int = 2) -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_stays_open() -> Iterator[None]:
+    gc.collect()  # what earlier tests have left
     before = len(os.listdir("/proc/self/fd"))
     yield
     assert len(os.listdir("/proc/self/fd")) == before

@@ -48,7 +48,7 @@ class Pair:
     def __init__(self) -> None:
         data, self.data = connected()
         control, self.control = connected()
-        sockets = [-1, data.detach()], [-1, control.detach()]
+        sockets = [[-1, data.detach()]], [-1, control.detach()]
         self.group = _native.TcpGroup(0, MEETING, *sockets, ["here", "10.0.0.7:5"], 10.0)
         self.group.buffer_limit = 1 << 20
 

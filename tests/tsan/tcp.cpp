@@ -39,11 +39,16 @@ Sockets connected(int size) {
 }
 
 TcpGroups make_tcp_groups(int size) {
-    Sockets data = connected(size), control = connected(size);
+    Sockets data = connected(size), more = connected(size), control = connected(size);
     TcpGroups groups;
     for (int p = 0; p < size; ++p) {
         const auto row = static_cast<size_t>(p);
-        groups.push_back(std::make_unique<TcpGroup>(p, 7, std::move(data[row]), std::move(control[row]),
+        std::vector<std::vector<Descriptor>> links(static_cast<size_t>(size));
+        for (size_t q = 0; q < links.size(); ++q) {
+            links[q].push_back(std::move(data[row][q]));
+            links[q].push_back(std::move(more[row][q]));
+        }
+        groups.push_back(std::make_unique<TcpGroup>(p, 7, std::move(links), std::move(control[row]),
                                                     std::vector<std::string>(static_cast<size_t>(size), "here"), 10.0,
                                                     [] {}));
         groups.back()->set_buffer_limit(1 << 20);

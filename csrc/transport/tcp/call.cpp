@@ -280,8 +280,8 @@ void TcpCall::wait() {
         for (int p : peers_) {
             const Link& each = link(p);
             const bool comes = each.is_receiving() && !each.has_ended();
-            const auto events = static_cast<short>((comes ? POLLIN : 0) | (each.is_sending() ? POLLOUT : 0));
-            if (events != 0) wanted.push_back({each.socket(), events, 0});
+            if (comes) wanted.push_back({each.in_socket(), POLLIN, 0});
+            if (each.is_sending()) wanted.push_back({each.out_socket(), POLLOUT, 0});
         }
         const double left = std::max(0.0, timeout_ - (now - start));
         const int slice = left * 1e3 < kSliceMilliseconds ? static_cast<int>(left * 1e3) + 1 : kSliceMilliseconds;

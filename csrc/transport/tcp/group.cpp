@@ -27,8 +27,9 @@ std::vector<std::string> names_at(const std::vector<std::string>& addresses) {
 
 }  // namespace
 
-TcpGroup::TcpGroup(int rank, uint64_t meeting, std::vector<Descriptor> data, std::vector<Descriptor> control,
-                   const std::vector<std::string>& addresses, double dead_after, std::function<void()> check_signals)
+TcpGroup::TcpGroup(int rank, uint64_t meeting, std::vector<std::vector<Descriptor>> data,
+                   std::vector<Descriptor> control, const std::vector<std::string>& addresses, double dead_after,
+                   std::function<void()> check_signals)
     : rank_(rank),
       size_(static_cast<int>(data.size())),
       meeting_(meeting),
@@ -38,7 +39,7 @@ TcpGroup::TcpGroup(int rank, uint64_t meeting, std::vector<Descriptor> data, std
       to_skip_(data.size()),
       pid_(getpid()) {
     if (!waker_.is_open()) throw DeviceError(format("no descriptor for a communicator: error %d of eventfd", errno));
-    for (Descriptor& each : data) links_.emplace_back(std::move(each));
+    for (std::vector<Descriptor>& each : data) links_.emplace_back(std::move(each));
     post_ = std::make_unique<Post>(rank, std::move(control), addresses, dead_after, [this] { wake(); });
     watch_forks(this);
 }

@@ -44,10 +44,11 @@ namespace pycomm {
 
 class TcpGroup final : public Group, private ForkAware {
    public:
-    // meeting: a number that all ranks of this group have, and no other group between them. data[p], control[p]:
-    // connected to rank p, none at [rank]. addresses[p]: of rank p, for errors. dead_after: see post.h. check_signals()
-    // is called from time to time by a waiting thread; if it throws, the operation ends with that exception.
-    TcpGroup(int rank, uint64_t meeting, std::vector<Descriptor> data, std::vector<Descriptor> control,
+    // meeting: a number that all ranks of this group have, and no other group between them. data[p], one or several,
+    // and control[p]: connected to rank p, none at [rank]. addresses[p]: of rank p, for errors. dead_after: see post.h.
+    // check_signals() is called from time to time by a waiting thread; if it throws, the operation ends with that
+    // exception.
+    TcpGroup(int rank, uint64_t meeting, std::vector<std::vector<Descriptor>> data, std::vector<Descriptor> control,
              const std::vector<std::string>& addresses, double dead_after, std::function<void()> check_signals);
     ~TcpGroup() override;
     TcpGroup(const TcpGroup&) = delete;

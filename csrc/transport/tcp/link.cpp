@@ -23,9 +23,9 @@ bool would_block(int error) { return error == EAGAIN || error == EWOULDBLOCK || 
 
 }  // namespace
 
-Link::Link(Descriptor socket) : socket_(std::move(socket)) {
-    if (!socket_.is_open()) return;
-    fcntl(socket_.get(), F_SETFL, fcntl(socket_.get(), F_GETFL) | O_NONBLOCK);
+Link::Link(std::vector<Descriptor> sockets) : sockets_(std::move(sockets)) {
+    if (!sockets_[0].is_open()) return;  // this rank's own
+    for (const Descriptor& each : sockets_) fcntl(each.get(), F_SETFL, fcntl(each.get(), F_GETFL) | O_NONBLOCK);
     ahead_ = std::make_unique<char[]>(kAheadBytes);
 }
 
@@ -65,7 +65,7 @@ bool Link::move() {
 bool Link::push() {
     if (cannot_send_) return false;
     iovec parts[kMostPieces];
-    int64_t most = std::min(allowed_, kMostBytes);
+    int64_t most = std::min({allowed_, kMostBytes, left_of_stripe(num_left_)});
     size_t count = 0;
     for (size_t i = first_; i < pieces_.size() && count < kMostPieces && most > 0; ++i) {
         const int64_t length = std::min(pieces_[i].num_bytes, most);
@@ -75,7 +75,7 @@ bool Link::push() {
     msghdr message{};
     message.msg_iov = parts;
     message.msg_iovlen = count;
-    const ssize_t sent = sendmsg(socket_.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+    const ssize_t sent = sendmsg(out_socket(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (sent < 0) {
         if (!would_block(errno)) cannot_send_ = true;  // what the other side sent before its end may still come
         return false;
@@ -110,12 +110,13 @@ bool Link::pull() {
     if (has_ended_) return false;
     const bool is_direct = missing_ >= kDirectBytes;
     char* const to = is_direct ? target_ : ahead_.get();
-    const int64_t room = is_direct ? std::min(missing_, kMostBytes) : kAheadBytes;
-    const ssize_t came = recv(socket_.get(), to, static_cast<size_t>(room), MSG_DONTWAIT);
+    const int64_t room = std::min(is_direct ? std::min(missing_, kMostBytes) : kAheadBytes, left_of_stripe(num_come_));
+    const ssize_t came = recv(in_socket(), to, static_cast<size_t>(room), MSG_DONTWAIT);
     if (came <= 0) {
         if (came == 0 || !would_block(errno)) has_ended_ = true;
         return false;
     }
+    num_come_ += came;
     if (is_direct) {
         target_ += came;
         missing_ -= came;
@@ -131,12 +132,20 @@ bool Link::pull() {
 }
 
 void Link::shut_down() {
-    if (socket_.is_open()) shutdown(socket_.get(), SHUT_RDWR);
+    for (const Descriptor& each : sockets_) {
+        if (each.is_open()) shutdown(each.get(), SHUT_RDWR);
+    }
+}
+
+void Link::close() {
+    for (Descriptor& each : sockets_) each.close();
 }
 
 bool Link::is_delivered() const {
-    int waiting = 0;
-    return !socket_.is_open() || cannot_send_ || ioctl(socket_.get(), SIOCOUTQ, &waiting) != 0 || waiting == 0;
+    return cannot_send_ || std::all_of(sockets_.begin(), sockets_.end(), [](const Descriptor& each) {
+               int waiting = 0;
+               return !each.is_open() || ioctl(each.get(), SIOCOUTQ, &waiting) != 0 || waiting == 0;
+           });
 }
 
 }  // namespace pycomm

@@ -1,6 +1,9 @@
 // The data connection between two ranks: bytes queued to be sent, and memory that bytes are received into. Nothing here
 // blocks. What is sent stays the caller's until it has left; what comes beyond the wanted bytes waits in a buffer, so
 // that a small frame and its payload take one system call.
+//
+// Where the network limits each flow, a connection may have several sockets: each carries every n-th stripe of the
+// bytes. Both sides move stripe by stripe; the kernels' buffers keep all flows busy.
 #pragma once
 
 #include <cstdint>
@@ -16,9 +19,11 @@ class Link {
    public:
     static constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
 
-    explicit Link(Descriptor socket);
+    explicit Link(std::vector<Descriptor> sockets);
 
-    int socket() const { return socket_.get(); }
+    // Sockets of the next bytes in each direction.
+    int in_socket() const { return socket_at(num_come_).get(); }
+    int out_socket() const { return socket_at(num_left_).get(); }
 
     // Queues bytes to be sent after the earlier ones.
     void send(const void* data, int64_t num_bytes);
@@ -49,7 +54,7 @@ class Link {
     void shut_down();
     // Whether the other side's kernel has everything.
     bool is_delivered() const;
-    void close() { socket_.close(); }
+    void close();
 
    private:
     struct Piece {
@@ -59,11 +64,20 @@ class Link {
 
     bool push();
     bool pull();
+    const Descriptor& socket_at(int64_t position) const {
+        return sockets_[sockets_.size() == 1 ? 0 : static_cast<size_t>(position / kStripeBytes) % sockets_.size()];
+    }
+    // Bytes from a position to the end of its stripe.
+    int64_t left_of_stripe(int64_t position) const {
+        return sockets_.size() == 1 ? kUnlimited : kStripeBytes - position % kStripeBytes;
+    }
 
-    Descriptor socket_;
+    static constexpr int64_t kStripeBytes = 64 << 10;
+
+    std::vector<Descriptor> sockets_;
     std::vector<Piece> pieces_;  // from first_ on
     size_t first_ = 0;
-    int64_t unsent_ = 0, allowed_ = kUnlimited, num_left_ = 0;
+    int64_t unsent_ = 0, allowed_ = kUnlimited, num_left_ = 0, num_come_ = 0;
     char* target_ = nullptr;
     int64_t missing_ = 0;
     std::unique_ptr<char[]> ahead_;  // bytes that came beyond the wanted ones: [ahead_begin_, ahead_end_)

@@ -74,13 +74,13 @@ def make_between_hosts(
                     raise ValueError(f"transport is {kind!r}, but {why}")
                 _LOG.warning("%s: transport 'torch' is used between hosts", why)
                 return None
-        key = connections.key_of(introductions)
+        key, num_streams = connections.key_of(introductions), connections.streams_of(introductions)
         local: SharedMemoryTransport | None = None
         if kind == "hierarchical":
             peers = exchange_memory(meeting, memory_listener, greetings, hosts.members)
             local = SharedMemoryTransport(hosts.local_rank, peers, hosts.members)
             until_made.callback(local.close, "it could not meet the others")
-        made = connections.exchange_connections(meeting, tcp_listener, introductions, key)
+        made = connections.exchange_connections(meeting, tcp_listener, introductions, key, kinds=num_streams + 1)
         try:
             flat = TcpTransport(meeting.rank, meeting.name, made)
         except BaseException:

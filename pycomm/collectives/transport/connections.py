@@ -49,9 +49,13 @@ from pycomm.collectives.transport.interfaces import (
     require_descriptors,
 )
 from pycomm.errors import CommError, reworded
-from pycomm.untrusted import ListOf, one_line
+from pycomm.untrusted import COUNT, ListOf, one_line
 
-GREETING = {"tcp": ListOf(str, least=1), "key": str, "secret": str}
+STREAMS = "PYCOMM_STREAMS"
+"""Environment variable with the number of connections between two ranks that carry the data of operations."""
+MOST_STREAMS = 8
+
+GREETING = {"tcp": ListOf(str, least=1), "key": str, "secret": str, "streams": COUNT}
 """Shape of the part of a greeting that :func:`introduction` returns."""
 
 _LOG = logging.getLogger("pycomm")
@@ -100,10 +104,35 @@ class Connections:
 
 
 def introduction(listener: Listener) -> dict[str, Any]:
-    """Return the part of the greeting by which others connect to this rank. Raises ValueError as ``secret``."""
+    """Return the part of the greeting by which others connect to this rank.
+
+    Raises:
+        ValueError: a variable is wrong.
+    """
     found = secret(shortest=1)
     fingerprint = "" if found is None else str(Access(found))
-    return {"tcp": listener.addresses, "key": secrets.token_hex(NONCE), "secret": fingerprint}
+    key = secrets.token_hex(NONCE)
+    return {"tcp": listener.addresses, "key": key, "secret": fingerprint, "streams": _num_streams()}
+
+
+def _num_streams() -> int:
+    text = os.environ.get(STREAMS, "1")
+    if text not in map(str, range(1, MOST_STREAMS + 1)):
+        raise ValueError(f"the environment variable {STREAMS} is {text!r}, wanted a number from 1 to {MOST_STREAMS}")
+    return int(text)
+
+
+def streams_of(greetings: Sequence[Mapping[str, Any]]) -> int:
+    """Return the number of connections for data between two ranks.
+
+    Raises:
+        ValueError: it is not the same on all ranks.
+    """
+    first = greetings[0]["streams"]
+    for p, greeting in enumerate(greetings):
+        if greeting["streams"] != first:
+            raise ValueError(f"the ranks disagree: {STREAMS} is {greeting['streams']} on rank {p}, {first} on rank 0")
+    return int(first)
 
 
 def key_of(greetings: Sequence[Mapping[str, Any]]) -> bytes:
@@ -126,7 +155,7 @@ def key_of(greetings: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def exchange_connections(
-    meeting: Gathering, listener: Listener, greetings: Sequence[Mapping[str, Any]], key: bytes, kinds: int = 2
+    meeting: Gathering, listener: Listener, greetings: Sequence[Mapping[str, Any]], key: bytes, kinds: int
 ) -> Connections:
     """Connect to all other ranks, and prove in both directions who they are.
 

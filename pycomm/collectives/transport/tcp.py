@@ -47,8 +47,8 @@ class TcpTransport(NativeTransport):
     host_memory: HostMemory | None = None
 
     def __init__(self, rank: int, name: str, connections: Connections) -> None:
-        data, control = connections.sockets
-        size = len(data)
+        *data, control = connections.sockets
+        size = len(control)
         number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
         self.group = _native.TcpGroup(rank, number, data, control, connections.addresses, dead_after())
         super().__init__(self.group, rank, size)

@@ -9,11 +9,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pycomm.collectives.transport.authentication import family_of, join_address, socket_address, with_scope_of
+from pycomm.collectives.transport.connections import STREAMS
 from pycomm.tools.check.board import NoticeBoard
 from pycomm.tools.check.facts import Facts, Finding, hosts_of
 from pycomm.tools.cli.timing import rate_text
@@ -26,6 +27,8 @@ _ROUND_SECONDS = 0.15  # of sending, in each direction
 _PIECE = 1 << 18
 _IP_MTU = 14  # option of a connected socket: the MTU of its path
 _SLOW = 0.5  # of the median rate, below which a link is worth a word
+_STREAMS = (2, 4, 8)  # connections that send together
+_WORTH_STREAMS = 1.5  # times the rate of one connection, from which several are worth a word
 _PING, _TAKE, _GIVE = b"p", b"t", b"g"
 
 
@@ -36,7 +39,8 @@ class HostLink:
     Attributes:
         error: why it cannot connect; "" if it can.
         latency: seconds of a round trip.
-        sent, received: bytes per second.
+        sent, received: bytes per second, of one connection.
+        together: bytes per second that are sent over several connections, by their number.
         mtu: of the path, ``None`` where the kernel does not tell.
     """
 
@@ -46,6 +50,7 @@ class HostLink:
     latency: float = 0.0
     sent: float = 0.0
     received: float = 0.0
+    together: dict[int, float] = field(default_factory=dict)
     mtu: int | None = None
 
 
@@ -169,8 +174,22 @@ def _measure(link: HostLink, mine: Facts, peer: Facts, door: dict[str, Any]) -> 
         with _connected(mine, peer, door) as connection:
             link.latency = statistics.median(_ask(connection, _PING) for _ in range(_PINGS))
             link.sent, link.received = rate(connection, _TAKE), rate(connection, _GIVE)
+        for number in _STREAMS:
+            link.together[number] = _rate_of_several(number, link.sent, mine, peer, door)
 
     _tried(link, job)
+
+
+def _rate_of_several(number: int, rate_of_one: float, mine: Facts, peer: Facts, door: dict[str, Any]) -> float:
+    """Return the bytes per second that ``number`` connections send together."""
+    count = min(_MOST_BYTES, max(_FIRST_BYTES, int(rate_of_one * _ROUND_SECONDS)))
+    with ExitStack() as made, ThreadPoolExecutor(number) as pool:
+        connections = [made.enter_context(_connected(mine, peer, door)) for _ in range(number)]
+        for connection in connections:
+            _ask(connection, _PING)
+        begin = time.perf_counter()
+        list(pool.map(lambda each: _ask(each, _TAKE, count), connections))
+        return number * count / (time.perf_counter() - begin)
 
 
 def rounds_of(count: int) -> Iterator[list[tuple[int, int]]]:
@@ -218,7 +237,10 @@ def links_of(board: NoticeBoard, everyones: Sequence[Facts]) -> list[HostLink]:
 
 
 def _read(everyones: Sequence[Any]) -> list[HostLink]:
-    return [HostLink(**link) for links in everyones for link in links or ()]
+    found = [HostLink(**link) for links in everyones for link in links or ()]
+    for link in found:
+        link.together = {int(number): rate for number, rate in link.together.items()}  # JSON's keys are texts
+    return found
 
 
 def findings_of_links(links: Sequence[HostLink]) -> list[Finding]:
@@ -241,4 +263,17 @@ def findings_of_links(links: Sequence[HostLink]) -> list[Finding]:
         if rate < _SLOW * median:
             what = f"the link of {host} and {peer} has {rate_text(rate)}, the median of all is {rate_text(median)}"
             found.append(Finding(False, what, "A collective is as fast as its slowest link: look at it first."))
-    return found
+    return [*found, *_findings_of_streams(links)]
+
+
+def _findings_of_streams(links: Sequence[HostLink]) -> list[Finding]:
+    """Return whether the network limits each connection, so that several are faster."""
+    gains = {n: [link.together[n] / link.sent for link in links if n in link.together] for n in _STREAMS}
+    medians = {n: statistics.median(each) for n, each in gains.items() if each}
+    best = max(medians, key=medians.__getitem__, default=0)
+    if not best or medians[best] < _WORTH_STREAMS:
+        return []
+    # The fewest that come near it: each costs time of the processors.
+    best = min(n for n in medians if medians[n] > 0.9 * medians[best])
+    what = f"{best} connections between two hosts together send {medians[best]:.1f} times as fast as one"
+    return [Finding(False, what, f"Set {STREAMS}={best} on all ranks.")]
