@@ -58,9 +58,7 @@ class Work:
 
     def wait(self) -> Any:
         """Block until it has ended; return the result of the job, or raise its exception."""
-        if not self._has_ended:
-            with self._gate:
-                pass
+        self.ends_within(None)
         if self._error is not None:
             raise self._error
         return self._result

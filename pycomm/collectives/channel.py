@@ -89,9 +89,6 @@ class Channel:
 
     def all_reduce(self, x: Any, op: str, async_op: bool, algorithm: str | Table) -> Work | None:
         """Reduce ``x`` over all ranks by the transport's own algorithm; ``algorithm`` is one of its names."""
-        if not async_op and (not self.worker.unfinished or self.worker.ident == get_ident()):  # at once, for latency
-            self.transport.all_reduce(x, op, self.timeout)
-            return None
         return self.run("all_reduce", async_op, x, op)
 
     def run(self, operation: str, async_op: bool, *args: Any) -> Work | None:
@@ -324,8 +321,7 @@ class _Unchecked:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
-    def __enter__(self) -> None:
-        pass
+    def __enter__(self) -> None: ...
 
     def __exit__(self, *_: object) -> None:
         self._transport.skip_checks = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -83,6 +84,8 @@ def meets() -> dict[str, Any]:
     """Meet, and reduce once; with this rank's own environment."""
     own = json.loads(os.environ.get("PYCOMM_TEST_OWN", "{}"))
     os.environ.update(own.get(str(RANK), {}))
+    for command in json.loads(os.environ.get("PYCOMM_TEST_SHELL", "[]")):
+        subprocess.run(shlex.split(command), check=True)
     docker = ["ip", "link", "add", "docker0", "type", "bridge"]
     if os.environ.get("PYCOMM_TEST_DOCKER"):
         subprocess.run(docker, check=True)
@@ -92,7 +95,7 @@ def meets() -> dict[str, Any]:
     def meet() -> None:
         with pycomm.Communicator(timeout=float(os.environ.get("PYCOMM_TEST_TIMEOUT", "20"))) as communicator:
             assert communicator.transport == "tcp"
-            x = torch.full((1000,), float(RANK))
+            x = torch.full((int(os.environ.get("PYCOMM_TEST_COUNT", "1000")),), float(RANK))
             communicator.all_reduce(x)
             assert bool((x == sum(range(SIZE))).all())
 

@@ -335,9 +335,15 @@ int TcpCall::awaited() const {
 
 void TcpCall::time_out(double waited) {
     const int p = awaited();
-    const bool is_silent = p >= 0 && group_.post_->silence(p) > kSilentProcess;
-    const std::string whom =
-        p < 0 ? "the others" : group_.name_of(p) + (is_silent ? ", whose process is stopped," : "");
+    std::string whom = p < 0 ? "the others" : group_.name_of(p);
+    if (p >= 0 && group_.post_->silence(p) > kSilentProcess) {
+        whom += ", whose process is stopped,";
+    } else if (const unsigned bytes = p < 0 ? 0 : link(p).lost_segment(); bytes > 0) {
+        whom += format(
+            ", whose host acknowledges small packets, but none of %u bytes (is the MTU of the path smaller? "
+            "See PYCOMM_TCP_MSS),",
+            bytes);
+    }
     fail(p, waited, "timed out waiting for " + whom);
 }
 

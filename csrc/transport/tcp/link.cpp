@@ -2,6 +2,8 @@
 
 #include <fcntl.h>
 #include <linux/sockios.h>
+#include <linux/tcp.h>
+#include <netinet/in.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
@@ -18,6 +20,7 @@ constexpr int64_t kMostBytes = 256 << 10;
 constexpr int64_t kAheadBytes = (64 << 10) + 4096;  // a small operation's frame and payload
 constexpr int64_t kDirectBytes = 16 << 10;          // from here on bytes are received where they belong
 constexpr size_t kMostPieces = 16;
+constexpr unsigned kManyRetransmits = 3;
 
 bool would_block(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == EINTR || error == ENOBUFS; }
 
@@ -129,6 +132,16 @@ bool Link::pull() {
     ahead_begin_ = part;
     ahead_end_ = came;
     return true;
+}
+
+unsigned Link::lost_segment() const {
+    for (const Descriptor& each : sockets_) {
+        tcp_info info{};
+        socklen_t length = sizeof info;
+        if (getsockopt(each.get(), IPPROTO_TCP, TCP_INFO, &info, &length) != 0) continue;
+        if (info.tcpi_unacked > 0 && info.tcpi_retransmits >= kManyRetransmits) return info.tcpi_snd_mss;
+    }
+    return 0;
 }
 
 void Link::shut_down() {

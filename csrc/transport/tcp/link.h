@@ -54,6 +54,8 @@ class Link {
     void shut_down();
     // Whether the other side's kernel has everything.
     bool is_delivered() const;
+    // The bytes of a segment that was sent again and again, and never acknowledged; 0: there is none.
+    unsigned lost_segment() const;
     void close();
 
    private:

@@ -105,11 +105,6 @@ class Recorder:
         """Number of collectives so far."""
         return self.ring.count
 
-    @property
-    def seconds(self) -> float:
-        """Time that the collectives have taken."""
-        return self.ring.seconds
-
     @contextlib.contextmanager
     def telling(self, what: str) -> Iterator[None]:
         """Have this rank tell ``what`` in the block. That all ranks tell something means that they may differ."""

@@ -54,6 +54,9 @@ from pycomm.untrusted import COUNT, ListOf, one_line
 STREAMS = "PYCOMM_STREAMS"
 """Environment variable with the number of connections between two ranks that carry the data of operations."""
 MOST_STREAMS = 8
+SEGMENT = "PYCOMM_TCP_MSS"
+"""Environment variable with the most bytes of a TCP segment, where the path loses larger packets without a word."""
+_SEGMENTS = range(88, 65496)  # those of Linux and IPv4
 
 GREETING = {"tcp": ListOf(str, least=1), "key": str, "secret": str, "streams": COUNT}
 """Shape of the part of a greeting that :func:`introduction` returns."""
@@ -112,7 +115,23 @@ def introduction(listener: Listener) -> dict[str, Any]:
     found = secret(shortest=1)
     fingerprint = "" if found is None else str(Access(found))
     key = secrets.token_hex(NONCE)
+    segment_bytes()
     return {"tcp": listener.addresses, "key": key, "secret": fingerprint, "streams": _num_streams()}
+
+
+def segment_bytes() -> int | None:
+    """Return the most bytes of a segment, or ``None``: the kernel chooses.
+
+    Raises:
+        ValueError: the variable is wrong.
+    """
+    text = os.environ.get(SEGMENT)
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) < 6 and int(text) in _SEGMENTS):
+        wanted = f"wanted a number from {_SEGMENTS.start} to {_SEGMENTS.stop - 1}"
+        raise ValueError(f"the environment variable {SEGMENT} is {text!r}, {wanted}")
+    return int(text)
 
 
 def _num_streams() -> int:
@@ -539,6 +558,8 @@ def _tuned(one: socket.socket) -> socket.socket:
     """Return a socket that sends at once, and asks after an idle peer, where the sandbox knows that option."""
     try:
         one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if (most := segment_bytes()) is not None:
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, most)
     except BaseException:
         one.close()
         raise

@@ -37,6 +37,7 @@ class NativeTransport:
         self.send = group.send
         self.receive = group.post_receive
         self.refuse = group.refuse
+        self.close = group.close
         self._compiled: WeakKeyDictionary[Program, _native.Program] = WeakKeyDictionary()
 
     @property
@@ -58,6 +59,3 @@ class NativeTransport:
             words = (program.words(), program.rank, program.num_ranks, name, program.digest)
             self._compiled[program] = _native.Program(*words)
         self._bound.run(self._compiled[program], x, op, timeout)
-
-    def close(self, reason: str) -> None:
-        self._bound.close(reason)

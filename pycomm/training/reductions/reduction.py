@@ -99,13 +99,9 @@ class Reduction:
             frees: see :class:`Scaling`.
         """
         if self._weigh is not None:
-            self._take_weight()
+            self.begin(replace(self.scaling, relative=self._weigh()))
         scaling = self.scaling if fingerprint is None else replace(self.scaling, fingerprint=fingerprint())
         exchanging.pack(grads, replace(scaling, frees=True) if frees else scaling)
-
-    def _take_weight(self) -> None:
-        if (weigh := self._weigh) is not None:
-            self.begin(replace(self.scaling, relative=weigh()))
 
     # Where gradients are sent: on the communication thread of a channel, or on a stream.
 
@@ -132,7 +128,7 @@ class Reduction:
     ) -> None:
         """Do what :meth:`exchange` does, where ``pack`` packs the gradients."""
         if self._weigh is not None:
-            self._take_weight()
+            self.begin(replace(self.scaling, relative=self._weigh()))
         if self._on_gpu or channel is None:
             pack()
             exchanging.send()
