@@ -81,7 +81,7 @@ def test_several_segments(hosts: str) -> None:
 def test_hosts_must_be_those_of_both_groups() -> None:
     with communicator_on("aab") as communicator:
         transport: Any = communicator.channel.transport
-        for wrong in ([], [[0, 1]], [[0], [1], [2]], [[0, 1, 2]]):
+        for wrong in ([], [[0, 1]], [[0, 1, 2]], [[0, 1], [2, 2]], [[0, 1], [3]]):
             with pytest.raises(ValueError, match="hosts are not those of the two groups"):
                 _native.HierarchicalGroup(transport.flat.group, transport.local.group, wrong)
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include "base/error.h"
 #include "base/parallel.h"
@@ -86,14 +87,18 @@ HierarchicalGroup::HierarchicalGroup(TcpGroup& flat, SharedMemoryGroup& local, s
                                      std::function<void()> check_signals)
     : flat_(flat), local_(local), hosts_(std::move(hosts)), check_signals_(std::move(check_signals)) {
     size_t most = 0, fewest = hosts_.empty() ? 0 : hosts_[0].size();
+    std::vector<int> everyone, all(static_cast<size_t>(size()));
+    std::iota(all.begin(), all.end(), 0);
     for (size_t host = 0; host < hosts_.size(); ++host) {
         most = std::max(most, hosts_[host].size());
         fewest = std::min(fewest, hosts_[host].size());
         const std::vector<int>& members = hosts_[host];
+        everyone.insert(everyone.end(), members.begin(), members.end());
         if (std::find(members.begin(), members.end(), rank()) != members.end()) host_ = host;
     }
-    const bool fits = host_ < hosts_.size() && hosts_[host_].size() == static_cast<size_t>(local.size()) &&
-                      hosts_[host_][static_cast<size_t>(local.rank())] == rank() && fewest > 0;
+    std::sort(everyone.begin(), everyone.end());
+    const bool fits = everyone == all && fewest > 0 && hosts_[host_].size() == static_cast<size_t>(local.size()) &&
+                      hosts_[host_][static_cast<size_t>(local.rank())] == rank();
     if (!fits) throw ArgumentError("hosts are not those of the two groups");
     num_lanes_ = static_cast<int>(fewest);
     const auto own = static_cast<size_t>(local.rank());
