@@ -19,7 +19,7 @@ constexpr int64_t kSegmentBytes = 4 << 20;
 constexpr int64_t kBorderAlign = 64;  // elements
 // Waits within a host are longer than waits between hosts, so that the rank that waits for another host fails first.
 constexpr double kLocalPatience = 2.0, kLocalGrace = 5.0;
-constexpr double kStoppedPatience = 0.9;  // of the timeout
+constexpr double kStoppedPatience = 0.8;  // of the timeout
 
 void convert(const Buffer& to, const Buffer& from, double scale) {
     loops().convert(from.data, from.dtype, to.data, to.dtype, to.count, scale, kNoLimit, Store::kCached);
