@@ -130,7 +130,8 @@ class Figures:
 
     def cells(self) -> list[tuple[int, int, Link]]:
         """Return the hosts, ranks of each and links that rates were measured with."""
-        return list(dict.fromkeys((r.hosts, r.per_host, r.link) for r in self.rates))
+        found = {(r.hosts, r.per_host, r.link) for r in self.rates}
+        return sorted(found, key=lambda each: (each[1], each[0], math.inf if each[2] is None else each[2]))
 
     def links(self, hosts: int) -> list[Link]:
         """Return the links that rates were measured with among so many hosts of one rank."""
