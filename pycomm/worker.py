@@ -143,10 +143,6 @@ class Worker:
         work.run()
         return work
 
-    def idle(self) -> bool:
-        """Return whether all submitted jobs have ended, and their callbacks have returned."""
-        return not self.unfinished
-
     def is_current(self) -> bool:
         """Return whether the caller is a job of this worker."""
         return self.ident == threading.get_ident()

@@ -89,6 +89,9 @@ class Channel:
 
     def all_reduce(self, x: Any, op: str, async_op: bool, algorithm: str | Table) -> Work | None:
         """Reduce ``x`` over all ranks by the transport's own algorithm; ``algorithm`` is one of its names."""
+        if not async_op and (not self.worker.unfinished or self.worker.ident == get_ident()):  # at once, for latency
+            self.transport.all_reduce(x, op, self.timeout)
+            return None
         return self.run("all_reduce", async_op, x, op)
 
     def run(self, operation: str, async_op: bool, *args: Any) -> Work | None:
@@ -121,7 +124,7 @@ class Channel:
                 return self.submit(job)
             except RuntimeError as error:  # no thread can be started, so no operation is in progress
                 self.refuse_and_raise(RuntimeError(f"no thread could be started for an async operation: {error}"))
-        if self.worker.idle() or self.worker.is_current():
+        if not self.worker.unfinished or self.worker.is_current():
             job()
         else:
             self.submit(job).wait()
@@ -303,7 +306,7 @@ class Channel:
         patience = _PATIENCE if reason is None else _PATIENCE_AFTER_FAILURE
         for companion in self.companions:
             companion.close(reason)
-        if self.worker.idle() or not self.transport.interruptible:
+        if not self.worker.unfinished or not self.transport.interruptible:
             self.worker.stop(min(patience, threads.EXIT_PATIENCE) if threads.is_exiting() else patience)
         for queue in self._gpus.values():
             queue.close()
