@@ -1,9 +1,6 @@
 // Jobs of one operation on a thread of their own, in order.
 #pragma once
 
-#include <pthread.h>
-#include <signal.h>
-
 #include <chrono>
 #include <condition_variable>
 #include <exception>
@@ -12,6 +9,7 @@
 #include <thread>
 #include <utility>
 
+#include "base/signals.h"
 #include "transport/group.h"
 
 namespace pycomm {
@@ -20,11 +18,8 @@ class Background {
    public:
     // Calls job(0) ... job(count - 1), each once it is allowed.
     Background(int count, std::function<void(int)> job) : job_(std::move(job)) {
-        sigset_t all, before;  // signals are for the threads of the program
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before);
+        const SignalsBlocked blocked;
         thread_ = std::thread([this, count] { run(count); });
-        pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
     ~Background() {
         stop();

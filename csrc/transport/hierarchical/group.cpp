@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <numeric>
+#include <optional>
 
 #include "base/error.h"
 #include "base/parallel.h"
@@ -214,25 +215,28 @@ void HierarchicalGroup::all_reduce_segments(const Buffer& x, ReduceOp op, double
         reduce_between_hosts(0);
         return copy_on_this_host(0);
     }
-    Background between(num_segments, reduce_between_hosts);
+    std::optional<Background> between;
+    auto stop = [&](int cause, const std::string& why) {
+        if (between.has_value()) between->stop();
+        flat_.give_up(cause, why);  // ends what the thread waits for
+    };
     try {
+        between.emplace(num_segments, reduce_between_hosts);
         for (int i = 0; i <= num_segments; ++i) {
             if (i < num_segments) {
                 reduce_on_this_host(i);
-                between.allow(i);
+                between->allow(i);
             }
             if (i > 0) {
-                between.await(i - 1, check_signals_);
+                between->await(i - 1, check_signals_);
                 copy_on_this_host(i - 1);
             }
         }
     } catch (const CommFailure& error) {
-        between.stop();
-        flat_.give_up(error.peer, error.what());  // ends what the thread waits for
+        stop(error.peer, error.what());
         throw;
-    } catch (...) {
-        between.stop();
-        flat_.give_up(-1, format("rank %d: all_reduce: it failed in the middle", rank()));
+    } catch (...) {  // a signal, or there is no thread
+        stop(-1, format("rank %d: all_reduce: it failed in the middle", rank()));
         throw;
     }
 }

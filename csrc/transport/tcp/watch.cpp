@@ -1,7 +1,6 @@
 #include "transport/tcp/watch.h"
 
 #include <pthread.h>
-#include <signal.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -15,6 +14,7 @@
 
 #include "base/descriptor.h"
 #include "base/error.h"
+#include "base/signals.h"
 #include "base/time.h"
 #include "transport/at_fork.h"
 
@@ -114,11 +114,8 @@ class Watch final : public ForkAware {
                 throw DeviceError(format("connections cannot be watched: error %d of epoll", errno));
             }
         }
-        sigset_t all, before;  // signals are for the threads of the program
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before);
+        const SignalsBlocked blocked;
         thread_ = std::thread([this] { run(); });
-        pthread_sigmask(SIG_SETMASK, &before, nullptr);
         pthread_setname_np(thread_.native_handle(), "pycomm-watch");
     }
 
