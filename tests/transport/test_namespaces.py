@@ -104,7 +104,7 @@ FIREWALLS = {
         "prohibited: no route, or a firewall",
     ),
     "the listening host drops": (
-        *(0, "add pref 10 iif eth0 ipproto tcp dport 50000-50999 blackhole"),
+        *(0, "add pref 10 ipproto tcp dport 50000-50999 blackhole"),
         "no answer: is the port filtered?",
     ),
 }
