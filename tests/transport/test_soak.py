@@ -76,6 +76,7 @@ def soak(hosts: str, steps: int) -> list[dict[str, int]]:
     return found
 
 
+@pytest.mark.skipif("libasan" in Path("/proc/self/maps").read_text(), reason="AddressSanitizer keeps freed memory")
 @pytest.mark.parametrize(
     ("hosts", "steps"),
     [*((hosts, 2000) for hosts in _HOSTS), *(pytest.param(hosts, 20_000, marks=pytest.mark.slow) for hosts in _HOSTS)],
