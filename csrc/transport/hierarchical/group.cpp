@@ -7,8 +7,8 @@
 
 #include "base/error.h"
 #include "base/parallel.h"
-#include "kernels/cpu/loops/loops.h"
 #include "kernels/reduce.h"
+#include "transport/convert.h"
 #include "transport/hierarchical/background.h"
 
 namespace pycomm {
@@ -21,10 +21,6 @@ constexpr int64_t kBorderAlign = 64;  // elements
 // Waits within a host are longer than waits between hosts, so that the rank that waits for another host fails first.
 constexpr double kLocalPatience = 2.0, kLocalGrace = 5.0;
 constexpr double kStoppedPatience = 0.8;  // of the timeout
-
-void convert(const Buffer& to, const Buffer& from, double scale) {
-    loops().convert(from.data, from.dtype, to.data, to.dtype, to.count, scale, kNoLimit, Store::kCached);
-}
 
 // The sum of halves may not fit a half although the mean does.
 bool widens(const Buffer& x, ReduceOp op) { return op == ReduceOp::kMean && size_of(x.dtype) == 2; }

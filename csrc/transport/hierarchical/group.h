@@ -92,8 +92,8 @@ class HierarchicalGroup final : public Group {
     SharedMemoryGroup& local_;
     const std::vector<std::vector<int>> hosts_;
     const std::function<void()> check_signals_;
-    size_t host_ = 0;                        // of this rank
-    int num_lanes_;                          //
+    size_t host_ = 0;  // of this rank
+    int num_lanes_;
     std::vector<int> lane_;                  // the ranks of this rank's lane; alone if it has none
     std::vector<std::vector<int>> carried_;  // the ranks whose parts each rank of this host carries, by its index
     std::vector<int> carriers_;              // the ranks of the other hosts that carry this rank's part

@@ -20,8 +20,8 @@
 
 #include "base/error.h"
 #include "base/parallel.h"
-#include "kernels/cpu/loops/loops.h"
 #include "kernels/reduce.h"
+#include "transport/convert.h"
 #include "transport/program.h"
 #include "transport/shared_memory/call.h"
 
@@ -69,10 +69,6 @@ struct Working {
     const Block shadow;
     std::vector<uint32_t> posted_until;  // by message: its channel's count when all of it was posted
 };
-
-void convert(const Buffer& to, const Buffer& from, double scale) {
-    loops().convert(from.data, from.dtype, to.data, to.dtype, to.count, scale, kNoLimit, Store::kCached);
-}
 
 // One program under way. A position is a message and the elements of it that are done.
 class Run {

@@ -5,8 +5,8 @@
 #include <numeric>
 #include <vector>
 
-#include "kernels/cpu/loops/loops.h"
 #include "kernels/reduce.h"
+#include "transport/convert.h"
 
 namespace pycomm {
 namespace {
@@ -146,10 +146,6 @@ class TcpRun {
     bool is_under_way_ = false, is_staged_ = false;  // the next piece to be received
 };
 
-void convert_all(const Buffer& to, const Buffer& from, double scale) {
-    loops().convert(from.data, from.dtype, to.data, to.dtype, to.count, scale, kNoLimit, Store::kCached);
-}
-
 }  // namespace
 
 void run_over_tcp(TcpCall& call, const Program& program, const Buffer& x, ReduceOp op) {
@@ -157,9 +153,9 @@ void run_over_tcp(TcpCall& call, const Program& program, const Buffer& x, Reduce
     const bool widens = size_of(x.dtype) == 2;  // the sum may not fit into a half
     std::vector<char> wide(widens ? static_cast<size_t>(x.count * size_of(DType::kF32)) : 0);
     const Buffer array = widens ? Buffer{wide.data(), x.count, DType::kF32} : x;
-    if (widens) convert_all(array, x, 1.0);
+    if (widens) convert(array, x, 1.0);
     TcpRun(call, program, array, op).finish();
-    convert_all(x, array, 1.0 / call.num_members());
+    convert(x, array, 1.0 / call.num_members());
 }
 
 void TcpGroup::run(const NamedProgram& named, const Buffer& x, ReduceOp op, double timeout) {

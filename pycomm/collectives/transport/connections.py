@@ -115,7 +115,7 @@ def introduction(listener: Listener) -> dict[str, Any]:
     found = secret(shortest=1)
     fingerprint = "" if found is None else str(Access(found))
     key = secrets.token_hex(NONCE)
-    segment_bytes()
+    segment_bytes()  # raises if it is wrong
     return {"tcp": listener.addresses, "key": key, "secret": fingerprint, "streams": _num_streams()}
 
 

@@ -68,6 +68,14 @@ def tensor_of(array: _native.HostArray) -> torch.Tensor:
     return torch.frombuffer(array, dtype=dtype) if array.count > 0 else torch.empty(0, dtype=dtype)
 
 
+def private_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return an uninitialised tensor in memory of this process; raise MemoryError if there is too little."""
+    try:
+        return torch.empty(shape, dtype=dtype)
+    except RuntimeError:  # torch's allocator
+        raise MemoryError(f"a tensor of shape {shape} ({dtype}) needed more memory than there is") from None
+
+
 def pair_for(kind: str, out: Any, x: Any, rank: int, size: int, ops: tuple[Any, ...] = ()) -> Pair:
     """Return ``out`` and ``x`` as flat tensors; they must not overlap, or one must be this rank's part of the other.
 

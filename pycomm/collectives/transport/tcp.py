@@ -7,11 +7,10 @@ import os
 from collections.abc import Sequence
 from typing import Literal
 
-import torch
-
 import pycomm._native as _native
 from pycomm.collectives.transport.base import AllReduceApart, HostMemory, OwnShare, ReduceScatterApart
 from pycomm.collectives.transport.connections import Connections
+from pycomm.collectives.transport.host_tensors import private_tensor
 from pycomm.collectives.transport.native import NativeTransport
 
 DEAD_AFTER = "PYCOMM_DEAD_AFTER"
@@ -53,14 +52,7 @@ class TcpTransport(NativeTransport):
         self.group = _native.TcpGroup(rank, number, data, control, connections.addresses, dead_after())
         super().__init__(self.group, rank, size)
         self.hosts: Sequence[Sequence[int]] = [(p,) for p in range(size)]
-        self.hand_over = self.group.hand_over
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialised tensor in memory of this process."""
-        try:
-            return torch.empty(shape, dtype=dtype)
-        except RuntimeError:  # torch's allocator
-            raise MemoryError(f"a tensor of shape {shape} ({dtype}) needed more memory than there is") from None
+        self.hand_over, self.empty = self.group.hand_over, private_tensor
 
     def give_up_stopped_after(self, seconds: float) -> None:
         """Do nothing: whether a process is stopped is known on its own host only."""

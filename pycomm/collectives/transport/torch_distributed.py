@@ -23,6 +23,7 @@ from pycomm.collectives.transport.host_tensors import (
     contributions,
     pair_for,
     parts_apart,
+    private_tensor,
     rank_of,
     reducible,
     tensor_of,
@@ -84,7 +85,7 @@ class TorchTransport:
         self.hosts: Sequence[Sequence[int]] = [(p,) for p in range(self.size)]
         self._messages = TorchMessages(self._group)
         self.send, self.receive = self._messages.send, self._messages.receive
-        self.hand_over = self._messages.hand_over
+        self.hand_over, self.empty = self._messages.hand_over, private_tensor
 
     @property
     def buffer_limit(self) -> int:
@@ -99,13 +100,6 @@ class TorchTransport:
     def buffered_bytes(self) -> int:
         """Number of bytes of messages that were sent and not yet acknowledged."""
         return self._messages.buffered_bytes
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialised tensor in memory of this process."""
-        try:
-            return torch.empty(shape, dtype=dtype)
-        except RuntimeError:  # torch's allocator
-            raise MemoryError(f"a tensor of shape {shape} ({dtype}) needed more memory than there is") from None
 
     def give_up_stopped_after(self, seconds: float) -> None:
         """Do nothing: whether a process is stopped is known on its own host only."""

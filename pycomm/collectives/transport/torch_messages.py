@@ -25,8 +25,7 @@ from pycomm.collectives.transport.torch_group import TorchGroup
 from pycomm.errors import CommError, reworded
 
 TAG_END = 1 << 30
-"""Tags are smaller. A header has the tag + 1, as schedules' messages have 0; payloads have the upper half."""
-_NUM_PAYLOAD_TAGS = TAG_END - 1
+"""Tags are smaller. Headers have them; payloads have the other half of the numbers."""
 _HEADER_LENGTH = 5
 _NOT_YET = -1  # in a header that has not come; numbers in one that has are not negative
 _LONGEST_PAUSE = 1e-3  # seconds between two looks whether it has come
@@ -125,7 +124,7 @@ class TorchMessages:
     def _start(self, dst: int, payload: torch.Tensor, width: int, tag: int, cost: int) -> None:
         peer = self._peers[dst]
         header = torch.tensor([payload.numel(), width, peer.num_sent, self._group.rank, peer.num_received])
-        tensors = {tag + 1: header}
+        tensors = {tag: header}
         if payload.numel() > 0:
             tensors[_payload_tag(peer.num_sent)] = payload
         works = [self._group.begin_send(dst, tensor, "send", wire) for wire, tensor in tensors.items()]
@@ -157,7 +156,7 @@ class TorchMessages:
 
     def _post(self, src: int | None, tag: int) -> _Posted:
         header = torch.full((_HEADER_LENGTH,), _NOT_YET)
-        return _Posted(self._group.begin_receive(src, header, "recv", tag + 1), header)
+        return _Posted(self._group.begin_receive(src, header, "recv", tag), header)
 
     def _await_any(self, header: torch.Tensor, timeout: float) -> None:
         """Return once a header has begun to come from any rank, or nearly after ``timeout``.
@@ -256,7 +255,7 @@ class TorchReceipt:
 
 
 def _payload_tag(number: int) -> int:
-    return TAG_END + 1 + number % _NUM_PAYLOAD_TAGS
+    return TAG_END + number % TAG_END
 
 
 def _width(array: _native.HostArray) -> int:
