@@ -15,7 +15,7 @@ from bench.harness.ranks import join_group
 from bench.training.ranks import DDP, DDP_VIEWS, DENSE, METHODS, NONE
 
 WAYS = (NONE, DDP, DDP_VIEWS, DENSE, *METHODS)
-_WARM_UP, _STEPS = 2, 4
+_STEPS = 6
 _SECONDS = 0.002  # between two looks
 
 
@@ -37,9 +37,7 @@ class MemoryRank:
         self._inputs = torch.randn(16, width)
 
     def peak(self) -> int:
-        """Return the most bytes during some steps, beyond what the process had before the model."""
-        for _ in range(_WARM_UP):
-            self._step()
+        """Return the most bytes during the first steps, beyond what the process had before the model."""
         found, is_over = [usage()["pss"]], threading.Event()
 
         def watch() -> None:

@@ -2,12 +2,6 @@
 // Owners are objects with a `.grad`; views are the tensors of a bucket that are handed out, one for each owner.
 #include <pybind11/stl.h>
 
-#include <cstdlib>  // __GLIBC__
-
-#if defined(__GLIBC__)
-#include <malloc.h>
-#endif
-
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -124,14 +118,6 @@ py::list addresses_of(const py::list& tensors) {
     return addresses;
 }
 
-// Gives back to the system what the allocator holds and nobody uses, where the allocator can.
-void trim_memory() {
-#if defined(__GLIBC__)
-    py::gil_scoped_release release;
-    malloc_trim(0);
-#endif
-}
-
 // Shapes, dtypes and devices of tensors at first.
 class FirstKinds {
    public:
@@ -180,7 +166,6 @@ void bind_gradients(py::module_& module) {
     module.def("dropped_views", &dropped_views, owners, views, py::arg("alone"));
     module.def("references", &references, tensors, py::arg("index"));
     module.def("addresses_of", &addresses_of, tensors);
-    module.def("trim_memory", &trim_memory);
     py::class_<FirstKinds>(module, "FirstKinds")
         .def(py::init<py::list>(), tensors)
         .def("perhaps_changed", &FirstKinds::perhaps_changed);

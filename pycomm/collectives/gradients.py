@@ -18,4 +18,3 @@ from pycomm._native import hand_out_views as hand_out_views
 from pycomm._native import handler_of as handler_of
 from pycomm._native import references as references
 from pycomm._native import show_views as show_views
-from pycomm._native import trim_memory as trim_memory

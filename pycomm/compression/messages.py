@@ -40,15 +40,28 @@ class Layout:
         ]
 
 
-def gathered_memory(
-    communicator: Communicator, num_bytes: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return memory for a message, which is zeros as the gaps between arrays travel too, and for those of all ranks."""
-    num_all = communicator.size * num_bytes
-    message = communicator.empty(num_bytes, torch.uint8, device, symmetric=True).zero_()
-    if device.type == "cpu":  # where only what is sent must lie in memory that others reach
-        return message, torch.empty(num_all, dtype=torch.uint8)
-    return message, communicator.empty(num_all, torch.uint8, device, symmetric=True)
+class GatheredMemory:
+    """Memory for the messages of all ranks, up to ``most`` bytes each.
+
+    On a CPU a rank's own message lies among them, which saves its copy. On a GPU it lies apart, as memory for NCCL's
+    symmetric kernels must be at the same offset on all ranks. All is zeros at first: gaps between arrays travel, too.
+    """
+
+    def __init__(self, bucket: Bucket, communicator: Communicator, most: int) -> None:
+        self.most, self._rank, self._size = most, communicator.rank, communicator.size
+
+        def zeros(num_bytes: int) -> torch.Tensor:
+            return communicator.empty(num_bytes, torch.uint8, bucket.device, symmetric=True).zero_()
+
+        self._everyones = zeros(self._size * most)
+        self._apart = zeros(most) if bucket.on_gpu else None
+
+    def messages(self, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return memory for this rank's message of ``num_bytes``, and for those of all ranks, in their order."""
+        everyones = self._everyones[: self._size * num_bytes]
+        if self._apart is not None:
+            return self._apart[:num_bytes], everyones
+        return everyones[self._rank * num_bytes : (self._rank + 1) * num_bytes], everyones
 
 
 class GatheredMessages:
@@ -60,21 +73,19 @@ class GatheredMessages:
     """
 
     def __init__(self, bucket: Bucket, communicator: Communicator, arrays: Sequence[tuple[torch.dtype, int]]) -> None:
-        self._communicator = communicator
+        self._bucket, self._communicator = bucket, communicator
         self._num_codes = num_codes(len(bucket.names))
-        self._device = bucket.device
         self._has_bits = True  # in the message, whose memory may be another one's
-        self._room = self._no_bytes()
-        self._room_for_all = self._no_bytes()
+        self._memory: GatheredMemory | None = None
         self.arrange(arrays)
 
     def arrange(self, arrays: Sequence[tuple[torch.dtype, int]]) -> None:
         """Use messages of these arrays from now on, in the same memory while it suffices."""
         layout, self._has_bits = Layout(self._num_codes, tuple(arrays)), True
         num_bytes, size = layout.num_bytes(), self._communicator.size
-        if num_bytes > len(self._room):
-            self._room, self._room_for_all = gathered_memory(self._communicator, num_bytes, self._device)
-        self._message, self._everyone = self._room[:num_bytes], self._room_for_all[: size * num_bytes]
+        if self._memory is None or num_bytes > self._memory.most:
+            self._memory = GatheredMemory(self._bucket, self._communicator, num_bytes)
+        self._message, self._everyone = self._memory.messages(num_bytes)
         messages = list(torch.split(self._everyone, num_bytes))
         self._codes = self._everyone.view(size, num_bytes)[:, : self._num_codes]
         self.mine = layout.arrays_in(self._message)
@@ -84,9 +95,6 @@ class GatheredMessages:
         """Return the first ``num_bytes`` of the first array of every rank's message: uint8, a row for each rank."""
         begin = _aligned(self._num_codes)
         return self._everyone.view(self._communicator.size, -1)[:, begin : begin + num_bytes]
-
-    def _no_bytes(self) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.uint8, device=self._device)
 
     def gather(self, told: Told) -> Report:
         """Send ``mine``, with what is ``told``, to all ranks, and receive ``everyones``."""

@@ -176,6 +176,7 @@ def test_messages_are_whole_symmetric_tensors(method: str) -> None:
 
             return call
 
+        context.setattr("pycomm.collectives.bucket.on_gpu", lambda _: True)
         context.setattr(communicator, "empty", empty)
         for name in ("all_reduce", "all_gather"):
             context.setattr(communicator, name, noting(getattr(communicator, name)))

@@ -14,7 +14,7 @@ from pycomm.collectives.bucket import FINGERPRINT_BITS, Bucket
 from pycomm.collectives.communicator import Communicator
 from pycomm.collectives.layout import to_device
 from pycomm.compression.codec import Accumulated, Outcome, RankSum, wide_dtype
-from pycomm.compression.messages import SummedMessage, gathered_memory
+from pycomm.compression.messages import GatheredMemory, SummedMessage
 from pycomm.compression.report import UNUSED, Report, Told
 
 
@@ -105,7 +105,8 @@ class GatheredSum(RankSum):
         name = str(dtype).removeprefix("torch.")
         layout = kernels.EntryLayout(len(bucket.names), FINGERPRINT_BITS, count, bucket.num_elements, name, half)
         places = layout.verdict_places(size)
-        self._message, messages = gathered_memory(communicator, layout.num_bytes, device)
+        memory = GatheredMemory(bucket, communicator, layout.num_bytes)
+        self._message, messages = memory.messages(layout.num_bytes)
         verdict = torch.zeros(places[-1], dtype=torch.uint8, device=device)
         self._gathered = kernels.Gathered(
             layout,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from pycomm.collectives.communicator import Communicator
-from pycomm.collectives.gradients import PassGate, trim_memory
+from pycomm.collectives.gradients import PassGate
 from pycomm.compression.base import State
 from pycomm.errors import CommError, DamageError
 from pycomm.torch_internals import current_graph_task
@@ -232,6 +232,11 @@ class Engine:
                 slot.accumulate()
             else:
                 state.late = slot
+        elif self._only_counts():
+            if slot.hook is None or slot.hook.is_last(slot.param):
+                slot.adopt()
+            else:
+                state.late = slot
         elif slot.expected and self.window.sends_early(self.table.shards):
             self._launch_ready()
 
@@ -239,14 +244,24 @@ class Engine:
         """Move the last gradient into its bucket, as all its hooks have run by now."""
         state = self.step_state
         late, state.late = state.late, None
-        if late is not None:
-            late.show_bucket() if state.is_sending else late.accumulate()
+        if late is None:
+            return
+        if not state.is_sending:
+            late.accumulate()
+        elif late.sent is not None and late.sent.work is None:
+            late.adopt()
+        else:
+            late.show_bucket()
+
+    def _only_counts(self) -> bool:
+        """Return whether this is the first pass, whose gradients wait in their buckets until its end."""
+        return self.step_state.reductions == 0
 
     def may_count(self) -> bool:
         """Return whether hooks may count gradients without calling :meth:`take` until the next bucket is complete."""
         state = self.step_state
         counts_alone = state.is_sending and state.late is None and state.role is not Role.NEW
-        return counts_alone and not self._next_is_ready()
+        return counts_alone and not (self._only_counts() or self._next_is_ready())
 
     def drop_launched(self) -> None:
         """Discard a pass that ended with an exception. Only for a single rank, as others would wait for the rest."""
@@ -406,8 +421,6 @@ class Engine:
             self.members.ended(self)
             self.step_state.reduced(succeeded=succeeded)
         self.statistics.phases.trace.end_reduction()
-        if self.step_state.reductions == 1:  # all gradients of the first pass lived until its end, as those of no other
-            trim_memory()
         self.hash_state()
         self._report_world()
         if self._second is not None:
