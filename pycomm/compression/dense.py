@@ -100,8 +100,8 @@ class DenseExchange(Defaults):
     def send(self) -> None:
         assert self._packed is not None
         (op, grads, own, pieces), self._packed = self._packed, None
-        bucket = self._bucket
-        found = self._is_too_large() and self._find_source(grads)
+        bucket, on_host = self._bucket, not self._bucket.on_gpu  # a GPU's flag is not read, as the host would wait
+        found = on_host and float(bucket.too_large_flag) != 0.0 and self._find_source(grads)
         if own is None or bucket.shares is not None:
             reduce_message(self._communicator, bucket, bucket.memory, op, bucket.algorithm, pieces)
             if bucket.has_flags_apart and self._is_compared:
@@ -109,7 +109,7 @@ class DenseExchange(Defaults):
         else:
             largest = self._communicator.channel.all_reduce_apart(bucket.memory, op, own.start, pieces)
             note_largest(bucket, largest)
-        if not found and self._is_too_large():
+        if on_host and not found and float(bucket.too_large_flag) != 0.0:  # of any rank, once summed
             # Look at this rank's gradients that were not copied; those in the bucket have become sums.
             self._find_source([None if grad is None or bucket.holds(i, grad) else grad for i, grad in enumerate(grads)])
         self.bytes_sent += bucket.memory.nbytes
@@ -137,10 +137,6 @@ class DenseExchange(Defaults):
         if self._all_used_here:
             return [True] * len(self._bucket.names)
         return [flag != 0.0 for flag in self._bucket.used_flags.tolist()]
-
-    def _is_too_large(self) -> bool:
-        """Return whether the flag is set: for this rank or, once summed, for any. Always false on GPUs."""
-        return not self._bucket.on_gpu and float(self._bucket.too_large_flag) != 0.0
 
     def _find_source(self, grads: Sequence[torch.Tensor | None]) -> bool:
         """Record the first gradient that is not finite; return whether there is one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -49,19 +50,15 @@ class GatheredMemory:
 
     def __init__(self, bucket: Bucket, communicator: Communicator, most: int) -> None:
         self.most, self._rank, self._size = most, communicator.rank, communicator.size
-
-        def zeros(num_bytes: int) -> torch.Tensor:
-            return communicator.empty(num_bytes, torch.uint8, bucket.device, symmetric=True).zero_()
-
-        self._everyones = zeros(self._size * most)
-        self._apart = zeros(most) if bucket.on_gpu else None
+        empty = functools.partial(communicator.empty, dtype=torch.uint8, device=bucket.device, symmetric=True)
+        self._everyones = empty(self._size * most).zero_()
+        self._apart = empty(most).zero_() if bucket.on_gpu else None
 
     def messages(self, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return memory for this rank's message of ``num_bytes``, and for those of all ranks, in their order."""
         everyones = self._everyones[: self._size * num_bytes]
-        if self._apart is not None:
-            return self._apart[:num_bytes], everyones
-        return everyones[self._rank * num_bytes : (self._rank + 1) * num_bytes], everyones
+        mine = everyones[self._rank * num_bytes :] if self._apart is None else self._apart
+        return mine[:num_bytes], everyones
 
 
 class GatheredMessages:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -80,12 +83,32 @@ def is_late() -> dict[str, Any]:
     return found
 
 
+def relay(port: int, to: tuple[str, int]) -> None:
+    """Hand on, for ever, what comes to ``port``, as a translator of addresses does."""
+
+    def hand_on(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    with socket.create_server(("", port)) as server:
+        while True:
+            one = server.accept()[0]
+            other = socket.create_connection(to)
+            for pair in ((one, other), (other, one)):
+                threading.Thread(target=hand_on, args=pair, daemon=True).start()
+
+
 def meets() -> dict[str, Any]:
     """Meet, and reduce once; with this rank's own environment."""
     own = json.loads(os.environ.get("PYCOMM_TEST_OWN", "{}"))
     os.environ.update(own.get(str(RANK), {}))
     for command in json.loads(os.environ.get("PYCOMM_TEST_SHELL", "[]")):
         subprocess.run(shlex.split(command), check=True)
+    if "PYCOMM_TEST_RELAY" in os.environ:
+        port, host, target = os.environ["PYCOMM_TEST_RELAY"].split()
+        threading.Thread(target=relay, args=(int(port), (host, int(target))), daemon=True).start()
     docker = ["ip", "link", "add", "docker0", "type", "bridge"]
     if os.environ.get("PYCOMM_TEST_DOCKER"):
         subprocess.run(docker, check=True)

@@ -143,3 +143,25 @@ def test_few_ports_of_its_own_suffice() -> None:
     few = json.dumps(['sysctl -q -w "net.ipv4.ip_local_port_range=40000 40007"'])
     for outcome in outcomes(3, "meets", None, PYCOMM_TEST_SHELL=few):
         assert outcome["kind"] == "", outcome
+
+
+def test_an_address_that_others_see_through_a_relay() -> None:
+    """The rank that listens is behind a translator of addresses: its own port is closed to the others."""
+    closed = ["ip rule add pref 100 lookup local", "ip rule del pref 0"]
+    closed.append("ip rule add pref 10 iif eth0 ipproto tcp dport 50000-50999 blackhole")
+    behind = {
+        "PYCOMM_TEST_SHELL": json.dumps(closed),
+        "PYCOMM_TEST_RELAY": "40500 10.77.0.1 50000",
+        "PYCOMM_ADVERTISE": "10.77.0.1:40500",
+    }
+    for outcome in outcomes(2, "meets", {0: behind}, PYCOMM_PORT_RANGE=OPEN_PORT):
+        assert outcome["kind"] == "", outcome
+    del behind["PYCOMM_ADVERTISE"]
+    for outcome in outcomes(2, "meets", {0: behind}, PYCOMM_PORT_RANGE=OPEN_PORT, PYCOMM_TEST_TIMEOUT="6"):
+        assert outcome["kind"] == "CommError", outcome
+
+
+def test_more_ranks_at_once_than_a_listener_keeps() -> None:
+    short = json.dumps(["sysctl -q -w net.core.somaxconn=1"])
+    for outcome in outcomes(10, "meets", None, PYCOMM_TEST_SHELL=short, PYCOMM_TEST_TIMEOUT="60"):
+        assert outcome["kind"] == "", outcome

@@ -224,19 +224,13 @@ class Engine:
         self.take_late()
         if self.table.on_gpu:
             sent.counts.note_stream(self.window.current_stream())
-        if not state.is_sending:
-            if not state.is_open:
-                self.ledger.require_no_average(slot)
-                self.comparison.loop.note_gradient(slot)
+        if not (state.is_sending or state.is_open):
+            self.ledger.require_no_average(slot)
+            self.comparison.loop.note_gradient(slot)
+        if not state.is_sending or state.reductions == 0:  # the first pass only counts: its gradients wait, too
+            state.late = slot
             if slot.hook is None or slot.hook.is_last(slot.param):
-                slot.accumulate()
-            else:
-                state.late = slot
-        elif self._only_counts():
-            if slot.hook is None or slot.hook.is_last(slot.param):
-                slot.adopt()
-            else:
-                state.late = slot
+                self.take_late()
         elif slot.expected and self.window.sends_early(self.table.shards):
             self._launch_ready()
 
@@ -244,24 +238,16 @@ class Engine:
         """Move the last gradient into its bucket, as all its hooks have run by now."""
         state = self.step_state
         late, state.late = state.late, None
-        if late is None:
-            return
-        if not state.is_sending:
+        if late is not None and not state.is_sending:
             late.accumulate()
-        elif late.sent is not None and late.sent.work is None:
-            late.adopt()
-        else:
-            late.show_bucket()
-
-    def _only_counts(self) -> bool:
-        """Return whether this is the first pass, whose gradients wait in their buckets until its end."""
-        return self.step_state.reductions == 0
+        elif late is not None:
+            late.adopt() if late.sent is not None and late.sent.work is None else late.show_bucket()
 
     def may_count(self) -> bool:
         """Return whether hooks may count gradients without calling :meth:`take` until the next bucket is complete."""
         state = self.step_state
         counts_alone = state.is_sending and state.late is None and state.role is not Role.NEW
-        return counts_alone and not (self._only_counts() or self._next_is_ready())
+        return counts_alone and state.reductions > 0 and not self._next_is_ready()
 
     def drop_launched(self) -> None:
         """Discard a pass that ended with an exception. Only for a single rank, as others would wait for the rest."""
