@@ -86,10 +86,9 @@ class DenseExchange(Defaults):
     def pack(self, grads: Sequence[torch.Tensor | None], scaling: Scaling) -> None:
         bucket = self._bucket
         # Of one rank, a sum is nothing to do; a mean would be read and written.
-        op = "mean" if scaling.average and self._communicator.size > 1 else "sum"
-        scale = scaling.local
-        if op == "mean" and self._divides_first:
-            op, scale = "sum", scaling.contribution
+        is_mean = scaling.average and self._communicator.size > 1
+        op = "mean" if is_mean and not self._divides_first else "sum"
+        scale = scaling.contribution if is_mean and self._divides_first else scaling.local
         self._all_used_here = all(map(IS_THERE, grads))
         assert self._all_used_here or not bucket.has_flags_apart
         self._is_compared = scaling.fingerprint is not None
@@ -104,7 +103,7 @@ class DenseExchange(Defaults):
         found = on_host and float(bucket.too_large_flag) != 0.0 and self._find_source(grads)
         if own is None or bucket.shares is not None:
             reduce_message(self._communicator, bucket, bucket.memory, op, bucket.algorithm, pieces)
-            if bucket.has_flags_apart and self._is_compared:
+            if self._is_compared and bucket.has_flags_apart:
                 self._communicator.all_reduce(bucket.flags, op)
         else:
             largest = self._communicator.channel.all_reduce_apart(bucket.memory, op, own.start, pieces)
@@ -144,7 +143,7 @@ class DenseExchange(Defaults):
             if grad is not None and not bool(torch.isfinite(grad).all()):
                 self._nonfinite_source = f"parameter {name!r} on rank {self._communicator.rank}"
                 return True
-        self._nonfinite_source = None  # it was that of an earlier step
+        self._nonfinite_source = None  # it was an earlier step's
         return False
 
     def nonfinite_source(self) -> str | None:

@@ -85,9 +85,10 @@ class HalfExchange(DenseExchange):
             bucket.pack_flagged(grads, self._message, scale, scaling.fingerprint, self._scratch)
             factor = kernels.FittingScale(factor, self._largest, room, inverse=True)
         whole, flags = self._message[: bucket.num_elements], self._message[bucket.num_elements :]
+        found = False
         if not bucket.on_gpu:
             bucket.flags.copy_(flags)
-        found = self._is_too_large() and self._find_source(grads)
+            found = float(bucket.too_large_flag) != 0.0 and self._find_source(grads)
         reduce_message(self._communicator, bucket, self._message, "sum", self._algorithm)
         self.bytes_sent += self._message.nbytes
         own = bucket.own
@@ -95,8 +96,8 @@ class HalfExchange(DenseExchange):
         bucket.flags.copy_(flags)
         if not bucket.on_gpu:
             self._taken = None
-        if not found and self._is_too_large():
-            self._nonfinite_source = None  # it was that of an earlier step
+            if not found and float(bucket.too_large_flag) != 0.0:
+                self._nonfinite_source = None  # an earlier step's
 
     def finite(self) -> Flag:
         """Return whether the sum is finite: in the message, and in float16 gradients, whose range is no larger."""
